@@ -31,6 +31,63 @@ EosId = int | Sequence[int] | None
 _IMPOSSIBLE = -1e9
 
 
+class Rules(NamedTuple):
+  """Changes of the scores of next tokens, as transformers defines them.
+
+  Attributes:
+    repetition_penalty: divisor of the positive logits of tokens that the text
+      has already, prompt included, and factor of the negative ones
+      (https://arxiv.org/abs/1909.05858, section 4.1).
+    no_repeat_ngram_size: length of sequences of tokens that may not come twice,
+      prompt included; 0 for none.
+    min_new: least number of new tokens before the end.
+  """
+
+  repetition_penalty: float = 1.0
+  no_repeat_ngram_size: int = 0
+  min_new: int = 0
+
+  def check(self) -> None:
+    check_number("repetition_penalty", self.repetition_penalty, above=0)
+    for name in ("no_repeat_ngram_size", "min_new"):
+      check_number(name, getattr(self, name), least=0, whole=True)
+
+  def apply(
+    self,
+    scores_BV: jax.Array,
+    text_BL: jax.Array,
+    position: jax.Array,
+    num_new_B: jax.Array,
+    ends: jax.Array,
+  ) -> jax.Array:
+    """Returns the scores of the token after `position`, float32."""
+    scores_BV = scores_BV.astype(jnp.float32)
+    place_L = jnp.arange(text_BL.shape[1])
+    at = jnp.arange(len(text_BL))[:, None], text_BL
+    if (factor := self.repetition_penalty) != 1:
+      seen_BV = jnp.zeros(scores_BV.shape, bool).at[at].max(place_L <= position)
+      lower_BV = jnp.where(
+        scores_BV < 0, scores_BV * factor, scores_BV / factor
+      )
+      scores_BV = jnp.where(seen_BV, lower_BV, scores_BV)
+    if size := self.no_repeat_ngram_size:
+      # Whether the token at a place follows the same tokens as the next one.
+      bans_BL = (place_L >= size - 1) & (place_L <= position)
+      for k in range(1, size):
+        last_B1 = jax.lax.dynamic_index_in_dim(text_BL, position + 1 - k, 1)
+        bans_BL &= jnp.roll(text_BL, k, axis=1) == last_B1
+      limit_BL = jnp.where(bans_BL, -jnp.inf, jnp.inf)
+      scores_BV = scores_BV.at[at].min(limit_BL)
+    if self.min_new:
+      early_B1 = num_new_B[:, None] < self.min_new
+      lowest = jnp.where(early_B1, -jnp.inf, jnp.inf)
+      scores_BV = scores_BV.at[:, ends].min(lowest)
+    return scores_BV
+
+
+NO_RULES = Rules()
+
+
 def generate(
   step_fn: StepFn,
   cache: Any,
@@ -48,9 +105,10 @@ def generate(
   top_k: int = 0,
   top_p: float = 1.0,
   start: jax.Array | int = 0,
+  rules: Rules = NO_RULES,
 ) -> jax.Array:
   """New tokens of `beam_search`, or without num_beams of `sample`."""
-  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start)
+  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start, rules=rules)
   if num_beams is not None:
     return beam_search(
       step_fn,
@@ -74,7 +132,7 @@ def generate(
     top_k=top_k,
     top_p=top_p,
     **common,
-  )
+  )[0]
   # The max_new tokens after each example's own prompt.
   take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
   return jax.vmap(take)(tokens_BL, prompt_len_B)
@@ -109,8 +167,9 @@ def sample(
   top_k: int = 0,
   top_p: float = 1.0,
   start: jax.Array | int = 0,
-) -> jax.Array:
-  """Continues prompts token by token: int32 [B, max_len], prompts included.
+  rules: Rules = NO_RULES,
+) -> tuple[jax.Array, jax.Array]:
+  """Continues prompts token by token.
 
   The token at position p of example b is drawn with the key
   fold_in(fold_in(rng, ids_B[b]), p), so it does not depend on the other
@@ -123,7 +182,12 @@ def sample(
     top_k: number of likeliest tokens to draw from; 0 for all.
     top_p: draw from the smallest set of likeliest tokens whose probabilities
       add up to this (https://arxiv.org/abs/1904.09751).
+
+  Returns:
+    (int32 tokens [B, max_len], prompts included; float32 [B, max_len], the new
+    ones' log-probabilities at the temperature, before top_k and top_p).
   """
+  rules.check()
   check_sampling(temperature, top_k, top_p)
   B, L = prompt_BL.shape
   if not 1 <= L <= max_len:
@@ -133,37 +197,45 @@ def sample(
     )
   keys_B, ends = None, jnp.asarray(eos_ids(eos_id), jnp.int32)
   if temperature:
-    if rng is None:
-      raise ValueError("rng: sampling needs a key")
+    assert rng is not None
     ids_B = jnp.arange(B) if ids_B is None else ids_B
     keys_B = jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
-  in_prompt_BL = jnp.arange(L) < prompt_len_B[:, None]
-  tokens_BL = jnp.full((B, max_len), pad_id, jnp.int32)
-  tokens_BL = tokens_BL.at[:, :L].set(
-    jnp.where(in_prompt_BL, prompt_BL, pad_id).astype(jnp.int32)
-  )
+  tokens_BL = jnp.pad(prompt_BL.astype(jnp.int32), [(0, 0), (0, max_len - L)])
+  in_prompt_BL = jnp.arange(max_len) < prompt_len_B[:, None]
+  tokens_BL = jnp.where(in_prompt_BL, tokens_BL, pad_id)
   at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
+  put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
-    position, _, ended_B, _ = carry
+    position, _, _, ended_B, _ = carry
     return (position + 1 < max_len) & ~jnp.all(ended_B)
 
   def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    position, tokens_BL, ended_B, cache = carry
+    position, tokens_BL, log_probs_BL, ended_B, cache = carry
     logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
     position = position + 1
+    num_new_B = position - prompt_len_B
+    logits_BV = rules.apply(logits_BV, tokens_BL, position - 1, num_new_B, ends)
     token_B = choose(logits_BV, keys_B, position, temperature, top_k, top_p)
     token_B = jnp.where(ended_B, pad_id, token_B)
-    generated_B = position >= prompt_len_B
+    generated_B = num_new_B >= 0
+    log_prob_B = _log_prob(logits_BV / (temperature or 1.0), token_B)
+    log_prob_B = jnp.where(generated_B & ~ended_B, log_prob_B, 0.0)
     token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
     ended_B |= generated_B & jnp.isin(token_B, ends)
-    tokens_BL = jax.lax.dynamic_update_index_in_dim(
-      tokens_BL, token_B, position, 1
-    )
-    return position, tokens_BL, ended_B, cache
+    tokens_BL = put(tokens_BL, token_B, position)
+    log_probs_BL = put(log_probs_BL, log_prob_B, position)
+    return position, tokens_BL, log_probs_BL, ended_B, cache
 
-  initial = (jnp.asarray(start, jnp.int32), tokens_BL, prompt_len_B == 0, cache)
-  return jax.lax.while_loop(unfinished, step, initial)[1]
+  zeros_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
+  start = jnp.asarray(start, jnp.int32)
+  initial = start, tokens_BL, zeros_BL, prompt_len_B == 0, cache
+  return jax.lax.while_loop(unfinished, step, initial)[1:3]
+
+
+def _log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+  by_class_BV = jax.nn.log_softmax(logits_BV)
+  return jnp.take_along_axis(by_class_BV, token_B[:, None], axis=1)[:, 0]
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -223,6 +295,7 @@ def beam_search(
   num_beams: int,
   length_penalty: float = 0.0,
   start: jax.Array | int = 0,
+  rules: Rules = NO_RULES,
 ) -> tuple[jax.Array, jax.Array]:
   """Searches for the likeliest continuations with `num_beams` hypotheses.
 
@@ -241,10 +314,18 @@ def beam_search(
   check_number("max_new", max_new, least=1, whole=True)
   check_number("num_beams", num_beams, least=1, whole=True)
   check_number("length_penalty", length_penalty, least=0)
+  rules.check()
   B, M, N = len(prompt_BL), num_beams, max_new
   prompt_BL = prompt_BL.astype(jnp.int32)
   search = _Search(
-    step_fn, prompt_BL, prompt_len_B, M, N, eos_ids(eos_id), length_penalty
+    step_fn,
+    prompt_BL,
+    prompt_len_B,
+    M,
+    N,
+    eos_ids(eos_id),
+    length_penalty,
+    rules,
   )
   new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
   start = jnp.asarray(start, jnp.int32)
@@ -296,6 +377,30 @@ class _Search:
   max_new: int
   eos_ids: tuple[int, ...]
   length_penalty: float
+  rules: Rules
+
+  def obeying(
+    self, logp_BMV: jax.Array, s: _Beams, num_new_B: jax.Array
+  ) -> jax.Array:
+    """The log-probabilities after the rules, which see whole texts."""
+    if self.rules == NO_RULES:
+      return logp_BMV
+    (B, M, N), L = s.new_BMN.shape, self.prompt_BL.shape[1]
+    place = jnp.arange(L + N)
+    new_at = jnp.clip(place - self.prompt_len_B[:, None], 0, N - 1)
+    text_BMT = jnp.where(
+      place < self.prompt_len_B[:, None, None],
+      jnp.pad(self.prompt_BL, [(0, 0), (0, N)])[:, None],
+      jnp.take_along_axis(s.new_BMN, new_at[:, None], axis=2),
+    )
+    scores = self.rules.apply(
+      logp_BMV.reshape(B * M, -1),
+      text_BMT.reshape(B * M, -1),
+      s.position,
+      jnp.repeat(num_new_B, M),
+      jnp.asarray(self.eos_ids, jnp.int32),
+    )
+    return jnp.maximum(scores.reshape(logp_BMV.shape), _IMPOSSIBLE)
 
   def prompt_at(self, position: jax.Array) -> jax.Array:
     last = self.prompt_BL.shape[1] - 1
@@ -319,9 +424,10 @@ class _Search:
     unfold = lambda x: x.reshape(B, M, *x.shape[1:])
     logits, cache = self.step_fn(s.cache, fold(s.token_BM), s.position)
     logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
-    V = logp_BMV.shape[-1]
     # Number of tokens before the new one.
     n_B = s.position + 1 - self.prompt_len_B
+    logp_BMV = self.obeying(logp_BMV, s, n_B)
+    V = logp_BMV.shape[-1]
     grows_B = (n_B >= 0) & (n_B < N)
     # With one token that ends, each beam has one candidate that does, so at
     # least M of 2 M continue.

@@ -1,15 +1,21 @@
 """Decoding against brute force, on tiny tables of probabilities."""
 
+import functools
 import itertools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import bigtrain
 from bigtrain import decoding, sharding
 from bigtrain.settings import ConfigError
+from bigtrain.tools import generate
 
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 V, EOS, PAD, LENGTH = 5, 4, 0, 6
 
 
@@ -73,7 +79,7 @@ def test_greedy_continues_each_prompt(table, ends):
   tokens = jax.jit(
     lambda *args: decoding.sample(
       step_fn_of(table), *args, max_len=LENGTH, eos_id=ends
-    )
+    )[0]
   )(fresh(len(PROMPTS)), prompt_BL, length_B)
   assert tokens.dtype == jnp.int32
   # An eos in a prompt does not end the text: the third prompt is continued.
@@ -92,7 +98,7 @@ def test_padding_and_prompts_that_fill_the_result(table):
     max_len=3,
     eos_id=EOS,
     pad_id=3,
-  )
+  )[0]
   expected = [[3, 3, 3], [2, 3, 1], [3, 1, 4], [3, 3, 3], [1, 3, 3]]
   assert np.asarray(tokens).tolist() == expected
 
@@ -110,7 +116,7 @@ def test_start_skips_prefilled_positions(table):
   cache = {"last": prompt_BL[:, 0]}
   tokens = decoding.sample(
     step_fn, cache, prompt_BL, length_B, max_len=LENGTH, eos_id=None, start=1
-  )
+  )[0]
   jax.effects_barrier()
   assert sorted(seen) == [1, 2, 3, 4]
   free = [greedy(table, p) for p in prompts if EOS not in greedy(table, p)]
@@ -133,7 +139,7 @@ def draw(table, ids, mesh=None, seed=3, **options):
       rng=jax.random.key(seed),
       ids_B=args[2],
       **options,
-    )
+    )[0]
   )
   return np.asarray(run(prompt_BL, length_B, ids_B))
 
@@ -337,3 +343,68 @@ def test_scores_are_at_least_those_of_t5x_and_hugging_face(num_beams, alpha):
   np.testing.assert_allclose(ours, theirs.max(0), rtol=1e-5)
   # Neither of the two is the better one.
   assert (ours > theirs + 1e-3).any(1).all()
+
+
+GENERATION = json.loads((GOLDEN / "generation.json").read_text())
+
+
+def rules_of(case):
+  names = {"min_new_tokens": "min_new"}
+  return {names.get(k, k): x for k, x in case["rules"].items()}
+
+
+@pytest.mark.parametrize(
+  "case", GENERATION["cases"], ids=lambda c: str(c["rules"])
+)
+def test_rules_change_scores_as_in_transformers(case):
+  text = np.asarray(GENERATION["text"])
+  scores = jnp.asarray(GENERATION["scores"])
+  rules = decoding.Rules(**rules_of(case))
+  expected = [
+    [-np.inf if x is None else x for x in row] for row in case["scores"]
+  ]
+  # Padding after the text changes nothing.
+  padded = np.pad(text, [(0, 0), (0, 3)], constant_values=1)
+  for known in (text, padded):
+    got = jax.jit(functools.partial(rules.apply, ends=jnp.asarray([2, 5])))(
+      scores, known, text.shape[1] - 1, jnp.full(len(text), 5)
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_texts_by_the_rules_are_those_of_transformers():
+  model = bigtrain.load(GOLDEN / "hf_llama")
+  prompts = np.asarray(GENERATION["prompts"], np.int32)
+  for case in (GENERATION["cases"][0], GENERATION["cases"][-1]):
+    ends = [29, 48 if "min_new_tokens" in case["rules"] else 50]
+    options = dict(max_new=20, eos_id=ends, **rules_of(case))
+    got = model.run("generate", {"tokens": prompts}, **options).tolist()
+    want = [row + [0] * (20 - len(row)) for row in case["tokens"]]
+    assert got == want
+  # The tool makes texts token by token.
+  obey = functools.partial(
+    decoding.Rules(**rules_of(case)).apply, ends=jnp.asarray(ends)
+  )
+  stream = generate._generate_ids(
+    model.variables, model.model, prompts[0].tolist(), 20, 0, {}, obey
+  )
+  until = lambda ids: [*itertools.takewhile(lambda i: i not in ends, ids)]
+  assert until(stream) == until(want[0])
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_beam_search_obeys_the_rules(table, length):
+  prompt_BL, length_B = padded(PROMPTS)
+  common = dict(max_new=3, eos_id=EOS)
+  search = lambda **options: decoding.beam_search(
+    step_fn_of(table), fresh(5), prompt_BL, length_B, **common, **options
+  )[0].tolist()
+  rules = decoding.Rules(no_repeat_ngram_size=length, min_new=3)
+  rows = search(num_beams=4, rules=rules)
+  assert rows != search(num_beams=4)
+  for prompt, new in zip(PROMPTS, rows):
+    text = [*prompt, *new]
+    grams = [tuple(text[i:][:length]) for i in range(len(text) - length + 1)]
+    fresh_grams = grams[len(prompt) - length + 1 :]
+    assert all(grams.count(gram) == 1 for gram in fresh_grams) or length == 1
+    assert EOS not in new[:2]

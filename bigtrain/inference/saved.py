@@ -139,6 +139,12 @@ def _find_published(path: str, key: str) -> Saved:
   given = _json_of(path, _GENERATION)
   ends = given.get("eos_token_id", values.get("eos_token_id"))
   generation: dict[str, Any] = {} if ends is None else {"eos_id": ends}
+  numbers = ("repetition_penalty", "no_repeat_ngram_size")
+  generation |= {name: given[name] for name in numbers if given.get(name)}
+  # min_length counts the token that starts a decoder, or the prompt.
+  least = given.get("min_length", 0) - 1 if is_t5 else 0
+  if (least := given.get("min_new_tokens") or least) > 0:
+    generation["min_new"] = least
   if given.get("do_sample"):
     generation["temperature"] = given.get("temperature") or 1.0
     for name in ("top_k", "top_p"):

@@ -158,6 +158,9 @@ def generate(
   top_k: int = 0,
   top_p: float = 1.0,
   seed: int = 0,
+  repetition_penalty: float = 1.0,
+  no_repeat_ngram_size: int = 0,
+  min_new: int = 0,
 ) -> jax.Array:
   """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
@@ -171,6 +174,7 @@ def generate(
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the prompt.
+    repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
@@ -210,6 +214,7 @@ def generate(
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
+    rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
   )
 
 

@@ -131,6 +131,9 @@ def generate(
   top_k: int = 0,
   top_p: float = 1.0,
   seed: int = 0,
+  repetition_penalty: float = 1.0,
+  no_repeat_ngram_size: int = 0,
+  min_new: int = 0,
 ) -> jax.Array:
   """Generates targets, int32 [B, max_len], padded with 0, for the inputs.
 
@@ -142,6 +145,7 @@ def generate(
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the inputs.
+    repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
   """
   inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
@@ -175,4 +179,5 @@ def generate(
     ),
     top_k=top_k,
     top_p=top_p,
+    rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
   )

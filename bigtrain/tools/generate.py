@@ -12,7 +12,7 @@ continues with the second half of the context.
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from bigtrain.tasks import language_modeling
 from bigtrain.tools import arguments, exits
 from bigtrain.types import Variables
 
+_TASKS = ("language_modeling", "policy_gradient")
+
 
 def generate(
   path: str,
@@ -35,15 +37,13 @@ def generate(
   max_new: int = 256,
   num_beams: int = 1,
   length_penalty: float = 0.0,
-  temperature: float | None = None,
-  top_k: int | None = None,
-  top_p: float | None = None,
   seed: int = 0,
   step: int | None = None,
   prefix: str = "params",
   tokenizer: str | None = None,
   bos: bool = False,
   chat: bool = False,
+  **given: float | None,
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
@@ -51,20 +51,12 @@ def generate(
   """
   settings.check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
-  given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-  sampling: dict[str, Any] = dict(temperature=0.8, top_k=0, top_p=1.0)
-  if num_beams > 1:
-    sampling["temperature"] = 0.0
-  elif "temperature" in checkpoint.generation:
-    sampling |= {n: checkpoint.generation.get(n, sampling[n]) for n in given}
-  sampling |= {name: x for name, x in given.items() if x is not None}
-  decoding.check_sampling(**sampling)
-  decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
+  sampling, rules = _options(checkpoint.generation, num_beams, given)
   config = checkpoint.config
-  if config.get("task") != "language_modeling":
+  if config.get("task") not in _TASKS:
     raise ConfigError(
       f"{checkpoint.path}: its task is {config.get('task')!r}; expected "
-      "'language_modeling'."
+      f"{' or '.join(map(repr, _TASKS))}."
     )
   if checkpoint.data.get("prompts", {}).get("prefix"):
     raise ConfigError(
@@ -87,12 +79,15 @@ def generate(
   ends = decoding.eos_ids(checkpoint.generation.get("eos_id", codec.eos_id))
   variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
   if num_beams > 1:
-    options = dict(num_beams=num_beams, length_penalty=length_penalty)
+    options = dict(
+      num_beams=num_beams, length_penalty=length_penalty, **rules._asdict()
+    )
     stream: Iterable[int] = _search(
       variables, model, ids, max_new, ends, options
     )
   else:
-    stream = _generate_ids(variables, model, ids, max_new, seed, sampling)
+    obey = functools.partial(rules.apply, ends=jnp.asarray(ends, jnp.int32))
+    stream = _generate_ids(variables, model, ids, max_new, seed, sampling, obey)
   num_yielded, new = 0, []
   for token in stream:
     if token in ends:
@@ -104,6 +99,25 @@ def generate(
       yield text[num_yielded:]
       num_yielded = len(text)
   yield codec.decode(new)[num_yielded:]
+
+
+def _options(
+  generation: Mapping[str, Any], num_beams: int, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], decoding.Rules]:
+  """Options of `decoding.choose`, and rules: as given, or as saved."""
+  options = dict(temperature=0.8, top_k=0, top_p=1.0)
+  options |= decoding.NO_RULES._asdict()
+  options |= {name: x for name, x in generation.items() if name in options}
+  if num_beams > 1:
+    options["temperature"] = 0.0
+  options |= {name: x for name, x in given.items() if x is not None}
+  names = ("temperature", "top_k", "top_p")
+  sampling: dict[str, Any] = {name: options.pop(name) for name in names}
+  decoding.check_sampling(**sampling)
+  decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
+  rules = decoding.Rules(**options)  # type: ignore[arg-type]
+  rules.check()
+  return sampling, rules
 
 
 def _prompt_ids(
@@ -156,6 +170,7 @@ def _generate_ids(
   max_new: int,
   seed: int,
   options: dict[str, Any],
+  obey: Callable[..., jax.Array],
 ) -> Iterator[int]:
   size = len(ids) + max_new
   if model.max_len is not None:
@@ -175,14 +190,19 @@ def _generate_ids(
 
   @functools.partial(jax.jit, donate_argnums=1)
   def write(
-    variables: Variables, cache: Any, token: Any, position: Any, number: Any
+    variables: Variables, cache: Any, text_1L: Any, position: Any, number: Any
   ) -> Any:
+    end = len(ids) + number
+    token = text_1L[0, end - 1]
     logits, cache = language_modeling.step_fn(
       variables, model, cache, token[None], position
     )
+    logits = obey(logits, text_1L, end - 1, jnp.reshape(number, 1))
     return decoding.choose(logits, keys_1, number, **options)[0], cache
 
   seen, cache, position = list(ids), None, 0
+  text_1L = np.zeros((1, len(ids) + max_new), np.int32)
+  text_1L[0, : len(ids)] = ids
   for number in range(max_new):
     if cache is None or position == size:
       # `read` leaves out the last token: `write` takes it as its input. New
@@ -192,10 +212,10 @@ def _generate_ids(
       padded[0, : len(view) - 1] = view[:-1]
       position = len(view) - 1
       cache = read(variables, padded, position)
-      token: Any = jnp.asarray(view[-1], jnp.int32)
-    token, cache = write(variables, cache, token, position, number)
+    token, cache = write(variables, cache, text_1L, position, number)
     position += 1
     seen.append(int(token))
+    text_1L[0, len(seen) - 1] = seen[-1]
     yield seen[-1]
 
 
@@ -223,6 +243,11 @@ def main(argv: Sequence[str]) -> int:
   add("--top_k", top_k, type=int)
   nucleus = "sample from the most likely tokens whose probabilities sum to P"
   add("--top_p", f"{nucleus} (default: 1.0)", type=float)
+  penalty = "divisor of the logits of tokens that the text has already"
+  add("--repetition_penalty", f"{penalty} (default: 1.0)", type=float)
+  ngrams = "no N tokens come twice in a row; 0 for any (default: 0)"
+  add("--no_repeat_ngram_size", ngrams, type=int)
+  add("--min_new", "least number of new tokens (default: 0)", type=int)
   add("--seed", "random seed", 0)
   step = "step of the workdir's checkpoint (default: the newest)"
   add("--step", step, type=int)

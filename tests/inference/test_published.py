@@ -74,6 +74,13 @@ def test_the_defaults_of_generation_are_the_folders(
   values |= {"do_sample": True, "top_k": 1}
   (copy / "generation_config.json").write_text(json.dumps(values))
   assert bigtrain.load(copy).generate(prompt, **options) == result
+  rules = {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2}
+  values |= rules | {"min_new_tokens": 10}
+  (copy / "generation_config.json").write_text(json.dumps(values))
+  given = model.generate(prompt, **options, eos_id=ends, **rules, min_new=10)
+  assert bigtrain.load(copy).generate(prompt, **options) == given != result
+  assert tool.main(arguments) == 0
+  assert capsys.readouterr().out == f"{prompt}{given['text']}\n"
   values |= {"temperature": 9.0, "top_k": 50}
   (copy / "generation_config.json").write_text(json.dumps(values))
   assert bigtrain.load(copy).generate(prompt, **options) != result
