@@ -19,7 +19,7 @@ from bigtrain.types import Batch, PredictFn, Variables
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   evaluations.tokenizer(options["tokenizer"], context)
   metrics = options.get("metrics", ("exact",))
-  text_metrics.check(f"{path}.metrics", metrics, ("exact", "bleu", "cider"))
+  text_metrics.check(f"{path}.metrics", metrics)
   num_images = options.get("num_images", 40)
   settings.check_number(f"{path}.num_images", num_images, least=0, whole=True)
   if num_images:
@@ -35,8 +35,7 @@ class Evaluator:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
     tokenizer: tokenizer of the captions, see pp/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L] or [B, R, L].
-    metrics: "exact", fraction equal to a reference; "bleu", BLEU-4 from 0 to
-      100 (needs sacrebleu); "cider", CIDEr-D from 0 to 10 (pycocoevalcap).
+    metrics: as of the evaluator `generate`.
     image_key: name of the images for the picture, with any range of values.
     num_images: number of images in the picture; 0 for no picture.
   """

@@ -4,14 +4,14 @@ Legend: B batch, L tokens of a window.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from bigtrain import metrics, parts
-from bigtrain.evaluation import evaluations
+from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import checks, sources
 from bigtrain.pp import tokenizers
@@ -21,9 +21,9 @@ from bigtrain.types import Batch, PredictFn, Variables
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   tokenizer = evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
-  checks.check_sizes(
-    {"tokens": tokenizer.vocab_size}, context.vocab_sizes, f"{path}.tokenizer"
-  )
+  sizes = dict.fromkeys(("tokens", "inputs"), tokenizer.vocab_size)
+  checks.check_sizes(sizes, context.vocab_sizes, f"{path}.tokenizer")
+  text_metrics.check(f"{path}.metrics", options.get("metrics", ()))
 
 
 class Evaluator:
@@ -31,7 +31,8 @@ class Evaluator:
 
   Compares the choices' log-likelihoods after the context: their sums ("acc"),
   per character ("acc_norm") and per byte ("acc_bytes"). The first of equal
-  choices wins.
+  choices wins. For an encoder-decoder, the context is the inputs, and the
+  targets are a choice; both end with the end token, as in training.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
@@ -46,6 +47,8 @@ class Evaluator:
       token (the end token, if the tokenizer has none).
     batch_size: number of choices per batch; as in training by default.
     num_examples: number of questions, from the start; all by default.
+    metrics: further metrics of the choices of "acc" as texts, against the right
+      ones; see evaluation/text_metrics.py.
   """
 
   def __init__(
@@ -63,6 +66,7 @@ class Evaluator:
     bos: bool = False,
     batch_size: int | None = None,
     num_examples: int | None = None,
+    metrics: Sequence[str] = (),
   ):
     path = context.path
     coder = evaluations.tokenizer(tokenizer, context)
@@ -76,6 +80,8 @@ class Evaluator:
     for key in keys:
       spec[key]  # Raises ConfigError if the feature is missing.
     rows: list[dict[str, np.ndarray]] = []
+    self._metrics = metrics
+    make = window if "inputs" not in context.vocab_sizes else pair_window
     self._choices: list[list[str]] = []
     self._answers: list[int] = []
     for i in range(min(num_examples or len(source), len(source))):
@@ -83,7 +89,7 @@ class Evaluator:
       try:
         text, choices, answer = _question(*[example[key][0] for key in keys])
         for choice in choices:
-          rows.append(window(coder, length, delimiter, bos, text, choice))
+          rows.append(make(coder, length, delimiter, bos, text, choice))
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -106,7 +112,7 @@ class Evaluator:
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     scores = self._scores(variables).astype(np.float64)
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-    nonfinite = 0
+    nonfinite, texts = 0, []
     for choices, answer in zip(self._choices, self._answers):
       choice_scores, scores = np.split(scores, [len(choices)])
       lengths = {
@@ -119,7 +125,9 @@ class Evaluator:
       for name, length in lengths.items():
         best = np.argmax(choice_scores / length)
         hits[name].append(ordered and best == answer)
+      texts.append((choices[np.argmax(choice_scores)], [choices[answer]]))
     results = {name: float(np.mean(values)) for name, values in hits.items()}
+    results |= text_metrics.compute(self._metrics, *zip(*texts))
     return results | ({"nonfinite": float(nonfinite)} if nonfinite else {})
 
 
@@ -182,4 +190,28 @@ def window(
     "tokens": np.pad(ids[:-1], padding).astype(np.int32),
     "targets": np.pad(ids[1:], padding).astype(np.int32),
     "loss_mask": np.pad(is_choice, padding).astype(np.float32),
+  }
+
+
+def pair_window(
+  tokenizer: tokenizers.Tokenizer,
+  length: int,
+  delimiter: str,
+  bos: bool,
+  text: str,
+  choice: str,
+) -> dict[str, np.ndarray]:
+  """`inputs` and `targets` int32 [L] of an encoder-decoder, padded with 0."""
+  end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+  rows = {
+    name: np.append(tokenizer.encode(part), end).astype(np.int32)
+    for name, part in (("inputs", text), ("targets", choice))
+  }
+  if (size := len(rows["targets"])) > length:
+    raise ValueError(
+      f"a choice of {size} tokens does not fit into length={length}"
+    )
+  return {
+    name: np.pad(ids[-length:], (0, max(length - len(ids), 0)))
+    for name, ids in rows.items()
   }

@@ -14,13 +14,11 @@ from bigtrain.reports import media
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, PredictFn, Variables
 
-_METRICS = ("exact_match", "bleu", "rouge")
-
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   evaluations.tokenizer(options.get("tokenizer", "bytes"), context)
   metrics = options.get("metrics", ())
-  text_metrics.check(f"{path}.metrics", metrics, _METRICS)
+  text_metrics.check(f"{path}.metrics", metrics)
   if metrics and options.get("reference_key") is None:
     raise ConfigError(f"{path}.reference_key: missing; metrics compare to it.")
 
@@ -34,9 +32,8 @@ class Evaluator:
     prompt_key: name of the prompts' tokens, int [B, L].
     reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
       needed for metrics.
-    metrics: "exact_match", fraction equal to a reference apart from surrounding
-      space; "bleu", corpus BLEU from 0 to 100; "rouge", the F-measures rouge1,
-      rouge2 and rougeL from 0 to 1 (with stemming) of the best reference.
+    metrics: names of metrics of texts, or dotted paths of your own functions,
+      see evaluation/text_metrics.py.
   """
 
   def __init__(

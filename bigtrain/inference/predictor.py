@@ -9,12 +9,14 @@ What a model can do depends on the names of its task's predict functions:
   image and text, or
   score and caption             zero_shot(pictures, class_names)
   generate                      generate(texts)
+  generate and score            score(prompts, answers)
 
 `run` calls any predict function, also of a user's own task.
 
 Legend: B batch, C classes, E embedding, L length.
 """
 
+import collections
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +121,7 @@ class Predictor:
     possible = {
       "caption": "caption" in fns,
       "generate": "generate" in fns,
+      "score": {"generate", "score"} <= fns,
       "embed_texts": "text" in fns,
       "embed_images": bool(fns & {*_EMBED_IMAGE}),
       "classify": "logits" in fns and "generate" not in fns,
@@ -290,9 +293,10 @@ class Predictor:
     # "sigmoid" is the default of the task.
     return _probabilities(logits_BC, self._loss_kind or "sigmoid")
 
-  def generate(self, texts: Any, **options: Any) -> Any:
+  def generate(self, texts: Any, scores: bool = False, **options: Any) -> Any:
     """Returns {"text": continuation or answer} for each text.
 
+    With `scores` also the values of `score`, for the text up to its end token.
     The options are those of the predict function, such as max_new=100 (max_len
     of a sequence-to-sequence model), temperature=0.8 and seed=1. By default
     they are those of a published model's folder, or else greedy.
@@ -320,7 +324,15 @@ class Predictor:
       if self._saved.data.get("prompts", {}).get("prefix"):
         batch["prefix"] = np.zeros(len(rows), np.int32)
       new_BL = self.run("generate", batch, **options)
-      return [{"text": _until_end(row, tokenizer, ends)} for row in new_BL]
+      results = [{"text": _until_end(row, tokenizer, ends)} for row in new_BL]
+      if not scores:
+        return results
+      stops = [np.flatnonzero(np.isin(row, ends))[:1] for row in new_BL]
+      new = [
+        row[: i[0] + 1] if i.size else row for row, i in zip(new_BL, stops)
+      ]
+      scored = self.score_ids(list(zip(rows, new)))
+      return [{**text, **score} for text, score in zip(results, scored)]
 
     ids = isinstance(next(iter(texts), None), int | np.integer)
     return self._map(texts, ids or isinstance(texts, str), call)
@@ -343,6 +355,66 @@ class Predictor:
     if isinstance(messages[0], Mapping):
       return self.generate(ids_of(messages), **options)
     return self.generate([ids_of(each) for each in messages], **options)
+
+  def score(self, prompts: Sequence[str], answers: Sequence[str]) -> list[Any]:
+    """Returns how likely each answer is after its prompt.
+
+    Returns:
+      {"log_likelihood": nats, "tokens": number of the answer's tokens,
+      "greedy": whether greedy decoding gives them all} for each pair. Answers
+      of an encoder-decoder end with the end token, as its targets do.
+    """
+    self._require("score")
+    pairs = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+      ids = self._prompt(prompt)
+      if self._is_seq2seq:
+        codec = self._need_tokenizer()
+        end = [] if codec.eos_id is None else [codec.eos_id]
+        pairs.append((ids, np.append(codec.encode(answer), end)))
+      else:  # Encoded together, since tokens can depend on their neighbours.
+        pairs.append((ids, self._prompt(prompt + answer)[len(ids) :]))
+    return self.score_ids(pairs)
+
+  def score_ids(
+    self, pairs: Sequence[tuple[Any, Any]], max_length: int | None = None
+  ) -> list[dict[str, Any]]:
+    """`score` of token ids; only the end of longer pairs is used."""
+    max_length = max_length or getattr(self.model, "max_len", None)
+    by_length = collections.defaultdict(list)
+    rows: list[dict[str, Any]] = []
+    for i, (context, answer) in enumerate(pairs):
+      ids = np.asarray([*context, *answer], np.int32)
+      if self._is_seq2seq:
+        rows.append({"inputs": ids[: len(context)], "targets": answer})
+      else:
+        ids = ids[-max_length - 1 :] if max_length else ids
+        scored = np.arange(1, len(ids)) >= len(ids) - len(answer)
+        rows.append(
+          {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": scored}
+        )
+      # Few lengths, so that few programs compile.
+      longest = max(_SHORTEST_PROMPT, *map(len, rows[-1].values()))
+      length = 1 << (longest - 1).bit_length()
+      by_length[min(length, max_length or length)].append(i)
+    results: list[dict[str, Any]] = [{}] * len(pairs)
+    for length, members in by_length.items():
+      batch = {
+        name: np.stack(
+          [
+            np.pad(rows[i][name], (0, length - len(rows[i][name])))
+            for i in members
+          ]
+        ).astype(np.float32 if name == "loss_mask" else np.int32)
+        for name in rows[0]
+      }
+      if self._saved.data.get("prompts", {}).get("prefix"):
+        ends = [np.argmax(rows[i]["loss_mask"]) + 1 for i in members]
+        batch["prefix"] = np.asarray(ends, np.int32)
+      scores = self.run("score", batch)
+      for i, *row in zip(members, *(x.tolist() for x in scores.values())):
+        results[i] = dict(zip(scores, row))
+    return results
 
   def _prompt(self, text: Any) -> np.ndarray:
     tokenizer = self._need_tokenizer()

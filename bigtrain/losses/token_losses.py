@@ -31,6 +31,21 @@ class ModelLosses(NamedTuple):
   expert_stats: dict[str, jax.Array] | None
   mutable: Variables
 
+  def scores(self, weight_BL: jax.Array) -> dict[str, jax.Array]:
+    """Scores the targets with a weight.
+
+    Returns:
+      {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
+      their number, "greedy": bool [B], whether greedy decoding gives them all}.
+    """
+    selected_BL = weight_BL != 0
+    loss_BL = jnp.where(selected_BL, self.loss_BL, 0.0)
+    return {
+      "log_likelihood": -jnp.sum(loss_BL, axis=1),
+      "tokens": jnp.sum(selected_BL.astype(jnp.float32), axis=1),
+      "greedy": jnp.all((self.correct_BL == 1) | ~selected_BL, axis=1),
+    }
+
   def with_experts(
     self,
     load_balance: float,

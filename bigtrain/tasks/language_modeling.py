@@ -130,18 +130,10 @@ def score(
 ) -> dict[str, jax.Array]:
   """Scores the targets that "loss_mask" selects, such as an answer.
 
-  Returns:
-    {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
-    their number, "greedy": bool [B], whether greedy decoding gives them all}.
+  Returns as losses.token_losses.ModelLosses.scores.
   """
   losses = _losses(variables, batch, model=model, chunk=chunk)
-  selected_BL = token_weights(batch) != 0
-  loss_BL = jnp.where(selected_BL, losses.loss_BL, 0.0)
-  return {
-    "log_likelihood": -jnp.sum(loss_BL, axis=1),
-    "tokens": jnp.sum(selected_BL.astype(jnp.float32), axis=1),
-    "greedy": jnp.all((losses.correct_BL == 1) | ~selected_BL, axis=1),
-  }
+  return losses.scores(token_weights(batch))
 
 
 def generate(

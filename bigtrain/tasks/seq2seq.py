@@ -92,7 +92,7 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (perplexity, logits, generate)
+  fns = (perplexity, logits, score, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
 
 
@@ -107,6 +107,14 @@ def perplexity(
   """Computes "loss" in nats, "accuracy" and, with "num_bytes", "bytes"."""
   losses = _losses(variables, batch, model=model, chunk=chunk)
   return token_losses.add_bytes(losses.metrics, batch)
+
+
+def score(
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
+) -> dict[str, jax.Array]:
+  """Scores all targets; as losses.token_losses.ModelLosses.scores."""
+  losses = _losses(variables, batch, model=model, chunk=chunk)
+  return losses.scores(token_weights(batch))
 
 
 def _losses(

@@ -3,6 +3,7 @@
   python -m bigtrain.tools.evaluate --workdir=runs/digits
   python -m bigtrain.tools.evaluate --workdir=runs/digits --step=600 \\
       --config.evals.val.batch_size=64 --config.mesh.fsdp=1
+  python -m bigtrain.tools.evaluate --workdir=runs/digits --follow
 
 The config is config.json of the workdir, with the changes of the command line.
 The last line on standard output is a row of results as JSON. Files of
@@ -11,12 +12,17 @@ the run stay as they are. It reads neither training data nor optimizer state.
 On the same devices its results equal the run's, bit for bit. config.eval_only
 evaluates inside of main, which can also start from config.model_init.
 
+--all_checkpoints evaluates each checkpoint, in order, and --follow also waits
+for new ones until the run is finished, as a job beside it. They append rows to
+metrics.jsonl in the output folder, and skip steps that have one.
+
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,18 +32,20 @@ from absl import logging
 from bigtrain import lengths, parts, settings, sharding, teacher, trees
 from bigtrain.adapters import trained
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
+from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.reports import media, record
+from bigtrain.reports import media, record, rows
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.settings import ConfigError
 from bigtrain.step import initial
-from bigtrain.tools import arguments, exits
+from bigtrain.tools import arguments, exits, runs
 
 # Folder in the workdir for the files of evaluators: the run has its own ones of
 # the same names.
 _FOLDER = "evaluate"
+_POLL_SECS = 10.0
 
 
 def evaluate(
@@ -52,19 +60,77 @@ def evaluate(
   histograms are paths of files in `output`, which also gets what evaluators
   write.
   """
+  workdir, output = _folders(workdir, output)
+  config = _read_config(workdir, changes)
+  steps = folders.find_all(workdir)
+  if step is not None and step not in steps:
+    raise ConfigError(
+      f"--step={step}: no such checkpoint; {workdir} has "
+      f"{', '.join(map(str, steps))}."
+    )
+  return _judge(config, folders.find(workdir, step), output)[0]
+
+
+def evaluate_all(
+  workdir: str,
+  changes: Sequence[str] = (),
+  output: str = "",
+  follow: bool = False,
+) -> Iterator[dict[str, Any]]:
+  """Yields a row, as `evaluate`, of each checkpoint without one in `output`.
+
+  With `follow`, waits for new checkpoints until the run is finished.
+  """
+  workdir, output = _folders(workdir, output)
+  config = _read_config(workdir, changes)
+  judged = {row["step"] for row in rows.read_rows(output)}
+  judge = None
+  while True:
+    # In this order: checkpoints before the end of the run are found after it.
+    newest = {k: v for row in rows.read_rows(workdir) for k, v in row.items()}
+    ended = not follow or runs.state(workdir, newest) == "finished"
+    steps = [s for s in folders.steps(workdir) if s not in judged]
+    ended, steps = process.broadcast([ended, steps])
+    if not steps:
+      if ended:
+        return
+      time.sleep(_POLL_SECS)
+      continue
+    judged.add(steps[0])
+    try:
+      directory = folders.find(workdir, steps[0])
+      if judge is None:
+        row, judge = _judge(config, directory, output)
+      else:
+        row = judge(directory)
+    except (CheckpointError, OSError):
+      # The run may have removed it since, as config.keep_ckpts says.
+      if steps[0] in folders.steps(workdir):
+        raise
+      logging.warning("Step %d: its checkpoint is gone; skipped.", steps[0])
+      continue
+    if jax.process_index() == 0:
+      file = rows.RowFile(os.path.join(output, rows.FILE_NAME), sys.maxsize)
+      file.add(row)
+      file.close()
+    yield row
+
+
+def _folders(workdir: str, output: str) -> tuple[str, str]:
   workdir = paths.absolute(workdir)
   output = paths.absolute(output or os.path.join(workdir, _FOLDER))
-  config = _read_config(workdir, changes)
+  if output == workdir:
+    raise ConfigError(f"--output={output}: has the files of the run.")
+  return workdir, output
+
+
+def _judge(
+  config: settings.Config, directory: str, output: str
+) -> tuple[dict[str, Any], Callable[[str], dict[str, Any]]]:
+  """Evaluates a checkpoint; returns its row, and what evaluates others."""
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
-    steps = folders.find_all(workdir)
-    if step is not None and step not in steps:
-      raise ConfigError(
-        f"--step={step}: no such checkpoint; {workdir} has "
-        f"{', '.join(map(str, steps))}."
-      )
-    directory = folders.find(workdir, step)
     saved = folders.read_manifest(directory)
     xla_options = compiler_options.read(config, mesh)
     task = parts.task(config)
@@ -82,12 +148,12 @@ def evaluate(
       compile=programs.Programs("compiled", xla_options).compile,
     )
     specs = dict(trees.flatten_with_names(state_spec))
-    arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
-    state = trees.from_flat(arrays)
+    state = _load(directory, saved, specs)
+    frozen = {}
     if config.get("adapters"):
       about, plain = saved.host_state.base, config.to_dict()
-      base = trained.load_base(plain, about, state["params"], mesh)
-      state["base"], state_spec["base"] = base, _specs_of(base)
+      frozen["base"] = trained.load_base(plain, about, state["params"], mesh)
+      state_spec["base"] = _specs_of(frozen["base"])
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
@@ -98,17 +164,34 @@ def evaluate(
     )
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
-    variables = start.evaluated({**state, **teaching.load()})
-    row: dict[str, Any] = {"step": saved.step}
-    for evaluation in enabled:
-      logging.info("Evaluating %s.", evaluation.name)
-      weights = variables[evaluation.weights]
-      results = evaluation.build().run(weights, saved.step)
-      row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
-  row, shown = media.split(row)
-  if jax.process_index() == 0:
-    media.save(output, saved.step, shown)
-  return row
+    frozen |= teaching.load()
+    built = [(each, each.build()) for each in enabled]
+
+    def row_of(state: Any, step: int) -> dict[str, Any]:
+      variables = start.evaluated({**state, **frozen})
+      row: dict[str, Any] = {"step": step}
+      for evaluation, evaluator in built:
+        logging.info("Evaluating %s at step %d.", evaluation.name, step)
+        results = evaluator.run(variables[evaluation.weights], step)
+        row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
+      row, shown = media.split(row)
+      if jax.process_index() == 0:
+        media.save(output, step, shown)
+      return row
+
+    def judge(directory: str) -> dict[str, Any]:
+      saved = folders.read_manifest(directory)
+      with jax.set_mesh(mesh):
+        return row_of(_load(directory, saved, specs), saved.step)
+
+    return row_of(state, saved.step), judge
+
+
+def _load(
+  directory: str, saved: manifest.Manifest, specs: dict[str, Any]
+) -> Any:
+  arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
+  return trees.from_flat(arrays)
 
 
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
@@ -199,11 +282,22 @@ def main(argv: Sequence[str]) -> int:
     "folder for the files of evaluators (default: evaluate in the workdir)"
   )
   add("--output", files, "")
+  every = "evaluates each checkpoint that has no row, in order"
+  add("--all_checkpoints", every, action="store_true")
+  follow = "as --all_checkpoints, and waits for new ones until the run finishes"
+  add("--follow", follow, action="store_true")
   args, changes = parser.parse(argv)
   process.join_job(settings.Config({}))
-  row = evaluate(args.workdir, args.step, changes, args.output)
-  if jax.process_index() == 0:
-    print(settings.to_json(row))
+  several = args.all_checkpoints or args.follow
+  if several and args.step is not None:
+    raise ConfigError("--step: not together with --all_checkpoints.")
+  if several:
+    found = evaluate_all(args.workdir, changes, args.output, args.follow)
+  else:
+    found = iter([evaluate(args.workdir, args.step, changes, args.output)])
+  for row in found:
+    if jax.process_index() == 0:
+      print(settings.to_json(row), flush=True)
   return process.EXIT_OK
 
 

@@ -30,7 +30,6 @@ from bigtrain.tools import arguments, exits
 
 # The harness's own limit of tokens where a task sets none.
 _MAX_NEW = 256
-_SHORTEST = 32
 # Options of generation with the same name in the harness.
 _SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -107,7 +106,8 @@ class _Methods:
     self, requests: Sequence[Any], **kwargs: Any
   ) -> list[tuple[float, bool]]:
     pairs = [(context, rest) for _, context, rest in requests]
-    return _score(self.predictor, pairs, self.max_length)
+    scores = self.predictor.score_ids(pairs, self.max_length)
+    return [(row["log_likelihood"], row["greedy"]) for row in scores]
 
   def loglikelihood_rolling(
     self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -126,9 +126,9 @@ class _Methods:
         pairs.append(window)
         owners.append(i)
     sums = np.zeros(len(requests))
-    scores = _score(self.predictor, pairs, self.max_length)
-    for i, (value, _) in zip(owners, scores):
-      sums[i] += value
+    scores = self.predictor.score_ids(pairs, self.max_length)
+    for i, row in zip(owners, scores):
+      sums[i] += row["log_likelihood"]
     return sums.tolist()
 
   def generate_until(
@@ -168,39 +168,6 @@ class _Methods:
     longest = self.max_length // 2 if new is None else self.max_length - 1
     options["max_new"] = max(1, min(int(new or self._max_new), longest))
     return [until] if isinstance(until, str) else list(until), options
-
-
-def _score(
-  predictor: Predictor,
-  pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-  max_length: int,
-) -> list[tuple[float, bool]]:
-  """(log-likelihood in nats, whether greedy decoding gives it) of each pair."""
-  by_length: dict[int, list[int]] = defaultdict(list)
-  rows: list[tuple[list[int], int]] = []
-  for i, (context, rest) in enumerate(pairs):
-    ids = [*context, *rest][-max_length - 1 :]
-    rows.append((ids, min(len(rest), len(ids) - 1)))
-    # Few lengths, so that few programs compile.
-    length = max(_SHORTEST, 1 << (len(ids) - 2).bit_length())
-    by_length[min(length, max_length)].append(i)
-  results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-  for length, members in by_length.items():
-    shape = len(members), length
-    batch = {n: np.zeros(shape, np.int32) for n in ("tokens", "targets")}
-    batch["loss_mask"] = np.zeros(shape, np.float32)
-    for row, i in enumerate(members):
-      ids, scored = rows[i]
-      end = len(ids) - 1
-      batch["tokens"][row, :end] = ids[:-1]
-      batch["targets"][row, :end] = ids[1:]
-      batch["loss_mask"][row, end - scored : end] = 1
-    scores = predictor.run("score", batch)
-    for i, value, greedy in zip(
-      members, scores["log_likelihood"], scores["greedy"]
-    ):
-      results[i] = float(value), bool(greedy)
-  return results
 
 
 @exits.in_one_line()

@@ -2,11 +2,16 @@
 
   python -m bigtrain.tools.predict runs/mine photos/ --output=labels.jsonl
   python -m bigtrain.tools.predict runs/mine a.jpg b.jpg
+  python -m bigtrain.tools.predict runs/lm questions.jsonl --scores \\
+      --prompt_key=question --output=answers.jsonl --shard=0/4
 
 Pictures are classified, captioned or embedded, whatever the run was trained
 for, and text files are continued or answered. A row has the file's path, the
 step and the result, as JSON or CSV, or "error" for a file that cannot be read.
-The same command, run again, skips files that the output has already.
+Each line of a .jsonl file has a row of its own, with path:line as its path and
+the line as "row". --method=score gives the log-likelihoods of given answers.
+The same command, run again, skips what the output has already, and the whole
+output is the same as without the interruption.
 
 Exit codes: 0; 1 if there are such files, or for a damaged checkpoint; 2 for a
 wrong argument.
@@ -18,6 +23,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +46,10 @@ _FIELDS = {
   "embed_images": ("embedding",),
   "zero_shot": _CLASSES,
   "generate": ("text",),
+  "score": ("log_likelihood", "tokens", "greedy"),
+  "embed_texts": ("embedding",),
 }
+_TEXT_METHODS = ("generate", "score", "embed_texts")
 # Batches that are preprocessed while the devices work on one.
 _THREADS = 2
 
@@ -65,6 +74,35 @@ def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
   return list(files_seen)
 
 
+def read_lines(files: Sequence[str], keys: Sequence[str]) -> dict[str, Any]:
+  """{path:line: object} of .jsonl files, with texts as values of the keys."""
+  found: dict[str, Any] = {}
+  for path in files:
+    with open(path, encoding="utf-8") as file:
+      for number, line in enumerate(file, 1):
+        name = f"{path}:{number}"
+        try:
+          found[name] = row = json.loads(line)
+          texts = [row[key] for key in keys]
+        except (ValueError, TypeError, KeyError) as e:
+          raise ConfigError(
+            f"{name}: expected a JSON object with {', '.join(keys)}: {e!r}."
+          ) from e
+        if not all(isinstance(text, str) for text in texts):
+          raise ConfigError(f"{name}: {', '.join(keys)}: expected texts.")
+  return found
+
+
+def shard_of(spec: str, output: str) -> tuple[slice, str]:
+  """The items of --shard=i/n, and the name of their output."""
+  match = re.fullmatch(r"(\d+)/(\d+)", spec)
+  if not match or int(match[1]) >= int(match[2]):
+    raise ConfigError(f"--shard={spec}: expected i/n with i from 0 to n - 1.")
+  stem, dot, suffix = output.rpartition(".")
+  name = f"{stem}-{match[1]}-of-{match[2]}{dot}{suffix}" if dot else output
+  return slice(int(match[1]), None, int(match[2])), name
+
+
 class Rows:
   """The output: a file, or standard output for "jsonl" and "csv".
 
@@ -72,10 +110,10 @@ class Rows:
   is removed.
   """
 
-  def __init__(self, output: str, step: int, method: str):
+  def __init__(self, output: str, step: int, fields: Sequence[str]):
     self.done: set[str] = set()
     self._csv = output.endswith("csv")
-    self._fields = ["path", "step", *_FIELDS[method], "error"]
+    self._fields = ["path", "step", *fields, "error"]
     self._file: Any = sys.stdout
     if output in _FORMATS:
       if self._csv:
@@ -125,6 +163,7 @@ class Rows:
       if (vector := row.get("embedding")) is not None:
         plain["embedding"] = [float(f"{x:.7g}") for x in vector.tolist()]
       if self._csv:
+        plain.pop("row", None)
         for name, value in plain.items():
           if isinstance(value, list | dict):
             plain[name] = json.dumps(value, ensure_ascii=False)
@@ -141,21 +180,29 @@ def predict(
   rows: Rows,
   *,
   method: str = "",
+  lines: Mapping[str, Any] | None = None,
+  keys: Sequence[str] = (),
   progress: Callable[[int, int], None] = lambda done, total: None,
   **options: Any,
 ) -> int:
   """Writes a row for each file without one; returns how many are unreadable.
 
-  `progress` is called with the number of finished files and of all.
+  `lines` has the content of files by name, from whose `keys` the method takes
+  its arguments; `progress` is called with the number of finished files and of
+  all.
   """
   call = getattr(predictor, method or predictor.default_method)
-  left = [file for file in files if file not in rows.done]
   size = predictor.batch_size
-  batches = [left[i : i + size] for i in range(0, len(left), size)]
-  texts = call.__name__ == "generate"
+  # The batches of an interrupted call, so that each result has its rounding.
+  batches = [files[i : i + size] for i in range(0, len(files), size)]
+  batches = [batch for batch in batches if not rows.done.issuperset(batch)]
+  texts = call.__name__ in _TEXT_METHODS
 
   def results(names: Sequence[str]) -> list[dict[str, Any]]:
     try:
+      if lines is not None:
+        columns = [[lines[name][key] for name in names] for key in keys]
+        return call(*columns, **options)
       items = [_read_text(name) for name in names] if texts else list(names)
       return call(items, **options)
     except DataError as e:
@@ -163,7 +210,8 @@ def predict(
         return [{"error": str(e).removeprefix(f"{names[0]}: ")}]
       return [result for name in names for result in results([name])]
 
-  done, failed = len(files) - len(left), 0
+  failed = 0
+  done = len(files) - sum(map(len, batches))
   progress(done, len(files))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     # A few batches ahead; all of them could fill the memory.
@@ -176,8 +224,11 @@ def predict(
       ]
       rows.write(
         [
-          {"path": name, "step": predictor.step, **result}
+          {"path": name, "step": predictor.step}
+          | ({} if lines is None else {"row": lines[name]})
+          | result
           for name, result in zip(names, batch_results)
+          if name not in rows.done
         ]
       )
       failed += sum("error" in result for result in batch_results)
@@ -198,7 +249,8 @@ def _parser() -> arguments.Parser:
   parser = arguments.Parser("predict", __doc__, changes_config=False)
   add = parser.add
   add("run", "a workdir, or one of its checkpoints")
-  add("paths", "pictures (or texts), and folders of them", nargs="+")
+  paths_help = "pictures, texts or .jsonl files, and folders of them"
+  add("paths", paths_help, nargs="+")
   output = "file ending in .jsonl or .csv; jsonl or csv: the standard output"
   add("--output", output, "jsonl")
   methods = ", ".join(_FIELDS)
@@ -212,6 +264,13 @@ def _parser() -> arguments.Parser:
   add("--step", "step of the checkpoint (default: the newest)", type=int)
   add("--weights", "params or ema", "params")
   add("--batch_size", "files at a time, over all devices", 32)
+  add("--prompt_key", "key of the texts in .jsonl files", "prompt")
+  add("--answer_key", "key of the answers, for --method=score", "answer")
+  scores = "adds the log-likelihoods of generated texts"
+  add("--scores", scores, action="store_true")
+  add("--options", 'of the method as JSON, such as {"max_new": 100}', "{}")
+  shard = "predicts every n-th item from the i-th one (from 0), into a file "
+  add("--shard", shard + 'whose name has "-i-of-n"', "0/1")
   return parser
 
 
@@ -231,20 +290,39 @@ def main(argv: Sequence[str]) -> int:
   )
   method = args.method or predictor.default_method
   check_choice("--method", method, _FIELDS)
-  options: dict[str, Any] = {}
+  try:
+    options: dict[str, Any] = {**json.loads(args.options)}
+  except (ValueError, TypeError) as e:
+    raise ConfigError(f"--options: expected a JSON object: {e}.") from e
+  fields = _FIELDS[method]
+  if args.scores:
+    options["scores"], fields = True, fields + _FIELDS["score"]
+    if method != "generate":
+      raise ConfigError(f"--scores: {method} writes no text.")
   if args.top_k is not None:
     options["top_k"] = args.top_k
     if method not in ("classify", "zero_shot"):
       raise ConfigError(f"--top_k: {method} has no classes.")
   if method == "zero_shot" and args.class_names is not None:
     options["class_names"] = args.class_names
-  suffixes = _TEXTS if method == "generate" else _PICTURES
-  files = find_files(args.paths, suffixes)
-  rows = Rows(args.output, predictor.step, method)
+  lines, keys = None, [args.prompt_key]
+  if method == "score":
+    keys.append(args.answer_key)
+  if method == "score" or any(name.endswith(".jsonl") for name in args.paths):
+    if method not in _TEXT_METHODS:
+      raise ConfigError(f"{args.paths[0]}: {method} reads pictures.")
+    lines = read_lines(find_files(args.paths, (".jsonl",)), keys)
+    files = list(lines)
+  else:
+    suffixes = _TEXTS if method in _TEXT_METHODS else _PICTURES
+    files = find_files(args.paths, suffixes)
+  shard, output = slice(None), args.output
+  if args.shard != "0/1":
+    shard, output = shard_of(args.shard, output)
+  rows = Rows(output, predictor.step, fields)
+  given = dict(method=method, lines=lines, keys=keys, **options)
   with _bar() as progress:
-    failed = predict(
-      predictor, files, rows, method=method, progress=progress, **options
-    )
+    failed = predict(predictor, files[shard], rows, progress=progress, **given)
   if failed:
     print(f"error: {failed} file(s) cannot be read.", file=sys.stderr)
   return 1 if failed else 0

@@ -86,6 +86,34 @@ def test_the_window_of_a_choice():
   assert row["tokens"][:4].tolist() == [1, *BYTES.encode("abc")]
 
 
+def test_an_encoder_decoder_reads_the_context_as_its_inputs(tmp_path):
+  def of_targets(variables, batch):
+    scores = -jnp.asarray(NATS)[batch["targets"]] * (batch["targets"] != 0)
+    return {"log_likelihood": scores.sum(axis=1)}
+
+  data = write(tmp_path / "q.jsonl", QUESTIONS)
+  context = evaluating.context(vocab_sizes={"inputs": 259, "targets": 259})
+  results = evaluating.build(
+    "choice", of_targets, context, data=data, length=16, metrics=["accuracy"]
+  ).run({}, 1)
+  hits = []
+  for question in QUESTIONS:
+    ids = [[*BYTES.encode(c), BYTES.eos_id] for c in question["choices"]]
+    scores = [-NATS[row].sum(dtype=np.float64) for row in ids]
+    hits.append(np.argmax(scores) == question["answer"])
+  assert results["acc"] == results["accuracy"] == np.mean(hits)
+  row = choice.pair_window(BYTES, 8, " ", False, "What?", "no")
+  assert BYTES.decode(row["inputs"][:5]) == "What?"
+  assert row["inputs"].tolist()[5:] == [BYTES.eos_id, 0, 0]
+  assert row["targets"].tolist() == [
+    *BYTES.encode("no"),
+    BYTES.eos_id,
+    *[0] * 5,
+  ]
+  with pytest.raises(ValueError, match="choice of 9 tokens does not fit"):
+    choice.pair_window(BYTES, 8, " ", False, "", "x" * 8)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [

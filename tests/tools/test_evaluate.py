@@ -1,9 +1,15 @@
 """The tool that evaluates a checkpoint; test_modes.py compares its results."""
 
+import contextlib
+import io
+import json
+import os
 import shutil
 
 import numpy as np
 
+from bigtrain import main
+from bigtrain.reports import rows
 from bigtrain.tools import evaluate
 
 
@@ -25,3 +31,59 @@ def test_files_of_the_run_are_not_overwritten(picture_run, tmp_path):
   )
   assert own.read_bytes() == content
   assert not (run / "evaluate" / "predictions" / own.name).exists()
+
+
+def test_all_checkpoints_and_those_to_come(tiny_config, tmp_path, monkeypatch):
+  """A job beside the run sees all it saves, and each checkpoint once."""
+  val = tiny_config()["evals"]["val"] | dict(log_steps=2)
+  changes = dict(evals=dict(val=val), ckpt_steps=2, keep_ckpts=10)
+  workdir = tmp_path / "run"
+  config = tiny_config(changes | dict(total_steps=8, log_steps=2))
+  main.train(config | dict(stop_at_steps=4), str(workdir))
+  assert list(tool(workdir, all_checkpoints=True)) == [2, 4]
+  naps = []
+
+  def go_on(secs):  # While the tool waits.
+    naps.append(secs)
+    main.train(config, str(workdir))
+
+  monkeypatch.setattr(evaluate.time, "sleep", go_on)
+  assert list(tool(workdir, follow=True)) == [6, 8] and len(naps) == 1
+  assert list(tool(workdir, follow=True)) == []
+  assert list(tool(workdir, all_checkpoints=True)) == []
+  own = {row["step"]: row for row in rows.read_rows(str(workdir))}
+  others = rows.read_rows(str(workdir / "evaluate"))
+  assert [row["step"] for row in others] == [2, 4, 6, 8]
+  for row in others:
+    assert row["val/loss"] == own[row["step"]]["val/loss"]
+
+
+def tool(workdir, all_checkpoints=False, follow=False):
+  """{step: row}, of what the tool prints."""
+  out = io.StringIO()
+  words = [f"--workdir={workdir}", *["--all_checkpoints"] * all_checkpoints]
+  with contextlib.redirect_stdout(out):
+    assert evaluate.main([*words, *["--follow"] * follow]) == 0
+  printed = map(json.loads, out.getvalue().splitlines())
+  return {row["step"]: row for row in printed}
+
+
+def test_a_checkpoint_that_the_run_removes_is_skipped(
+  tiny_config, tmp_path, monkeypatch, caplog
+):
+  workdir = tmp_path / "run"
+  changes = dict(ckpt_steps=2, keep_ckpts=10, total_steps=6)
+  main.train(tiny_config(changes), str(workdir))
+  load = evaluate.restore.load
+
+  def too_late(directory, *args):
+    if directory.endswith("04") and os.path.exists(directory):
+      shutil.rmtree(directory)
+    return load(directory, *args)
+
+  monkeypatch.setattr(evaluate.restore, "load", too_late)
+  assert list(tool(workdir, all_checkpoints=True)) == [2, 6]
+  assert "Step 4: its checkpoint is gone" in caplog.text
+  words = [f"--workdir={workdir}", "--follow", "--step=2"]
+  assert evaluate.main(words) == 2
+  assert evaluate.main([*words[:2], f"--output={workdir}"]) == 2

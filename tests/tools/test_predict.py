@@ -3,8 +3,12 @@
 import csv
 import json
 
+import jax
+import numpy as np
 import pytest
+from support import saved_models
 
+import bigtrain
 from bigtrain.tools import predict as tool
 
 
@@ -125,3 +129,125 @@ def test_mistakes_give_a_one_line_error(
   error = capsys.readouterr().err
   assert error.startswith("error: ") and error.count("\n") == 1
   assert message.lower() in error.lower()
+
+
+# Lines of .jsonl files.
+
+SIZES = dict(width=8, depth=1, num_heads=2, mlp_dim=8, vocab_size=259)
+TASKS = {
+  "language_modeling": dict(
+    task="language_modeling",
+    model_name="decoder",
+    model=dict(variant="gpt2", max_len=32, init_std=1.0, **SIZES),
+    input=dict(data=dict(type="text", path="x.txt"), batch_size=4),
+  ),
+  "seq2seq": dict(
+    task="seq2seq",
+    model_name="t5",
+    model=dict(variant="t5_1_1", **SIZES),
+    input=dict(data=dict(type="text", path="x.txt"), batch_size=4),
+  ),
+}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def texts_run(request, tmp_path_factory):
+  """(folder of a model of texts, its predict functions)."""
+  folder = tmp_path_factory.mktemp("texts")
+  seq2seq = request.param == "seq2seq"
+  names = ("inputs", "targets") if seq2seq else ("tokens",)
+  features = dict.fromkeys(names, ((8,), "int32"))
+  reference = saved_models.saved(folder, TASKS[request.param], **features)
+  return folder, reference
+
+
+def is_seq2seq(folder):
+  return bigtrain.load(folder).config["task"] == "seq2seq"
+
+
+@pytest.fixture
+def questions(tmp_path):
+  path = tmp_path / "questions.jsonl"
+  rows = [
+    dict(id=i, question="ab" * (1 + i % 3), answer="xyz"[: 1 + i % 3])
+    for i in range(10)
+  ]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return path, rows
+
+
+def test_given_answers_are_scored(texts_run, questions, tmp_path):
+  folder, reference = texts_run
+  path, rows = questions
+  out = tmp_path / "out.jsonl"
+  words = ["--method=score", "--prompt_key=question", f"--output={out}"]
+  assert call(folder, path, *words) == 0
+  found = read(out)
+  assert [row["path"] for row in found] == [f"{path}:{i}" for i in range(1, 11)]
+  assert [row["row"] for row in found] == rows
+  ids = lambda text: [byte + 3 for byte in text.encode()]
+  for row, result in list(zip(rows, found))[:3]:
+    prompt, answer = ids(row["question"]), ids(row["answer"])
+    if is_seq2seq(folder):
+      answer = [*answer, 2]
+      batch = dict(inputs=[[*prompt, 2]], targets=[answer])
+    else:
+      batch = dict(tokens=[[*prompt, *answer][:-1]])
+    batch = {name: np.asarray(x, np.int32) for name, x in batch.items()}
+    logits = reference("logits", batch)[0][-len(answer) :]
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    expected = log_probs[np.arange(len(answer)), answer].sum()
+    assert result["log_likelihood"] == pytest.approx(expected, abs=1e-4)
+    assert result["tokens"] == len(answer)
+    assert result["greedy"] == (log_probs.argmax(-1) == answer).all()
+
+
+def test_a_killed_job_in_shards_gives_the_whole_output(
+  texts_run, questions, tmp_path
+):
+  folder, _ = texts_run
+  path, _ = questions
+  length = "max_len" if is_seq2seq(folder) else "max_new"
+  words = [folder, path, "--prompt_key=question", "--scores", "--batch_size=8"]
+  words.append(f"--options={json.dumps({length: 5, 'temperature': 0.5})}")
+  whole = tmp_path / "whole.jsonl"
+  assert call(*words, f"--output={whole}") == 0
+  lines = whole.read_text().splitlines(keepends=True)
+  killed = tmp_path / "killed.jsonl"
+  killed.write_text("".join(lines[:3]) + lines[3][:9])
+  assert call(*words, f"--output={killed}") == 0
+  assert killed.read_text() == whole.read_text()
+  # The generated text is scored up to its end token.
+  for row in read(whole):
+    assert row["log_likelihood"] < 0 and 1 <= row["tokens"] <= 5
+  shards = []
+  for i in range(3):
+    assert (
+      call(*words, f"--output={tmp_path / 's.jsonl'}", f"--shard={i}/3") == 0
+    )
+    shards += read(tmp_path / f"s-{i}-of-3.jsonl")
+  by_path = {row["path"]: row for row in shards}
+  assert len(shards) == 10
+  for row in read(whole):
+    assert by_path[row["path"]]["text"] == row["text"]
+    assert by_path[row["path"]]["log_likelihood"] == pytest.approx(
+      row["log_likelihood"], abs=1e-4
+    )
+
+
+def test_mistakes_in_lines(run, texts_run, questions, tmp_path, capsys):
+  folder, _ = texts_run
+  path, _ = questions
+  bad = tmp_path / "bad.jsonl"
+  bad.write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+  good = tmp_path / "good.jsonl"
+  good.write_text('{"prompt": "a"}\n')
+  for words, message in (
+    ([folder, path], "questions.jsonl:1: expected a JSON object with prompt"),
+    ([folder, bad], "bad.jsonl:2: prompt: expected texts."),
+    ([folder, good, "--shard=2/2"], "expected i/n with i from 0 to n - 1"),
+    ([folder, good, "--options=3"], "--options: expected a JSON object"),
+    ([run, bad], "classify reads pictures"),
+  ):
+    assert call(*words) == 2
+    assert message in capsys.readouterr().err
