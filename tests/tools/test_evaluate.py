@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import types
 
 import numpy as np
 
@@ -47,7 +48,8 @@ def test_all_checkpoints_and_those_to_come(tiny_config, tmp_path, monkeypatch):
     naps.append(secs)
     main.train(config, str(workdir))
 
-  monkeypatch.setattr(evaluate.time, "sleep", go_on)
+  clock = types.SimpleNamespace(sleep=go_on)
+  monkeypatch.setattr(evaluate, "time", clock)
   assert list(tool(workdir, follow=True)) == [6, 8] and len(naps) == 1
   assert list(tool(workdir, follow=True)) == []
   assert list(tool(workdir, all_checkpoints=True)) == []
