@@ -9,7 +9,8 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -30,8 +31,7 @@ from bigtrain.models.layers import (
   options,
   stack,
 )
-from bigtrain.models.published import blocks, decoder_families, families
-from bigtrain.models.published.tables import Shapes, Tensor
+from bigtrain.models.published import blocks, decoder_families
 
 _NORM_EPS: dict[str, Any] = dict(norm_eps=1e-5)
 _GPT2 = _NORM_EPS | dict(
@@ -580,13 +580,5 @@ def from_published(
   return blocks.restack_blocks(flat, like, block="blocks")
 
 
-def to_published(
-  model: Model, shapes: Shapes, layout: str | None = None
-) -> tuple[dict[str, Any], list[Tensor]]:
-  return decoder_families.export(model, shapes, layout, _DIMS)
-
-
-def published_fields(
-  path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
-  return decoder_families.read(path, allow_unread)
+to_published = functools.partial(decoder_families.PUBLISHED.export, _DIMS)
+published_fields = decoder_families.PUBLISHED.fields

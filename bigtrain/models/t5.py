@@ -9,7 +9,8 @@ Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -27,8 +28,7 @@ from bigtrain.models.layers import (
   options,
   t5_stack,
 )
-from bigtrain.models.published import blocks, conversions, families, t5_families
-from bigtrain.models.published.tables import Shapes, Tensor
+from bigtrain.models.published import blocks, conversions, t5_families
 
 _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
@@ -339,13 +339,5 @@ def from_published(
   return blocks.restack_blocks(flat, like, block="blocks")
 
 
-def to_published(
-  model: Model, shapes: Shapes, layout: str | None = None
-) -> tuple[dict[str, Any], list[Tensor]]:
-  return t5_families.export(model, shapes, layout, _DIMS)
-
-
-def published_fields(
-  path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
-  return t5_families.read(path, allow_unread)
+to_published = functools.partial(t5_families.PUBLISHED.export, _DIMS)
+published_fields = t5_families.PUBLISHED.fields

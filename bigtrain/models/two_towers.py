@@ -8,8 +8,9 @@ Axes: B batch, E embedding.
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import dims, parts, settings
-from bigtrain.models import vit
+from bigtrain.models import text_transformer, vit
 from bigtrain.models.published import (
   conversions,
   families,
-  tables,
   two_tower_families,
   vit_families,
 )
@@ -31,6 +31,11 @@ from bigtrain.models.published import (
 _EPSILON = 1e-8
 
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
+# Of the towers that published files have.
+_DIMS = {
+  **dims.under("img/", vit.DIMS),
+  **dims.under("txt/", text_transformer.DIMS),
+}
 
 
 class Model(nn.Module):
@@ -155,7 +160,7 @@ def from_published(
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   flat = conversions.normalise(flat)
-  converted = two_tower_families.load(flat, like, _dims())
+  converted = two_tower_families.load(flat, like, _DIMS)
   if converted is not None:
     return converted
   result: dict[str, np.ndarray] = {}
@@ -164,24 +169,14 @@ def from_published(
       # The temperature and bias of some releases are plain scalars.
       fits = name in like and value.size == math.prod(like[name].shape)
       result[name] = value.reshape(like[name].shape) if fits else value
-  for prefix, name in (("img/", "vit"), ("txt/", "text_transformer")):
-    module = parts.find_module("models", name, prefix)
-    align = {"posemb_align": posemb_align} if prefix == "img/" else {}
-    converted = module.from_published(
-      conversions.below(prefix, flat), conversions.below(prefix, like), **align
+  to_image = functools.partial(vit.from_published, posemb_align=posemb_align)
+  to_text = text_transformer.from_published
+  for prefix, convert in (("img/", to_image), ("txt/", to_text)):
+    converted = convert(
+      conversions.below(prefix, flat), conversions.below(prefix, like)
     )
     result.update({prefix + name: value for name, value in converted.items()})
   return result
-
-
-def _text_module() -> Any:
-  return parts.find_module("models", "text_transformer", _KEYS["txt"])
-
-
-def _dims() -> dims.Table:
-  """Of the towers that published files have."""
-  text = dims.under("txt/", _text_module().DIMS)
-  return {**dims.under("img/", vit.DIMS), **text}
 
 
 def param_dims(model: Model) -> dims.Table:
@@ -193,19 +188,6 @@ def param_dims(model: Model) -> dims.Table:
       of_tower = module.param_dims(cls(**options, parent=None))
       table |= dims.under(f"{tower}/", of_tower)
   return table
-
-
-def to_published(
-  model: Model, shapes: tables.Shapes, layout: str | None = None
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  export = two_tower_families.export
-  return export(model, shapes, layout, _dims(), _canonical)
-
-
-def published_fields(
-  path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
-  return two_tower_families.read(path, _canonical, allow_unread)
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +202,8 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     # The initial value says nothing of a trained model.
     "bias_init": None if values.get("bias_init") is None else -10.0,
   }
-  for name, cls in (("image", vit.Model), ("text", _text_module().Model)):
+  towers = ("image", vit.Model), ("text", text_transformer.Model)
+  for name, cls in towers:
     options = values.get(name) or {}
     tower = cls(**options, parent=None)
     fields = {x: getattr(tower, x) for x in cls.__dataclass_fields__}
@@ -237,3 +220,6 @@ _OF_TRAINING = (
   *("parent", "name", "variant", "dropout", "drop_path", "scan", "attention"),
   *("remat_policy", "dtype", "head_zeroinit", "head_bias_init", "num_classes"),
 )
+_PUBLISHED = families.Layouts(two_tower_families.FAMILIES, _canonical)
+to_published = functools.partial(_PUBLISHED.export, _DIMS)
+published_fields = _PUBLISHED.fields

@@ -12,7 +12,7 @@ model width, H heads, C classes.
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,13 +29,7 @@ from bigtrain.models.layers import (
   pooling,
   positions,
 )
-from bigtrain.models.published import (
-  blocks,
-  conversions,
-  families,
-  tables,
-  vit_families,
-)
+from bigtrain.models.published import blocks, conversions, vit_families
 
 
 class Size(NamedTuple):
@@ -674,13 +668,5 @@ def param_dims(model: Model) -> dims.Table:
   return DIMS
 
 
-def to_published(
-  model: Model, shapes: tables.Shapes, layout: str | None = None
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  return vit_families.export(model, shapes, layout, DIMS)
-
-
-def published_fields(
-  path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
-  return vit_families.read(path, allow_unread)
+to_published = functools.partial(vit_families.PUBLISHED.export, DIMS)
+published_fields = vit_families.PUBLISHED.fields

@@ -5,7 +5,8 @@ attention, of norms, of MLPs and experts. A model lacks what it has no use for,
 such as biases.
 """
 
-from bigtrain.models.published.tables import Entry, Table, linear, plain
+from bigtrain.models.published import tables
+from bigtrain.models.published.tables import Entry, Table, linear, norm, plain
 
 _LAYER = "model.layers.{i}"
 _BLOCK = "blocks"
@@ -22,20 +23,10 @@ def _gpt2_layer(published: str, *ours: str) -> list[Entry]:
   ]
 
 
-def norm(published: str, ours: str) -> list[Entry]:
-  return [
-    plain(f"{published}.weight", f"{ours}/scale"),
-    plain(f"{published}.bias", f"{ours}/bias"),
-  ]
-
-
 def dense(published: str, *ours: str) -> list[Entry]:
   """A torch.nn.Linear in layers, of one of ours or of several joined."""
-  name = f"{_LAYER}.{published}"
-  return [
-    linear(name, *(f"{_BLOCK}/{part}/kernel" for part in ours)),
-    plain(f"{name}.bias", *(f"{_BLOCK}/{part}/bias" for part in ours)),
-  ]
+  parts = [f"{_BLOCK}/{part}" for part in ours]
+  return tables.dense(f"{_LAYER}.{published}", *parts)
 
 
 def mlp(

@@ -132,82 +132,80 @@ _LLAMA = Family(
   neutral=_NEUTRAL,
 )
 
-# Values of absent keys: vocab_size, max_position_embeddings, hidden_size,
-# num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-# intermediate_size, the norms' epsilon, and whether the head is tied.
+# model_type, class, and values of absent keys: vocab_size,
+# max_position_embeddings, hidden_size, num_hidden_layers, num_attention_heads,
+# num_key_value_heads, head_dim, intermediate_size, the norms' epsilon, and
+# whether the head is tied.
 _SIZES = """
-llama        32000   2048 4096 32 32  -   - 11008      1e-6 -
-mistral      32000 131072 4096 32 32  8   - 14336      1e-6 -
-ministral    32000 131072 4096 32 32  8   - 14336      1e-6 -
-ministral3  131072 262144 4096 34 32  8 128 14336      1e-5 -
-mixtral      32000 131072 4096 32 32  8   - 14336      1e-5 -
-qwen2       151936  32768 4096 32 32 32   - 22016      1e-6 -
-qwen3       151936  32768 4096 32 32 32 128 22016      1e-6 -
-qwen2_moe   151936  32768 2048 24 16 16   -  5632      1e-6 -
-qwen3_moe   151936  32768 2048 24 32  4   -  6144      1e-6 -
-gemma       256000   8192 3072 28 16 16 256 24576      1e-6 tied
-gemma2      256000   8192 2304 26  8  4 256  9216      1e-6 tied
-gemma3_text 262208 131072 2304 26  8  4 256  9216      1e-6 tied
-olmo2        50304   2048 4096 32 32  -   - 11008      1e-5 -
-olmo3        50304   2048 4096 32 32  -   - 11008      1e-5 -
-olmoe        50304   4096 2048 16 16  -   -  2048      1e-5 -
-smollm3     128256  32768 2048 36 16  4   - 11008      1e-6 tied
-phi3         32064   4096 3072 32 32  -   -  8192      1e-5 -
-cohere2     256000   8192 8192 40 64  -   - 22528      1e-5 tied
-glm4        151552 131072 4096 40 32  2 128 13696 1.5625e-7 -
-glm4_moe    151552 131072 4096 46 96  8   - 10944      1e-5 -
-granite      32000   2048 4096 32 32  -   - 11008      1e-6 -
-granitemoe   32000   2048 4096 32 32  -   - 11008      1e-6 -
-nemotron    256000   4096 6144 32 48  -   - 24576      1e-5 -
-minimax_m2  200064 196608 3072 62 48  8 128  1536      1e-6 -
-gpt_oss     201088 131072 2880 36 64  8  64  2880      1e-5 -
+llama       Llama       32000   2048 4096 32 32  -   - 11008      1e-6 -
+mistral     Mistral     32000 131072 4096 32 32  8   - 14336      1e-6 -
+ministral   Ministral   32000 131072 4096 32 32  8   - 14336      1e-6 -
+ministral3  Ministral3 131072 262144 4096 34 32  8 128 14336      1e-5 -
+mixtral     Mixtral     32000 131072 4096 32 32  8   - 14336      1e-5 -
+qwen2       Qwen2      151936  32768 4096 32 32 32   - 22016      1e-6 -
+qwen3       Qwen3      151936  32768 4096 32 32 32 128 22016      1e-6 -
+qwen2_moe   Qwen2Moe   151936  32768 2048 24 16 16   -  5632      1e-6 -
+qwen3_moe   Qwen3Moe   151936  32768 2048 24 32  4   -  6144      1e-6 -
+gemma       Gemma      256000   8192 3072 28 16 16 256 24576      1e-6 tied
+gemma2      Gemma2     256000   8192 2304 26  8  4 256  9216      1e-6 tied
+gemma3_text Gemma3     262208 131072 2304 26  8  4 256  9216      1e-6 tied
+olmo2       Olmo2       50304   2048 4096 32 32  -   - 11008      1e-5 -
+olmo3       Olmo3       50304   2048 4096 32 32  -   - 11008      1e-5 -
+olmoe       Olmoe       50304   4096 2048 16 16  -   -  2048      1e-5 -
+smollm3     SmolLM3    128256  32768 2048 36 16  4   - 11008      1e-6 tied
+phi3        Phi3        32064   4096 3072 32 32  -   -  8192      1e-5 -
+cohere2     Cohere2    256000   8192 8192 40 64  -   - 22528      1e-5 tied
+glm4        Glm4       151552 131072 4096 40 32  2 128 13696 1.5625e-7 -
+glm4_moe    Glm4Moe    151552 131072 4096 46 96  8   - 10944      1e-5 -
+granite     Granite     32000   2048 4096 32 32  -   - 11008      1e-6 -
+granitemoe  GraniteMoe  32000   2048 4096 32 32  -   - 11008      1e-6 -
+nemotron    Nemotron   256000   4096 6144 32 48  -   - 24576      1e-5 -
+minimax_m2  MiniMaxM2  200064 196608 3072 62 48  8 128  1536      1e-6 -
+gpt_oss     GptOss     201088 131072 2880 36 64  8  64  2880      1e-5 -
 """
 
 
-def _family(
-  base: Family, name: str, architecture: str, **changes: Any
-) -> Family:
+def _family(base: Family, name: str, **changes: Any) -> Family:
   """A family like another one, with sizes of its own."""
   (row,) = [x.split() for x in _SIZES.splitlines() if x.startswith(name + " ")]
-  *sizes, eps, tied = row[1:]
+  architecture, *sizes, eps, tied = row[1:]
   keys = {**base.keys, **changes.get("keys", {})}
-  names = [
-    *("vocab_size", "max_position_embeddings", "hidden_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "intermediate_size"),
-  ]
+  names = """
+    vocab_size max_position_embeddings hidden_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim intermediate_size
+  """.split()
   defaults = {n: None if x == "-" else int(x) for n, x in zip(names, sizes)}
   defaults |= {keys["norm_eps"]: float(eps), keys["tied_head"]: tied != "-"}
   changes["defaults"] = defaults | changes.get("defaults", {})
-  return base.but(name, f"{architecture}ForCausalLM", **changes)
+  LAYOUTS[name] = base.but(name, f"{architecture}ForCausalLM", **changes)
+  return LAYOUTS[name]
 
 
-LLAMA = _family(_LLAMA, "llama", "Llama")
+# An export takes the first of these that expresses the model.
+LAYOUTS: dict[str, Family] = {GPT2.model_type: GPT2}
+LLAMA = _family(_LLAMA, "llama")
 _ATTENTION_BIAS = biases(attention_bias=("qkv", "out"))
 _NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 MISTRAL = _family(
   LLAMA,
   "mistral",
-  "Mistral",
   keys=dict(window="sliding_window"),
   defaults=dict(sliding_window=4096),
   rules=dict(bias=biases()),
   requires=_NO_BIAS,
 )
-MINISTRAL = _family(
+_family(
   LLAMA,
   "ministral",
-  "Ministral",
   rules=dict(
     bias=biases(),
     window=windows(types_by(lambda config, _: config["sliding_window"])),
   ),
   requires=_NO_BIAS,
 )
-MINISTRAL3 = _family(
+_family(
   MISTRAL,
   "ministral3",
-  "Ministral3",
   defaults=dict(
     sliding_window=None,
     rope_parameters=dict(
@@ -226,10 +224,9 @@ _MIXTRAL_EXPERTS = experts(
   num_experts=("num_local_experts", 8),
   top_k=("num_experts_per_tok", 2),
 )
-MIXTRAL = _family(
+_family(
   MISTRAL,
   "mixtral",
-  "Mixtral",
   arrays=decoder_arrays.MIXTRAL,
   defaults=dict(sliding_window=None),
   rules=dict(rope=rope(1e6), mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS),
@@ -245,23 +242,20 @@ _QWEN_WINDOWS = windows(
   "use_sliding_window",
   max_window_layers=28,
 )
-QWEN2 = _family(
+_family(
   LLAMA,
   "qwen2",
-  "Qwen2",
   rules=dict(bias=biases("qkv"), window=_QWEN_WINDOWS),
 )
-QWEN3 = _family(
+_family(
   LLAMA,
   "qwen3",
-  "Qwen3",
   constants=dict(qk_norm="head"),
   rules=dict(bias=_ATTENTION_BIAS, window=_QWEN_WINDOWS),
 )
-QWEN2_MOE = _family(
+_family(
   LLAMA,
   "qwen2_moe",
-  "Qwen2Moe",
   arrays=decoder_arrays.QWEN_MOE,
   defaults=dict(qkv_bias=True),
   rules=dict(
@@ -289,10 +283,9 @@ QWEN2_MOE = _family(
     ),
   ),
 )
-QWEN3_MOE = _family(
+_family(
   LLAMA,
   "qwen3_moe",
-  "Qwen3Moe",
   arrays=decoder_arrays.QWEN_MOE,
   constants=dict(qk_norm="head"),
   rules=dict(
@@ -314,7 +307,6 @@ QWEN3_MOE = _family(
 GEMMA = _family(
   LLAMA,
   "gemma",
-  "Gemma",
   constants=dict(norm_offset=1.0, embed_multiplier="sqrt_width"),
   rules=dict(
     # "gelu" means its tanh form.
@@ -329,10 +321,9 @@ _GEMMA2_RULES = dict(
   mlp=choice("mlp", "hidden_activation", dict.fromkeys(_GELU[1:], "geglu")),
   scale=query_scalar(256),
 )
-GEMMA2 = _family(
+_family(
   GEMMA,
   "gemma2",
-  "Gemma2",
   arrays=decoder_arrays.GEMMA2,
   keys=dict(
     attention_softcap="attn_logit_softcapping",
@@ -344,10 +335,9 @@ GEMMA2 = _family(
   harmless=("hidden_act", "sliding_window_size"),
 )
 _GEMMA3_TYPES = types_by_period(6, "sliding_window_pattern")
-GEMMA3 = _family(
+_family(
   GEMMA,
   "gemma3_text",
-  "Gemma3",
   arrays=decoder_arrays.GEMMA2,
   keys=dict(logits_softcap="final_logit_softcapping"),
   constants=dict(norm_at="sandwich", qk_norm="head"),
@@ -362,22 +352,19 @@ GEMMA3 = _family(
 OLMO2 = _family(
   LLAMA,
   "olmo2",
-  "Olmo2",
   arrays=decoder_arrays.OLMO2,
   constants=dict(norm_at="post", qk_norm="projection"),
   rules=dict(bias=_ATTENTION_BIAS),
 )
 _OLMO3_TYPES = types_by_period(4)
-OLMO3 = _family(
+_family(
   OLMO2,
   "olmo3",
-  "Olmo3",
   rules=dict(window=windows(_OLMO3_TYPES), rope=rope(5e5, nested=_OLMO3_TYPES)),
 )
-OLMOE = _family(
+_family(
   LLAMA,
   "olmoe",
-  "Olmoe",
   arrays=decoder_arrays.QWEN_MOE,
   keys=dict(qkv_clip="clip_qkv"),
   constants=dict(qk_norm="projection"),
@@ -392,10 +379,9 @@ OLMOE = _family(
     ),
   ),
 )
-SMOLLM3 = _family(
+_family(
   LLAMA,
   "smollm3",
-  "SmolLM3",
   rules=dict(
     rope=rope(2e6),
     posemb=rotating_layers(),
@@ -413,10 +399,9 @@ SMOLLM3 = _family(
   ),
   harmless=("max_window_layers",),
 )
-PHI3 = _family(
+_family(
   LLAMA,
   "phi3",
-  "Phi3",
   arrays=decoder_arrays.PHI3,
   keys=dict(window="sliding_window"),
   rules=dict(bias=biases(), rope=rope(fraction=1.0, original_len=4096)),
@@ -427,10 +412,9 @@ PHI3 = _family(
     "interpolate_factor": (1,),
   },
 )
-COHERE2 = _family(
+_family(
   LLAMA,
   "cohere2",
-  "Cohere2",
   keys=dict(norm_eps="layer_norm_eps", logits_multiplier="logit_scale"),
   defaults=dict(logit_scale=0.0625),
   constants=dict(norm="layernorm", parallel=True, rope_interleaved=True),
@@ -456,19 +440,17 @@ COHERE2 = _family(
   ),
 )
 _QKV_BIAS = biases(attention_bias=("qkv",))
-GLM4 = _family(
+_family(
   LLAMA,
   "glm4",
-  "Glm4",
   arrays=decoder_arrays.GLM4,
   defaults=dict(attention_bias=True),
   constants=dict(norm_at="sandwich", rope_interleaved=True),
   rules=dict(bias=_QKV_BIAS, rope=rope(fraction=0.5)),
 )
-GLM4_MOE = _family(
+_family(
   LLAMA,
   "glm4_moe",
-  "Glm4Moe",
   arrays=decoder_arrays.GLM4_MOE,
   rules=dict(
     bias=_QKV_BIAS,
@@ -492,7 +474,6 @@ GLM4_MOE = _family(
 GRANITE = _family(
   LLAMA,
   "granite",
-  "Granite",
   keys=dict(
     embed_multiplier="embedding_multiplier",
     residual_multiplier="residual_multiplier",
@@ -503,19 +484,17 @@ GRANITE = _family(
   ),
   rules=dict(logits=inverse("logits_multiplier", "logits_scaling")),
 )
-GRANITE_MOE = _family(
+_family(
   GRANITE,
   "granitemoe",
-  "GraniteMoe",
   arrays=decoder_arrays.GRANITE_MOE,
   rules=dict(
     bias=_ATTENTION_BIAS, mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS
   ),
 )
-NEMOTRON = _family(
+_family(
   LLAMA,
   "nemotron",
-  "Nemotron",
   keys=dict(norm_eps="norm_eps"),
   constants=dict(norm="layernorm", norm_offset=1.0),
   rules=dict(
@@ -524,10 +503,9 @@ NEMOTRON = _family(
     rope=rope(fraction=0.5),
   ),
 )
-MINIMAX_M2 = _family(
+_family(
   LLAMA,
   "minimax_m2",
-  "MiniMaxM2",
   arrays=decoder_arrays.MIXTRAL,
   constants=dict(qk_norm="projection"),
   rules=dict(
@@ -553,10 +531,9 @@ MINIMAX_M2 = _family(
     "layernorm_full_attention_beta",
   ),
 )
-GPT_OSS = _family(
+_family(
   LLAMA,
   "gpt_oss",
-  "GptOss",
   arrays=decoder_arrays.GPT_OSS,
   defaults=dict(
     attention_bias=True,
@@ -583,16 +560,6 @@ GPT_OSS = _family(
   harmless=("initial_context_length", "experts_per_token"),
   quantised=("mxfp4",),
 )
-# An export takes the first of these that expresses the model.
-LAYOUTS: dict[str, Family] = {
-  family.model_type: family
-  for family in (
-    *(GPT2, LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, QWEN2, QWEN3),
-    *(QWEN2_MOE, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, OLMOE),
-    *(SMOLLM3, PHI3, COHERE2, GLM4, GLM4_MOE, GRANITE, GRANITE_MOE, NEMOTRON),
-    *(MINIMAX_M2, GPT_OSS),
-  )
-}
 
 _CONSTANTS = (
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids"
@@ -628,11 +595,7 @@ def load(
     return None
   # A file may have a name with and without the prefix.
   twice = {name: flat[name] for name in set(flat) - set(names.values())}
-  ours = {name: x for name, x in result.items() if name in like}
-  theirs = {
-    names.get(name, name): x for name, x in result.items() if name not in like
-  }
-  return ours | theirs | twice
+  return tables.with_names_of_file(result, names, like) | twice
 
 
 def _short(name: str) -> str:
@@ -655,15 +618,4 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   return decoder_rules.canonical(values, _NEUTRAL)
 
 
-def read(path: str, unread: Collection[str] = ()) -> families.Fields | None:
-  return families.fields(path, LAYOUTS, canonical, unread)
-
-
-def export(
-  model: Any,
-  shapes: tables.Shapes,
-  layout: str | None,
-  param_dims: dims.Table,
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns (contents of config.json, arrays) in a published layout."""
-  return families.express(model, LAYOUTS, canonical, shapes, param_dims, layout)
+PUBLISHED = families.Layouts(LAYOUTS, canonical)

@@ -66,7 +66,7 @@ class Rule(NamedTuple):
   """
 
   keys: Mapping[str, Any]
-  read: "Callable[[ConfigJson], Mapping[str, Any]]"
+  read: Callable[["ConfigJson"], Mapping[str, Any]]
   write: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -227,13 +227,24 @@ def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
   return Rule({key: next(iter(values))}, read, write)
 
 
+def converted(
+  field: str,
+  key: str,
+  absent: Any,
+  read: Callable[[Any], Any],
+  write: Callable[[Any], Any],
+) -> Rule:
+  """A field of one key, with functions between their values."""
+  return Rule(
+    {key: absent},
+    lambda config: {field: read(config[key])},
+    lambda fields: {key: write(fields[field])},
+  )
+
+
 def inverse(field: str, key: str) -> Rule:
   """A field whose inverse is the key's value."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {field: 1 / config[key]}
-
-  return Rule({key: 1.0}, read, lambda fields: {key: 1 / fields[field]})
+  return converted(field, key, 1.0, lambda x: 1 / x, lambda x: 1 / x)
 
 
 class ConfigJson(dict[str, Any]):
@@ -280,104 +291,110 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
   return file, values if isinstance(kind, str) else None
 
 
-def fields(
-  path: str,
-  families: Mapping[str, Family],
-  canonical: "Callable[[Mapping[str, Any]], dict[str, Any]]",
-  unread: Collection[str] = (),
-) -> "Fields | None":
-  """Returns the fields that the config.json beside a path determines.
+class Layouts(NamedTuple):
+  """The published layouts of a module in bigtrain/models.
 
-  Of a model of several parts, these are the fields of its `text_config`.
-
-  Args:
+  Attributes:
+    families: {model_type: family}, as config.json names them.
     canonical: function from a model's fields to comparable ones.
-    unread: names of unknown keys that are left out.
+    of_model: function from a model to {name of a layout: family}, of which an
+      export takes the first that fits; None for `families`.
   """
-  file, values = read_json(path)
-  if values is None:
-    return None
-  text = values.get("text_config")
-  if values["model_type"] not in families and isinstance(text, dict):
-    text = {"model_type": f"{values['model_type']}_text", **text}
-    tied = "tie_word_embeddings"
-    values = text | {tied: values[tied]} if tied in values else text
-  kind = values["model_type"]
-  if kind not in families:
-    names = values.get("architectures") or []
+
+  families: Mapping[str, Family]
+  canonical: Callable[[Mapping[str, Any]], dict[str, Any]]
+  of_model: Callable[[Any], Mapping[str, Family]] | None = None
+
+  def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
+    """Returns the fields that the config.json beside a path determines.
+
+    Of a model of several parts, these are the fields of its `text_config`.
+
+    Args:
+      unread: names of unknown keys that are left out.
+    """
+    file, values = read_json(path)
+    if values is None:
+      return None
+    text = values.get("text_config")
+    if values["model_type"] not in self.families and isinstance(text, dict):
+      text = {"model_type": f"{values['model_type']}_text", **text}
+      tied = "tie_word_embeddings"
+      values = text | {tied: values[tied]} if tied in values else text
+    kind = values["model_type"]
+    if kind not in self.families:
+      names = values.get("architectures") or []
+      raise settings.ConfigError(
+        f"{file}: config.model_name does not compute the architecture {kind!r} "
+        f"{tuple(names)}; it computes {', '.join(self.families)}."
+      )
+    fields = self.families[kind].read(file, values, unread)
+    return Fields(file, fields, self.canonical)
+
+  def export(
+    self,
+    param_dims: dims.Table,
+    model: Any,
+    shapes: tables.Shapes,
+    layout: str | None = None,
+  ) -> tuple[dict[str, Any], list[tables.Tensor]]:
+    """Returns (contents of config.json, arrays) of a model.
+
+    Without a layout it is the first that expresses the model exactly: reading
+    its config.json gives the same fields again.
+    """
+    layouts = self.of_model(model) if self.of_model else self.families
+    if layout:
+      settings.check_choice("--layout", layout, layouts)
+    fields = type(model).__dataclass_fields__
+    ours = self.canonical({name: getattr(model, name) for name in fields})
+    problems = []
+    for name in [layout] if layout else layouts:
+      family, key = layouts[name], f"--layout={name}"
+      try:
+        config = family.write(ours)
+        read = family.read(key, config)
+        theirs = self.canonical({name: x.value for name, x in read.items()})
+        texts = [
+          f"{field}={theirs_i!r}, got {ours_i!r}{where}"
+          for field, (where, pair) in _different(ours, theirs, read).items()
+          for ours_i, theirs_i in [_narrowed(*pair)]
+        ]
+        if texts:
+          raise settings.ConfigError(
+            f"{key}: expected a model with {'; '.join(texts)}."
+          )
+        return config, tables.export(key, family.arrays, shapes, param_dims)
+      except settings.ConfigError as e:
+        problems.append(e)
+    shortest = min(problems, key=lambda e: len(str(e)))
+    if layout:
+      raise shortest
     raise settings.ConfigError(
-      f"{file}: config.model_name does not compute the architecture {kind!r} "
-      f"{tuple(names)}; it computes {', '.join(families)}."
-    )
-  return Fields(file, families[kind].read(file, values, unread), canonical)
-
-
-def express(
-  model: Any,
-  layouts: Mapping[str, Family],
-  canonical: "Callable[[Mapping[str, Any]], dict[str, Any]]",
-  shapes: tables.Shapes,
-  param_dims: dims.Table,
-  layout: str | None = None,
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns (contents of config.json, arrays) of a model.
-
-  Without a layout it is the first that expresses the model exactly: reading
-  its config.json gives the same fields again.
-  """
-  if layout:
-    settings.check_choice("--layout", layout, layouts)
-  fields = type(model).__dataclass_fields__
-  ours = canonical({name: getattr(model, name) for name in fields})
-  problems = {}
-  for name in [layout] if layout else layouts:
-    family, key = layouts[name], f"--layout={name}"
-    try:
-      config = family.write(ours)
-      read = family.read(key, config)
-      theirs = canonical({name: field.value for name, field in read.items()})
-      if different := _different(ours, theirs, [*read]):
-        texts = []
-        for field, (i, theirs_i) in different.items():
-          ours_i, theirs_i = _narrowed(_at(ours[field], i), theirs_i)
-          texts.append(f"{field}={theirs_i!r}, got {ours_i!r}{_in_layer(i)}")
-        raise settings.ConfigError(
-          f"{key}: expected a model with {'; '.join(texts)}."
-        )
-      return config, tables.export(key, family.arrays, shapes, param_dims)
-    except settings.ConfigError as e:
-      problems[name] = e
-  shortest = min(problems.values(), key=lambda e: len(str(e)))
-  if layout:
-    raise shortest
-  raise settings.ConfigError(
-    f"--format=hf: no published layout computes this model. {shortest}"
-  ) from shortest
+      f"--format=hf: no published layout computes this model. {shortest}"
+    ) from shortest
 
 
 def _different(
   ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]
-) -> dict[str, tuple[int | None, Any]]:
-  """Returns {field: (layer, their value in it)} of fields that differ.
-
-  The layer is None for fields that all layers have in common.
-  """
-  result: dict[str, tuple[int | None, Any]] = {}
+) -> dict[str, tuple[str, tuple[Any, Any]]]:
+  """Returns {field: (" in layer i" or "", (our value, theirs))} that differ."""
+  result = {}
   for name in names:
-    if (
-      name not in theirs or name not in ours or _same(ours[name], theirs[name])
-    ):
+    if name not in theirs or name not in ours:
       continue
-    x, y = ours[name], theirs[name]
-    layer = None
+    x, y, first, where = ours[name], theirs[name], 0, ""
+    if _same(x, y):
+      continue
     if isinstance(y, ByLayer):
-      pairs = [i for i, pair in enumerate(zip(x, y)) if not _same(*pair)]
-      if not pairs:
+      layers = [i for i, pair in enumerate(zip(x, y)) if not _same(*pair)]
+      if not layers:
         continue  # Only their numbers differ, and depth with them.
-      if len(pairs) < len(y):
-        layer = pairs[0]
-      y = y[pairs[0]]
-    result[name] = (layer, y)
+      first = layers[0]
+      where = f" in layer {first}" if len(layers) < len(y) else ""
+      y = y[first]
+    x = x[first] if isinstance(x, ByLayer) else x
+    result[name] = (where, (x, y))
   return result
 
 
@@ -389,14 +406,6 @@ def _same(x: Any, y: Any) -> bool:
   if isinstance(x, float) and isinstance(y, float):
     return math.isclose(x, y, rel_tol=1e-9)
   return bool(x == y)
-
-
-def _at(value: Any, layer: int | None) -> Any:
-  return value[layer or 0] if isinstance(value, ByLayer) else value
-
-
-def _in_layer(layer: int | None) -> str:
-  return "" if layer is None else f" in layer {layer}"
 
 
 class Fields(dict[str, Field]):
@@ -420,14 +429,11 @@ class Fields(dict[str, Field]):
     ours = self._canonical({name: getattr(model, name) for name in names})
     theirs = self._canonical({name: x.value for name, x in self.items()})
     messages = {}
-    for name, (layer, value) in _different(ours, theirs, self).items():
+    for name, (where, (x, y)) in _different(ours, theirs, self).items():
       field = self[name]
-      if field.is_limit or field.unless_array in arrays:
-        continue
-      message = _message(
-        f"{key}.{name}", _at(ours[name], layer), field._replace(value=value)
-      )
-      messages[name] = message + _in_layer(layer)
+      if not field.is_limit and field.unless_array not in arrays:
+        message = _message(f"{key}.{name}", x, field._replace(value=y))
+        messages[name] = message + where
     return messages
 
   def merge(

@@ -5,17 +5,12 @@ has T5X's names. In the published names a block's layers are numbered: attention
 and MLP in the encoder; attention, cross-attention and MLP in the decoder.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import dims
 from bigtrain.models.published import families, t5x, tables
-from bigtrain.models.published.families import (
-  ConfigJson,
-  Family,
-  Rule,
-  choice,
-)
+from bigtrain.models.published.families import ConfigJson, Family, Rule, choice
 from bigtrain.models.published.tables import Entry, linear, plain
 
 _KEYS = {
@@ -278,20 +273,14 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def read(path: str, unread: Collection[str] = ()) -> families.Fields | None:
-  return families.fields(path, FAMILIES, canonical, unread)
+def _of_model(model: Any) -> dict[str, Family]:
+  if model.tied_head:
+    return LAYOUTS
+  # transformers reads all three embeddings of a Switch Transformer.
+  copies = [plain(name, "token_embedding") for name in _COPIES]
+  switch = LAYOUTS["switch"]
+  switch = switch._replace(arrays=[*switch.arrays, *copies])
+  return LAYOUTS | {"switch": switch}
 
 
-def export(
-  model: Any,
-  shapes: tables.Shapes,
-  layout: str | None,
-  param_dims: dims.Table,
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns (contents of config.json, arrays) in a published layout."""
-  layouts = dict(LAYOUTS)
-  if not model.tied_head:  # transformers reads all three of a Switch's.
-    copies = [plain(name, "token_embedding") for name in _COPIES]
-    arrays = [*layouts["switch"].arrays, *copies]
-    layouts["switch"] = layouts["switch"]._replace(arrays=arrays)
-  return families.express(model, layouts, canonical, shapes, param_dims, layout)
+PUBLISHED = families.Layouts(FAMILIES, canonical, _of_model)

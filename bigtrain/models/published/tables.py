@@ -68,6 +68,21 @@ def linear(published: str, *ours: str) -> Entry:
   return Entry(f"{published}.weight", ours, transposed=True)
 
 
+def dense(published: str, *ours: str) -> list[Entry]:
+  """A torch.nn.Linear and its bias, of one of our layers or several joined."""
+  return [
+    linear(published, *(f"{name}/kernel" for name in ours)),
+    plain(f"{published}.bias", *(f"{name}/bias" for name in ours)),
+  ]
+
+
+def norm(published: str, ours: str) -> list[Entry]:
+  return [
+    plain(f"{published}.weight", f"{ours}/scale"),
+    plain(f"{published}.bias", f"{ours}/bias"),
+  ]
+
+
 def load(
   layouts: Mapping[str, Table],
   flat: Mapping[str, Any],
@@ -126,6 +141,13 @@ def load(
     result[name] = value
   result |= {name: x for name, x in arrays.items() if name not in used}
   return result | remarks
+
+
+def with_names_of_file(
+  result: Mapping[str, Any], names: Mapping[str, str], like: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Renames what is not of the model; `names` are {name in tables: in file}."""
+  return {n if n in like else names.get(n, n): x for n, x in result.items()}
 
 
 def _find(

@@ -3,14 +3,18 @@
 A model of two towers has the fields `image` and `text`, options of its towers.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import dims
-from bigtrain.models.published import families, tables, vit_families
-from bigtrain.models.published.families import ConfigJson, Family, Rule
-from bigtrain.models.published.tables import Entry, linear, plain
-from bigtrain.models.published.vit_families import dense, norm
+from bigtrain.models.published import tables, vit_families
+from bigtrain.models.published.families import (
+  ConfigJson,
+  Family,
+  Rule,
+  converted,
+)
+from bigtrain.models.published.tables import Entry, dense, linear, norm, plain
 
 # {our part of a block: theirs}.
 _BLOCK = {
@@ -151,12 +155,8 @@ def _towers(vision: Family, text: Family) -> Rule:
 
 
 def _clip_dim() -> Rule:
-  key = "projection_dim"
-  return Rule(
-    {key: 512},
-    lambda config: {"out_dim": (config[key], config[key])},
-    lambda fields: {key: fields["out_dim"][0]},
-  )
+  read, write = lambda x: (x, x), lambda pair: pair[0]
+  return converted("out_dim", "projection_dim", 512, read, write)
 
 
 def _siglip_dim() -> Rule:
@@ -174,19 +174,13 @@ def _tower_arrays(
   ours: str, stack: str, theirs: str, last_norm: str
 ) -> list[Entry]:
   layer, block = f"{theirs}.encoder.layers.{{i}}", f"{stack}/encoderblock"
-  table = [
-    entry
-    for part, name in _BLOCK.items()
-    for entry in dense(f"{layer}.{name}", f"{block}/{part}")
-  ]
+  table = norm(f"{theirs}.{last_norm}", f"{stack}/encoder_norm")
+  for part, name in _BLOCK.items():
+    table += dense(f"{layer}.{name}", f"{block}/{part}")
   for i in range(2):
     table += norm(f"{layer}.layer_norm{i + 1}", f"{block}/LayerNorm_{i}")
   posemb = f"{theirs}.embeddings.position_embedding.weight"
-  return [
-    *table,
-    *norm(f"{theirs}.{last_norm}", f"{stack}/encoder_norm"),
-    Entry(posemb, (f"{ours}/pos_embedding",), ndim=2),
-  ]
+  return [*table, Entry(posemb, (f"{ours}/pos_embedding",), ndim=2)]
 
 
 def _map_head() -> list[Entry]:
@@ -263,7 +257,6 @@ _SIGLIP2 = _SIGLIP.but(
 )
 FAMILIES = {family.model_type: family for family in (_CLIP, _SIGLIP, _SIGLIP2)}
 _IGNORED = {r".*\.position_ids": "a constant that the model computes"}
-Canonical = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def load(
@@ -280,22 +273,3 @@ def load(
   result = tables.load(arrays, flat, like, param_dims, ignored=_IGNORED)
   known = result is not None and "txt/Embed_0/embedding" in result
   return result if known and "txt/Embed_0/embedding" not in flat else None
-
-
-def read(
-  path: str, canonical: Canonical, unread: Collection[str] = ()
-) -> families.Fields | None:
-  return families.fields(path, FAMILIES, canonical, unread)
-
-
-def export(
-  model: Any,
-  shapes: tables.Shapes,
-  layout: str | None,
-  param_dims: dims.Table,
-  canonical: Canonical,
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns (contents of config.json, arrays) in a published layout."""
-  return families.express(
-    model, FAMILIES, canonical, shapes, param_dims, layout
-  )

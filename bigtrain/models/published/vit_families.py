@@ -6,7 +6,7 @@ follow transformers. What depends on the use of a model, not on its weights, is
 read from its class in `architectures`: the pooling, and the number of classes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import dims
@@ -15,8 +15,9 @@ from bigtrain.models.published.families import (
   ConfigJson,
   Family,
   Rule,
+  converted,
 )
-from bigtrain.models.published.tables import Entry, linear, plain
+from bigtrain.models.published.tables import Entry, dense, norm, plain
 
 _BLOCK = "Transformer/encoderblock"
 _ATTENTION = "MultiHeadDotProductAttention_0"
@@ -41,49 +42,24 @@ _DEFAULTS = dict(
   patch_size=16,
 )
 _IN_SHAPES = ("width", "depth", "mlp_dim", "patch_size", "num_classes")
-HARMLESS = (
-  *(
-    "image_size",
-    "num_channels",
-    "encoder_stride",
-    "attention_probs_dropout_prob",
-  ),
-  *(
-    "hidden_dropout_prob",
-    "drop_path_rate",
-    "pooler_act",
-    "pooler_output_size",
-  ),
-  *("apply_layernorm", "reshape_hidden_states", "out_features", "out_indices"),
-  *(
-    "stage_names",
-    "use_mask_token",
-    "backbone_out_indices",
-    "auxiliary_channels",
-  ),
-  *("use_auxiliary_head", "auxiliary_loss_weight", "auxiliary_num_convs"),
-  *("auxiliary_concat_input", "semantic_loss_ignore_index", "pool_scales"),
-  *("add_fpn", "use_decoder_layers", "vocab_size", "decoder_hidden_size"),
-  *("decoder_num_attention_heads", "decoder_num_hidden_layers", "mask_ratio"),
-  *("decoder_intermediate_size", "norm_pix_loss", "dropout", "projection_dim"),
-  *("model_type", "vision_use_head"),
-)
+HARMLESS = """
+  image_size num_channels encoder_stride attention_probs_dropout_prob
+  hidden_dropout_prob drop_path_rate pooler_act pooler_output_size
+  apply_layernorm reshape_hidden_states out_features out_indices stage_names
+  use_mask_token backbone_out_indices auxiliary_channels use_auxiliary_head
+  auxiliary_loss_weight auxiliary_num_convs auxiliary_concat_input
+  semantic_loss_ignore_index pool_scales add_fpn use_decoder_layers vocab_size
+  decoder_hidden_size decoder_num_attention_heads decoder_num_hidden_layers
+  decoder_intermediate_size mask_ratio norm_pix_loss dropout projection_dim
+  model_type vision_use_head
+""".split()
 _SITES = ("qkv", "out", "mlp", "patch")
 
 
 def _patch() -> Rule:
-  key = "patch_size"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    sizes = config[key]
-    pair = sizes if isinstance(sizes, list) else [sizes] * 2
-    return {key: tuple(pair)}
-
-  return Rule(
-    {key: 16},
-    read,
-    lambda f: {key: f[key][0] if len({*f[key]}) == 1 else f[key]},
-  )
+  read = lambda size: tuple(size) if isinstance(size, list) else (size, size)
+  write = lambda sizes: sizes[0] if len({*sizes}) == 1 else sizes
+  return converted("patch_size", "patch_size", 16, read, write)
 
 
 def _mlp(key: str = "hidden_act", **swiglu: Any) -> Rule:
@@ -152,11 +128,8 @@ def _biases(**sites: str) -> Rule:
 
 
 def _layer_scale(key: str, value: float) -> Rule:
-  return Rule(
-    {key: value},
-    lambda config: {"layer_scale": config[key] or value},
-    lambda fields: {key: fields["layer_scale"]},
-  )
+  read = lambda x: x or value
+  return converted("layer_scale", key, value, read, lambda x: x)
 
 
 def _vit_arrays(
@@ -169,7 +142,9 @@ def _vit_arrays(
   """A table: `attention` are its projections, `mlp` and `others` entries."""
   parts = zip(("query", "key", "value", "out"), attention)
   return [
-    *embeddings("embeddings.cls_token", "embeddings.position_embeddings"),
+    Entry("embeddings.cls_token", ("cls",), ndim=3),
+    Entry("embeddings.position_embeddings", ("pos_embedding",), ndim=3),
+    Entry("embeddings.register_tokens", ("registers",), ndim=3),
     *(
       entry
       for ours, theirs in parts
@@ -183,28 +158,6 @@ def _vit_arrays(
     *mlp,
     *others,
     *dense("classifier", "head"),
-  ]
-
-
-def dense(published: str, *ours: str) -> list[Entry]:
-  return [
-    linear(published, *(f"{name}/kernel" for name in ours)),
-    plain(f"{published}.bias", *(f"{name}/bias" for name in ours)),
-  ]
-
-
-def norm(published: str, ours: str) -> list[Entry]:
-  return [
-    plain(f"{published}.weight", f"{ours}/scale"),
-    plain(f"{published}.bias", f"{ours}/bias"),
-  ]
-
-
-def embeddings(cls: str, posemb: str) -> list[Entry]:
-  return [
-    Entry(cls, ("cls",), ndim=3),
-    Entry(posemb, ("pos_embedding",), ndim=3),
-    Entry("embeddings.register_tokens", ("registers",), ndim=3),
   ]
 
 
@@ -503,9 +456,7 @@ def load(
   )
   if result is None or "embedding/kernel" not in result:
     return None
-  ours = {name: x for name, x in result.items() if name in like}
-  theirs = {names[n]: x for n, x in result.items() if n not in like}
-  return ours | theirs
+  return tables.with_names_of_file(result, names, like)
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -524,26 +475,21 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def read(path: str, unread: Collection[str] = ()) -> families.Fields | None:
-  return families.fields(path, FAMILIES, canonical, unread)
+def _of_model(model: Any) -> dict[str, Family]:
+  if not model.num_classes:
+    return LAYOUTS
+  layouts = {}
+  for name, family in LAYOUTS.items():
+    # All arrays but the head's are then below the model's name.
+    prefix = family.model_type.removesuffix("_mae")
+    arrays = [
+      entry
+      if entry.published.startswith("classifier")
+      else entry._replace(published=f"{prefix}.{entry.published}")
+      for entry in family.arrays
+    ]
+    layouts[name] = family._replace(arrays=arrays)
+  return layouts
 
 
-def export(
-  model: Any,
-  shapes: tables.Shapes,
-  layout: str | None,
-  param_dims: dims.Table,
-) -> tuple[dict[str, Any], list[tables.Tensor]]:
-  """Returns (contents of config.json, arrays) in a published layout."""
-  layouts = dict(LAYOUTS)
-  if model.num_classes:  # The arrays of the model are then below its name.
-    for name, family in LAYOUTS.items():
-      prefix = family.model_type.removesuffix("_mae")
-      arrays = [
-        entry
-        if entry.published.startswith("classifier")
-        else entry._replace(published=f"{prefix}.{entry.published}")
-        for entry in family.arrays
-      ]
-      layouts[name] = family._replace(arrays=arrays)
-  return families.express(model, layouts, canonical, shapes, param_dims, layout)
+PUBLISHED = families.Layouts(FAMILIES, canonical, _of_model)
