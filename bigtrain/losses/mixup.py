@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bigtrain.losses import forward
 from bigtrain.settings import ConfigError
 from bigtrain.types import Variables
 
@@ -13,7 +14,7 @@ from bigtrain.types import Variables
 def apply(
   model: Any,
   variables: Variables,
-  inputs: Mapping[str, jax.Array],
+  inputs: Mapping[str, Any],
   rng: jax.Array | None,
   alpha: float,
   train: bool,
@@ -27,11 +28,10 @@ def apply(
     (output, images that it saw, share of each image in its blend or None
     without mixup, new mutable collections).
   """
-  mutable = [name for name in variables if name != "params"]
   image = inputs["image"]
   if not train:
-    out = model.apply(variables, **inputs, train=False, mutable=[])[0]
-    return out, image, None, {name: variables[name] for name in mutable}
+    out, mutable = forward.apply(model, variables, None, False, **inputs)
+    return out, image, None, mutable
   assert rng is not None
   mixup_rng, dropout_rng = jax.random.split(rng)
   share = None
@@ -42,12 +42,9 @@ def apply(
     )
   if alpha:
     image, share = mixup(mixup_rng, image, alpha)
-  rngs = {"dropout": dropout_rng}
   inputs = {**inputs, "image": image}
-  out, new = model.apply(
-    variables, **inputs, train=True, rngs=rngs, mutable=mutable
-  )
-  return out, image, share, new
+  out, mutable = forward.apply(model, variables, dropout_rng, True, **inputs)
+  return out, image, share, mutable
 
 
 def mixup(

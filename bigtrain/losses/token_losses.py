@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, settings, trees
-from bigtrain.losses import linear_xent
+from bigtrain.losses import forward, linear_xent
 from bigtrain.types import Batch, Metrics, Variables
 
 
@@ -30,21 +30,6 @@ class ModelLosses(NamedTuple):
   correct_BL: jax.Array
   expert_stats: dict[str, jax.Array] | None
   mutable: Variables
-
-  def scores(self, weight_BL: jax.Array) -> dict[str, jax.Array]:
-    """Scores the targets with a weight.
-
-    Returns:
-      {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
-      their number, "greedy": bool [B], whether greedy decoding gives them all}.
-    """
-    selected_BL = weight_BL != 0
-    loss_BL = jnp.where(selected_BL, self.loss_BL, 0.0)
-    return {
-      "log_likelihood": -jnp.sum(loss_BL, axis=1),
-      "tokens": jnp.sum(selected_BL.astype(jnp.float32), axis=1),
-      "greedy": jnp.all((self.correct_BL == 1) | ~selected_BL, axis=1),
-    }
 
   def with_experts(
     self,
@@ -96,14 +81,8 @@ def model_losses(
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
 ) -> ModelLosses:
-  mutable = [name for name in variables if name != "params"]
-  (_, out), new_mutable = model.apply(
-    variables,
-    **inputs,
-    head=False,
-    train=train,
-    rngs={"dropout": rng} if train else None,
-    mutable=[*mutable, "step_sums"] if train else [],
+  (_, out), mutable = forward.apply(
+    model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
   )
   losses = head_losses(
     variables,
@@ -122,8 +101,124 @@ def model_losses(
     losses.loss_BL,
     losses.correct_BL,
     out.get("moe"),
-    dict(new_mutable) if train else {name: variables[name] for name in mutable},
+    mutable,
   )
+
+
+class TokenTask(NamedTuple):
+  """Functions that tasks on text have in common.
+
+  Attributes:
+    inputs: function from a batch to the model's arguments.
+    weights: function from a batch to the weights [B, L] of its "targets".
+  """
+
+  inputs: Callable[[Batch], Batch]
+  weights: Callable[[Batch], jax.Array]
+
+  def loss_fn(
+    self,
+    variables: Variables,
+    batch: Batch,
+    rng: jax.Array | None,
+    *,
+    model: Any,
+    train: bool,
+    label_smoothing: float = 0.0,
+    label_smoothing_over: str = "all",
+    z_loss: float = 0.0,
+    load_balance: float = 0.01,
+    router_z: float = 0.001,
+    load_balance_over: str = "layers",
+    chunk: int | None = None,
+  ) -> tuple[Metrics, Variables]:
+    """Computes cross-entropy and accuracy of the targets, by token.
+
+    Args:
+      label_smoothing: share of a target that is spread over the vocabulary.
+      label_smoothing_over: "all" of it or the "others".
+      z_loss: weight of the squared log of the softmax's denominator, see
+        losses.cross_entropy.softmax_xent; 1e-4 is usual.
+      load_balance: weight of Switch Transformers' load-balancing loss.
+      load_balance_over: "layers", its mean over them, or the tokens of "all".
+      router_z: weight of the loss that keeps the routers' logits small.
+      chunk: positions of each example at a time, see losses.linear_xent.
+
+    Returns:
+      (metrics "loss" in nats and "accuracy", with "loss_mask" the number of
+      "supervised_tokens", with experts those of ModelLosses.with_experts; the
+      new mutable collections).
+    """
+    losses = self.losses(
+      variables,
+      batch,
+      rng=rng,
+      model=model,
+      train=train,
+      chunk=chunk,
+      label_smoothing=label_smoothing,
+      label_smoothing_over=label_smoothing_over,
+      z_loss=z_loss,
+    )
+    result = losses.with_experts(load_balance, router_z, load_balance_over)
+    if "loss_mask" in batch:
+      count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)
+      result = result | {"supervised_tokens": metrics.Sum(count)}
+    return result, losses.mutable
+
+  def losses(
+    self, variables: Variables, batch: Batch, **options: Any
+  ) -> ModelLosses:
+    weight_BL = self.weights(batch)
+    return model_losses(
+      variables, self.inputs(batch), batch["targets"], weight_BL, **options
+    )
+
+  def logits(
+    self, variables: Variables, batch: Batch, *, model: Any
+  ) -> jax.Array:
+    """Returns logits of each target given those before it, float32 [B, L, V]."""
+    return model.apply(variables, **self.inputs(batch), train=False)[0]
+
+  def score(
+    self,
+    variables: Variables,
+    batch: Batch,
+    *,
+    model: Any,
+    chunk: int | None = None,
+  ) -> dict[str, jax.Array]:
+    """Scores the targets that have a loss, such as an answer.
+
+    Returns:
+      {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
+      their number, "greedy": bool [B], whether greedy decoding gives them all}.
+    """
+    losses = self.losses(variables, batch, model=model, chunk=chunk)
+    selected_BL = self.weights(batch) != 0
+    loss_BL = jnp.where(selected_BL, losses.loss_BL, 0.0)
+    return {
+      "log_likelihood": -jnp.sum(loss_BL, axis=1),
+      "tokens": jnp.sum(selected_BL.astype(jnp.float32), axis=1),
+      "greedy": jnp.all((losses.correct_BL == 1) | ~selected_BL, axis=1),
+    }
+
+  def perplexity(
+    self,
+    variables: Variables,
+    batch: Batch,
+    *,
+    model: Any,
+    chunk: int | None = None,
+  ) -> Metrics:
+    """Computes "loss" in nats, "accuracy" and, with "num_bytes", "bytes"."""
+    result = self.losses(variables, batch, model=model, chunk=chunk).metrics
+    if "num_bytes" not in batch:
+      return result
+    num_bytes = batch["num_bytes"]
+    real_B = metrics.example_weights(batch, num_bytes)
+    total, _ = metrics.pair(num_bytes, real_B)
+    return result | {"bytes": (total, jnp.ones(()))}
 
 
 def head_losses(
@@ -160,20 +255,3 @@ def real_positions(
     next_segments_BL = jnp.take_along_axis(segments_BL, index_BL, axis=1)
     real_BL &= next_segments_BL == segments_BL
   return real_BL
-
-
-def supervised_tokens(batch: Batch, weight_BL: jax.Array) -> Metrics:
-  """Counts the targets with a loss, of batches that say which these are."""
-  if "loss_mask" not in batch:
-    return {}
-  count = jnp.sum(weight_BL != 0, dtype=jnp.float32)
-  return {"supervised_tokens": metrics.Sum(count)}
-
-
-def add_bytes(by_token: Metrics, batch: Batch) -> Metrics:
-  if "num_bytes" not in batch:
-    return by_token
-  num_bytes = batch["num_bytes"]
-  real_B = metrics.example_weights(batch, num_bytes)
-  total, _ = metrics.pair(num_bytes, real_B)
-  return by_token | {"bytes": (total, jnp.ones(()))}

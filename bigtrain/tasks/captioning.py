@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import decoding, metrics
-from bigtrain.losses import linear_xent
+from bigtrain.losses import forward, linear_xent
 from bigtrain.settings import ConfigError, check_choice, check_number
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
@@ -93,7 +93,6 @@ def loss_fn(
   """
   check_choice("config.loss.normalize", normalize, ("sentence", "tokens"))
   image, labels = inputs(batch).values()
-  mutable = [name for name in variables if name != "params"]
   parallel: dict[str, Any] = {}
   if train and masked_pred_prob:
     keys_B = batch.get("_keys")
@@ -103,15 +102,8 @@ def loss_fn(
     parallel["parallel_B"], parallel["masked_BL"] = parallel_examples(
       keys_B, labels.shape[1], masked_pred_prob, masking_ratio
     )
-  states, new_mutable = model.apply(
-    variables,
-    image,
-    labels,
-    **parallel,
-    train=train,
-    rngs={"dropout": rng} if train else None,
-    mutable=mutable if train else [],
-    method="states",
+  states, mutable = forward.apply(
+    model, variables, rng, train, image, labels, **parallel, method="states"
   )
   weight_BL = share_BL = token_weights(batch, labels, pad_id)
   total_weight = jnp.sum(weight_BL)
@@ -133,7 +125,7 @@ def loss_fn(
   return {
     "loss": (losses.total, total_weight),
     "token_accuracy": metrics.pair(losses.correct_BL, weight_BL),
-  }, new_mutable if train else {k: variables[k] for k in mutable}
+  }, mutable
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:

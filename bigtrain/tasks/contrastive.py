@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, trees
-from bigtrain.losses import pairwise
+from bigtrain.losses import forward, pairwise
 from bigtrain.settings import ConfigError, check_choice
 from bigtrain.types import Batch, Metrics, Params, PredictFn, Variables
 
@@ -48,18 +48,10 @@ def embed_fn(
   train: bool,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections."""
-  mutable = [name for name in variables if name != "params"]
-  (image_BE, text_BE, _), new_mutable = model.apply(
-    variables,
-    **inputs(batch),
-    train=train,
-    rngs={"dropout": rng} if train else None,
-    mutable=mutable if train else [],
+  (image_BE, text_BE, _), mutable = forward.apply(
+    model, variables, rng, train, **inputs(batch)
   )
-  return (
-    {"image": image_BE, "text": text_BE},
-    new_mutable if train else {name: variables[name] for name in mutable},
-  )
+  return {"image": image_BE, "text": text_BE}, mutable
 
 
 def embeddings_loss_fn(

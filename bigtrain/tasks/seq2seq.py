@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from bigtrain import decoding, metrics
 from bigtrain.losses import token_losses
 from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.types import Batch, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
@@ -45,85 +45,13 @@ def token_weights(batch: Batch) -> jax.Array:
   return weight_BL * weight_B[:, None]
 
 
-def loss_fn(
-  variables: Variables,
-  batch: Batch,
-  rng: jax.Array | None,
-  *,
-  model: Any,
-  train: bool,
-  label_smoothing: float = 0.0,
-  label_smoothing_over: str = "all",
-  z_loss: float = 0.0,
-  load_balance: float = 0.01,
-  router_z: float = 0.001,
-  load_balance_over: str = "layers",
-  chunk: int | None = None,
-) -> tuple[Metrics, Variables]:
-  """Computes cross-entropy and accuracy of the targets, by token.
-
-  Args:
-    label_smoothing: share of a target that is spread over the vocabulary.
-    label_smoothing_over: "all" of it or the "others".
-    z_loss: weight of the squared log of the softmax's denominator, see
-      losses.cross_entropy.softmax_xent; T5 has 1e-4.
-    load_balance: weight of Switch Transformers' load-balancing loss.
-    load_balance_over: "layers", its mean over them, or the tokens of "all".
-    router_z: weight of the loss that keeps the routers' logits small.
-    chunk: positions of each example at a time, see losses.linear_xent.
-
-  Returns:
-    As tasks.language_modeling.loss_fn.
-  """
-  losses = _losses(
-    variables,
-    batch,
-    rng=rng,
-    model=model,
-    train=train,
-    chunk=chunk,
-    label_smoothing=label_smoothing,
-    label_smoothing_over=label_smoothing_over,
-    z_loss=z_loss,
-  )
-  counts = token_losses.supervised_tokens(batch, token_weights(batch))
-  result = losses.with_experts(load_balance, router_z, load_balance_over)
-  return result | counts, losses.mutable
+_TASK = token_losses.TokenTask(inputs, token_weights)
+loss_fn = _TASK.loss_fn
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (perplexity, logits, score, generate)
+  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
-
-
-def logits(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
-  """Returns float32 [B, L, V], logits of each target given those before it."""
-  return model.apply(variables, **inputs(batch), train=False)[0]
-
-
-def perplexity(
-  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
-) -> Metrics:
-  """Computes "loss" in nats, "accuracy" and, with "num_bytes", "bytes"."""
-  losses = _losses(variables, batch, model=model, chunk=chunk)
-  return token_losses.add_bytes(losses.metrics, batch)
-
-
-def score(
-  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
-) -> dict[str, jax.Array]:
-  """Scores all targets; as losses.token_losses.ModelLosses.scores."""
-  losses = _losses(variables, batch, model=model, chunk=chunk)
-  return losses.scores(token_weights(batch))
-
-
-def _losses(
-  variables: Variables, batch: Batch, **options: Any
-) -> token_losses.ModelLosses:
-  weight_BL = token_weights(batch)
-  return token_losses.model_losses(
-    variables, inputs(batch), batch["targets"], weight_BL, **options
-  )
 
 
 def generate(
