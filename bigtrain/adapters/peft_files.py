@@ -22,7 +22,7 @@ import numpy as np
 from bigtrain import dims
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.files import paths
-from bigtrain.models.layers.lora import FACTORS, MAGNITUDE, A, B, Options
+from bigtrain.models.layers.lora import FACTORS, MAGNITUDE, A, B, Options, Shape
 from bigtrain.settings import ConfigError
 
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,27 +87,15 @@ class Published(NamedTuple):
       key = (re.sub(r"\d+", "#", tensor.name), tuple(tensor.shape))
       if key not in known:
         known[key] = self._parts(tensor)
-      places = [self._stack(name, index) for name, index in tensor.parts]
-      yield (
-        module,
-        [
-          part._replace(kernel=name, stack=stack)
-          for part, name, stack in zip(known[key], names, places)
-        ],
-      )
+      parts = []
+      for part, (name, index) in zip(known[key], tensor.parts):
+        sizes = zip(index, self.shape(name).stack)
+        stack = tuple(s.indices(size)[0] for s, size in sizes)
+        parts.append(part._replace(kernel=name, stack=stack))
+      yield module, parts
 
-  def sizes(self, name: str) -> tuple[tuple[int, ...], int, int]:
-    """(dimensions of layers and experts, inputs, outputs) of a kernel."""
-    shape, roles = tuple(self.shapes[name]), dims.find(self.table, name)
-    assert roles is not None, name
-    inputs, outputs = len(roles.inputs), len(roles.outputs)
-    stack = len(shape) - inputs - outputs
-    rows = math.prod(shape[stack : stack + inputs])
-    return shape[:stack], rows, math.prod(shape[stack + inputs :])
-
-  def _stack(self, name: str, index: Sequence[slice]) -> tuple[int, ...]:
-    stack, _, _ = self.sizes(name)
-    return tuple(index[i].indices(n)[0] for i, n in enumerate(stack))
+  def shape(self, name: str) -> Shape:
+    return Shape.of(name, self.shapes[name], self.table)
 
   def _parts(self, tensor: Any) -> list[_Part]:
     """Finds inputs and outputs by building the array of their numbers."""
@@ -117,11 +105,10 @@ class Published(NamedTuple):
       shape = [
         len(range(*s.indices(n))) for s, n in zip(index, self.shapes[name])
       ]
-      _, I, O = self.sizes(name)
-      numbers = np.broadcast_to(np.arange(I)[:, None], (I, O))
-      rows.append(numbers.reshape(shape))
-      numbers = np.broadcast_to(first + np.arange(O), (I, O))
-      columns.append(numbers.reshape(shape))
+      I, O = self.shape(name).rows, self.shape(name).columns
+      row_IO, column_IO = np.mgrid[:I, first : first + O]
+      rows.append(row_IO.reshape(shape))
+      columns.append(column_IO.reshape(shape))
       starts.append((name, first, O))
       first += O
     of_input, of_output = tensor.build(rows), tensor.build(columns)
@@ -185,8 +172,8 @@ def write(
   os.makedirs(folder, exist_ok=True)
   specs = {n: (x.shape, str(x.dtype)) for n, x in arrays.items()}
   with paths.replacing(os.path.join(folder, ARRAYS), "wb") as file:
-    values_in_order = iter(arrays.values())
-    safetensors_files.write(file.name, specs, values_in_order, {"format": "pt"})
+    in_order = iter(arrays.values())
+    safetensors_files.write(file.name, specs, in_order, {"format": "pt"})
   with paths.replacing(os.path.join(folder, CONFIG)) as file:
     json.dump(content, file, indent=2)
   return len(arrays)
@@ -205,9 +192,10 @@ def _joined(
   first = 0
   magnitude = None
   for (part, root, own_scale), rank in zip(chosen, ranks):
-    _, I, O = published.sizes(part.kernel)
-    a_IR = np.asarray(params[root + A][part.stack], np.float32).reshape(I, rank)
-    b_RO = np.asarray(params[root + B][part.stack], np.float32).reshape(rank, O)
+    a_IR = np.asarray(params[root + A][part.stack], np.float32)
+    a_IR = a_IR.reshape(-1, rank)
+    b_RO = np.asarray(params[root + B][part.stack], np.float32)
+    b_RO = b_RO.reshape(rank, -1)
     rows.append(a_IR[part.inputs].T)
     ratio = own_scale / scale
     b_OR[part.place, first : first + rank] = ratio * b_RO[:, part.outputs].T
@@ -215,7 +203,7 @@ def _joined(
     if root + MAGNITUDE in params:
       if magnitude is None:
         magnitude = np.zeros(num_outputs, np.float32)
-      value_O = np.asarray(params[root + MAGNITUDE][part.stack]).reshape(O)
+      value_O = np.asarray(params[root + MAGNITUDE][part.stack]).reshape(-1)
       magnitude[part.place] = value_O[part.outputs]
   return [np.concatenate(rows), b_OR, magnitude], sum(ranks)
 
@@ -334,7 +322,8 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _split(
   part: _Part, arrays: Mapping[str, np.ndarray], published: Published
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-  _, I, O = published.sizes(part.kernel)
+  shape = published.shape(part.kernel)
+  I, O = shape.rows, shape.columns
   a_RI, b_OR = (np.asarray(arrays[s], np.float32) for s in _SUFFIXES[:2])
   a_IR = np.empty((I, len(a_RI)), np.float32)
   a_IR[part.inputs] = a_RI.T
@@ -352,16 +341,13 @@ def _stacked(
   kernel: str, by_place: Mapping[tuple[int, ...], Any], published: Published
 ) -> tuple[dict[str, np.ndarray], float]:
   """(factors of a kernel of ours, their scale); absent layers have zeros."""
-  stack, I, O = published.sizes(kernel)
-  shape = tuple(published.shapes[kernel])
-  roles = dims.find(published.table, kernel)
-  assert roles is not None
-  middle = len(stack) + len(roles.inputs)
+  shape = published.shape(kernel)
+  stack = shape.stack
   rank = max(a.shape[-1] for a, _, _, _ in by_place.values())
   scale = next(iter(by_place.values()))[3]
-  a = np.zeros((*stack, I, rank), np.float32)
-  b = np.zeros((*stack, rank, O), np.float32)
-  magnitude = np.zeros((*stack, O), np.float32)
+  a = np.zeros((*stack, shape.rows, rank), np.float32)
+  b = np.zeros((*stack, rank, shape.columns), np.float32)
+  magnitude = np.zeros((*stack, shape.columns), np.float32)
   has_magnitude = [m is not None for _, _, m, _ in by_place.values()]
   if any(has_magnitude) and len(by_place) < math.prod(stack):
     raise ConfigError(
@@ -375,9 +361,9 @@ def _stacked(
     if magnitude_O is not None:
       magnitude[place] = magnitude_O
   factors = {
-    A: a.reshape(*shape[:middle], rank),
-    B: b.reshape(*stack, rank, *shape[middle:]),
+    A: a.reshape(*stack, *shape.inputs, rank),
+    B: b.reshape(*stack, rank, *shape.outputs),
   }
   if any(has_magnitude):
-    factors[MAGNITUDE] = magnitude.reshape(*stack, *shape[middle:])
+    factors[MAGNITUDE] = magnitude.reshape(*stack, *shape.outputs)
   return factors, scale

@@ -177,7 +177,7 @@ class TokenTask(NamedTuple):
   def logits(
     self, variables: Variables, batch: Batch, *, model: Any
   ) -> jax.Array:
-    """Returns logits of each target given those before it, float32 [B, L, V]."""
+    """Returns float32 [B, L, V], each target's logits given those before it."""
     return model.apply(variables, **self.inputs(batch), train=False)[0]
 
   def score(

@@ -37,6 +37,7 @@ from flax.core import meta
 from bigtrain import dims, settings, trees
 from bigtrain.models.layers import block_quantization, kernels
 from bigtrain.models.layers.block_quantization import Quantized
+from bigtrain.models.layers.options import subclass
 from bigtrain.settings import ConfigError, check_number
 
 BASES = ("float32", "bfloat16", *block_quantization.KINDS)
@@ -97,23 +98,18 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   options = options._replace(
     targets=as_tuple(options.targets), train=as_tuple(options.train)
   )
-  pairs: dict[str, Any] = {}
-  for field in ("rank", "alpha"):
-    value = getattr(options, field)
-    pairs[field] = value
-    if not isinstance(value, list | tuple):
-      pairs[field] = [(".*", value)]
-    for pair in pairs[field]:
+  regexes = [*options.targets, *options.train, options.quantized]
+  for field, least, whole in (("rank", 1, True), ("alpha", 0.0, False)):
+    pairs = getattr(options, field)
+    pairs = pairs if isinstance(pairs, list | tuple) else [(".*", pairs)]
+    for pair in pairs:
       if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise ConfigError(
           f"{key}.{field}: expected a number or (regex, number) pairs, got "
           f"{pair!r} in it."
         )
-      whole = field == "rank"
-      least = 1 if whole else 0.0
       check_number(f"{key}.{field}", pair[1], least=least, whole=whole)
-  regexes = [*options.targets, *options.train, options.quantized]
-  regexes += [regex for rules in pairs.values() for regex, _ in rules]
+      regexes.append(pair[0])
   for regex in regexes:
     try:
       re.compile(regex)
@@ -139,19 +135,14 @@ def adapted(
   @functools.wraps(cls.apply)
   def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     rest = {k: v for k, v in variables.items() if k not in ("params", "base")}
-    scaled = {**variables, "params": layers.scaled(variables["params"])}
-    joined = {**rest, "params": full(scaled)}
+    params = layers.scaled(variables["params"])
+    params = trees.merge(variables.get("base", {}), params)
     with nn.intercept_methods(layers.intercept):
-      return cls.apply(self, joined, *args, **kwargs)
+      return cls.apply(self, {**rest, "params": params}, *args, **kwargs)
 
-  members: dict[str, Any] = {
-    "__module__": cls.__module__,
-    "__qualname__": cls.__qualname__,
-    "__doc__": cls.__doc__,
-    "init": nn.nowrap(init),
-    "apply": nn.nowrap(apply),
-    "adapters": layers,
-  }
+  members: dict[str, Any] = dict(
+    init=nn.nowrap(init), apply=nn.nowrap(apply), adapters=layers
+  )
   if hasattr(cls, "head_kernel"):
 
     def head_kernel(self: Any, params: Mapping[str, Any]) -> jax.Array:
@@ -162,14 +153,7 @@ def adapted(
   vars(copy).update(vars(module))
   if table:
     vars(copy)["param_dims"] = lambda model: with_factors(table(model))
-  return copy, type(cls.__name__, (cls,), members)
-
-
-def full(variables: Mapping[str, Any]) -> Any:
-  """All parameters of a model, adapters among them; for any model."""
-  if "base" not in variables:
-    return variables["params"]
-  return trees.merge(variables["base"], variables["params"])
+  return copy, subclass(cls, members)
 
 
 def reference(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,28 +223,22 @@ class Layers:
     self, params: Any, table: dims.Table, rng: jax.Array
   ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what trains: adapters and parameters in full, the base)."""
-    options = self.options
     flat = traverse_util.flatten_dict(params, sep="/")
     trained, base = {}, {}
-    targets = self.targets(list(flat))
-    whole = self._matches(list(flat), options.train, "train")
+    kernel_names = [n for n in flat if n.split("/")[-1] == _KERNEL]
+    self._names = self._matches(kernel_names, self.options.targets, "targets")
+    whole = self._matches(list(flat), self.options.train, "train")
     for name, boxed in flat.items():
-      value = meta.unbox(boxed)
       if name in whole:
         trained[name] = boxed
         continue
-      if name in targets:
+      if name in self._names:
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
-        for factor, x in self._factors(name, value, table, key).items():
-          trained[name.removesuffix(_KERNEL) + factor] = x
+        factors = self._factors(name, meta.unbox(boxed), table, key)
+        root = name.removesuffix(_KERNEL)
+        trained |= {root + factor: x for factor, x in factors.items()}
       base[name] = self.stored(name, boxed, table)
     return trees.from_flat(trained), trees.from_flat(base)
-
-  def targets(self, names: Sequence[str]) -> set[str]:
-    kernels_only = [n for n in names if n.split("/")[-1] == _KERNEL]
-    targets = self._matches(kernels_only, self.options.targets, "targets")
-    self._names = targets
-    return targets
 
   def _matches(
     self, names: Sequence[str], regexes: Sequence[str], field: str
@@ -294,7 +272,7 @@ class Layers:
       return {}
     if not re.fullmatch(options.quantized, name):
       return {}
-    sizes = _Shape.of(name, shape, table)
+    sizes = Shape.of(name, shape, table)
     layers = len(sizes.stack) - sizes.arrays
     double = options.double_quantization
     return dict(kind=options.base, double=double, stacked=layers)
@@ -313,18 +291,15 @@ class Layers:
   def _factors(
     self, name: str, kernel: jax.Array, table: dims.Table, key: jax.Array
   ) -> dict[str, jax.Array]:
-    shape, rank = (
-      _Shape.of(name, kernel.shape, table),
-      self.options.kernel_rank(name),
-    )
+    shape = Shape.of(name, kernel.shape, table)
+    rank = self.options.kernel_rank(name)
     # PyTorch's kaiming_uniform_ with a = sqrt(5).
-    bound = 1 / math.sqrt(math.prod(shape.inputs))
-    of_a, of_b = (*shape.inputs, rank), (rank, *shape.outputs)
+    bound = 1 / math.sqrt(shape.rows)
+    of_a = (*shape.stack, *shape.inputs, rank)
+    of_b = (*shape.stack, rank, *shape.outputs)
     factors = {
-      A: jax.random.uniform(
-        key, (*shape.stack, *of_a), jnp.float32, -bound, bound
-      ),
-      B: jnp.zeros((*shape.stack, *of_b), jnp.float32),
+      A: jax.random.uniform(key, of_a, jnp.float32, -bound, bound),
+      B: jnp.zeros(of_b, jnp.float32),
     }
     if self.options.dora:
       factors[MAGNITUDE] = norms(kernel, factors[A], factors[B], 0.0)
@@ -350,14 +325,11 @@ class Layers:
     own = dict(layer.variables.get("params", {}))
     factors = {name: own.pop(name) for name in FACTORS if name in own}
     kernel = own.get(_KERNEL)
-    if not factors and not isinstance(kernel, Quantized):
-      return call(*args, **kwargs)
-    if context.method_name != "__call__":
+    is_adapted = factors or isinstance(kernel, Quantized)
+    if not is_adapted or context.method_name != "__call__":
       return call(*args, **kwargs)
     self._note("/".join((*layer.path, _KERNEL)))
-    whole = kernel
-    if isinstance(kernel, Quantized):
-      whole = kernel.dequantized()
+    whole = kernel.dequantized() if isinstance(kernel, Quantized) else kernel
     if isinstance(layer, nn.Dense | nn.DenseGeneral):
       product = layer.dot_general or jax.lax.dot_general
       if factors:
@@ -408,7 +380,7 @@ def _without_numbers(name: str) -> str:
   return re.sub(r"\d+", "#", name)
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
   """Sizes of a kernel's dimensions: of layers and experts, inputs, outputs.
 
   `arrays` is the number of dimensions in `stack` that are not layers.
@@ -419,8 +391,16 @@ class _Shape(NamedTuple):
   outputs: tuple[int, ...]
   arrays: int
 
+  @property
+  def rows(self) -> int:
+    return math.prod(self.inputs)
+
+  @property
+  def columns(self) -> int:
+    return math.prod(self.outputs)
+
   @classmethod
-  def of(cls, name: str, shape: Sequence[int], table: dims.Table) -> "_Shape":
+  def of(cls, name: str, shape: Sequence[int], table: dims.Table) -> "Shape":
     shape = tuple(shape)
     if roles := dims.find(table, name):
       inputs, outputs = len(roles.inputs), len(roles.outputs)
@@ -429,13 +409,8 @@ class _Shape(NamedTuple):
       of_heads = re.fullmatch(r"(.*/)?(query|key|value)/kernel", name)
       outputs, arrays = 2 if of_heads and len(shape) == 3 else 1, 0
       inputs = len(shape) - outputs
-    stack = len(shape) - inputs - outputs
-    return cls(
-      shape[:stack],
-      shape[stack : stack + inputs],
-      shape[stack + inputs :],
-      arrays,
-    )
+    start, end = len(shape) - inputs - outputs, len(shape) - outputs
+    return cls(shape[:start], shape[start:end], shape[end:], arrays)
 
 
 def _low_rank(

@@ -4,7 +4,7 @@ Axes: B batch, L length, D model width, F hidden width.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import settings, sharding
-from bigtrain.models.layers import kernels, remat
+from bigtrain.models.layers import kernels, options, remat
 
 
 class Kind(NamedTuple):
@@ -49,17 +49,12 @@ class Clip(NamedTuple):
 
 
 def read_clip(given: Any, kind: str, key: str) -> Clip | None:
-  if given is None or isinstance(given, Clip):
-    return given
-  if not isinstance(given, Mapping):
-    raise settings.ConfigError(
-      f"{key}: expected dict(limit, alpha, up_offset) or None, got {given!r}."
-    )
-  settings.check_kwargs(Clip, given, key)
-  clip = Clip(**given)
-  settings.check_number(f"{key}.limit", clip.limit, above=0)
-  settings.check_number(f"{key}.alpha", clip.alpha)
-  settings.check_number(f"{key}.up_offset", clip.up_offset)
+  clip = options.read_tuple(Clip, given, key)
+  if clip is None:
+    return None
+  for name, value in clip._asdict().items():
+    above = 0 if name == "limit" else None
+    settings.check_number(f"{key}.{name}", value, above=above)
   if kind != "swiglu":
     raise settings.ConfigError(
       f"{key}: expected an MLP of kind 'swiglu', got {kind!r}."

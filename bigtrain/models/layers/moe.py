@@ -138,28 +138,28 @@ def read(
   if given is None or isinstance(given, Options):
     return given
   settings.check_kwargs(Options, given, key)
-  if "num_experts" not in given:
-    raise settings.ConfigError(f"{key}.num_experts: missing.")
   moe = Options(**given)
-
-  def check(name: str, **limits: Any) -> None:
-    settings.check_number(f"{key}.{name}", getattr(moe, name), **limits)
-
-  check("num_experts", least=1, whole=True)
-  check("top_k", least=1, most=moe.num_experts, whole=True)
-  check("every", least=1, whole=True)
-  check("jitter", least=0, below=1)
-  check("shared_experts", least=0, whole=True)
-  check("router_init_std", least=0)
-  for name in ("capacity_factor", "eval_capacity_factor"):
-    if getattr(moe, name) is not None:
-      check(name, above=0)
-  check("scale", above=0)
-  check("bias_rate", least=0)
+  size = dict(least=1, whole=True)
+  limits: dict[str, dict[str, Any]] = dict(
+    num_experts=size,
+    top_k=size | dict(most=moe.num_experts),
+    every=size,
+    jitter=dict(least=0, below=1),
+    shared_experts=dict(least=0, whole=True),
+    router_init_std=dict(least=0),
+    capacity_factor=dict(above=0),
+    eval_capacity_factor=dict(above=0),
+    scale=dict(above=0),
+    bias_rate=dict(least=0),
+    mlp_dim=size,
+    shared_dim=size,
+    dropout=dict(least=0, below=1),
+  )
+  for name, limit in limits.items():
+    value, default = getattr(moe, name), Options._field_defaults.get(name, 0)
+    if value is not None or default is not None:
+      settings.check_number(f"{key}.{name}", value, **limit)
   settings.check_choice(f"{key}.score", moe.score, SCORES)
-  for name in ("mlp_dim", "shared_dim"):
-    if getattr(moe, name) is not None:
-      check(name, least=1, whole=True)
   _check_together(moe, key)
   if moe.groups is not None:
     moe = moe._replace(groups=_read_groups(moe, f"{key}.groups"))
@@ -172,8 +172,6 @@ def read(
       )
   if moe.axis is not None:
     settings.check_choice(f"{key}.axis", moe.axis, sharding.AXES)
-  if moe.dropout is not None:
-    options.check_rate(f"{key}.dropout", moe.dropout)
   for name, depth in depths.items():
     if depth % moe.every:
       raise settings.ConfigError(
@@ -203,15 +201,7 @@ def _check_together(moe: Options, key: str) -> None:
 
 
 def _read_groups(moe: Options, key: str) -> Groups:
-  given: Any = moe.groups
-  if isinstance(given, Groups):
-    return given
-  if not isinstance(given, Mapping):
-    raise settings.ConfigError(
-      f"{key}: expected dict(num, top, score) or None, got {given!r}."
-    )
-  settings.check_kwargs(Groups, given, key)
-  groups = Groups(**given)
+  groups = options.read_tuple(Groups, moe.groups, key)
   settings.check_number(f"{key}.num", groups.num, least=1, whole=True)
   if moe.num_experts % groups.num:
     raise settings.ConfigError(

@@ -21,6 +21,13 @@ def set_fields(model: Any, values: Mapping[str, Any]) -> None:
     object.__setattr__(model, name, value)
 
 
+def subclass(cls: type, members: Mapping[str, Any]) -> type:
+  """A subclass of the same name, with other members."""
+  names = ("__module__", "__qualname__", "__doc__")
+  own = {name: getattr(cls, name) for name in names}
+  return type(cls.__name__, (cls,), {**own, **members})
+
+
 def check_sizes(model: Any, names: Iterable[str]) -> None:
   for name in names:
     value = getattr(model, name)
@@ -74,6 +81,18 @@ def filled(
 
 def check_rate(key: str, value: Any) -> None:
   settings.check_number(key, value, least=0, below=1)
+
+
+def read_tuple(cls: Any, given: Any, key: str) -> Any:
+  """Reads a dict of options as a named tuple, which stays as it is, or None."""
+  if given is None or isinstance(given, cls):
+    return given
+  if not isinstance(given, Mapping):
+    raise settings.ConfigError(
+      f"{key}: expected dict({', '.join(cls._fields)}) or None, got {given!r}."
+    )
+  settings.check_kwargs(cls, given, key)
+  return cls(**given)
 
 
 def read_names(

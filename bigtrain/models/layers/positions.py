@@ -16,6 +16,7 @@ from flax import struct
 from flax.core import FrozenDict
 
 from bigtrain import settings
+from bigtrain.models.layers import options
 
 # {"type" of rope_scaling: (required keys, values of the others)}.
 _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -26,14 +27,8 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
   ),
   "yarn": (
     ("factor", "original_len"),
-    dict(
-      beta_fast=32.0,
-      beta_slow=1.0,
-      truncate=True,
-      mscale=None,
-      mscale_all_dim=None,
-      attention_factor=None,
-    ),
+    dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
+    | dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor")),
   ),
   "longrope": (
     ("short_factor", "long_factor", "original_len"),
@@ -212,11 +207,9 @@ def read_scaling(
         )
       scaling["factor"] = max_len / scaling["original_len"]
   for name, value in scaling.items():
-    if isinstance(value, tuple):
-      for x in value:
+    if name not in ("type", "truncate") and value is not None:
+      for x in value if isinstance(value, tuple) else [value]:
         settings.check_number(f"{key}.{name}", x, above=0)
-    elif name not in ("type", "truncate") and value is not None:
-      settings.check_number(f"{key}.{name}", value, above=0)
   return FrozenDict(scaling)
 
 
@@ -229,14 +222,9 @@ class QueryScale(NamedTuple):
 
 
 def read_query_scale(given: Any, key: str) -> QueryScale | None:
-  if given is None or isinstance(given, QueryScale):
-    return given
-  if not isinstance(given, Mapping):
-    raise settings.ConfigError(
-      f"{key}: expected dict(beta, original_len, log) or None, got {given!r}."
-    )
-  settings.check_kwargs(QueryScale, given, key)
-  scale = QueryScale(**given)
+  scale = options.read_tuple(QueryScale, given, key)
+  if scale is None:
+    return None
   settings.check_number(f"{key}.beta", scale.beta)
   settings.check_number(
     f"{key}.original_len", scale.original_len, least=1, whole=True
@@ -286,11 +274,8 @@ def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
   exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
   relative = np.float32(np.maximum(distance, 1)) / np.float32(exact)
-  wide = exact + (
-    np.log(relative)
-    / np.float32(math.log(max_distance / exact))
-    * np.float32(num_buckets - exact)
-  ).astype(np.int32)
+  share = np.log(relative) / np.float32(math.log(max_distance / exact))
+  wide = exact + (share * np.float32(num_buckets - exact)).astype(np.int32)
   wide = np.minimum(wide, num_buckets - 1)
   return np.where(distance < exact, distance, wide).astype(np.int32)
 
@@ -344,14 +329,9 @@ class RelativeBias(nn.Module):
   def _bucket(self, offset: jax.Array) -> jax.Array:
     num_buckets = self.num_buckets // (2 if self.two_sided else 1)
     bucket_of = jnp.asarray(distance_buckets(num_buckets, self.max_distance))
-    if self.two_sided:
-      distance = jnp.abs(offset)
-    else:
-      distance = jnp.maximum(-offset, 0)
+    distance = jnp.abs(offset) if self.two_sided else jnp.maximum(-offset, 0)
     bucket = bucket_of[jnp.minimum(distance, self.max_distance)]
-    if self.two_sided:
-      bucket += num_buckets * (offset > 0)
-    return bucket
+    return bucket + num_buckets * (offset > 0) if self.two_sided else bucket
 
 
 class GridBias(nn.Module):

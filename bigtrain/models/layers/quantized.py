@@ -32,6 +32,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from bigtrain import settings
+from bigtrain.models.layers.options import subclass
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Dtypes of the operands of a product, and of the gradients of its result.
@@ -55,14 +56,8 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
     with nn.intercept_methods(layers.intercept):
       return cls.apply(*args, **kwargs)
 
-  members = {
-    "__module__": cls.__module__,
-    "__qualname__": cls.__qualname__,
-    "__doc__": cls.__doc__,
-    "apply": nn.nowrap(apply),
-    "quantized_layers": layers,
-  }
-  return type(cls.__name__, (cls,), members)
+  members = dict(apply=nn.nowrap(apply), quantized_layers=layers)
+  return subclass(cls, members)
 
 
 def check(model: nn.Module) -> None:
