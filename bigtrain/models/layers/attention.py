@@ -108,9 +108,8 @@ class Attention(nn.Module):
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
-    q_BLHK, k_BSGK, v_BSGK = self._projections(x_BLD, y_BSD)
     q_BLHK, k_BSGK, v_BSGK = self._with_positions(
-      (q_BLHK, k_BSGK, v_BSGK), rope, query_scale_BL
+      self._projections(x_BLD, y_BSD), rope, query_scale_BL
     )
     first = None if cache is None else start
     if cache is not None and y_BSD is None:
@@ -126,9 +125,8 @@ class Attention(nn.Module):
       B, L, H, K = q_BLHK.shape
       G = k_BSGK.shape[2]
       q = q_BLHK.reshape(B, L, G, H // G, K)
-    sinks_H = None
-    if options.sinks:
-      sinks_H = self.param("sinks", nn.initializers.zeros, (options.num_heads,))
+    H, zeros = options.num_heads, nn.initializers.zeros
+    sinks_H = self.param("sinks", zeros, (H,)) if options.sinks else None
     o = attend(
       q,
       k_BSGK,
@@ -142,15 +140,14 @@ class Attention(nn.Module):
       # Initialisation needs no more than the shapes.
       backend="xla" if self.is_initializing() else options.backend,
     )
-    batch_size = (x_BLD if y_BSD is None else y_BSD).shape[0]
-    splits = self._splits(batch_size)
+    B = (x_BLD if y_BSD is None else y_BSD).shape[0]
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
       axis=(-2, -1),
       use_bias="out" in options.bias,
       dtype=options.dtype,
       kernel_init=kernels.initializer(options.out_std),
-      dot_general=sharding.rows(batch_size) if splits else None,
+      dot_general=sharding.rows(B) if self._splits(B) else None,
       name="out",
     )
     return out(o.reshape(q_BLHK.shape)), cache
@@ -177,24 +174,20 @@ class Attention(nn.Module):
     dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
     # Heads over the mesh axis `tensor`, if any.
     splits = self._splits(x_or_y.shape[0])
-    q_BLHK = k_BSGK = v_BSGK = of_x = None
+    q_BLHK = k_BSGK = v_BSGK = product = None
     if x_BLD is not None:
-      of_x = sharding.columns(x_BLD) if splits else None
+      product = sharding.columns(x_BLD) if splits else None
       init = kernels.initializer(options.query_std)
-      q_BLHK = dense(
-        (H, K),
-        use_bias=in_others,
-        kernel_init=init,
-        dot_general=of_x,
-        name="query",
-      )(x_BLD)
+      of_heads = functools.partial(
+        dense, (H, K), kernel_init=init, dot_general=product
+      )
+      q_BLHK = of_heads(use_bias=in_others, name="query")(x_BLD)
     if y_BSD is not None:
-      of_y = of_x
       if y_BSD is not x_BLD:
-        of_y = sharding.columns(y_BSD) if splits else None
+        product = sharding.columns(y_BSD) if splits else None
       init = kernels.initializer(options.kv_std)
       of_heads = functools.partial(
-        dense, (G, K), kernel_init=init, dot_general=of_y
+        dense, (G, K), kernel_init=init, dot_general=product
       )
       k_BSGK = of_heads(use_bias=in_keys, name="key")(y_BSD)
       v_BSGK = of_heads(use_bias=in_others, name="value")(y_BSD)
@@ -228,14 +221,11 @@ class Attention(nn.Module):
 
   @nn.nowrap
   def _normalized(self, q_BLHK: Any, k_BSGK: Any) -> tuple[Any, Any]:
-    """Norms of the queries and keys that are not None."""
     options = self.options
-    if options.qk_norm is None:
-      return q_BLHK, k_BSGK
 
     def norm(x: jax.Array | None, heads: int, name: str) -> jax.Array | None:
-      if x is None:
-        return None
+      if x is None or options.qk_norm is None:
+        return x
       K = x.shape[-1]
       return rms_norm.RMSNorm(
         (heads, K) if options.qk_norm == "projection" else (K,),
@@ -320,11 +310,11 @@ def attend(
   q_BLGRK = q.reshape(B, L, G, H // G, K)
   inputs = Inputs(q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
   if ways == 1:
-    return compute(inputs, start).reshape(shape)
-  o_BLGRK = attention_split.attend(
-    backend, inputs, compute, scale=scale, softcap=softcap
-  )
-  return o_BLGRK.reshape(shape)
+    o = compute(inputs, start)
+  else:
+    split = attention_split.attend
+    o = split(backend, inputs, compute, scale=scale, softcap=softcap)
+  return o.reshape(shape)
 
 
 def _attend_by(
@@ -343,15 +333,12 @@ def _attend_by(
     return attention_xla.attend(inputs, start, scale=scale, softcap=softcap)
   if backend == "cudnn":
     return attention_kernels.attend_by_cudnn(inputs, scale=scale)
-  if backend == "tokamax":
-    return attention_kernels.attend_by_tokamax(
-      inputs, scale=scale, softcap=softcap
-    )
-  if backend == "splash":
-    return attention_kernels.attend_by_splash(
-      inputs, scale=scale, softcap=softcap
-    )
-  return attention_blockwise.attend(inputs, scale=scale, softcap=softcap)
+  attend_by = {
+    "tokamax": attention_kernels.attend_by_tokamax,
+    "splash": attention_kernels.attend_by_splash,
+    "blockwise": attention_blockwise.attend,
+  }[backend]
+  return attend_by(inputs, scale=scale, softcap=softcap)
 
 
 def wants_bias_by_distance(

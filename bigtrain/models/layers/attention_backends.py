@@ -66,18 +66,14 @@ class Call(NamedTuple):
     heads = f"{self.heads} heads"
     if self.kv_heads != self.heads:
       heads += f" in {self.kv_heads} groups"
+    flags = ("prefix", "documents", "padding", "bias", "softcap", "sinks")
     words = [
       f"{self.queries} queries of {self.positions} positions",
       f"{heads} of width {self.width}",
       self.dtype,
       "causal" if self.causal else "",
       f"window={self.window}" if self.causal and self.window else "",
-      "prefix" if self.prefix else "",
-      "documents" if self.documents else "",
-      "padding" if self.padding else "",
-      "bias" if self.bias else "",
-      "softcap" if self.softcap else "",
-      "sinks" if self.sinks else "",
+      *(name for name in flags if getattr(self, name)),
       f"sequence={self.sequence}" if self.sequence > 1 else "",
     ]
     return ", ".join(filter(None, words))
@@ -161,39 +157,29 @@ def _splash_best_because(call: Call) -> str | None:
 
 
 def _cudnn_unsupported_because(call: Call) -> str | None:
-  if call.platform != "gpu":
-    return f"it needs an NVIDIA GPU, not a {call.platform}"
-  if reason := _device_unsupported_because(call.device_kind):
+  if reason := _gpu_unsupported_because(call, 8.0):
     return reason
-  if call.dtype not in ("bfloat16", "float16"):
-    return f"it computes in bfloat16 or float16, not {call.dtype}"
   if call.width % 8 or call.width > 128:
     return f"heads need a multiple of 8 up to 128 as width, not {call.width}"
   if call.softcap:
     return "it caps no scores"
-  if call.sinks:
-    return "its softmax takes no sinks"
-  return _matrix_unsupported_because(call)
+  return _inputs_unsupported_because(call)
 
 
 def _tokamax_unsupported_because(call: Call) -> str | None:
-  if call.platform != "gpu":
-    return f"it needs an NVIDIA GPU, not a {call.platform}"
-  if importlib.util.find_spec("tokamax") is None:
+  if call.platform == "gpu" and importlib.util.find_spec("tokamax") is None:
     return "it needs tokamax (pip install 'bigtrain[tokamax]')"
-  if reason := _device_unsupported_because(call.device_kind, 9.0):
+  if reason := _gpu_unsupported_because(call, 9.0):
     return reason
-  if call.dtype not in ("bfloat16", "float16"):
-    return f"it computes in bfloat16 or float16, not {call.dtype}"
-  if call.sinks:
-    return "its softmax takes no sinks"
   if not call.splits:
     return "the mesh does not split the batch"
-  return _matrix_unsupported_because(call)
+  return _inputs_unsupported_because(call)
 
 
-def _matrix_unsupported_because(call: Call) -> str | None:
-  """Why NVIDIA's kernels cannot; they take masks and biases as matrices."""
+def _inputs_unsupported_because(call: Call) -> str | None:
+  """Why kernels of GPUs cannot; they take masks and biases as matrices."""
+  if call.sinks:
+    return "its softmax takes no sinks"
   if call.bias:
     return "its bias is a matrix of all scores"
   if call.causal and call.sequence > 1:
@@ -204,9 +190,9 @@ def _matrix_unsupported_because(call: Call) -> str | None:
   return None
 
 
-def _device_unsupported_because(
-  device_kind: str, least: float = 8.0
-) -> str | None:
+def _gpu_unsupported_because(call: Call, least: float) -> str | None:
+  if call.platform != "gpu":
+    return f"it needs an NVIDIA GPU, not a {call.platform}"
   if jax.default_backend() == "gpu":
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
@@ -214,8 +200,10 @@ def _device_unsupported_because(
     capability = jax.devices()[0].compute_capability
     if float(capability) < least:
       return f"it needs compute capability {least}, not {capability}"
-  elif "AMD" in device_kind or "Radeon" in device_kind:
+  elif "AMD" in call.device_kind or "Radeon" in call.device_kind:
     return "it needs an NVIDIA GPU"
+  if call.dtype not in ("bfloat16", "float16"):
+    return f"it computes in bfloat16 or float16, not {call.dtype}"
   return None
 
 

@@ -147,13 +147,13 @@ class Blocks:
     column = m * static.block_k if order is None else order.columns_M[m]
     row = n * static.block_q if order is None else order.rows_N[n]
     column_C = column + jnp.arange(static.block_k)
-    visible = self._mask.block(
-      row + jnp.arange(static.block_q),
-      column_C,
-      of_block(self._segments_NBA, n),
-      of_block(self._segments_MBC, m),
-      of_block(self._real_MBC, m),
+    mask = dataclasses.replace(
+      self._mask,
+      segments_BL=of_block(self._segments_NBA, n),
+      segments_BS=of_block(self._segments_MBC, m),
+      real_BS=of_block(self._real_MBC, m),
     )
+    visible = mask.block(row + jnp.arange(static.block_q), column_C)
     # Causal queries do not see the padding after them.
     if self._S % static.block_k and not self._mask.in_order:
       exists = (column_C < self._S)[None, None]
@@ -320,10 +320,7 @@ def _results(
   log_N = jnp.where(some_N, largest_N + jnp.log(total_N), 0.0)
   log_BGRL = jnp.moveaxis(log_N, 0, 3).reshape(*log_N.shape[1:4], -1)
   log_BGRL = log_BGRL[..., : q.shape[1]]
-  return (
-    checkpoint_name(out, remat.ATTENTION),
-    checkpoint_name(log_BGRL, remat.ATTENTION),
-  )
+  return checkpoint_name((out, log_BGRL), remat.ATTENTION)
 
 
 class Gradients(NamedTuple):

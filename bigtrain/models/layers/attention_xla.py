@@ -21,11 +21,7 @@ _MASKED = -1e30
 
 
 def attend(
-  inputs: Inputs,
-  start: Any,
-  *,
-  scale: float,
-  softcap: float | None,
+  inputs: Inputs, start: Any, *, scale: float, softcap: float | None
 ) -> jax.Array:
   """Attends with queries (B, L, H, K), or (B, L, G, R, K) in groups."""
   q, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
@@ -41,7 +37,8 @@ def attend(
     and L > 1
   ):
     sinks_H = None if sinks_GR is None else sinks_GR[:, 0]
-    return _attend_in_half(static, q, k_BSGK, v_BSGK, mask_BLS, sinks_H)
+    arrays = _Arrays(q, k_BSGK, v_BSGK, mask_BLS, sinks_H)
+    return _attend_in_half(static, arrays)
   heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
   with static.in_window():
     scores = jnp.einsum(
@@ -69,6 +66,16 @@ def attend(
   weights = weights.astype(q.dtype)
   with static.in_window():
     return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
+
+
+class _Arrays(NamedTuple):
+  """Inputs of attention in half precision, where G = H."""
+
+  q_BLHK: jax.Array
+  k_BSHK: jax.Array
+  v_BSHK: jax.Array
+  mask_BLS: jax.Array | None
+  sinks_H: jax.Array | None
 
 
 def _powers(
@@ -99,27 +106,16 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_half(
-  static: _Static,
-  q_BLHK: jax.Array,
-  k_BSHK: jax.Array,
-  v_BSHK: jax.Array,
-  mask_BLS: jax.Array | None,
-  sinks_H: jax.Array | None,
-) -> jax.Array:
+def _attend_in_half(static: _Static, arrays: _Arrays) -> jax.Array:
   """Attends in a dtype of 16 bits, with scores and softmax in float32.
 
   The backward pass needs no other softmax, and stores matrices of 16 bits.
   """
-  return _half_forward(static, q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H)[0]
+  return _half_forward(static, arrays)[0]
 
 
-def _half_scores(
-  static: _Static,
-  q_BLHK: jax.Array,
-  k_BSHK: jax.Array,
-  mask_BLS: jax.Array | None,
-) -> jax.Array:
+def _half_scores(static: _Static, arrays: _Arrays) -> jax.Array:
+  q_BLHK, k_BSHK, _, mask_BLS, _ = arrays
   with static.in_window():
     scores_BHLS = jnp.einsum(
       "blhk,bshk->bhls", q_BLHK, k_BSHK, preferred_element_type=jnp.float32
@@ -131,25 +127,20 @@ def _half_scores(
 
 
 def _half_forward(
-  static: _Static,
-  q_BLHK: jax.Array,
-  k_BSHK: jax.Array,
-  v_BSHK: jax.Array,
-  mask_BLS: jax.Array | None,
-  sinks_H: jax.Array | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
+  static: _Static, arrays: _Arrays
+) -> tuple[jax.Array, tuple[_Arrays, jax.Array, jax.Array]]:
+  sinks_H = arrays.sinks_H
   powers_BHLS, largest_BHL1, sum_BHL1 = _powers(
-    scores_BHLS, None if sinks_H is None else sinks_H[:, None, None]
+    _half_scores(static, arrays),
+    None if sinks_H is None else sinks_H[:, None, None],
   )
-  weights_BHLS = (powers_BHLS / sum_BHL1).astype(q_BLHK.dtype)
+  weights_BHLS = (powers_BHLS / sum_BHL1).astype(arrays.q_BLHK.dtype)
   with static.in_window():
-    o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, v_BSHK)
+    o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, arrays.v_BSHK)
   o_BLHK, log_sum_BHL = checkpoint_name(
     (o_BLHK, (largest_BHL1 + jnp.log(sum_BHL1))[..., 0]), remat.ATTENTION
   )
-  arrays = q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H
-  return o_BLHK, (*arrays, o_BLHK, log_sum_BHL)
+  return o_BLHK, (arrays, o_BLHK, log_sum_BHL)
 
 
 def sinks_gradient(
@@ -163,11 +154,14 @@ def sinks_gradient(
 
 
 def _half_backward(
-  static: _Static, residuals: tuple[Any, ...], grad_BLHK: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  q_BLHK, k_BSHK, v_BSHK, mask_BLS, sinks_H, o_BLHK, log_sum_BHL = residuals
+  static: _Static,
+  residuals: tuple[_Arrays, jax.Array, jax.Array],
+  grad_BLHK: jax.Array,
+) -> tuple[_Arrays]:
+  arrays, o_BLHK, log_sum_BHL = residuals
+  q_BLHK, k_BSHK, v_BSHK, _, sinks_H = arrays
   half, wide = q_BLHK.dtype, lambda x: x.astype(jnp.float32)
-  scores_BHLS = _half_scores(static, q_BLHK, k_BSHK, mask_BLS)
+  scores_BHLS = _half_scores(static, arrays)
   weights_BHLS = jnp.exp(scores_BHLS - log_sum_BHL[..., None]).astype(half)
   # As a sum over S it would be another pass over two matrices.
   mean_BLH = jnp.sum(wide(grad_BLHK) * wide(o_BLHK), axis=-1)
@@ -178,13 +172,10 @@ def _half_backward(
   change_BHLS = (change * static.scale).astype(half)
   dsinks_H = sinks_gradient(sinks_H, log_sum_BHL, mean_BHL1[..., 0])
   with static.in_window():
-    return (
-      jnp.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK),
-      jnp.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK),
-      jnp.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK),
-      None,
-      dsinks_H,
-    )
+    dq_BLHK = jnp.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK)
+    dk_BSHK = jnp.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK)
+    dv_BSHK = jnp.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK)
+  return (_Arrays(dq_BLHK, dk_BSHK, dv_BSHK, None, dsinks_H),)
 
 
 _attend_in_half.defvjp(_half_forward, _half_backward)

@@ -114,35 +114,27 @@ class Block(nn.Module):
     def before(x_BLD: jax.Array, name: str) -> jax.Array:
       return x_BLD if options.norm_at == "post" else normed(x_BLD, name)
 
-    def attend(y_BLD: jax.Array) -> jax.Array:
-      nonlocal caches
-      cache: Any = None
-      place: Any = 0
-      first = start
-      if caches is not None:
-        cache, place = caches.groups[options.cache], caches.place(layer)
-        first = None if caches.is_first else start
-      rope = scale_BL = None
-      if options.rope is not None:
-        rope = tables.rotations[options.rope]
-      if options.query_scale is not None:
-        scale_BL = tables.query_scales_BL[options.query_scale]
-      y_BLD, cache = attention.Attention(_attention(options), name="attention")(
-        y_BLD,
-        y_BLD,
-        mask=mask,
-        rope=rope,
-        query_scale_BL=scale_BL,
-        cache=cache,
-        layer=place,
-        start=first,
-      )
-      if caches is not None:
-        caches = caches.with_group(options.cache, cache)
-      return y_BLD
-
+    cache: Any = None
+    place: Any = 0
+    first = start
+    if caches is not None:
+      cache, place = caches.groups[options.cache], caches.place(layer)
+      first = None if caches.is_first else start
+    rope, scale = options.rope, options.query_scale
     y_BLD = before(x_BLD, "attention_norm")
-    x_BLD = add(x_BLD, attend(y_BLD), "attention_post_norm")
+    z_BLD, cache = attention.Attention(_attention(options), name="attention")(
+      y_BLD,
+      y_BLD,
+      mask=mask,
+      rope=None if rope is None else tables.rotations[rope],
+      query_scale_BL=None if scale is None else tables.query_scales_BL[scale],
+      cache=cache,
+      layer=place,
+      start=first,
+    )
+    if caches is not None:
+      caches = caches.with_group(options.cache, cache)
+    x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
     y_BLD, stats = moe.mlp_or_experts(
@@ -184,25 +176,16 @@ class _OffsetLayerNorm(nn.Module):
 
 
 def _attention(options: Options) -> attention.Options:
+  shared = {*attention.Options._fields} & {*Options._fields}
   return attention.Options(
-    num_heads=options.num_heads,
-    head_dim=options.head_dim,
-    num_kv_heads=options.num_kv_heads,
+    **{name: getattr(options, name) for name in shared},
     bias=options.use_bias,
-    qk_norm=options.qk_norm,
-    qk_norm_after_rope=options.qk_norm_after_rope,
-    qkv_clip=options.qkv_clip,
-    sinks=options.sinks,
     scale=options.attention_scale,
-    norm_offset=options.norm_offset,
-    norm_eps=options.norm_eps,
-    window=options.window,
     softcap=options.attention_softcap,
     backend=options.attention,
     query_std=options.init_std,
     kv_std=options.init_std,
     out_std=_out_init_std(options),
-    dtype=options.dtype,
   )
 
 

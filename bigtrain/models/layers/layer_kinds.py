@@ -18,22 +18,12 @@ from bigtrain.models.layers import (
   positions,
 )
 
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 # Fields of the model that a kind may override.
 FIELDS = (
-  "window",
-  "posemb",
-  "rope_theta",
-  "rope_scaling",
-  "rope_fraction",
-  "num_heads",
-  "num_kv_heads",
-  "head_dim",
-  "mlp_dim",
-  "moe",
-  "query_scale",
-  "attention_scale",
+  *("window", "posemb", "rope_theta", "rope_scaling", "rope_fraction"),
+  *(*_SIZES, "moe", "query_scale", "attention_scale"),
 )
-_SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 
 
 class Layers(NamedTuple):
@@ -164,12 +154,9 @@ def of_model(model: Any) -> Layers:
       **model_values, **{n: x for n, x in values.items() if n in names}
     )
 
-  base = block(None) if not model.layers else None
+  base = None if model.layers else block(None)
   first = tuple(map(block, model.first_layers))
-  if base is not None:
-    period = tuple(moe.kinds(base))
-  else:
-    period = tuple(map(block, model.layers))
+  period = tuple(moe.kinds(base) if base else map(block, model.layers))
   if model.kinds and any(b.moe and b.moe.every > 1 for b in (*first, *period)):
     raise settings.ConfigError(
       "config.model.moe.every: not with config.model.kinds; a kind with "
@@ -186,12 +173,9 @@ def _check(
   model: Any, values: Mapping[str, Any], key: str
 ) -> tuple[positions.Rope | None, positions.QueryScale | None]:
   """Checks a layer's values; returns its rotation and scale of queries."""
-  for name in _SIZES:
-    settings.check_number(f"{key}.{name}", values[name], least=1, whole=True)
-  if values["window"] is not None:
-    settings.check_number(
-      f"{key}.window", values["window"], least=1, whole=True
-    )
+  for name in (*_SIZES, "window"):
+    if (size := values[name]) is not None or name != "window":
+      settings.check_number(f"{key}.{name}", size, least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
     raise settings.ConfigError(

@@ -53,19 +53,10 @@ class Mask:
     self, queries: int, positions: int, start: jax.Array | int = 0
   ) -> jax.Array | None:
     """Returns bool (B or 1, L or 1, S), or None if nothing is masked."""
-    i_L, j_S = start + jnp.arange(queries), jnp.arange(positions)
-    return self.block(
-      i_L, j_S, self.segments_BL, self.segments_BS, self.real_BS
-    )
+    return self.block(start + jnp.arange(queries), jnp.arange(positions))
 
-  def block(
-    self,
-    i_L: jax.Array,
-    j_S: jax.Array,
-    segments_BL: jax.Array | None,
-    segments_BS: jax.Array | None,
-    real_BS: jax.Array | None,
-  ) -> jax.Array | None:
+  def block(self, i_L: jax.Array, j_S: jax.Array) -> jax.Array | None:
+    """Returns the same for queries and positions of these numbers."""
     parts: list[Any] = []
     if self.causal:
       i_L1, j_1S = i_L[:, None], j_S[None]
@@ -75,10 +66,10 @@ class Mask:
       if self.prefix_B is not None:
         part_LS = part_LS | (j_S < self.prefix_B[:, None, None])
       parts.append(part_LS)
-    if segments_BL is not None and segments_BS is not None:
-      parts.append(segments_BL[:, :, None] == segments_BS[:, None])
-    if real_BS is not None:
-      parts.append(real_BS[:, None])
+    if self.segments_BL is not None and self.segments_BS is not None:
+      parts.append(self.segments_BL[:, :, None] == self.segments_BS[:, None])
+    if self.real_BS is not None:
+      parts.append(self.real_BS[:, None])
     if not parts:
       return None
     matrix = functools.reduce(operator.and_, parts)
