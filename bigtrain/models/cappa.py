@@ -90,8 +90,7 @@ class Model(nn.Module):
     sizes = [f"decoder_{name}" for name in vit.SIZES]
     missing = [name for name in sizes if getattr(self, name) is None]
     options.set_fields(
-      self,
-      {n: getattr(encoder, n.removeprefix("decoder_")) for n in missing},
+      self, {n: getattr(encoder, n.removeprefix("decoder_")) for n in missing}
     )
     options.check_sizes(self, ("vocab_size", "max_len", *sizes))
     if self.decoder_width % self.decoder_num_heads:
@@ -104,19 +103,22 @@ class Model(nn.Module):
 
   def setup(self) -> None:
     self.encoder = _encoder(self)
-    self.decoder = captioner_decoder.Decoder(
-      num_embeddings=self.vocab_size + self.mask_token,
-      vocab_size=self.vocab_size,
+    options = captioner_decoder.Options(
       width=self.decoder_width,
-      depth=self.decoder_depth,
       mlp_dim=self.decoder_mlp_dim,
       num_heads=self.decoder_num_heads,
       dropout=self.decoder_dropout,
       use_bias=self.decoder_bias,
-      scan=self.scan,
       attention=self.attention,
-      remat_policy=self.remat_policy,
       dtype=self.dtype,
+    )
+    self.decoder = captioner_decoder.Decoder(
+      options,
+      num_embeddings=self.vocab_size + self.mask_token,
+      vocab_size=self.vocab_size,
+      depth=self.decoder_depth,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
     )
     L, D = self.max_len, self.decoder_width
     if self.posemb == "learn":

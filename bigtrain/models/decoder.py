@@ -262,11 +262,7 @@ class Model(nn.Module):
 
   def __post_init__(self) -> None:
     values = options.filled(
-      self,
-      VARIANTS,
-      _GIVEN_BY_VARIANTS,
-      default="gpt2",
-      example="gpt2_124m",
+      self, VARIANTS, _GIVEN_BY_VARIANTS, default="gpt2", example="gpt2_124m"
     )
     derived = dict(num_kv_heads=values["num_heads"])
     options.set_fields(self, _DEFAULTS | derived | values)
@@ -315,14 +311,14 @@ class Model(nn.Module):
       if multiplier == "sqrt_width":
         multiplier = self.width**0.5
       x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
-    if self.neftune and train:
-      x_BLD = self._with_noise(x_BLD, segments, real)
     mask = masks.Mask(causal=True, prefix_B=prefix)
     if prefix is not None:
       _check_prefix(self, segments)
     if segments is not None:
       mask = masks.within_documents(segments, causal=True)
       real = segments != 0 if real is None else real
+    if self.neftune and train:
+      x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
       positions = start + jnp.arange(tokens.shape[1])[None]
       if segments is not None:
@@ -337,14 +333,9 @@ class Model(nn.Module):
       first_BL, last_BL = _document_ends(segments)
       lengths = last_BL + 1 - first_BL
     tables = layers.tables(positions, lengths)
+    carry = sharding.stream(x_BLD), cache
     (x_BLD, cache), stats = self._blocks(
-      layers,
-      (sharding.stream(x_BLD), cache),
-      tables,
-      mask,
-      real,
-      start,
-      train,
+      layers, carry, tables, mask, real, start, train
     )
     if cache is not None:
       cache = cache.after_call()
@@ -355,12 +346,8 @@ class Model(nn.Module):
       weights["head"] = _Head(self, name="head")()
     return self._logits(x_BLD, weights) if head else None, out
 
-  def _with_noise(
-    self, x_BLD: jax.Array, segments: jax.Array | None, real: jax.Array | None
-  ) -> jax.Array:
+  def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
-    if real is None and segments is not None:
-      real = segments != 0
     B, L, D = x_BLD.shape
     length_B = jnp.full(B, L) if real is None else jnp.sum(real, axis=1)
     bound_B = self.neftune / jnp.sqrt(jnp.maximum(length_B, 1) * D)
@@ -518,14 +505,12 @@ def _read(model: Model) -> None:
     qk_norm = "head" if qk_norm else None
   if qk_norm is not None:
     settings.check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
-  use_bias = options.read_names(
-    "config.model.use_bias", use_bias, causal_block.BIAS_SITES
-  )
-  experts = moe.read(model.moe, "config.model.moe", depth=model.depth)
   values = layer_kinds.read_names(model) | dict(
-    use_bias=use_bias,
+    use_bias=options.read_names(
+      "config.model.use_bias", use_bias, causal_block.BIAS_SITES
+    ),
     qk_norm=qk_norm,
-    moe=experts,
+    moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
@@ -547,12 +532,10 @@ def _check_numbers(model: Model) -> None:
     settings.check_number(
       "config.model.embed_multiplier", model.embed_multiplier, above=0
     )
-  for name in ("residual_multiplier", "logits_multiplier"):
-    settings.check_number(f"config.model.{name}", getattr(model, name), above=0)
-  for name in ("qkv_clip", "attention_softcap", "logits_softcap"):
-    if getattr(model, name) is not None:
-      key = f"config.model.{name}"
-      settings.check_number(key, getattr(model, name), above=0)
+  optional = ("qkv_clip", "attention_softcap", "logits_softcap")
+  for name in ("residual_multiplier", "logits_multiplier", *optional):
+    if (value := getattr(model, name)) is not None or name not in optional:
+      settings.check_number(f"config.model.{name}", value, above=0)
 
 
 _DIMS = {
@@ -575,9 +558,7 @@ def from_published(
 ) -> dict[str, Any]:
   """Reads the layouts of decoder_families.py, or another `scan`."""
   converted = decoder_families.load(flat, like, _DIMS)
-  if converted is not None:
-    return converted
-  return blocks.restack_blocks(flat, like, block="blocks")
+  return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
 to_published = functools.partial(decoder_families.PUBLISHED.export, _DIMS)

@@ -34,17 +34,10 @@ _V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
 _V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
 
 
-def _sizes(
-  width: int, depth: int, num_heads: int, mlp_dim: int, head_dim: int = 64
-) -> dict[str, Any]:
-  return dict(
-    vocab_size=32128,
-    width=width,
-    depth=depth,
-    num_heads=num_heads,
-    head_dim=head_dim,
-    mlp_dim=mlp_dim,
-  )
+def _sizes(*sizes: int, head_dim: int = 64) -> dict[str, Any]:
+  """Width, depth, number of heads and hidden width of a variant."""
+  named = zip(("width", "depth", "num_heads", "mlp_dim"), sizes)
+  return dict(vocab_size=32128, head_dim=head_dim) | dict(named)
 
 
 # "t5" and "t5_1_1" have no sizes.
@@ -53,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
   "t5_small": _V1_0 | _sizes(512, 6, 8, 2048),
   "t5_base": _V1_0 | _sizes(768, 12, 12, 3072),
   "t5_large": _V1_0 | _sizes(1024, 24, 16, 4096),
-  "t5_3b": _V1_0 | _sizes(1024, 24, 32, 16_384, 128),
-  "t5_11b": _V1_0 | _sizes(1024, 24, 128, 65_536, 128),
+  "t5_3b": _V1_0 | _sizes(1024, 24, 32, 16_384, head_dim=128),
+  "t5_11b": _V1_0 | _sizes(1024, 24, 128, 65_536, head_dim=128),
   "t5_1_1": _V1_1,
   "t5_1_1_small": _V1_1 | _sizes(512, 8, 6, 1024),
   "t5_1_1_base": _V1_1 | _sizes(768, 12, 12, 2048),
@@ -124,15 +117,10 @@ class Model(nn.Module):
       default="t5_1_1",
       example="t5_1_1_base",
     )
-    derived = dict(decoder_depth=values["depth"])
-    options.set_fields(self, derived | values)
+    options.set_fields(self, dict(decoder_depth=values["depth"]) | values)
     _check(self)
-    experts = moe.read(
-      self.moe,
-      "config.model.moe",
-      depth=self.depth,
-      decoder_depth=self.decoder_depth,
-    )
+    depths = dict(depth=self.depth, decoder_depth=self.decoder_depth)
+    experts = moe.read(self.moe, "config.model.moe", **depths)
     options.set_fields(self, {"moe": experts})
     super().__post_init__()
 
@@ -205,16 +193,11 @@ class Model(nn.Module):
     )
     # Weighted by layers: the stacks may have different depths.
     depths = (self.depth, self.decoder_depth)
-    out = {
-      "pre_logits": self._scaled(x_BLD),
-      "encoded": encoded_BSD,
-      "moe": jax.tree.map(
-        lambda *x: sum(n * x for n, x in zip(depths, x)) / sum(depths),
-        inputs_stats,
-        targets_stats,
-      ),
-    }
-    return self._logits(out["pre_logits"]) if head else None, out
+    mean = lambda *x: sum(n * x for n, x in zip(depths, x)) / sum(depths)
+    stats = jax.tree.map(mean, inputs_stats, targets_stats)
+    x_BLD = self._scaled(x_BLD)
+    out = {"pre_logits": x_BLD, "encoded": encoded_BSD, "moe": stats}
+    return self._logits(x_BLD) if head else None, out
 
   def encode(
     self,
@@ -334,9 +317,7 @@ def from_published(
   """Reads Hugging Face's T5 and Switch Transformers, or another `scan`."""
   flat = conversions.normalise(flat)
   converted = t5_families.load(flat, like, _DIMS)
-  if converted is not None:
-    return converted
-  return blocks.restack_blocks(flat, like, block="blocks")
+  return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
 to_published = functools.partial(t5_families.PUBLISHED.export, _DIMS)

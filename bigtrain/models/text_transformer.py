@@ -17,13 +17,7 @@ import numpy as np
 
 from bigtrain import dims, settings
 from bigtrain.models import vit
-from bigtrain.models.layers import (
-  encoder,
-  layer_dims,
-  masks,
-  options,
-  pooling,
-)
+from bigtrain.models.layers import encoder, layer_dims, masks, options, pooling
 
 POOL_TYPES = ("last", "first", "eos", "gap", "max", "map")
 
@@ -113,11 +107,7 @@ class Model(nn.Module):
       remat_policy=self.remat_policy,
       dtype=self.dtype,
       name="Encoder_0",
-    )(
-      x_BLD.astype(self.dtype),
-      mask=masks.Mask(causal=self.causal),
-      train=train,
-    )
+    )(x_BLD, mask=masks.Mask(causal=self.causal), train=train)
     x_BD = self._pool(x_BLD, text).astype(jnp.float32)
     out = {"encoded": x_BLD, "pre_logits": x_BD}
     if self.num_classes:

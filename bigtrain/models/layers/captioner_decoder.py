@@ -16,7 +16,13 @@ from bigtrain.models.layers import attention, kv_cache, masks, mlp, stack
 
 
 class Options(NamedTuple):
-  """Options of a block, with the attributes of `Decoder`."""
+  """Options of a block.
+
+  Attributes:
+    dropout: rate in the MLPs and on each residual branch.
+    use_bias: whether the MLPs and the blocks' layer norms have biases. The
+      attentions never do; the final layer norm and output layer always do.
+  """
 
   width: int
   mlp_dim: int
@@ -104,23 +110,14 @@ class Decoder(nn.Module):
 
   Attributes:
     num_embeddings: number of rows of the embedding table.
-    dropout: rate in the MLPs and on each residual branch.
-    use_bias: whether the MLPs and the blocks' layer norms have biases. The
-      attentions never do; the final layer norm and output layer always do.
   """
 
+  options: Options
   num_embeddings: int
   vocab_size: int
-  width: int
   depth: int
-  mlp_dim: int
-  num_heads: int
-  dropout: float = 0.0
-  use_bias: bool = True
-  attention: str = "auto"
   scan: bool = False
   remat_policy: str = "none"
-  dtype: str = "float32"
 
   @nn.compact
   def __call__(
@@ -144,16 +141,15 @@ class Decoder(nn.Module):
     if tokens_BL is not None:
       embed = nn.Embed(
         self.num_embeddings,
-        self.width,
+        self.options.width,
         embedding_init=nn.initializers.normal(1.0),
         name="EmbedTargets",
       )
-      x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.dtype)
-    options = Options(*[getattr(self, name) for name in Options._fields])
+      x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.options.dtype)
     (x_BLD, cache), _ = stack.run(
       self,
       Block,
-      [options],
+      [self.options],
       self.depth,
       (x_BLD, cache),
       source,
@@ -167,6 +163,7 @@ class Decoder(nn.Module):
     )
     if x_BLD is None:
       return None, cache
-    hidden_BLD = nn.LayerNorm(dtype=self.dtype, name="LayerNorm")(x_BLD)
-    head = OutputLayer(self.vocab_size, name="LogitsDense")(self.width)
+    dtype, width = self.options.dtype, self.options.width
+    hidden_BLD = nn.LayerNorm(dtype=dtype, name="LayerNorm")(x_BLD)
+    head = OutputLayer(self.vocab_size, name="LogitsDense")(width)
     return (hidden_BLD, head), cache
