@@ -105,17 +105,13 @@ NAMES = tuple(_NAMED)
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-  """A chat template.
+  """A chat template."""
 
-  Attributes:
-    name: where it comes from, for messages.
-    texts: jinja2 by name. "tool_use", where there is one, is for conversations
-      with tools, and "default" for all others.
-    tokens: special tokens by name, such as {"bos_token": "<s>"}.
-  """
-
-  name: str
+  name: str  # Where it comes from, for messages.
+  # jinja2 by name. "tool_use", where there is one, is for conversations with
+  # tools, and "default" for all others.
   texts: Mapping[str, str]
+  # Special tokens by name, such as {"bos_token": "<s>"}.
   tokens: Mapping[str, str]
 
   @classmethod

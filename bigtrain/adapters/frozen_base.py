@@ -24,16 +24,13 @@ KEY = "config.model_init"
 
 
 class Loaded(NamedTuple):
-  """A base from its source.
-
-  Attributes:
-    saved: {"digest": of its arrays, "arrays": {name: [dtype, shape]}}, as
-      before quantization.
-    others: {"params": parameters that train in full, mutable collections}.
-  """
+  """A base from its source."""
 
   base: Any
+  # {"digest": of its arrays, "arrays": {name: [dtype, shape]}}, as before
+  # quantization.
   saved: dict[str, Any]
+  # {"params": parameters that train in full, mutable collections}.
   others: dict[str, Any]
 
 

@@ -59,19 +59,13 @@ class _Part(NamedTuple):
 
 
 class Published(NamedTuple):
-  """A model's kernels in its published layout.
+  """A model's kernels in its published layout."""
 
-  Attributes:
-    tensors: arrays of the layout, see models/published/tables.py.
-    shapes: of our parameters without adapters.
-    table: the model's `param_dims`.
-    prefix: of modules, beyond the names in the layout.
-  """
-
+  # Arrays of the layout, see models/published/tables.py.
   tensors: Sequence[Any]
-  shapes: Mapping[str, Sequence[int]]
-  table: dims.Table
-  prefix: str = ""
+  shapes: Mapping[str, Sequence[int]]  # Of our parameters without adapters.
+  table: dims.Table  # The model's `param_dims`.
+  prefix: str = ""  # Of modules, beyond the names in the layout.
 
   def modules(self) -> Iterator[tuple[str, list[_Part]]]:
     """Yields (name, parts) of each module that is one matrix."""

@@ -21,17 +21,11 @@ _PRODUCT_AT_A_TIME = 2**26
 
 
 class TokenLosses(NamedTuple):
-  """Result of `linear_softmax_xent`.
+  """Result of `linear_softmax_xent`."""
 
-  Attributes:
-    total: sum of loss_BL * weight_BL. Only this has a gradient.
-    loss_BL: float32 losses in nats, unweighted.
-    correct_BL: float32, 1 where the target has the largest logit.
-  """
-
-  total: jax.Array
-  loss_BL: jax.Array
-  correct_BL: jax.Array
+  total: jax.Array  # Sum of loss_BL * weight_BL. Only this has a gradient.
+  loss_BL: jax.Array  # float32 losses in nats, unweighted.
+  correct_BL: jax.Array  # float32, 1 where the target has the largest logit.
 
 
 def linear_softmax_xent(

@@ -15,21 +15,14 @@ from bigtrain.types import Batch, Metrics, Variables
 
 
 class ModelLosses(NamedTuple):
-  """Result of `model_losses`.
+  """Result of `model_losses`."""
 
-  Attributes:
-    metrics: "loss" in nats and "accuracy", means over tokens.
-    loss_BL: float32 losses in nats, unweighted, without gradient.
-    correct_BL: float32, 1 where the target is the likeliest token.
-    expert_stats: means over the layers with experts, see layers/moe.py.
-    mutable: the model's new mutable collections.
-  """
-
-  metrics: Metrics
-  loss_BL: jax.Array
-  correct_BL: jax.Array
+  metrics: Metrics  # "loss" in nats and "accuracy", means over tokens.
+  loss_BL: jax.Array  # float32 losses in nats, unweighted, without gradient.
+  correct_BL: jax.Array  # float32, 1 where the target is the likeliest token.
+  # Means over the layers with experts, see layers/moe.py.
   expert_stats: dict[str, jax.Array] | None
-  mutable: Variables
+  mutable: Variables  # The model's new mutable collections.
 
   def with_experts(
     self,
@@ -106,14 +99,11 @@ def model_losses(
 
 
 class TokenTask(NamedTuple):
-  """Functions that tasks on text have in common.
+  """Functions that tasks on text have in common."""
 
-  Attributes:
-    inputs: function from a batch to the model's arguments.
-    weights: function from a batch to the weights [B, L] of its "targets".
-  """
-
+  # Function from a batch to the model's arguments.
   inputs: Callable[[Batch], Batch]
+  # Function from a batch to the weights [B, L] of its "targets".
   weights: Callable[[Batch], jax.Array]
 
   def loss_fn(

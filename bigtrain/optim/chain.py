@@ -39,19 +39,15 @@ _Stage = Callable[[Params, Params, Any, Any], Params]
 
 
 class Optimizer(NamedTuple):
-  """An optimizer for the trainable parameters.
+  """An optimizer for the trainable parameters."""
 
-  Attributes:
-    tx: transformation over the trainable parameters ALONE, to float32 updates.
-      Its update also takes `step`, the number of updates before this one;
-      `hparams`, by default those of the step, with the "seed" of stochastic
-      rounding; and `loss`, a (sum, weight).
-    trainable: nested dicts of bools with the structure of the parameters.
-  """
-
+  # Transformation over the trainable parameters ALONE, to float32 updates. Its
+  # update also takes `step`, the number of updates before this one; `hparams`,
+  # by default those of the step, with the "seed" of stochastic rounding; and
+  # `loss`, a (sum, weight).
   tx: optax.GradientTransformationExtraArgs
   hparams: Callable[[int], dict[str, Any]]
-  trainable: Any
+  trainable: Any  # Nested dicts of bools with the structure of the parameters.
 
 
 def make(

@@ -26,23 +26,18 @@ class Leaf(NamedTuple):
 
 
 class Recipe(NamedTuple):
-  """Everything that the config says about the optimizer.
+  """Everything that the config says about the optimizer."""
 
-  Attributes:
-    leaves: settings by name of the trainable parameters.
-    shapes: specs of the trainable parameters.
-    schedules: {name: schedule}, whose values are factors of the learning rate.
-    clip_norms: (parameters, largest norm of their gradients), in order.
-  """
-
-  leaves: Mapping[str, Leaf]
+  leaves: Mapping[str, Leaf]  # Settings by name of the trainable parameters.
   trainable: Any
-  shapes: Any
+  shapes: Any  # Specs of the trainable parameters.
   lr: float
   wd: float
   coupling: str
+  # {name: schedule}, whose values are factors of the learning rate.
   schedules: Mapping[str, schedules.Schedule]
   clip_value: float | None
+  # (parameters, largest norm of their gradients), in order.
   clip_norms: Sequence[tuple[set[str], float]]
   optimizer: Mapping[str, Any]
   wrap: wrappers.Wrap | None

@@ -24,20 +24,16 @@ _INNER = {"D", "H", "G", "K", "F"}
 
 
 class View(NamedTuple):
-  """What the dimensions of an array are. Each dimension is in one tuple.
+  """What the dimensions of an array are. Each dimension is in one tuple."""
 
-  Attributes:
-    stack: dimensions that number separate arrays, such as layers and experts.
-    rows: dimensions of a matrix's input; () for a vector, None if the array is
-      not split into rows and columns.
-    columns: dimensions of its output, or of a vector.
-    hidden: whether it belongs to a hidden layer. Embeddings and heads do not,
-      and Muon leaves them to Adam.
-  """
-
+  # Dimensions that number separate arrays, such as layers and experts.
   stack: tuple[int, ...] = ()
+  # Dimensions of a matrix's input; () for a vector, None if the array is not
+  # split into rows and columns.
   rows: tuple[int, ...] | None = ()
-  columns: tuple[int, ...] = ()
+  columns: tuple[int, ...] = ()  # Dimensions of its output, or of a vector.
+  # Whether it belongs to a hidden layer. Embeddings and heads do not, and Muon
+  # leaves them to Adam.
   hidden: bool = True
 
   def array_dims(self) -> tuple[int, ...]:

@@ -45,14 +45,12 @@ class TwoPassLoss(NamedTuple):
   microbatches and computes the loss's gradients with respect to the embeddings.
   The second pass embeds each microbatch again and propagates those gradients
   back through the model (Pham et al. 2021, arXiv 2111.10050; 2101.06983).
-
-  Attributes:
-    embed_fn: (variables, batch, rng) -> (tree of [B, ...], new mutable).
-    loss_fn: (params, embeddings, batch) -> metrics with "loss"; uses only
-      parameters that embed_fn does not.
   """
 
+  # (variables, batch, rng) -> (tree of [B, ...], new mutable).
   embed_fn: Callable[..., tuple[Any, Any]]
+  # (params, embeddings, batch) -> metrics with "loss"; uses only parameters
+  # that embed_fn does not.
   loss_fn: Callable[..., Metrics]
 
 

@@ -88,17 +88,12 @@ Advance = Callable[[bool], tuple[TrainState, NamedScalars]]
 
 
 class Guard(NamedTuple):
-  """Settings of the guard.
-
-  Attributes:
-    max_nonfinite: skipped steps, or rollbacks, that the run may have.
-    by_branch: whether `run` branches, or selects each array.
-  """
+  """Settings of the guard."""
 
   policy: str
-  max_nonfinite: int
+  max_nonfinite: int  # Skipped steps, or rollbacks, that the run may have.
   loss_scale: LossScale | None
-  by_branch: bool = True
+  by_branch: bool = True  # Whether `run` branches, or selects each array.
   spikes: Spikes | None = None
 
   def judge(

@@ -17,18 +17,13 @@ from bigtrain import settings
 
 
 class LossScale(NamedTuple):
-  """Settings of a dynamic loss scale.
-
-  Attributes:
-    growth_steps: consecutive good steps before the scale grows.
-    factor: growth factor, and shrink factor after an overflow.
-    least: smallest scale; an overflow there is an error, as any other step
-      that is not finite.
-  """
+  """Settings of a dynamic loss scale."""
 
   init: float = 2.0**15
-  growth_steps: int = 2000
-  factor: float = 2.0
+  growth_steps: int = 2000  # Consecutive good steps before the scale grows.
+  factor: float = 2.0  # Growth factor, and shrink factor after an overflow.
+  # Smallest scale; an overflow there is an error, as any other step that is not
+  # finite.
   least: float = 2.0**-10
   most: float = 2.0**24
 

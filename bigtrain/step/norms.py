@@ -20,15 +20,12 @@ DETAILS = ("none", "global", "per_param", "per_param_mean")
 )
 @dataclasses.dataclass(frozen=True)
 class NamedScalars:
-  """Scalars by name, in one array, because outputs cost microseconds each.
-
-  Attributes:
-    of_each_step: whether each good step has them, and not only log steps. In
-      running metrics the values are then sums over the good steps.
-  """
+  """Scalars by name, in one array, because outputs cost microseconds each."""
 
   names: tuple[str, ...]
   values: Any
+  # Whether each good step has them, and not only log steps. In running metrics
+  # the values are then sums over the good steps.
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:

@@ -32,45 +32,35 @@ from bigtrain.models.layers.attention_inputs import Inputs
 
 
 class Options(NamedTuple):
-  """Options of an attention layer.
-
-  Attributes:
-    head_dim: K; D / H if None.
-    num_kv_heads: G, which divides H; H if None.
-    bias: which projections have one: "qkv" or "qv", and "out". Other sites are
-      ignored.
-    qk_norm: root-mean-square norms of queries and keys: "head", "projection"
-      (over all heads together), "l2" (by head, without a scale) or None.
-    norm_offset: see rms_norm.RMSNorm.
-    qk_norm_after_rope: whether these norms follow the rotation.
-    qkv_clip: largest size of entries of queries, keys and values.
-    scale: factor of the scores; 1 / sqrt(K) if None.
-    sinks: whether the softmax of a head has one more logit, a parameter, whose
-      probability is dropped.
-    window: see masks.Mask.
-    softcap: scores s become softcap * tanh(s / softcap); None for no cap.
-    query_std: standard deviation of initial values, as `kv_std` and `out_std`;
-      None for Xavier's uniform distribution.
-    backend: a name in attention_backends.NAMES.
-  """
+  """Options of an attention layer."""
 
   num_heads: int
-  head_dim: int | None = None
-  num_kv_heads: int | None = None
+  head_dim: int | None = None  # K; D / H if None.
+  num_kv_heads: int | None = None  # G, which divides H; H if None.
+  # Which projections have one: "qkv" or "qv", and "out". Other sites are
+  # ignored.
   bias: Collection[str] = ("qkv", "out")
+  # root-mean-square norms of queries and keys: "head", "projection" (over all
+  # heads together), "l2" (by head, without a scale) or None.
   qk_norm: str | None = None
   norm_eps: float = 1e-6
-  norm_offset: float = 0.0
-  qk_norm_after_rope: bool = False
+  norm_offset: float = 0.0  # See rms_norm.RMSNorm.
+  qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
+  # Largest size of entries of queries, keys and values.
   qkv_clip: float | None = None
+  # Whether the softmax of a head has one more logit, a parameter, whose
+  # probability is dropped.
   sinks: bool = False
-  scale: float | None = None
-  window: int | None = None
+  scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
+  window: int | None = None  # See masks.Mask.
+  # Scores s become softcap * tanh(s / softcap); None for no cap.
   softcap: float | None = None
+  # Standard deviation of initial values, as `kv_std` and `out_std`; None for
+  # Xavier's uniform distribution.
   query_std: float | None = None
   kv_std: float | None = None
   out_std: float | None = None
-  backend: str = "auto"
+  backend: str = "auto"  # A name in attention_backends.NAMES.
   dtype: str = "float32"
 
 

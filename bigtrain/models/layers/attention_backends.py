@@ -36,16 +36,11 @@ _MAX_MASK = 8192 * 8192
 
 
 class Call(NamedTuple):
-  """What the choice of a backend depends on; see also masks.Mask.
-
-  Attributes:
-    splits: whether the ambient mesh, if any, splits the batch.
-    sequence: number of devices among which an example is split.
-  """
+  """What the choice of a backend depends on; see also masks.Mask."""
 
   platform: str
   device_kind: str
-  splits: bool
+  splits: bool  # Whether the ambient mesh, if any, splits the batch.
   queries: int
   positions: int
   heads: int
@@ -60,7 +55,7 @@ class Call(NamedTuple):
   bias: bool = False
   softcap: bool = False
   sinks: bool = False
-  sequence: int = 1
+  sequence: int = 1  # Number of devices among which an example is split.
 
   def __str__(self) -> str:
     heads = f"{self.heads} heads"

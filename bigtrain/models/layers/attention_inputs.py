@@ -12,20 +12,17 @@ from bigtrain.models.layers import masks
 
 
 class Inputs(NamedTuple):
-  """What backends attend with; a tree of arrays.
+  """What backends attend with; a tree of arrays."""
 
-  Attributes:
-    q: (B, L, G, R, K); for "xla" (B, L, H, K) if every query head has its own
-      keys.
-    bias: added to the scaled scores: (1, H, L, S), by distance, or, in blocks,
-      (G, R, T).
-    sinks_GR: scores, neither scaled nor capped, that take part in each head's
-      softmax without a value.
-  """
-
+  # (B, L, G, R, K); for "xla" (B, L, H, K) if every query head has its own
+  # keys.
   q: jax.Array
   k_BSGK: jax.Array
   v_BSGK: jax.Array
   mask: masks.Mask
+  # Added to the scaled scores: (1, H, L, S), by distance, or, in blocks, (G, R,
+  # T).
   bias: Any = None
+  # Scores, neither scaled nor capped, that take part in each head's softmax
+  # without a value.
   sinks_GR: jax.Array | None = None

@@ -45,24 +45,21 @@ LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
 class Plan(NamedTuple):
-  """Which blocks of an attention the devices compute, and in what order.
-
-  Attributes:
-    order: what the order of the positions masks; not causal with a prefix.
-    ring: whether keys and values pass in a ring; otherwise they are gathered.
-    balanced: whether devices have an early and a late part of the queries, and
-      in a ring of the keys.
-    padded_queries: L in whole blocks on all devices, and S in `padded_keys`.
-  """
+  """Which blocks of an attention the devices compute, and in what order."""
 
   ways: int
   queries: int
   keys: int
+  # What the order of the positions masks; not causal with a prefix.
   order: masks.Mask
+  # Whether keys and values pass in a ring; otherwise they are gathered.
   ring: bool
+  # Whether devices have an early and a late part of the queries, and in a ring
+  # of the keys.
   balanced: bool
   block_q: int
   block_k: int
+  # L in whole blocks on all devices, and S in `padded_keys`.
   padded_queries: int
   padded_keys: int
 

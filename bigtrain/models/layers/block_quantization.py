@@ -36,17 +36,11 @@ NF4 = np.array(
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-  """An array, or a stack of arrays of one `shape` with a leading axis.
+  """An array, or a stack of arrays of one `shape` with a leading axis."""
 
-  Attributes:
-    codes: int8 [values], or uint8 [values / 2]; whole blocks.
-    scale: float32 [blocks], or these in turn quantized.
-    offset: added to all values; None for 0.
-  """
-
-  codes: Any
-  scale: Any
-  offset: Any
+  codes: Any  # int8 [values], or uint8 [values / 2]; whole blocks.
+  scale: Any  # float32 [blocks], or these in turn quantized.
+  offset: Any  # Added to all values; None for 0.
   kind: str
   shape: tuple[int, ...]
   block: int = BLOCK

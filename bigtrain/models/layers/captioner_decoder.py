@@ -16,19 +16,15 @@ from bigtrain.models.layers import attention, kv_cache, masks, mlp, stack
 
 
 class Options(NamedTuple):
-  """Options of a block.
-
-  Attributes:
-    dropout: rate in the MLPs and on each residual branch.
-    use_bias: whether the MLPs and the blocks' layer norms have biases. The
-      attentions never do; the final layer norm and output layer always do.
-  """
+  """Options of a block."""
 
   width: int
   mlp_dim: int
   num_heads: int
-  dropout: float
+  dropout: float  # Rate in the MLPs and on each residual branch.
   attention: str
+  # Whether the MLPs and the blocks' layer norms have biases. The attentions
+  # never do; the final layer norm and output layer always do.
   use_bias: bool
   dtype: str
 
@@ -106,14 +102,10 @@ class OutputLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Token embeddings, a stack of blocks, a final layer norm, an output layer.
-
-  Attributes:
-    num_embeddings: number of rows of the embedding table.
-  """
+  """Token embeddings, a stack of blocks, a final layer norm, an output layer."""
 
   options: Options
-  num_embeddings: int
+  num_embeddings: int  # Number of rows of the embedding table.
   vocab_size: int
   depth: int
   scan: bool = False

@@ -28,12 +28,7 @@ NORMS_AT = ("pre", "post", "sandwich")
 
 
 class Options(NamedTuple):
-  """Options of a block: fields of models.decoder.Model, and of its kind.
-
-  Attributes:
-    rope, query_scale, cache: numbers in `Tables` and in the cache, see
-      layer_kinds.py.
-  """
+  """Options of a block: fields of models.decoder.Model, and of its kind."""
 
   depth: int
   num_heads: int
@@ -61,6 +56,7 @@ class Options(NamedTuple):
   dropout: float
   init_std: float
   dtype: str
+  # Numbers in `Tables` and in the cache, see layer_kinds.py.
   rope: int | None
   query_scale: int | None
   cache: int

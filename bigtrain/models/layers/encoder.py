@@ -106,35 +106,27 @@ def drop_path(
 
 
 class Encoder(nn.Module):
-  """A stack of blocks and a final layer norm.
-
-  Attributes:
-    mlp_dim: hidden width F; 4 D if None.
-    dropout: rate in the MLPs and on each residual branch.
-    drop_path: rate of stochastic depth in the last block; it grows linearly
-      from 0 in the first.
-    norm_eps: added to the variance in norms.
-    mlp: a name in mlp.KINDS.
-    bias: sites with biases: those of attention.Options, and "mlp".
-    layer_scale: initial factor of each feature that a branch adds (CaiT,
-      https://arxiv.org/abs/2103.17239); None for no factors.
-    relative_grid: rows and columns of patches whose relative positions have a
-      bias in each layer; None for none.
-    final_norm: whether a norm follows the blocks.
-  """
+  """A stack of blocks and a final layer norm."""
 
   depth: int
-  mlp_dim: int | None = None
+  mlp_dim: int | None = None  # Hidden width F; 4 D if None.
   num_heads: int = 12
-  dropout: float = 0.0
+  dropout: float = 0.0  # Rate in the MLPs and on each residual branch.
   attention: str = "auto"
+  # Rate of stochastic depth in the last block; it grows linearly from 0 in the
+  # first.
   drop_path: float = 0.0
-  norm_eps: float = 1e-6
-  mlp: str = "gelu"
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  mlp: str = "gelu"  # A name in mlp.KINDS.
+  # Sites with biases: those of attention.Options, and "mlp".
   bias: tuple[str, ...] = ("qkv", "out", "mlp")
+  # Initial factor of each feature that a branch adds (CaiT,
+  # https://arxiv.org/abs/2103.17239); None for no factors.
   layer_scale: float | None = None
+  # Rows and columns of patches whose relative positions have a bias in each
+  # layer; None for none.
   relative_grid: tuple[int, int] | None = None
-  final_norm: bool = True
+  final_norm: bool = True  # Whether a norm follows the blocks.
   scan: bool = False
   remat_policy: str = "none"
   dtype: str = "float32"

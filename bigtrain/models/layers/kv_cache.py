@@ -26,14 +26,11 @@ class View(NamedTuple):
 
 
 class Cache(NamedTuple):
-  """Keys and values of all layers, so that a loop updates them in place.
-
-  Attributes:
-    read_B: see Ring; beside one, no token replaces one that was read before.
-  """
+  """Keys and values of all layers, so that a loop updates them in place."""
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
+  # See Ring; beside one, no token replaces one that was read before.
   read_B: jax.Array | None = None
 
   @property
@@ -72,13 +69,11 @@ class Ring(NamedTuple):
   Prompts of a batch differ in length, but are read together, and then token by
   token from the end of the shortest. So a row keeps what it has read, up to
   `read_B`, and takes a token only if it comes later.
-
-  Attributes:
-    read_B: number of positions of each row that were read in calls for several.
   """
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
+  # Number of positions of each row that were read in calls for several.
   read_B: jax.Array
 
   def extend(
@@ -169,18 +164,14 @@ class Kind(NamedTuple):
 
 @struct.dataclass
 class Caches:
-  """Caches of layers that differ in heads or windows.
+  """Caches of layers that differ in heads or windows."""
 
-  Attributes:
-    groups: one cache for each kind of layer.
-    places_N: number of each layer in its group.
-    length: number of positions of a text.
-    is_first: whether the call is for the first positions of all texts.
-  """
-
-  groups: tuple[Cache | Ring, ...]
+  groups: tuple[Cache | Ring, ...]  # One cache for each kind of layer.
+  # Number of each layer in its group.
   places_N: tuple[int, ...] = struct.field(pytree_node=False)
+  # Number of positions of a text.
   length: int = struct.field(pytree_node=False)
+  # Whether the call is for the first positions of all texts.
   is_first: bool = struct.field(pytree_node=False, default=False)
 
   def place(self, layer: Any) -> jax.Array:

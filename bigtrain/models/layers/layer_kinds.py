@@ -27,19 +27,15 @@ FIELDS = (
 
 
 class Layers(NamedTuple):
-  """Options of all layers, and what they share.
+  """Options of all layers, and what they share."""
 
-  Attributes:
-    first: options of the leading layers.
-    period: options of the layers that repeat after them.
-    ropes, query_scales: by the numbers in the options.
-    caches: number and shapes of the arrays in the cache of keys and values.
-  """
-
-  first: tuple[causal_block.Options, ...]
+  first: tuple[causal_block.Options, ...]  # Options of the leading layers.
+  # Options of the layers that repeat after them.
   period: tuple[causal_block.Options, ...]
+  # By the numbers in the options.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
+  # Number and shapes of the arrays in the cache of keys and values.
   caches: tuple[kv_cache.Kind, ...]
 
   def of_all(self, depth: int) -> list[causal_block.Options]:

@@ -49,30 +49,25 @@ _ByName = Any
 
 
 class Options(NamedTuple):
-  """Options of config.adapters.
+  """Options of config.adapters."""
 
-  Attributes:
-    targets: regular expressions of whole names of kernels.
-    rank, alpha: a number, or (regex, number) pairs; the first match decides.
-    dropout: rate of the inputs of A.
-    train: regular expressions of parameters that train in full, such as a head.
-    base: dtype of the base, or "int8" or "nf4" for the kernels in `quantized`;
-      the rest of the base is bfloat16 then.
-    quantized: regular expression of kernels.
-    double_quantization: whether the scales of blocks are quantized as well.
-    init: adapters to start from: a run, a checkpoint or a folder of PEFT's.
-  """
-
-  targets: Any
+  targets: Any  # Regular expressions of whole names of kernels.
+  # A number, or (regex, number) pairs; the first match decides.
   rank: _ByName = 16
   alpha: _ByName = 32.0
-  dropout: float = 0.0
+  dropout: float = 0.0  # Rate of the inputs of A.
   rslora: bool = False
   dora: bool = False
+  # Regular expressions of parameters that train in full, such as a head.
   train: Any = ()
+  # Dtype of the base, or "int8" or "nf4" for the kernels in `quantized`; the
+  # rest of the base is bfloat16 then.
   base: str = "float32"
+  # Regular expression of kernels.
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
+  # Whether the scales of blocks are quantized as well.
   double_quantization: bool = False
+  # Adapters to start from: a run, a checkpoint or a folder of PEFT's.
   init: str | None = None
 
   def kernel_rank(self, name: str) -> int:

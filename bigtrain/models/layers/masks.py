@@ -18,21 +18,19 @@ class Mask:
 
   There is no matrix of L x S booleans: kernels compute the part that a block
   needs. A query that attends to nothing has a finite output without a meaning.
-
-  Attributes:
-    window: number of positions that a causal query attends to, itself included.
-    prefix_B: int, number of the first positions that each query attends to,
-      later ones included; only with `causal`.
-    segments_BL: int, number of the document of each query, which attends to the
-      positions with the same number in `segments_BS`.
-    real_BS: bool, False for positions that no query attends to.
   """
 
   causal: bool = struct.field(pytree_node=False, default=False)
+  # Number of positions that a causal query attends to, itself included.
   window: int | None = struct.field(pytree_node=False, default=None)
+  # Int, number of the first positions that each query attends to, later ones
+  # included; only with `causal`.
   prefix_B: jax.Array | None = None
+  # Int, number of the document of each query, which attends to the positions
+  # with the same number in `segments_BS`.
   segments_BL: jax.Array | None = None
   segments_BS: jax.Array | None = None
+  # Bool, False for positions that no query attends to.
   real_BS: jax.Array | None = None
 
   @property

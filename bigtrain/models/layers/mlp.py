@@ -63,24 +63,20 @@ def read_clip(given: Any, kind: str, key: str) -> Clip | None:
 
 
 class Options(NamedTuple):
-  """Options of an MLP.
-
-  Attributes:
-    clip: bounds of a gated MLP's first products.
-    init_std: standard deviation of the initial `up` and `gate` kernels; None
-      for Xavier's uniform distribution. `out_init_std` is that of `down`.
-    names: names of the submodules `up` and `down`.
-  """
+  """Options of an MLP."""
 
   dim: int
   kind: str
+  # Standard deviation of the initial `up` and `gate` kernels; None for Xavier's
+  # uniform distribution. `out_init_std` is that of `down`.
   init_std: float | None
   out_init_std: float | None
   use_bias: bool = False
   dropout: float = 0.0
   dtype: str = "float32"
+  # Names of the submodules `up` and `down`.
   names: tuple[str, str] = ("up", "down")
-  clip: Clip | None = None
+  clip: Clip | None = None  # Bounds of a gated MLP's first products.
 
 
 def hidden_units(

@@ -57,17 +57,13 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 class Rope(NamedTuple):
-  """Rotary embeddings (https://arxiv.org/abs/2104.09864) of a layer.
+  """Rotary embeddings (https://arxiv.org/abs/2104.09864) of a layer."""
 
-  Attributes:
-    dims: number of features of a head that rotate, the first ones.
-    scaling: from `read_scaling`, all keys with values.
-    interleaved: whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
-  """
-
-  dims: int
+  dims: int  # Number of features of a head that rotate, the first ones.
   theta: float
+  # From `read_scaling`, all keys with values.
   scaling: Mapping[str, Any] | None = None
+  # Whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
   interleaved: bool = False
 
   def by_length(self) -> int | None:

@@ -6,19 +6,14 @@ import jax.numpy as jnp
 
 
 class RMSNorm(nn.Module):
-  """Norm over the last dimensions, with a parameter "scale" of their shape.
+  """Norm over the last dimensions, with a parameter "scale" of their shape."""
 
-  Attributes:
-    shape: sizes of the dimensions; the scale's last one. Heads that a mesh
-      repeats, see sharding.columns, share theirs.
-    offset: added to the scale, as Gemma does.
-    scaled: whether there is a scale.
-  """
-
+  # Sizes of the dimensions; the scale's last one. Heads that a mesh repeats,
+  # see sharding.columns, share theirs.
   shape: tuple[int, ...]
   epsilon: float
-  offset: float = 0.0
-  scaled: bool = True
+  offset: float = 0.0  # Added to the scale, as Gemma does.
+  scaled: bool = True  # Whether there is a scale.
   dtype: str = "float32"
 
   @nn.compact

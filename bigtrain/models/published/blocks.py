@@ -15,17 +15,11 @@ STATE = "router_state/"
 
 
 class Block(NamedTuple):
-  """Location of a block's parameter, parsed from its name.
+  """Location of a block's parameter, parsed from its name."""
 
-  Attributes:
-    stack: name up to the number, such as "encoder/blocks".
-    layer: number of the block; None for stacked blocks.
-    place: place in the period of stacked blocks.
-  """
-
-  stack: str
-  layer: int | None
-  place: int
+  stack: str  # Name up to the number, such as "encoder/blocks".
+  layer: int | None  # Number of the block; None for stacked blocks.
+  place: int  # Place in the period of stacked blocks.
   rest: str
 
   @property
@@ -53,14 +47,11 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
 
 
 class Layout(NamedTuple):
-  """How a stack's blocks are stored.
+  """How a stack's blocks are stored."""
 
-  Attributes:
-    period: number of blocks in a period of the stacked ones; 0 without any.
-    separate: numbers of the blocks that have arrays of their own.
-  """
-
+  # Number of blocks in a period of the stacked ones; 0 without any.
   period: int
+  # Numbers of the blocks that have arrays of their own.
   separate: frozenset[int]
 
   def layers(self, place: int, periods: int) -> range:

@@ -19,17 +19,12 @@ POSEMB_ALIGN = ("centers", "corners")
 
 
 class Remark(NamedTuple):
-  """Why an array is not loaded as it is; takes its place in the result.
+  """Why an array is not loaded as it is; takes its place in the result."""
 
-  Attributes:
-    status: "merged" with another array; "ignored" constants; "dropped" on
-      purpose; "unused", of the file; "missing", "reshaped", "retyped", of the
-      model.
-    text: names of the arrays, and the reason.
-  """
-
+  # "merged" with another array; "ignored" constants; "dropped" on purpose;
+  # "unused", of the file; "missing", "reshaped", "retyped", of the model.
   status: str
-  text: str
+  text: str  # Names of the arrays, and the reason.
 
 
 def describe(array: Any) -> str:

@@ -193,26 +193,19 @@ def types_by(is_sliding: Callable[[ConfigJson, int], Any]) -> LayerTypes:
 
 
 class Rope(NamedTuple):
-  """Rotary embeddings, as `rope_parameters` or in the older keys.
+  """Rotary embeddings, as `rope_parameters` or in the older keys."""
 
-  Attributes:
-    theta: base of files without one.
-    fraction: share of the features that rotates without a key for it; None
-      where all do.
-    nested: types of layers, where each has its own.
-    local_theta: older files' theta of layers with a window; theta if None.
-    rotary_dim: whether older files have the number of rotating features.
-    original_len: of files that have it outside, its value if absent.
-    query_scale: whether queries grow with their position.
-  """
-
-  theta: float
+  theta: float  # Base of files without one.
+  # Share of the features that rotates without a key for it; None where all do.
   fraction: float | None = None
-  nested: LayerTypes | None = None
+  nested: LayerTypes | None = None  # Types of layers, where each has its own.
+  # Older files' theta of layers with a window; theta if None.
   local_theta: float | None = None
+  # Whether older files have the number of rotating features.
   rotary_dim: bool = False
+  # Of files that have it outside, its value if absent.
   original_len: int | None = None
-  query_scale: bool = False
+  query_scale: bool = False  # Whether queries grow with their position.
 
   def keys(self) -> dict[str, Any]:
     keys: dict[str, Any] = dict.fromkeys(

@@ -56,57 +56,42 @@ _REQUIRES: dict[str, tuple[Any, ...]] = {
 
 
 class Rule(NamedTuple):
-  """Fields that take more than a key each.
+  """Fields that take more than a key each."""
 
-  Attributes:
-    keys: {key: value of an absent key}.
-    read: function from the config.json to {our field: value}; `ByLayer` where
-      layers differ.
-    write: function from canonical fields to {key: value}.
-  """
-
-  keys: Mapping[str, Any]
+  keys: Mapping[str, Any]  # {key: value of an absent key}.
+  # Function from the config.json to {our field: value}; `ByLayer` where layers
+  # differ.
   read: Callable[["ConfigJson"], Mapping[str, Any]]
+  # Function from canonical fields to {key: value}.
   write: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Family(NamedTuple):
-  """A kind of published model.
+  """A kind of published model."""
 
-  Attributes:
-    model_type: its name in config.json.
-    architecture: its class in transformers.
-    arrays: its table of arrays.
-    keys: {our field: key}.
-    defaults: {key: value of an absent key}, as in transformers' configuration
-      classes; also replaces values of `rules`.
-    constants: {our field: value of all these models}.
-    rules: by any name, so that other families can replace them.
-    requires: {key: values that the model computes, if the key is there}.
-    aliases: {other name of a key: key}.
-    harmless: keys beside HARMLESS that change nothing.
-    in_shapes: fields whose values show in the arrays' shapes or names.
-    limits: fields whose values change no result.
-    unless: {field: array}: a file with it decides by itself, whatever a key
-      that is true says.
-    quantised: values of quantization_config.quant_method that can be read.
-    neutral: {our field: value that a model has by itself}.
-  """
-
-  model_type: str
-  architecture: str
-  arrays: tables.Table
-  keys: Mapping[str, str]
+  model_type: str  # Its name in config.json.
+  architecture: str  # Its class in transformers.
+  arrays: tables.Table  # Its table of arrays.
+  keys: Mapping[str, str]  # {our field: key}.
+  # {key: value of an absent key}, as in transformers' configuration classes;
+  # also replaces values of `rules`.
   defaults: Mapping[str, Any]
-  constants: Mapping[str, Any]
+  constants: Mapping[str, Any]  # {our field: value of all these models}.
+  # By any name, so that other families can replace them.
   rules: Mapping[str, Rule]
+  # {key: values that the model computes, if the key is there}.
   requires: Mapping[str, tuple[Any, ...]] = {}
-  aliases: Mapping[str, str] = {}
-  harmless: Collection[str] = ()
+  aliases: Mapping[str, str] = {}  # {other name of a key: key}.
+  harmless: Collection[str] = ()  # Keys beside HARMLESS that change nothing.
+  # Fields whose values show in the arrays' shapes or names.
   in_shapes: Collection[str] = ()
-  limits: Collection[str] = ()
+  limits: Collection[str] = ()  # Fields whose values change no result.
+  # {field: array}: a file with it decides by itself, whatever a key that is
+  # true says.
   unless: Mapping[str, str] = {}
+  # Values of quantization_config.quant_method that can be read.
   quantised: Collection[str] = ()
+  # {our field: value that a model has by itself}.
   neutral: Mapping[str, Any] = {}
 
   def but(self, model_type: str, architecture: str, **changes: Any) -> "Family":
@@ -191,23 +176,16 @@ class Family(NamedTuple):
 
 
 class Field(NamedTuple):
-  """The value of a model's field, as a config.json determines it.
+  """The value of a model's field, as a config.json determines it."""
 
-  Attributes:
-    value: value in our terms.
-    key: key in config.json, for messages.
-    in_shapes: whether another value shows in the arrays' shapes or names.
-    is_limit: whether other values change no result.
-    unless_array: name of an array; a file that has it decides by itself.
-    is_neutral: whether a model has this value without being told.
-  """
-
-  value: Any
-  key: str
+  value: Any  # Value in our terms.
+  key: str  # Key in config.json, for messages.
+  # Whether another value shows in the arrays' shapes or names.
   in_shapes: bool = False
-  is_limit: bool = False
+  is_limit: bool = False  # Whether other values change no result.
+  # Name of an array; a file that has it decides by itself.
   unless_array: str | None = None
-  is_neutral: bool = False
+  is_neutral: bool = False  # Whether a model has this value without being told.
 
 
 def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
@@ -292,17 +270,14 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
 
 
 class Layouts(NamedTuple):
-  """The published layouts of a module in bigtrain/models.
+  """The published layouts of a module in bigtrain/models."""
 
-  Attributes:
-    families: {model_type: family}, as config.json names them.
-    canonical: function from a model's fields to comparable ones.
-    of_model: function from a model to {name of a layout: family}, of which an
-      export takes the first that fits; None for `families`.
-  """
-
+  # {model_type: family}, as config.json names them.
   families: Mapping[str, Family]
+  # Function from a model's fields to comparable ones.
   canonical: Callable[[Mapping[str, Any]], dict[str, Any]]
+  # Function from a model to {name of a layout: family}, of which an export
+  # takes the first that fits; None for `families`.
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":

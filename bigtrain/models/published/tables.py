@@ -32,25 +32,20 @@ _BLOCK = "(?:blocks|encoderblock)"
 
 
 class Entry(NamedTuple):
-  """A published array and our parameters in it.
+  """A published array and our parameters in it."""
 
-  Attributes:
-    published: name of the array; {i} is the layer, {e} the expert. Without
-      {e}, an array of experts has all of them in its first axis.
-    ours: names of our parameters, joined along their output axes.
-    transposed: whether the published matrix is (outputs, inputs).
-    interleaved: whether the outputs of our parameters take turns.
-    convolution: whether the published kernel is (outputs, inputs, height,
-      width), of a torch.nn.Conv2d.
-    ndim: number of dimensions of a published array whose other dimensions, the
-      first ones, have the size 1.
-  """
-
+  # Name of the array; {i} is the layer, {e} the expert. Without {e}, an array
+  # of experts has all of them in its first axis.
   published: str
+  # Names of our parameters, joined along their output axes.
   ours: tuple[str, ...]
-  transposed: bool = False
-  interleaved: bool = False
+  transposed: bool = False  # Whether the published matrix is (outputs, inputs).
+  interleaved: bool = False  # Whether the outputs of our parameters take turns.
+  # Whether the published kernel is (outputs, inputs, height, width), of a
+  # torch.nn.Conv2d.
   convolution: bool = False
+  # Number of dimensions of a published array whose other dimensions, the first
+  # ones, have the size 1.
   ndim: int | None = None
 
 
@@ -208,16 +203,12 @@ class LazyStack:
 
 
 class _Place(NamedTuple):
-  """Location of one of our parameters in a model's tables and layers.
-
-  Attributes:
-    layers: numbers of its layers; (None,) outside of blocks.
-    stacked: whether its first axis runs over these layers.
-  """
+  """Location of one of our parameters in a model's tables and layers."""
 
   name: str
+  # Numbers of its layers; (None,) outside of blocks.
   layers: tuple[int | None, ...]
-  stacked: bool
+  stacked: bool  # Whether its first axis runs over these layers.
 
 
 def _places(shapes: Shapes) -> dict[str, _Place]:
@@ -331,14 +322,11 @@ def _stack(parts: Sequence[Any]) -> LazyStack | Remark:
 
 
 class Tensor(NamedTuple):
-  """One array of an exported file, built of parts of our parameters.
-
-  Attributes:
-    parts: (name of our parameter, index of its part) of each part.
-  """
+  """One array of an exported file, built of parts of our parameters."""
 
   name: str
   shape: tuple[int, ...]
+  # (name of our parameter, index of its part) of each part.
   parts: list[tuple[str, tuple[slice, ...]]]
   build: Callable[[list[np.ndarray]], np.ndarray]
 
