@@ -30,8 +30,7 @@ class Loaded(NamedTuple):
   # {"digest": of its arrays, "arrays": {name: [dtype, shape]}}, as before
   # quantization.
   saved: dict[str, Any]
-  # {"params": parameters that train in full, mutable collections}.
-  others: dict[str, Any]
+  others: dict[str, Any]  # Mutable collections, "params" that train in full.
 
 
 class Base:

@@ -61,8 +61,7 @@ class _Part(NamedTuple):
 class Published(NamedTuple):
   """A model's kernels in its published layout."""
 
-  # Arrays of the layout, see models/published/tables.py.
-  tensors: Sequence[Any]
+  tensors: Sequence[Any]  # See models/published/tables.py.
   shapes: Mapping[str, Sequence[int]]  # Of our parameters without adapters.
   table: dims.Table  # The model's `param_dims`.
   prefix: str = ""  # Of modules, beyond the names in the layout.

@@ -101,10 +101,8 @@ def model_losses(
 class TokenTask(NamedTuple):
   """Functions that tasks on text have in common."""
 
-  # Function from a batch to the model's arguments.
-  inputs: Callable[[Batch], Batch]
-  # Function from a batch to the weights [B, L] of its "targets".
-  weights: Callable[[Batch], jax.Array]
+  inputs: Callable[[Batch], Batch]  # The model's arguments.
+  weights: Callable[[Batch], jax.Array]  # [B, L], of the "targets".
 
   def loss_fn(
     self,

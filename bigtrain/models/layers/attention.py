@@ -37,26 +37,20 @@ class Options(NamedTuple):
   num_heads: int
   head_dim: int | None = None  # K; D / H if None.
   num_kv_heads: int | None = None  # G, which divides H; H if None.
-  # Which projections have one: "qkv" or "qv", and "out". Other sites are
-  # ignored.
+  # Of "qkv" or "qv", and "out". Other sites are ignored.
   bias: Collection[str] = ("qkv", "out")
-  # root-mean-square norms of queries and keys: "head", "projection" (over all
-  # heads together), "l2" (by head, without a scale) or None.
+  # RMS norms of queries and keys: "head", "projection" (over all heads
+  # together), "l2" (by head, without a scale) or None.
   qk_norm: str | None = None
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
   qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
-  # Largest size of entries of queries, keys and values.
-  qkv_clip: float | None = None
-  # Whether the softmax of a head has one more logit, a parameter, whose
-  # probability is dropped.
-  sinks: bool = False
+  qkv_clip: float | None = None  # Largest size of an entry.
+  sinks: bool = False  # Whether each softmax has a learned logit without value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
-  # Scores s become softcap * tanh(s / softcap); None for no cap.
-  softcap: float | None = None
-  # Standard deviation of initial values, as `kv_std` and `out_std`; None for
-  # Xavier's uniform distribution.
+  softcap: float | None = None  # Scores s become softcap * tanh(s / softcap).
+  # Standard deviations of initial values; None for Xavier's uniform ones.
   query_std: float | None = None
   kv_std: float | None = None
   out_std: float | None = None

@@ -14,15 +14,11 @@ from bigtrain.models.layers import masks
 class Inputs(NamedTuple):
   """What backends attend with; a tree of arrays."""
 
-  # (B, L, G, R, K); for "xla" (B, L, H, K) if every query head has its own
-  # keys.
-  q: jax.Array
+  q: jax.Array  # (B, L, G, R, K), or for "xla" (B, L, H, K) if G = H.
   k_BSGK: jax.Array
   v_BSGK: jax.Array
   mask: masks.Mask
-  # Added to the scaled scores: (1, H, L, S), by distance, or, in blocks, (G, R,
-  # T).
+  # Added to scaled scores: (1, H, L, S), by distance, or, in blocks, (G, R, T).
   bias: Any = None
-  # Scores, neither scaled nor capped, that take part in each head's softmax
-  # without a value.
+  # Scores without a value in each head's softmax, neither scaled nor capped.
   sinks_GR: jax.Array | None = None

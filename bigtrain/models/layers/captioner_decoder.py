@@ -102,7 +102,7 @@ class OutputLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Token embeddings, a stack of blocks, a final layer norm, an output layer."""
+  """Token embeddings, a stack of blocks, a layer norm and an output layer."""
 
   options: Options
   num_embeddings: int  # Number of rows of the embedding table.

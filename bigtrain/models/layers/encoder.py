@@ -113,18 +113,14 @@ class Encoder(nn.Module):
   num_heads: int = 12
   dropout: float = 0.0  # Rate in the MLPs and on each residual branch.
   attention: str = "auto"
-  # Rate of stochastic depth in the last block; it grows linearly from 0 in the
-  # first.
-  drop_path: float = 0.0
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   norm_eps: float = 1e-6  # Added to the variance in norms.
   mlp: str = "gelu"  # A name in mlp.KINDS.
-  # Sites with biases: those of attention.Options, and "mlp".
   bias: tuple[str, ...] = ("qkv", "out", "mlp")
   # Initial factor of each feature that a branch adds (CaiT,
   # https://arxiv.org/abs/2103.17239); None for no factors.
   layer_scale: float | None = None
-  # Rows and columns of patches whose relative positions have a bias in each
-  # layer; None for none.
+  # Grid of patches whose relative positions have a bias in each layer, if any.
   relative_grid: tuple[int, int] | None = None
   final_norm: bool = True  # Whether a norm follows the blocks.
   scan: bool = False

@@ -167,11 +167,8 @@ class Caches:
   """Caches of layers that differ in heads or windows."""
 
   groups: tuple[Cache | Ring, ...]  # One cache for each kind of layer.
-  # Number of each layer in its group.
-  places_N: tuple[int, ...] = struct.field(pytree_node=False)
-  # Number of positions of a text.
+  places_N: tuple[int, ...] = struct.field(pytree_node=False)  # In the group.
   length: int = struct.field(pytree_node=False)
-  # Whether the call is for the first positions of all texts.
   is_first: bool = struct.field(pytree_node=False, default=False)
 
   def place(self, layer: Any) -> jax.Array:

@@ -58,17 +58,13 @@ class Options(NamedTuple):
   dropout: float = 0.0  # Rate of the inputs of A.
   rslora: bool = False
   dora: bool = False
-  # Regular expressions of parameters that train in full, such as a head.
-  train: Any = ()
+  train: Any = ()  # Parameters that train in full, such as a head.
   # Dtype of the base, or "int8" or "nf4" for the kernels in `quantized`; the
   # rest of the base is bfloat16 then.
   base: str = "float32"
-  # Regular expression of kernels.
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
-  # Whether the scales of blocks are quantized as well.
-  double_quantization: bool = False
-  # Adapters to start from: a run, a checkpoint or a folder of PEFT's.
-  init: str | None = None
+  double_quantization: bool = False  # Of the scales of blocks as well.
+  init: str | None = None  # A run, a checkpoint or a folder of PEFT's.
 
   def kernel_rank(self, name: str) -> int:
     return _first(self.rank, name)

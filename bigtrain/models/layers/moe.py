@@ -62,46 +62,33 @@ class Options(NamedTuple):
   # Axis of the mesh that whole experts are split over; None for weights that
   # each device gathers.
   axis: str | None = None
-  # Period of the layers with experts; the last of each period has them.
-  every: int = 1
+  every: int = 1  # Period of the layers with experts, the last of it.
   # An expert takes up to this times L * top_k / E tokens of a row, rounded up;
   # None drops nothing.
   capacity_factor: float | None = None
-  # The same outside of training; capacity_factor if None.
-  eval_capacity_factor: float | None = None
+  eval_capacity_factor: float | None = None  # Outside of training, if given.
   # Order in which choices take the capacity. "position": token by token, so
   # that no token depends on a later one; the default. "choice": the first
   # choices of all tokens, then the second ones, as in GShard
   # (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
   serve: str | None = None
-  # In training, the router's input is multiplied by noise from [1 - jitter, 1 +
-  # jitter].
-  jitter: float = 0.0
-  # Rate in the hidden layers of experts; the MLPs' rate if None.
-  dropout: float | None = None
-  # Whether the weights of a token's experts add up to 1; by default if there
-  # are several.
+  jitter: float = 0.0  # Largest relative noise on the router's input.
+  dropout: float | None = None  # Rate in experts; the MLPs' rate if None.
+  # Whether the weights of a token's experts add up to 1; by default with
+  # several.
   normalize: bool | None = None
+  router_init_std: float = 0.02  # Of the router's initial kernel.
+  score: str = "softmax"  # One of SCORES; the last is over the chosen experts.
+  scale: float = 1.0  # Factor of the weights.
+  selection_bias: bool = False  # Added to the scores for the choice alone.
+  bias_rate: float = 0.0  # Change of the selection bias per step.
+  groups: Groups | None = None  # From which each token chooses first.
+  mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
   # Size, in experts, of an MLP that every token passes as well
   # (https://arxiv.org/abs/2401.06066); 0 for none.
   shared_experts: int = 0
-  # Standard deviation of the router's initial kernel.
-  router_init_std: float = 0.02
-  # "softmax" over all experts, "sigmoid" of each, or "softmax_of_top", over the
-  # chosen ones alone.
-  score: str = "softmax"
-  scale: float = 1.0  # Factor of the weights.
-  # Whether a bias is added to the scores for the choice alone.
-  selection_bias: bool = False
-  # Change of the selection bias per step; 0 keeps it constant.
-  bias_rate: float = 0.0
-  # Options of Groups, from which each token chooses first.
-  groups: Groups | None = None
-  mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
-  # Width of this MLP, in place of its size in experts.
-  shared_dim: int | None = None
-  # Whether its output is multiplied by a sigmoid of its own.
-  shared_gate: bool = False
+  shared_dim: int | None = None  # Width of this MLP, in place of its size.
+  shared_gate: bool = False  # Whether a sigmoid multiplies its output.
 
   def in_stack(self, two_sided: bool) -> "Options":
     default = "choice" if two_sided else "position"

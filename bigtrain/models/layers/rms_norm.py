@@ -8,8 +8,7 @@ import jax.numpy as jnp
 class RMSNorm(nn.Module):
   """Norm over the last dimensions, with a parameter "scale" of their shape."""
 
-  # Sizes of the dimensions; the scale's last one. Heads that a mesh repeats,
-  # see sharding.columns, share theirs.
+  # Of the scale. Heads that a mesh repeats, see sharding.columns, share theirs.
   shape: tuple[int, ...]
   epsilon: float
   offset: float = 0.0  # Added to the scale, as Gemma does.

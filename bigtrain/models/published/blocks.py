@@ -49,10 +49,8 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
 class Layout(NamedTuple):
   """How a stack's blocks are stored."""
 
-  # Number of blocks in a period of the stacked ones; 0 without any.
-  period: int
-  # Numbers of the blocks that have arrays of their own.
-  separate: frozenset[int]
+  period: int  # Number of blocks in a period of the stacked ones, if any.
+  separate: frozenset[int]  # Numbers of the blocks with arrays of their own.
 
   def layers(self, place: int, periods: int) -> range:
     """Numbers of the stacked blocks at a place of the period."""

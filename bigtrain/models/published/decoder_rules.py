@@ -199,12 +199,9 @@ class Rope(NamedTuple):
   # Share of the features that rotates without a key for it; None where all do.
   fraction: float | None = None
   nested: LayerTypes | None = None  # Types of layers, where each has its own.
-  # Older files' theta of layers with a window; theta if None.
-  local_theta: float | None = None
-  # Whether older files have the number of rotating features.
-  rotary_dim: bool = False
-  # Of files that have it outside, its value if absent.
-  original_len: int | None = None
+  local_theta: float | None = None  # Older files' theta with a window.
+  rotary_dim: bool = False  # Whether older files count rotating features.
+  original_len: int | None = None  # Default of files that have it outside.
   query_scale: bool = False  # Whether queries grow with their position.
 
   def keys(self) -> dict[str, Any]:

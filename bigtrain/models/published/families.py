@@ -59,10 +59,9 @@ class Rule(NamedTuple):
   """Fields that take more than a key each."""
 
   keys: Mapping[str, Any]  # {key: value of an absent key}.
-  # Function from the config.json to {our field: value}; `ByLayer` where layers
-  # differ.
+  # From the config.json to {our field: value}; `ByLayer` where layers differ.
   read: Callable[["ConfigJson"], Mapping[str, Any]]
-  # Function from canonical fields to {key: value}.
+  # From canonical fields to {key: value}.
   write: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -77,22 +76,16 @@ class Family(NamedTuple):
   # also replaces values of `rules`.
   defaults: Mapping[str, Any]
   constants: Mapping[str, Any]  # {our field: value of all these models}.
-  # By any name, so that other families can replace them.
-  rules: Mapping[str, Rule]
-  # {key: values that the model computes, if the key is there}.
-  requires: Mapping[str, tuple[Any, ...]] = {}
+  rules: Mapping[str, Rule]  # By any name, so that others can replace them.
+  requires: Mapping[str, tuple[Any, ...]] = {}  # {key: values we compute}.
   aliases: Mapping[str, str] = {}  # {other name of a key: key}.
   harmless: Collection[str] = ()  # Keys beside HARMLESS that change nothing.
-  # Fields whose values show in the arrays' shapes or names.
-  in_shapes: Collection[str] = ()
+  in_shapes: Collection[str] = ()  # Fields that the arrays' shapes show.
   limits: Collection[str] = ()  # Fields whose values change no result.
-  # {field: array}: a file with it decides by itself, whatever a key that is
-  # true says.
+  # {field: array}: a file with it decides, whatever a key that is true says.
   unless: Mapping[str, str] = {}
-  # Values of quantization_config.quant_method that can be read.
-  quantised: Collection[str] = ()
-  # {our field: value that a model has by itself}.
-  neutral: Mapping[str, Any] = {}
+  quantised: Collection[str] = ()  # Readable quantization_config.quant_method.
+  neutral: Mapping[str, Any] = {}  # {our field: value that needs no key}.
 
   def but(self, model_type: str, architecture: str, **changes: Any) -> "Family":
     """A family like this one; mappings are merged, the rest is replaced."""
@@ -180,11 +173,9 @@ class Field(NamedTuple):
 
   value: Any  # Value in our terms.
   key: str  # Key in config.json, for messages.
-  # Whether another value shows in the arrays' shapes or names.
-  in_shapes: bool = False
+  in_shapes: bool = False  # Whether the arrays' shapes show another value.
   is_limit: bool = False  # Whether other values change no result.
-  # Name of an array; a file that has it decides by itself.
-  unless_array: str | None = None
+  unless_array: str | None = None  # A file with this array decides by itself.
   is_neutral: bool = False  # Whether a model has this value without being told.
 
 
@@ -272,12 +263,11 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
 class Layouts(NamedTuple):
   """The published layouts of a module in bigtrain/models."""
 
-  # {model_type: family}, as config.json names them.
-  families: Mapping[str, Family]
-  # Function from a model's fields to comparable ones.
+  families: Mapping[str, Family]  # By model_type, as in config.json.
+  # From a model's fields to comparable ones.
   canonical: Callable[[Mapping[str, Any]], dict[str, Any]]
-  # Function from a model to {name of a layout: family}, of which an export
-  # takes the first that fits; None for `families`.
+  # From a model to {name of a layout: family}; an export takes the first that
+  # fits. None for `families`.
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":

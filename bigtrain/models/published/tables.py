@@ -37,15 +37,11 @@ class Entry(NamedTuple):
   # Name of the array; {i} is the layer, {e} the expert. Without {e}, an array
   # of experts has all of them in its first axis.
   published: str
-  # Names of our parameters, joined along their output axes.
-  ours: tuple[str, ...]
+  ours: tuple[str, ...]  # Our parameters, joined along their output axes.
   transposed: bool = False  # Whether the published matrix is (outputs, inputs).
   interleaved: bool = False  # Whether the outputs of our parameters take turns.
-  # Whether the published kernel is (outputs, inputs, height, width), of a
-  # torch.nn.Conv2d.
-  convolution: bool = False
-  # Number of dimensions of a published array whose other dimensions, the first
-  # ones, have the size 1.
+  convolution: bool = False  # Of torch: (outputs, inputs, height, width).
+  # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None
 
 
@@ -206,8 +202,7 @@ class _Place(NamedTuple):
   """Location of one of our parameters in a model's tables and layers."""
 
   name: str
-  # Numbers of its layers; (None,) outside of blocks.
-  layers: tuple[int | None, ...]
+  layers: tuple[int | None, ...]  # (None,) outside of blocks.
   stacked: bool  # Whether its first axis runs over these layers.
 
 
