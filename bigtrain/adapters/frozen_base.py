@@ -1,8 +1,7 @@
 """The frozen base of a run with config.adapters; see models/layers/lora.py.
 
-config.model_init is the base's source. The base is no part of the train state:
-like a teacher, every start loads it. Checkpoints have a digest of its arrays,
-and refuse another base.
+Every start loads it from config.model_init, like a teacher. Checkpoints do not
+have it but a digest of its arrays, and refuse another base.
 """
 
 import hashlib
@@ -34,10 +33,7 @@ class Loaded(NamedTuple):
 
 
 class Base:
-  """The base of a run; without config.adapters, `spec` and `saved` are {}.
-
-  `spec` is {"base": its ShapeDtypeStructs}, `saved` that of `Loaded`.
-  """
+  """The base of a run; without config.adapters, `spec` and `saved` are {}."""
 
   def __init__(
     self, model: Any, spec: Mapping[str, Any], read: Callable[[], Loaded]

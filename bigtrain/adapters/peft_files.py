@@ -1,10 +1,10 @@
 """Adapters in the files of PEFT (https://github.com/huggingface/peft).
 
-A folder has adapter_config.json and adapter_model.safetensors, whose names are
+A folder has adapter_config.json and adapter_model.safetensors, with arrays
 base_model.model.<module>.lora_A.weight (rank, inputs), .lora_B.weight (outputs,
-rank) and .lora_magnitude_vector (outputs). The published layout of a model
-gives its modules. A module of several kernels of ours, such as GPT-2's c_attn,
-has one adapter with the rank of all theirs, which computes the same.
+rank) and .lora_magnitude_vector (outputs). The modules are those of the model's
+published layout. One that joins several kernels of ours, such as GPT-2's
+c_attn, has one adapter with the sum of their ranks.
 
 Axes: I inputs, O outputs, R rank.
 """
@@ -46,9 +46,8 @@ _PLAIN: dict[str, Any] = dict(
 class _Part(NamedTuple):
   """A kernel of ours in a module.
 
-  `stack` is the place in the kernel's layers and experts, `inputs` [I] are our
-  numbers of the module's inputs. The module's outputs `place` are our
-  `outputs`.
+  It is at `stack` of its layers and experts; `inputs` [I] are its numbers of
+  the module's inputs, and the module's outputs `place` are its `outputs`.
   """
 
   kernel: str

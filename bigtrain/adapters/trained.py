@@ -90,7 +90,7 @@ def base_of(
 
   Args:
     own: description of the base in its checkpoint; {} for a plain model.
-    expected: description of the base in the checkpoint of the adapters.
+    expected: the same in the checkpoint of the adapters.
   """
   in_full = set(trees.names(lora.in_full(params)))
   flat = traverse_util.flatten_dict(base, sep="/")

@@ -172,8 +172,7 @@ class Model(nn.Module):
   ) -> States:
     """Runs the decoder; the factors of its logits.
 
-    With M texts for each image there are M B rows, those of the first image
-    first. Keys and values of the patches are computed once per image.
+    With M texts an image there are M B rows, those of the first image first.
 
     Args:
       text: int (B, L), L up to max_len.

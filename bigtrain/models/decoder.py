@@ -1,9 +1,8 @@
 """A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
 
-GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971. What
-differs between them is a field each. Kernels multiply from the right:
-blocks/attention/query/kernel is (D, H, K). With `scan` there is one `blocks`
-whose arrays have a leading axis of layers, without it blocks_0, blocks_1, ...
+GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971; a field
+stands for each difference. Kernels multiply from the right:
+blocks/attention/query/kernel is (D, H, K).
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.

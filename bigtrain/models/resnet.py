@@ -1,9 +1,9 @@
 """ResNets with bottleneck blocks and batch normalisation.
 
-Version 1 is https://arxiv.org/abs/1512.03385 in the variant v1.5, whose blocks
-have their stride in the 3x3 convolution; version 2 normalises before each
-convolution, https://arxiv.org/abs/1603.05027. Running means and variances, of
-the whole global batch, are in the mutable collection "batch_stats".
+Version 1 is https://arxiv.org/abs/1512.03385 in the variant v1.5, with strides
+in the 3x3 convolutions; version 2 normalises before each convolution,
+https://arxiv.org/abs/1603.05027. Running means and variances, of the whole
+global batch, are in the mutable collection "batch_stats".
 
 Axes: B batch, H rows, W columns, D channels, C classes.
 """

@@ -1,8 +1,8 @@
 """Transformer encoder of token ids: the text towers of SigLIP and CLIP.
 
 Every position attends to every other, padding included, as in SigLIP, arXiv
-2303.15343, and LiT, arXiv 2111.07991: a text is always padded in the same way.
-With `causal` it attends to earlier ones only, as in CLIP, arXiv 2103.00020.
+2303.15343, and LiT, 2111.07991, or with `causal` to earlier ones only, as in
+CLIP, 2103.00020.
 
 Axes: B batch, L length, D model width, C outputs.
 """

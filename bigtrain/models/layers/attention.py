@@ -61,9 +61,9 @@ class Options(NamedTuple):
 class Attention(nn.Module):
   """Attention of the positions of x to the positions of y.
 
-  Parameters are named as in flax's MultiHeadDotProductAttention: query
-  (D, H, K), key and value (D, G, K), out (H, K, D); besides, query_norm and
-  key_norm, scales of (K,) or of all heads, and sinks (H,).
+  Parameters as in flax's MultiHeadDotProductAttention: query (D, H, K), key and
+  value (D, G, K), out (H, K, D); besides, query_norm and key_norm, scales of
+  (K,) or of all heads, and sinks (H,).
   """
 
   options: Options

@@ -1,9 +1,9 @@
 """The backends of attention: what each can compute, and which one is used.
 
-"xla" multiplies all queries with all keys. "blockwise" does it block by block,
-in plain JAX. "ring" does the same, and devices that share an example pass its
-keys and values in a ring. The others are kernels: "splash" of jax's Pallas
-library for TPUs, "cudnn" of NVIDIA's, and "tokamax" of that package, for GPUs.
+"xla" multiplies all queries with all keys, "blockwise" block by block, in plain
+JAX. "ring" does too, while devices that share an example pass its keys and
+values in a ring. The others are kernels: "splash" of jax's Pallas library for
+TPUs, "cudnn" of NVIDIA's, and "tokamax" of that package, for GPUs.
 """
 
 import importlib.util

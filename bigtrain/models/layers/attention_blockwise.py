@@ -5,9 +5,7 @@ FlashAttention, https://arxiv.org/abs/2205.14135. The backward pass computes
 them again from the output and the logarithm of the softmax's denominator.
 Pairs of blocks of which the causal order masks every score are left out.
 
-Axes: B batch, L length, S length attended to, G heads of keys and values, R
-query heads of each, K head width; N blocks of A queries, M blocks of C
-positions; T distances.
+Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions.
 """
 
 import dataclasses

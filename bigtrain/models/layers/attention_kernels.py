@@ -2,10 +2,7 @@
 
 Splash, of jax's Pallas library, leaves out blocks of keys that a mask hides.
 Lengths are padded to whole blocks. Documents and padding are segments: a query
-attends to the positions with its own number.
-
-Axes: B batch, L length, S length attended to, G heads of keys and values, R
-query heads of each, K head width.
+attends to the positions with its own number. Axes: see attention_inputs.py.
 """
 
 import functools

@@ -1,16 +1,13 @@
 """Attention of examples whose positions are split over the axis `sequence`.
 
 Each device has a run of an example's queries, keys and values. Keys and values
-are gathered, or they pass from device to device in a ring, as in Ring
-Attention, https://arxiv.org/abs/2310.01889.
+are gathered, or pass from device to device in a ring, as in Ring Attention,
+https://arxiv.org/abs/2310.01889. Later causal queries see more positions. So
+devices exchange parts of their queries first, and in a ring of their keys: of 2
+n parts, device i takes i and 2 n - 1 - i, and so as many scores as the others.
 
-Later causal queries see more positions. So the devices exchange parts of their
-queries first, and in a ring of their keys: of 2 n parts, device i takes the
-parts i and 2 n - 1 - i, and with them as many scores as every other device.
-
-Axes: B batch, L length, S length attended to, G heads of keys and values, R
-query heads of each, K head width; N blocks of A queries, M blocks of C
-positions; T distances; n devices.
+Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions;
+n devices.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Attention with a matrix of all scores, which XLA compiles.
 
-Axes: B batch, L length, S length attended to, H heads, G heads of keys and
-values, R = H / G, K head width.
+Axes: see attention_inputs.py.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ def quantize(
   """Quantizes an array, or each array of a stack.
 
   Args:
-    double: whether scales become int8, as in the paper's double quantization.
+    double: whether scales become int8 too, double quantization.
     stacked: number of leading axes that number arrays; 0 or 1.
   """
   if stacked:

@@ -1,9 +1,9 @@
 """The decoder of captioners: a transformer with cross-attention.
 
+Submodules are named as in the published CapPa checkpoints.
+
 Axes: B batch (of texts, a multiple of the images), L length of a text, P
 patches, E width of the encoder, D width of the decoder, V vocabulary.
-
-Submodules are named as in the published CapPa checkpoints.
 """
 
 import functools

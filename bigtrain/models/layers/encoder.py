@@ -1,11 +1,10 @@
 """The encoder of ViTs and of text towers.
 
-Parameters are float32, and named as in the published ViT checkpoints. `dtype`
-is that of matrix products and of the activations between layers; statistics of
+Parameters are named as in the published ViT checkpoints. `dtype` is that of
+matrix products and of the activations between layers; parameters, statistics of
 layer norms and softmaxes are always float32.
 
-Axes: B batch, L length, S length attended to, D model width, H heads, F hidden
-width, N layers.
+Axes: B batch, L length, S length attended to, D model width, N layers.
 """
 
 import functools

@@ -45,10 +45,7 @@ class Cache(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Cache", View]:
-    """Writes the keys and values of the positions from `start`.
-
-    None stands for the first ones: queries attend to nothing else.
-    """
+    """Writes the positions from `start`; None for those that see no earlier one."""
     late_B, at = None, 0 if start is None else start
     if self.read_B is not None and k_BLGK.shape[1] == 1:
       late_B = start >= self.read_B
@@ -66,9 +63,9 @@ class Cache(NamedTuple):
 class Ring(NamedTuple):
   """Keys and values of the last S positions, p in place p modulo S.
 
-  Prompts of a batch differ in length, but are read together, and then token by
-  token from the end of the shortest. So a row keeps what it has read, up to
-  `read_B`, and takes a token only if it comes later.
+  Prompts of a batch are read together, and then token by token from the end of
+  the shortest. So a row keeps what it has read, up to `read_B`, and takes a
+  token only if it comes later.
   """
 
   k_BNSGK: jax.Array
@@ -84,10 +81,7 @@ class Ring(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Ring", View]:
-    """Writes keys and values; queries attend to them and to earlier ones.
-
-    Without a start there are none.
-    """
+    """Writes keys and values; queries see them and, with a start, earlier ones."""
     S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
     if L == 1:
       late_B = start >= self.read_B
@@ -180,10 +174,7 @@ class Caches:
     return dataclasses.replace(self, groups=tuple(groups))
 
   def reading(self, start: Any, L: int, real_BL: jax.Array | None) -> "Caches":
-    """Notes how much of each row a call for L positions reads.
-
-    That is up to the last position where `real_BL`, all of them without it.
-    """
+    """Notes how much of each row is read: up to the last True, by default L."""
     if L == 1:
       return self
     count_B: Any = L

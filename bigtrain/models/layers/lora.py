@@ -10,13 +10,12 @@
 A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
 https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
 `dora` scales each output to a learned norm (2402.09353). W A B is never formed
-in a dense layer, so the base has no gradient, not even of one layer. Heads and
-experts, whose products are not of a flax layer, use the merged kernel.
+in a dense layer, so the base has no gradient. Heads and experts, whose products
+are not of a flax layer, use the merged kernel.
 
-A model with adapters has two collections: "params", with lora_a (inputs, rank),
-lora_b (rank, outputs) and perhaps lora_magnitude (outputs) beside where the
-kernel would be, and "base" with all other parameters. Dimensions of layers and
-experts come first, as in the kernel.
+The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs) and
+perhaps lora_magnitude (outputs) beside where the kernel would be, behind any
+dimensions of layers and experts; "base" has all other parameters.
 """
 
 import functools

@@ -5,14 +5,13 @@ Each token goes to its best `top_k` of E experts: to one as in Switch
 as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
 takes a limited number of tokens of a row of the batch; the rest are dropped.
 
-A selection bias is added to the scores that choose the experts, and to nothing
-else (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per
-step the bias of experts with more choices than the mean goes down.
+A selection bias is added to the scores for the choice alone
+(https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per step
+the bias of experts with more choices than the mean goes down.
 
-By default a device gathers the weights of all experts for the layer. With an
-`axis` the experts stay on their devices, and tokens travel to them and back,
-all to all. Either way a token's output depends neither on the devices nor on
-the microbatches.
+A device gathers the weights of all experts for the layer. With an `axis` they
+stay on their devices, and tokens travel to them and back. A token's output
+depends neither on the devices nor on the microbatches.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
@@ -218,12 +217,7 @@ def mlp_or_experts(
   train: bool,
   use_bias: Collection[str] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-  """An MLP, or experts and their shared MLP.
-
-  Args:
-    dense: options of the MLP, and of the shared one but its width.
-    use_bias: which of "experts" and "router" have biases.
-  """
+  """An MLP, or experts and their shared MLP, which has these options too."""
   if experts is None:
     return mlp.Mlp(dense, name="mlp")(x_BLD, train), None
   expert = dense._replace(
@@ -265,10 +259,10 @@ class Moe(nn.Module):
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
-      "router_z", the unweighted losses of Switch and ST-MoE; "load" [E], each
-      expert's share of all choices; "score" [E], its mean score, where a
-      token's add up to 1; "dropped", the share of choices beyond the capacity;
-      "entropy" of the router in nats).
+      "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
+      "score" [E], each expert's share of choices and mean score, which add up
+      to 1; "dropped", the share of choices beyond the capacity; "entropy" in
+      nats).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
@@ -363,8 +357,7 @@ def end_of_step(
 ) -> dict[str, Any]:
   """Returns the collections with the selection biases of the next step.
 
-  Args:
-    sums: the collection STEP_SUMS, added up over all of a step's microbatches.
+  `sums` is the collection STEP_SUMS, of all of a step's microbatches.
   """
   counts = dict(trees.flatten_with_names(sums))
 
@@ -464,8 +457,7 @@ def _chosen(
 def _best(scores: jax.Array, number: int) -> jax.Array:
   """Indices [..., number] of the largest of [..., E], the largest first.
 
-  XLA does not split jax.lax.top_k over CPUs and GPUs: each device would sort
-  the tokens of all.
+  XLA would sort all tokens on each device for jax.lax.top_k.
   """
   result = []
   for _ in range(number):

@@ -91,9 +91,8 @@ def _weights_of(
 ) -> tuple[dict[str, PartitionSpec], Callable[..., dict[str, jax.Array]]]:
   """Specs of the experts' weights, and a function that gathers them.
 
-  The gradients of kernels are summed over devices once. The gather over `fsdp`
-  has a gradient that is reduce-scattered; XLA's own
-  choice for experts was an all-reduce of kernels padded with zeros.
+  The gradients of kernels are summed over devices once, and reduce-scattered
+  over `fsdp`; XLA's own choice was an all-reduce of kernels padded with zeros.
   """
   specs, gathered = {}, {}  # Dimensions that are gathered over `fsdp`.
   for name, kernel in weights.items():
@@ -416,12 +415,11 @@ def _keep(
   shape: tuple[int, int, int],
   padded: int,
 ) -> jax.Array | None:
-  """The mask of dropout, where the tokens of each slot are served.
+  """The mask of dropout, where the tokens of each slot are served, if any.
 
   Returns:
-    bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, the
-    examples and slots of all devices that share its experts, in the order in
-    which they arrive. None for no dropout.
+    bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, examples
+    and slots of all that share its experts, in the order of their arrival.
   """
   keep_BECF = experts.keep(*shape)
   if keep_BECF is None:
@@ -445,8 +443,8 @@ def _exchange(
 ) -> jax.Array:
   """Sends some rows to each device of the axis; [n, Q, D] with zeros.
 
-  TPUs and GPUs send the rows alone, by a ragged all-to-all. Elsewhere all Q
-  rows travel, Q being the safe bound: every choice may be for one device.
+  TPUs and GPUs send the rows alone. Elsewhere all Q rows travel, Q being the
+  safe bound: every choice may be for one device.
   """
   if sharding.device()[0] not in _RAGGED:
     return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)

@@ -1,6 +1,4 @@
-"""The experts of a layer, on the tokens of a device.
-
-Grouped products: the tokens are sorted into blocks of one expert each.
+"""The experts of a layer, on a device's tokens in blocks of one expert each.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
@@ -98,8 +96,8 @@ def run_in_blocks(
 
   Args:
     expert_tJ: int, experts of each token; E for none.
-    useful: number of choices that are expected to have an expert, if that is
-      not all of them; then empty blocks are skipped.
+    useful: expected number of choices with an expert, if not all; then empty
+      blocks are skipped.
 
   Returns:
     [t, J, D]; any finite numbers for no expert, with a gradient of zero.
@@ -170,8 +168,7 @@ def rows(
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
-    zeros: which of both have indices for zeros. The others may name any row
-      whose values are not used.
+    zeros: which of both have indices for zeros.
   """
   del back_ZX
   return _take(x_XD, index_Y, zeros.results)

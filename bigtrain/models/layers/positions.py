@@ -40,8 +40,8 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
   """Sine and cosine position embeddings of a grid: (1, rows * columns, D).
 
-  As in MoCo v3, https://arxiv.org/abs/2104.02057: a quarter of the width each
-  for sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
+  As in MoCo v3, https://arxiv.org/abs/2104.02057: a quarter of D each for
+  sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
   """
   if width % 4 or width < 8:
     raise settings.ConfigError(
@@ -365,11 +365,8 @@ def grid_rotation(
   """Rotary embeddings of a grid of patches, as in DINOv3 (arXiv 2508.10104).
 
   Half of the angles follow the rows, half the columns. Coordinates go from -1
-  to 1 over the image, whatever its size.
-
-  Args:
-    prefix: number of tokens before the patches, which are not rotated.
-    factor_2, shift_2: change of the coordinates, for training.
+  to 1 over the image; in training, they change by `factor_2` and `shift_2`. The
+  `prefix` tokens before the patches are not rotated.
   """
   centers = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
   coordinates = np.stack(np.meshgrid(*centers, indexing="ij"), axis=-1)
@@ -386,10 +383,9 @@ def grid_rotation(
 def resized_grid(
   table_hwD: jax.Array, shapes_B2: jax.Array, length: int
 ) -> jax.Array:
-  """A grid of embeddings, resized to each image's grid of patches: (B, P, D).
+  """A grid of embeddings, bilinearly resized to each image's grid: (B, P, D).
 
-  Bilinear and antialiased. Rows beyond an image's patches have values without
-  a meaning.
+  Rows beyond an image's patches have values without a meaning.
   """
 
   def weights(places_BP: jax.Array, sizes_B: jax.Array, n: int) -> jax.Array:

@@ -5,9 +5,8 @@
 Regular expressions match whole names of modules without the numbers of blocks,
 such as "blocks/attention/query"; the first match decides, and None keeps a
 layer's precision. Dense layers called head, pre_logits, router and shared_gate
-match only a regular expression that contains their name. Embeddings, norms,
-convolutions, experts, scores of attention and the losses' own products are
-never quantized.
+match only a regular expression with their name. Other products are never
+quantized.
 
 Parameters, their gradients and the results of products keep their dtype. Scales
 are the largest absolute values: one for each token of activations and of their
@@ -17,9 +16,9 @@ gradients, one for each output of a kernel. Each product x W has three steps:
   gradient of x         the same W; the gradient in int8, or in fp8 with 5 bits
   gradient of W         the quantized x, and the gradient as it is
 
-The last keeps the results independent of the number of microbatches, as AQT's
-recipe does (Abdolrashidi et al. 2021, and github.com/google/aqt, config_v4).
-The arithmetic follows Qwix (github.com/google/qwix).
+The last keeps the results independent of the number of microbatches, as in AQT
+(Abdolrashidi et al. 2021, github.com/google/aqt, config_v4). The arithmetic
+follows Qwix (github.com/google/qwix).
 """
 
 import functools

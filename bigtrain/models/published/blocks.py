@@ -96,9 +96,8 @@ def restack_blocks(
 ) -> dict[str, np.ndarray]:
   """Stacks or unstacks blocks to match the names of `like`.
 
-  Each ".../{block}{separator}{i}/x" is stacked to ".../{block}/x", or the
-  reverse. Blocks that cannot be stacked, since one is missing or differs in
-  shape, are in the result one by one, under names that no caller knows.
+  Blocks that cannot be stacked, since one is missing or differs in shape, are
+  in the result one by one, under names that no caller knows.
   """
   old = layouts(flat, block, separator)
   new = layouts(like, block, separator)

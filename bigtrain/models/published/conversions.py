@@ -67,8 +67,8 @@ def resample_posemb(
 
   Args:
     align: "centers": an embedding keeps its place in the image, and smaller
-      grids are antialiased. "corners": the grids' corners keep their
-      embeddings, as in big_vision (scipy.ndimage.zoom of order 1).
+      grids are antialiased. "corners": the corners keep theirs, as in
+      big_vision (scipy.ndimage.zoom of order 1).
   """
   settings.check_choice(
     "config.model_init.convert.posemb_align", align, POSEMB_ALIGN

@@ -1,8 +1,7 @@
-"""Tables of decoders' arrays: published names and ours.
+"""Tables of decoders' arrays: Hugging Face's names and ours.
 
-Names follow Hugging Face's transformers. Tables are put together from parts: of
-attention, of norms, of MLPs and experts. A model lacks what it has no use for,
-such as biases.
+They are put together from parts: attention, norms, MLPs and experts. A model
+lacks what it has no use for, such as biases.
 """
 
 from bigtrain.models.published import tables

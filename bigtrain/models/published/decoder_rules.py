@@ -355,7 +355,6 @@ def windows(
   """Windows by `layer_types`.
 
   Args:
-    types: the types of a file.
     keys: keys that turn windows on.
     default: window of files without the key.
     rotates: type of layer that alone has rotary embeddings.
@@ -466,8 +465,7 @@ def experts(
 ) -> Rule:
   """Experts: options of all these models, {option: (key, value if absent)}.
 
-  `extra` has further rules of options, or of "sparse", whether each layer has
-  experts.
+  `extra` are rules of more options, or of "sparse", the layers with experts.
   """
 
   def read(config: ConfigJson) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """Published architectures: a table each, for config.json and for arrays.
 
 The config.json that Hugging Face's transformers writes beside the weights has
-what the arrays do not show: the number of heads, the base of rotary embeddings,
-windows, epsilons, activations. A `Family` is a table that is read in both
-directions: config.json to the fields of a model, and fields to config.json.
-decoder_families.py and t5_families.py have the tables.
+what the arrays do not show, such as the number of heads. A `Family` is a table
+that is read in both directions: config.json to a model's fields, and back.
 """
 
 import json
@@ -109,11 +107,7 @@ class Family(NamedTuple):
   def read(
     self, path: str, values: Mapping[str, Any], unread: Collection[str] = ()
   ) -> "dict[str, Field]":
-    """Returns the fields that the values of a config.json determine.
-
-    Args:
-      unread: names of unknown keys that are left out.
-    """
+    """Returns the fields of config.json's values; `unread` keys are left out."""
     values = {self.aliases.get(key, key): x for key, x in values.items()}
     config = ConfigJson(path, {**self.absent(), **values})
     method = (values.get("quantization_config") or {}).get("quant_method")
@@ -274,9 +268,7 @@ class Layouts(NamedTuple):
     """Returns the fields that the config.json beside a path determines.
 
     Of a model of several parts, these are the fields of its `text_config`.
-
-    Args:
-      unread: names of unknown keys that are left out.
+    `unread` are names of unknown keys that are left out.
     """
     file, values = read_json(path)
     if values is None:

@@ -54,8 +54,8 @@ def periodic(names: Sequence[str]) -> tuple[list[str], list[str]]:
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
   """Replaces each `ByLayer` by a value, or by kinds and their pattern.
 
-  The fields themselves have the values of the most general kind: one with
-  rotary embeddings, without a window, with experts.
+  The fields have the values of the most general kind: one with rotary
+  embeddings, without a window, with experts.
   """
   varied = {n: x for n, x in values.items() if isinstance(x, ByLayer)}
   for name, of_layers in list(varied.items()):

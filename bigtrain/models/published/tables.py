@@ -1,13 +1,10 @@
 """Tables that map published arrays to our parameters, to load and to export.
 
 A table lists, for each array of a published layout, the parameters of ours that
-it consists of. `load` reads a table in one direction, `export` in the other.
-Loading copies nothing: the results are views of the file, or stacks of views
-that are joined when a device reads its share.
-
-A table has the parameters of all blocks once, as ".../blocks/<name>", whether
-the model stacks them or not: see blocks.py. The model's `param_dims` tells how
-many dimensions of a parameter are inputs.
+it consists of; those of all blocks once, as ".../blocks/<name>", whether the
+model stacks them or not (blocks.py). The model's `param_dims` tells how many
+dimensions of a parameter are inputs. Loading copies nothing: the results are
+views of the file, or stacks of views that are joined when a device reads them.
 """
 
 import functools
@@ -261,8 +258,7 @@ def _get(
 ) -> Any:
   """Returns one of our parameters, or a `Remark` why it cannot be loaded.
 
-  Args:
-    indices: "i", the layer, and "e", the expert, if known.
+  `indices` are "i", the layer, and "e", the expert, if known.
   """
   get = functools.partial(
     _get, flat, used, entry, ours, sources, shapes, param_dims
@@ -329,10 +325,7 @@ class Tensor(NamedTuple):
 def export(
   key: str, table: Table, shapes: Shapes, param_dims: dims.Table
 ) -> list[Tensor]:
-  """Returns the arrays of a published file, of our parameters' shapes.
-
-  `key` stands before error messages.
-  """
+  """Returns the arrays of a published file; messages begin with `key`."""
   sources = _sources(shapes)
   tensors = []
   for entry in table:
