@@ -18,8 +18,7 @@ def apply(
 ) -> tuple[Any, Variables]:
   """Returns (output, mutable collections), which only training changes.
 
-  Args:
-    collect: collections that the model writes in training, besides its own.
+  The model writes `collect` in training, besides its own collections.
   """
   mutable = [name for name in variables if name != "params"]
   out, new = model.apply(

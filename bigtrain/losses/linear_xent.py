@@ -45,21 +45,19 @@ def linear_softmax_xent(
 ) -> TokenLosses:
   """Computes softmax_xent(hidden @ kernel + bias, targets) in chunks of L.
 
-  Logits exist for `chunk` positions of each example at a time. The forward pass
-  knows the weights, so it also computes a chunk's gradients while its logits
-  exist; the backward pass needs no logits.
+  The forward pass knows the weights, so it also computes a chunk's gradients
+  while its logits exist; the backward pass needs no logits.
 
   Args:
     targets_BL: token ids, valid in padding too, where the weight is 0.
-    chunk: positions at a time; need not divide L. 0 is all of them, None is
-      `default_chunk`.
+    chunk: positions of each example at a time; need not divide L. 0 is all of
+      them, None is `default_chunk`.
     dtype: dtype of the products' operands; by default the hidden states'.
       Results are float32; the kernel's gradient is summed over devices in it.
     softcap: logits x become softcap * tanh(x / softcap).
-    mesh: the replica x fsdp mesh that the batch is split over; by default the
-      one of jax.set_mesh, if any. The kernel is gathered once and its gradient
-      summed over devices once; XLA alone would do both for each chunk. The
-      number of devices must divide B.
+    mesh: the mesh that the batch is split over, evenly; by default that of
+      jax.set_mesh. The kernel is gathered once and its gradient summed over
+      devices once; XLA alone would do both for each chunk.
   """
   if chunk is not None:
     settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
@@ -208,8 +206,8 @@ def _is_largest(
 ) -> jax.Array:
   """Returns argmax(logits) == classes, or False where a logit is NaN.
 
-  The first of equal logits is the largest. It sums, as XLA on TPUs needs
-  another pass over the logits for an argmax.
+  The first of equal logits is the largest. XLA on TPUs needs another pass over
+  the logits for an argmax, and none for these sums.
   """
   top = cross_entropy.largest(logits, axis_name)[..., None]
   earlier = cross_entropy.class_numbers(logits, axis_name) < classes[..., None]

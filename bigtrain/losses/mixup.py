@@ -21,9 +21,6 @@ def apply(
 ) -> tuple[Any, jax.Array, jax.Array | None, Variables]:
   """Applies a model to images that are blended in training, unless alpha is 0.
 
-  Args:
-    inputs: the model's arguments: "image", and others that do not change.
-
   Returns:
     (output, images that it saw, share of each image in its blend or None
     without mixup, new mutable collections).

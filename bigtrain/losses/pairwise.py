@@ -3,8 +3,7 @@
 Each device goes through the columns (all embeddings of one side) in chunks for
 its own rows (of the other). Only b x K logits exist at a time, never B x B.
 
-Axes: B global batch, b examples of one device, K columns of a chunk, E
-embedding.
+Axes: B global batch, b examples of a device, K columns of a chunk, E embedding.
 """
 
 import functools
@@ -64,10 +63,10 @@ def softmax(
   weight_B: jax.Array | None = None,
   chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes CLIP's loss of each example, arXiv 2103.00020.
+  """Computes CLIP's loss of each example, arXiv 2103.00020, like `sigmoid`.
 
   The mean of the cross-entropies of its image among texts and its text among
-  images. Arguments and results are otherwise those of `sigmoid`.
+  images.
   """
 
   def chunk_fn(

@@ -34,9 +34,9 @@ class ModelLosses(NamedTuple):
 
     "loss" then has both terms, and "nll" is the loss without them.
     "load_balance" is the loss of Switch Transformers (arXiv 2101.03961,
-    equation 4), a product of two means, so it depends on the number of
-    microbatches; "router_z" is ST-MoE's (arXiv 2202.08906, equation 5). The
-    product is of each of the "layers", or of the tokens of "all" of them.
+    equation 4), of each of the "layers" or of the tokens of "all". A product of
+    two means, it depends on the number of microbatches. "router_z" is ST-MoE's
+    (arXiv 2202.08906, equation 5).
     """
     key = "config.loss.load_balance_over"
     settings.check_choice(key, load_balance_over, ("layers", "all"))
@@ -231,8 +231,7 @@ def real_positions(
 ) -> jax.Array:
   """Returns bool [B, L], whether a target with a loss depends on a position.
 
-  Such targets are at the position, or later in its document; the rest is
-  padding.
+  Such targets are at the position, or later in its document.
   """
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)

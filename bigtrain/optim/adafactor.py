@@ -2,9 +2,7 @@
 
 Adafactor (Shazeer and Stern 2018, arxiv.org/abs/1804.04235) keeps the means of
 a matrix's squared gradients over its rows and over its columns in place of the
-second moment of each element. views.py says which matrices an array holds, so
-stacked layers train like separate ones, and an attention kernel (D, H, K) like
-the matrix (D, H * K), as in T5X.
+second moment of each element. views.py says which matrices an array holds.
 """
 
 import math
@@ -39,7 +37,6 @@ def adafactor(
   """Builds Adafactor as T5X has it. Without matrices in the views: optax's.
 
   Args:
-    learning_rate: factor of the update.
     views: by name of the parameters. Where the rows of a view are None, the
       two largest dimensions of each array are its rows and columns.
     min_dim_size_to_factor: matrices with fewer rows or columns keep a full
@@ -90,11 +87,9 @@ def big_vision_adafactor(
 
   Momentum is on and kept in bfloat16, the decay of the second moment is capped,
   and updates are not scaled by the parameter's size (Zhai et al. 2021,
-  arxiv.org/abs/2106.04560, section 3.4). The state takes 2 bytes a parameter
-  plus a row and a column for each matrix.
+  arxiv.org/abs/2106.04560, section 3.4).
 
   Args:
-    learning_rate: factor of the update, applied last.
     views, min_dim_size_to_factor, decay_offset, eps: see `adafactor`.
     decay_rate, beta2_cap: the second moment of update t (from 1) decays by
       min(beta2_cap, 1 - t ** -decay_rate).

@@ -26,9 +26,8 @@ def by_array(
 ) -> optax.GradientTransformationExtraArgs:
   """An optimizer that treats each array of the views by itself.
 
-  Its state has the names of the optimizer's own state; the arrays of stacked
-  parameters have the stack's dimensions in front. Arrays of more dimensions
-  become matrices, if their views have rows, and so does their state.
+  Its state has the names of the optimizer's own state, with the stack's
+  dimensions in front, and matrices for arrays whose views have rows.
   """
   tx = optax.with_extra_args_support(tx)
   # Parameters by the shape of their stacks. Those without a stack have ().

@@ -1,14 +1,12 @@
 """Optimizer moments that are stored in bfloat16, with float32 arithmetic.
 
 Moments are running averages of gradients or of their squares, one number for
-each element of a parameter. Other state, such as counts, copies of parameters,
-and Adafactor's rows and columns, stays in float32.
+each element of a parameter. Other state stays in float32.
 
 With a decay of 0.999 a second moment shrinks by 0.1% a step at most, less than
 half of bfloat16's last bit: rounded to nearest, it would never shrink.
 Stochastic rounding takes the upper or the lower neighbour such that the
-expected value is exact (Gupta et al. 2015, arxiv.org/abs/1502.02551, section
-3).
+expected value is exact (Gupta et al. 2015, arxiv.org/abs/1502.02551, 3).
 """
 
 import zlib

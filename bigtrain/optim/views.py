@@ -2,9 +2,8 @@
 
 An attention's query kernel is (D, H, K), or (N, D, H, K) for N stacked layers.
 Optimizers that act by array or by matrix (Adafactor, LAMB, Muon, ...) have to
-see each layer, and the matrix (D, H * K). A view says which dimensions are
-which, by the model's description of its parameters (dims.py) or, without one,
-by names and shapes.
+see each layer, and the matrix (D, H * K). The model's description of its
+parameters (dims.py) says which dimensions are which, or names and shapes do.
 """
 
 import math

@@ -4,8 +4,7 @@ mesh.py makes the device mesh and names its axes; open it first. batches.py has
 the shardings of batches and the ambient mesh of a program; rules.py the layout
 of parameters and optimizer state; memory.py what stays in host memory,
 tensor.py layers that are split, absent.py devices that are not there. Any
-package may import this one, which imports only dims, model_flops, settings and
-trees.
+package may import this one; it imports dims, model_flops, settings and trees.
 """
 
 from bigtrain.sharding.absent import absent_devices

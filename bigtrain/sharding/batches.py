@@ -2,8 +2,7 @@
 
 Dimension 0 of a batch is split over `replica` and `fsdp`; the devices of a
 `sequence` or `tensor` group hold the same rows. While a program is traced, the
-mesh is that of jax.set_mesh. Without one, and on a single device, the functions
-that models call do nothing.
+mesh is that of jax.set_mesh. Without one, the functions for models do nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,9 +85,9 @@ def length_ways(batch_size: int, length: int) -> int:
 def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
   """Calls a kernel, which XLA cannot split, with each device's part.
 
-  All arguments, arrays or trees of arrays, and the result have the batch as
-  first dimension. The first `by_heads` arrays, and then the result, have heads
-  as dimension 2, which are split over `tensor` if they divide.
+  All arrays have the batch as first dimension. The first `by_heads` arguments,
+  and then the result, have heads as dimension 2, which are split over `tensor`
+  if they divide.
   """
   mesh = ambient(args[0].shape[0])
   if mesh is None:

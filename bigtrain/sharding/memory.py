@@ -2,8 +2,7 @@
 
 config.opt_memory is "device", "pinned_host", or a list of (regular expression,
 one of these) pairs over names in the train state, such as "opt/0/nu/.*". The
-first full match decides, and arrays without a match stay on the device. The
-optimizer (optim/chain.py) copies such a state to the device and back.
+first full match decides, and arrays without a match stay on the device.
 """
 
 import math

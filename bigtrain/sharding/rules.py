@@ -93,9 +93,9 @@ def state_shardings(
   rules: Rules | Layouts = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
-  """Computes the NamedSharding of each array of the state.
+  """Computes the NamedSharding of each array of the state, and notes.
 
-  Also returns a note for each array above the rule's minimum size that does not
+  There is a note for each array above the rule's minimum size that does not
   divide and is replicated. A ConfigError lists all arrays that cannot be split.
   """
   if not isinstance(rules, Rules):

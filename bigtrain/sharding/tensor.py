@@ -2,11 +2,10 @@
 
 As in Megatron-LM (https://arxiv.org/abs/1909.08053, and 2205.05198 for the
 stream): a first product is split by its outputs, heads or hidden units, and a
-second one by its inputs. Between layers, norms, dropout and the residual stream
-are split over the length. So a layer gathers its input once, and adds up its
-output's parts once; the backward pass does so in the other order. The gathered
-input has an axis T of copies, one for each device of a `tensor` group: products
-over it send nothing, and neither do their gradients up to the input's.
+second one by its inputs. The residual stream between them is split over the
+length. So a layer gathers its input once, and adds up its output's parts once;
+the backward pass does so in the other order. The gathered input has an axis T
+of copies: products over it send nothing, nor do their gradients.
 
 Axes: B batch, L length, D model width, V rows of a table, T devices of a
 `tensor` group.
@@ -42,10 +41,10 @@ def heads_in_parts(heads: int, batch_size: int) -> int:
 
 
 def columns(x_BLD: jax.Array) -> DotGeneral | None:
-  """Returns dot_general of x for kernels that are split by their outputs.
+  """Returns dot_general of x for kernels that are split by their outputs, or None.
 
   Kernel (D, outputs, ...) -> [B, L, outputs, ...]; if outputs do not divide,
-  `heads_in_parts` of them, repeated in order. None without such a mesh.
+  `heads_in_parts` of them, repeated in order.
   """
   mesh, ways = batches.ambient(x_BLD.shape[0]), tensor_ways(x_BLD.shape[0])
   if ways == 1:
@@ -75,10 +74,9 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
 
 
 def rows(batch_size: int) -> DotGeneral | None:
-  """Returns dot_general for a kernel that is split by its inputs.
+  """Returns dot_general for a kernel that is split by its inputs, if it is.
 
-  Inputs [B, L, inputs, ...], kernel (inputs, ..., D) -> [B, L, D]. None without
-  such a mesh.
+  Inputs [B, L, inputs, ...], kernel (inputs, ..., D) -> [B, L, D].
   """
   ways = tensor_ways(batch_size)
   if ways == 1:
@@ -179,10 +177,10 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
   """Rows of a table, such as embeddings, split as `stream_spec` says.
 
   Over `fsdp`, a device with fewer tokens than the table has rows exchanges
-  rows: it looks up the columns that it has for the tokens of all, and sends
-  them to the devices of the tokens. Otherwise the table is gathered. Over
-  `tensor`, each device looks up the rows that it has. The gradients go the same
-  way back, in `dtype`; those of equal tokens are added up in float32.
+  rows: it looks up its columns for the tokens of all, and sends them. Otherwise
+  the table is gathered. Over `tensor`, each device looks up its own rows. The
+  gradients go the same way back, in `dtype`; those of equal tokens are added up
+  in float32.
   """
   mesh = batches.ambient(ids_BL.shape[0])
   if mesh is None or mesh.size == 1:

@@ -1,13 +1,12 @@
 """Gradients of a task's loss over the global batch, also by microbatches.
 
 The loss is the sum of all microbatches' sums divided by the sum of all their
-weights. Uneven padding, the number of microbatches and the number of devices
-therefore change the result by rounding only.
+weights. So padding, the number of microbatches and the number of devices change
+the result by rounding only.
 
 Mutable collections pass from one microbatch to the next. The collection
-"step_sums", which a model writes in training, is added up instead, and goes to
-the model's `end_of_step(mutable, step_sums)`, which returns the collections for
-the next step.
+"step_sums", which a model writes in training, is added up instead, for the
+model's `end_of_step(mutable, step_sums)`, which returns those of the next step.
 """
 
 import functools
@@ -39,12 +38,12 @@ _STEP_SUMS = "step_sums"
 
 
 class TwoPassLoss(NamedTuple):
-  """A loss over the whole batch at once, computed from example embeddings.
+  """A loss over the whole batch at once, such as a contrastive one.
 
-  A contrastive loss is not a mean over microbatches. The first pass embeds all
-  microbatches and computes the loss's gradients with respect to the embeddings.
-  The second pass embeds each microbatch again and propagates those gradients
-  back through the model (Pham et al. 2021, arXiv 2111.10050; 2101.06983).
+  The first pass embeds all microbatches and computes the loss's gradients with
+  respect to the embeddings. The second embeds each microbatch again and
+  propagates those gradients through the model (Pham et al. 2021, arXiv
+  2111.10050; 2101.06983).
   """
 
   # (variables, batch, rng) -> (tree of [B, ...], new mutable).

@@ -45,7 +45,7 @@ class Cache(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Cache", View]:
-    """Writes the positions from `start`; None for those that see no earlier one."""
+    """Writes the positions from `start`; None: they see no earlier ones."""
     late_B, at = None, 0 if start is None else start
     if self.read_B is not None and k_BLGK.shape[1] == 1:
       late_B = start >= self.read_B
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Ring", View]:
-    """Writes keys and values; queries see them and, with a start, earlier ones."""
+    """Writes keys and values; queries see them and, with a start, others."""
     S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
     if L == 1:
       late_B = start >= self.read_B

@@ -107,7 +107,7 @@ class Family(NamedTuple):
   def read(
     self, path: str, values: Mapping[str, Any], unread: Collection[str] = ()
   ) -> "dict[str, Field]":
-    """Returns the fields of config.json's values; `unread` keys are left out."""
+    """Returns the fields of config.json's values, without `unread` keys."""
     values = {self.aliases.get(key, key): x for key, x in values.items()}
     config = ConfigJson(path, {**self.absent(), **values})
     method = (values.get("quantization_config") or {}).get("quant_method")
