@@ -41,7 +41,7 @@ def heads_in_parts(heads: int, batch_size: int) -> int:
 
 
 def columns(x_BLD: jax.Array) -> DotGeneral | None:
-  """Returns dot_general of x for kernels that are split by their outputs, or None.
+  """Returns dot_general of x for kernels split by their outputs, or None.
 
   Kernel (D, outputs, ...) -> [B, L, outputs, ...]; if outputs do not divide,
   `heads_in_parts` of them, repeated in order.

@@ -95,12 +95,12 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
       continue
     if scan and module == "model.layers.1.self_attn.q_proj":
       continue  # In a stack, its B has the ratio of its scale to layer 0's.
-    _, rows, columns = published.sizes(part.kernel)
+    shape = published.shape(part.kernel)
     of = f"grad/base_model.model.{module}."
     a = expected[of + "lora_A.weight"]
     b = expected[of + "lora_B.weight"]
-    got_a = flat[root + "lora_a"][part.stack].reshape(rows, -1).T
-    got_b = flat[root + "lora_b"][part.stack].reshape(-1, columns).T
+    got_a = flat[root + "lora_a"][part.stack].reshape(shape.rows, -1).T
+    got_b = flat[root + "lora_b"][part.stack].reshape(-1, shape.columns).T
     for got, want in ((got_a, a), (got_b, b)):
       size = np.abs(want).max()
       np.testing.assert_allclose(
