@@ -13,7 +13,7 @@ from bigtrain.reports.console import FIGURES
 
 # Okabe and Ito's colours for all kinds of colour vision
 # (https://jfly.uni-koeln.de/color/), without yellow, which is faint on white.
-COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #8C8C8C".split()
 _LINES = ("-", "--", ":", "-.")
 # {time account: (label, colour)}.
 _ACCOUNTS = {
