@@ -28,6 +28,7 @@ def load(
   tokenizer: str | None = None,
   batch_size: int = 32,
   adapter: str | os.PathLike[str] | None = None,
+  allow_unread: Sequence[str] = (),
 ) -> Predictor:
   """Loads a trained model; reads the run and never writes into it.
 
@@ -45,13 +46,16 @@ def load(
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
     adapter: a run with adapters of this model, or a folder of PEFT's; see also
       Predictor.with_adapter.
+    allow_unread: unknown keys of a published config.json to leave out.
 
   Raises:
     ConfigError: no such checkpoint, or a wrong argument.
     CheckpointError: the checkpoint is damaged or cannot be read.
   """
   mesh = sharding.make_mesh()
-  checkpoint = saved.find(os.fspath(path), step)
+  checkpoint = saved.find(
+    os.fspath(path), step, allow_unread=allow_unread
+  )
   variables = saved.variables(checkpoint, weights, mesh)
   if adapter is not None:
     checkpoint, variables = saved.with_adapter(

@@ -69,14 +69,19 @@ class Saved(NamedTuple):
     return tokenizer.encode(text, special=True).tolist()
 
 
-def find(path: str, step: int | None, key: str = "bigtrain.load") -> Saved:
+def find(
+  path: str,
+  step: int | None,
+  key: str = "bigtrain.load",
+  allow_unread: Sequence[str] = (),
+) -> Saved:
   """Finds the checkpoint or the export of a path; reads none of its arrays."""
   if path.endswith((".npz", ".safetensors")):
     return _find_export(paths.absolute(path), key)
   if safetensors_files.is_folder(paths.absolute(path)):
     if step is not None:
       raise ConfigError(f"step={step}: {path} is no workdir; it has no steps.")
-    return _find_published(paths.absolute(path), key)
+    return _find_published(paths.absolute(path), key, allow_unread)
   directory = folders.find_named(path, step, key)
   content = folders.read_manifest(directory)
   host = content.host_state
@@ -112,7 +117,9 @@ def _find_export(path: str, key: str) -> Saved:
     ) from e
 
 
-def _find_published(path: str, key: str) -> Saved:
+def _find_published(
+  path: str, key: str, allow_unread: Sequence[str]
+) -> Saved:
   values = _json_of(path, families.FILE)
   if "model_type" not in values:
     raise ConfigError(
@@ -130,6 +137,7 @@ def _find_published(path: str, key: str) -> Saved:
     "task": "seq2seq" if is_t5 else "language_modeling",
     "model_name": "t5" if is_t5 else "decoder",
     "model": options,
+    "model_init": {"path": path, "allow_unread": [*allow_unread]},
   }
   config = parts.with_published_sizes(settings.Config(config)).to_dict()
   has_tokenizer = any(
@@ -251,7 +259,11 @@ def _published_variables(
     places,
   )
   return warm_start.load_variables(
-    saved.path, like, init=dict, module=module, key="bigtrain.load"
+    saved.config["model_init"],
+    like,
+    init=dict,
+    module=module,
+    key="bigtrain.load",
   )
 
 

@@ -118,3 +118,13 @@ def test_encoder_decoders_are_opened_too():
 def test_what_a_folder_does_not_have(folder, options, message):
   with pytest.raises(ConfigError, match=message):
     bigtrain.load(folder, **options)
+
+
+def test_an_unknown_key_is_left_out_on_request(folder, tmp_path):
+  shutil.copytree(folder, copy := tmp_path / "copy")
+  config = json.loads((copy / "config.json").read_text())
+  (copy / "config.json").write_text(json.dumps({**config, "new_key": 1}))
+  with pytest.raises(ConfigError, match="new_key=1: unknown key"):
+    bigtrain.load(copy)
+  model = bigtrain.load(copy, allow_unread=["new_key"])
+  assert model.generate([5, 7], max_new=1)["text"]
