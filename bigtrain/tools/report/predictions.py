@@ -180,8 +180,8 @@ def _matrix(
     body += f"<tr><th>{markup.text(name)}</th>{line}</tr>"
   return (
     '<p class="note">Confusion matrix: a row for each true class, a column for '
-    "each predicted class. Blue: right; orange: wrong; stronger: a larger share "
-    "of the row.</p>"
+    "each predicted class. Blue: right; orange: wrong; stronger: a larger "
+    "share of the row.</p>"
     f'<div class="wide"><table class="matrix"><thead><tr><th></th>{head}</tr>'
     f"</thead><tbody>{body}</tbody></table></div>"
   )
