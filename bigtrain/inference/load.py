@@ -53,9 +53,7 @@ def load(
     CheckpointError: the checkpoint is damaged or cannot be read.
   """
   mesh = sharding.make_mesh()
-  checkpoint = saved.find(
-    os.fspath(path), step, allow_unread=allow_unread
-  )
+  checkpoint = saved.find(os.fspath(path), step, allow_unread=allow_unread)
   variables = saved.variables(checkpoint, weights, mesh)
   if adapter is not None:
     checkpoint, variables = saved.with_adapter(

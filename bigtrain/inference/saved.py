@@ -117,9 +117,7 @@ def _find_export(path: str, key: str) -> Saved:
     ) from e
 
 
-def _find_published(
-  path: str, key: str, allow_unread: Sequence[str]
-) -> Saved:
+def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   values = _json_of(path, families.FILE)
   if "model_type" not in values:
     raise ConfigError(
