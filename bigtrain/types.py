@@ -25,3 +25,7 @@ GradientsFn: TypeAlias = Callable[
 ]
 # (variables, batch, **options) -> whatever the evaluator wants.
 PredictFn: TypeAlias = Callable[..., Any]
+
+
+class PaddedIds(int):
+  """Number of ids of a feature with -1 for padding."""

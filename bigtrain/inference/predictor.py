@@ -30,7 +30,7 @@ from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.pp import registry, tokenizers
 from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, Params, Variables
+from bigtrain.types import Batch, PaddedIds, Params, Variables
 
 _EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
 # Prompts are padded to one of few lengths, so that few programs compile.
@@ -68,7 +68,11 @@ class Predictor:
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
     # Whether the model reads "inputs" and writes "targets".
-    self._is_seq2seq = "inputs" in parts.vocab_sizes(self.task, self.model)
+    sizes = parts.vocab_sizes(self.task, self.model)
+    self._is_seq2seq = "inputs" in sizes
+    # The feature of a text: of classes and of embeddings, it is padded by -1.
+    padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
+    self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]
 
   @property
   def params(self) -> Params:
@@ -107,9 +111,8 @@ class Predictor:
     """The preprocessing of texts; None if a tokenizer alone made the data."""
     if self._saved.is_published:
       return None
-    feature = "inputs" if self._is_seq2seq else "labels"
-    preds = ("embed", "score", "caption")
-    chain = ops.find_text(self.config, feature, preds, self._given.pp_text)
+    preds = ("embed", "score", "caption", "logits", "text")
+    chain = ops.find_text(self.config, self._text, preds, self._given.pp_text)
     if registry.tokenizer(chain.needs.ops) is None:
       return None
     return preprocessing.Texts(chain)
@@ -143,7 +146,7 @@ class Predictor:
   @property
   def default_method(self) -> str:
     can = self.can
-    order = ["caption", "generate", "classify", "embed_images"]
+    order = ["caption", "generate", "classify", "embed_images", "embed_texts"]
     if "embed_texts" in can:
       order.insert(2, "embed_images")
     for name in order:
@@ -177,7 +180,7 @@ class Predictor:
     return [result for batch in batches for result in call(batch)]
 
   def classify(self, pictures: Any, top_k: int = 5) -> Any:
-    """Returns the most likely class of each picture.
+    """Returns the most likely class of each picture, or of each text.
 
     Returns:
       {"label": name, "index": class number, "score": probability, "top": the
@@ -187,7 +190,10 @@ class Predictor:
     self._require("classify")
 
     def call(items: Sequence[Any]) -> list[Any]:
-      logits_BC = self.run("logits", {"image": self.pictures(items)})
+      image = self._text != "tokens"
+      features = self.pictures(items) if image else self._tokens(items)
+      name = "image" if image else "tokens"
+      logits_BC = self.run("logits", {name: features})
       number = logits_BC.shape[-1]
       names = self.class_names or [str(i) for i in range(number)]
       if len(names) != number:
@@ -229,7 +235,7 @@ class Predictor:
   def embed_texts(self, texts: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each text."""
     self._require("embed_texts")
-    return self._embed("text", "labels", texts, self._tokens)
+    return self._embed("text", self._text, texts, self._tokens)
 
   def _embed(
     self, pred: str, feature: str, inputs: Any, preprocess: Callable[..., Any]

@@ -23,6 +23,7 @@ from bigtrain.parts import ClassCount
 from bigtrain.pp.host_tensorflow import one_line
 from bigtrain.pp.registry import Op
 from bigtrain.settings import ConfigError, DataError
+from bigtrain.types import PaddedIds
 
 Batch = dict[str, np.ndarray]
 Batches = Generator[Batch, None, None]
@@ -90,7 +91,8 @@ class Engine:
         dtype, shape = self.spec[name]
         vector = isinstance(size, ClassCount) and shape
         if dtype.kind in "iu" and not vector:
-          self.id_limits[name] = size, name in negative
+          padded = isinstance(size, PaddedIds)
+          self.id_limits[name] = size, padded or name in negative
 
   def batches(
     self,

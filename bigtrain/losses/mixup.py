@@ -18,28 +18,28 @@ def apply(
   rng: jax.Array | None,
   alpha: float,
   train: bool,
-) -> tuple[Any, jax.Array, jax.Array | None, Variables]:
+) -> tuple[Any, Any, jax.Array | None, Variables]:
   """Applies a model to images that are blended in training, unless alpha is 0.
 
   Returns:
     (output, images that it saw, share of each image in its blend or None
     without mixup, new mutable collections).
   """
-  image = inputs["image"]
+  image: Any = inputs.get("image")
   if not train:
     out, mutable = forward.apply(model, variables, None, False, **inputs)
     return out, image, None, mutable
   assert rng is not None
   mixup_rng, dropout_rng = jax.random.split(rng)
   share = None
-  if alpha and "shapes" in inputs:
+  if alpha and (image is None or "shapes" in inputs):
     raise ConfigError(
-      f"config.loss.mixup_alpha={alpha}: images of several shapes cannot be "
-      "blended."
+      f"config.loss.mixup_alpha={alpha}: texts, and images of several shapes, "
+      "cannot be blended."
     )
   if alpha:
     image, share = mixup(mixup_rng, image, alpha)
-  inputs = {**inputs, "image": image}
+    inputs = {**inputs, "image": image}
   out, mutable = forward.apply(model, variables, dropout_rng, True, **inputs)
   return out, image, share, mutable
 

@@ -3,7 +3,8 @@
 Each device goes through the columns (all embeddings of one side) in chunks for
 its own rows (of the other). Only b x K logits exist at a time, never B x B.
 
-Axes: B global batch, b examples of a device, K columns of a chunk, E embedding.
+Axes: B global batch, b examples of one device, m columns of an example, C all
+columns, K columns of a chunk, E embedding.
 """
 
 import functools
@@ -50,7 +51,7 @@ def sigmoid(
     return {"loss": jnp.sum(jnp.where(real_K, loss_bK, 0.0), axis=1)}
 
   values = _over_chunks(
-    chunk_fn, image_BE, text_BE, scale, bias, weight_B, chunk
+    chunk_fn, image_BE, text_BE[:, None], scale, bias, weight_B, chunk
   )
   return jnp.sum(values["loss"], axis=0), _correct(values)
 
@@ -60,6 +61,8 @@ def softmax(
   text_BE: jax.Array,
   scale: jax.Array,
   *,
+  negatives_BnE: jax.Array | None = None,
+  both_ways: bool = True,
   weight_B: jax.Array | None = None,
   chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
@@ -67,6 +70,10 @@ def softmax(
 
   The mean of the cross-entropies of its image among texts and its text among
   images.
+
+  Args:
+    negatives_BnE: further texts, which belong to no image.
+    both_ways: if False, the loss of the image among the texts alone.
   """
 
   def chunk_fn(
@@ -78,17 +85,23 @@ def softmax(
       "match": jnp.sum(jnp.where(match_bK, logits_bK, 0.0), axis=1),
     }
 
-  def one_direction(rows_BE: jax.Array, columns_BE: jax.Array) -> Any:
+  def one_direction(rows_BE: jax.Array, *columns: jax.Array) -> Any:
+    columns_BmE = jnp.concatenate(columns, axis=1)
     values = _over_chunks(
-      chunk_fn, rows_BE, columns_BE, scale, jnp.zeros(()), weight_B, chunk
+      chunk_fn, rows_BE, columns_BmE, scale, jnp.zeros(()), weight_B, chunk
     )
     normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
     return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
 
+  negatives = () if negatives_BnE is None else (negatives_BnE,)
+  if not both_ways:
+    return one_direction(image_BE, text_BE[:, None], *negatives)
   # Both directions have the same logits, and each computes them.
   with model_flops.share(1, 2):
-    image_loss_B, correct_B = one_direction(image_BE, text_BE)
-    text_loss_B, _ = one_direction(text_BE, image_BE)
+    image_loss_B, correct_B = one_direction(
+      image_BE, text_BE[:, None], *negatives
+    )
+    text_loss_B, _ = one_direction(text_BE, image_BE[:, None])
   return (image_loss_B + text_loss_B) / 2, correct_B
 
 
@@ -101,7 +114,7 @@ def _correct(values: dict[str, jax.Array]) -> jax.Array:
 def _over_chunks(
   chunk_fn: _ChunkFn,
   rows_BE: jax.Array,
-  columns_BE: jax.Array,
+  columns_BmE: jax.Array,
   scale: jax.Array,
   bias: jax.Array,
   weight_B: jax.Array | None,
@@ -109,7 +122,8 @@ def _over_chunks(
 ) -> dict[str, jax.Array]:
   """Returns the values of `chunk_fn` for each chunk of columns, [chunks, B].
 
-  Adds "right" and "wrong", the largest logits of matching and other columns.
+  A row has m columns, of which the first matches it. Adds "right" and "wrong",
+  the largest logits of matching and other columns.
   """
   settings.check_number("config.loss.chunk", chunk, least=1, whole=True)
   if weight_B is None:
@@ -118,12 +132,12 @@ def _over_chunks(
   mesh = jax.sharding.get_abstract_mesh()
   if not set(sharding.BATCH_AXES) <= set(mesh.axis_names):
     return body(
-      rows_BE, columns_BE, weight_B, jnp.arange(len(rows_BE)), scale, bias
+      rows_BE, columns_BmE, weight_B, jnp.arange(len(rows_BE)), scale, bias
     )
 
   def on_device(
     rows_bE: jax.Array,
-    columns_bE: jax.Array,
+    columns_bmE: jax.Array,
     weight_b: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
@@ -137,10 +151,10 @@ def _over_chunks(
     number_b = first + jnp.arange(len(rows_bE))
     # B x E numbers, compared to B x B logits. The transpose, a
     # reduce-scatter, returns each device's share of their gradients.
-    columns_BE, weight_B = jax.lax.all_gather(
-      (columns_bE, weight_b), sharding.BATCH_AXES, tiled=True
+    columns_BmE, weight_B = jax.lax.all_gather(
+      (columns_bmE, weight_b), sharding.BATCH_AXES, tiled=True
     )
-    return body(rows_bE, columns_BE, weight_B, number_b, scale, bias)
+    return body(rows_bE, columns_BmE, weight_B, number_b, scale, bias)
 
   by_batch, replicated = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
   return jax.shard_map(
@@ -148,21 +162,23 @@ def _over_chunks(
     mesh=mesh,
     in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
     out_specs=PartitionSpec(None, sharding.BATCH_AXES),
-  )(rows_BE, columns_BE, weight_B, scale, bias)
+  )(rows_BE, columns_BmE, weight_B, scale, bias)
 
 
 def _scan_chunks(
   chunk_fn: _ChunkFn,
   chunk: int,
   rows_bE: jax.Array,
-  columns_BE: jax.Array,
+  columns_BmE: jax.Array,
   weight_B: jax.Array,
   number_b: jax.Array,
   scale: jax.Array,
   bias: jax.Array,
 ) -> dict[str, jax.Array]:
-  B = len(columns_BE)
-  chunk = min(chunk, B)
+  m = columns_BmE.shape[1]
+  columns_CE = columns_BmE.reshape(-1, columns_BmE.shape[-1])
+  C = len(columns_CE)
+  chunk = min(chunk, C)
 
   # Without the checkpoint the scan would keep every chunk's logits.
   @jax.checkpoint
@@ -172,7 +188,7 @@ def _scan_chunks(
     logits_bK = bias + scale * jnp.einsum(
       "be,ke->bk", rows_bE, columns_KE, precision=jax.lax.Precision.HIGHEST
     )
-    match_bK = number_b[:, None] == number_K
+    match_bK = m * number_b[:, None] == number_K
     fixed_bK = jax.lax.stop_gradient(logits_bK)
     right_b = jnp.max(fixed_bK, axis=1, where=match_bK, initial=-jnp.inf)
     wrong_b = jnp.max(
@@ -182,11 +198,11 @@ def _scan_chunks(
     return None, {**values, "right": right_b, "wrong": wrong_b}
 
   def split(x: jax.Array) -> jax.Array:
-    x = jnp.pad(x, [(0, -B % chunk)] + [(0, 0)] * (x.ndim - 1))
+    x = jnp.pad(x, [(0, -C % chunk)] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(-1, chunk, *x.shape[1:])
 
   # Columns of padding have numbers that match no row.
-  number = jnp.arange(B + -B % chunk).reshape(-1, chunk)
-  xs = (split(columns_BE), split(weight_B) > 0, number)
-  with model_flops.share(B, B + -B % chunk):
+  number = jnp.arange(C + -C % chunk).reshape(-1, chunk)
+  xs = (split(columns_CE), split(jnp.repeat(weight_B, m)) > 0, number)
+  with model_flops.share(C, C + -C % chunk):
     return jax.lax.scan(one_chunk, None, xs)[1]

@@ -179,7 +179,7 @@ def read_options(
   kind: str, key: str, sft: float | None, **options: float
 ) -> Options:
   """Checks the options of a loss; `sft` is 1 for cpo and orpo by default."""
-  settings.check_choice(f"{key}.kind", kind, KINDS)
+  settings.check_choice(f"{key}.kind", kind, (*KINDS, "reward"))
   sft = float(kind in ("cpo", "orpo")) if sft is None else sft
   result = Options(sft=sft, **options)
   for name, value in result._asdict().items():

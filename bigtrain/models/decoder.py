@@ -140,6 +140,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 POSEMBS = ("learn", "rope", "none")
+POOLS = ("last", "first", "mean")
 QK_NORMS = ("head", "projection", "l2")
 
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
@@ -185,6 +186,9 @@ class Model(nn.Module):
     use_bias: names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp",
       "norm".
     tied_head: whether the head is the embedding.
+    num_classes: number of classes of a text; 1 for a reward or a number. The
+      head is then the linear layer `score`, without a bias.
+    pool: what represents a text: its "last" or "first" token, or their "mean".
     qk_norm: norms of queries and keys, "head", "projection" (over all heads),
       "l2" (by head, without a scale) or None; True is "head".
     qk_norm_after_rope: whether these norms follow the rotation.
@@ -236,6 +240,8 @@ class Model(nn.Module):
   moe: Any = None
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED
+  num_classes: int | None = None
+  pool: str = "last"
   qk_norm: Any = None
   qk_norm_after_rope: bool = False
   qkv_clip: float | None = None
@@ -298,7 +304,8 @@ class Model(nn.Module):
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), "cache" and "moe", the experts' statistics, or None).
+      (B, L, D), "cache" and "moe", the experts' statistics, or None). With
+      num_classes, logits are (B, C) and "pre_logits" (B, D).
     """
     init = nn.initializers.normal(self.init_std)
     embedding_VD = self.param(
@@ -327,11 +334,7 @@ class Model(nn.Module):
     if cache is not None:
       cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
-    lengths: Any = tokens.shape[1] if cache is None else cache.length
-    if segments is not None:
-      first_BL, last_BL = _document_ends(segments)
-      lengths = last_BL + 1 - first_BL
-    tables = layers.tables(positions, lengths)
+    tables = layers.tables(positions, _lengths(tokens, segments, cache))
     carry = sharding.stream(x_BLD), cache
     (x_BLD, cache), stats = self._blocks(
       layers, carry, tables, mask, real, start, train
@@ -341,9 +344,25 @@ class Model(nn.Module):
     x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
+    if self.num_classes is not None:
+      out["pre_logits"] = self.pooled(x_BLD, real)
+      return self._class_logits(out["pre_logits"]), out
     if not self.tied_head or "head" in self.use_bias:
       weights["head"] = _Head(self, name="head")()
     return self._logits(x_BLD, weights) if head else None, out
+
+  def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
+    """The representation of each text, see `pool`."""
+    L = x_BLD.shape[1]
+    if real_BL is None:
+      real_BL = jnp.full(x_BLD.shape[:2], True)
+    if self.pool == "mean":
+      weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
+      mean_BD = jnp.einsum("bl,bld->bd", weight_BL, x_BLD.astype(jnp.float32))
+      return mean_BD.astype(x_BLD.dtype)
+    place_BL = jnp.where(real_BL, jnp.arange(L), 0)
+    at_B = jnp.max(place_BL, axis=1) * (self.pool == "last")
+    return jnp.take_along_axis(x_BLD, at_B[:, None, None], axis=1)[:, 0]
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -367,6 +386,10 @@ class Model(nn.Module):
       return x_BLD
     table_LD = self.param("pos_embedding", init, (self.max_len, self.width))
     return x_BLD + jnp.take(table_LD, positions, axis=0).astype(self.dtype)
+
+  def _class_logits(self, x_BD: jax.Array) -> jax.Array:
+    kernel_DC = _Head(self, name="score")()["kernel"].astype(self.dtype)
+    return kernels.logits(x_BD[:, None], kernel_DC)[:, 0]
 
   def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
@@ -399,6 +422,12 @@ class Model(nn.Module):
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """The matrix (D, V) that gives logits, with their multiplier."""
+    if self.num_classes is not None:
+      raise settings.ConfigError(
+        f"config.model.num_classes={self.num_classes}: expected None for a "
+        "task that predicts tokens; 'classification' predicts classes, "
+        "and 'preference' with loss.kind='reward' rewards."
+      )
     if self.tied_head:
       kernel_DV = params["token_embedding"].T
     else:
@@ -439,11 +468,11 @@ class _Head(nn.Module):
   @nn.compact
   def __call__(self) -> dict[str, jax.Array]:
     model, result = self.model, {}
-    if not model.tied_head:
+    if not model.tied_head or model.num_classes:
       init = kernels.initializer(model.init_std)
-      shape = (model.width, model.vocab_size)
+      shape = (model.width, model.num_classes or model.vocab_size)
       result["kernel"] = self.param("kernel", init, shape)
-    if "head" in model.use_bias:
+    if "head" in model.use_bias and not model.num_classes:
       zeros = nn.initializers.zeros
       result["bias"] = self.param("bias", zeros, (model.vocab_size,))
     return result
@@ -459,6 +488,13 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
     raise settings.ConfigError(
       "prefix: expected layers that see all positions, got config.model.window."
     )
+
+
+def _lengths(tokens: jax.Array, segments: Any, cache: Any) -> Any:
+  if segments is not None:
+    first_BL, last_BL = _document_ends(segments)
+    return last_BL + 1 - first_BL
+  return tokens.shape[1] if cache is None else cache.length
 
 
 def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -477,12 +513,14 @@ def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _read(model: Model) -> None:
   """Checks the fields, and sets those that have several spellings."""
   sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
-  optional = [n for n in ("max_len", "window") if getattr(model, n) is not None]
-  options.check_sizes(model, (*sizes, *optional))
+  optional = ("max_len", "window", "num_classes")
+  given = [name for name in optional if getattr(model, name) is not None]
+  options.check_sizes(model, (*sizes, *given))
   options.check_fields(
     model,
     "dropout",
     posemb=POSEMBS,
+    pool=POOLS,
     norm=causal_block.NORMS,
     norm_at=causal_block.NORMS_AT,
     mlp=mlp.KINDS,
@@ -541,6 +579,7 @@ _DIMS = {
   "token_embedding": "V -> D",
   "pos_embedding": "positions -> D",
   **layer_dims.head("head"),
+  **layer_dims.head("score"),
   **layer_dims.LAYERS,
 }
 

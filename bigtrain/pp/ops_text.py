@@ -64,6 +64,9 @@ def on_texts(
 
   def all_of(x: Any) -> Any:
     texts = np.asarray(x, object)
+    lists = [len(row) for row in texts.flat if isinstance(row, np.ndarray)]
+    if len(lists) == texts.size and len({*lists}) == 1:  # A batch of lists.
+      texts = np.stack([*texts.flat])
     results = np.empty((texts.size, *shape), kind)
     for i, raw in enumerate(texts.ravel()):
       results[i] = fn(_text(raw, name, key))

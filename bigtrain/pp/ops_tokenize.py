@@ -35,7 +35,8 @@ def tokenize(
     eos: end of sequence: "none"; "yes", only if the text was not cut; or
       "sticky", always, if need be in place of the last id that fits.
     bos: whether to put a beginning of sequence before the text.
-    pad: id of the padding; by default the id of the tokenizer.
+    pad: id of the padding; by default the id of the tokenizer. -1 is no id of
+      any text; the tasks classification and text_embedding take it.
     too_long: whether to cut a text that does not fit, or to raise an error.
     key: name of the feature: a text, or a list of texts.
     key_result: name of the result; None for `key`.
@@ -46,7 +47,7 @@ def tokenize(
   end = [] if no_end else [_special(tokenizer, "eos", tokenizer.eos_id)]
   if pad is None:
     pad = _special(tokenizer, "pad", tokenizer.pad_id)
-  check_number("argument 'pad'", pad, least=0, whole=True)
+  check_number("argument 'pad'", pad, least=-1, whole=True)
   if max_len <= len(begin) + len(end):
     raise ConfigError(
       f"argument 'max_len' is {max_len}, which leaves no room for text; "

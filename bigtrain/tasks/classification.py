@@ -1,10 +1,11 @@
-"""Image classification with one or several labels for each image.
+"""Classification of images or texts, with one or several labels for each.
 
-Legend: B batch, H height, W width, C classes.
+Legend: B batch, H height, W width, L length, C classes.
 
 A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
-multi-hot [B, C]. With "shapes" [B, 2], "image" has ready patches, see
-models.vit.
+multi-hot [B, C], or float [B] for a regression. With "shapes" [B, 2], "image"
+has ready patches, see models.vit. Texts are "tokens" int [B, L], with -1 for
+padding, for a decoder with config.model.num_classes.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from bigtrain import metrics
 from bigtrain.losses import cross_entropy, mixup
 from bigtrain.settings import ConfigError, check_choice
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
   "softmax_xent": cross_entropy.softmax_xent,
@@ -26,13 +27,21 @@ _LOSSES: dict[str, Callable[..., jax.Array]] = {
 
 
 def inputs(batch: Batch) -> Batch:
+  if "tokens" in batch:
+    tokens = batch["tokens"]
+    return {"tokens": jnp.maximum(tokens, 0), "real": tokens >= 0}
   optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
   return {"image": batch["image"], **optional}
 
 
 def class_counts(model: Any) -> dict[str, int]:
-  size = getattr(model, "num_classes", None)
-  return {"labels": size} if size else {}
+  size = getattr(model, "num_classes", None) or 0
+  return {"labels": size} if size > 1 else {}  # A regression has 1.
+
+
+def vocab_sizes(model: Any) -> dict[str, int]:
+  size = getattr(model, "vocab_size", None)
+  return {"tokens": PaddedIds(size)} if size else {}
 
 
 def loss_fn(
@@ -50,16 +59,26 @@ def loss_fn(
   """Computes metrics "loss", a cross-entropy, and "accuracy" of a batch.
 
   Args:
-    kind: "softmax_xent", or "sigmoid_xent", which is summed over classes.
+    kind: "softmax_xent", "sigmoid_xent", which is summed over classes, or
+      "squared_error" of a number, which has no accuracy.
     label_smoothing: share of the label that is spread over the classes.
     label_smoothing_over: "all" classes or, with softmax_xent, the "others".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
   """
-  check_choice("config.loss.kind", kind, _LOSSES)
+  check_choice("config.loss.kind", kind, (*_LOSSES, "squared_error"))
   (logits_BC, _), _, share, mutable = mixup.apply(
     model, variables, inputs(batch), rng, mixup_alpha, train
   )
   labels = batch["labels"]
+  weight_B = metrics.example_weights(batch, logits_BC)
+  if kind == "squared_error":
+    if logits_BC.shape[-1] != 1 or mixup_alpha:
+      raise ConfigError(
+        "config.loss.kind='squared_error': expected config.model.num_classes=1 "
+        "and no mixup_alpha."
+      )
+    error_B = (logits_BC[:, 0] - labels.reshape(-1)) ** 2
+    return {"loss": metrics.pair(error_B, weight_B)}, mutable
   classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]
   if classes != logits_BC.shape[-1]:
     raise ConfigError(
@@ -80,7 +99,6 @@ def loss_fn(
     # Cross-entropy is linear in the labels, so blending losses is the same as
     # blending labels, without turning class numbers into one-hot vectors.
     loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))
-  weight_B = metrics.example_weights(batch, logits_BC)
   hits_B = metrics.top_k_hits(logits_BC, labels, 1)
   return {
     "loss": metrics.pair(loss_B, weight_B),

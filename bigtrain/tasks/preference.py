@@ -3,6 +3,7 @@
 The losses are in losses/preferences.py. The reference of those that need one
 is, in this order: the feature "reference"; config.teacher; with
 config.adapters, the base. Dropout is off, so that both models agree at first.
+With kind="reward", a model with config.model.num_classes=1 learns rewards.
 
 Axes: B batch, L length; 2 answers, chosen and rejected.
 
@@ -12,6 +13,7 @@ A batch has
     absent, with a mask of 0.
   "reference": optional float [B, 2], log-probabilities of the answers by a
     reference, computed before.
+  "margin": optional float [B], least difference of the rewards.
 """
 
 import functools
@@ -25,6 +27,7 @@ from bigtrain.losses import preferences, token_losses
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _FROZEN = ("teacher", "base")
+_LOG_PROBS = ("log_prob/chosen", "log_prob/rejected")
 
 
 def inputs(batch: Batch) -> Batch:
@@ -56,13 +59,15 @@ def loss_fn(
   sft: float | None = None,
   desirable: float = 1.0,
   undesirable: float = 1.0,
+  center: float = 0.0,
   chunk: int | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes a loss of losses/preferences.py, where the options are described.
 
   Args:
-    kind: a name in preferences.KINDS; "sigmoid" is DPO.
+    kind: a name in preferences.KINDS; "sigmoid" is DPO; or "reward".
     sft: 1 by default for cpo and orpo, else 0.
+    center: of "reward": weight of the squared sum of a pair's rewards.
     chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
@@ -81,17 +86,19 @@ def loss_fn(
     undesirable=undesirable,
   )
   own = {name: x for name, x in variables.items() if name != "teacher"}
+  weight_B = metrics.example_weights(batch, batch["tokens"])
+  mutable = {k: x for k, x in own.items() if k not in ("params", *_FROZEN)}
+  if kind == "reward":
+    return _reward_loss(model, own, batch, weight_B, center), mutable
   score = functools.partial(_scores, chunk=chunk)
   reference, drift = None, jnp.zeros(())
   if kind in preferences.WITH_REFERENCE:
     of_reference = _reference(variables, batch, model, teacher, kind)
     with model_flops.share(1, 3):  # Without a backward pass.
-      reference = batch.get("reference")
-      if reference is None:
+      if (reference := batch.get("reference")) is None:
         reference = score(*of_reference, batch)
       if kind == "kto":
         drift = _drift(score, (model, own), of_reference, batch)
-  weight_B = metrics.example_weights(batch, batch["tokens"])
   tokens_B2 = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
 
   def total(sums_B2: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
@@ -111,41 +118,65 @@ def loss_fn(
     _flat(-grad_B2[..., None] * batch["loss_mask"]),
   ).total
   loss = total(sums_B2)[0] + weighted - jax.lax.stop_gradient(weighted)
-  mutable = {
-    name: x for name, x in own.items() if name not in ("params", *_FROZEN)
-  }
-  return _metrics(kind, loss, pairs, options, weight_B), mutable
+  number = jnp.sum(weight_B)
+  if kind == "kto":  # TRL's mean is over answers.
+    number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
+  reward_B2 = options.beta * _implicit_rewards(kind, pairs)
+  log_probs = dict(zip(_LOG_PROBS, pairs.sums_B2.T))
+  return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
+
+
+def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:
+  if kind in preferences.WITH_REFERENCE:
+    return pairs.ratio_B2
+  return pairs.sums_B2 if kind == "cpo" else pairs.mean(pairs.sums_B2)
+
+
+def _reward_loss(
+  model: Any,
+  variables: Variables,
+  batch: Batch,
+  weight_B: jax.Array,
+  center: float,
+) -> Metrics:
+  reward_B2 = rewards(variables, batch, model=model)
+  margin_B = batch.get("margin", 0)
+  loss_B = preferences.reward_losses(reward_B2, margin_B, center)
+  return _metrics(metrics.pair(loss_B, weight_B), reward_B2, {}, weight_B)
 
 
 def _metrics(
-  kind: str,
-  loss: jax.Array,
-  pairs: preferences.Pairs,
-  options: preferences.Options,
+  loss: metrics.Pair,
+  reward_B2: jax.Array,
+  others: dict[str, jax.Array],
   weight_B: jax.Array,
 ) -> Metrics:
-  if kind in preferences.WITH_REFERENCE:
-    reward_B2 = pairs.ratio_B2
-  else:
-    is_sum = kind == "cpo"
-    reward_B2 = pairs.sums_B2 if is_sum else pairs.mean(pairs.sums_B2)
-  reward_B2 = options.beta * reward_B2
-  number = jnp.sum(weight_B)
-  if kind == "kto":  # TRL's mean is over answers.
-    number = jnp.sum((pairs.tokens_B2 > 0) * weight_B[:, None])
   margin_B = reward_B2[:, 0] - reward_B2[:, 1]
   by_pair = {
     "accuracy": (margin_B > 0).astype(jnp.float32),
     "margin": margin_B,
     "reward/chosen": reward_B2[:, 0],
     "reward/rejected": reward_B2[:, 1],
-    "log_prob/chosen": pairs.sums_B2[:, 0],
-    "log_prob/rejected": pairs.sums_B2[:, 1],
+    **others,
   }
   return {
-    "loss": (loss, number),
+    "loss": loss,
     **{name: metrics.pair(x_B, weight_B) for name, x_B in by_pair.items()},
   }
+
+
+def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
+  """Rewards of both answers, float32 [B, 2], of their whole texts."""
+  if getattr(model, "num_classes", None) != 1:
+    raise settings.ConfigError(
+      "config.loss.kind='reward': expected config.model.num_classes=1."
+    )
+  tokens = batch["tokens"][..., :1]
+  texts_XL = _flat(jnp.concatenate([tokens, batch["targets"]], axis=-1))
+  real_XL = token_losses.real_positions(_flat(batch["loss_mask"]))
+  real_XL = jnp.pad(real_XL, ((0, 0), (1, 0)), constant_values=True)
+  logits_X1 = model.apply(variables, texts_XL, real=real_XL, train=False)[0]
+  return logits_X1.reshape(-1, 2)
 
 
 def _hidden(model: Any, variables: Variables, batch: Batch) -> jax.Array:
@@ -238,10 +269,19 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """ "preference": the metrics, for evaluations with the same options."""
+  """ "preference": the metrics, for evaluations with the same options.
+
+  "rewards" of reward models; "reference" [B, 2], log-probabilities of answers.
+  """
 
   def preference(variables: Variables, batch: Batch, **options: Any) -> Metrics:
     given = dict(model=model, teacher=teacher, train=False)
     return loss_fn(variables, batch, None, **given, **options)[0]
 
-  return {"preference": preference}
+  def reference(
+    variables: Variables, batch: Batch, chunk: int | None = None
+  ) -> jax.Array:
+    return _scores(model, variables, batch, chunk=chunk)
+
+  scores = functools.partial(rewards, model=model)
+  return {"preference": preference, "rewards": scores, "reference": reference}

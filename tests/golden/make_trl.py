@@ -1,7 +1,8 @@
 """Makes trl.json: TRL's losses and gradients of given log-probabilities.
 
 TRL's own methods compute the losses; a stub in place of the model returns the
-log-probabilities of tokens. requirements.txt has the library's version.
+log-probabilities of tokens, rewards, or logits. requirements.txt has the
+library's version.
 
   python tests/golden/make_trl.py   # writes the file anew
 """
@@ -14,9 +15,11 @@ import types
 import numpy as np
 import torch
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 
 B, LENGTH = 4, 7
 DPO = {
@@ -121,6 +124,7 @@ def write(golden):
     result["cases"][kind] = dict(options=options, **_with_gradient(dpo, logps))
   result["cases"]["kto"] = _kto(batch, mask, logps, ref)
   result["cases"] |= _without_reference(mask, logps)
+  result["reward"], result["jsd"] = _rewards(), _divergences()
   path = pathlib.Path(golden) / "trl.json"
   path.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -189,6 +193,48 @@ def _without_reference(mask, logps):
 
   cases["orpo"] = dict(options=options, **_with_gradient(orpo, sums))
   return cases
+
+
+def _rewards():
+  """Rewards [B, 2] with margins [B], and the loss of a reward model."""
+  rng = np.random.default_rng(1)
+  rewards = rng.normal(size=(2, B)).round(6)
+  margin = rng.uniform(size=B).round(6)
+  own = _self(args=types.SimpleNamespace(center_rewards_coefficient=0.02))
+
+  def loss(x):
+    logits = x.reshape(-1, 1)
+    model = lambda **kwargs: types.SimpleNamespace(logits=logits)
+    mask = torch.ones(2 * B, 1)
+    given = dict(attention_mask=mask, margin=torch.tensor(margin))
+    return RewardTrainer.compute_loss(own, model, given)
+
+  case = _with_gradient(loss, rewards.reshape(-1))
+  return dict(rewards=rewards.T.tolist(), margin=margin.tolist(), **case)
+
+
+def _divergences():
+  """Logits [B, L, V] of both models, a mask, and losses of the student."""
+  rng = np.random.default_rng(2)
+  student, teacher = rng.normal(size=(2, B, 3, 5)).round(6) * 2
+  mask = rng.uniform(size=(B, 3)) < 0.7
+  labels = torch.where(torch.tensor(mask), 1, -100)
+  cases = []
+  for beta, temperature in ((0.0, 1.0), (1.0, 1.0), (0.3, 2.0)):
+    x = torch.tensor(student, requires_grad=True)
+    loss = GKDTrainer.generalized_jsd_loss(
+      x, torch.tensor(teacher), labels, beta, temperature
+    )
+    loss.backward()
+    options = dict(beta=beta, temperature=temperature)
+    grad = x.grad.numpy().round(10).tolist()
+    cases.append(dict(options=options, loss=round(loss.item(), 10), grad=grad))
+  return dict(
+    student=student.tolist(),
+    teacher=teacher.tolist(),
+    mask=mask.tolist(),
+    cases=cases,
+  )
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ def test_label_smoothing_of_dpo_by_its_definition():
   np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_reward_losses_by_their_definition():
-  reward = np.array([[1.0, 0.5], [-0.3, 0.2]])
-  margin = np.array([0.1, 0.4])
-  got = preferences.reward_losses(reward, margin, 0.01)
-  d = reward[:, 0] - reward[:, 1] - margin
-  want = np.log1p(np.exp(-d)) + 0.01 * reward.sum(1) ** 2
-  np.testing.assert_allclose(got, want, rtol=1e-6)
+def test_the_loss_of_rewards_is_that_of_trl():
+  case = GOLDEN["reward"]
+  rewards, margin = np.float32(case["rewards"]), np.float32(case["margin"])
+  mean = lambda x: preferences.reward_losses(x, margin, 0.02).mean()
+  loss, grad = jax.value_and_grad(mean)(rewards)
+  np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
+  np.testing.assert_allclose(grad, case["grad"], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_a_batch_of_lists_is_not_text():
     ("tokenize('byte')", "1 of 1, .tokenize.*Did you mean 'bytes'"),
     ("tokenize(max_len=1)", "'max_len' is 1, which leaves no room for text"),
     ("tokenize(eos='no')", "argument 'eos' is 'no', expected"),
-    ("tokenize(pad=-1)", "'pad': expected a whole number at least 0, got -1"),
+    ("tokenize(pad=-2)", "'pad': expected a whole number at least -1, got -2"),
     ("tokenize(max_length=3)", "'max_length'. Did you mean 'max_len'"),
     ("choice(index=-1)", "'index': expected a whole number at least 0, got"),
     ("strfmt('{}')", "expected names of features in braces"),

@@ -209,7 +209,12 @@ def _train(config, mesh, setup):
   state, fixed, batches = arrays
   loss_fn = jax.jit(parts.loss_fn(config, task, model, teacher))
   gradients = gradients_lib.from_config(
-    config, task, model, loss_fn, trainable=optimizer.trainable, mesh=mesh
+    config,
+    task,
+    [parts.Variant("", model)],
+    [loss_fn],
+    trainable=optimizer.trainable,
+    mesh=mesh,
   )
 
   def update(state, batch, fixed, hparams):

@@ -151,6 +151,26 @@ def test_mismatched_answers_are_of_the_example_before():
   np.testing.assert_array_equal(other["loss_mask"][1, 0], [0, 1, 1, 0, 0, 0])
 
 
+def test_rewards_are_those_of_whole_texts():
+  model = decoder.Model(**_MODEL, num_classes=1, init_std=0.3)
+  params = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+  batch = batch_of()
+  rewards = preference.rewards({"params": params}, batch, model=model)
+  for b, k in np.ndindex(B, 2):
+    last = np.flatnonzero(batch["loss_mask"][b, k])[-1]
+    first, rest = batch["tokens"][b, k, :1], batch["targets"][b, k, : last + 1]
+    text = np.concatenate([first, rest])[None]
+    alone = model.apply({"params": params}, text)[0]
+    np.testing.assert_allclose(rewards[b, k], alone[0, 0], rtol=1e-5)
+  metrics, _ = preference.loss_fn(
+    {"params": params}, batch, None, model=model, train=True, kind="reward"
+  )
+  right = np.mean(rewards[:, 0] > rewards[:, 1])
+  np.testing.assert_allclose(metrics["accuracy"][0] / B, right)
+  with pytest.raises(settings.ConfigError, match="num_classes=1"):
+    preference.rewards({"params": params_of(0)}, batch, model=MODEL)
+
+
 def test_losses_add_up_over_microbatches():
   batch = {k: np.asarray(x) for k, x in batch_of().items()}
   variables = {"params": params_of(0), "teacher": REFERENCE}

@@ -9,7 +9,7 @@ from bigtrain.models.published.tables import Entry, Table, linear, norm, plain
 
 _LAYER = "model.layers.{i}"
 _BLOCK = "blocks"
-_HEAD = linear("lm_head", "head/kernel")
+_HEADS = [linear("lm_head", "head/kernel"), linear("score", "score/kernel")]
 
 
 def _gpt2_layer(published: str, *ours: str) -> list[Entry]:
@@ -75,7 +75,7 @@ def table(*parts: list[Entry], **norms: str) -> list[Entry]:
     *(entry for part in parts for entry in part),
     *of_layers,
     *norm("model.norm", "norm"),
-    _HEAD,
+    *_HEADS,
   ]
 
 
@@ -161,7 +161,7 @@ GPT2: Table = [
   *_gpt2_layer("mlp.c_fc", "mlp/up"),
   *_gpt2_layer("mlp.c_proj", "mlp/down"),
   *norm("ln_f", "norm"),
-  _HEAD,
+  *_HEADS,
 ]
 LLAMA: Table = table(attention(), mlp(), **_PRE)
 MIXTRAL: Table = table(attention(), _MIXTRAL, **_PRE)

@@ -36,12 +36,19 @@ from bigtrain.models.published.decoder_rules import (
   window_everywhere,
   windows,
 )
-from bigtrain.models.published.families import Family, choice, inverse
+from bigtrain.models.published.families import (
+  Family,
+  choice,
+  classes,
+  inverse,
+)
 
 # Fields of the architecture, and the values that the model has by itself.
 _NEUTRAL: dict[str, Any] = dict(
   window=None,
   moe=None,
+  num_classes=None,
+  pool="last",
   rope_scaling=None,
   rope_fraction=1.0,
   query_scale=None,
@@ -90,6 +97,7 @@ GPT2 = Family(
   rules=dict(
     mlp=choice("mlp", "activation_function", dict.fromkeys(_GELU, "gelu")),
     sizes=gpt2_sizes(),
+    classes=classes("GPT2"),
   ),
   requires={
     "scale_attn_weights": (True,),
@@ -101,6 +109,7 @@ GPT2 = Family(
     *("summary_first_dropout", "summary_proj_to_labels"),
   ),
   in_shapes=(*_IN_SHAPES, "max_len"),
+  limits=("num_classes", "pool"),
   unless={"tied_head": "lm_head.weight"},
   neutral=_NEUTRAL,
 )
@@ -127,7 +136,7 @@ _LLAMA = Family(
     rope=rope(),
   ),
   in_shapes=_IN_SHAPES,
-  limits=("max_len",),
+  limits=("max_len", "num_classes", "pool"),
   unless={"tied_head": "lm_head.weight"},
   neutral=_NEUTRAL,
 )
@@ -177,6 +186,8 @@ def _family(base: Family, name: str, **changes: Any) -> Family:
   defaults = {n: None if x == "-" else int(x) for n, x in zip(names, sizes)}
   defaults |= {keys["norm_eps"]: float(eps), keys["tied_head"]: tied != "-"}
   changes["defaults"] = defaults | changes.get("defaults", {})
+  rules = changes.get("rules", {})
+  changes["rules"] = {"classes": classes(architecture), **rules}
   LAYOUTS[name] = base.but(name, f"{architecture}ForCausalLM", **changes)
   return LAYOUTS[name]
 
@@ -566,6 +577,7 @@ _CONSTANTS = (
 )
 # Of models that read images too.
 _IMAGES = r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*"
+_CLASSES = "the model has a head of classes"
 # Starts of names that some files have.
 _PREFIXES = (
   (r"transformer\.", ""),
@@ -588,6 +600,7 @@ def load(
     ignored={
       _CONSTANTS: "a constant that the model computes",
       _IMAGES: "the model reads text alone",
+      **({r"lm_head\..*": _CLASSES} if "score/kernel" in like else {}),
       **_prediction_layers(names),
     },
   )

@@ -56,6 +56,8 @@ def canonical(values: Mapping[str, Any], neutral: Mapping[str, Any]) -> Any:
     result["qk_norm"], result["qk_norm"]
   )
   result["use_bias"] = _sites(result)
+  if not result["num_classes"]:  # Then `pool` is of the user's task alone.
+    result["pool"] = "last"
   result["mlp_clip"] = _plain(result["mlp_clip"])
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)

@@ -79,7 +79,7 @@ class Family(NamedTuple):
   aliases: Mapping[str, str] = {}  # {other name of a key: key}.
   harmless: Collection[str] = ()  # Keys beside HARMLESS that change nothing.
   in_shapes: Collection[str] = ()  # Fields that the arrays' shapes show.
-  limits: Collection[str] = ()  # Fields whose values change no result.
+  limits: Collection[str] = ()  # Without effect, or a user's choice.
   # {field: array}: a file with it decides, whatever a key that is true says.
   unless: Mapping[str, str] = {}
   quantised: Collection[str] = ()  # Readable quantization_config.quant_method.
@@ -203,6 +203,29 @@ def converted(
     lambda config: {field: read(config[key])},
     lambda fields: {key: write(fields[field])},
   )
+
+
+def classes(stem: str, kind: str = "Sequence") -> Rule:
+  """The number of classes of {stem}For{kind}Classification; else None."""
+  suffix = f"For{kind}Classification"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not str((config["architectures"] or [""])[0]).endswith(suffix):
+      return {"num_classes": None}
+    number = config.get("num_labels") or len(config.get("id2label") or "ab")
+    return {"num_classes": number}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if not (number := fields["num_classes"]):
+      return {}
+    names = [f"LABEL_{i}" for i in range(number)]
+    return {
+      "architectures": [stem + suffix],
+      "id2label": {str(i): name for i, name in enumerate(names)},
+      "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+  return Rule({"architectures": None}, read, write)
 
 
 def inverse(field: str, key: str) -> Rule:

@@ -106,7 +106,7 @@ def load(
   for embedding in [e for e in table if e.ours == ("token_embedding",)]:
     reason = "the model has one embedding"
     remarks |= _compare(flat, copies, embedding.published, reason)
-    if "head/kernel" not in like:
+    if not {"head/kernel", "score/kernel"} & {*like}:
       advice = "config.model.tied_head=False loads it"
       remarks |= _compare(flat, [_HEAD], embedding.published, advice)
   arrays = {name: x for name, x in flat.items() if name not in remarks}

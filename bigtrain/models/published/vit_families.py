@@ -92,26 +92,16 @@ def _use(
   are of {stem}Model, which has no classes.
   """
 
+  classes = families.classes(stem, "Image")
+
   def read(config: ConfigJson) -> dict[str, Any]:
-    classes = str((config.get("architectures") or [""])[0])
-    if not classes.endswith("ForImageClassification"):
-      use = {"pool_type": features, "rep_size": rep_size}
-      return {"num_classes": None, **use}
-    number = config.get("num_labels") or len(config["id2label"] or "ab")
+    number = classes.read(config)["num_classes"]
     use = {"pool_type": pool_type, "rep_size": False}
+    if number is None:
+      use = {"pool_type": features, "rep_size": rep_size}
     return {"num_classes": number, **use}
 
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    if not (number := fields["num_classes"]):
-      return {}
-    names = [f"LABEL_{i}" for i in range(number)]
-    return {
-      "architectures": [f"{stem}ForImageClassification"],
-      "id2label": {str(i): name for i, name in enumerate(names)},
-      "label2id": {name: i for i, name in enumerate(names)},
-    }
-
-  return Rule({"id2label": None}, read, write)
+  return Rule(classes.keys, read, classes.write)
 
 
 def _biases(**sites: str) -> Rule:

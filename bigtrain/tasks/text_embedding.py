@@ -1,0 +1,146 @@
+"""Embeddings of texts: a query is near its answer and far from all others.
+
+Axes: B batch, L length, n wrong answers of a query, E embedding.
+
+A batch has "query" and "positive" int [B, L], token ids with -1 for padding,
+and optionally "negative" [B, L] or [B, n, L], answers that are wrong. Lengths
+may differ. The loss compares each query with the answers of the whole global
+batch, as tasks/contrastive.py does.
+
+A decoder's config.model.pool says what represents a text.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import metrics, settings
+from bigtrain.losses import pairwise
+from bigtrain.step import gradients
+from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
+
+FEATURES = ("query", "positive", "negative")
+
+
+def inputs(batch: Batch) -> Batch:
+  return _tokens(batch["query"])
+
+
+def _tokens(ids_XL: jax.Array) -> Batch:
+  return {"tokens": jnp.maximum(ids_XL, 0), "real": ids_XL >= 0}
+
+
+def vocab_sizes(model: Any) -> dict[str, int]:
+  return dict.fromkeys(FEATURES, PaddedIds(model.vocab_size))
+
+
+def embed_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+) -> tuple[dict[str, jax.Array], Any]:
+  """Returns {feature: [B, (n,) E]}, and the mutable collections."""
+  result = {}
+  for i, name in enumerate(name for name in FEATURES if name in batch):
+    ids = batch[name]
+    arguments = _tokens(ids.reshape(-1, ids.shape[-1]))
+    options: dict[str, Any] = dict(head=False, train=train)
+    if rng is not None:
+      options["rngs"] = {"dropout": jax.random.fold_in(rng, i)}
+    _, out = model.apply(variables, **arguments, **options)
+    z_XE = model.pooled(out["pre_logits"], arguments["real"])
+    result[name] = z_XE.astype(jnp.float32).reshape(*ids.shape[:-1], -1)
+  kept = {k: x for k, x in variables.items() if k != "params"}
+  return result, {k: x for k, x in kept.items() if k not in gradients.FROZEN}
+
+
+def embeddings_loss_fn(
+  params: Any,
+  embeddings: dict[str, jax.Array],
+  batch: Batch,
+  *,
+  temperature: float = 0.05,
+  widths: Sequence[int] = (),
+  both_ways: bool = True,
+  chunk: int = 1024,
+) -> Metrics:
+  """Computes InfoNCE (arXiv 1807.03748) of the whole global batch.
+
+  Args:
+    temperature: divides the cosines.
+    widths: numbers of first entries of an embedding that are embeddings by
+      themselves, whose losses are added up (arXiv 2205.13147); all by default.
+    both_ways: whether the loss is the mean with that of the answers, which find
+      their queries.
+    chunk: pairs of each query at a time, see losses/pairwise.py.
+
+  Returns:
+    Metrics "loss" and "accuracy", the share of queries with no answer nearer
+    than their own, by the last of `widths`.
+  """
+  del params
+  settings.check_number("config.loss.temperature", temperature, above=0)
+  B, E = embeddings["query"].shape
+  weight_B = metrics.example_weights(batch, embeddings["query"])
+  total_B = jnp.zeros(B)
+  for width in widths or (E,):
+    key = "config.loss.widths"
+    settings.check_number(key, width, least=1, most=E, whole=True)
+    z = {name: _unit(x[..., :width]) for name, x in embeddings.items()}
+    wrong = z.get("negative")
+    loss_B, correct_B = pairwise.softmax(
+      z["query"],
+      z["positive"],
+      jnp.float32(1 / temperature),
+      negatives_BnE=None if wrong is None else wrong.reshape(B, -1, width),
+      both_ways=both_ways,
+      weight_B=weight_B,
+      chunk=chunk,
+    )
+    total_B += loss_B
+  result = {"loss": total_B, "accuracy": correct_B}
+  return {name: metrics.pair(x, weight_B) for name, x in result.items()}
+
+
+def _unit(x: jax.Array) -> jax.Array:
+  return x / jnp.linalg.norm(x + 1e-30, axis=-1, keepdims=True)
+
+
+def loss_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  temperature: float = 0.05,
+  widths: Sequence[int] = (),
+  both_ways: bool = True,
+  chunk: int = 1024,
+) -> tuple[Metrics, Variables]:
+  z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
+  options: dict[str, Any] = dict(temperature=temperature, widths=widths)
+  options |= dict(both_ways=both_ways, chunk=chunk)
+  return embeddings_loss_fn(variables["params"], z, batch, **options), mutable
+
+
+def predict_fns(model: Any) -> dict[str, PredictFn]:
+  """ "text" [B, E] of "query", "embed" of all features, and "loss"."""
+
+  def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
+    z, _ = embed_fn(variables, batch, None, model=model, train=False)
+    return {name: _unit(x) for name, x in z.items()}
+
+  def text(variables: Variables, batch: Batch) -> jax.Array:
+    return embed(variables, {"query": batch["query"]})["query"]
+
+  def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
+    given = dict(model=model, train=False)
+    return loss_fn(variables, batch, None, **given, **options)[0]
+
+  return {"text": text, "embed": embed, "loss": loss}
