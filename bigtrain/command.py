@@ -26,9 +26,9 @@ _USAGE = (
 
 # For processes started by hand, without a scheduler to set these variables.
 _JOB_FLAGS = {
-  "coordinator": ("JAX_COORDINATOR_ADDRESS", "HOST:PORT of process 0."),
-  "num_processes": ("JAX_NUM_PROCESSES", "Number of processes."),
-  "process_id": ("JAX_PROCESS_ID", "Index of this process, from 0."),
+  "coordinator": "JAX_COORDINATOR_ADDRESS",
+  "num_processes": "JAX_NUM_PROCESSES",
+  "process_id": "JAX_PROCESS_ID",
 }
 
 
@@ -56,13 +56,9 @@ def parse(argv: Sequence[str]) -> Arguments:
       changes.append(word)
     else:
       changes.append(f"{word}={next(words, '')}")
-  flags.DEFINE_string(
-    "config", None, "FILE.py[:args] or FILE.json", flag_values=values
-  )
-  flags.DEFINE_string("workdir", None, "The run's folder.", flag_values=values)
-  flags.DEFINE_boolean("cleanup", False, "See _USAGE.", flag_values=values)
-  for name, (_, meaning) in _JOB_FLAGS.items():
-    flags.DEFINE_string(name, None, meaning, flag_values=values)
+  for name in ("config", "workdir", *_JOB_FLAGS):
+    flags.DEFINE_string(name, None, "See --help.", flag_values=values)
+  flags.DEFINE_boolean("cleanup", False, "See --help.", flag_values=values)
   jax_flags.define(values)
   try:
     left = values(rest)[1:]
@@ -70,7 +66,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     raise settings.ConfigError(f"{e}. {_USAGE}") from e
   if left:
     raise settings.ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
-  for name, (variable, _) in _JOB_FLAGS.items():
+  for name, variable in _JOB_FLAGS.items():
     if values[name].value:
       os.environ[variable] = str(values[name].value)
   for name, optional in {"config": False, "workdir": True}.items():

@@ -52,8 +52,8 @@ def permute(
 
   Each (seed, epoch) has its own; n is at most 2**62. Method: a Feistel network
   over mixed-radix pairs (l, r), with index l * b + r and a * b just above n.
-  The rare results that are n or more are permuted again until they fall below n
-  (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+  Results of n or more are permuted again until they fall below n (Black and
+  Rogaway, "Ciphers with arbitrary finite domains", 2002).
   """
   index = np.asarray(index, np.int64)
   if index.size and (index.min() < 0 or index.max() >= n):

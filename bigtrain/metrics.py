@@ -1,11 +1,6 @@
 """Metrics that merge exactly, and become numbers only when written.
 
-  (sum, weight)   a mean; `pair` makes one
-  Sum, Max, Min   of all values
-  Faults          a Sum that results lack where it is zero
-  Last            the newest value
-  Histogram       counts of values in fixed bins
-
+A mean is (sum, weight), which `pair` makes; the classes are the other kinds.
 Two metrics of the same kind merge into the metric of all their values, over
 microbatches, devices, hosts, padded batches and steps; means of means would
 not. A metric whose arrays are all zero has no values and changes nothing.
@@ -54,10 +49,7 @@ class Faults(Sum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Last:
-  """The newest of several values; float32 scalars.
-
-  Of a microbatch's examples, it would be the value of the last microbatch.
-  """
+  """The newest of several values, such as microbatches'; float32 scalars."""
 
   newest: Any
   count: Any
@@ -199,10 +191,9 @@ def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
 
 
 def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
-  """(sum, weight) of per-example values [B, ...], in float32.
+  """(sum, weight) of values [B, ...] and weights that broadcast, in float32.
 
-  Weights broadcast to the values. A value with weight zero is padding and does
-  not count, even if it is not finite.
+  A value with weight zero does not count, even if it is not finite.
   """
   values = values.astype(jnp.float32)
   if weights is None:
@@ -230,9 +221,8 @@ def labelled_weights(batch: Batch, labels: jax.Array) -> jax.Array:
 def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   """Whether any of an example's labels is among its k largest logits, bool [B].
 
-  Labels are class numbers [B], or one-hot or multi-hot [B, C]. Among equal
-  scores the lower class comes first. What is not `has_order` has no hits, nor
-  has a score of -inf.
+  Labels are class numbers [B], or multi-hot [B, C]. The lower of equal classes
+  comes first. Scores that are -inf, or not `has_order`, have no hits.
   """
   score_Bk, best_Bk = jax.lax.top_k(logits_BC, k)
   if labels.ndim == 1:
@@ -244,10 +234,7 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
 
 
 def has_order(scores: Any) -> Any:
-  """Whether no score [..., C] is NaN or inf, nor all of them -inf.
-
-  A single -inf is a class that cannot be.
-  """
+  """Whether no score [..., C] is NaN or inf, nor all are -inf (impossible)."""
   return abs(scores.max(axis=-1)) < np.inf
 
 
@@ -264,10 +251,7 @@ def top_k_accuracies(
   weight_B: jax.Array,
   top_k: Iterable[int],
 ) -> Metrics:
-  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C.
-
-  "nonfinite" is the number of examples whose scores have no order, if any.
-  """
+  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C."""
   accuracies: Metrics = {
     "acc" if k == 1 else f"top{k}_acc": pair(
       top_k_hits(scores_BC, labels, k), weight_B
@@ -294,10 +278,7 @@ def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
 
 
 def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Values of metrics over batches, merged exactly on the host.
-
-  They are floats, or a `Histogram`; a mean of weight zero is NaN.
-  """
+  """Values of metrics over batches; a mean of weight zero is NaN."""
   parts: dict[str, list[Any]] = {}
   for batch in batches:
     for name, metric in batch.items():

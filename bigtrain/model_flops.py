@@ -1,9 +1,8 @@
-"""Marks code that computes more than the mathematics needs.
+"""Marks code that computes more than the mathematics needs, such as padding.
 
-Padding of a chunk, empty slots of experts and positions outside of a window are
-work of an implementation, which model FLOPs leave out. Losses and layers mark
-such code, and reports/flops.py reads the marks from the jaxpr. A mark is a name
-scope: it changes only names in the compiled program.
+Model FLOPs leave such work out. Losses and layers mark it, and reports/flops.py
+reads the marks from the jaxpr. A mark is a name scope: it changes only names in
+the compiled program.
 """
 
 import contextlib

@@ -89,7 +89,7 @@ def task(config: settings.Config) -> Any:
 
 
 def model(config: settings.Config) -> tuple[Any, Any]:
-  """Returns (module of config.model_name, its Model with config.model).
+  """(module of config.model_name, its Model with config.model).
 
   With config.logical_axes, the model runs under these rules. With
   config.quantize, its dense layers multiply in int8 or fp8. With
@@ -212,8 +212,8 @@ def no_rule(
 class _Unknown:
   """First of flax's rules: raises ConfigError for a name without a rule.
 
-  By itself, flax takes such a name for None. It compares the name of each rule
-  with the names of a constraint.
+  Flax compares it with the names of a constraint, and by itself would take a
+  name without a rule for None.
   """
 
   def __init__(self, key: str, rules: Iterable[tuple[str, Any]]):
@@ -229,10 +229,7 @@ class _Unknown:
 
 
 def no_logical_axes() -> contextlib.AbstractContextManager[None]:
-  """Makes each name in nn.with_logical_constraint an error.
-
-  A model with config.logical_axes runs under its own rules instead.
-  """
+  """Refuses nn.with_logical_constraint unless config.logical_axes has rules."""
   unknown: Any = _Unknown("config.logical_axes", ())
   return nn.logical_axis_rules([(unknown, None)])
 
@@ -268,8 +265,7 @@ def _with_rules(
 def with_published_sizes(config: settings.Config) -> settings.Config:
   """Puts a published model's sizes in place of config.model.published.
 
-  The run saves them, so its checkpoints can be opened without the published
-  folder. The same for config.teacher.
+  The run saves them, so its checkpoints do not need the published folder.
   """
   plain = config.to_dict()
   parts: dict[str, dict[str, Any] | None] = {
@@ -309,10 +305,7 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 class ClassCount(int):
-  """Number of classes of a feature with class numbers.
-
-  Such a feature may also hold a vector with one entry per class.
-  """
+  """Number of classes of a feature with class numbers, or vectors over them."""
 
   key: str  # Of the config: the number, or the names of the classes.
 
@@ -325,10 +318,7 @@ class ClassCount(int):
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
-  """Returns {feature of a batch: number of ids that the model can take}.
-
-  Token ids have the size of the vocabulary, class numbers a ClassCount.
-  """
+  """{feature of a batch: number of ids that the model takes, or ClassCount}."""
   sizes = task.vocab_sizes(model) if hasattr(task, "vocab_sizes") else {}
   if hasattr(task, "class_counts"):
     counts = task.class_counts(model)
@@ -337,11 +327,7 @@ def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
 
 
 class Features(dict[str, Any]):
-  """A batch as tasks and evaluators receive it: a missing feature is an error.
-
-  Names with a leading underscore ("_mask") belong to the program and are not
-  suggested.
-  """
+  """A batch for tasks and evaluators; a missing feature is a ConfigError."""
 
   def __init__(
     self, batch: Mapping[str, Any] | Iterable[tuple[str, Any]], path: str
@@ -385,10 +371,7 @@ def predict_fns(
 def loss_fn(
   config: settings.Config, task: Any, model: Any, teacher: Any = None
 ) -> Callable[[Any, Any, Any], Any]:
-  """Binds config.loss: (variables, batch, rng) -> (metrics, mutable).
-
-  The variables of a teacher, which some tasks want, are variables["teacher"].
-  """
+  """Binds config.loss: (variables, batch, rng) -> (metrics, mutable)."""
   options = config.kwargs("loss")
   given = {} if teacher is None else {"teacher": teacher}
   parameter = inspect.signature(task.loss_fn).parameters.get("teacher")

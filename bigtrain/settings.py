@@ -1,8 +1,7 @@
 """Configs that cannot hide a misspelled key.
 
-A config file is plain Python with a `get_config` function. The program reads it
-through `Config`, which records every name that is read; `Config.unread` then
-lists the keys that were never read, each with the nearest name that was.
+The program reads a config through `Config`, which records every name that is
+read; `Config.unread` then lists the keys that were never read.
 """
 
 import ast
@@ -220,8 +219,7 @@ def plain(value: Any) -> Any:
 def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
   """Loads the config of `path.py`, `path.py:argument` or `path.json`.
 
-  Values that refer to a changed one (`ConfigDict.get_ref`) follow it;
-  `override` has the syntax of changes. Errors name the line of the config file.
+  Values that refer to a changed one (`ConfigDict.get_ref`) follow it.
   """
   config = _load(path)
   if hasattr(config, "ignore_type"):  # A ConfigDict checks types in its way.
@@ -290,10 +288,8 @@ def _nearest(file: str) -> str:
 def _where(error: Exception, file: str) -> str:
   if isinstance(error, SyntaxError):
     return f"{error.filename}:{error.lineno}"
-  frames, path = (
-    traceback.extract_tb(error.__traceback__),
-    os.path.abspath(file),
-  )
+  frames = traceback.extract_tb(error.__traceback__)
+  path = os.path.abspath(file)
   own = [f for f in frames if os.path.abspath(f.filename) == path]
   return f"{file}:{own[-1].lineno}" if own else file
 
@@ -335,25 +331,18 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if old is None or value is None:
     return value
   if isinstance(old, bool):
-    if isinstance(value, bool) or value in (0, 1):
+    if value in (0, 1):
       return bool(value)
   elif isinstance(value, bool):
     pass  # True is an int to Python, and a mistake here.
-  elif isinstance(old, int):
+  elif isinstance(old, int | float) and isinstance(value, int | float):
     # 0.5 for an int is an error, 1e5 is not.
-    if isinstance(value, int):
-      return value
-    if isinstance(value, float) and value.is_integer():
-      return int(value)
-  elif isinstance(old, float):
-    if isinstance(value, int | float):
-      return float(value)
-  elif isinstance(old, list | tuple):
-    if isinstance(value, list | tuple):
+    if isinstance(old, float) or isinstance(value, int) or value.is_integer():
       return type(old)(value)
-  elif isinstance(old, dict):
-    if isinstance(value, dict | str):
-      return value
+  elif isinstance(old, list | tuple) and isinstance(value, list | tuple):
+    return type(old)(value)
+  elif isinstance(old, dict) and isinstance(value, dict | str):
+    return value
   kind = type(old).__name__
   raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")
 

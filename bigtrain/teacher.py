@@ -23,13 +23,10 @@ from bigtrain.step import initial
 
 
 class Teacher(NamedTuple):
-  """The teacher of a run; without one, `model` is None and `spec` is empty.
-
-  `spec` has the shapes of {"teacher": its variables}, `load` their arrays.
-  """
+  """The teacher of a run; without one, `model` is None and `spec` is empty."""
 
   model: Any
-  spec: Mapping[str, Any]
+  spec: Mapping[str, Any]  # Shapes of {"teacher": its variables}.
   load: Callable[[], Mapping[str, Any]]
 
 
@@ -40,10 +37,7 @@ def from_config(
   mesh: Mesh,
   seed: int,
 ) -> Teacher:
-  """Reads config.teacher.
-
-  With model_init=None, a teacher for tests, the parameters are from `seed`.
-  """
+  """Reads config.teacher; model_init=None, for tests, gives random weights."""
   if not config.get("teacher"):
     return Teacher(None, {}, dict)
   module, model = parts.model(config.teacher)

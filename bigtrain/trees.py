@@ -41,10 +41,7 @@ def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested dicts from {name: leaf}; the inverse of flattening for dicts.
-
-  Raises:
-    ValueError: a name is both a leaf and the parent of another name.
+  """Nested dicts from {name: leaf}; ValueError if a leaf has names below it.
 
   >>> from_flat({"a/b": 1, "a/c": 2})
   {'a': {'b': 1, 'c': 2}}

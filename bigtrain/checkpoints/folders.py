@@ -18,7 +18,6 @@ error.
 """
 
 import concurrent.futures
-import dataclasses
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from bigtrain.checkpoints.manifest import (
   MANIFEST_FILE,
@@ -45,17 +45,13 @@ _ARRAY_FILE = re.compile(rf"c(\.\d+)*|{re.escape(METADATA_FILE)}")
 _SYNCS_AT_ONCE = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Listing:
-  """Content of a workdir's folder of checkpoints.
+class Listing(NamedTuple):
+  """Content of a workdir's folder of checkpoints."""
 
-  `checkpoints` is {step: directory}, ascending, of those with a manifest or
-  arrays; `leftovers` are unfinished writes and removals, `strays` all else.
-  """
-
+  # {step: directory}, ascending, of those with a manifest or arrays.
   checkpoints: dict[int, str]
-  leftovers: list[str]
-  strays: list[str]
+  leftovers: list[str]  # Unfinished writes and removals.
+  strays: list[str]  # All else.
 
 
 def folder(workdir: str) -> str:
@@ -165,7 +161,7 @@ def unreadable(error: OSError) -> CheckpointError:
 
 
 def read_manifest(directory: str) -> Manifest:
-  """DamagedError if the manifest is missing, damaged or of another step.
+  """DamagedError if it is missing, damaged or of another step.
 
   CheckpointError if it cannot be read, or is of an unfinished write.
   """
@@ -206,6 +202,16 @@ def find(path: str, step: int | None = None) -> str:
       f"{', '.join(map(str, directories))}."
     )
   return directories[step]
+
+
+def checked_step(path: str, step: int | None) -> int | None:
+  """Returns --step of a tool; ConfigError if there is no such checkpoint."""
+  if step is not None and step not in (steps := find_all(path)):
+    raise ConfigError(
+      f"--step={step}: no such checkpoint; {path} has "
+      f"{', '.join(map(str, steps))}."
+    )
+  return step
 
 
 def find_named(path: str, step: int | None, key: str) -> str:
@@ -330,25 +336,17 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
   walk = os.walk(tmp, onerror=_raise)
   parents = [path for path, subfolders, _ in walk if subfolders]
   with concurrent.futures.ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
-    list(pool.map(_sync_directory, {tmp, *parents}))
+    list(pool.map(disk.sync_folder, {tmp, *parents}))
   final = os.path.join(folder(workdir), step_name(step))
   replaced = f"{final}.old-{token}"
   replaces = os.path.lexists(final)
   if replaces:
     os.rename(final, replaced)
   os.rename(tmp, final)
-  _sync_directory(folder(workdir))
-  _sync_directory(workdir)
+  disk.sync_folder(folder(workdir))
+  disk.sync_folder(workdir)
   if replaces:
     discard(replaced)
-
-
-def _sync_directory(path: str) -> None:
-  fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)
 
 
 def abandon(tmp: str) -> None:
@@ -393,8 +391,7 @@ def clean(workdir: str) -> list[str]:
   """Removes the remains of earlier attempts; only one job may call it.
 
   A checkpoint that was about to be replaced gets its name back if the
-  replacement is missing. Returns a line for each directory that is not a
-  checkpoint.
+  replacement is missing. Returns a line for each such directory.
   """
   notes = []
   listed = listing(workdir)

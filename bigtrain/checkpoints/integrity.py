@@ -306,11 +306,6 @@ def _text(error: ValueError) -> str:
   return str(error).split(" [", maxsplit=1)[0]
 
 
-def read_array(directory: str, manifest: Manifest, name: str) -> np.ndarray:
-  index = (slice(None),) * len(manifest.arrays[name].shape)
-  return next(read(directory, manifest, [(name, index)]))
-
-
 def verify(directory: str) -> list[Problem]:
   """Reads every chunk and returns all problems; [] for an intact checkpoint.
 

@@ -169,7 +169,7 @@ class LocalCheckpoints:
         directory = self._saved[step, token].directory
         state, error = None, ""
         try:
-          state = restore.read_tree(directory, manifest, like)
+          state = restore.read_tree(directory, manifest, like, inspected=True)
         except CheckpointError as e:  # Damaged since `_complete` read it.
           error = str(e)
         if not _any_error(error):

@@ -64,19 +64,14 @@ def dtype_of(name: str) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of a checkpoint.
-
-  Each file has a part of `chunk_shape`; the grid starts at the origin.
-  `sharding` is for information only: {"mesh": {axis: size}, "spec": [axes or
-  None for each dim]}. `metadata_sha256` and `checksum` are "" while the array
-  is being written.
-  """
+  """One array of a checkpoint."""
 
   shape: tuple[int, ...]
   dtype: str
-  chunk_shape: tuple[int, ...]
+  chunk_shape: tuple[int, ...]  # Of a file's part; from the origin.
+  # For information: {"mesh": {axis: size}, "spec": [axes or None of a dim]}.
   sharding: dict[str, Any] | None = None
-  metadata_sha256: str = ""
+  metadata_sha256: str = ""  # Both are "" while the array is being written.
   checksum: str = ""
 
   @property
@@ -176,20 +171,17 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-  """State of a run that is not in arrays on devices; all of it is JSON.
-
-  `fingerprints` is {file: fingerprint of its content}; `batches_ahead` counts
-  the batches that rollbacks have skipped. A `clock` of None starts now. `base`
-  describes the frozen base of adapters, see adapters.Base.saved.
-  """
+  """State of a run that is not in arrays on devices; all of it is JSON."""
 
   config: dict[str, Any] | None = None
   tally: dict[str, Any] = dataclasses.field(default_factory=dict)
-  clock: dict[str, Any] | None = None
+  clock: dict[str, Any] | None = None  # None starts now.
   hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
-  batches_ahead: int = 0
+  batches_ahead: int = 0  # Batches that rollbacks have skipped.
+  # {file: fingerprint of its content}.
   fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  # The frozen base of adapters, see adapters.Base.saved.
   base: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:
@@ -203,16 +195,13 @@ class HostState:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """Description of a checkpoint after `step` finished steps.
-
-  `writer` has time, host and versions of the save, for information only; see
-  also local_checkpoints.py.
-  """
+  """Description of a checkpoint after `step` finished steps."""
 
   step: int
   arrays: Mapping[str, Array]
   host_state: HostState
   config_digest: str = ""
+  # Time, host and versions, for information; more in local_checkpoints.py.
   writer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property

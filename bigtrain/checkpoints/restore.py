@@ -35,10 +35,9 @@ class MismatchError(ConfigError):
 def resume(
   workdir: str, like: Any, *, fallback: bool = False
 ) -> tuple[Any, Manifest] | None:
-  """Restores the newest checkpoint of a workdir; None without a checkpoint.
+  """Restores the newest checkpoint of a workdir, on all processes, or None.
 
-  Called on all processes, by the only job in the workdir. If `fallback`, an
-  older checkpoint replaces a damaged one.
+  If `fallback`, an older checkpoint replaces a damaged one.
   """
   clean(workdir)
   directories = folders.listing(workdir).checkpoints
@@ -101,16 +100,16 @@ def restore(
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
-  specs = dict(trees.flatten_with_names(like))
-  check_fits(directory, manifest, specs)
-  arrays = load(directory, manifest, {name: name for name in specs}, specs)
-  return trees.map_with_names(lambda name, _: arrays[name], like), manifest
+  check_fits(directory, manifest, dict(trees.flatten_with_names(like)))
+  return read_tree(directory, manifest, like), manifest
 
 
-def read_tree(directory: str, manifest: Manifest, like: Any) -> Any:
-  """Loads a tree whose files exist; DamagedError if one has changed."""
+def read_tree(
+  directory: str, manifest: Manifest, like: Any, *, inspected: bool = False
+) -> Any:
   specs = dict(trees.flatten_with_names(like))
-  arrays = _load(directory, manifest, {name: name for name in specs}, specs)
+  names = {name: name for name in specs}
+  arrays = load(directory, manifest, names, specs, inspected=inspected)
   return trees.map_with_names(lambda name, _: arrays[name], like)
 
 
@@ -152,25 +151,20 @@ def load(
   manifest: Manifest,
   sources: Mapping[str, str],
   like: Mapping[str, Any],
+  *,
+  inspected: bool = False,
 ) -> dict[str, jax.Array]:
-  """Loads arrays under new names; `sources` is {new name: saved name}."""
-  problems = integrity.inspect(directory, manifest, sources.values())
+  """Loads arrays under new names; `sources` is {new name: saved name}.
+
+  Each part is read once, even if several devices of this process need it.
+  (jax's run_deserialization reads it for each, and caches up to 10 GB.)
+  """
+  problems: list[integrity.Problem] = []
+  if not inspected:
+    problems = integrity.inspect(directory, manifest, sources.values())
   if problems:
     more = f" (and {len(problems) - 1} more)" * (len(problems) > 1)
     raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
-  return _load(directory, manifest, sources, like)
-
-
-def _load(
-  directory: str,
-  manifest: Manifest,
-  sources: Mapping[str, str],
-  like: Mapping[str, Any],
-) -> dict[str, jax.Array]:
-  """Reads each part once, even if several devices of this process need it.
-
-  (jax's run_deserialization reads it for each, and caches up to 10 GB.)
-  """
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
     directory, manifest, [(sources[name], r.place) for name, r in reads]

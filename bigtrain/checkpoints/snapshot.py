@@ -24,30 +24,23 @@ PartialSums = Callable[[], list[checksums.Sums]]
 
 
 class Piece(NamedTuple):
-  """A part of an array in host memory, and its index in the array.
-
-  `data` is a numpy array, or a jax array in pinned host memory; `is_copy` tells
-  that another process writes this part to the workdir.
-  """
+  """A part of an array in host memory, and its index in the array."""
 
   name: str
   place: tuple[slice, ...]
-  data: Any
-  is_copy: bool = False
+  data: Any  # A numpy array, or a jax array in pinned host memory.
+  is_copy: bool = False  # Another process writes this part to the workdir.
 
 
 class _Plan(NamedTuple):
-  """The part of a snapshot that depends only on the tree's specs.
-
-  `sources` has (position in the tree, number of the addressable shard) for each
-  part that this process copies, a numpy array being one shard; `pieces` are the
-  same parts without data.
-  """
+  """The part of a snapshot that depends only on the tree's specs."""
 
   key: Any
   arrays: dict[str, Array]
+  # (position in the tree, number of the addressable shard) of each part that
+  # this process copies, a numpy array being one shard.
   sources: list[tuple[int, int]]
-  pieces: list[Piece]
+  pieces: list[Piece]  # The same parts without data.
 
 
 class Snapshots:
@@ -64,10 +57,10 @@ class Snapshots:
   def take(
     self, named: Sequence[tuple[str, Any]]
   ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
-    """Copies the shards that this process writes.
+    """Copies the shards that this process writes; process 0 has numpy arrays.
 
-    Numpy arrays belong to process 0. Returns the shards, the layout in files of
-    all arrays, and a function that returns the devices' checksum of each shard.
+    Returns the shards, the layout in files of all arrays, and a function that
+    returns the devices' checksum of each shard.
     """
     kind = ("shape", "dtype", "sharding")
     key = [(n, [getattr(x, a, None) for a in kind]) for n, x in named]

@@ -56,18 +56,14 @@ def read(config: settings.Config) -> StartOptions:
 
 
 class Start(NamedTuple):
-  """The state that a run starts with, after `step` finished steps.
-
-  `how` is a line for the log, `resumed` whether the state is from a checkpoint
-  of this run, `saved_step` the step of the workdir's newest.
-  """
+  """The state that a run starts with, after `step` finished steps."""
 
   state: Any
   host: HostState
   step: int
-  how: str
-  resumed: bool
-  saved_step: int | None = None
+  how: str  # A line for the log.
+  resumed: bool  # Whether the state is from a checkpoint of this run.
+  saved_step: int | None = None  # Of the workdir's newest checkpoint.
 
   @property
   def restored_step(self) -> int | None:
@@ -93,9 +89,7 @@ def start(
   """Loads or makes the state to start with; see the module for the order.
 
   Args:
-    state_spec: tree of ShapeDtypeStructs with shardings.
     init_state: makes the state of step 0 from an int32 seed; traceable.
-    model_module: module whose `from_published`, if any, converts parameters.
     from_local: whether the run may start from the hosts' checkpoints. A
       rollback may not: what it skips must not depend on them.
     base: digest of the base of adapters, which a checkpoint's must equal.

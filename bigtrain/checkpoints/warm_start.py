@@ -54,15 +54,13 @@ _REFUSED = ("missing", "reshaped", "unused", "retyped")
 
 
 class Line(NamedTuple):
-  """A row of the table: `what` has shapes and dtypes.
+  """A row of the table."""
 
-  "converted" is by the model's `from_published`; "merged" is with an equal
-  array; an "ignored" array is constant; "dropped" is by a rename or rule.
-  """
-
+  # "converted" is by the model's `from_published`; "merged" is with an equal
+  # array; an "ignored" array is constant; "dropped" is by a rename or rule.
   status: str
   name: str
-  what: str
+  what: str  # Shapes and dtypes.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +90,9 @@ def load_params(
 ) -> tuple[Any, list[Line]]:
   """Loads parameters from a file or a checkpoint onto the model's devices.
 
-  Args:
-    like: tree of jax.ShapeDtypeStruct with shardings: the model's parameters.
-    init: returns freshly initialised parameters; called only if needed.
-    convert: the model's `from_published`, applied after renaming unless all
-      names and shapes fit already.
+  `like` has the shardings of the model's parameters. `init` is called only if
+  some stay fresh; `convert`, the model's `from_published`, is applied after
+  renaming unless all names and shapes fit already.
   """
   source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
@@ -163,10 +159,7 @@ def load_variables(
   module: Any,
   key: str = "config.model_init",
 ) -> dict[str, Any]:
-  """Loads a model's variables: parameters and mutable collections.
-
-  `like` is {"params": jax.ShapeDtypeStructs, and each mutable collection}.
-  """
+  """Loads a model's variables: "params" and its mutable collections."""
 
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: x for name, x in variables.items() if name != "params"}
@@ -252,8 +245,7 @@ def check_published(
 
   The arrays do not show the number of heads, the base of rotary embeddings or
   the activation. Fields that the arrays' shapes show are left to the table of
-  the warm start if the config has any `allow_...` list for arrays. `path` is
-  the key of the config that describes the model.
+  the warm start if the config has any `allow_...` list for arrays.
   """
   key = f"{path}.model_init"
   source = read_source(spec, key)
@@ -370,10 +362,7 @@ def _compare(
 def _judge(
   lines: Sequence[Line], source: Source
 ) -> tuple[list[Line], set[str], list[Line]]:
-  """Applies the allow_... lists.
-
-  Returns (the lines, names that stay fresh, lines that are not allowed).
-  """
+  """Returns (the lines, names that stay fresh, lines that are not allowed)."""
   result, fresh, refused = [], set(), []
   for line in lines:
     if line.status in _REFUSED:

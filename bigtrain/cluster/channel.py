@@ -84,10 +84,8 @@ class Channel:
   ) -> None:
     """Waits for all processes of the job; JobError if they cannot join.
 
-    Args:
-      addresses: host and port of process 0, tried in turn.
-      listening: open port of process 0, on process 0.
-      check: called while waiting; raises to stop.
+    `addresses` of process 0 are tried in turn; on process 0, `listening` is its
+    open port. `check` is called while waiting and raises to stop.
     """
     job_hub = None
     if index == 0:
@@ -352,9 +350,9 @@ class Channel:
   def should_end(self) -> bool:
     """Whether all processes end at this call, because one got a signal.
 
-    Every process calls this equally often; the n-th answer is the same on all.
-    After a signal a call blocks until it is known how many calls each process
-    has made. All end at the next one, which none has begun.
+    Every process calls this equally often, and the n-th answer is the same on
+    all: after a signal a call blocks until it is known how many calls each
+    process has made, and all end at the next one, which none has begun.
     """
     with self._condition:
       self._num_calls += 1
@@ -374,7 +372,7 @@ class Channel:
     """Makes process 0 end all processes, with the first failure's reason.
 
     Returns only if process 0 does not answer. After a `hang` all write their
-    stacks, and the reason names the process that holds up the others.
+    stacks, and the reason names the laggard.
     """
     self.failed = True
     if code == hub.EXIT_LOST and not hang:

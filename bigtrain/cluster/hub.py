@@ -1,8 +1,7 @@
 """Process 0's end of the channel.
 
 The hub listens on the job's port until all processes have connected, then
-leaves the port to jax. It passes messages on, detects lost processes, tells all
-when and why the job ends, and logs stragglers.
+leaves the port to jax. It passes messages on and detects lost processes.
 """
 
 import asyncio

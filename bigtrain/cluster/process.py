@@ -52,8 +52,7 @@ class Preempted(Exception):
 def catch_signals() -> None:
   """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 
-  The first one is only recorded, for `preempted`; a second one ends the process
-  at once. SIGUSR2 asks for a profile. Call this from the main thread.
+  A second one ends the process at once. SIGUSR2 asks for a profile.
   """
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, _on_signal)
@@ -118,8 +117,7 @@ def join_job(config: "Config") -> None:
   """Joins the job's other processes, if the launcher started several.
 
   Call this before jax is asked for its devices. If jax.distributed is
-  initialized already, its processes are the job. Reads config.cluster (see
-  hub.Times), config.expect_processes and config.expect_devices.
+  initialized already, its processes are the job.
   """
   import jax
 
@@ -258,10 +256,7 @@ class Background:
     return self._future.done() and self._future.exception() is not None
 
   def result(self) -> Any:
-    """Waits for `fn`; returns its result or raises its exception.
-
-    Raises Preempted after a signal; end with `exit_now`, as the thread goes on.
-    """
+    """Waits for `fn`; Preempted after a signal: end with `exit_now` then."""
     while not futures.wait([self._future], timeout=0.2).done:
       check_preempted()
     return self._future.result()

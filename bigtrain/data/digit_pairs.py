@@ -29,8 +29,8 @@ class Source:
   """Pairs of scikit-learn's digits.
 
   Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] with values 0 to 16, `text`
-  such as "a seven left of a three", `left` and `right` (classes), and `label`,
-  10 * left + right.
+  such as "a seven left of a three", `left`, `right` and `label` (10 left +
+  right).
 
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a

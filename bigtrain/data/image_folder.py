@@ -40,6 +40,7 @@ class Source:
   def __init__(self, path: str, *, classes: str | None = None, slice: str = ""):
     self._path = files.local_path(path, "image_folder: path")
     self.classes = _class_list(self._path, classes)
+    self.class_names = {"label": self.classes}
     by_class = files.in_threads(self._images, self.classes)
     empty = [name for name, images in zip(self.classes, by_class) if not images]
     if len(empty) == len(self.classes):
@@ -79,10 +80,6 @@ class Source:
       pictures = [n for n in names if n.lower().endswith(_SUFFIXES)]
       images += [os.path.join(relative, name) for name in pictures]
     return sorted(images)
-
-  @property
-  def class_names(self) -> dict[str, list[str]]:
-    return {"label": self.classes}
 
   @property
   def ids(self) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.data.formats import files, splits
+from bigtrain.data.formats import documents, files, splits
 from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
 
 # Number of lines that determine types and shapes; all others must match.
@@ -151,7 +151,7 @@ class Source:
   def _load(self, index: int) -> dict[str, Any]:
     path, start, stop = self._position(index)
     raw = self._reader.read(path, start, stop - start)
-    return self._at(index, _object, raw)
+    return self._at(index, documents.json_object, raw)
 
   def _value(self, line: dict[str, Any], name: str) -> np.ndarray:
     kind, shape = self._fields[name]
@@ -190,16 +190,6 @@ class Source:
         return f.read()
     except (OSError, ValueError) as e:
       raise DataError(f"image {value!r}: {e}.") from e
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-  try:
-    line = json.loads(raw)
-  except (ValueError, RecursionError) as e:
-    raise DataError(f"not valid JSON: {e}.") from e
-  if not isinstance(line, dict):
-    raise DataError(f"expected an object, got {type(line).__name__}.")
-  return line
 
 
 def _array(line: dict[str, Any], name: str) -> np.ndarray:

@@ -7,9 +7,8 @@ A column of numbers, strings, bytes or lists of these is a feature. An image
 column, a struct of `bytes` and `path`, becomes the image's encoded bytes; the
 fields of any other struct become features such as "captions/text".
 
-Whole row groups are decoded, and the last ones used stay in memory, up to
-`cache_bytes`. For a larger data set in random order set `unpack_to`: it writes
-each row group to disk once, in a format with direct access to rows.
+Row groups are decoded as a whole. A data set larger than `cache_bytes`, in
+random order, should set `unpack_to`, whose files give access to single rows.
 """
 
 import os

@@ -14,18 +14,17 @@ Rows of .jsonl and .parquet files, also as .gz and .zst, have one of
 
 and may have `weight`, the weight of their loss. All rows are read and checked
 before the first step, and their tokens are kept in the user's cache folder.
-Features of decoders, L = `length`:
+Features, L = `length`:
 
 - `tokens` int32 [L], `targets` int32 [L], the next token of each, and
-  `loss_mask` float32 [L], the weight of each target.
+  `loss_mask` float32 [L], the weight of each target; with `preferences=True`
+  [2, L], of the chosen answer first: see tasks/preference.py.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, number of tokens of the prompt, of prefix language models.
 
-With `preferences=True`, these are [2, L], of the chosen answer first: see
-tasks/preference.py. And of encoder-decoders, S, L = `length`:
-
-- `inputs` int32 [S], `targets` int32 [L], `loss_mask` float32 [L].
-- `inputs_segments` int32 [S] and `targets_segments` int32 [L] if packed.
+Those of encoder-decoders, S, L = `length`, are `inputs` int32 [S], `targets`
+int32 [L] and `loss_mask` float32 [L]; if packed also `inputs_segments` int32
+[S] and `targets_segments` int32 [L].
 """
 
 import datetime

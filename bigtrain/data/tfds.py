@@ -104,10 +104,7 @@ class Source:
     return files.digest(self._name, len(self), *names, *sizes)
 
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of an example {"record": serialized}, for tf.data.
-
-    Nested features have names such as "captions/text".
-    """
+    """Returns the tensors of an example {"record": serialized}, for tf.data."""
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
     return _flat(schema.decode_example(example, decoders=decoders))

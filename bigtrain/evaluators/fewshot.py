@@ -39,8 +39,8 @@ class Evaluator:
 
   The mean over seeds, with the standard deviation "{k}shot_std". Of several
   penalties a probe uses the best one on training examples that are not among
-  the shots; "{k}shot_l2" is their median. "nonfinite" is the number of examples
-  whose features are not finite, if any; a probe that sees one is never right.
+  the shots; "{k}shot_l2" is their median. A probe that sees features that are
+  not finite is never right.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...].

@@ -27,7 +27,6 @@ class Evaluator:
   The fraction of images with one of their texts among the k best texts, and of
   texts with their image among the k best images. A wrong answer with the score
   of a right one ranks before it, and a score that is not finite is never right.
-  "nonfinite" is the number of embeddings that are not finite, if any.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"

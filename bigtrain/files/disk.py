@@ -1,4 +1,4 @@
-"""Explains a full disk: which one it is and how many bytes are free."""
+"""Disks: which one is full, sizes as text, and folders put on disk."""
 
 import errno
 import os
@@ -18,6 +18,22 @@ def is_full(error: BaseException | None) -> bool:
       return True
     error = error.__cause__
   return False
+
+
+def size(num_bytes: float) -> str:
+  """Returns a size as text, such as "9.1 GB" (10^9 bytes)."""
+  for unit, number in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    if num_bytes >= number:
+      return f"{num_bytes / number:.3g} {unit}"
+  return f"{num_bytes:.0f} bytes"
+
+
+def sync_folder(path: str) -> None:
+  folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    os.fsync(folder)
+  finally:
+    os.close(folder)
 
 
 def reason(error: BaseException, path: str) -> str:

@@ -1,7 +1,6 @@
 """Client for object stores: gs://bucket/run and s3://bucket/run.
 
-tensorstore's own clients read and write arrays as well as every other object.
-Callers rely on these properties:
+The clients are tensorstore's. Callers rely on these properties:
 
 - An object exists as a whole or not at all, even if its writer dies.
 - A read or a listing after a write sees that write.
@@ -71,11 +70,7 @@ def parse(path: str) -> Place:
 
 
 def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
-  """Returns the tensorstore spec of a URL.
-
-  AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and STORAGE_EMULATOR_HOST replace the
-  public endpoints.
-  """
+  """Returns the tensorstore spec of a URL, with the environment's endpoints."""
   place = parse(path)
   spec: dict[str, Any] = {
     "driver": SCHEMES[place.scheme],
@@ -188,7 +183,7 @@ def write(
   """Writes an object, or removes it if `content` is None.
 
   Returns False if the object is not at the version `instead_of`, if given. If
-  `hasty`, it fails soon when the store does not answer.
+  `hasty`, a store that does not answer is an error soon.
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}

@@ -28,8 +28,7 @@ def is_remote(path: str) -> bool:
 def absolute(path: str | os.PathLike[str]) -> str:
   """Returns the absolute path of what a user typed; "~" is expanded.
 
-  Symbolic links stay in the path unless ".." follows them: as for the operating
-  system, "link/.." is the parent of the link's target.
+  As for the operating system, "link/.." is the parent of the link's target.
   """
   path = os.fspath(path)
   if is_remote(path):

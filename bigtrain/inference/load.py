@@ -44,13 +44,11 @@ def load(
     class_names: names by class number, or the path of a file with one name a
       line; by default those of the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
-    adapter: a run with adapters of this model, or a folder of PEFT's; see also
-      Predictor.with_adapter.
+    adapter: a run with adapters of this model, or a folder of PEFT's.
     allow_unread: unknown keys of a published config.json to leave out.
 
-  Raises:
-    ConfigError: no such checkpoint, or a wrong argument.
-    CheckpointError: the checkpoint is damaged or cannot be read.
+  Raises ConfigError for a wrong argument, and CheckpointError if the checkpoint
+  is damaged or cannot be read.
   """
   mesh = sharding.make_mesh()
   checkpoint = saved.find(os.fspath(path), step, allow_unread=allow_unread)

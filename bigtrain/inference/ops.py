@@ -31,15 +31,11 @@ class Overrides(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """The ops that make one feature.
-
-  `key` is their location in the config, or the name of an argument; `needs` has
-  also the feature of the source that they start from.
-  """
+  """The ops that make one feature."""
 
   feature: str
-  key: str
-  needs: registry.Needed
+  key: str  # Location in the config, or the name of an argument.
+  needs: registry.Needed  # With the feature of the source that they begin with.
 
   @property
   def spec(self) -> str:
@@ -59,10 +55,7 @@ def find(
   evaluation: str | None = None,
   option: str = "pp",
 ) -> Chain:
-  """Returns the ops for a feature, chosen as the module docstring describes.
-
-  `given` is the argument "pp" or "pp_text", which `option` names.
-  """
+  """Returns the ops for a feature; `given` is the value of the option."""
   reasons = []
   specs = [(option, given)] if given is not None else []
   specs = specs or list(_candidates(config, preds, evaluation, option))
@@ -160,8 +153,7 @@ def tokenizer(
 ) -> tokenizers.Tokenizer | None:
   """Returns the tokenizer of a run, or None for a run without tokens.
 
-  `given` is "bytes" or a path to use in place of the run's. ConfigError if the
-  file is missing, or not the run's tokenizer.
+  `given` is "bytes" or the path to which the run's tokenizer has moved.
   """
   known = checkpoint.data.get("tokenizer") or _tokenizer_of(checkpoint.config)
   name = given or (known or {}).get("name")

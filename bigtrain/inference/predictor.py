@@ -1,17 +1,7 @@
 """A trained model in use; `bigtrain.load` makes it.
 
-What a model can do depends on the names of its task's predict functions:
-
-  logits                        classify(pictures), without `generate`
-  caption                       caption(pictures)
-  image, enc_rep, pre_logits    embed_images(pictures), with the first of them
-  text                          embed_texts(texts)
-  image and text, or
-  score and caption             zero_shot(pictures, class_names)
-  generate                      generate(texts)
-  generate and score            score(prompts, answers)
-
-`run` calls any predict function, also of a user's own task.
+What it can do depends on the names of its task's predict functions, see
+`Predictor.can`; `run` calls any of them, also of a user's own task.
 
 Legend: B batch, C classes, E embedding, L length.
 """
@@ -40,7 +30,6 @@ _SHORTEST_PROMPT = 16
 class Predictor:
   """A trained model, its parameters, and what makes its inputs and outputs.
 
-  `variables` has "params" and, where the model has them, mutable collections;
   `batch_size` is the largest number of examples at a time, over all devices.
   """
 
@@ -160,13 +149,10 @@ class Predictor:
   def predict(self, inputs: Any, **options: Any) -> Any:
     """Predicts what the model was trained for, by `default_method`.
 
-    Args:
-      inputs: one picture or text, or a list of them. A picture is a path, the
-        bytes of a file, an array [H, W, C] or [H, W], or a PIL image.
-
-    Returns:
-      A dict for one input, a list of dicts for a list: {"label", "index",
-      "score", "top"}, {"caption"}, {"embedding"} or {"text"}.
+    The inputs are a picture or text, or a list of them. A picture is a path,
+    the bytes of a file, an array [H, W, C] or [H, W], or a PIL image. Returns a
+    dict, or a list of them: {"label", "index", "score", "top"}, {"caption"},
+    {"embedding"} or {"text"}.
     """
     return getattr(self, self.default_method)(inputs, **options)
 
@@ -182,10 +168,9 @@ class Predictor:
   def classify(self, pictures: Any, top_k: int = 5) -> Any:
     """Returns the most likely class of each picture, or of each text.
 
-    Returns:
-      {"label": name, "index": class number, "score": probability, "top": the
-      `top_k` best, as such dicts} for each picture. The probabilities add up to
-      1, except of a model trained with the loss sigmoid_xent.
+    It is {"label": name, "index": class number, "score": probability, "top":
+    the `top_k` best, as such dicts}. The probabilities add up to 1, except of a
+    model trained with the loss sigmoid_xent.
     """
     self._require("classify")
 
@@ -213,7 +198,7 @@ class Predictor:
     evaluation with it.
     """
     self._require("caption")
-    tokenizer = self._need_tokenizer()
+    tokenizer = self.need_tokenizer()
     options = {
       "eos_id": tokenizer.eos_id,
       **ops.pred_kw(self.config, "caption", self._given.evaluation),
@@ -263,10 +248,9 @@ class Predictor:
   ) -> Any:
     """Returns which of any names fit pictures best; see `classify`.
 
-    Args:
-      class_names: names, or the path of a file with one name a line; by default
-        those of an evaluation of the run.
-      prompts: texts with a {} for the name. A captioner uses the first one.
+    The names may be the path of a file with one name a line; by default they
+    are those of an evaluation of the run. `prompts` are texts with a {} for the
+    name, of which a captioner uses the first.
     """
     self._require("zero_shot")
     if class_names is None:
@@ -308,7 +292,7 @@ class Predictor:
     they are those of a published model's folder, or else greedy.
     """
     self._require("generate")
-    tokenizer = self._need_tokenizer()
+    tokenizer = self.need_tokenizer()
     options = {
       "eos_id": tokenizer.eos_id,
       **self._saved.generation,
@@ -348,13 +332,10 @@ class Predictor:
   ) -> Any:
     """Returns {"text": answer} for each conversation.
 
-    Args:
-      messages: a list of {"role": "user", "content": "..."}, or a list of such
-        lists.
-      template: argument of `chat.get`; by default the model's own.
-      **options: as of `generate`.
+    A conversation is a list of {"role": "user", "content": "..."}. `template`
+    is an argument of `chat.get`; the options are those of `generate`.
     """
-    tokenizer = self._need_tokenizer()
+    tokenizer = self.need_tokenizer()
     ids_of = functools.partial(
       self._saved.ids_of_chat, tokenizer, template=template
     )
@@ -375,7 +356,7 @@ class Predictor:
     for prompt, answer in zip(prompts, answers, strict=True):
       ids = self._prompt(prompt)
       if self._is_seq2seq:
-        codec = self._need_tokenizer()
+        codec = self.need_tokenizer()
         end = [] if codec.eos_id is None else [codec.eos_id]
         pairs.append((ids, np.append(codec.encode(answer), end)))
       else:  # Encoded together, since tokens can depend on their neighbours.
@@ -423,7 +404,7 @@ class Predictor:
     return results
 
   def _prompt(self, text: Any) -> np.ndarray:
-    tokenizer = self._need_tokenizer()
+    tokenizer = self.need_tokenizer()
     if not isinstance(text, str):
       ids = np.asarray(text, np.int32)
     elif self._is_seq2seq and self.texts is not None:
@@ -453,7 +434,7 @@ class Predictor:
       )
     return min(length, most - new)
 
-  def _need_tokenizer(self) -> tokenizers.Tokenizer:
+  def need_tokenizer(self) -> tokenizers.Tokenizer:
     if self.tokenizer is None:
       raise ConfigError(
         "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
@@ -470,9 +451,8 @@ class Predictor:
   ) -> Any:
     """Calls a predict function of the task on any number of examples.
 
-    Args:
-      features: arrays [B, ...] by name, as after preprocessing.
-      fixed: further features, without an axis of examples.
+    The features are arrays [B, ...] by name, as after preprocessing; those of
+    `fixed` have no axis of examples.
     """
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}

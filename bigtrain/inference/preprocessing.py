@@ -17,14 +17,12 @@ from bigtrain.settings import ConfigError, DataError
 
 
 class Pictures:
-  """Makes images of a batch from files, bytes and arrays.
-
-  `shape` is that of an image after the ops; None if the run did not save it.
-  """
+  """Makes images of a batch from files, bytes and arrays."""
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
     self.chain = chain
     known = data.get("features", {}).get(chain.feature)
+    # Of an image after the ops; None if the run did not save it.
     self.shape = None if known is None else tuple(known[1])
     self._op = registry.compose(chain.needs.ops)
     # [dtype, shape, lowest, highest] of the run's own pictures.

@@ -174,10 +174,7 @@ def _json_of(folder: str, name: str) -> dict[str, Any]:
 def variables(
   saved: Saved, weights: str, mesh: Mesh, *, with_base: bool = True
 ) -> dict[str, Any]:
-  """Reads the variables of the model, sharded over all devices.
-
-  With `with_base`, adapters come with their base.
-  """
+  """Reads the model's variables, sharded over all devices."""
   if saved.is_published:
     return _published_variables(saved, weights, mesh)
   if saved.manifest is not None:
@@ -211,10 +208,7 @@ def variables(
 def with_adapter(
   saved: Saved, loaded: Mapping[str, Any], path: str, mesh: Mesh
 ) -> tuple[Saved, dict[str, Any]]:
-  """Returns a loaded model with other adapters, which share its base.
-
-  `path` is a run or checkpoint with adapters, or a folder of PEFT's.
-  """
+  """Returns a loaded model with other adapters, which share its base."""
   path = paths.absolute(path)
   base = loaded.get("base", loaded["params"])
   if peft_files.is_folder(path):

@@ -40,13 +40,9 @@ def export(
   batch_size: int | None = None,
   platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
 ) -> tuple[int, int]:
-  """Writes a predict function with its parameters into a file.
+  """Writes a predict function; returns (number of arrays, bytes of the file).
 
-  `pred` is by default the first of _PREDS that the task has; a call takes any
-  number of examples unless `batch_size` is given.
-
-  Returns:
-    (number of arrays, bytes of the file).
+  A call takes any number of examples unless `batch_size` is given.
   """
   checkpoint = saved.find(path, step, "export")
   config = settings.Config(checkpoint.config)

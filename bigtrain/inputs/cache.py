@@ -9,6 +9,7 @@ import numpy as np
 from absl import logging
 
 from bigtrain import hashing
+from bigtrain.files import disk
 from bigtrain.settings import ConfigError, DataError
 
 _NUM_SAMPLED = 256
@@ -36,20 +37,12 @@ def available_bytes() -> int | None:
   return min(limits) if limits else None
 
 
-def readable(size: float) -> str:
-  for unit in ("B", "kB", "MB", "GB"):
-    if size < 1000:
-      return f"{size:.3g} {unit}"
-    size /= 1000
-  return f"{size:.3g} TB"
-
-
 def fits(size: int, what: str, share: float) -> bool:
   """Logs a size in bytes; whether it fits into a share of the free memory."""
   free = available_bytes()
-  free_text = "unknown" if free is None else readable(free)
+  free_text = "unknown" if free is None else disk.size(free)
   message = "%s take about %s of memory, of which %s are available."
-  logging.debug(message, what, readable(size), free_text)
+  logging.debug(message, what, disk.size(size), free_text)
   return free is None or size <= free * share
 
 
@@ -61,8 +54,8 @@ class CachedSource:
     size = self._estimate()
     if not fits(size, f"{key}: {len(source)} records", 1.0):
       raise ConfigError(
-        f"{key}='raw': the records take about {readable(size)} of memory, but "
-        f"{readable(available_bytes() or 0)} are available; use cache='none'."
+        f"{key}='raw': the records take about {disk.size(size)} of memory, but "
+        f"{disk.size(available_bytes() or 0)} are available; use cache='none'."
       )
     self._lock = threading.Lock()
     self._is_cached = np.zeros(len(source), bool)

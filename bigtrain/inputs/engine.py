@@ -100,10 +100,7 @@ class Engine:
     last_step: int,
     stopping: threading.Event | None = None,
   ) -> Batches:
-    """Yields the batches of steps [first_step, last_step), in order.
-
-    They end, also within a batch, once another thread sets `stopping`.
-    """
+    """Yields the batches of steps [first_step, last_step), until `stopping`."""
     stopping = stopping or threading.Event()
     step = first_step
     while step < last_step:

@@ -84,12 +84,7 @@ def make_eval(
   num_threads: int | None = None,
   path: str = "evaluation input",
 ) -> EvalInput:
-  """Makes the input of an evaluation.
-
-  Args:
-    num_examples: number of examples, from the start; all by default.
-    cache: whether to keep finished batches in host memory, if they fit.
-  """
+  """Makes the input of an evaluation; see `evaluations.Batches`."""
   sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
   source = sources.make_source(data, f"{path}.data")
   if num_examples is None:

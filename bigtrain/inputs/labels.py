@@ -53,10 +53,7 @@ def tokens(
   key: str,
   feature: str = "labels",
 ) -> np.ndarray:
-  """Returns the tokens of texts, int32 [len(texts), L].
-
-  `pp` makes them, as `feature`, from the feature "text".
-  """
+  """Returns the tokens that `pp` makes of texts, int32 [len(texts), L]."""
   op = registry.compose(parse.parse(pp, pp_modules))
   checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
   if op.draws or op.tensorflow:
@@ -78,10 +75,7 @@ def tokens(
 def of_feature(
   ops: Sequence[Op], source_names: Mapping[str, Sequence[str]], feature: str
 ) -> list[str] | None:
-  """Returns the names of the classes that a feature has after all ops.
-
-  `source_names` are {feature of the source: names by class number}.
-  """
+  """Returns the names of the classes that a feature has after all ops."""
   for op in reversed(ops):
     if op.origins is None:
       return None

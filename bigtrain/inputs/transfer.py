@@ -85,8 +85,7 @@ class Prefetch:
 
   An error in the thread is raised by `next`, after the items made before it.
   The thread ends with `close`, with the last reference to this object, or with
-  the program. `stopping` is set when it must end: a slow iterator can look at
-  it while it makes an item, and its errors are then dropped.
+  the program. `stopping` is then set, for a slow iterator to look at.
   """
 
   def __init__(

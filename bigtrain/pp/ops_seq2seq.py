@@ -2,8 +2,8 @@
 
 An op turns a window, `targets` [L] and `segments` [L] or `loss_mask` [L], into
 the encoder's `inputs` and the decoder's `targets`, both padded with 0. Packed
-windows are processed document by document; they also give `inputs_segments`
-(from 1; 0 is padding), `inputs_positions` (from 0) and those of `targets`.
+documents also give `inputs_segments` (from 1; 0 is padding), `inputs_positions`
+(from 0) and those of `targets`.
 
 Legend: B batch, L length of the window, I and T lengths of the results.
 """
@@ -37,8 +37,7 @@ class Spans(NamedTuple):
   def of(cls, length: int, density: float, mean_span: float) -> "Spans":
     """Returns the numbers for a text of `length` tokens; 0 below 2 tokens.
 
-    Both are rounded in float32, as random_spans_noise_mask of
-    t5/data/preprocessors.py does; in float64, some lengths would differ.
+    Rounded in float32, as random_spans_noise_mask of t5/data/preprocessors.py.
     """
     if length < 2:
       return cls(0, 0)

@@ -57,7 +57,7 @@ def on_texts(
 ) -> Op:
   """Makes an op that maps each text of a feature by `fn`, in Python.
 
-  `fn` returns bytes or an array of `dtype` and `shape`; it raises BadText.
+  `fn` returns bytes or an array, or raises BadText.
   """
   message = f"preprocessing op {name} cannot use {key}"
   kind = object if dtype == "bytes" else dtype

@@ -36,10 +36,8 @@ def parse(
 ) -> list[registry.Op]:
   """Parses a spec, such as "decode|resize(224)|value_range(-1, 1)", into ops.
 
-  Args:
-    modules: dotted names of modules to import first; they register ops.
-    defer_errors: whether an op that cannot be made, for instance because its
-      file is gone, raises its error only when it is called.
+  The modules are imported first and register ops. With `defer_errors`, an op
+  that cannot be made, as its file is gone, raises its error when it is called.
   """
   for module in (*_OWN_MODULES, *modules):
     _import(module)

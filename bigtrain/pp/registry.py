@@ -1,14 +1,11 @@
 """Preprocessing ops: their definition, registry and composition.
 
-An op is a pure function of an example and of uniform random numbers:
-
-  fn(features, u) -> features
-
-`features` is a dict with the features of one example: numpy arrays and
-scalars, or tensors inside a tf.data graph. An op never changes it in place.
-Images are HWC. `u` is a float32 array or tensor [draws] of numbers in [0, 1)
-and the op's only source of randomness, so results do not depend on hosts,
-order or restarts.
+An op is a pure function of an example and of uniform random numbers,
+fn(features, u) -> features. `features` is a dict with the features of one
+example: numpy arrays and scalars, or tensors inside a tf.data graph. An op
+never changes it in place. Images are HWC. `u` is a float32 array or tensor
+[draws] of numbers in [0, 1) and the op's only source of randomness, so results
+do not depend on hosts, order or restarts.
 
 A missing feature, or an unsupported type or rank, raises ConfigError. An
 unusable value, such as an unknown label, raises DataError on numpy arrays and
@@ -20,8 +17,6 @@ possible before there is data:
   @registry.register("scale")
   def scale(factor: float, key: str = "image", key_result: str | None = None):
     return registry.on_feature(lambda x, u: x * factor, key, key_result)
-
-The parser checks the arguments of a factory against its annotations.
 """
 
 import itertools
@@ -34,35 +29,25 @@ Features = dict[str, Any]
 
 
 class Op(NamedTuple):
-  """A preprocessing op; the module's docstring defines the contract.
-
-  Attributes:
-    fn: (features, u [draws]) -> features.
-    draws: count of uniform numbers that `fn` takes.
-    tensorflow: whether `fn` runs on tensors only. Otherwise it also runs on
-      numpy arrays, with the same results and without importing tensorflow.
-    batched: whether `fn` also takes a batch of numpy arrays: `u` is [B, draws]
-      and every feature has a leading axis B (dtype object for bytes, str and
-      ragged values). The rank of `u` distinguishes a batch from an example.
-    reads: features that `fn` requires.
-    name: the op as written in the spec.
-    vocab_sizes: {feature: largest id + 1} of the ids that the op makes.
-    fingerprints: {file: hash} of the files that the op reads.
-    origins: {feature that the op sets: feature from which its ids come, or None
-      for new values}. The other features stay as they are. None if unknown.
-    class_names: {feature that the op sets: names of its classes, by number}.
-  """
+  """A preprocessing op; the module's docstring defines the contract."""
 
   fn: Callable[[Features, Any], Features]
-  draws: int = 0
+  draws: int = 0  # Uniform numbers that `fn` takes.
+  # Whether `fn` runs on tensors only. Otherwise it also runs on numpy arrays,
+  # with the same results and without importing tensorflow.
   tensorflow: bool = False
+  # Whether `fn` also takes a batch of numpy arrays: `u` is [B, draws] and every
+  # feature has a leading axis B (dtype object for bytes, str and ragged
+  # values). The rank of `u` distinguishes a batch from an example.
   batched: bool = False
-  reads: tuple[str, ...] = ()
-  name: str = ""
-  vocab_sizes: dict[str, int] = {}
-  fingerprints: dict[str, str] = {}
+  reads: tuple[str, ...] = ()  # Features that `fn` requires.
+  name: str = ""  # As written in the spec.
+  vocab_sizes: dict[str, int] = {}  # {feature: largest id + 1 that it makes}.
+  fingerprints: dict[str, str] = {}  # {file that the op reads: hash}.
+  # {feature that the op sets: feature from which its ids come, or None for new
+  # values}. The other features stay as they are. None if unknown.
   origins: dict[str, str | None] | None = None
-  class_names: dict[str, list[str]] = {}
+  class_names: dict[str, list[str]] = {}  # {feature that it sets: by number}.
 
 
 Factory = Callable[..., Op]
@@ -106,10 +91,7 @@ def on_feature(
   key_result: str | None = None,
   **properties: Any,
 ) -> Op:
-  """Makes an op that maps one feature by fn(value, u) and keeps the others.
-
-  `properties` are further fields of the Op.
-  """
+  """Makes an op that maps one feature by fn(value, u)."""
   result = key if key_result is None else key_result
 
   def apply(features: Features, u: Any) -> Features:

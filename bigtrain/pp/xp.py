@@ -65,8 +65,7 @@ def image_size(image: Any) -> tuple[Any, Any]:
 def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
   """Returns `value`, or raises an error that ends in the values `shown`.
 
-  On the host it is DataError, in a graph tf.errors.InvalidArgumentError. The
-  message is without quotes, because tensorflow escapes them with backslashes.
+  The message is without quotes, because tensorflow escapes them.
   """
   if on_host(condition):
     if not condition:
@@ -121,10 +120,7 @@ def flip_width(image: Any, flip: Any) -> Any:
 
 
 def cut(image: Any, top: Any, left: Any, height: Any, width: Any) -> Any:
-  """Cuts a window out of an image [..., H, W, C]; top and left are [...].
-
-  Tensors keep static sizes.
-  """
+  """Cuts a window out of an image [..., H, W, C]; top and left are [...]."""
   if not on_host(image):
     window = tf.slice(image, [top, left, 0], [height, width, -1])
     static = [s if isinstance(s, int) else None for s in (height, width)]

@@ -47,16 +47,14 @@ def memory_bytes() -> dict[str, int]:
 
 @dataclasses.dataclass
 class Chrono:
-  """Time accounts of a run; `state` and `restore` carry them over restarts.
-
-  `sources_at` has figures of each source of a mixture by the number of steps.
-  """
+  """Time accounts of a run; `state` and `restore` carry them over restarts."""
 
   batch_size: int
   total_steps: int
   last_step: int | None = None  # Of this run, if earlier.
   examples_per_epoch: int | None = None
   tokens_per_example: int | None = None
+  # Figures of each source of a mixture, after a number of steps.
   sources_at: Callable[[int], Mapping[str, float]] | None = None
   flops_per_step: float | None = None  # Model FLOPs, over all devices.
   peak_flops_per_device: float | None = None  # FLOP/s.
@@ -97,10 +95,6 @@ class Chrono:
 
     Wait for the last step before: otherwise its time counts as the context's.
     """
-    if name not in ACCOUNTS:
-      raise ValueError(
-        f"account {name!r}: unknown; the accounts are {', '.join(ACCOUNTS)}"
-      )
     self._end_span()
     self._open.append(name)
     try:
@@ -119,10 +113,7 @@ class Chrono:
     self._write_secs += secs or 0.0
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
-    """Notes when the device completes `step`; `row` then ends at that time.
-
-    `wait` blocks until then, in a thread; `row` raises its exceptions.
-    """
+    """Notes in a thread when `wait` returns, as the end of the step's `row`."""
     completion: concurrent.futures.Future[float] = concurrent.futures.Future()
     self._completions[step] = completion
 
@@ -139,8 +130,7 @@ class Chrono:
   def row(self, step: int, now: float | None = None) -> dict[str, float]:
     """Figures since the previous row, with the names of docs/config.md.
 
-    `now`, the completion of the step, is by default as `completes` noted, else
-    the present. Later time counts for the next row.
+    They end at the step's completion, as `completes` noted, else now.
     """
     if now is None:
       completion = self._completions.pop(step, None)
@@ -193,10 +183,7 @@ class Chrono:
   def restore(
     self, state: Mapping[str, Any] | None, last_alive: float | None = None
   ) -> None:
-    """Continues the accounts of the process that saved `state`, if any.
-
-    Time from saving to `last_alive`, in Unix seconds, counts as `lost`.
-    """
+    """Continues the accounts of `state`; time up to `last_alive` was `lost`."""
     if state is None:
       return
     saved = min(state["wall_secs"], self._born_wall)

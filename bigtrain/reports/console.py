@@ -35,12 +35,10 @@ _REFRESHES_PER_SEC = 4
 
 
 class Console:
-  """Shows progress on standard error; methods are thread-safe and never wait.
+  """Shows progress of process 0; methods are thread-safe and never wait.
 
-  Args:
-    process_index: only process 0 shows anything.
-    bar: whether to show a bar; None shows one in a notebook, and if standard
-      error is a terminal that can move its cursor.
+  A `bar` of None shows one in a notebook, and if standard error is a terminal
+  that can move its cursor.
   """
 
   def __init__(

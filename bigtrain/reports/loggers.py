@@ -97,13 +97,10 @@ def preformatted(text: str) -> str:
 
 
 class TensorBoard:
-  """Event files in workdir/tensorboard.
+  """Event files in workdir/tensorboard; earlier events from purge_step on drop.
 
   Uses the layer below tensorboardX's SummaryWriter, whose thread dies silently
   when the disk is full; its queue then blocks forever.
-
-  Args:
-    purge_step: events of earlier processes from this step on are dropped.
   """
 
   def __init__(self, setup: Setup, purge_step: int):

@@ -45,9 +45,9 @@ def _mean_and_std(module: Any, array: Any) -> Any:  # jax.numpy or numpy.
 
 
 def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
-  """Starts to compute {name: [mean, std]}; {} for jax.ShapeDtypeStructs.
+  """Starts to compute {name: [mean, std]}, on all processes.
 
-  All processes call this at the same point. `params` may be donated afterwards.
+  `params` may be donated afterwards.
   """
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   result = {}
@@ -84,10 +84,7 @@ def write(
   values: Mapping[str, Any],
   origin: str,
 ) -> str:
-  """Writes parameters.txt, on process 0; returns the table and its totals.
-
-  `values` are the result of `moments`; for `origin` see `record.start`.
-  """
+  """Writes parameters.txt, on process 0; returns the table and its totals."""
   from clu import parameter_overview
 
   on_host = jax.device_get(dict(values))

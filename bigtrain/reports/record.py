@@ -46,6 +46,16 @@ def read_json(path: str) -> dict[str, Any] | None:
     return None
 
 
+def read_config(workdir: str, key: str = "") -> dict[str, Any]:
+  """The config.json of a run; ConfigError if it has none."""
+  config = read_json(os.path.join(workdir, "config.json"))
+  if config is None:
+    raise settings.ConfigError(
+      f"{key}{workdir}: expected the folder of a run, with a config.json."
+    )
+  return config
+
+
 def topology(mesh: Mesh) -> str:
   devices = list(mesh.devices.flat)
   per_process = collections.Counter(d.process_index for d in devices)
@@ -90,16 +100,11 @@ def versions() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-  command = [
-    "git",
-    "-C",
-    os.path.dirname(os.path.abspath(__file__)),
-    *arguments,
-  ]
+  folder = os.path.dirname(os.path.abspath(__file__))
+  command, nothing = ["git", "-C", folder, *arguments], subprocess.DEVNULL
   try:
-    return subprocess.check_output(
-      command, stderr=subprocess.DEVNULL, text=True, timeout=5
-    ).strip()
+    output = subprocess.check_output(command, stderr=nothing, timeout=5)
+    return output.decode().strip()
   except (OSError, subprocess.SubprocessError):
     return ""  # No git, or not a checkout.
 
@@ -163,9 +168,8 @@ def start(
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
-  `origin` is where the state comes from, such as "from scratch"; `log_table`
-  shows the table of parameters; `first_example` is a text in pieces, each with
-  whether it has a loss.
+  `origin` is where the state comes from, such as "from scratch";
+  `first_example` is a text in pieces, each with whether it has a loss.
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
@@ -187,10 +191,7 @@ def start(
 
 
 def update(workdir: str, **facts: Any) -> None:
-  """Adds facts, and choices for "auto", to the newest entry of run.json.
-
-  Dicts of the same name are merged.
-  """
+  """Merges facts, and choices for "auto", into the newest entry of run.json."""
   if jax.process_index():
     return
   path = os.path.join(workdir, "run.json")

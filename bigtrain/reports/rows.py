@@ -28,10 +28,7 @@ class WriteError(Exception):
 
 
 def read_rows(workdir: str) -> list[Row]:
-  """Reads metrics.jsonl, which may not exist, or a run may be writing it.
-
-  Drops an incomplete last line, and with a warning other damaged lines.
-  """
+  """Reads metrics.jsonl, without an incomplete last line and damaged lines."""
   path = os.path.join(workdir, FILE_NAME)
   try:
     lines, cut_line = _split(paths.read_bytes(path))
@@ -50,11 +47,7 @@ def read_rows(workdir: str) -> list[Row]:
 
 
 class RowFile:
-  """metrics.jsonl, open for writing.
-
-  `last_alive` is the Unix time of the last write by an earlier process, if
-  known.
-  """
+  """metrics.jsonl, open for writing."""
 
   def __init__(self, path: str, restored_step: int | None):
     self.path = path
@@ -79,7 +72,7 @@ class RowFile:
     mode = "r+b" if os.path.exists(self._local) else "w+b"
     self._file = open(self._local, mode, buffering=0)
     self._size = self._file.seek(0, os.SEEK_END)
-    _sync_folder(self._local)
+    disk.sync_folder(os.path.dirname(self._local) or ".")
 
   def _recover(self, restored_step: int | None) -> None:
     """Removes rows after a step and repairs the line that a kill cut."""
@@ -160,15 +153,7 @@ class RowFile:
 def _replace(path: str, content: bytes) -> None:
   with paths.replacing(path, "wb") as file:
     file.write(content)
-  _sync_folder(path)
-
-
-def _sync_folder(path: str) -> None:
-  folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-  try:
-    os.fsync(folder)
-  finally:
-    os.close(folder)
+  disk.sync_folder(os.path.dirname(path) or ".")
 
 
 def _line(row: Row) -> bytes:

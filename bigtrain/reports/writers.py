@@ -45,9 +45,6 @@ class Writers:
 
   The next call of any method raises an error of metrics.jsonl. Rows after
   `restored_step`, or all if it is None, are removed: the run writes them again.
-
-  Attributes:
-    last_alive: Unix time of the last write by an earlier process, if known.
   """
 
   def __init__(
@@ -62,6 +59,7 @@ class Writers:
     mlflow: Mapping[str, Any] | None = None,
     trackio: Mapping[str, Any] | None = None,
   ):
+    # Unix time of the last write by an earlier process, if known.
     self.last_alive: float | None = None
     self._thread: threading.Thread | None = None
     self._error: WriteError | None = None

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from bigtrain import settings
+from bigtrain.files.disk import size
 
 UPDATE = "update"
 
@@ -44,8 +45,7 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
   """Memory of a compiled program on each device, if the backend reports it.
 
-  alias_bytes are shared by arguments and outputs, peak_bytes the most that is
-  alive at a time. The other figures leave out host_*_bytes.
+  alias_bytes are shared by arguments and outputs; all leave out host_*_bytes.
   """
   analysis = program.memory_analysis()
   if analysis is None:
@@ -191,11 +191,3 @@ def _smaller_batch(name: str, program: jax.stages.Compiled, limit: int) -> str:
       flag = f"--config.evals.{name}.batch_size={number}"
       return f" With {flag} it needs about {size(needed)}."
   return ""
-
-
-def size(nbytes: float) -> str:
-  """Returns a size as text, such as "9.1 GB" (10^9 bytes)."""
-  for unit, number in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-    if nbytes >= number:
-      return f"{nbytes / number:.3g} {unit}"
-  return f"{nbytes:.0f} bytes"

@@ -185,13 +185,7 @@ def _check(args: argparse.Namespace) -> None:
     return  # Finds PATH itself: NAME.bv need not exist.
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
-  if args.step is not None:
-    steps = folders.find_all(args.path)
-    if args.step not in steps:
-      raise ConfigError(
-        f"--step={args.step}: no such checkpoint; {args.path} has "
-        f"{', '.join(map(str, steps))}."
-      )
+  folders.checked_step(args.path, args.step)
   if args.command == "export":
     if args.layout and not args.format:
       args.format = "hf"
@@ -246,36 +240,34 @@ def main(argv: Sequence[str]) -> int:
   from bigtrain.inference import stablehlo
   from bigtrain.tools import checkpoint_export
 
+  path, out, step = args.path, args.out, args.step
+  weights = args.prefix or "params"
   if args.format == "peft":
-    count, size = checkpoint_export.to_peft(
-      args.path, args.out, args.prefix or "params", args.step
-    )
+    count, size = checkpoint_export.to_peft(path, out, weights, step)
   elif args.format == "stablehlo":
     count, size = stablehlo.export(
-      args.path,
-      args.out,
-      step=args.step,
-      weights=args.prefix or "params",
+      path,
+      out,
+      step=step,
+      weights=weights,
       pred=args.pred,
       batch_size=args.batch_size,
       platforms=args.platforms.split(","),
     )
   elif args.format == "hf":
     count, size = checkpoint_export.to_layout(
-      args.path,
-      args.out,
+      path,
+      out,
       args.layout or None,
-      args.prefix or "params",
-      args.step,
+      weights,
+      step,
       dtype=args.dtype,
       max_shard_bytes=args.max_shard_bytes,
     )
   else:
-    count = checkpoint_export.to_file(
-      args.path, args.out, args.prefix, args.step
-    )
-    size = os.path.getsize(args.out)
-  print(f"{args.out}: {count} arrays, {_size(size)}")
+    count = checkpoint_export.to_file(path, out, args.prefix, step)
+    size = os.path.getsize(out)
+  print(f"{out}: {count} arrays, {_size(size)}")
   return 0
 
 

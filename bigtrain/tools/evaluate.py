@@ -195,11 +195,7 @@ def _load(
 
 
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
-  plain = record.read_json(os.path.join(workdir, "config.json"))
-  if plain is None:
-    raise ConfigError(
-      f"--workdir={workdir}: expected the folder of a run, with a config.json."
-    )
+  plain = record.read_config(workdir, "--workdir=")
   for change in changes:
     settings.override(plain, change)
   # Schedules are ignored here: without training data, epochs have no length.

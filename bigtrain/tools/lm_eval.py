@@ -59,10 +59,7 @@ def model(
       f"{os.fspath(path)}: the harness needs a model of the task "
       f"language_modeling, not of {predictor.config.get('task')!r}."
     )
-  if predictor.tokenizer is None:
-    raise ConfigError(
-      "bigtrain.load: the run names no tokenizer: give tokenizer=PATH."
-    )
+  predictor.need_tokenizer()
   if max_length is None:
     data = predictor.config.get("input", {}).get("data", {})
     max_length = getattr(predictor.model, "max_len", None) or data.get("length")
@@ -80,8 +77,8 @@ class _Methods:
   ):
     super().__init__()
     self.predictor, self.max_length = predictor, max_length
-    assert predictor.tokenizer is not None
-    self._codec, self._bos, self._max_new = predictor.tokenizer, bos, max_new
+    self._codec, self._bos = predictor.need_tokenizer(), bos
+    self._max_new = max_new
 
   @property
   def eot_token_id(self) -> int | None:
@@ -187,16 +184,9 @@ def main(argv: Sequence[str]) -> int:
   add("--bos", "texts start with the begin token", action="store_true")
   add("--output", "JSON file with all results")
   args, _ = parser.parse(argv)
-  trained = model(
-    args.run,
-    step=args.step,
-    weights=args.weights,
-    tokenizer=args.tokenizer,
-    batch_size=args.batch_size,
-    max_length=args.max_length,
-    bos=args.bos,
-  )
-  results = _evaluate(trained, args)
+  names = ("step", "weights", "tokenizer", "batch_size", "max_length", "bos")
+  options = {name: getattr(args, name) for name in names}
+  results = _evaluate(model(args.run, **options), args)
   from lm_eval import utils
 
   print(utils.make_table(results))

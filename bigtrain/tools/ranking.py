@@ -49,11 +49,7 @@ def default_metric(names: Iterable[str]) -> str:
 
 
 def mode_of(metric: str) -> str:
-  """Returns "min" for losses, errors, times and sizes, else "max".
-
-  >>> [mode_of(name) for name in ("val/loss", "val/acc", "perplexity")]
-  ['min', 'max', 'min']
-  """
+  """Returns "min" for losses, errors, times and sizes, else "max"."""
   return "min" if _LESS.search(metric.rpartition("/")[2]) else "max"
 
 
@@ -73,11 +69,7 @@ def choose(
 def best(
   rows: Iterable[Mapping[str, Any]], metric: str, mode: str
 ) -> Best | None:
-  """Returns the best finite value of a metric; None without one.
-
-  >>> best([{"step": 1, "a": 0.5}, {"step": 2, "a": 0.7}], "a", "max")
-  Best(value=0.7, step=2)
-  """
+  """Returns the best finite value of a metric; None without one."""
   values = [
     Best(row[metric], row["step"])
     for row in rows
@@ -89,11 +81,7 @@ def best(
 
 
 def order(bests: Sequence[Best | None], mode: str) -> list[int]:
-  """Returns indices of runs, the best first, those without a value last.
-
-  >>> order([Best(0.2, 1), None, Best(0.9, 1)], "max")
-  [2, 0, 1]
-  """
+  """Returns indices of runs, the best first, those without a value last."""
   sign = -1 if mode == "max" else 1
   keys = [(b is None, sign * b.value if b else 0.0) for b in bests]
   return sorted(range(len(bests)), key=keys.__getitem__)

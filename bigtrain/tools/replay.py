@@ -13,7 +13,6 @@ Exit codes: 0 if nothing differs; 1 if something does, or the run cannot be
 read; 2 for a mistake in the arguments or the config.
 """
 
-import os
 import re
 import sys
 import tempfile
@@ -46,11 +45,7 @@ def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
   import bigtrain.main  # Takes seconds.
 
   workdir = paths.absolute(workdir)
-  config = record.read_json(os.path.join(workdir, "config.json"))
-  if config is None:
-    raise ConfigError(
-      f"{workdir}: expected the folder of a run, with a config.json."
-    )
+  config = record.read_config(workdir)
   written = {row["step"]: row for row in rows.read_rows(workdir)}
   saved = folders.find_all(workdir) if folders.steps(workdir) else {}
   earlier = max((s for s in saved if s < step), default=0)

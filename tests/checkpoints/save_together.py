@@ -39,7 +39,7 @@ def run(folder):
   load = restore.load
   if is_second:
 
-    def fail_to_load(*args):
+    def fail_to_load(*args, **kwargs):
       raise manifest.DamagedError("array 'x' is damaged")
 
     restore.load = fail_to_load

@@ -5,6 +5,7 @@ import pytest
 from support.array_inputs import assert_equal, fetch, make_train, rows_of
 
 from bigtrain.data import synthetic
+from bigtrain.files import disk
 from bigtrain.inputs import cache, checks
 from bigtrain.settings import ConfigError
 
@@ -32,7 +33,7 @@ def test_records_larger_than_memory_are_refused(monkeypatch):
 
 def test_memory_is_measured():
   assert 1e6 < cache.available_bytes() < 1e15
-  assert cache.readable(1234567) == "1.23 MB"
+  assert disk.size(1234567) == "1.23 MB"
 
 
 @pytest.mark.parametrize("kind", ["none", "raw"])

@@ -169,9 +169,6 @@ def test_of_nested_accounts_the_inner_one_counts():
     assert c.accounts()["eval"] == 3.0
   accounts = c.accounts()
   assert (accounts["eval"], accounts["compile"]) == (3.0, 10.0)
-  with pytest.raises(ValueError, match="the accounts are start, compile"):
-    with c.account("evaluate"):
-      pass
 
 
 def test_an_exception_ends_an_account():

@@ -34,10 +34,7 @@ _FORMAT_OF = {
 
 
 class Part(NamedTuple):
-  """A part of a file: bytes, or row groups of a Parquet file.
-
-  A line belongs to the part in which it begins.
-  """
+  """Bytes of a file, and the lines that begin there, or Parquet row groups."""
 
   path: str
   format: str  # One of FORMATS; in "text" the whole file is a document.
@@ -73,8 +70,8 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 def read(part: Part, key: str) -> Iterator[str | DataError]:
   """Yields the documents of a part, or an error with the place of each invalid.
 
-  Texts may be empty; blank lines are skipped. `key` is the field or column with
-  the text. Raises DataError if the rest of the file cannot be read.
+  Texts may be empty; blank lines are skipped. Raises DataError if the rest of
+  the file cannot be read.
   """
   if part.format == "parquet":
     yield from _read_rows(part, key)
@@ -104,30 +101,29 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
       for position, line in _lines(part):
         if line.strip():
           where = _Where(part, position)
-          yield where, _object(line, where)
+          try:
+            yield where, json_object(line)
+          except DataError as e:
+            raise DataError(f"{where}: {e}") from e
     else:
       raise ConfigError(f"{path}: expected a .jsonl or .parquet file.")
 
 
-def _object(line: bytes, where: Any) -> dict[str, Any]:
+def json_object(line: bytes) -> dict[str, Any]:
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as e:
-    raise DataError(f"{where}: not valid JSON: {e}.") from e
+    raise DataError(f"not valid JSON: {e}.") from e
   if not isinstance(row, dict):
-    kind = type(row).__name__
-    raise DataError(f"{where}: expected an object, got {kind}.")
+    raise DataError(f"expected an object, got {type(row).__name__}.")
   return row
 
 
 class _Where(NamedTuple):
-  """A line's location, whose line number is computed only when printed.
-
-  `position` is the line number in a compressed file, else the byte offset.
-  """
+  """A line's location, whose line number is computed only when printed."""
 
   part: Part
-  position: int
+  position: int  # Line number in a compressed file, else byte offset.
 
   def __str__(self) -> str:
     path, number = self.part.path, self.position
@@ -138,9 +134,9 @@ class _Where(NamedTuple):
 
 def _field(line: bytes, key: str, where: _Where) -> str | DataError:
   try:
-    example = _object(line, where)
+    example = json_object(line)
   except DataError as e:
-    return e
+    return DataError(f"{where}: {e}")
   if key not in example:
     hint = did_you_mean(key, example)
     return DataError(f"{where}: no field {key!r}.{hint}")

@@ -27,12 +27,9 @@ _MAX_THREADS = 16
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  One thread loads a value while others that need it wait. The latest value
-  stays, even if it exceeds `capacity`, the limit of the sum of sizes.
-
-  Args:
-    load: (key) -> (value, its size).
-    on_reload: called when an evicted value is loaded again.
+  One thread loads (value, its size) while others that need it wait. The latest
+  value stays, even if it exceeds `capacity`, the limit of the sum of sizes.
+  `on_reload` is called when an evicted value is loaded again.
   """
 
   def __init__(
@@ -130,10 +127,7 @@ def as_list(path: Any, key: str) -> list[Any]:
 
 
 def find(path: Any, key: str) -> list[str]:
-  """Returns absolute paths of a file, a pattern such as "**/*.txt", or a list.
-
-  The matches of a pattern are sorted.
-  """
+  """Returns absolute paths of a file, a pattern (sorted), or a list of them."""
   files: list[str] = []
   for entry in as_list(path, key):
     file = local_path(entry, key)
@@ -176,7 +170,7 @@ def offsets(
 ) -> list[np.ndarray]:
   """Returns scan(path) for each file, from the cache where possible.
 
-  A scan returns the offsets of N records and the file's size, int64 [N + 1].
+  That is the offsets of N records and the file's size, int64 [N + 1].
   """
   return in_threads(lambda path: _offsets(path, scan), names)
 

@@ -17,11 +17,8 @@ def first_fit(
 
   First-fit decreasing (Johnson, 1973), at most 11/9 of the optimal number of
   bins plus a constant. All items of one size are placed at once, so ten million
-  documents take seconds.
-
-  Returns:
-    (items int64 [N], first int64 [bins + 1]): bin b holds items[first[b] :
-    first[b + 1]], in ascending order.
+  documents take seconds. Returns (items int64 [N], first int64 [bins + 1]): bin
+  b holds items[first[b] : first[b + 1]], in ascending order.
   """
   sizes = np.asarray(sizes, np.int64)
   if not sizes.size:
@@ -47,12 +44,8 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: largest first, each into the fullest bin with room.
 
-  Args:
-    sizes: int [N, K], sizes of an item in K ways, none beyond the capacity.
-    capacity: K sizes of a bin. Bins are compared in the way that fills first.
-
-  Returns:
-    As `first_fit`.
+  Items have K sizes, int [N, K], none beyond those of a bin. Bins are compared
+  in the way that fills first. Returns the same as `first_fit`.
   """
   fill = np.sum(sizes, axis=0) / np.asarray(capacity)
   ways = np.argsort(-fill, kind="stable")

@@ -39,16 +39,13 @@ _DTYPES = ("uint8", "uint16", "uint32", "int32")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """The token ids of a file.
-
-  `ends` loads the document ends, int64, ascending, the last equal to `size`;
-  it is None if they are unknown.
-  """
+  """The token ids of a file."""
 
   path: str
   offset: int  # Of the first id, in bytes.
   dtype: np.dtype
   size: int  # Number of ids.
+  # Loads the document ends, if known: int64, ascending, the last one `size`.
   ends: Callable[[], np.ndarray] | None = None
 
   def map(self) -> np.ndarray:
@@ -65,10 +62,7 @@ class Shard:
 def open_shards(
   path: str | Sequence[str], dtype: str | None
 ) -> tuple[list[Shard], dict[str, Any] | None]:
-  """Returns the shards of token files, and their manifest or None.
-
-  `dtype` is for files that do not store it, uint16 by default.
-  """
+  """Returns the shards of token files, and their manifest or None."""
   if dtype is not None:
     check_choice("tokens: dtype", dtype, _DTYPES)
   if isinstance(path, str | os.PathLike):

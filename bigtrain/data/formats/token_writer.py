@@ -33,9 +33,9 @@ class Recipe(NamedTuple):
 def write_shard(
   folder: str, name: str, documents: Iterable[str | DataError], recipe: Recipe
 ) -> dict[str, Any]:
-  """Tokenizes documents, or errors in place of invalid ones, into one shard.
+  """Tokenizes documents into one shard; returns the content of the .json file.
 
-  Empty documents are skipped. Returns the content of the .json file.
+  Invalid documents are errors. Empty ones are skipped.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
   counts: dict[str, Any] = {"name": name, "num_tokens": 0, "num_documents": 0}

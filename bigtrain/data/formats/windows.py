@@ -72,10 +72,8 @@ class Stream:
 class Documents:
   """Windows of whole documents; documents longer than a window are split.
 
-  Args:
-    starts: for each shard, the starts of its documents, int64, ascending, and
-      then its number of tokens.
-    packed: whether several documents may share a window.
+  `starts` has for each shard the starts of its documents, int64, ascending, and
+  then its number of tokens. If `packed`, documents may share a window.
   """
 
   def __init__(
@@ -130,10 +128,7 @@ class Documents:
 def _shuffled(
   items: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the same bins in a fixed random order.
-
-  First-fit puts the longest documents first; a slice must be a random sample.
-  """
+  """Returns the bins in a fixed random order, so that a slice is a sample."""
   number = len(first) - 1
   bins = hashing.permute(np.arange(number), number, seed=0)
   counts = np.diff(first)[bins]

@@ -40,11 +40,10 @@ def row(
   target: Hardware,
   efficiency: float = EFFICIENCY,
 ) -> dict[str, Any]:
-  """Returns all figures of one mesh.
+  """Returns all figures of one mesh, from facts of program.compile_update.
 
-  The facts are those of program.compile_update, devices, the axes of the mesh,
-  batch_size and microbatches. Bytes are of each device, by kind or axes and per
-  step; figures of a compiler are without kernels; rates have perfect overlap.
+  Bytes are of each device, by kind or axes and per step; figures of a compiler
+  are without kernels; rates have perfect overlap.
   """
   # The TPU's compiler places each buffer; others only add them up.
   peak_bytes = device_memory.needed_bytes(
@@ -227,8 +226,7 @@ def by_formula(
 ) -> dict[str, list[Collective]]:
   """Returns the collectives of a step by axes, such as "replica, sequence".
 
-  Without sizes of the model, only what `fsdp` and `replica` send. `of` has the
-  mesh, batch_size, microbatches, sharded_parameters and tokens_per_example.
+  Without sizes of the model, only what `fsdp` and `replica` send.
   """
   replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
   micro, b = of["microbatches"], itemsize(config)

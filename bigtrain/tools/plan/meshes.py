@@ -118,8 +118,7 @@ def without_data(
 ) -> list[str]:
   """Returns "key=value" for the keys of a config that need data.
 
-  Data that is read from files becomes made-up data of the same shapes; other
-  data stays. Evaluations, hooks and wandb are removed.
+  Data from files becomes made-up data of the same shapes.
   """
   entries = {"input.data": config["input"].get("data")}
   for name, entry in config["input"].get("mixture", {}).items():

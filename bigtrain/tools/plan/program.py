@@ -70,8 +70,7 @@ def compile_update(
 ) -> dict[str, Any]:
   """Compiles the update for absent devices; returns facts about it.
 
-  The compiler is "cpu" for simulated devices, else "tpu" or "gpu". Raises
-  RuntimeError if it fails, and subprocess.TimeoutExpired if it takes longer.
+  Raises RuntimeError, and subprocess.TimeoutExpired if it takes longer.
   """
   request = {"config": config, "changes": [*changes], "compiler": compiler}
   request["hardware"] = hardware_name

@@ -224,8 +224,7 @@ def choose(
 ) -> Choice:
   """Compiles the best candidates until time.monotonic() is `end`.
 
-  `compile_one` takes a candidate and the seconds left and returns facts, or
-  None if the time is up; without it, nothing is compiled.
+  `compile_one`, if given, returns facts, or None if the time is up.
   """
   compiled: Rows = {}
   ways, out_of_time = list(ways), False
