@@ -103,21 +103,16 @@ class Max:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Min:
-  """The smallest of several values; NaN if one of them is."""
-
-  negative: Max
+class Min(Max):
+  """The smallest of several values, as the largest of their negatives."""
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
-    return cls(Max.of(-values.astype(jnp.float32), weights))
-
-  def merge(self, other: Self) -> Self:
-    return type(self)(self.negative.merge(other.negative))
+    return super().of(-values.astype(jnp.float32), weights)
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> float:
-    return -Max.value(part.negative for part in parts)
+    return -super().value(parts)
 
 
 @jax.tree_util.register_dataclass

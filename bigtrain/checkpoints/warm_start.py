@@ -179,11 +179,13 @@ def load_variables(
 
 
 def load_state(
-  spec: str | Mapping[str, Any], like: Any, *, key: str = "config.resume"
+  spec: str | Mapping[str, Any], like: Any
 ) -> tuple[Any, Manifest]:
+  key = "config.resume"
   source = read_source(spec, key, ("path", "step"))
-  directory = folders.find_named(source.path, source.step, key)
-  return restore.restore(directory, like)
+  return restore.restore(
+    folders.find_named(source.path, source.step, key), like
+  )
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -144,13 +144,6 @@ class Batches:
     return collected
 
 
-class Evaluator(Protocol):
-  """Interface of the classes `Evaluator` in the evaluators' modules."""
-
-  def run(self, variables: Variables, step: int) -> dict[str, Any]:
-    """Returns numbers, media or histograms; the same on every process."""
-
-
 class Evaluation(NamedTuple):
   """One entry of config.evals."""
 
@@ -158,7 +151,7 @@ class Evaluation(NamedTuple):
   log_steps: int  # It is due at multiples of this, and at the last step.
   weights: str  # "params" or "ema".
   # Loads data and compiles; runs in any thread, nothing is collective.
-  build: Callable[[], Evaluator]
+  build: Callable[[], Any]
   at_start: bool = False
 
   def owns(self, metric: str) -> bool:
@@ -247,7 +240,7 @@ def _bind(
   predict_fn: PredictFn,
   context: Context,
   options: Mapping[str, Any],
-) -> Callable[[], Evaluator]:
+) -> Callable[[], Any]:
   parameters = inspect.signature(module.Evaluator).parameters
   fields = {field.name for field in dataclasses.fields(Batches)} - {"context"}
   batch_names = fields - {*parameters} if "batches" in parameters else set()
@@ -266,7 +259,7 @@ def _bind(
   if hasattr(module, "check"):
     module.check(options, context, context.path)
 
-  def build() -> Evaluator:
+  def build() -> Any:
     given: dict[str, Any] = {"predict_fn": predict_fn, "context": context}
     if "batches" in parameters:
       given["batches"] = Batches(context, **batch_options)
@@ -310,6 +303,21 @@ def check_class_names(
     pp, modules, path = options.get("pp", ""), context.pp_modules, context.path
     own = labels.of_source(options["data"], pp, modules, label_key, path)
     labels.check_same(own or training, training, path)
+
+
+def check_classes(
+  options: Mapping[str, Any],
+  context: Context,
+  prompts: Sequence[str],
+  key: str = "prompt",
+) -> None:
+  """Checks names of classes, the prompts that they fill, and top_k."""
+  path = context.path
+  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
+  texts = [labels.fill(p, first, f"{path}.{key}")[0] for p in prompts]
+  class_tokens(texts, options["pp_text"], context)
+  top_k = options.get("top_k", (1, 5))
+  check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
 
 
 def class_tokens(

@@ -14,11 +14,7 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
-  texts = labels.fill(options.get("prompt", "{}"), first, f"{path}.prompt")
-  evaluations.class_tokens(texts, options["pp_text"], context)
-  top_k = options.get("top_k", (1, 5))
-  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+  evaluations.check_classes(options, context, [options.get("prompt", "{}")])
 
 
 class Evaluator:

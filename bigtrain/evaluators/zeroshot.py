@@ -20,13 +20,8 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   prompts = labels.read(options.get("prompts", ("{}",)), f"{path}.prompts")
-  for prompt in prompts:
-    texts = labels.fill(prompt, first, f"{path}.prompts")
-  evaluations.class_tokens(texts, options["pp_text"], context)
-  top_k = options.get("top_k", (1, 5))
-  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+  evaluations.check_classes(options, context, prompts, "prompts")
 
 
 class Evaluator:

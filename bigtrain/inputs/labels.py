@@ -51,7 +51,6 @@ def tokens(
   vocab_sizes: Mapping[str, int],
   *,
   key: str,
-  feature: str = "labels",
 ) -> np.ndarray:
   """Returns the tokens that `pp` makes of texts, int32 [len(texts), L]."""
   op = registry.compose(parse.parse(pp, pp_modules))
@@ -66,9 +65,9 @@ def tokens(
       features = op.fn({"text": text}, np.zeros(0, np.float32))
     except DataError as e:
       raise ConfigError(f"{key}: {text!r}: {e}") from e
-    if feature not in features:
-      raise ConfigError(f"{key}: the ops make no {feature!r}: {pp!r}.")
-    rows.append(np.asarray(features[feature], np.int32))
+    if "labels" not in features:
+      raise ConfigError(f"{key}: the ops make no 'labels': {pp!r}.")
+    rows.append(np.asarray(features["labels"], np.int32))
   return np.stack(rows)
 
 

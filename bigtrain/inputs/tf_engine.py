@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.data.formats import files
 from bigtrain.inputs import engine
 from bigtrain.inputs.engine import Batch, Features, Part
 from bigtrain.pp.host_tensorflow import tf
@@ -23,7 +24,7 @@ class TfEngine(engine.Engine):
   """Reads records in Python, many per call; the rest is a tf.data graph."""
 
   def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
-    self._codecs = [_Codec(p.source.spec, p.op.draws, p.key) for p in parts]
+    self._codecs = [_Codec(p.source.spec, p.op.draws) for p in parts]
     self._examples = [self._graph(*each) for each in zip(parts, self._codecs)]
     super().__init__(parts, *args, **kwargs)
 
@@ -148,45 +149,36 @@ def _parsed(source: Any, features: dict[str, Any]) -> dict[str, Any]:
 class _Codec:
   """Passes random numbers and raw features into the graph as flat tensors.
 
-  Arrays of varying shape are sent as the bytes of their values and of their
-  shape, lists of strings of varying length as one string and its lengths.
-  tf.data's unbatch (2.21) crashes on tensors without elements, so empty arrays
-  are sent as bytes too, and there is always at least one random number.
-  `signature` has TensorSpecs of one example: u, then the features.
+  Those of varying shape are serialized. tf.data's unbatch (2.21) crashes on
+  tensors without elements, so empty arrays are serialized too, and there is
+  always at least one random number. `signature` has TensorSpecs of one example:
+  u, then the features.
   """
 
-  def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int, key: str):
+  def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int):
     self._spec = spec
-    self._as_bytes = {k for k, (_, shape) in spec.items() if not all(shape)}
+    self._kinds = {
+      name: tf.string if dtype is bytes else tf.as_dtype(dtype)
+      for name, (dtype, _) in spec.items()
+    }
     self.signature = [tf.TensorSpec([max(draws, 1)], tf.float32)]
-    for name, (dtype, shape) in spec.items():
-      if name in self._as_bytes:
-        if dtype is bytes and len(shape) > 1:
-          raise ConfigError(
-            f"{key}: feature {name!r} holds nested lists of strings of varying "
-            "length, which are not supported; leave it out."
-          )
-        self.signature += 2 * [tf.TensorSpec([], tf.string)]
+    for name, (_, shape) in spec.items():
+      if all(shape):
+        self.signature.append(tf.TensorSpec(shape, self._kinds[name]))
       else:
-        kind = tf.string if dtype is bytes else tf.as_dtype(dtype)
-        self.signature.append(tf.TensorSpec(shape, kind))
+        self.signature.append(tf.TensorSpec([], tf.string))
 
   def pack(self, raw: Batch, u: np.ndarray) -> list[np.ndarray]:
     """Arrays of a batch; `raw` may be empty if the batch has no rows."""
     num_rows = len(u)
     arrays = [u if u.shape[1] else np.zeros((num_rows, 1), np.float32)]
     for name, (dtype, shape) in self._spec.items():
-      if name in self._as_bytes:
-        data, sizes = np.empty((2, num_rows), object)
-        for i in range(num_rows):
-          row = raw[name][i]
-          if dtype is bytes:
-            data[i] = b"".join(row)
-            sizes[i] = np.asarray([len(s) for s in row], np.int64).tobytes()
-          else:
-            data[i] = np.ascontiguousarray(row, dtype).tobytes()
-            sizes[i] = np.asarray(row.shape, np.int64).tobytes()
-        arrays += [data, sizes]
+      if not all(shape):
+        rows = [
+          tf.make_tensor_proto(row, self._kinds[name]).SerializeToString()
+          for row in raw.get(name, ())
+        ]
+        arrays.append(files.objects(rows))
       elif num_rows:
         arrays.append(raw[name])
       else:
@@ -195,18 +187,10 @@ class _Codec:
     return arrays
 
   def unpack(self, tensors: Sequence[Any]) -> dict[str, Any]:
-    rest = iter(tensors)
     features = {}
-    for name, (dtype, shape) in self._spec.items():
-      value = next(rest)
-      if name in self._as_bytes:
-        sizes = tf.io.decode_raw(next(rest), tf.int64)
-        if dtype is bytes:
-          starts = tf.cumsum(sizes, exclusive=True)
-          value = tf.strings.substr(value, starts, sizes)
-        else:
-          flat = tf.io.decode_raw(value, tf.as_dtype(dtype))
-          value = tf.reshape(flat, tf.ensure_shape(sizes, [len(shape)]))
+    for value, (name, (_, shape)) in zip(tensors, self._spec.items()):
+      if not all(shape):
+        value = tf.io.parse_tensor(value, self._kinds[name])
         value = tf.ensure_shape(value, shape)
       features[name] = value
     return features

@@ -1,7 +1,8 @@
-"""Loggers, which show runs: their interface, and TensorBoard.
+"""Loggers, which show runs: what they have in common, and TensorBoard.
 
 A logger receives the rows of metrics.jsonl in order, in a thread of its own
-(writers.py), and may fail. trackers.py has the others.
+(writers.py), and may fail: write(row, shown), with the values whose paths are
+in the row, flush() and close(). trackers.py has the others.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,17 +19,6 @@ from bigtrain.files import paths
 from bigtrain.reports import media
 
 Row = dict[str, Any]
-
-
-class Logger(Protocol):
-  """Interface of TensorBoard and of the classes in trackers.py."""
-
-  def write(self, row: Row, shown: Mapping[str, Any]) -> None:
-    """Writes a row; `shown` has the values whose paths are in it."""
-
-  def flush(self) -> None: ...
-
-  def close(self) -> None: ...
 
 
 _SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")

@@ -179,7 +179,7 @@ class Mlflow:
 
 def make(
   name: str, setup: Callable[[], loggers.Setup], options: Mapping[str, Any]
-) -> loggers.Logger:
+) -> Any:
   kinds = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
   return kinds[name](setup(), **options)
 

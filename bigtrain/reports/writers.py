@@ -205,7 +205,7 @@ def _scalar(name: str, value: Any) -> Any:
 class _Sink:
   """A logger in a thread of its own, which makes it at the first row."""
 
-  def __init__(self, name: str, make: Callable[[], loggers.Logger]):
+  def __init__(self, name: str, make: Callable[[], Any]):
     self._name, self._make = name, make
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._call_began = math.inf

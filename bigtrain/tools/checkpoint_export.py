@@ -13,7 +13,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -27,17 +27,9 @@ from bigtrain.files import paths
 from bigtrain.inference import saved
 from bigtrain.models.published import families
 from bigtrain.models.published.blocks import STATE
+from bigtrain.models.published.tables import Tensor
 from bigtrain.reports import record
 from bigtrain.settings import ConfigError, did_you_mean
-
-
-class Tensor(Protocol):
-  """An array of the exported file, built from slices of parameters."""
-
-  name: str
-  shape: Sequence[int]
-  parts: Sequence[tuple[str, tuple[Any, ...]]]  # (name, index) of the slices.
-  build: Callable[[list[np.ndarray]], np.ndarray]  # From the slices.
 
 
 def to_file(

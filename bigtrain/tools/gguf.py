@@ -165,53 +165,34 @@ def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
       get("pre"),
     )
     return {}
+  by = f"{path}: writing its tokenizer"
+  hf = import_package("tokenizers", by, "'bigtrain[text]'")
+  merges = [tuple(merge.split(" ")) for merge in get("merges")]
+  vocab = {token: i for i, token in enumerate(tokens)}
+  made = hf.Tokenizer(hf.models.BPE(vocab, merges))
+  before = [hf.pre_tokenizers.Digits(individual_digits=True)] * splits
+  before.append(hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
+  made.pre_tokenizer = hf.pre_tokenizers.Sequence(before)
+  made.decoder = hf.decoders.ByteLevel()
   special = [i for i, kind in enumerate(get("token_type")) if kind == _CONTROL]
-  options = dict(lstrip=False, rstrip=False, single_word=False)
-  byte_level = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-  }
-  digits = {"type": "Digits", "individual_digits": True}
-  before = [digits, byte_level] if splits else [byte_level]
-  content = {
-    "version": "1.0",
-    "added_tokens": [
-      {"id": i, "content": tokens[i], "special": True, "normalized": False}
-      | options
-      for i in special
-    ],
-    "pre_tokenizer": {"type": "Sequence", "pretokenizers": before},
-    "decoder": byte_level,
-    "model": {
-      "type": "BPE",
-      "vocab": {token: i for i, token in enumerate(tokens)},
-      "merges": [merge.split(" ") for merge in get("merges")],
-    },
-  }
+  made.add_special_tokens(
+    [hf.AddedToken(tokens[i], normalized=False, special=True) for i in special]
+  )
   kinds = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
   ids = {key: get(f"{kind}_token_id") for key, kind in kinds.items()}
   named: dict[str, Any] = {
     key: None if i is None else tokens[i] for key, i in ids.items()
   }
-  if get("add_bos_token") and named["bos_token"] is not None:
-    first = {"SpecialToken": {"id": named["bos_token"], "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    content["post_processor"] = {
-      "type": "TemplateProcessing",
-      "single": [first, text],
-      "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
-      "special_tokens": {
-        named["bos_token"]: {
-          "id": named["bos_token"],
-          "ids": [ids["bos_token"]],
-          "tokens": [named["bos_token"]],
-        }
-      },
-    }
+  bos = named["bos_token"]
+  if get("add_bos_token") and bos is not None:
+    made.post_processor = hf.processors.TemplateProcessing(
+      single=[bos, "$A"],
+      pair=[bos, "$A", "$B:1"],
+      special_tokens=[(bos, ids["bos_token"])],
+    )
   if template := metadata.get("tokenizer.chat_template"):
     named["chat_template"] = template
+  content = json.loads(made.to_str())
   return {"tokenizer.json": content, "tokenizer_config.json": named}
 
 

@@ -30,9 +30,10 @@ class Feature(NamedTuple):
   image: bool = False  # Whether it is a struct of `bytes` and `path`.
 
 
-def import_pyarrow(needed_by: str = "parquet: reading it") -> Any:
+def import_pyarrow() -> Any:
+  by, install = "parquet: reading it", "'bigtrain[parquet]'"
   for name in (".compute", ".ipc", ".parquet", ""):
-    pa = import_package(f"pyarrow{name}", needed_by, "'bigtrain[parquet]'")
+    pa = import_package(f"pyarrow{name}", by, install)
   return pa
 
 

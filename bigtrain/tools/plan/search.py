@@ -314,7 +314,7 @@ def _nearest(
 def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
   row = rows[candidate]
   if not row["fits"]:
-    return [f"Nothing fits; this needs {_gb(row['peak_bytes'])} GB."]
+    return [f"Nothing fits; this needs {gb(row['peak_bytes'])} GB."]
   compute, by_axis = row["secs"]["compute"], row["sent_by_axis"]
   sent = row["secs"]["in_turn"] - compute
   if row["secs"]["overlapped"] > compute:
@@ -325,7 +325,7 @@ def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
     first += "communication"
   if by_axis:
     largest = max(by_axis, key=lambda axes: by_axis[axes])
-    first += f"; most of it goes over {largest}: {_gb(by_axis[largest])} GB"
+    first += f"; most of it goes over {largest}: {gb(by_axis[largest])} GB"
   alike = [
     c
     for c, r in rows.items()
@@ -338,10 +338,11 @@ def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
   return [
     f"{first}.",
     f"Faster on this mesh, but too large: microbatches={other['microbatches']},"
-    f" remat_policy={smallest.remat_policy!r} needs {_gb(other['peak_bytes'])} "
-    f"of {_gb(target.memory_bytes)} GB ({other['figures']}).",
+    f" remat_policy={smallest.remat_policy!r} needs {gb(other['peak_bytes'])} "
+    f"of {gb(target.memory_bytes)} GB ({other['figures']}).",
   ]
 
 
-def _gb(nbytes: float) -> str:
-  return f"{nbytes / 1e9:,.3g}"
+def gb(nbytes: float) -> str:
+  value = nbytes / 1e9
+  return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

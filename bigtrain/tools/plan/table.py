@@ -5,7 +5,7 @@ from typing import Any
 
 from bigtrain import sharding
 from bigtrain.tools.plan import hardware, hlo
-from bigtrain.tools.plan.search import Choice
+from bigtrain.tools.plan.search import Choice, gb
 
 _Row = Mapping[str, Any]
 # A line of the table: its name, and the text of a row. None for a heading.
@@ -28,7 +28,7 @@ def text(
   width = max(len(cell) for line in cells for cell in line) + 2
   head = (
     f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
-    f"{_gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes)."
+    f"{gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes)."
   )
   table = [
     (name.ljust(names) + "".join(c.rjust(width) for c in line)).rstrip()
@@ -59,13 +59,13 @@ def _memory_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
     if name != "step":
       yield f"  {name}", _gb_of("state_bytes", name)
   if any(row["host_state_bytes"] for row in rows):
-    yield "  in host memory", lambda r: _gb(r["host_state_bytes"])
-  yield "  batch", lambda r: _gb(r["batch_bytes"])
-  yield "  temporary", lambda r: _gb(r["memory"]["temporary_bytes"])
-  yield "  peak", lambda r: _gb(r["peak_bytes"])
+    yield "  in host memory", lambda r: gb(r["host_state_bytes"])
+  yield "  batch", lambda r: gb(r["batch_bytes"])
+  yield "  temporary", lambda r: gb(r["memory"]["temporary_bytes"])
+  yield "  peak", lambda r: gb(r["peak_bytes"])
   capacity = first["peak_bytes"] / first["memory_fraction"]
   yield (
-    f"  of {_gb(capacity)}",
+    f"  of {gb(capacity)}",
     lambda r: f"{r['memory_fraction']:.0%}{'' if r['fits'] else ': too large'}",
   )
 
@@ -135,40 +135,28 @@ def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
     f"Peak: {target.peak_flops / 1e12:g} TFLOP/s. Source: "
     f"{hardware.SOURCES[hardware_name]}.",
   ]
-  if any(row["cycles"] for row in rows):
-    notes.append(
-      "The compiler's cycles leave out kernels (Pallas). Transfers take their "
-      "bytes at the bandwidth above."
-    )
-  if any(row["products"] for row in rows):
-    notes.append(
-      "The GPU's compiler estimates no times: the seconds follow from the "
-      "executed FLOPs, or from its products if they are more."
-    )
-  if all(row["compiler"] == "cpu" for row in rows):
-    notes.append(
-      "Temporary memory is planned by XLA's CPU compiler; compilers for "
-      "accelerators plan it differently."
-    )
-  if any(row["figures"].startswith("from") for row in rows):
-    notes.append(
-      "Figures 'from N' are extrapolated from a program that was compiled for "
-      "N devices."
-    )
-  if any(row["unknown_loops"] for row in rows):
-    notes.append(
-      "The trip count of some loops is unknown: their traffic counts once."
-    )
-  return notes
-
-
-def _gb(nbytes: float) -> str:
-  value = nbytes / 1e9
-  return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+  others = {
+    "The compiler's cycles leave out kernels (Pallas). Transfers take their "
+    "bytes at the bandwidth above.": any(row["cycles"] for row in rows),
+    "The GPU's compiler estimates no times: the seconds follow from the "
+    "executed FLOPs, or from its products if they are more.": any(
+      row["products"] for row in rows
+    ),
+    "Temporary memory is planned by XLA's CPU compiler; compilers for "
+    "accelerators plan it differently.": all(
+      row["compiler"] == "cpu" for row in rows
+    ),
+    "Figures 'from N' are extrapolated from a program that was compiled for "
+    "N devices.": any(row["figures"].startswith("from") for row in rows),
+    "The trip count of some loops is unknown: their traffic counts once.": any(
+      row["unknown_loops"] for row in rows
+    ),
+  }
+  return notes + [note for note, applies in others.items() if applies]
 
 
 def _gb_of(group: str, name: str) -> Callable[[_Row], str]:
-  return lambda row: _gb(row[group].get(name, 0.0))
+  return lambda row: gb(row[group].get(name, 0.0))
 
 
 def _pflop(flops: float | None) -> str:
@@ -203,7 +191,7 @@ def choice_text(choice: Choice, minutes: float) -> str:
     result += [f"{number}. {' '.join(row['reasons'])}", ""]
     result += [*(f"     {line}" for line in config_lines(row)), ""]
   for row in choice.too_large:
-    size = f"{row['peak_bytes'] / 1e9:,.3g} GB ({row['figures']})"
+    size = f"{gb(row['peak_bytes'])} GB ({row['figures']})"
     result.append(f"Does not fit: {size}: {'; '.join(config_lines(row))}")
   if by_formula:
     why = f"the {minutes:g} minutes were up"

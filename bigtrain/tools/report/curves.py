@@ -2,6 +2,7 @@
 
 import io
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,32 +23,7 @@ def smooth(values: Sequence[float]) -> list[float]:
   return [sum(window) / len(window) for window in windows]
 
 
-_STYLE = {
-  "figure.facecolor": "white",
-  "axes.facecolor": "white",
-  "axes.edgecolor": "#888888",
-  "axes.labelcolor": "#333333",
-  "axes.grid": True,
-  "axes.axisbelow": True,
-  "axes.spines.top": False,
-  "axes.spines.right": False,
-  "axes.titlelocation": "left",
-  "axes.titlesize": 12,
-  "axes.titleweight": "bold",
-  "axes.titlepad": 10,
-  "axes.labelsize": 10,
-  "axes.formatter.useoffset": False,
-  "font.family": "DejaVu Sans",  # Included in matplotlib.
-  "font.size": 10,
-  "grid.color": "#E4E4E4",
-  "grid.linewidth": 0.8,
-  "legend.frameon": False,
-  "legend.fontsize": 9,
-  "lines.linewidth": 1.8,
-  "lines.solid_capstyle": "round",
-  "xtick.color": "#555555",
-  "ytick.color": "#555555",
-}
+_STYLE = pathlib.Path(__file__).with_name("curves.mplstyle")
 _SIZE = (5.2, 3.3)  # Inches per panel.
 
 
@@ -132,7 +108,7 @@ def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
     "matplotlib", "tools.report", "'bigtrain[report]'"
   )
   images = {}
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(fname=_STYLE):
     for name, figure in [*_figures(runs), ("curves", _overview(runs))]:
       content = io.BytesIO()
       figure.savefig(content, format="png", dpi=110, bbox_inches="tight")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,18 +59,20 @@ def render(
     ("Code and machines", _info(runs)),
   ]
   body = "".join(f"<h2>{t}</h2>{html}" for t, html in sections if html)
-  folder = pathlib.Path(__file__).parent
-  return (
-    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<link rel="icon" href="data:,">'
-    f"<title>{markup.text(title)}</title>"
-    f"<style>{(folder / 'page.css').read_text()}</style></head>"
-    f"<body><h1>{markup.text(title)}</h1>{body}"
-    '<div id="tip" hidden></div>'
-    f'<script type="application/json" id="data">{content}</script>'
-    f"<script>{(folder / 'page.js').read_text()}</script></body></html>\n"
+  return _filled(
+    "page.html",
+    title=markup.text(title),
+    style=_filled("page.css"),
+    body=body,
+    data=content,
+    script=_filled("page.js"),
   )
+
+
+def _filled(name: str, **values: str) -> str:
+  """A file beside this one, with values in place of $name in HTML."""
+  text = pathlib.Path(__file__).with_name(name).read_text()
+  return string.Template(text).substitute(values) if values else text
 
 
 def _runs(
@@ -117,18 +120,7 @@ def _short(value: str) -> str:
 def _controls(runs: Sequence[Run]) -> str:
   """The inputs that change all charts, see page.js."""
   both = '<button id="all">all runs</button><button id="none">no run</button>'
-  return (
-    '<div class="controls"><label>smoothing <input id="smoothing" type="range" '
-    'min="0" max="0.99" step="0.01" value="0"><span id="smoothing-value">0'
-    "</span></label>"
-    '<label><input id="log-y" type="checkbox">logarithmic values</label>'
-    '<label><input id="log-x" type="checkbox">logarithmic steps</label>'
-    f"<span>{both if len(runs) > 1 else ''} "
-    '<button id="reset">all steps</button></span></div>'
-    '<p class="note">Drag over a chart to zoom into its steps; a double click '
-    "shows all steps.</p>"
-    "<noscript><p>The curves need JavaScript.</p></noscript>"
-  )
+  return _filled("controls.html", runs=both if len(runs) > 1 else "")
 
 
 def _of_runs(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
