@@ -207,9 +207,7 @@ def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
 
 
 def _block_shape(
-  x: jax.Array,
-  replicas: list[list[tuple[tuple[slice, ...], Any]]],
-  chosen: int,
+  x: jax.Array, replicas: list[list[tuple[tuple[slice, ...], Any]]], chosen: int
 ) -> list[int]:
   """Returns the shape of the blocks to chunk: a shard, or several small ones.
 

@@ -79,8 +79,7 @@ class Source:
       )
     return {
       name: self._type(
-        name,
-        [self._at(i, _array, line, name) for i, line in enumerate(sample)],
+        name, [self._at(i, _array, line, name) for i, line in enumerate(sample)]
       )
       for name in names
     }

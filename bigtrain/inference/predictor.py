@@ -293,11 +293,7 @@ class Predictor:
     """
     self._require("generate")
     tokenizer = self.need_tokenizer()
-    options = {
-      "eos_id": tokenizer.eos_id,
-      **self._saved.generation,
-      **options,
-    }
+    options = {"eos_id": tokenizer.eos_id, **self._saved.generation, **options}
     if self._is_seq2seq and options["eos_id"] is None:
       del options["eos_id"]
     ends = decoding.eos_ids(options.get("eos_id", tokenizer.eos_id))

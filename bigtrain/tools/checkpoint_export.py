@@ -307,9 +307,7 @@ def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _built(
-  read: Callable[..., Any],
-  tensor: Tensor,
-  full_names: Mapping[str, str],
+  read: Callable[..., Any], tensor: Tensor, full_names: Mapping[str, str]
 ) -> np.ndarray:
   slices = [(full_names[name], index) for name, index in tensor.parts]
   value = tensor.build(list(read(slices)))

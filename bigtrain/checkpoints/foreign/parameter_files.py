@@ -161,10 +161,7 @@ def _load_npz(path: str, choose: _Choose, key: str) -> dict[str, Any]:
 
 
 def _full_names(
-  names: Iterable[str],
-  prefix: str | None,
-  collections: Sequence[str],
-  key: str,
+  names: Iterable[str], prefix: str | None, collections: Sequence[str], key: str
 ) -> dict[str, str]:
   names = list(names)
   tree = _find_tree(names, prefix, key)
