@@ -52,7 +52,6 @@ def parse(text: str) -> Dims:
 
 
 def find(table: Table, name: str) -> Dims | None:
-  """Returns the dimensions of a parameter; None if no pattern matches."""
   for pattern, text in table.items():
     if re.fullmatch(pattern, name):
       return parse(text)
@@ -60,5 +59,4 @@ def find(table: Table, name: str) -> Dims | None:
 
 
 def under(prefix: str, table: Table) -> dict[str, str]:
-  """Returns the table for parameters whose names start with a prefix."""
   return {f"{prefix}(?:{pattern})": text for pattern, text in table.items()}

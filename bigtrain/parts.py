@@ -52,7 +52,6 @@ def find_module(kind: str, name: str, key: str) -> Any:
 
 
 def find_attribute(dotted: str, key: str) -> Any:
-  """Returns the object "package.module.attribute", or raises ConfigError."""
   module_name, _, attribute = dotted.rpartition(".")
   if not module_name:
     raise settings.ConfigError(

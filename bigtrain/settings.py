@@ -51,7 +51,6 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
-  """Returns the value if it is an option, else raises ConfigError."""
   if value in (options := tuple(options)):
     return value
   hint = did_you_mean(str(value), options)
@@ -59,7 +58,6 @@ def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
 
 
 def import_package(name: str, needed_by: str, install: str) -> Any:
-  """Imports an optional package; ConfigError if it is not installed."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as e:
@@ -131,7 +129,6 @@ class Config:
     return value
 
   def misspelled(self, key: str) -> str:
-    """Suggests the unread key nearest to a missing one; "" if none is near."""
     unused = [k for k in self._data if k not in self._asked]
     near = difflib.get_close_matches(key, unused, n=1)
     return f" (is {self.path}.{near[0]} a misspelling of it?)" if near else ""

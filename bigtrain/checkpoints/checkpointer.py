@@ -12,6 +12,7 @@
 import dataclasses
 import json
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -333,6 +334,7 @@ class Checkpointer:
     self._error.__cause__ = error
     logging.error("%s", self._error)
     job.event.fail(reason)
+    # The disk may be full, and other files need the room.
     if jax.process_count() == 1:
-      # The disk may be full, and other files need the room.
-      folders.abandon(job.tmp)
+      if not paths.is_remote(job.tmp) and os.path.lexists(job.tmp):
+        folders.discard(job.tmp)

@@ -32,7 +32,6 @@ def as_text(sums: Sums) -> str:
 
 
 def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
-  """Returns the sums of a part of an array of `shape`."""
   items = np.ascontiguousarray(data).reshape(*data.shape, 1)
   words = items.view(f"u{min(data.dtype.itemsize, 4)}")
   starts = [*(s.start for s in place), 0]

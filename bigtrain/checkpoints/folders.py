@@ -349,11 +349,6 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
     discard(replaced)
 
 
-def abandon(tmp: str) -> None:
-  if not paths.is_remote(tmp) and os.path.lexists(tmp):
-    discard(tmp)
-
-
 # Removal.
 
 

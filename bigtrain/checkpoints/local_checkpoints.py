@@ -104,7 +104,6 @@ def from_config(
 
 
 def forget(workdir: str) -> None:
-  """Makes all local checkpoints of a workdir invalid; for process 0."""
   paths.remove(os.path.join(workdir, RECORD))
 
 

@@ -159,7 +159,6 @@ def load_variables(
   module: Any,
   key: str = "config.model_init",
 ) -> dict[str, Any]:
-  """Loads a model's variables: "params" and its mutable collections."""
 
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: x for name, x in variables.items() if name != "params"}

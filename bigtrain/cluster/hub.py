@@ -193,7 +193,6 @@ class Hub:
         self._send_all(message | answer | {"value": values})
 
   def _laggards(self) -> str:
-    """Describes which processes hold up the others."""
     positions = {m: (m.step, m.on_device) for m in self._members.values()}
     least, most = min(positions.values()), max(positions.values())
     if least == most:

@@ -71,7 +71,6 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> int:
-  """Start time of a process; 0 if it does not exist."""
   try:
     with open(f"/proc/{pid}/stat") as file:
       # The second field is the command's name and may contain spaces.
@@ -230,7 +229,6 @@ def _read(path: str) -> Holder | None:
 
 
 def _parse(content: bytes | None) -> Holder | None:
-  """The holder, or None if the content is not a lease."""
   try:
     holder = Holder(**json.loads(content or b""))
   except (ValueError, TypeError):

@@ -183,7 +183,6 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
 
 
 def _join_running(times: hub.Times) -> None:
-  """Joins the processes of a job that jax has formed, as in a notebook."""
   import jax
   import numpy as np
   from jax.experimental import multihost_utils

@@ -61,7 +61,6 @@ class Server:
 
 
 def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
-  """Receives files from a Server into `folder`; raises OSError."""
   host, port = address[0] or process.job.first_host, address[1]
   with (
     socket.create_connection((host, port), _LIMIT_SECS) as connection,

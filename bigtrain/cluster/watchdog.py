@@ -82,7 +82,6 @@ class Watchdog:
     process.report_phase(phase, step)
 
   def beat(self) -> None:
-    """Restarts the time limit of the current phase."""
     phase, step, _ = self._phase
     self._phase = (phase, step, time.monotonic())
 

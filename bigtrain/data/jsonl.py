@@ -136,7 +136,6 @@ class Source:
     return files.digest("jsonl", *names, *sizes, *options)
 
   def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function; its errors get the position of an example."""
     try:
       return fn(*args)
     except DataError as e:

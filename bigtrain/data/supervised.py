@@ -250,7 +250,6 @@ class Source:
   def _fill(
     self, example: dict[str, np.ndarray], ends: list[int], number: int, i: int
   ) -> None:
-    """Writes row i at the ends of what is there."""
     parts = [self._rows.read(*span) for span in self._spans[i].tolist()]
     weight = self._rows.weight[self._row[i]]
     features: list[dict[str, Any]] = []
@@ -312,7 +311,6 @@ def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
 def _both_answers(
   rows_of: Callable[[str], Iterator[tuple[Any, Any]]], name: str
 ) -> Iterator[tuple[Any, Any]]:
-  """Yields (place, row) of the chosen answer, then of the rejected one."""
   for where, row in rows_of(name):
     for key in ("chosen", "rejected"):
       answer = row.get(key)

@@ -90,7 +90,6 @@ class Source:
     return len(self._shards)
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns {"record": serialized examples [B]}; see `parse`."""
     records = [self._files.read(*at) for at in self._locate(indices)]
     return {"record": files.objects(records)}
 
@@ -104,7 +103,6 @@ class Source:
     return files.digest(self._name, len(self), *names, *sizes)
 
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of an example {"record": serialized}, for tf.data."""
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
     return _flat(schema.decode_example(example, decoders=decoders))

@@ -163,7 +163,6 @@ class Evaluation(NamedTuple):
     return step == total_steps or step % self.log_steps == 0
 
   def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
-    """Whether it is due at a step in [step, last_step]."""
     num_before = max(step - 1, 0) // self.log_steps
     return last_step == total_steps or last_step // self.log_steps > num_before
 
@@ -311,7 +310,6 @@ def check_classes(
   prompts: Sequence[str],
   key: str = "prompt",
 ) -> None:
-  """Checks names of classes, the prompts that they fill, and top_k."""
   path = context.path
   first = labels.read(options["class_names"], f"{path}.class_names")[:1]
   texts = [labels.fill(p, first, f"{path}.{key}")[0] for p in prompts]

@@ -125,7 +125,6 @@ def _candidates(
 
 
 def _keeps(ops: Sequence[registry.Op], feature: str) -> bool:
-  """Whether no op drops a feature after it was made."""
   for op in reversed(ops):
     name = registry.base_name(op)
     if (name == "keep" and feature not in op.reads) or (
@@ -193,7 +192,6 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
 def with_tokenizer(
   config: Mapping[str, Any], data: Mapping[str, Any], path: str
 ) -> dict[str, Any]:
-  """Returns a config in which a tokenizer has moved to another path."""
   old = (data.get("tokenizer") or {}).get("name", "")
 
   def replace(value: Any) -> Any:

@@ -77,7 +77,6 @@ class Predictor:
 
   @functools.cached_property
   def class_names(self) -> list[str] | None:
-    """Names of the classes; None if the run does not know them."""
     if self._given.class_names is not None:
       return labels.read(self._given.class_names, "class_names")
     return self._saved.data.get("class_names", {}).get("labels")

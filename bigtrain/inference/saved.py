@@ -61,7 +61,6 @@ class Saved(NamedTuple):
     messages: Sequence[chat.Message],
     template: str | None = None,
   ) -> list[int]:
-    """Returns the ids that come before the next answer of a conversation."""
     prompts = self.data.get("prompts", {})
     form = chat.get(template or prompts.get("template"), tokenizer.name)
     variables = prompts.get("variables", {})
@@ -160,7 +159,6 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
 
 
 def _json_of(folder: str, name: str) -> dict[str, Any]:
-  """Contents of a file; {} if there is none."""
   path = os.path.join(folder, name)
   try:
     content = json.loads(paths.read_bytes(path))

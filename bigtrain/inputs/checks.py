@@ -52,7 +52,6 @@ def check_parts(
   negative: Collection[str],
   path: str,
 ) -> None:
-  """Checks all that is known about an input's ids before its first batch."""
   for name, size in model_sizes.items():
     if name not in spec:
       continue

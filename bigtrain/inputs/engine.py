@@ -277,7 +277,6 @@ def _narrowed(
 
 
 def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
-  """Drops private features, whose names start with "_"."""
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 

@@ -21,7 +21,6 @@ _NUM_SHOWN = 5
 
 
 def read(names: Sequence[str] | str, key: str) -> list[str]:
-  """Returns names, from the lines of a file if `names` is its path."""
   if isinstance(names, str):
     path = files.local_path(names, key)
     if not os.path.isfile(path):
@@ -74,7 +73,6 @@ def tokens(
 def of_feature(
   ops: Sequence[Op], source_names: Mapping[str, Sequence[str]], feature: str
 ) -> list[str] | None:
-  """Returns the names of the classes that a feature has after all ops."""
   for op in reversed(ops):
     if op.origins is None:
       return None

@@ -101,7 +101,6 @@ class _Segment(NamedTuple):
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
-  """Returns the segments of stages, which are (first row, weights)."""
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
   owed = [0] * len(before)

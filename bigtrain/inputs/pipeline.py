@@ -176,7 +176,6 @@ def make_train(
 
 
 def _check_tokenizer(parts: Sequence[Part], run: settings.Config) -> None:
-  """Checks that a published model trains on ids of its own tokenizer."""
   init = run.get("model_init")
   folder = init.get("path") if isinstance(init, settings.Config) else init
   if not tokenizers.is_folder(folder):

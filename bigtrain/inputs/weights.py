@@ -81,7 +81,6 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
 
 
 def stages(weights: Sequence[Weight], path: str) -> list[Stage]:
-  """Returns the stages of a mixture: (first step, weights of all sources)."""
   points = sorted({0, *(step for weight in weights for step in weight.steps)})
   result: list[Stage] = []
 

@@ -40,7 +40,6 @@ def _unquoted(line: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-  """Formats an error on one line, without tensorflow's graph locations."""
   text = getattr(error, "message", None) or str(error)
   _, asserted, shown = text.partition("to be true. Summarized data: ")
   if asserted:  # Outside a graph, an Assert shows the repr of strings.

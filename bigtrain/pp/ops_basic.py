@@ -151,7 +151,6 @@ def central_crop(
 def random_window(
   height: Any, width: Any, size: tuple[int, int], u: Any
 ) -> tuple[Any, Any, int, int]:
-  """Returns (top, left, height, width) of a random window, given u [..., 2]."""
   height = _with_room(height, width, size, "random_crop")
   top = _integer(u[..., 0], height - size[0] + 1)
   left = _integer(u[..., 1], width - size[1] + 1)

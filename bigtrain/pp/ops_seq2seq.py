@@ -166,7 +166,6 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
 def _objective(
   objective: Objective, name: str, length: int, sizes: tuple[int, int]
 ) -> Op:
-  """Makes an op that applies an objective to each document of a window."""
 
   # Ids, segments and positions of inputs, then of targets.
   def row(ids, segments, u):

@@ -67,7 +67,6 @@ def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
 
 
 def operations(magnitude: float) -> dict[str, Operation]:
-  """Returns the operations by name, in the order of the draw."""
   level = magnitude / 10
   factor = level * 1.8 + 0.1
   # Oddity: wraps around beyond a byte, as numpy does in the reference, so that

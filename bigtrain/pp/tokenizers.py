@@ -93,7 +93,6 @@ class Tokenizer:
 
 
 def is_folder(path: object) -> bool:
-  """Whether a path is a folder with a tokenizer."""
   return isinstance(path, str) and any(
     os.path.isfile(os.path.join(paths.absolute(path), name)) for name in NAMES
   )
@@ -282,7 +281,6 @@ def _hugging_face(
 
 
 def declared_special_tokens(folder: str) -> dict[str, str | None]:
-  """Reads the special tokens from the files beside a tokenizer.json."""
   declared: dict[str, str | None] = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
     path = os.path.join(folder, name)

@@ -77,7 +77,6 @@ def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
 
 
 def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
-  """Checks that the dtype of `x` is one of `kinds`, as `numpy.dtype.kind`."""
   if on_host(x):
     kind = np.asarray(x).dtype.kind
   else:  # Of bfloat16, numpy's kind would be void.

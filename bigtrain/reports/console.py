@@ -294,7 +294,6 @@ def training_line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def metric_names(row: Mapping[str, Any]) -> list[str]:
-  """The shown metrics of a training row, the loss first."""
   names = [
     name
     for name, value in row.items()

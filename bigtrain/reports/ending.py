@@ -16,7 +16,6 @@ _KEPT = {
 
 
 def message(results: Mapping[str, Any], workdir: str | None) -> str:
-  """`workdir` is None if no files were kept."""
   if results.keys() == {"step"} and workdir:  # Nothing trained or evaluated.
     path = os.path.join(workdir, "run.json")
     return f"Compiled; {path} has its memory and FLOPs."

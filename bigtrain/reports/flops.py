@@ -56,7 +56,6 @@ def mfu(
 
 
 def _flops(jaxpr: Any, share: _Share) -> fractions.Fraction:
-  """Counts the FLOPs of an open or closed jaxpr."""
   total = fractions.Fraction(0)
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     flops = _eqn_flops(eqn, share)
@@ -186,11 +185,6 @@ def _attention(eqn: Any) -> int:
   return 2 * batch * heads * length * length_kv * (width + value[-1])
 
 
-def _attention_backward(eqn: Any) -> int:
-  """Four products; the fifth recomputes the scores and is not counted."""
-  return 2 * _attention(eqn)
-
-
 _COUNTS: dict[str, Callable[[Any], int]] = {
   "dot_general": _dot_general,
   "ragged_dot": _ragged_dot,
@@ -202,7 +196,8 @@ _COUNTS: dict[str, Callable[[Any], int]] = {
 for _name in ("dot_product_attention", "dot_product_attention_fp8"):
   for _suffix in ("", "_wrapper"):
     _COUNTS[f"{_name}_fwd{_suffix}"] = _attention
-    _COUNTS[f"{_name}_bwd{_suffix}"] = _attention_backward
+    # Four products; the fifth recomputes the scores and is not counted.
+    _COUNTS[f"{_name}_bwd{_suffix}"] = lambda eqn: 2 * _attention(eqn)
 
 
 # Dense FLOP/s of the matrix units in bfloat16 with float32 accumulation

@@ -116,11 +116,6 @@ def _cell(value: Any) -> str:
   return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def is_media(value: Any) -> bool:
-  is_histogram = hasattr(value, "counts") and hasattr(value, "edges")
-  return isinstance(value, Image | Text | Table) or is_histogram
-
-
 def path_of(name: str, step: int, value: Any) -> str:
   suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
   suffix = suffixes.get(type(value), "json")
@@ -130,7 +125,11 @@ def path_of(name: str, step: int, value: Any) -> str:
 
 def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns (the row with the paths of files, {metric: media value})."""
-  shown = {name: value for name, value in row.items() if is_media(value)}
+  shown = {
+    name: value
+    for name, value in row.items()
+    if isinstance(value, Image | Text | Table) or hasattr(value, "edges")
+  }
   files = {k: path_of(k, row["step"], value) for k, value in shown.items()}
   return {**row, **files}, shown
 

@@ -207,7 +207,6 @@ def update(workdir: str, **facts: Any) -> None:
 
 
 def note_failure(workdir: str, message: str) -> None:
-  """Adds the error that ends a run to run.json, if the run had begun."""
   path = os.path.join(workdir, "run.json")
   with contextlib.suppress(OSError, ValueError):
     newest = (read_json(path) or {}).get("starts", [{}])[-1]

@@ -45,7 +45,6 @@ def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _complaint(mesh: Mesh, options: Mapping[str, Any]) -> str:
-  """Returns the compiler's error about these options, or ""."""
   # A device of this process, or any device if all of them are absent.
   index = jax.process_index()
   devices = list(mesh.devices.flat)

@@ -71,7 +71,6 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
 
 
 def _shapes(tree: Any) -> str:
-  """Types and shapes of the arrays in a tree, with their names."""
   words = []
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     if not hasattr(leaf, "shape"):

@@ -54,7 +54,6 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
 def _rows(
   prefix: str, arrays: dict[str, Array], level: int, depth: int | None
 ) -> Iterator[tuple[str, str, str]]:
-  """Yields (indented name, size, content) of each node below a prefix."""
   heads = dict.fromkeys(
     name.removeprefix(prefix).split("/")[0] for name in arrays
   )

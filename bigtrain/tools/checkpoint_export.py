@@ -68,7 +68,6 @@ def to_file(
 def _merged(
   path: str, step: int | None, prefix: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """(config, arrays by name) of a run's model with its adapters merged."""
   checkpoint = saved.find(path, step, "export")
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
   weights = prefix or "params"

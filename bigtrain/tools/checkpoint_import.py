@@ -48,7 +48,6 @@ def run(
 
 
 def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
-  """Returns {"params"} and perhaps {"mutable"} of the config's model."""
   config = parts.with_published_sizes(settings.Config(plain))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):

@@ -61,7 +61,6 @@ _CONTROL = 3  # tokenizer.ggml.token_type of tokens that are no text.
 
 
 def convert(path: str, out: str, dtype: str = "float32") -> None:
-  """Writes the folder `out`; `main` describes the arguments."""
   check_choice("--dtype", dtype, _DTYPES)
   gguf = import_package("gguf", f"{path}: reading it", "'bigtrain[gguf]'")
   out = paths.absolute(out)
@@ -105,7 +104,6 @@ def convert(path: str, out: str, dtype: str = "float32") -> None:
 
 
 def _name(path: str, name: str) -> str:
-  """Name of an array in transformers."""
   match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
   layer, part, kind = match.groups() if match else (None, name, "")
   known = _OUTSIDE if layer is None else _LAYER
@@ -150,7 +148,6 @@ def _as_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-  """Contents of the tokenizer's files by name."""
 
   def get(name: str) -> Any:
     return metadata.get(f"tokenizer.ggml.{name}")

@@ -56,7 +56,6 @@ def mode_of(metric: str) -> str:
 def choose(
   names: Iterable[str], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
-  """Returns the metric and the mode to compare runs by, those given if any."""
   names = sorted(set(names) - {"step"})
   if metric and names and metric not in names:
     raise ConfigError(
@@ -69,7 +68,6 @@ def choose(
 def best(
   rows: Iterable[Mapping[str, Any]], metric: str, mode: str
 ) -> Best | None:
-  """Returns the best finite value of a metric; None without one."""
   values = [
     Best(row[metric], row["step"])
     for row in rows
@@ -81,7 +79,6 @@ def best(
 
 
 def order(bests: Sequence[Best | None], mode: str) -> list[int]:
-  """Returns indices of runs, the best first, those without a value last."""
   sign = -1 if mode == "max" else 1
   keys = [(b is None, sign * b.value if b else 0.0) for b in bests]
   return sorted(range(len(bests)), key=keys.__getitem__)

@@ -105,7 +105,6 @@ def _configs() -> dict[str, ast.Module]:
 
 
 def explain(kind: str, name: str) -> str:
-  """Returns the docstring and the arguments of one of the names of a kind."""
   known = names(kind)
   if name not in known:
     hint = did_you_mean(name, known)

@@ -84,7 +84,6 @@ def state(workdir: str, newest: Mapping[str, Any], failed: bool = False) -> str:
 
 
 def _was_stopped(workdir: str) -> bool:
-  """Whether a hook ended the run with success."""
   try:
     newest = folders.newest(workdir)
     if newest is None:

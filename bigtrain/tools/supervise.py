@@ -137,7 +137,6 @@ def _may_start_again(code: int, options: Options) -> bool:
 
 
 def _newest_step(workdir: str) -> int:
-  """Step of the newest checkpoint or row; 0 without one."""
   try:
     written = rows.read_rows(workdir)
     newest = folders.newest(workdir) or 0

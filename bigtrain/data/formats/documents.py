@@ -45,7 +45,6 @@ class Part(NamedTuple):
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
-  """Splits a file into parts of about `most_bytes` or less, where it can be."""
   stem, suffix = os.path.splitext(path)
   compression = _COMPRESSIONS.get(suffix, "")
   if format == "auto":
@@ -87,7 +86,6 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-  """Yields (place for messages, row) of a .jsonl or .parquet file."""
   for part in parts(path, "auto", sys.maxsize):
     if part.format == "parquet":
       with (

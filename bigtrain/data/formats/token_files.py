@@ -62,7 +62,6 @@ class Shard:
 def open_shards(
   path: str | Sequence[str], dtype: str | None
 ) -> tuple[list[Shard], dict[str, Any] | None]:
-  """Returns the shards of token files, and their manifest or None."""
   if dtype is not None:
     check_choice("tokens: dtype", dtype, _DTYPES)
   if isinstance(path, str | os.PathLike):

@@ -79,7 +79,6 @@ def write_shard(
 
 
 def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
-  """Returns the counts of a complete, undamaged shard, or None."""
   path = os.path.join(folder, name)
   checksum = google_crc32c.Checksum()
   try:

@@ -244,7 +244,6 @@ def check_options(
 def spec(
   length: int, *, segments: bool, last: str, num_bytes: bool
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  """Returns the types and shapes of a window's features; see `fill`."""
   ids, floats = np.dtype(np.int32), np.dtype(np.float32)
   features: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
     "tokens": (ids, (length,)),

@@ -193,7 +193,6 @@ def itemsize(config: Mapping[str, Any]) -> int:
 
 
 def blocks(config: Mapping[str, Any]) -> Blocks | None:
-  """Returns the sizes of a decoder; None for other models."""
   if config.get("model_name") != "decoder":
     return None
   keys = ("model_name", "model", "logical_axes")

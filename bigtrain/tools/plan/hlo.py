@@ -37,7 +37,6 @@ class Op(NamedTuple):
 
   @property
   def callees(self) -> list[str]:
-    """Names of the computations that the operation runs."""
     if self.opcode == "conditional":
       return self.branches
     if self.opcode == "while":
@@ -50,7 +49,6 @@ class Op(NamedTuple):
 
   @property
   def branches(self) -> list[str]:
-    """Names of the computations of which a conditional runs one."""
     match = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
     if match:
       return [n.strip().lstrip("%") for n in match[1].split(",")]
@@ -136,7 +134,6 @@ def _type_bytes(text: str) -> int:
 
 
 def _shape(text: str) -> list[int]:
-  """Dimensions of the first array of a type."""
   match = _ARRAY.search(text)
   return _sizes(match[2]) if match else []
 
@@ -528,13 +525,11 @@ class _CycleReader:
     )
 
   def _wrapped(self, op: Op) -> Computation:
-    """Operations of a fusion, or of the wrapper of an asynchronous one."""
     if op.opcode not in ("fusion", "async-start"):
       return {}
     return self.module.computations.get(op.called("calls"), {})
 
   def _channel(self, op: Op) -> str:
-    """Channel of the collective in a fusion, or ""."""
     if op.opcode == "fusion":
       for one in self._wrapped(op).values():
         match = _CHANNEL.search(one.attributes)
@@ -543,7 +538,6 @@ class _CycleReader:
     return ""
 
   def _transfer(self, op: Op, computation: Computation) -> Collective | None:
-    """The transfer that an operation is, starts or continues."""
     inner = self._wrapped(op)
     for one in inner.values() if inner else [op]:
       body = inner or computation

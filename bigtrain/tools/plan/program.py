@@ -82,7 +82,6 @@ def compile_update(
 def _run(
   request: Mapping[str, Any], devices: int, timeout_secs: float | None = None
 ) -> dict[str, Any]:
-  """Runs this module with a request; returns the facts that it writes."""
   simulated = 1 if "topology" in request else devices
   with tempfile.TemporaryDirectory() as folder:
     flags = [

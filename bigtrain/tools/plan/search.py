@@ -264,7 +264,6 @@ def choose(
 
 
 def _best(rows: Rows) -> list[Candidate]:
-  """The best candidate of each of the best meshes."""
   fit = {c: r for c, r in rows.items() if r["fits"]}
   if fit:
     # Among equals the one with larger microbatches, which are more efficient.

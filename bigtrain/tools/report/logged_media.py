@@ -14,7 +14,6 @@ _OF_TEXTS = ("captions/", "generations/")
 
 
 def section(run: Run) -> str:
-  """Returns the newest file of each metric of a run; "" without any."""
   newest: dict[str, tuple[int, str]] = {}
   for row in run.rows:
     for name, value in row.items():

@@ -133,7 +133,6 @@ def _of_runs(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[str]]:
-  """Lines of the first table, without those that are empty for all runs."""
 
   def of(run: Run) -> dict[str, str]:
     newest = (run.info.get("starts") or [{}])[-1]
@@ -247,7 +246,6 @@ def _number(value: float | None, spec: str = "") -> str:
 
 
 def _bytes(run: Run) -> str:
-  """Memory of the compiled update on a device, as text."""
   names = ("argument", "output", "temporary", "alias")
   *sizes, aliased = (run.last(f"update_{name}_bytes") for name in names)
   if None in (*sizes, aliased):

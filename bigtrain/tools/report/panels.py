@@ -100,7 +100,6 @@ def results(runs: Sequence[Run]) -> list[str]:
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-  """Returns the panels of the runs, the most important first."""
   names = _names(runs)
   plain = {n for n in names if "/" not in n} - (FIGURES - set(_KNOWN))
   if "tokens_per_sec" in plain:

@@ -45,7 +45,6 @@ def section(run: Run) -> str:
 
 
 def read(run: Run) -> list[Predictions]:
-  """Returns the newest predictions of each evaluation that has labels."""
   predictions = []
   for name, (step, path) in newest(run.workdir, "predictions", "npz").items():
     with np.load(path, allow_pickle=False) as file:

@@ -12,7 +12,6 @@ _MOST_ROWS = 40
 
 
 def section(run: Run) -> str:
-  """Returns the captions and texts of a run; "" without any."""
   parts = []
   starts = run.info.get("starts") or [{}]
   if example := starts[-1].get("first_example"):

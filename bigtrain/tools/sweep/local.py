@@ -41,7 +41,6 @@ class _Child:
       )
 
   def ended(self, signalled: bool) -> bool:
-    """Whether the process has ended; then its entry has the outcome."""
     code = self.process.poll()
     if code is None:
       return False

@@ -157,7 +157,6 @@ def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
 
 
 def check_evaluation(metric: str | None, config: dict[str, Any]) -> None:
-  """Raises ConfigError if a metric belongs to no evaluation of the config."""
   evaluation, slash, _ = (metric or "").partition("/")
   evals = config.get("evals") or {}
   if slash and evaluation not in evals:

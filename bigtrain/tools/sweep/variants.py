@@ -78,7 +78,6 @@ def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-  """Splits at commas outside of brackets and quotes."""
   parts, depth, quote = [""], 0, ""
   for letter in text:
     if quote:
