@@ -62,13 +62,8 @@ def evaluate(
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
-  steps = folders.find_all(workdir)
-  if step is not None and step not in steps:
-    raise ConfigError(
-      f"--step={step}: no such checkpoint; {workdir} has "
-      f"{', '.join(map(str, steps))}."
-    )
-  return _judge(config, folders.find(workdir, step), output)[0]
+  directory = folders.find(workdir, folders.checked_step(workdir, step))
+  return _judge(config, directory, output)[0]
 
 
 def evaluate_all(
