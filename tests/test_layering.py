@@ -59,7 +59,8 @@ RULES = {
   | {"adapters"}
   | {"chat", "checkpoints", "decoding", "files", "inputs", "parts", "pp"}
   | {"models.published"},
-  "inputs": _ARRAYS | {"cluster", "data.formats", "lengths", "parts", "pp"},
+  "inputs": _ARRAYS
+  | {"cluster", "data.formats", "files", "lengths", "parts", "pp"},
   "data": _BASE | {"chat", "data.formats", "files", "pp"},
   "data.formats": _BASE | {"files", "pp"},
   "chat": {"files", "pp", "settings"},
