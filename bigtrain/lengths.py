@@ -56,8 +56,7 @@ def steps(
   """Reads a length as whole steps from the key f"{prefix}_{unit}" of any unit.
 
   `default` also stands for keys that are all None, so that `total_epochs=None
-  total_steps=100` on the command line changes the unit. From a plain dict,
-  which is at `path`, the key is removed.
+  total_steps=100` changes the unit. From a plain dict, the key is removed.
   """
   path = path or getattr(cfg, "path", "config")
   names = _keys(prefix)
@@ -116,8 +115,7 @@ def read(
 ) -> Lengths:
   """Reads total, stop_at, log, ckpt, keep_ckpt and local_ckpt, in any unit.
 
-  A length of 0 means only at the end. An infinite training set has no
-  examples_per_epoch, an input without tokens no tokens_per_example.
+  A length of 0 means only at the end.
   """
   units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)

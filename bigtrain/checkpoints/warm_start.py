@@ -1,21 +1,5 @@
 """Parameters and states from elsewhere: config.model_init, config.resume.
 
-  config.model_init = "vit_b16.npz"
-  config.model_init = dict(
-    path="runs/pretrained",          # .npz, .safetensors, workdir, checkpoint,
-                                     # also of big_vision (.bv) and T5X
-    step=90_000,                     # in a workdir; the newest by default
-    prefix="ema",                    # tree to read; "params" by default
-    rename=[(r"img/(.*)", r"\\1"),    # full names; the first match decides;
-            (r"txt/.*", None)],      # None drops the array
-    allow_missing=[r"head/.*"],      # keep their fresh initialisation
-    allow_reshaped=[r"pos_embed.*"], # the same, in place of the file's values
-    allow_unused=[r"pre_logits/.*"],
-    allow_changed=["rope_theta"],    # fields that differ from config.json
-    allow_unread=["my_key"],         # keys of config.json that nobody knows
-    convert=dict(posemb_align="corners"),  # of the model's from_published
-  )
-
 A table with each name of the file and of the model is logged. Nothing is
 padded, cut or left out unless the config allows it by name; a model's own
 rules, such as the resampling of position embeddings, are in its
@@ -65,7 +49,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Options of config.model_init; see the module."""
+  """Options of config.model_init, which docs/config.md describes."""
 
   path: str
   step: int | None = None

@@ -23,12 +23,11 @@ _NUM_MEASURED = 64
 def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
   """Returns the description as JSON; of several sources, the first counts.
 
-  Returns:
-    "features": {feature: [dtype, shape]} of an example after all ops; "raw":
-    the same before them, for arrays of pictures with the least and the largest
-    value; if known, "class_names": {feature: names by number}, "tokenizer",
-    "first_example": pieces of a text, each with whether it has a loss,
-    "end_ids": ids that end an answer, and "prompts": how texts begin.
+  "features": {feature: [dtype, shape]} of an example after all ops; "raw": the
+  same before them, for pictures with the least and the largest value; if known,
+  "class_names": {feature: names by number}, "tokenizer", "first_example":
+  pieces of a text, each with whether it has a loss, "end_ids": ids that end an
+  answer, and "prompts": how texts begin.
   """
   result: dict[str, Any] = {
     "features": {

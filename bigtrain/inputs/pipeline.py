@@ -143,23 +143,7 @@ def make_train(
   pp_modules: Sequence[str] = (),
   run: settings.Config | None = None,
 ) -> TrainInput:
-  """Makes the training input from the config's `input`.
-
-  Keys of `cfg`:
-    data: dict(type=..., ...), a module of bigtrain.data (or a dotted path to
-      one) and the arguments of its Source.
-    mixture: replaces `data`: {"name": dict(data=..., weight=..., pp=...)}.
-      Weights are relative, and may change over the run, see weights.py; `pp`
-      defaults to the one below.
-    pp: preprocessing, such as "decode|resize(224)|keep('image', 'label')".
-    batch_size: global.
-    shuffle: whether each epoch is permuted; True by default.
-    cache: "raw" keeps records in memory after their first read.
-    skip_errors: number of distinct examples that may be left out because they
-      are damaged or an op fails on them; each is replaced by another one.
-    prefetch: number of batches to place on devices in advance.
-    num_threads: number of threads that read and preprocess examples; defaults
-      to the number of cores. More threads help if reading files is slow.
+  """Makes the training input from config.input, whose keys docs/config.md has.
 
   `run` is the whole config, for weights that change at points in percent.
   """

@@ -55,9 +55,7 @@ class Writers:
     console: Console | None = None,
     *,
     tensorboard: bool = True,
-    wandb: Mapping[str, Any] | None = None,
-    mlflow: Mapping[str, Any] | None = None,
-    trackio: Mapping[str, Any] | None = None,
+    **others: Mapping[str, Any] | None,
   ):
     # Unix time of the last write by an earlier process, if known.
     self.last_alive: float | None = None
@@ -67,8 +65,7 @@ class Writers:
     self._shown_console = console  # None once it has failed.
     if process_index:
       return
-    given = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio}
-    options = {key: value for key, value in given.items() if value is not None}
+    options = {key: value for key, value in others.items() if value is not None}
     for key, value in options.items():
       trackers.check(key, value)
     self._workdir = workdir
