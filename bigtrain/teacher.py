@@ -1,11 +1,5 @@
 """A teacher: a second model that steps and evaluations use but never train.
 
-  config.teacher = dict(
-    model_name="vit",
-    model=dict(num_classes=10, ...),
-    model_init="runs/teacher",  # As config.model_init, see warm_start.py.
-  )
-
 Its variables are split over the devices by config.sharding, under the names
 "teacher/params/...". They are no part of the train state: every start loads
 them, and checkpoints leave them out.

@@ -1,8 +1,7 @@
 """`bigtrain.load`: a trained model with all that it takes to use it.
 
 model = bigtrain.load("runs/mine")
-model.predict("photo.jpg")           # {"label": "cat", "score": 0.97, ...}
-model.predict(["a.jpg", "b.jpg"])    # a list
+model.predict("photo.jpg")  # {"label": "cat", "score": 0.97, ...}
 model = bigtrain.load("models/SmolLM2-135M-Instruct")
 model.chat([{"role": "user", "content": "Hello"}])
 """

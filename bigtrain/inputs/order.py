@@ -144,11 +144,6 @@ class Schedule:
       if length < 1:
         raise DataError(f"source {k} of the mixture is empty.")
     stages = ((0, self.weights), *self.changes)
-    if sorted({row for row, _ in stages}) != [row for row, _ in stages]:
-      raise ValueError("Schedule: expected changes in the order of rows.")
-    for _, weights in stages:
-      if len(self.lengths) != len(weights):
-        raise ValueError("Schedule: expected one weight per source.")
     for k, values in enumerate(zip(*(weights for _, weights in stages))):
       if not any(values) or not all(0 <= w < math.inf for w in values):
         raise ConfigError(

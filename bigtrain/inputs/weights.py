@@ -1,13 +1,7 @@
 """Weights of the sources of a mixture, which may change over the run.
 
-A weight is a number, or a dict of weights at growing points of the run, in any
-unit of a length:
-
-  weight=dict(at_percent=[0, 80, 100], values=[1, 1, 4])
-  weight=dict(at_steps=[0, 10_000], values=[1, 0], shape="stair")
-
-Between two points the weight changes linearly, or by `shape="stair"` it keeps
-its value. Before the first point and after the last one it is constant.
+A weight is a number, or a dict of weights at growing points of the run, such as
+dict(at_percent=[0, 80, 100], values=[1, 1, 4]); docs/config.md has its keys.
 
 The order of examples needs weights that are constant over many rows, so a
 linear change has up to 256 stages of whole steps with their mean weights.

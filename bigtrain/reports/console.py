@@ -275,12 +275,7 @@ def is_training_row(row: Mapping[str, Any]) -> bool:
 
 
 def training_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats a row of training.
-
-  >>> row = {"step": 100, "loss": 1.234, "lr": 1e-3, "eta_secs": 80}
-  >>> training_line(row, 1200)
-  'step 100/1200 (8.3%) loss 1.234 lr 1e-3 eta 1m20s'
-  """
+  """Formats a row of training: "step 100/1200 (8.3%) loss 1.234 lr 1e-3"."""
   words = [_at(row["step"], total_steps)]
   words += [f"{name} {number(row[name])}" for name in metric_names(row)]
   if "lr" in row:
@@ -303,11 +298,7 @@ def metric_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats the results in a row; empty without results.
-
-  >>> evaluation_line({"step": 50, "val/acc": 0.975}, 100)
-  'step 50/100 (50.0%) val/acc 0.975'
-  """
+  """Formats the results in a row; empty without results."""
   results = [
     f"{name} {number(value)}"
     for name, value in row.items()
@@ -319,11 +310,7 @@ def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def number(value: float) -> str:
-  """Formats a number with four significant digits, as short as possible.
-
-  >>> [number(x) for x in (0.001, 0.00032, 0.12345, 8123.4, 12)]
-  ['1e-3', '3.2e-4', '0.1235', '8,123', '12']
-  """
+  """Formats a number with four significant digits, as short as possible."""
   if isinstance(value, int) or not math.isfinite(value):
     return f"{value:,}"
   if abs(value) >= 1000:
@@ -335,11 +322,7 @@ def number(value: float) -> str:
 
 
 def duration(secs: float) -> str:
-  """Formats seconds.
-
-  >>> [duration(s) for s in (7.4, 80, 3725, 100000)]
-  ['7s', '1m20s', '1h02m', '1d03h']
-  """
+  """Formats seconds: "7s", "1m20s", "1h02m" or "1d03h"."""
   secs = round(secs)
   if secs < 60:
     return f"{secs}s"

@@ -27,12 +27,7 @@ _OF_TRAINING = ("epoch", "examples_seen", "lr")
 
 
 def grouped(name: str, evaluations: Container[str]) -> str:
-  """The name of a metric in a dashboard.
-
-    eval/    results of evaluations: eval/val/acc
-    speed/   rates, seconds and fractions of time: speed/examples_per_sec
-    memory/  bytes
-    train/   other metrics of training: train/loss
+  """The name of a metric in a dashboard, such as eval/val/acc or train/loss.
 
   Statistics of single parameters, such as weight_rms/<name>, keep their names.
   """

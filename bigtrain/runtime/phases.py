@@ -1,13 +1,4 @@
-"""Reports the phases of the loop to watchdog, console, clock and profiles.
-
-phase = phases.Phases(watchdog, console, clock)
-with phase("compile", step): ...
-while ...:
-  phase.step(step + 1)
-  ...
-  with phase("save", step): ...
-  with phase("evaluation", step, "val"): ...
-"""
+"""Reports the phases of the loop to watchdog, console, clock and profiles."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +19,7 @@ _PHASES = {
 
 
 class Phases:
-  """Enters phases of the run; between them the run is training."""
+  """Enters phases: `with phase("save", step)`; between them the run trains."""
 
   def __init__(self, watchdog: Watchdog, console: Console, clock: Chrono):
     self._watchdog = watchdog

@@ -208,7 +208,7 @@ def _evaluate(trained: Any, args: Any) -> dict[str, Any]:
       f"--tasks: the harness has no task {', '.join(map(repr, unknown))}; "
       "tasks of your own are found with --include_path."
     )
-  results = lm_eval.simple_evaluate(
+  return lm_eval.simple_evaluate(
     trained,
     tasks=names,
     num_fewshot=args.num_fewshot,
@@ -216,7 +216,6 @@ def _evaluate(trained: Any, args: Any) -> dict[str, Any]:
     task_manager=manager,
     log_samples=False,
   )
-  return {n: results[n] for n in results if n != "samples"}
 
 
 if __name__ == "__main__":

@@ -35,9 +35,6 @@ def default_metric(names: Iterable[str]) -> str:
   """Returns the metric to compare: one of an evaluation, or the loss.
 
   Test sets come last: a choice by their results would spoil them.
-
-  >>> default_metric(["loss", "val/loss", "test/acc", "val/acc"])
-  'val/acc'
   """
   evaluated = sorted(name for name in names if "/" in name)
   evaluated.sort(key=lambda name: name.startswith("test"))

@@ -42,11 +42,7 @@ def content(panels: Sequence[Panel]) -> dict[str, Any]:
 def thin(
   steps: Sequence[int], values: Sequence[float], most: int
 ) -> tuple[list[int], list[float]]:
-  """Returns at most about `most` points, with the extremes of all parts.
-
-  >>> thin([1, 2, 3, 4, 5, 6], [0.0, 9.0, 1.0, 2.0, -5.0, 3.0], 4)
-  ([1, 2, 5, 6], [0.0, 9.0, -5.0, 3.0])
-  """
+  """Returns at most about `most` points, with the extremes of all parts."""
   if len(steps) <= most:
     return [*steps], [*values]
   size = math.ceil(2 * len(steps) / most)

@@ -36,11 +36,7 @@ def read(workdirs: Sequence[str]) -> list[Run]:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-  """Returns the last parts of paths, as many as needed to be distinct.
-
-  >>> short_names(["runs/a/seed0", "runs/b/seed0/"])
-  ['a/seed0', 'b/seed0']
-  """
+  """Returns the last parts of paths, as many as needed to be distinct."""
   parts = [os.path.abspath(path).strip(os.sep).split(os.sep) for path in paths]
   for n in range(1, max(map(len, parts)) + 1):
     names = ["/".join(p[-n:]) for p in parts]

@@ -76,8 +76,7 @@ class Results:
 
   def check_metric(self) -> None:
     by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
-    metric, mode = self._asked
-    ranking.choose(_names(by_entry), metric, mode)
+    ranking.choose(_names(by_entry), *self._asked)
 
   def write(self) -> None:
     metric, mode, bests, steps = self._best()
