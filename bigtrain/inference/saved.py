@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import chat, parts, settings, sharding, trees
@@ -22,7 +21,7 @@ from bigtrain.checkpoints import (
   restore,
   warm_start,
 )
-from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
 from bigtrain.models.published import families, t5_families
@@ -184,15 +183,13 @@ def variables(
     names = dict(zip(specs, specs))
     arrays = restore.load(saved.path, saved.manifest, names, specs)
   else:
-    if saved.path.endswith(".npz"):
-      with np.load(saved.path, allow_pickle=False) as archive:
-        values = dict(archive)
-    else:
-      values = safetensors_files.read(saved.path)
-    specs = _placed(values, weights, mesh)
+    file = parameter_files.open_file(
+      saved.path, step=None, prefix="", key="bigtrain.load"
+    )
+    specs = _placed(file.specs, weights, mesh)
     arrays = {
-      name: jax.device_put(values[name], spec.sharding)
-      for name, spec in specs.items()
+      name: jax.device_put(value, specs[name].sharding)
+      for name, value in file.read([*specs]).items()
     }
   tree = trees.from_flat(arrays)
   params = averages.evaluation_form(tree[weights], tree.get("opt", {}))

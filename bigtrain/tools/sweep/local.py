@@ -52,11 +52,9 @@ class _Child:
       self.entry.state = results.INTERRUPTED
     else:
       self.entry.state = results.FAILED
-      self.entry.reason = f"code {code}"
-      if code < 0:
-        self.entry.reason = f"killed by {signal.Signals(-code).name}"
-      elif line := last_line(self._log, self._log_start):
-        self.entry.reason = line
+      line = last_line(self._log, self._log_start)
+      killed = code < 0 and f"killed by {signal.Signals(-code).name}"
+      self.entry.reason = killed or line or f"code {code}"
     return True
 
 
