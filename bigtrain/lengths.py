@@ -85,10 +85,10 @@ class Lengths(NamedTuple):
   units: Units
   total: int  # Length of the schedules.
   last: int  # Of the run: `total`, or `stop_at` if that is earlier.
-  log: int  # Steps between two log steps,
-  ckpt: int  # two checkpoints,
-  keep_ckpt: int | None  # two checkpoints for good,
-  local_ckpt: int | None  # and two on the hosts' own disks.
+  log: int  # Steps between two log steps.
+  ckpt: int  # Between two checkpoints.
+  keep_ckpt: int | None  # Between two that stay for good.
+  local_ckpt: int | None  # Between two on the hosts' own disks.
   save_at_start: bool
 
   def is_log_step(self, step: int) -> bool:

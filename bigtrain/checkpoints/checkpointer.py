@@ -126,7 +126,7 @@ class Checkpointer:
     self._settled.set()
     self._is_shared = False  # Whether the newest save is.
     self._error: CheckpointError | None = None
-    # For which the newest `save` blocked its caller, with the state computed.
+    # Time for which the newest `save` blocked its caller.
     self.last_stall_secs = 0.0
     self.last_write_secs = 0.0  # Of the newest committed save,
     self.last_saved_step: int | None = None  # and its step.

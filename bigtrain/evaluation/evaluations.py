@@ -38,8 +38,8 @@ class Context(NamedTuple):
   # Called with (finished batches, number of batches); can raise to stop.
   progress: Callable[[int, int], None]
   vocab_sizes: Mapping[str, int] = {}  # Ids that the model takes, by feature.
-  class_names: Mapping[str, Sequence[str]] = {}  # In training, by feature.
-  negative_ids: frozenset[str] = frozenset()  # Features: < 0 means "no label".
+  class_names: Mapping[str, Sequence[str]] = {}  # Of training, by feature.
+  negative_ids: frozenset[str] = frozenset()  # Features: < 0 is no label.
   variables: Any = None  # Specs of the argument of `run`, if known.
   compile: Callable[..., Any] | None = None  # Of `Programs`; None for jax.jit.
 

@@ -183,7 +183,7 @@ def write(
   """Writes an object, or removes it if `content` is None.
 
   Returns False if the object is not at the version `instead_of`, if given. If
-  `hasty`, a store that does not answer is an error soon.
+  `hasty`, it fails soon when the store does not answer.
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}

@@ -37,7 +37,7 @@ def parse(
   """Parses a spec, such as "decode|resize(224)|value_range(-1, 1)", into ops.
 
   The modules are imported first and register ops. With `defer_errors`, an op
-  that cannot be made, as its file is gone, raises its error when it is called.
+  that cannot be made, perhaps for want of its file, is an error when called.
   """
   for module in (*_OWN_MODULES, *modules):
     _import(module)

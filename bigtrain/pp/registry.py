@@ -47,7 +47,7 @@ class Op(NamedTuple):
   # {feature that the op sets: feature from which its ids come, or None for new
   # values}. The other features stay as they are. None if unknown.
   origins: dict[str, str | None] | None = None
-  class_names: dict[str, list[str]] = {}  # {feature that it sets: by number}.
+  class_names: dict[str, list[str]] = {}  # {feature: names by number}.
 
 
 Factory = Callable[..., Op]

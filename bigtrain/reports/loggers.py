@@ -82,7 +82,7 @@ def preformatted(text: str) -> str:
 
 
 class TensorBoard:
-  """Event files in workdir/tensorboard; earlier events from purge_step on drop.
+  """Event files in workdir/tensorboard; they replace those from purge_step on.
 
   Uses the layer below tensorboardX's SummaryWriter, whose thread dies silently
   when the disk is full; its queue then blocks forever.

@@ -34,7 +34,7 @@ class Plain(argparse.ArgumentParser):
 
 
 class Parser(Plain):
-  """One with one-line errors, and --config.KEY=VALUE if wanted.
+  """A parser with one-line errors, and --config.KEY=VALUE if wanted.
 
   It hands the flags of jax and absl to their owners, see jax_flags.py.
   """
