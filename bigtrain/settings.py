@@ -14,6 +14,7 @@ import json
 import math
 import numbers
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,6 +56,13 @@ def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
     return value
   hint = did_you_mean(str(value), options)
   raise ConfigError(f"{key}: unknown {value!r}.{hint}")
+
+
+def regex(key: str, pattern: Any) -> re.Pattern[str]:
+  try:
+    return re.compile(pattern)
+  except (re.error, TypeError) as e:
+    raise ConfigError(f"{key}: bad regex {pattern!r}: {e}.") from e
 
 
 def import_package(name: str, needed_by: str, install: str) -> Any:

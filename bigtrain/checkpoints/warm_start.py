@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import trees
+from bigtrain import settings, trees
 from bigtrain.checkpoints import folders, restore
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
@@ -212,10 +212,7 @@ def read_source(
         f"{key}.{field}: expected a list of regexes, got {regexes!r}."
       )
     for regex in regexes:
-      try:
-        re.compile(regex)
-      except (re.error, TypeError) as e:
-        raise ConfigError(f"{key}.{field}: bad regex {regex!r}: {e}.") from e
+      settings.regex(f"{key}.{field}", regex)
   return source
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from bigtrain import trees
+from bigtrain import settings, trees
 from bigtrain.settings import Config, ConfigError, check_choice
 
 _KEY = "config.opt_memory"
@@ -31,10 +31,7 @@ def read_opt_memory(config: Config) -> OptMemory:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
       raise ConfigError(f"{_KEY}: expected (regex, kind), got {pair!r}.")
     check_choice(_KEY, pair[1], ("device", "pinned_host"))
-    try:
-      re.compile(pair[0])
-    except (re.error, TypeError) as e:
-      raise ConfigError(f"{_KEY}: bad regex {pair[0]!r}: {e}.") from e
+    settings.regex(_KEY, pair[0])
   return tuple((pattern, kind) for pattern, kind in pairs)
 
 

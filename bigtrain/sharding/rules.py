@@ -28,7 +28,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import dims, trees
+from bigtrain import dims, settings, trees
 from bigtrain.settings import (
   ConfigError,
   check_choice,
@@ -269,11 +269,7 @@ _LAYOUTS: dict[str, Callable[..., Layout]] = {
 def _rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
   if not isinstance(rule, list | tuple) or len(rule) != 2:
     raise ConfigError(f"{key}: expected (regex, layout), got {rule!r}.")
-  try:
-    pattern = re.compile(rule[0])
-  except re.error as e:
-    raise ConfigError(f"{key}: bad regex {rule[0]!r}: {e}.") from e
-  layout = rule[1]
+  pattern, layout = settings.regex(key, rule[0]), rule[1]
   return pattern, layout if callable(layout) else _parse_layout(layout, key)
 
 

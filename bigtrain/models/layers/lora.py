@@ -101,10 +101,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
       check_number(f"{key}.{field}", pair[1], least=least, whole=whole)
       regexes.append(pair[0])
   for regex in regexes:
-    try:
-      re.compile(regex)
-    except (re.error, TypeError) as e:
-      raise ConfigError(f"{key}: bad regex {regex!r}: {e}.") from e
+    settings.regex(key, regex)
   return options
 
 

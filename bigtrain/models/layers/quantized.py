@@ -132,10 +132,7 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
     if precision is not None and precision not in _DTYPES:
       hint = did_you_mean(str(precision), _DTYPES)
       raise ConfigError(f"{key}[{i}]: unknown precision {precision!r}.{hint}")
-    try:
-      result.append((re.compile(regex), precision))
-    except (re.error, TypeError) as e:
-      raise ConfigError(f"{key}[{i}]: bad regex {regex!r}: {e}.") from e
+    result.append((settings.regex(f"{key}[{i}]", regex), precision))
   return result
 
 
