@@ -1,22 +1,27 @@
-"""ResNets with bottleneck blocks and batch normalisation.
+"""ResNets with bottleneck blocks, and BiT.
 
 Version 1 is https://arxiv.org/abs/1512.03385 in the variant v1.5, with strides
 in the 3x3 convolutions; version 2 normalises before each convolution,
 https://arxiv.org/abs/1603.05027. Running means and variances, of the whole
-global batch, are in the mutable collection "batch_stats".
+global batch, are in the mutable collection "batch_stats". BiT,
+https://arxiv.org/abs/1912.11370, has group norms and standardised kernels.
 
 Axes: B batch, H rows, W columns, D channels, C classes.
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bigtrain import settings
 from bigtrain.models.layers import options
+from bigtrain.models.published import conversions, stage_families, tables
 
 # Blocks in each of the four stages.
 DEPTHS = {
@@ -24,9 +29,28 @@ DEPTHS = {
   50: (3, 4, 6, 3),
   101: (3, 4, 23, 3),
   152: (3, 8, 36, 3),
+  200: (3, 24, 36, 3),
 }
 VERSIONS = (1, 2)
 
+
+class Norm(NamedTuple):
+  """A value of config.model.norm."""
+
+  epsilon: float
+  # Added to the standard deviation, and to the variance, by which a kernel's
+  # columns are divided; None for kernels as they are.
+  in_kernels: tuple[float, float] | None = None
+  same: bool = False  # Pads like TensorFlow's "SAME".
+  zeros: bool = False  # Zeros pad the image that is pooled.
+
+
+NORMS = {
+  "batch": Norm(1e-5),
+  "bit": Norm(1e-6, (1e-5, 0.0), same=True),
+  "bit_paper": Norm(1e-5, (0.0, 1e-10)),
+  "bit_torch": Norm(1e-5, (0.0, 1e-8), zeros=True),
+}
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -35,21 +59,29 @@ class Model(nn.Module):
 
   Attributes:
     num_classes: C; None for a model without a head.
-    depth: number of layers, one of DEPTHS.
+    depth: number of layers, one of DEPTHS, or of the blocks in each stage.
     version: 1 (v1.5) or 2 (pre-activation).
     width: factor of all numbers of channels.
+    norm: "batch"; or group norms and standardised kernels, as big_vision's
+      "bit" has them, with version 1, and with version 2 its "bit_paper" or
+      transformers' and timm's "bit_torch".
+    groups: number of groups of a group norm.
     dtype: dtype of the computation; parameters, statistics, the pooled features
       and the head are float32.
   """
 
   num_classes: int | None = None
-  depth: int = 50
+  depth: int | Sequence[int] = 50
   version: int = 1
   width: float = 1.0
+  norm: str = "batch"
+  groups: int = 32
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    options.check_fields(self, depth=DEPTHS, version=VERSIONS)
+    options.check_fields(self, version=VERSIONS, norm=NORMS)
+    if isinstance(self.depth, int):
+      options.check_fields(self, depth=DEPTHS)
     if not int(64 * self.width):
       raise settings.ConfigError(
         "config.model.width: expected a factor for 64, 128, 256 and 512 "
@@ -68,21 +100,27 @@ class Model(nn.Module):
       "encoded" (B, H, W, D), and "pre_logits" (B, D), its average).
     """
     channels = int(64 * self.width)
+    norm = NORMS[self.norm]
+    layers = Layers(self.norm, self.groups, train, self.dtype)
     x_BHWD = jnp.asarray(image, self.dtype)
-    x_BHWD = _conv(channels, 7, 2, self.dtype, "conv_root")(x_BHWD)
+    x_BHWD = layers.conv(channels, 7, 2, "conv_root")(x_BHWD)
     if self.version == 1:
-      x_BHWD = nn.relu(_norm(train, self.dtype, "bn_root")(x_BHWD))
-    x_BHWD = nn.max_pool(x_BHWD, (3, 3), (2, 2), [(1, 1), (1, 1)])
+      x_BHWD = nn.relu(layers.norm("_root")(x_BHWD))
+    padding: Any = "SAME" if norm.same else [(1, 1), (1, 1)]
+    if norm.zeros:
+      x_BHWD = jnp.pad(x_BHWD, ((0, 0), (1, 1), (1, 1), (0, 0)))
+      padding = "VALID"
+    x_BHWD = nn.max_pool(x_BHWD, (3, 3), (2, 2), padding)
 
     block = BlockV1 if self.version == 1 else BlockV2
-    for stage, num_blocks in enumerate(DEPTHS[self.depth], 1):
+    for stage, num_blocks in enumerate(stage_depths(self), 1):
       for i in range(1, num_blocks + 1):
         stride = 2 if i == 1 and stage > 1 else 1
         name = f"stage{stage}_block{i}"
-        x_BHWD = block(channels, stride, self.dtype, name=name)(x_BHWD, train)
+        x_BHWD = block(channels, stride, layers, name=name)(x_BHWD)
       channels *= 2
     if self.version == 2:
-      x_BHWD = nn.relu(_norm(train, self.dtype, "bn_final")(x_BHWD))
+      x_BHWD = nn.relu(layers.norm("_final")(x_BHWD))
 
     x = jnp.mean(x_BHWD, axis=(1, 2), dtype=jnp.float32)
     out = {"encoded": x_BHWD, "pre_logits": x}
@@ -90,6 +128,76 @@ class Model(nn.Module):
       init = nn.initializers.normal(0.01)
       x = nn.Dense(self.num_classes, kernel_init=init, name="head")(x)
     return x, out
+
+
+def stage_depths(model: Model) -> tuple[int, ...]:
+  depth = model.depth
+  return DEPTHS[depth] if isinstance(depth, int) else tuple(depth)
+
+
+class Layers(NamedTuple):
+  """Makes the layers of a block."""
+
+  kind: str
+  groups: int
+  train: bool
+  dtype: str
+
+  def conv(
+    self,
+    channels: int,
+    size: int,
+    stride: int,
+    name: str,
+    kernel_init: Callable[..., jax.Array] = _he_normal,
+  ) -> nn.Module:
+    norm = NORMS[self.kind]
+    return Conv(
+      channels,
+      (size, size),
+      (stride, stride),
+      # Symmetric; "SAME" would pad strided convolutions on one side only.
+      padding="SAME" if norm.same else [(size // 2, size // 2)] * 2,
+      use_bias=False,
+      dtype=self.dtype,
+      kernel_init=kernel_init,
+      epsilons=norm.in_kernels,
+      name=name,
+    )
+
+  def norm(
+    self,
+    name: str,
+    scale_init: Callable[..., jax.Array] = nn.initializers.ones,
+  ) -> nn.Module:
+    shared: dict[str, Any] = dict(
+      epsilon=NORMS[self.kind].epsilon,
+      dtype=self.dtype,
+      scale_init=scale_init,
+      # The mean of squares minus the square of the mean loses digits, and every
+      # layer of the backward pass divides by the difference.
+      use_fast_variance=False,
+    )
+    if self.kind != "batch":
+      return nn.GroupNorm(self.groups, name=f"gn{name}", **shared)
+    return nn.BatchNorm(
+      not self.train, momentum=0.9, name=f"bn{name}", **shared
+    )
+
+
+class Conv(nn.Conv):
+  """A convolution whose kernel may be standardised before it is used."""
+
+  epsilons: tuple[float, float] | None = None
+
+  def param(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    value = super().param(name, *args, **kwargs)
+    if self.epsilons is None:
+      return value
+    value -= jnp.mean(value, (0, 1, 2))
+    of_std, of_variance = self.epsilons
+    variance_D = jnp.mean(jnp.square(value), (0, 1, 2)) + of_variance
+    return value / (jnp.sqrt(variance_D) + of_std)
 
 
 class BlockV1(nn.Module):
@@ -101,20 +209,18 @@ class BlockV1(nn.Module):
 
   channels: int
   stride: int
-  dtype: str
+  layers: Layers
 
   @nn.compact
-  def __call__(self, x_BHWD: jax.Array, train: bool) -> jax.Array:
-    conv = functools.partial(_conv, dtype=self.dtype)
-    norm = functools.partial(_norm, train, self.dtype)
-    C = self.channels
-    y_BHWD = nn.relu(norm("bn1")(conv(C, 1, 1, name="conv1")(x_BHWD)))
+  def __call__(self, x_BHWD: jax.Array) -> jax.Array:
+    conv, norm, C = self.layers.conv, self.layers.norm, self.channels
+    y_BHWD = nn.relu(norm("1")(conv(C, 1, 1, name="conv1")(x_BHWD)))
     y_BHWD = conv(C, 3, self.stride, name="conv2")(y_BHWD)
-    y_BHWD = conv(4 * C, 1, 1, name="conv3")(nn.relu(norm("bn2")(y_BHWD)))
-    y_BHWD = norm("bn3", scale_init=nn.initializers.zeros)(y_BHWD)
+    y_BHWD = conv(4 * C, 1, 1, name="conv3")(nn.relu(norm("2")(y_BHWD)))
+    y_BHWD = norm("3", scale_init=nn.initializers.zeros)(y_BHWD)
     if self.stride != 1 or x_BHWD.shape[-1] != 4 * C:
       x_BHWD = conv(4 * C, 1, self.stride, name="conv_proj")(x_BHWD)
-      x_BHWD = norm("bn_proj")(x_BHWD)
+      x_BHWD = norm("_proj")(x_BHWD)
     return nn.relu(x_BHWD + y_BHWD)
 
 
@@ -127,58 +233,60 @@ class BlockV2(nn.Module):
 
   channels: int
   stride: int
-  dtype: str
+  layers: Layers
 
   @nn.compact
-  def __call__(self, x_BHWD: jax.Array, train: bool) -> jax.Array:
-    conv = functools.partial(_conv, dtype=self.dtype)
-    norm = functools.partial(_norm, train, self.dtype)
-    C = self.channels
-    y_BHWD = nn.relu(norm("bn1")(x_BHWD))
+  def __call__(self, x_BHWD: jax.Array) -> jax.Array:
+    conv, norm, C = self.layers.conv, self.layers.norm, self.channels
+    y_BHWD = nn.relu(norm("1")(x_BHWD))
     if self.stride != 1 or x_BHWD.shape[-1] != 4 * C:
       x_BHWD = conv(4 * C, 1, self.stride, name="conv_proj")(y_BHWD)
-    y_BHWD = nn.relu(norm("bn2")(conv(C, 1, 1, name="conv1")(y_BHWD)))
+    y_BHWD = nn.relu(norm("2")(conv(C, 1, 1, name="conv1")(y_BHWD)))
     y_BHWD = conv(C, 3, self.stride, name="conv2")(y_BHWD)
-    y_BHWD = nn.relu(norm("bn3")(y_BHWD))
+    y_BHWD = nn.relu(norm("3")(y_BHWD))
     zeros = nn.initializers.zeros
     return x_BHWD + conv(4 * C, 1, 1, name="conv3", kernel_init=zeros)(y_BHWD)
 
 
-def _conv(
-  channels: int,
-  size: int,
-  stride: int,
-  dtype: str,
-  name: str,
-  kernel_init: Callable[..., jax.Array] = _he_normal,
-) -> nn.Conv:
-  return nn.Conv(
-    channels,
-    (size, size),
-    (stride, stride),
-    # Symmetric; "SAME" would pad strided convolutions on one side only.
-    padding=[(size // 2, size // 2)] * 2,
-    use_bias=False,
-    dtype=dtype,
-    kernel_init=kernel_init,
-    name=name,
-  )
+# Names in releases of BiT, of big_vision and of the paper.
+_NAMES = {
+  "^resnet/": "",
+  r"^root_block/(standardized_conv2d(_\d+)?|conv_root)/": "conv_root/",
+  "^(norm-pre-head|group_norm)/": "gn_final/",
+  "^head/conv2d/": "head/",
+  r"^block(\d)/unit0*(\d+)/": r"stage\1_block\2/",
+  r"/a/proj/standardized_conv2d(_\d+)?/": "/conv_proj/",
+  r"/([abc])/standardized_conv2d(_\d+)?/": r"/conv\1/",
+  "/([abc])/group_norm/": r"/gn\1/",
+  **{f"/(conv|gn){x}/": rf"/\g<1>{i}/" for i, x in enumerate("abc", 1)},
+  "/gamma$": "/scale",
+  "/beta$": "/bias",
+}
 
 
-def _norm(
-  train: bool,
-  dtype: str,
-  name: str,
-  scale_init: Callable[..., jax.Array] = nn.initializers.ones,
-) -> nn.BatchNorm:
-  return nn.BatchNorm(
-    use_running_average=not train,
-    momentum=0.9,
-    epsilon=1e-5,
-    dtype=dtype,
-    scale_init=scale_init,
-    # The mean of squares minus the square of the mean loses digits, and every
-    # layer of the backward pass divides by the difference.
-    use_fast_variance=False,
-    name=name,
-  )
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Any]:
+  """Reads the BiTs of big_vision, of the paper's release, and transformers."""
+  flat = conversions.normalise(flat)
+  converted = stage_families.load(stage_families.BIT, flat, like)
+  if converted is not None:
+    return converted
+  result = {}
+  for name, value in flat.items():
+    for old, new in _NAMES.items():
+      name = re.sub(old, new, name)
+    # Some have more axes, of size 1.
+    fits = name in like and np.squeeze(value).shape == like[name].shape
+    result[name] = np.squeeze(value) if fits else value
+  return result
+
+
+def to_published(
+  model: Model, shapes: tables.Shapes, layout: str | None = None
+) -> tuple[dict[str, Any], list[tables.Tensor]]:
+  model = model.clone(depth=stage_depths(model))
+  return stage_families.BIT.export(stage_families.DIMS, model, shapes, layout)
+
+
+published_fields = stage_families.BIT.fields

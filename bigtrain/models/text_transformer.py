@@ -1,12 +1,14 @@
-"""Transformer encoder of token ids: the text towers of SigLIP and CLIP.
+"""Transformer encoder of token ids: text towers of SigLIP and CLIP, and BERT.
 
 Every position attends to every other, padding included, as in SigLIP, arXiv
 2303.15343, and LiT, 2111.07991, or with `causal` to earlier ones only, as in
-CLIP, 2103.00020.
+CLIP, 2103.00020. With `post_norm` and the fields after it, it is a BERT,
+1810.04805, or RoBERTa, 1907.11692.
 
-Axes: B batch, L length, D model width, C outputs.
+Axes: B batch, L length, D model width, C outputs, V vocabulary.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,16 @@ import numpy as np
 
 from bigtrain import dims, settings
 from bigtrain.models import vit
-from bigtrain.models.layers import encoder, layer_dims, masks, options, pooling
+from bigtrain.models.layers import (
+  encoder,
+  kernels,
+  layer_dims,
+  masks,
+  mlp,
+  options,
+  pooling,
+)
+from bigtrain.models.published import bert_families
 
 POOL_TYPES = ("last", "first", "eos", "gap", "max", "map")
 
@@ -61,6 +72,15 @@ class Model(nn.Module):
   causal: bool = False
   norm_eps: float = 1e-6
   mlp: str = "gelu"
+  # Whether norms follow the residual additions and the embeddings, and not the
+  # last block.
+  post_norm: bool = False
+  token_types: int = 0  # Number of kinds of tokens, such as two sentences.
+  max_len: int | None = None  # Number of positions; by default the texts' L.
+  first_position: int = 0  # Position of the first token.
+  pad_id: int | None = None  # Padding, to which no position attends; or none.
+  rep_size: bool = False  # Whether a tanh layer of width D precedes the head.
+  mlm_head: bool = False  # Whether it predicts the tokens, and pools nothing.
   head_bias: bool = True
   dropout: float = 0.0
   scan: bool = False
@@ -80,21 +100,43 @@ class Model(nn.Module):
 
   @nn.compact
   def __call__(
-    self, text: jax.Array, *, train: bool = False
+    self,
+    text: jax.Array,
+    *,
+    types: jax.Array | None = None,
+    train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Encodes texts: int (B, L) token ids. Ids without an embedding give NaN.
 
+    Args:
+      types: int (B, L), kind of each token; 0 by default.
+
     Returns:
-      (float32 (B, C), or the pooled features without a head; a dict with
-      "encoded" (B, L, D), and "pre_logits" (B, D), pooled).
+      (float32 (B, C), or the pooled features without a head, or with `mlm_head`
+      logits (B, L, V); a dict with "encoded" (B, L, D), and but for these
+      logits "pre_logits" (B, D), pooled).
     """
     L, D = text.shape[1], self.width
     embed = nn.Embed(self.vocab_size, D, name="Embed_0")
     # For an id without an embedding XLA would read the last row.
     valid_BL1 = ((text >= 0) & (text < self.vocab_size))[..., None]
     x_BLD = jnp.where(valid_BL1, embed(text), jnp.nan)
+    if self.token_types:
+      kinds = jnp.zeros_like(text) if types is None else types
+      x_BLD += nn.Embed(self.token_types, D, name="token_types")(kinds)
+    first, rows = self.first_position, self.max_len or L
+    if first + L > max(rows, L):
+      raise settings.ConfigError(
+        f"config.model.max_len={rows}: expected at least {first + L} for texts "
+        f"of {L} tokens."
+      )
     init = nn.initializers.normal(D**-0.5)
-    x_BLD = x_BLD + self.param("pos_embedding", init, (1, L, D))
+    table_1LD = self.param("pos_embedding", init, (1, rows, D))
+    x_BLD = x_BLD + table_1LD[:, first : first + L]
+    if self.post_norm:
+      norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="embed_norm")
+      x_BLD = nn.Dropout(self.dropout)(norm(x_BLD), deterministic=not train)
+    real_BL = None if self.pad_id is None else text != self.pad_id
     x_BLD = encoder.Encoder(
       depth=self.depth,
       mlp_dim=self.mlp_dim,
@@ -102,17 +144,36 @@ class Model(nn.Module):
       dropout=self.dropout,
       norm_eps=self.norm_eps,
       mlp=self.mlp,
+      post_norm=self.post_norm,
+      final_norm=not self.post_norm,
       scan=self.scan,
       attention=self.attention,
       remat_policy=self.remat_policy,
       dtype=self.dtype,
       name="Encoder_0",
-    )(x_BLD, mask=masks.Mask(causal=self.causal), train=train)
+    )(
+      x_BLD,
+      mask=masks.Mask(causal=self.causal, real_BS=real_BL),
+      train=train,
+    )
+    if self.mlm_head:
+      return self._mlm_logits(x_BLD, embed), {"encoded": x_BLD}
     x_BD = self._pool(x_BLD, text).astype(jnp.float32)
+    if self.rep_size:
+      x_BD = nn.tanh(nn.Dense(D, name="pre_logits")(x_BD))
     out = {"encoded": x_BLD, "pre_logits": x_BD}
     if self.num_classes:
       x_BD = nn.Dense(self.num_classes, self.head_bias, name="head")(x_BD)
     return x_BD, out
+
+  def _mlm_logits(self, x_BLD: jax.Array, embed: nn.Embed) -> jax.Array:
+    x_BLD = nn.Dense(self.width, dtype=self.dtype, name="mlm_dense")(x_BLD)
+    x_BLD = mlp.KINDS[self.mlp].activation(x_BLD)
+    norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="mlm_norm")
+    kernel_DV = embed.embedding.T.astype(self.dtype)
+    zeros, shape = nn.initializers.zeros, (self.vocab_size,)
+    bias_V = self.param("mlm_bias", zeros, shape)
+    return kernels.logits(norm(x_BLD), kernel_DV) + bias_V
 
   def _pool(self, x_BLD: jax.Array, text: jax.Array) -> jax.Array:
     if self.pool_type == "last":
@@ -123,7 +184,8 @@ class Model(nn.Module):
       end_B11 = jnp.argmax(text == self.eos_id, axis=1)[:, None, None]
       return jnp.take_along_axis(x_BLD, end_B11, axis=1)[:, 0]
     if self.pool_type == "gap":
-      return jnp.mean(x_BLD, axis=1, dtype=jnp.float32)
+      real = None if self.pad_id is None else text[..., None] != self.pad_id
+      return jnp.mean(x_BLD, axis=1, dtype=jnp.float32, where=real)
     if self.pool_type == "max":
       return jnp.max(x_BLD, axis=1)
     return pooling.MAPHead(
@@ -139,10 +201,12 @@ class Model(nn.Module):
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-  """Converts a text tower of the SigLIP or LiT releases.
+  """Converts a text tower of the SigLIP or LiT releases, or a BERT.
 
   Some add two position embeddings. Other text lengths are not resampled.
   """
+  if (converted := bert_families.load(flat, like, DIMS)) is not None:
+    return converted
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)
   second_1LD = flat.pop("Encoder_0/pos_embedding", None)
@@ -161,6 +225,9 @@ DIMS = {
   "Embed_0/embedding": "V -> D",
   "pos_embedding": "1 positions -> D",
   "MAPHead_0/probe": "1 1 D",
+  "token_types/embedding": "types -> D",
+  "(pre_logits|mlm_dense)/kernel": "D -> D",
+  "mlm_bias": "V",
   **layer_dims.head("head"),
   **layer_dims.LAYERS,
 }
@@ -169,3 +236,7 @@ DIMS = {
 def param_dims(model: Model) -> dims.Table:
   del model
   return DIMS
+
+
+to_published = functools.partial(bert_families.PUBLISHED.export, DIMS)
+published_fields = bert_families.PUBLISHED.fields

@@ -3,7 +3,7 @@
 With average pooling by default, 2D sine-cosine position embeddings
 (https://arxiv.org/abs/2205.01580), attention pooling and larger sizes
 (https://arxiv.org/abs/2106.04560), So400m (https://arxiv.org/abs/2305.13035).
-Its options make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT or MAE as well.
+Its options make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT, MAE or MLP-Mixer.
 
 Axes: B batch, P patches, L length (P, after a class token and registers), D
 model width, H heads, C classes.
@@ -39,6 +39,7 @@ class Size(NamedTuple):
   depth: int
   mlp_dim: int
   num_heads: int
+  token_mlp_dim: int | None = None
 
 
 VARIANTS = {
@@ -52,6 +53,10 @@ VARIANTS = {
   "H": Size(1280, 32, 5120, 16),
   "g": Size(1408, 40, 6144, 16),
   "G": Size(1664, 48, 8192, 16),
+  "Mixer-S": Size(512, 8, 2048, 1, 256),
+  "Mixer-B": Size(768, 12, 3072, 1, 384),
+  "Mixer-L": Size(1024, 24, 4096, 1, 512),
+  "Mixer-H": Size(1280, 32, 5120, 1, 640),
 }
 
 SIZES = ("width", "depth", "mlp_dim", "num_heads")
@@ -77,10 +82,12 @@ class Model(nn.Module):
     depth: number of blocks.
     mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
     num_heads: number of attention heads; must divide D.
+    token_mlp_dim: see encoder.Encoder; the sizes "Mixer-B" have one.
     class_token: whether there is one; by default if it is pooled.
     registers: number of tokens without a meaning of their own
       (https://arxiv.org/abs/2309.16588), after the class token.
-    posemb: "learn", "sincos2d", which has no parameters, or "none".
+    posemb: "learn", "sincos2d", which has no parameters, or "none", as always
+      in a Mixer.
     posemb_class: whether the class token has a learned position, the first.
     posemb_grid: rows and columns of the learned embeddings, which are resized
       to the grid of each image; None if all images have the same grid.
@@ -117,6 +124,7 @@ class Model(nn.Module):
   depth: int = options.DERIVED
   mlp_dim: int = options.DERIVED
   num_heads: int = options.DERIVED
+  token_mlp_dim: int | None = None
   class_token: bool | None = None
   registers: int = 0
   posemb: str = "learn"
@@ -143,7 +151,9 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    values = sizes(self, ("patch_size", *SIZES), "B/16")
+    values = sizes(self, ("patch_size", *SIZES, "token_mlp_dim"), "B/16")
+    if values["token_mlp_dim"]:
+      values["posemb"] = "none"
     values["patch_size"] = _two("patch_size", values["patch_size"])
     if self.posemb_grid is not None:
       values["posemb_grid"] = _two("posemb_grid", self.posemb_grid)
@@ -287,6 +297,7 @@ class Model(nn.Module):
       bias=self.use_bias,
       layer_scale=self.layer_scale,
       relative_grid=grid if self.relative_bias == "layer" else None,
+      token_mlp_dim=self.token_mlp_dim,
       final_norm=not self.norm_pooled,
       scan=self.scan,
       attention=self.attention,
@@ -311,7 +322,9 @@ class Model(nn.Module):
         "config.model.posemb_grid: missing; images of several shapes need it."
       )
     whole = dict(posemb=self.posemb == "sincos2d", rope=self.rope is not None)
-    for name, used in {**whole, "relative_bias": self.relative_bias}.items():
+    for name in ("relative_bias", "token_mlp_dim"):
+      whole[name] = bool(getattr(self, name))
+    for name, used in whole.items():
       if used:
         raise settings.ConfigError(
           f"config.model.{name}={getattr(self, name)!r}: expected images of "
@@ -534,7 +547,7 @@ def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
   known = {} if model.variant is None else variant_sizes(model.variant)
   given = {name: getattr(model, name) for name in names}
   known |= {name: value for name, value in given.items() if value is not None}
-  known.setdefault("mlp_dim", 4 * known.get("width", 0))
+  known = {"token_mlp_dim": None, "mlp_dim": 4 * known.get("width", 0)} | known
   for name in names:
     if name not in known:
       raise settings.ConfigError(
@@ -623,10 +636,21 @@ def _fit_posemb(
   flat["pos_embedding"] = posemb_1PD
 
 
+# Names in the releases of MLP-Mixers.
+_MIXER = {
+  "^MixerBlock_": "Transformer/encoderblock_",
+  "/channel_mixing/": "/MlpBlock_0/",
+  "^pre_head_layer_norm/": "Transformer/encoder_norm/",
+  "^stem/": "embedding/",
+}
+
+
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
+    for old, new in _MIXER.items():
+      name = re.sub(old, new, name)
     if re.fullmatch(r"Transformer/(posembed_input/)?pos_embedding", name):
       name = "pos_embedding"
     elif "probe" in flat and name.startswith(("probe", *kinds)):

@@ -1,15 +1,16 @@
-"""Makes published_vision/: a small random model of each family of ViTs.
+"""Makes published_vision/: a small random model of each family of encoders.
 
 By transformers, as make_published.py does for language models. Each folder has
 the output of save_pretrained; gradients.safetensors, the gradients of the sum
 of all outputs times fixed weights, in the same layout; and reference.npz: the
 inputs, the outputs, and their weights ("weight of " + an output's name).
 
-  python tests/golden/make_published_vision.py   # writes the folders anew
+  python tests/golden/make_published_vision.py [NAME ...]   # all by default
 """
 
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import make_published
@@ -73,7 +74,27 @@ FAMILIES = {
     use_mean_pooling=True,
   ),
 }
+BERT = dict(**SIZES, vocab_size=41, max_position_embeddings=9)
+FAMILIES |= {
+  "bert": dict(**BERT, pad_token_id=0),
+  "bert_mlm": dict(**BERT, pad_token_id=0),
+  "roberta": dict(**BERT, pad_token_id=1),
+  "roberta_classes": dict(**BERT, pad_token_id=1, num_labels=3),
+}
+FAMILIES |= {
+  "bit": dict(
+    embedding_size=8, hidden_sizes=[32, 64], depths=[1, 2], num_groups=4
+  ),
+}
+# Of the models that end with a small image.
+SIDES = ("bit", "convnext", "convnextv2")
+CLASSES = {
+  "bert_mlm": "AutoModelForMaskedLM",
+  "roberta_classes": "AutoModelForSequenceClassification",
+}
 MODEL_TYPES = {
+  "bert_mlm": "bert",
+  "roberta_classes": "roberta",
   "dinov2_swiglu": "dinov2",
   "dinov3_gated": "dinov3_vit",
   "beit_shared": "beit",
@@ -81,7 +102,7 @@ MODEL_TYPES = {
 
 
 def inputs_of(kind, rng):
-  side = IMAGE["image_size"]
+  side = 64 if kind in SIDES else IMAGE["image_size"]
   image = rng.normal(size=(BATCH, 3, side, side)).astype(np.float32)
   text = rng.integers(3, 40, (BATCH, 6))
   text[0, 4:] = 40, 0  # The end of a text, and padding.
@@ -96,6 +117,12 @@ def inputs_of(kind, rng):
       spatial_shapes=shapes,
       input_ids=text,
     )
+  if kind in ("bert", "roberta"):
+    text[0, 4:] = kind == "roberta"  # Padding.
+    types = np.arange(6) % 2 * np.ones_like(text) * (kind == "bert")
+    mask = (text != (kind == "roberta")).astype(np.int64)
+    # RoBERTa has one kind of tokens.
+    return dict(input_ids=text, token_type_ids=types, attention_mask=mask)
   if kind in ("clip", "siglip"):
     return dict(pixel_values=image, input_ids=text)
   if kind == "vit_mae":  # Without noise the patches would be shuffled.
@@ -108,7 +135,7 @@ def outputs_of(model, inputs):
   result = model(**inputs)
   names = (
     *("last_hidden_state", "pooler_output", "image_embeds", "text_embeds"),
-    "logits_per_text",
+    *("logits_per_text", "logits"),
   )
   return {name: result[name] for name in names if result.get(name) is not None}
 
@@ -118,7 +145,8 @@ def write_family(name, options, out):
   rng = np.random.default_rng(0)
   kind = MODEL_TYPES.get(name, name)
   config = transformers.AutoConfig.for_model(kind, **options)
-  model = transformers.AutoModel.from_config(
+  auto = getattr(transformers, CLASSES.get(name, "AutoModel"))
+  model = auto.from_config(
     config, dtype=torch.float32, attn_implementation="eager"
   ).eval()
   make_published.with_noise(model, rng)
@@ -130,7 +158,13 @@ def write_family(name, options, out):
     f"weight of {key}": rng.normal(size=value.shape).astype(np.float32)
     for key, value in outputs.items()
   }
-  if "last_hidden_state" in outputs:  # Patches, without the tokens before.
+  if kind in SIDES:
+    pass
+  elif "attention_mask" in given:
+    real = given["attention_mask"][..., None]
+    for key, value in weights.items():
+      weights[key] = value * real if value.ndim == 3 else value
+  elif "last_hidden_state" in outputs:  # Patches, without tokens before.
     weights["weight of last_hidden_state"][:, :-16] = 0
   loss = sum(
     (value * torch.from_numpy(weights[f"weight of {key}"])).sum()
@@ -149,14 +183,15 @@ def write_family(name, options, out):
   safetensors.torch.save_file(arrays, out / "gradients.safetensors")
 
 
-def write(golden):
-  """Writes all folders below `golden`."""
-  shutil.rmtree(golden / "published_vision", ignore_errors=True)
-  for name, options in FAMILIES.items():
+def write(golden, names=tuple(FAMILIES)):
+  """Writes folders below `golden`."""
+  for name in names:
+    options = FAMILIES[name]
+    shutil.rmtree(golden / "published_vision" / name, ignore_errors=True)
     out = golden / "published_vision" / name
     out.mkdir(parents=True)
     write_family(name, options, out)
 
 
 if __name__ == "__main__":
-  write(pathlib.Path(__file__).parent)
+  write(pathlib.Path(__file__).parent, sys.argv[1:] or tuple(FAMILIES))

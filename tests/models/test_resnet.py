@@ -112,14 +112,15 @@ def test_matches_numpy(golden, version, num_devices):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_blocks_start_as_identities_and_have_gradients(version):
-  block = (resnet.BlockV1, resnet.BlockV2)[version - 1](2, 1, "float32")
+  layers = resnet.Layers("batch", 32, True, "float32")
+  block = (resnet.BlockV1, resnet.BlockV2)[version - 1](2, 1, layers)
   x = jax.random.uniform(jax.random.key(1), (2, 5, 5, 8))
   key = jax.random.key(0, impl="unsafe_rbg")  # Compiles fast.
-  variables = jax.jit(block.init, static_argnums=2)(key, x, True)
+  variables = jax.jit(block.init)(key, x)
 
   def loss(params):
     y, _ = block.apply(
-      {**variables, "params": params}, x, True, mutable=["batch_stats"]
+      {**variables, "params": params}, x, mutable=["batch_stats"]
     )
     return jnp.sum(y**2), y
 

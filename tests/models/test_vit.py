@@ -82,9 +82,21 @@ def test_so400m_has_the_published_number_of_parameters():
   assert num_params(model) == 427_680_704
 
 
-@pytest.mark.parametrize("variant", vit.VARIANTS)
+# As counted by timm.
+MIXERS = {"S/16": 18_528_264, "B/16": 59_880_472, "L/16": 208_196_168}
+
+
+@pytest.mark.parametrize("variant", MIXERS)
+def test_mixers_have_the_published_number_of_parameters(variant):
+  model = vit.Model(1000, f"Mixer-{variant}", scan=True)
+  assert num_params(model) == MIXERS[variant]
+
+
+@pytest.mark.parametrize(
+  "variant", [name for name in vit.VARIANTS if "Mixer" not in name]
+)
 def test_numbers_of_parameters_match_a_count_by_hand(variant):
-  D, depth, F, _ = vit.VARIANTS[variant]
+  D, depth, F, _, _ = vit.VARIANTS[variant]
   norm, attention, mlp = 2 * D, 4 * (D * D + D), D * F + F + F * D + D
   expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8, their positions.
   expected += depth * (attention + mlp + 2 * norm) + norm

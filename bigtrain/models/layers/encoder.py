@@ -30,11 +30,13 @@ class Options(NamedTuple):
   bias: tuple[str, ...]
   layer_scale: float | None
   relative_grid: tuple[int, int] | None
+  token_mlp_dim: int | None
+  post_norm: bool
   dtype: str
 
 
 class Block(nn.Module):
-  """Pre-norm attention and MLP, each added to the residual stream."""
+  """Attention, or an MLP over tokens, and an MLP, added to the stream."""
 
   options: Options
 
@@ -60,7 +62,9 @@ class Block(nn.Module):
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if train and drop_path_rates_N is not None:
         rate = drop_path_rates_N[layer]
-        y_BLD = drop_path(y_BLD, rate, self.make_rng("dropout"))
+        rescale = options.token_mlp_dim is None
+        key = self.make_rng("dropout")
+        y_BLD = drop_path(y_BLD, rate, key, rescale)
       return y_BLD
 
     norm = functools.partial(
@@ -70,19 +74,30 @@ class Block(nn.Module):
       bias_1HLS = positions.GridBias(
         options.num_heads, options.relative_grid, name="relative_bias"
       )()
-    y_BLD = norm(name="LayerNorm_0")(x_BLD)
-    y_BLD, _ = attention.Attention(
-      attention.Options(
-        options.num_heads,
-        bias=options.bias,
-        backend=options.attention,
-        dtype=options.dtype,
-      ),
-      name="MultiHeadDotProductAttention_0",
-    )(y_BLD, y_BLD, rope=rope, mask=mask, bias=bias_1HLS)
-    x_BLD = x_BLD + branch(y_BLD, 0)
+    before: list[Any] = [norm(name=f"LayerNorm_{i}") for i in range(2)]
+    after: list[Any] = [lambda x: x] * 2
+    if options.post_norm:
+      before, after = after, before
+    y_BLD = before[0](x_BLD)
+    if options.token_mlp_dim:
+      hidden = (options.token_mlp_dim, options.dropout, options.dtype)
+      y_BDL = mlp.Mlp(mlp.vit_options(*hidden), name="token_mixing")(
+        y_BLD.swapaxes(1, 2), train
+      )
+      y_BLD = y_BDL.swapaxes(1, 2)
+    else:
+      y_BLD, _ = attention.Attention(
+        attention.Options(
+          options.num_heads,
+          bias=options.bias,
+          backend=options.attention,
+          dtype=options.dtype,
+        ),
+        name="MultiHeadDotProductAttention_0",
+      )(y_BLD, y_BLD, rope=rope, mask=mask, bias=bias_1HLS)
+    x_BLD = after[0](x_BLD + branch(y_BLD, 0))
 
-    y_BLD = norm(name="LayerNorm_1")(x_BLD)
+    y_BLD = before[1](x_BLD)
     F = options.mlp_dim or 4 * x_BLD.shape[-1]
     y_BLD = mlp.Mlp(
       mlp.vit_options(
@@ -90,16 +105,19 @@ class Block(nn.Module):
       ),
       name="MlpBlock_0",
     )(y_BLD, train)
-    return sharding.stream(x_BLD + branch(y_BLD, 1)), None
+    return sharding.stream(after[1](x_BLD + branch(y_BLD, 1))), None
 
 
 def drop_path(
-  x_BLD: jax.Array, rate: float | jax.Array, key: jax.Array
+  x_BLD: jax.Array,
+  rate: float | jax.Array,
+  key: jax.Array,
+  rescale: bool = True,
 ) -> jax.Array:
   """Stochastic depth (https://arxiv.org/abs/1603.09382), drawn per example."""
   keep = 1.0 - rate
   kept = jax.random.bernoulli(key, keep, x_BLD.shape[:1])
-  scale_B = kept.astype(jnp.float32) / keep
+  scale_B = kept.astype(jnp.float32) / (keep if rescale else 1.0)
   scale = scale_B.reshape((-1,) + (1,) * (x_BLD.ndim - 1))
   return (x_BLD * scale).astype(x_BLD.dtype)
 
@@ -121,6 +139,10 @@ class Encoder(nn.Module):
   layer_scale: float | None = None
   # Grid of patches whose relative positions have a bias in each layer, if any.
   relative_grid: tuple[int, int] | None = None
+  # Hidden width of an MLP over the tokens in place of attention (MLP-Mixer,
+  # https://arxiv.org/abs/2105.01601); its stochastic depth does not rescale.
+  token_mlp_dim: int | None = None
+  post_norm: bool = False  # Whether norms follow the residual additions.
   final_norm: bool = True  # Whether a norm follows the blocks.
   scan: bool = False
   remat_policy: str = "none"

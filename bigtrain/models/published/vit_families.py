@@ -83,7 +83,7 @@ def _mlp(key: str = "hidden_act", **swiglu: Any) -> Rule:
   )
 
 
-def _use(
+def use(
   stem: str, pool_type: str, features: str = "tok", rep_size: bool = False
 ) -> Rule:
   """The pooling and the number of classes, by the class of the model.
@@ -351,7 +351,7 @@ VIT = Family(
     patch=_patch(),
     mlp=_mlp(),
     biases=_biases(qkv="qkv_bias"),
-    use=_use("ViT", "tok", rep_size=True),
+    use=use("ViT", "tok", rep_size=True),
   ),
   harmless=HARMLESS,
   in_shapes=_IN_SHAPES,
@@ -366,7 +366,7 @@ _DINOV2 = VIT.but(
     mlp=_mlp(use_swiglu_ffn=True),
     width=_dinov2_width(),
     scale=_layer_scale("layerscale_value", 1.0),
-    use=_use("Dinov2", "tok_gap"),
+    use=use("Dinov2", "tok_gap"),
   ),
   harmless=(*HARMLESS, "intermediate_size"),
 )._replace(keys={k: key for k, key in KEYS.items() if k != "mlp_dim"})
@@ -375,7 +375,7 @@ _WITH_REGISTERS = _DINOV2.but(
   "Dinov2WithRegistersModel",
   keys=dict(registers="num_register_tokens"),
   defaults=dict(num_register_tokens=4),
-  rules=dict(use=_use("Dinov2WithRegisters", "tok_gap")),
+  rules=dict(use=use("Dinov2WithRegisters", "tok_gap")),
 )
 _DINOV3 = VIT.but(
   "dinov3_vit",
@@ -395,7 +395,7 @@ _DINOV3 = VIT.but(
     biases=_dinov3_biases(),
     rope=_dinov3_rope(),
     scale=_layer_scale("layerscale_value", 1.0),
-    use=_use("DINOv3ViT", "tok"),
+    use=use("DINOv3ViT", "tok"),
   ),
 )
 _BEIT = VIT.but(
@@ -406,7 +406,7 @@ _BEIT = VIT.but(
   rules=dict(
     positions=_beit_positions(),
     scale=_layer_scale("layer_scale_init_value", 0.1),
-    use=_use("Beit", "gap", features="gap"),
+    use=use("Beit", "gap", features="gap"),
   ),
   requires={"use_mean_pooling": (True,)},
 )
@@ -414,7 +414,7 @@ _BEIT = _BEIT._replace(
   rules={name: x for name, x in _BEIT.rules.items() if name != "biases"},
   constants={k: x for k, x in _BEIT.constants.items() if k != "posemb_class"},
 )
-_MAE = VIT.but("vit_mae", "ViTMAEModel", rules=dict(use=_use("ViTMAE", "tok")))
+_MAE = VIT.but("vit_mae", "ViTMAEModel", rules=dict(use=use("ViTMAE", "tok")))
 FAMILIES = {
   family.model_type: family
   for family in (VIT, _DINOV2, _WITH_REGISTERS, _DINOV3, _BEIT, _MAE)
@@ -468,18 +468,21 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 def _of_model(model: Any) -> dict[str, Family]:
   if not model.num_classes:
     return LAYOUTS
-  layouts = {}
-  for name, family in LAYOUTS.items():
-    # All arrays but the head's are then below the model's name.
-    prefix = family.model_type.removesuffix("_mae")
-    arrays = [
-      entry
-      if entry.published.startswith("classifier")
-      else entry._replace(published=f"{prefix}.{entry.published}")
-      for entry in family.arrays
-    ]
-    layouts[name] = family._replace(arrays=arrays)
-  return layouts
+  return {
+    name: below(family.model_type.removesuffix("_mae"), family)
+    for name, family in LAYOUTS.items()
+  }
+
+
+def below(prefix: str, family: Family) -> Family:
+  """The layout of a classifier: other arrays are below the model's name."""
+  arrays = [
+    entry
+    if entry.published.startswith("classifier")
+    else entry._replace(published=f"{prefix}.{entry.published}")
+    for entry in family.arrays
+  ]
+  return family._replace(arrays=arrays)
 
 
 PUBLISHED = families.Layouts(FAMILIES, canonical, _of_model)

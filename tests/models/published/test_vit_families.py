@@ -19,10 +19,16 @@ from bigtrain import parts, settings, sharding, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import two_towers, vit
+from bigtrain.models.published import vit_families
 
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
-ALL = sorted(path.name for path in VISION.iterdir())
+KNOWN = (*vit_families.FAMILIES, *TWO_TOWERS)
+ALL = [
+  path.name
+  for path in sorted(VISION.iterdir())
+  if json.loads((path / "config.json").read_text())["model_type"] in KNOWN
+]
 FAMILIES = [name for name in ALL if name not in TWO_TOWERS]
 
 

@@ -1,0 +1,143 @@
+"""BERTs, BiT, ConvNeXt and Swin against transformers: golden/published_vision.
+
+golden/make_published_vision.py made the folders: small models, their outputs,
+and the gradients of the sum of these times fixed weights.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.published.folders import GOLDEN
+
+from bigtrain import parts, settings, sharding, trees
+from bigtrain.checkpoints import warm_start
+from bigtrain.checkpoints.foreign import safetensors_files
+
+VISION = GOLDEN / "published_vision"
+MODELS = {
+  "bert": "text_transformer",
+  "roberta": "text_transformer",
+  "bit": "resnet",
+}
+KINDS = {
+  path.name: json.loads((path / "config.json").read_text())["model_type"]
+  for path in sorted(VISION.iterdir())
+}
+FAMILIES = [name for name, kind in KINDS.items() if kind in MODELS]
+
+
+def opened(family, **options):
+  folder = VISION / family
+  config = settings.Config(
+    dict(
+      model_name=MODELS[KINDS[family]],
+      model=dict(published=str(folder), **options),
+    )
+  )
+  return parts.model(parts.with_published_sizes(config))
+
+
+def reference(family):
+  with np.load(VISION / family / "reference.npz") as file:
+    values = dict(file)
+  if "input_ids" in values:
+    types = jnp.asarray(values["token_type_ids"])
+    inputs = dict(text=jnp.asarray(values["input_ids"]), types=types)
+  else:
+    inputs = dict(image=values["pixel_values"].transpose(0, 2, 3, 1))
+  return inputs, values
+
+
+def params_of(module, model, inputs, path, devices=1):
+  init = lambda key: model.init(key, **inputs)
+  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+  places, _ = sharding.state_shardings(shapes, mesh)
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    places,
+  )
+  convert = module.from_published
+  return warm_start.load_params(str(path), like, convert=convert)[0]
+
+
+def outputs_of(model, params, inputs, expected):
+  """The outputs of transformers' model, by its names."""
+  y, out = model.apply({"params": params}, **inputs)
+  encoded = out["encoded"]
+  if encoded.ndim == 4 and expected["last_hidden_state"].ndim == 4:
+    encoded = encoded.transpose(0, 3, 1, 2)
+  results = {"logits": y, "pooler_output": y, "last_hidden_state": encoded}
+  return {
+    name: value.reshape(expected[name].shape)
+    for name, value in results.items()
+    if name in expected
+  }
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients(family, scan):
+  if scan and "bert" not in family:
+    pytest.skip("its layers cannot be stacked")
+  module, model = opened(family, **{"scan": True} if scan else {})
+  inputs, expected = reference(family)
+  folder = VISION / family
+
+  def total(params):
+    outputs = outputs_of(model, params, inputs, expected)
+    weighted = [
+      jnp.sum(value * expected[f"weight of {name}"])
+      for name, value in outputs.items()
+    ]
+    return sum(weighted), outputs
+
+  params = params_of(module, model, inputs, folder, devices=8)
+  grads, outputs = jax.jit(jax.grad(total, has_aux=True))(params)
+  for name, value in outputs.items():
+    # Padding has outputs that nobody reads.
+    used = np.broadcast_to(expected[f"weight of {name}"] != 0, value.shape)
+    np.testing.assert_allclose(
+      np.where(used, value, 0),
+      np.where(used, expected[name], 0),
+      rtol=0,
+      atol=1e-5 * np.abs(expected[name]).max(),
+      err_msg=name,
+    )
+  published = params_of(module, model, inputs, folder / "gradients.safetensors")
+  actual = dict(trees.flatten_with_names(grads))
+  wanted = dict(trees.flatten_with_names(published))
+  assert set(actual) == set(wanted)
+  largest = max(np.abs(x).max() for x in wanted.values())
+  for name, value in wanted.items():
+    # Those of keys' biases are zero but for rounding.
+    scale = max(np.abs(value).max(), 1e-2 * largest)
+    np.testing.assert_allclose(
+      actual[name], value, rtol=0, atol=1e-4 * scale, err_msg=name
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_arrays_and_config_are_those_of_the_folder(family):
+  module, model = opened(family)
+  inputs, _ = reference(family)
+  folder = VISION / family
+  loaded = params_of(module, model, inputs, folder)
+  params = dict(trees.flatten_with_names(loaded))
+  shapes = {name: x.shape for name, x in params.items()}
+  config, tensors = module.to_published(model, shapes)
+  arrays = safetensors_files.read(str(folder))
+  assert {tensor.name for tensor in tensors} == set(arrays)
+  for tensor in tensors:
+    pieces = [np.asarray(params[name])[index] for name, index in tensor.parts]
+    value = tensor.build(pieces)
+    assert value.shape == tuple(tensor.shape)
+    np.testing.assert_array_equal(value, arrays[tensor.name], tensor.name)
+  published = json.loads((folder / "config.json").read_text())
+  assert len(set(config) & set(published)) >= 6
+  for key in set(config) & set(published):
+    assert config[key] == published[key], key
