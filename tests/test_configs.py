@@ -93,6 +93,8 @@ def count(params):
     # DeiT-S without class token and position embeddings, plus a tanh layer.
     ("vit_s16_i1k", 22_050_664 - 384 - 197 * 384 + 385 * 384),
     ("resnet50_i1k", 25_557_032),
+    ("bit", 25_557_032),  # Group norms have as many parameters.
+    ("mixer", 59_880_472),  # timm's mixer_b16_224.
     # The vocabulary has 47 more rows than GPT-2's, for a divisible size.
     ("gpt2_124m", 124_439_808 + 47 * 768),
     ("llama_1b", 1_235_814_400),
@@ -158,6 +160,8 @@ SPECS = [
   "lit:init=a/l_16.npz,variant=L/16,loss=softmax,res=256,data_dir=sets",
   "lit:tokenizer=bytes",
   "resnet50_i1k:data_dir=sets",
+  "bit:depth=101,width=3.0,data_dir=sets",
+  "mixer:variant=L/16,data_dir=sets",
   "pydoc_lm:moe",
   "pydoc_lm:moe,runlocal",
   "llama_8b:init=folder,data=tokens",

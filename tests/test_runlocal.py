@@ -91,6 +91,7 @@ def sigmoid_loss(num_classes, bias, num_labels=1):
 # nothing is similar yet, so the bias decides.
 _BYTES, _TOKENS, _SPANS = (math.log(n) for n in (259, 32_000, 259 + 100))
 FIRST_LOSS = {
+  "bit": (math.log(1000), 0.05),
   "cap": (_TOKENS, 1e-3),
   "cappa": (_TOKENS, 1e-3),
   "digits": (math.log(10), 1e-3),
@@ -106,6 +107,7 @@ FIRST_LOSS = {
   "llama_70b": (_BYTES, 0.05),
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
+  "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
   "smollm3_3b": (_BYTES, 0.05),

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ import numpy as np
 from bigtrain import dims, parts, settings
 from bigtrain.models import text_transformer, vit
 from bigtrain.models.published import (
+  bert_families,
   conversions,
   families,
   two_tower_families,
@@ -222,4 +223,12 @@ _OF_TRAINING = (
 )
 _PUBLISHED = families.Layouts(two_tower_families.FAMILIES, _canonical)
 to_published = functools.partial(_PUBLISHED.export, _DIMS)
-published_fields = _PUBLISHED.fields
+
+
+def published_fields(
+  path: str, allow_unread: Collection[str] = ()
+) -> families.Fields | None:
+  _, values = families.read_json(path)
+  if values and values["model_type"] in bert_families.FAMILIES:
+    return None  # The weights of a text tower.
+  return _PUBLISHED.fields(path, allow_unread)

@@ -5,7 +5,8 @@ Legend: B batch, H height, W width, L length, C classes.
 A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
 multi-hot [B, C], or float [B] for a regression. With "shapes" [B, 2], "image"
 has ready patches, see models.vit. Texts are "tokens" int [B, L], with -1 for
-padding, for a decoder with config.model.num_classes.
+padding, for a decoder with config.model.num_classes; or "text" int [B, L], and
+perhaps the kinds of its tokens, "types", for a text_transformer.
 """
 
 import functools
@@ -30,6 +31,8 @@ def inputs(batch: Batch) -> Batch:
   if "tokens" in batch:
     tokens = batch["tokens"]
     return {"tokens": jnp.maximum(tokens, 0), "real": tokens >= 0}
+  if "image" not in batch and "text" in batch:
+    return {name: batch[name] for name in ("text", "types") if name in batch}
   optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
   return {"image": batch["image"], **optional}
 
@@ -41,7 +44,7 @@ def class_counts(model: Any) -> dict[str, int]:
 
 def vocab_sizes(model: Any) -> dict[str, int]:
   size = getattr(model, "vocab_size", None)
-  return {"tokens": PaddedIds(size)} if size else {}
+  return {"tokens": PaddedIds(size), "text": size} if size else {}
 
 
 def loss_fn(

@@ -15,6 +15,7 @@ from models.published.folders import GOLDEN
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.models import text_transformer, two_towers
 
 VISION = GOLDEN / "published_vision"
 MODELS = {
@@ -79,11 +80,22 @@ def outputs_of(model, params, inputs, expected):
   }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+FAST = ("bert", "bit")
+STACKED = ("bert_mlm", "roberta")
+
+
+@pytest.mark.parametrize(
+  ("family", "scan"),
+  [
+    pytest.param(
+      name, scan, marks=() if name in FAST and not scan else pytest.mark.slow
+    )
+    for name in FAMILIES
+    for scan in (False, True)
+    if not scan or name in STACKED
+  ],
+)
 def test_outputs_and_gradients(family, scan):
-  if scan and "bert" not in family:
-    pytest.skip("its layers cannot be stacked")
   module, model = opened(family, **{"scan": True} if scan else {})
   inputs, expected = reference(family)
   folder = VISION / family
@@ -141,3 +153,31 @@ def test_exported_arrays_and_config_are_those_of_the_folder(family):
   assert len(set(config) & set(published)) >= 6
   for key in set(config) & set(published):
     assert config[key] == published[key], key
+
+
+def test_a_bert_is_a_text_tower():
+  """Its arrays are below txt/, and its features are those of the file."""
+  family = "bert"
+  inputs, expected = reference(family)
+  text = dict(post_norm=True, token_types=2, max_len=9, pad_id=0, depth=2)
+  text |= dict(mlp="gelu_erf", norm_eps=1e-12, pool_type="first", rep_size=True)
+  text |= dict(width=16, mlp_dim=24, num_heads=2, vocab_size=41)
+  model = two_towers.Model(
+    image=dict(variant="mu/4"), text=text, out_dim=(16, None)
+  )
+  tokens = dict(text=inputs["text"])
+  init = lambda key: model.init(key, jnp.zeros((1, 8, 8, 3)), **tokens)
+  like = jax.eval_shape(init, jax.random.key(0))["params"]
+  source = dict(path=str(VISION / family), rename=[("(.*)", r"txt/\1")])
+  source["allow_missing"] = ["img/.*", "t", "b"]
+  warm_start.check_published(source, two_towers, model)
+  flat = safetensors_files.read(str(VISION / family))
+  loaded = two_towers.from_published(
+    {f"txt/{name}": x for name, x in flat.items()},
+    dict(trees.flatten_with_names(like)),
+  )
+  params = {n.removeprefix("txt/"): np.asarray(loaded[n][...]) for n in loaded}
+  tower = text_transformer.Model(**text)
+  y, _ = tower.apply({"params": trees.from_flat(params)}, **inputs)
+  close = dict(rtol=0, atol=1e-5)
+  np.testing.assert_allclose(y, expected["pooler_output"], **close)
