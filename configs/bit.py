@@ -96,5 +96,6 @@ def get_config(arg=None):
     config.log_steps = 1
     config.schedule.warmup_steps = 1
     config.input.batch_size = 16
-    config.model |= dict(depth=26, width=0.125, groups=4)
+    config.model.depth = 26
+    config.model.width = 0.5
   return config

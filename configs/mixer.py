@@ -94,5 +94,5 @@ def get_config(arg=None):
     config.log_steps = 1
     config.schedule.warmup_steps = 1
     config.input.batch_size = 16
-    config.model |= dict(width=32, depth=2, mlp_dim=64, token_mlp_dim=16)
+    config.model.variant = "Mixer-mu/16"
   return config

@@ -403,3 +403,10 @@ def test_digits_obeys_the_command_line(tmp_path):
   shapes = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
   names = {name for name, _ in trees.flatten_with_names(shapes)}
   assert names == {*read_parameters(workdir)}
+
+
+@pytest.mark.configs
+@pytest.mark.parametrize("name", ["bit", "mixer"])
+def test_bit_and_mixer_train_on_prepared_data(name, data_dir, tmp_path):
+  config = load(f"{name}:runlocal,data_dir={data_dir}")
+  check(config, train(config, tmp_path), *FIRST_LOSS[name])
