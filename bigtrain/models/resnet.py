@@ -9,7 +9,6 @@ https://arxiv.org/abs/1912.11370, has group norms and standardised kernels.
 Axes: B batch, H rows, W columns, D channels, C classes.
 """
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
