@@ -1,13 +1,16 @@
 """docs/coming_from.md: every config line is applied to a small run.
 
 A row's lines are run in a config of its table, in a folder that has the files
-that they name. The run starts up to its first step: input, model, optimizer,
-update, evaluations and hooks are built and traced, initial parameters are
-loaded, and every key has been read.
+that they name. Input, model, optimizer, evaluators and hooks are built, the
+update and the evaluators' programs are traced, initial parameters are loaded,
+and every key has been read. Schedules and optimizers are compared with the
+formulas of the other trainer.
 """
 
 import copy
 import itertools
+import json
+import math
 import pathlib
 import pickle
 import re
@@ -16,14 +19,17 @@ import tarfile
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 import pytest
 from support import compile_cache
 
-from bigtrain import main, trees
+from bigtrain import lengths, main, settings, trees
 from bigtrain.models import decoder as decoder_lib
 from bigtrain.models import vit as vit_lib
+from bigtrain.optim import chain, schedules
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/coming_from.md").read_text()
@@ -137,6 +143,13 @@ def folder(tmp_path_factory):
     image=rng.normal(size=(64, 8, 8, 3)).astype(np.float32),
     labels=rng.integers(1, 16, (64, 6)).astype(np.int32),
   )
+  pairs = [{"prompt": "ab" * n, "completion": "c" * n} for n in range(1, 17)]
+  for name, rows in (
+    ("pairs", pairs),
+    ("texts", [{"text": "a text " * (1 + n % 4)} for n in range(64)]),
+  ):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"{name}.jsonl").write_text(text)
   with tarfile.open(ROOT / "tests/golden/old_checkpoints.tar.gz") as archive:
     archive.extractall(folder, filter="data")
   return folder
@@ -269,40 +282,74 @@ class StartedError(Exception):
   """The run has come to its first step."""
 
 
-def run(row, workdir, monkeypatch):
-  """Starts the config of a row with its lines, up to the first step."""
+def with_lines(row):
+  """The config of a row with its lines."""
   config = ml_collections.ConfigDict(copy.deepcopy(config_of(row)))
   with config.ignore_type(), config.unlocked():
     for line in row.lines:
       exec(line, {"config": config})
+  return config
 
-  def started(*args, **options):
-    raise StartedError
 
+def run(row, workdir, monkeypatch):
+  """Starts the config of a row; returns the names of what was traced."""
+  config, traced = with_lines(row), []
   if "eval_only" in config:
-    main.train(config, str(workdir))
-    return
+    results = main.train(config, str(workdir))
+    return ["update", *{name.split("/")[0] for name in results}]
+
+  def trace(self, name, fn, *specs, **options):
+    traced.append(name)
+    jax.eval_shape(fn, *specs)
+    return lambda: None
+
+  def compile(self, name, fn, *specs, **options):
+    trace(self, name, fn, *specs)
+
+  built = []
+  from_config = main.evaluations.from_config
+
+  def build_all(*args, **options):
+    built.extend(from_config(*args, **options))
+    return built
+
+  def build(run, update_fn, specs, compile_update):
+    trace(None, "update", update_fn, *specs)
+    for evaluation in built:
+      evaluation.build()
+    return "built"
+
+  programs = main.programs.Programs
+  if "eager" not in config:
+    monkeypatch.setattr(programs, "compile", compile)
+  monkeypatch.setattr(main.evaluations, "from_config", build_all)
+  assert main.train(config, str(workdir), on_update=build) == "built"
   if "model_init" in config:  # The parameters are loaded, too.
-    lower = main.programs.Programs.lower
+    lower = programs.lower
 
     def all_but_the_update(self, name, *args, **options):
-      if name == "update":
-        return lambda: None
-      return lower(self, name, *args, **options)
+      return lower(self, name, *args, **options) if name != "update" else str
 
-    monkeypatch.setattr(main.programs.Programs, "lower", all_but_the_update)
+    def started(*args, **options):
+      raise StartedError
+
+    monkeypatch.setattr(programs, "lower", all_but_the_update)
     monkeypatch.setattr(main.record, "start", started)
-  else:
-    monkeypatch.setattr(main.folders, "check_writable", started)
-  with pytest.raises(StartedError):
-    main.train(config, str(workdir))
+    with pytest.raises(StartedError):
+      main.train(config, str(workdir))
+  return traced
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row.lines], ids=str)
 def test_the_lines_run(row, folder, pretrained, tmp_path, monkeypatch):
   monkeypatch.chdir(folder)
-  run(row, tmp_path / "run", monkeypatch)
+  traced = run(row, tmp_path / "run", monkeypatch)
+  config = with_lines(row)
+  assert traced[0] == "update"
+  if "eager" not in config:
+    enabled = {n for n, e in config.evals.items() if e.get("enabled", True)}
+    assert enabled <= {*traced}
 
 
 @pytest.mark.parametrize("table", sorted(TABLES))
@@ -312,7 +359,8 @@ def test_the_first_lines_of_each_table_start(
   """The quick part of the test above."""
   monkeypatch.chdir(folder)
   row = next(row for row in ROWS if row.table == table and row.lines)
-  run(row, tmp_path / "run", monkeypatch)
+  traced = run(row, tmp_path / "run", monkeypatch)
+  assert {"update", *with_lines(row).evals} <= {*traced}
 
 
 @pytest.mark.slow
@@ -323,3 +371,268 @@ def test_the_config_of_each_table_trains(table, folder, tmp_path, monkeypatch):
   config = config_of(row) | dict(stop_at_steps=2, evals={})
   results = main.train(config, str(tmp_path))
   assert results["step"] == 2 and np.isfinite(results["loss"])
+
+
+# The other trainers' formulas.
+
+
+def lines_of(table, start, part=0):
+  rows = [r for r in ROWS if r.table == table and r.there.startswith(start)]
+  return with_lines(rows[part])
+
+
+def together(table, starts):
+  """The config of a table with the lines of several rows."""
+  rows = [r for r in ROWS if r.table == table and r.there.startswith(starts)]
+  assert len(rows) == len(starts)
+  lines = [line for row in rows for line in row.lines]
+  return with_lines(rows[0]._replace(lines=tuple(lines)))
+
+
+def units(total):
+  return lengths.Units(batch_size=16, total_steps=total)
+
+
+def cosine(p):
+  return (1 + math.cos(math.pi * p)) / 2
+
+
+def torch_one_cycle(s, total=600_000, start=1 / 10, end=1 / 10):
+  top = 0.01 * total - 1
+  if s <= top:
+    return start + (1 - start) * (1 - cosine(s / top))
+  return end + (1 - end) * cosine((s - top) / (total - 1 - top))
+
+
+# (table, beginning of a row's first cell, part of the row, total steps, steps
+# to compare, the other trainer's factor at a step).
+SCHEDULES = [
+  (
+    "T5X",
+    "`learning_rate_fn`",
+    0,
+    100_000,
+    range(10_000, 100_000, 999),
+    # Of lr = base / 100.
+    lambda s: 100 / math.sqrt(max(s, 10_000)),
+  ),
+  (
+    "T5X",
+    "`linear_warmup * linear_decay`",
+    0,
+    11_000,
+    range(0, 11_000, 97),
+    lambda s: min(s / 1000, 1 + (1000 - s) / 10_000),
+  ),
+  (
+    "T5X",
+    "`linear_warmup * linear_decay`",
+    1,
+    11_000,
+    range(0, 11_000, 97),
+    lambda s: min(s / 1000, 1) * cosine(max(0, s - 1000) / 10_000),
+  ),
+  (
+    "T5X",
+    "`decay_every`",
+    0,
+    60_000,
+    range(0, 60_000, 500),
+    lambda s: 0.5 ** (s // 20_000),
+  ),
+  (
+    "LiBai",
+    "`WarmupStepLR`",
+    0,
+    1000,
+    range(1000),
+    lambda s: 0.1 ** ((s >= 500) + (s >= 800)),
+  ),
+  (
+    "Modalities",
+    "`scheduler.onecycle_lr",
+    0,
+    600_000,
+    range(0, 600_000, 1999),
+    torch_one_cycle,
+  ),
+  (
+    "Modalities",
+    "`scheduler.cosine_annealing_lr`",
+    0,
+    1100,
+    range(100, 1100),
+    lambda s: 0.1 + 0.9 * cosine((s - 100) / 1000),
+  ),
+  (
+    "Modalities",
+    "`scheduler.linear_lr",
+    0,
+    1000,
+    range(1000),
+    lambda s: 0.25 + (1 - 0.25) * min(s, 100) / 100,
+  ),
+  (
+    "Modalities",
+    "`scheduler.constant_lr",
+    0,
+    1000,
+    range(1000),
+    lambda s: 0.25 if s < 100 else 1.0,
+  ),
+  ("Modalities", "`scheduler.constant_lr", 1, 9, range(9), lambda s: 1.0),
+  (
+    "Modalities",
+    "`scheduler.step_lr",
+    0,
+    90,
+    range(90),
+    lambda s: 0.1 ** (s // 30),
+  ),
+]
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case[1][1:])
+def test_schedules_are_those_of_the_other_trainer(case):
+  table, start, part, total, steps, formula = case
+  config = lines_of(table, start, part)
+  ours = schedules.make(config.schedule.to_dict(), units(total))
+  np.testing.assert_allclose(
+    [ours(s) for s in steps], [formula(s) for s in steps], atol=1e-9
+  )
+
+
+def test_libais_cosine_is_lower_by_what_the_page_says():
+  config = lines_of("LiBai", "`WarmupCosineLR")
+  ours = schedules.make(config.schedule.to_dict(), units(1000))
+  theirs = lambda s: 0.01 + 0.99 * cosine(s / 1000)
+  more = [ours(s) - theirs(s) for s in range(50, 1000)]
+  assert 0.04 < max(more) < 0.05 and min(more) > -1e-12
+
+
+SHAPES = {
+  "blocks_0/attention_norm/scale": (6,),
+  "blocks_0/attention_norm/bias": (6,),
+  "blocks_0/mlp/up/kernel": (6, 5),
+  "blocks_0/mlp/up/bias": (5,),
+  "token_embedding": (7, 6),
+}
+
+
+def arrays(step):
+  rng = np.random.default_rng(step)
+  return {n: rng.normal(size=s) for n, s in SHAPES.items()}
+
+
+def trained(config, steps=5):
+  """Parameters after some steps of a row's optimizer, by name."""
+  keys = [k for k in config if k.split("_")[0] in OPTIMIZER_KEYS]
+  chosen = settings.Config({k: config.to_dict()[k] for k in keys})
+  tree = lambda step: trees.from_flat(
+    {n: jnp.asarray(x, jnp.float32) for n, x in arrays(step).items()}
+  )
+  params = tree(0)
+  optimizer = chain.make(chosen, params, units(10))
+  state = optimizer.tx.init(params)
+  for step in range(steps):
+    updates, state = optimizer.tx.update(
+      tree(step + 1), state, params, step=step, loss=(1.0, 1.0)
+    )
+    params = optax.apply_updates(params, updates)
+  return dict(trees.flatten_with_names(params))
+
+
+OPTIMIZER_KEYS = ("optimizer", "lr", "wd", "schedule", "grad")
+
+
+def check_trained(config, expected):
+  for name, value in trained(config).items():
+    np.testing.assert_allclose(
+      value, expected[name], atol=2e-6, rtol=2e-6, err_msg=name
+    )
+
+
+def adamw(b1, b2, eps, lr, wd, decays, steps=5):
+  """AdamW of PyTorch and OneFlow."""
+  params, m, v = arrays(0), {}, {}
+  for t in range(1, steps + 1):
+    for n, g in arrays(t).items():
+      params[n] = params[n] * (1 - lr * (wd if decays(n) else 0))
+      m[n] = b1 * m.get(n, 0) + (1 - b1) * g
+      v[n] = b2 * v.get(n, 0) + (1 - b2) * g * g
+      scale = np.sqrt(v[n] / (1 - b2**t)) + eps
+      params[n] = params[n] - lr * m[n] / (1 - b1**t) / scale
+  return params
+
+
+def test_adamw_is_libais():
+  rows = ("`optim = LazyCall", "`weight_decay`", "`weight_decay_norm")
+  config = together("LiBai", rows)
+  decays = lambda name: not name.endswith(("scale", "bias"))
+  check_trained(config, adamw(0.9, 0.999, 1e-8, 1e-4, 0.01, decays))
+
+
+def test_adamw_is_that_of_modalities():
+  config = together("Modalities", ("`optimizer.adam_w", "`weight_decay_groups"))
+  groups = (".mlp", ".attn")  # "linear"; the others are excluded.
+  decays = lambda name: any(g in name.replace("/", ".") for g in groups)
+  check_trained(config, adamw(0.9, 0.95, 1e-8, 1e-4, 0.1, decays))
+
+
+def t5x_adafactor(lr, beta1=None, wd=None, clip=None, steps=5):
+  """T5X's update of arrays that are too small to be factored."""
+  params, m, v = arrays(0), {}, {}
+  for t in range(steps):
+    grads = arrays(t + 1)
+    if clip is not None:
+      norm = math.sqrt(sum(np.sum(g * g) for g in grads.values()))
+      grads = {n: g * min(1, clip / norm) for n, g in grads.items()}
+    decay = 1 - (t + 1) ** -0.8
+    for n, g in grads.items():
+      p = params[n]
+      v[n] = decay * v.get(n, 0) + (1 - decay) * (g * g + 1e-30)
+      y = g / np.sqrt(v[n])
+      y /= max(1, math.sqrt(np.mean(y * y)))
+      y *= lr(t) * max(math.sqrt(np.mean(p * p)), 1e-3)
+      if beta1 is not None:
+        y = m[n] = beta1 * m.get(n, 0) + (1 - beta1) * y
+      params[n] = p * (1 - (wd or 0)) - y
+  return params
+
+
+ADAFACTOR = {
+  "`adafactor.Adafactor`": {},
+  "`Adafactor.beta1`": dict(beta1=0.9),
+  "`Adafactor.weight_decay_rate`": dict(wd=1e-3),
+  "`Adafactor.global_norm_clip_threshold`": dict(clip=1.0),
+}
+
+
+@pytest.mark.parametrize("start", ADAFACTOR)
+def test_adafactor_is_that_of_t5x(start):
+  options, config = ADAFACTOR[start], lines_of("T5X", start)
+  lr = lambda step: 0.01
+  if "wd" not in options:  # Which follows the schedule here.
+    config.schedule = dict(decay_type="linear")
+    lr = lambda step: 0.01 * (1 - step / 10)
+  check_trained(config, t5x_adafactor(lr, **options))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_clipping_is_that_of_modalities(part):
+  config = lines_of("Modalities", "`norm_type: MAX_NORM`", part)
+  config.optimizer, config.lr = dict(name="sgd"), 1.0
+  expected = arrays(0)
+  for step in range(1, 6):
+    sizes = np.abs(np.concatenate([g.ravel() for g in arrays(step).values()]))
+    norm = [sizes.max(), sizes.sum()][part]
+    for name, g in arrays(step).items():
+      expected[name] -= g * min(1, 1.0 / norm)
+  check_trained(config, expected)
+
+
+def test_a_fresh_state_has_no_offset():
+  config = lines_of("T5X", "`adafactor.Adafactor`")
+  config.optimizer.decay_offset = 1_000_000
+  with pytest.raises(settings.ConfigError, match="expected config.resume"):
+    trained(config)

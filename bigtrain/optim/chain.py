@@ -5,7 +5,7 @@ A gradient g of a parameter p passes through these stages, in this order:
   1. g *= grad_mult                        config.grad_mults
   2. clip g elementwise                    config.grad_clip_value
   3. clip g by the norm of its group       config.grad_clip_groups
-     and by the norm of all gradients      config.grad_clip_norm
+     and by the norm of all gradients      config.grad_clip_norm, and its _type
   4. g += wd * wd_mult * p                 only if wd_coupling is "gradient"
   5. u = the base optimizer's direction    config.optimizer
   6. update = -schedule(step) * (lr * lr_mult * u + wd * wd_mult * p)
@@ -65,7 +65,10 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   before = [
     _multiply_gradients(recipe),
     _clip_by_value(recipe.clip_value),
-    *[_clip_by_norm(members, norm) for members, norm in recipe.clip_norms],
+    *[
+      _clip_by_norm(members, norm, recipe.clip_norm_type)
+      for members, norm in recipe.clip_norms
+    ],
     _add_l2_gradients(recipe),
   ]
 
@@ -154,14 +157,18 @@ def _clip_by_value(limit: float | None) -> _Stage:
   return stage
 
 
-def _clip_by_norm(members: set[str], limit: float) -> _Stage:
+def _clip_by_norm(members: set[str], limit: float, kind: str) -> _Stage:
 
   def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
     named = trees.flatten_with_names(grads)
     group = [g for name, g in named if name in members]
     if not group:  # The whole group is frozen.
       return grads
-    if norm is None or len(group) < len(named):
+    if kind != "l2":
+      sizes = [jnp.abs(_as_float32(g)) for g in group]
+      total = jnp.sum if kind == "l1" else jnp.max
+      norm = total(jnp.stack([total(size) for size in sizes]))
+    elif norm is None or len(group) < len(named):
       squares = [jnp.sum(jnp.square(_as_float32(g))) for g in group]
       norm = jnp.sqrt(sum(squares))
     # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.

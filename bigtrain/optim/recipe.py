@@ -14,6 +14,7 @@ from bigtrain.settings import Config, ConfigError
 _KERNELS = ((".*/kernel$", 1.0),)
 _COUPLINGS = ("schedule", "lr", "gradient")
 _ARITHMETIC = ("float32", "stored")
+_NORMS = ("l2", "l1", "max")
 
 
 class Leaf(NamedTuple):
@@ -39,6 +40,7 @@ class Recipe(NamedTuple):
   clip_value: float | None
   # (parameters, largest norm of their gradients), in order.
   clip_norms: Sequence[tuple[set[str], float]]
+  clip_norm_type: str  # "l1", "l2" or "max".
   optimizer: Mapping[str, Any]
   wrap: wrappers.Wrap | None
   stored_arithmetic: bool
@@ -98,6 +100,13 @@ def read(
   options = cfg.kwargs("optimizer", required=True)
   arithmetic = options.get("moment_arithmetic", "float32")
   settings.check_choice(f"{key}.moment_arithmetic", arithmetic, _ARITHMETIC)
+  if options.get("decay_offset") and not cfg.get("resume"):
+    raise ConfigError(
+      f"{key}.decay_offset: expected config.resume with it, because it is the "
+      "step of a restored state; a fresh state counts its updates from 0."
+    )
+  norm_type = cfg.get("grad_clip_norm_type", "l2")
+  settings.check_choice(f"{cfg.path}.grad_clip_norm_type", norm_type, _NORMS)
   base, wrap = wrappers.split(options, key)
   param_views = param_views or {}
   return Recipe(
@@ -110,6 +119,7 @@ def read(
     schedules=by_name,
     clip_value=_positive(cfg, "grad_clip_value"),
     clip_norms=_clip_norms(cfg, names),
+    clip_norm_type=norm_type,
     optimizer=base,
     wrap=wrap,
     stored_arithmetic=arithmetic == "stored",

@@ -119,6 +119,7 @@ def resize(
   antialias: bool = False,
   key: str = "image",
   key_result: str | None = None,
+  cut_off: bool = False,
 ) -> Op:
   """Resizes an image [H, W, C] and keeps its dtype.
 
@@ -127,22 +128,26 @@ def resize(
     method: interpolation method.
     antialias: whether to widen the kernel when the image shrinks; `area` and
       `nearest` ignore it.
+    cut_off: whether integers lose their fraction, as in big_vision, which makes
+      images half a level darker on average; else they are rounded.
   """
   target = pair(size)
 
   def fn(image, u):
     xp.require_image(image, u, "resize")
-    return _resize(image, target, method, antialias)
+    return _resize(image, target, method, antialias, cut_off)
 
   return registry.on_feature(fn, key, key_result, tensorflow=True)
 
 
-def _resize(image: Any, size: Any, method: str, antialias: bool) -> Any:
+def _resize(
+  image: Any, size: Any, method: str, antialias: bool, cut_off: bool = False
+) -> Any:
   dtype = tf.as_dtype(image.dtype)
   image = tf.image.resize(image, size, method=method, antialias=antialias)
   if dtype.is_floating or image.dtype == dtype:
     return tf.cast(image, dtype)
-  image = tf.round(image)
+  image = image if cut_off else tf.round(image)
   if method in _OVERSHOOTING:
     return tf.saturate_cast(image, dtype)
   return tf.cast(image, dtype)
@@ -155,12 +160,13 @@ def resize_small(
   antialias: bool = False,
   key: str = "image",
   key_result: str | None = None,
+  cut_off: bool = False,
 ) -> Op:
   """Resizes an image so that its shorter side has `size` pixels.
 
   Args:
     size: pixels of the shorter side; the other one keeps the aspect ratio.
-    method, antialias: see `resize`.
+    method, antialias, cut_off: see `resize`.
   """
   check_number("argument 'size'", size, least=1, whole=True)
 
@@ -169,7 +175,7 @@ def resize_small(
     sides = tf.shape(image)[:2]
     factor = size / tf.cast(tf.reduce_min(sides), tf.float64)
     target = tf.cast(tf.round(tf.cast(sides, tf.float64) * factor), tf.int32)
-    return _resize(image, target, method, antialias)
+    return _resize(image, target, method, antialias, cut_off)
 
   return registry.on_feature(fn, key, key_result, tensorflow=True)
 

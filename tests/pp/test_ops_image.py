@@ -214,6 +214,17 @@ def test_resize_of_bytes_does_not_wrap_around(method):
   np.testing.assert_array_equal(run(spec, row), exact.clip(0, 255).round())
 
 
+@pytest.mark.parametrize("op", ["resize((12, 17)", "resize_small(12"])
+def test_integers_are_cut_off_as_in_big_vision(op):
+  image = np.asarray(photo(48, 64))
+  spec = f"{op}, method='bicubic', antialias=True"
+  exact = run(f"{spec})", image.astype(np.float32))
+  cut = run(f"{spec}, cut_off=True)", image)
+  np.testing.assert_array_equal(cut, exact.clip(0, 255).astype(np.uint8))
+  darker = run(f"{spec})", image).astype(float).mean() - cut.mean()
+  assert 0.4 < darker < 0.6
+
+
 def test_resize_keeps_floats():
   image = np.float32([[[0], [1]], [[0], [1]]])
   out = run("resize((2, 4))", image)
