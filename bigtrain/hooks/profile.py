@@ -9,6 +9,7 @@ from absl import logging
 
 from bigtrain.cluster import process
 from bigtrain.files import paths
+from bigtrain.runtime import device_memory
 from bigtrain.runtime.hook_context import Context, End
 
 REQUEST = "profile.request"
@@ -19,7 +20,9 @@ class Hook:
   """Writes a trace to <workdir>/profile, for xprof or TensorBoard.
 
   The file <workdir>/profile.request, or the signal SIGUSR2 to one process, asks
-  a running job for a trace of its next steps. Every run has such a hook.
+  a running job for a trace of its next steps. Every run has such a hook. At the
+  end of a trace, and when a device is out of memory, memory-<process>.prof gets
+  the arrays on the devices, for pprof: their sizes, and what code made them.
 
   Args:
     start: first step of the trace, counted from 1; None for only on request.
@@ -53,6 +56,16 @@ class Hook:
   def after_train(self, step: int, end: End) -> None:
     if self._tracing:
       self._stop_trace()
+    elif end and device_memory.is_exhausted(end.error):
+      self._save_memory()
+
+  def _save_memory(self) -> None:
+    name = f"memory-{jax.process_index()}.prof"
+    path = os.path.join(self._folder, name)
+    paths.make_folder(self._folder)
+    with paths.replacing(path, "wb") as file:
+      file.write(jax.profiler.device_memory_profile())
+    logging.info("Arrays on the devices: pprof -top %s", path)
 
   def _requested(self) -> bool:
     if process.profile_requested():
@@ -69,6 +82,7 @@ class Hook:
   def _stop_trace(self) -> None:
     jax.profiler.stop_trace()
     self._tracing = False
+    self._save_memory()
     if self._local_folder:
       paths.push_folder(self._local_folder.name, self._folder)
       self._local_folder.cleanup()

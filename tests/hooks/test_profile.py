@@ -1,10 +1,12 @@
 """Profiles."""
 
+import gzip
 import os
 import signal
 import time
 
 import jax
+import numpy as np
 import pytest
 from tiny import hooking
 
@@ -34,7 +36,8 @@ def traces(monkeypatch):
     (7, 9, {}),
   ],
 )
-def test_the_traced_steps(traces, first, last, expected):
+def test_the_traced_steps(traces, first, last, expected, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # Which gets the snapshot of the memory.
   running = hooking.build(p=dict(type="profile", start=3, steps=2))
   events = {}
   for step in range(first, last + 1):
@@ -58,6 +61,25 @@ def test_a_resumed_run_keeps_the_profile(tiny_config, tmp_path):
   assert list((tmp_path / "profile").rglob("*.xplane.pb")) == traces
 
 
+def in_memory(workdir):
+  """The strings of a snapshot of the devices' memory."""
+  (path,) = (workdir / "profile").glob("memory-0.prof")
+  return gzip.decompress(path.read_bytes())
+
+
+def test_a_device_that_is_out_of_memory_leaves_a_snapshot(tmp_path):
+  running = hooking.build(str(tmp_path))
+  kept = jax.device_put(np.zeros(12_345, np.float32))
+  other = ValueError("RESOURCE_EXHAUSTED")
+  running.after_train(ValueError, other, None)
+  assert not (tmp_path / "profile").exists()
+  error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+  running.after_train(jax.errors.JaxRuntimeError, error, None)
+  found = in_memory(tmp_path)
+  assert b"buffer" in found and b"test_profile.py" in found
+  del kept
+
+
 def events(workdir):
   """(name, statistics) of the events of a run's traces on the host."""
   return [
@@ -75,6 +97,7 @@ def test_a_trace_has_the_steps_and_phases(tiny_config, tmp_path):
   found = events(tmp_path)
   steps = [stats["step_num"] for name, stats in found if name == "train"]
   assert sorted(steps) == [2, 3, 4]
+  assert b"buffer" in in_memory(tmp_path)
   phases = {name: stats for name, stats in found if "step" in stats}
   assert phases["save"]["step"] == phases["evaluation val"]["step"] == 3
 
