@@ -75,6 +75,14 @@ def import_package(name: str, needed_by: str, install: str) -> Any:
     ) from e
 
 
+def check_keys(path: str, given: Iterable[str], known: Iterable[str]) -> None:
+  known = {*known}
+  for name in given:
+    if name not in known:
+      hint = did_you_mean(name, known)
+      raise ConfigError(f"{path}.{name}: unknown key.{hint}")
+
+
 def check_kwargs(
   fn: Callable[..., Any],
   kwargs: Mapping[str, Any],

@@ -191,11 +191,7 @@ def read_source(
   if not isinstance(spec, Mapping):
     raise ConfigError(f"{key}: expected a path or a dict, got {spec!r}.")
   check_kwargs(Source, spec, key)
-  for name in spec:
-    if allowed is not None and name not in allowed:
-      raise ConfigError(
-        f"{key}.{name}: unknown key.{did_you_mean(name, allowed)}"
-      )
+  settings.check_keys(key, spec, spec if allowed is None else allowed)
   source = Source(**spec)
   if not isinstance(source.path, str) or not source.path:
     raise ConfigError(f"{key}.path: expected a path, got {source.path!r}.")

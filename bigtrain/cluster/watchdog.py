@@ -23,7 +23,6 @@ from typing import Any
 from bigtrain import settings
 from bigtrain.cluster import process
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError
 
 # Seconds, generous: ending a healthy run is worse than ending a hung one late.
 # `evaluation` is for each batch, `step_floor` the least that a step may learn.
@@ -42,11 +41,10 @@ def read_limits(config: settings.Config) -> dict[str, float] | None:
   if config.get("watchdog", {}) is False:
     return None
   limits = {f"{phase}_secs": secs for phase, secs in LIMITS.items()}
-  for key, value in config.kwargs("watchdog").items():
+  given = config.kwargs("watchdog")
+  settings.check_keys("config.watchdog", given, limits)
+  for key, value in given.items():
     name = f"config.watchdog.{key}"
-    if key not in limits:
-      hint = settings.did_you_mean(key, limits)
-      raise ConfigError(f"{name}: unknown key.{hint}")
     limits[key] = settings.check_number(name, value, above=0)
   return {phase: limits[f"{phase}_secs"] for phase in LIMITS}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from bigtrain import parts, settings
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError
 
 
 @contextlib.contextmanager
@@ -62,9 +62,7 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
         f"{key}: expected dict(data=..., weight=...), got {options!r}."
       )
     entry = {"pp": pp, **options}
-    for option in sorted({*entry} - {"data", "pp", "weight"}):
-      hint = did_you_mean(option, ("data", "pp", "weight"))
-      raise ConfigError(f"{key}.{option}: unknown key.{hint}")
+    settings.check_keys(key, entry, ("data", "pp", "weight"))
     for option in ("data", "weight"):
       if option not in entry:
         raise ConfigError(f"{key}.{option}: missing.")

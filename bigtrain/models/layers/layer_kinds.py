@@ -97,10 +97,7 @@ def read_names(model: Any) -> dict[str, Any]:
     key = f"config.model.kinds.{name}"
     if not isinstance(given, Mapping):
       raise settings.ConfigError(f"{key}: expected a dict, got {given!r}.")
-    for field in given:
-      if field not in FIELDS:
-        hint = settings.did_you_mean(field, FIELDS)
-        raise settings.ConfigError(f"{key}.{field}: unknown key.{hint}")
+    settings.check_keys(key, given, FIELDS)
   names = {}
   for field in ("layers", "first_layers"):
     names[field] = options.read_names(
