@@ -18,7 +18,7 @@ words.
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Table: TypeAlias = Mapping[str, str]
 
@@ -34,6 +34,10 @@ class Dims(NamedTuple):
   inputs: tuple[str, ...]
   outputs: tuple[str, ...]
   axes: dict[int, str]
+
+
+def of_model(module: Any, model: Any) -> Table:
+  return module.param_dims(model) if hasattr(module, "param_dims") else {}
 
 
 def parse(text: str) -> Dims:
@@ -52,10 +56,12 @@ def parse(text: str) -> Dims:
 
 
 def find(table: Table, name: str) -> Dims | None:
-  for pattern, text in table.items():
-    if re.fullmatch(pattern, name):
-      return parse(text)
-  return None
+  return parse(found) if (found := text(table, name)) else None
+
+
+def text(table: Table, name: str) -> str:
+  """Returns what a table says of a parameter; "" if no pattern matches."""
+  return next((t for p, t in table.items() if re.fullmatch(p, name)), "")
 
 
 def under(prefix: str, table: Table) -> dict[str, str]:

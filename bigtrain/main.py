@@ -27,6 +27,7 @@ from absl import logging
 
 from bigtrain import (
   command,
+  dims,
   lengths,
   metrics,
   parts,
@@ -415,6 +416,7 @@ def _train(
     origin=started.how,
     log_table=log_parameters,
     first_example=train_input.saved["data"].get("first_example", ()),
+    param_dims=dims.of_model(model_module, model),
   )
   recording = process.Background(write_record, "record")
   logging.info("Step %d of %d, %s.", step, total_steps, started.how)

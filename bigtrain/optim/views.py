@@ -85,7 +85,7 @@ def described(name: str, shape: tuple[int, ...], roles: dims.Dims) -> View:
 
 
 def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
-  table = module.param_dims(model) if hasattr(module, "param_dims") else {}
+  table = dims.of_model(module, model)
   result = {}
   for name, leaf in trees.flatten_with_names(params):
     shape, roles = tuple(leaf.shape), dims.find(table, name)

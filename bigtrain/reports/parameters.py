@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import sharding, trees
+from bigtrain import dims, sharding, trees
 from bigtrain.files import paths
 from bigtrain.types import Params
 
@@ -27,6 +27,8 @@ class _Row:
   dtype: str
   size: int
   trained: bool
+  dims: str
+  axes: str  # Of the mesh, one for each dimension.
   mean: float = math.nan
   std: float = math.nan
 
@@ -83,6 +85,7 @@ def write(
   trainable: Any,
   values: Mapping[str, Any],
   origin: str,
+  param_dims: dims.Table | None = None,
 ) -> str:
   """Writes parameters.txt, on process 0; returns the table and its totals."""
   from clu import parameter_overview
@@ -92,7 +95,12 @@ def write(
   rows = []
   for name, leaf in sorted(trees.flatten_with_names(params)):
     shape, size = tuple(leaf.shape), math.prod(leaf.shape)
-    row = _Row(name, shape, str(leaf.dtype), size, flags[name])
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    axes = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in spec]
+    named = dims.text(param_dims or {}, name)
+    row = _Row(
+      name, shape, str(leaf.dtype), size, flags[name], named, " ".join(axes)
+    )
     if name in on_host:
       row.mean, row.std = map(float, on_host[name])
     rows.append(row)

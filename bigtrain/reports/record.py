@@ -20,7 +20,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings, sharding, trees
+from bigtrain import dims, settings, sharding, trees
 from bigtrain.files import paths
 from bigtrain.lengths import Units
 from bigtrain.reports import parameters
@@ -165,6 +165,7 @@ def start(
   origin: str = "",
   log_table: bool = False,
   first_example: Sequence[tuple[str, bool]] = (),
+  param_dims: dims.Table | None = None,
 ) -> Callable[[], None]:
   """Returns a function that writes all files of a run's start, in any thread.
 
@@ -173,7 +174,10 @@ def start(
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
-  specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+  specs = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    params,
+  )
 
   def write_files() -> None:
     facts: dict[str, Any] = {**parameters.facts(specs, trainable)}
@@ -184,7 +188,9 @@ def start(
         "".join(f"[[{x}]]" if loss else x for x, loss in first_example),
       )
     write(workdir, config, run_info(mesh) | facts)
-    table = parameters.write(workdir, specs, trainable, moments, origin)
+    table = parameters.write(
+      workdir, specs, trainable, moments, origin, param_dims
+    )
     logging.info("%s", table if log_table else table.rpartition("\n")[2])
 
   return write_files

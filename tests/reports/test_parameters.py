@@ -36,7 +36,7 @@ def test_moments_of_sharded_parameters(tmp_path):
   rows = {}
   for line in text.splitlines():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    if len(cells) == 7 and cells[0] != "Name":
+    if len(cells) == 9 and cells[0] != "Name":
       rows[cells[0]] = cells[4:]
   assert rows.keys() == {"dense/kernel", "half", "scale"}
   for name, value in (
@@ -44,7 +44,8 @@ def test_moments_of_sharded_parameters(tmp_path):
     ("half", values["half"].astype("float32")),
     ("scale", values["scale"]),
   ):
-    trained, mean, std = rows[name]
+    trained, names, axes, mean, std = rows[name]
+    assert names == axes == ""
     assert trained == str(name != "half")
     np.testing.assert_allclose(float(mean), value.mean(), rtol=5e-3)
     np.testing.assert_allclose(float(std), value.std(), rtol=5e-3, atol=1e-6)
@@ -66,3 +67,16 @@ def test_shapes_alone_have_no_moments(tmp_path):
   assert parameters.moments(specs, sharding.make_mesh()) == {}
   text = parameters.write(str(tmp_path), specs, {"kernel": True}, {}, "")
   assert "Mean" not in text and "6 parameters" in text and "12 bytes" in text
+
+
+def test_dimensions_have_names_and_axes_of_the_mesh(tmp_path):
+  mesh = sharding.make_mesh(fsdp=-1)
+  over = jax.sharding.NamedSharding(mesh, jax.P(None, ("replica", "fsdp")))
+  specs = {"up": {"kernel": jax.ShapeDtypeStruct((2, 8), "f4", sharding=over)}}
+  flags = {"up": {"kernel": True}}
+  text = parameters.write(
+    str(tmp_path), specs, flags, {}, "", {".*/kernel": "D -> F"}
+  )
+  (line,) = [line for line in text.splitlines() if "up/kernel" in line]
+  cells = [cell.strip() for cell in line.strip("|").split("|")]
+  assert cells[-2:] == ["D -> F", "- replica+fsdp"]
