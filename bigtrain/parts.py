@@ -271,6 +271,8 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
     config.path: plain,
     f"{config.path}.teacher": plain.get("teacher"),
   }
+  if "model_name" not in (teachers := plain.get("teacher") or {}):
+    parts |= {f"{config.path}.teacher.{n}": x for n, x in teachers.items()}
   for path, part in parts.items():
     model = part.get("model") if isinstance(part, dict) else None
     if part and isinstance(model, dict) and model.get(_PUBLISHED) is not None:
@@ -373,17 +375,18 @@ def loss_fn(
   """Binds config.loss: (variables, batch, rng) -> (metrics, mutable)."""
   options = config.kwargs("loss")
   given = {} if teacher is None else {"teacher": teacher}
-  parameter = inspect.signature(task.loss_fn).parameters.get("teacher")
-  takes_one = parameter is not None
+  parameters = inspect.signature(task.loss_fn).parameters
+  parameter = parameters.get("teacher")
   if parameter and parameter.default is parameter.empty and teacher is None:
     raise settings.ConfigError(
       f"config.teacher: missing: config.task={config.task!r} needs "
       "dict(model_name=..., model=..., model_init=...)."
     )
-  if given and not takes_one:
+  several = isinstance(teacher, dict)  # By name.
+  if given and ("distill" if several else "teacher") not in parameters:
     raise settings.ConfigError(
-      f"config.teacher: config.task={config.task!r} does not use a teacher; "
-      "'distillation' does."
+      f"config.teacher: config.task={config.task!r} does not use a teacher, or "
+      "several; 'distillation' does, and 'language_modeling' also several."
     )
   settings.check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
 
@@ -392,7 +395,7 @@ def loss_fn(
     own = {**options, **given, "model": model, "train": True}
     with no_logical_axes():
       result = task.loss_fn(variables, batch, rng, **own)
-    for each in (model, *given.values()):
+    for each in (model, *jax.tree.leaves(given)):
       _quantized().check(each)
     _lora().check(model)
     return result

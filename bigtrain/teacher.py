@@ -1,6 +1,7 @@
 """A teacher: a second model that steps and evaluations use but never train.
 
-Its variables are split over the devices by config.sharding, under the names
+Several are a dict by name, and so are their models and variables. The variables
+are split over the devices by config.sharding, under the names
 "teacher/params/...". They are no part of the train state: every start loads
 them, and checkpoints leave them out.
 """
@@ -30,18 +31,28 @@ def from_config(
   batch_spec: Mapping[str, Any],
   mesh: Mesh,
   seed: int,
+  part: settings.Config | None = None,
 ) -> Teacher:
   """Reads config.teacher; model_init=None, for tests, gives random weights."""
-  if not config.get("teacher"):
+  part = part or config.get("teacher")
+  if not part:
     return Teacher(None, {}, dict)
-  module, model = parts.model(config.teacher)
-  source = config.teacher["model_init"]
+  if "model_name" not in part:
+    of = lambda x: from_config(config, task, batch_spec, mesh, seed, x)
+    several = {name: of(part[name]) for name in part}
+    return Teacher(
+      {name: x.model for name, x in several.items()},
+      {"teacher": {name: x.spec["teacher"] for name, x in several.items()}},
+      lambda: {"teacher": {n: x.load()["teacher"] for n, x in several.items()}},
+    )
+  module, model = parts.model(part)
+  source = part["model_init"]
   if isinstance(source, settings.Config):
-    source = config.teacher.kwargs("model_init")
+    source = part.kwargs("model_init")
   if source is not None:
-    warm_start.check_published(source, module, model, path=config.teacher.path)
+    warm_start.check_published(source, module, model, path=part.path)
   init = initial.variables_fn(task, model, batch_spec, seed)
-  rules = initial.sharding_rules(config, init, module, model, config.teacher)
+  rules = initial.sharding_rules(config, init, module, model, part)
   spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)
   shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])
 
@@ -49,7 +60,7 @@ def from_config(
     fresh = jax.jit(init, out_shardings=shardings)
     if source is None:
       return {"teacher": fresh()}
-    key = f"{config.teacher.path}.model_init"
+    key = f"{part.path}.model_init"
     variables = warm_start.load_variables(
       source, spec["teacher"], init=fresh, module=module, key=key
     )

@@ -174,10 +174,9 @@ class Predictor:
     self._require("classify")
 
     def call(items: Sequence[Any]) -> list[Any]:
-      image = self._text != "tokens"
-      features = self.pictures(items) if image else self._tokens(items)
-      name = "image" if image else "tokens"
-      logits_BC = self.run("logits", {name: features})
+      text = self._text == "tokens"
+      x = self._tokens(items) if text else self.pictures(items)
+      logits_BC = self.run("logits", {"tokens" if text else "image": x})
       number = logits_BC.shape[-1]
       names = self.class_names or [str(i) for i in range(number)]
       if len(names) != number:

@@ -69,11 +69,7 @@ def softmax(
   """Computes CLIP's loss of each example, arXiv 2103.00020, like `sigmoid`.
 
   The mean of the cross-entropies of its image among texts and its text among
-  images.
-
-  Args:
-    negatives_BnE: further texts, which belong to no image.
-    both_ways: if False, the loss of the image among the texts alone.
+  images; without `both_ways` the first alone. Negatives are texts of no image.
   """
 
   def chunk_fn(

@@ -3,14 +3,14 @@
 Axes: B batch, L length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, settings, trees
-from bigtrain.losses import forward, linear_xent
+from bigtrain import metrics, model_flops, settings, trees
+from bigtrain.losses import forward, linear_xent, token_divergences
 from bigtrain.types import Batch, Metrics, Variables
 
 
@@ -73,18 +73,20 @@ def model_losses(
   label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
+  head: Callable[..., linear_xent.TokenLosses] | None = None,
 ) -> ModelLosses:
   (_, out), mutable = forward.apply(
     model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
   )
-  losses = head_losses(
+  head = head or head_losses(
     variables,
     model,
     chunk=chunk,
     label_smoothing=label_smoothing,
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
-  )(out["pre_logits"], targets_BL, weight_BL)
+  )
+  losses = head(out["pre_logits"], targets_BL, weight_BL)
   by_token = {
     "loss": (losses.total, jnp.sum(weight_BL)),
     "accuracy": metrics.pair(losses.correct_BL, weight_BL),
@@ -112,6 +114,8 @@ class TokenTask(NamedTuple):
     *,
     model: Any,
     train: bool,
+    teacher: Any = None,
+    distill: Mapping[str, Any] | None = None,
     label_smoothing: float = 0.0,
     label_smoothing_over: str = "all",
     z_loss: float = 0.0,
@@ -123,6 +127,8 @@ class TokenTask(NamedTuple):
     """Computes cross-entropy and accuracy of the targets, by token.
 
     Args:
+      distill: beta, temperature, nll and weights of token_divergences.taught,
+        whose loss replaces the cross-entropy where there is a teacher.
       label_smoothing: share of a target that is spread over the vocabulary.
       label_smoothing_over: "all" of it or the "others".
       z_loss: weight of the squared log of the softmax's denominator, see
@@ -134,12 +140,25 @@ class TokenTask(NamedTuple):
 
     Returns:
       (metrics "loss" in nats and "accuracy", with "loss_mask" the number of
-      "supervised_tokens", with experts those of ModelLosses.with_experts; the
-      new mutable collections).
+      "supervised_tokens", with a teacher "cross_entropy", with experts those of
+      ModelLosses.with_experts; the new mutable collections).
     """
+    own = {name: x for name, x in variables.items() if name != "teacher"}
+    teachers, head = self._teachers(variables, batch, model, teacher), None
+    if (label_smoothing or z_loss) if teachers else distill is not None:
+      raise settings.ConfigError(
+        "config.loss.distill: expected config.teacher, or teacher_ids and "
+        "teacher_logits in the data, and neither label_smoothing nor z_loss."
+      )
+    if teachers:
+      taught, options = token_divergences.taught, distill or {}
+      settings.check_kwargs(taught, options, "config.loss.distill")
+      logits = _head_logits(own, model)
+      head = taught(logits, teachers, model.vocab_size, chunk, **options)
     losses = self.losses(
-      variables,
+      own,
       batch,
+      head=head,
       rng=rng,
       model=model,
       train=train,
@@ -152,7 +171,30 @@ class TokenTask(NamedTuple):
     if "loss_mask" in batch:
       count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)
       result = result | {"supervised_tokens": metrics.Sum(count)}
+    if teachers:
+      xent = metrics.pair(losses.loss_BL, self.weights(batch))
+      result = result | {"cross_entropy": xent}
     return result, losses.mutable
+
+  def _teachers(
+    self, variables: Variables, batch: Batch, model: Any, teacher: Any
+  ) -> dict[str, token_divergences.Teacher]:
+    models, of_teachers = teacher or {}, variables.get("teacher", {})
+    if not isinstance(models, Mapping):
+      models, of_teachers = {"teacher": models}, {"teacher": of_teachers}
+    result: dict[str, token_divergences.Teacher] = {}
+    for name, each in models.items():
+      key, size = f"config.teacher: vocab_size of {name!r}", model.vocab_size
+      settings.check_number(key, each.vocab_size, least=size, most=size)
+      fixed = jax.lax.stop_gradient(of_teachers[name])
+      with model_flops.share(1, 3):  # Without a backward pass.
+        _, out = each.apply(fixed, **self.inputs(batch), head=False)
+      result[name] = out["pre_logits"], _head_logits(fixed, each)
+    if "teacher_ids" in batch:
+      result["file"] = token_divergences.from_file(
+        batch["teacher_ids"], batch["teacher_logits"], model.vocab_size
+      )
+    return result
 
   def losses(
     self, variables: Variables, batch: Batch, **options: Any
@@ -213,17 +255,31 @@ def head_losses(
   variables: Variables, model: Any, **options: Any
 ) -> Callable[..., linear_xent.TokenLosses]:
   """linear_softmax_xent of a model's head: (hidden, targets, weights)."""
-  params = trees.merge(variables["params"], variables.get("base", {}))
-  bias = getattr(model, "head_bias", lambda params: None)
-  options |= dict(
-    bias_V=bias(params),
-    dtype=model.dtype,
-    softcap=getattr(model, "logits_softcap", None),
-  )
-  kernel_DV = model.head_kernel(params)
+  kernel_DV, bias_V, softcap = _head(variables, model)
+  options |= dict(bias_V=bias_V, dtype=model.dtype, softcap=softcap)
   return lambda hidden_BLD, *args: linear_xent.linear_softmax_xent(
     hidden_BLD, kernel_DV, *args, **options
   )
+
+
+def _head_logits(
+  variables: Variables, model: Any
+) -> Callable[[jax.Array], jax.Array]:
+  kernel_DV, bias_V, cap = _head(variables, model)
+
+  def logits(hidden: jax.Array) -> jax.Array:
+    operands = hidden.astype(model.dtype), kernel_DV.astype(model.dtype)
+    x = jnp.matmul(*operands, preferred_element_type=jnp.float32)
+    x = x if bias_V is None else x + bias_V
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+  return logits
+
+
+def _head(variables: Variables, model: Any) -> tuple[jax.Array, Any, Any]:
+  params = trees.merge(variables["params"], variables.get("base", {}))
+  bias = getattr(model, "head_bias", lambda params: None)(params)
+  return model.head_kernel(params), bias, getattr(model, "logits_softcap", None)
 
 
 def real_positions(

@@ -353,15 +353,13 @@ class Model(nn.Module):
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
     """The representation of each text, see `pool`."""
-    L = x_BLD.shape[1]
     if real_BL is None:
       real_BL = jnp.full(x_BLD.shape[:2], True)
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
-      mean_BD = jnp.einsum("bl,bld->bd", weight_BL, x_BLD.astype(jnp.float32))
-      return mean_BD.astype(x_BLD.dtype)
-    place_BL = jnp.where(real_BL, jnp.arange(L), 0)
-    at_B = jnp.max(place_BL, axis=1) * (self.pool == "last")
+      return jnp.einsum("bl,bld->bd", weight_BL, x_BLD).astype(x_BLD.dtype)
+    last_B = jnp.max(real_BL * jnp.arange(x_BLD.shape[1]), axis=1)
+    at_B = last_B * (self.pool == "last")
     return jnp.take_along_axis(x_BLD, at_B[:, None, None], axis=1)[:, 0]
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
@@ -425,8 +423,7 @@ class Model(nn.Module):
     if self.num_classes is not None:
       raise settings.ConfigError(
         f"config.model.num_classes={self.num_classes}: expected None for a "
-        "task that predicts tokens; 'classification' predicts classes, "
-        "and 'preference' with loss.kind='reward' rewards."
+        "task that predicts tokens."
       )
     if self.tied_head:
       kernel_DV = params["token_embedding"].T

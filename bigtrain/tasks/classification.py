@@ -62,8 +62,7 @@ def loss_fn(
   """Computes metrics "loss", a cross-entropy, and "accuracy" of a batch.
 
   Args:
-    kind: "softmax_xent", "sigmoid_xent", which is summed over classes, or
-      "squared_error" of a number, which has no accuracy.
+    kind: "softmax_xent"; "sigmoid_xent", summed over classes; "squared_error".
     label_smoothing: share of the label that is spread over the classes.
     label_smoothing_over: "all" classes or, with softmax_xent, the "others".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
@@ -77,8 +76,7 @@ def loss_fn(
   if kind == "squared_error":
     if logits_BC.shape[-1] != 1 or mixup_alpha:
       raise ConfigError(
-        "config.loss.kind='squared_error': expected config.model.num_classes=1 "
-        "and no mixup_alpha."
+        "config.loss.kind='squared_error': expected 1 class, no mixup_alpha."
       )
     error_B = (logits_BC[:, 0] - labels.reshape(-1)) ** 2
     return {"loss": metrics.pair(error_B, weight_B)}, mutable

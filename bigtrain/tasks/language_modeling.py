@@ -12,6 +12,9 @@ A batch has
   "prefix": optional int [B], number of first tokens that all tokens see, later
     ones included, in one document a row: a prefix language model.
   "num_bytes": optional [B], bytes of the targets' text.
+  "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
+    or with config.teacher, one or several by name, the model learns the
+    teachers' probabilities in place of the targets.
 """
 
 import functools
@@ -36,7 +39,8 @@ def inputs(batch: Batch) -> Batch:
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  return {"tokens": model.vocab_size, "targets": model.vocab_size}
+  names = ("tokens", "targets", "teacher_ids")
+  return dict.fromkeys(names, model.vocab_size)
 
 
 def token_weights(batch: Batch) -> jax.Array:
@@ -55,8 +59,17 @@ loss_fn = _TASK.loss_fn
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, generate)
+  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, likely, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
+
+
+def likely(
+  variables: Variables, batch: Batch, *, model: Any, top_k: int = 64
+) -> dict[str, jax.Array]:
+  """The features of a teacher, which evaluators.columns writes."""
+  logits_BLV = _TASK.logits(variables, batch, model=model)
+  values, ids = jax.lax.top_k(logits_BLV, top_k)
+  return {"teacher_ids": ids, "teacher_logits": values}
 
 
 def generate(

@@ -140,8 +140,7 @@ def _reward_loss(
   center: float,
 ) -> Metrics:
   reward_B2 = rewards(variables, batch, model=model)
-  margin_B = batch.get("margin", 0)
-  loss_B = preferences.reward_losses(reward_B2, margin_B, center)
+  loss_B = preferences.reward_losses(reward_B2, batch.get("margin", 0), center)
   return _metrics(metrics.pair(loss_B, weight_B), reward_B2, {}, weight_B)
 
 
@@ -269,10 +268,7 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """ "preference": the metrics, for evaluations with the same options.
-
-  "rewards" of reward models; "reference" [B, 2], log-probabilities of answers.
-  """
+  """ "preference": the metrics; "rewards"; "reference": the feature."""
 
   def preference(variables: Variables, batch: Batch, **options: Any) -> Metrics:
     given = dict(model=model, teacher=teacher, train=False)
@@ -280,8 +276,9 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
 
   def reference(
     variables: Variables, batch: Batch, chunk: int | None = None
-  ) -> jax.Array:
-    return _scores(model, variables, batch, chunk=chunk)
+  ) -> dict[str, jax.Array]:
+    of_reference = _reference(variables, batch, model, teacher, "sigmoid")
+    return {"reference": _scores(*of_reference, batch, chunk=chunk)}
 
   scores = functools.partial(rewards, model=model)
   return {"preference": preference, "rewards": scores, "reference": reference}

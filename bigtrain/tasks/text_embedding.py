@@ -1,13 +1,10 @@
-"""Embeddings of texts: a query is near its answer and far from all others.
+"""Embeddings of texts: a query is near its answer, and far from all others.
 
 Axes: B batch, L length, n wrong answers of a query, E embedding.
 
-A batch has "query" and "positive" int [B, L], token ids with -1 for padding,
-and optionally "negative" [B, L] or [B, n, L], answers that are wrong. Lengths
-may differ. The loss compares each query with the answers of the whole global
-batch, as tasks/contrastive.py does.
-
-A decoder's config.model.pool says what represents a text.
+A batch has "query" and "positive" int [B, L], ids with -1 for padding, and
+perhaps "negative" [B, (n,) L], wrong answers. The loss is of the whole global
+batch, as in tasks/contrastive.py. config.model.pool makes embeddings.
 """
 
 from collections.abc import Sequence
@@ -21,19 +18,19 @@ from bigtrain.losses import pairwise
 from bigtrain.step import gradients
 from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
 
-FEATURES = ("query", "positive", "negative")
+_FEATURES = ("query", "positive", "negative")
 
 
 def inputs(batch: Batch) -> Batch:
-  return _tokens(batch["query"])
+  return _inputs(batch["query"])
 
 
-def _tokens(ids_XL: jax.Array) -> Batch:
+def _inputs(ids_XL: jax.Array) -> Batch:
   return {"tokens": jnp.maximum(ids_XL, 0), "real": ids_XL >= 0}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  return dict.fromkeys(FEATURES, PaddedIds(model.vocab_size))
+  return dict.fromkeys(_FEATURES, PaddedIds(model.vocab_size))
 
 
 def embed_fn(
@@ -46,17 +43,15 @@ def embed_fn(
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {feature: [B, (n,) E]}, and the mutable collections."""
   result = {}
-  for i, name in enumerate(name for name in FEATURES if name in batch):
+  for i, name in enumerate(name for name in _FEATURES if name in batch):
     ids = batch[name]
-    arguments = _tokens(ids.reshape(-1, ids.shape[-1]))
-    options: dict[str, Any] = dict(head=False, train=train)
-    if rng is not None:
-      options["rngs"] = {"dropout": jax.random.fold_in(rng, i)}
-    _, out = model.apply(variables, **arguments, **options)
-    z_XE = model.pooled(out["pre_logits"], arguments["real"])
-    result[name] = z_XE.astype(jnp.float32).reshape(*ids.shape[:-1], -1)
-  kept = {k: x for k, x in variables.items() if k != "params"}
-  return result, {k: x for k, x in kept.items() if k not in gradients.FROZEN}
+    texts = _inputs(ids.reshape(-1, ids.shape[-1]))
+    rngs = None if rng is None else {"dropout": jax.random.fold_in(rng, i)}
+    _, out = model.apply(variables, **texts, head=False, train=train, rngs=rngs)
+    z_XE = model.pooled(out["pre_logits"], texts["real"]).astype(jnp.float32)
+    result[name] = z_XE.reshape(*ids.shape[:-1], -1)
+  others = ("params", *gradients.FROZEN)
+  return result, {k: x for k, x in variables.items() if k not in others}
 
 
 def embeddings_loss_fn(
@@ -73,17 +68,15 @@ def embeddings_loss_fn(
 
   Args:
     temperature: divides the cosines.
-    widths: numbers of first entries of an embedding that are embeddings by
-      themselves, whose losses are added up (arXiv 2205.13147); all by default.
-    both_ways: whether the loss is the mean with that of the answers, which find
-      their queries.
+    widths: numbers of first entries that are embeddings by themselves, whose
+      losses are added up (arXiv 2205.13147); all entries by default.
+    both_ways: whether answers look for their queries, too; then it is a mean.
     chunk: pairs of each query at a time, see losses/pairwise.py.
 
   Returns:
-    Metrics "loss" and "accuracy", the share of queries with no answer nearer
-    than their own, by the last of `widths`.
+    Metrics "loss" and, by the last width, "accuracy": the share of queries
+    with no other answer nearer.
   """
-  del params
   settings.check_number("config.loss.temperature", temperature, above=0)
   B, E = embeddings["query"].shape
   weight_B = metrics.example_weights(batch, embeddings["query"])
@@ -124,23 +117,21 @@ def loss_fn(
   chunk: int = 1024,
 ) -> tuple[Metrics, Variables]:
   z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
-  options: dict[str, Any] = dict(temperature=temperature, widths=widths)
-  options |= dict(both_ways=both_ways, chunk=chunk)
-  return embeddings_loss_fn(variables["params"], z, batch, **options), mutable
+  options: Any = dict(temperature=temperature, widths=widths, chunk=chunk)
+  options["both_ways"] = both_ways
+  return embeddings_loss_fn(None, z, batch, **options), mutable
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """ "text" [B, E] of "query", "embed" of all features, and "loss"."""
-
-  def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
-    z, _ = embed_fn(variables, batch, None, model=model, train=False)
-    return {name: _unit(x) for name, x in z.items()}
+  """ "text" [B, E], embeddings of "query", and "loss"."""
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
-    return embed(variables, {"query": batch["query"]})["query"]
+    only = {"query": batch["query"]}
+    z, _ = embed_fn(variables, only, None, model=model, train=False)
+    return _unit(z["query"])
 
   def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
     given = dict(model=model, train=False)
     return loss_fn(variables, batch, None, **given, **options)[0]
 
-  return {"text": text, "embed": embed, "loss": loss}
+  return {"text": text, "loss": loss}

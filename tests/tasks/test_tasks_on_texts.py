@@ -1,11 +1,12 @@
 """Tasks on texts: the same on any mesh, in microbatches, and after a restart.
 
-Rewards, classes and embeddings; CASES has a config for each.
+Rewards, classes, embeddings and teachers; CASES has a config for each.
 """
 
 import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -13,6 +14,9 @@ from support import any_mesh
 
 import bigtrain
 from bigtrain import main, settings, trees
+from bigtrain.data import supervised
+from bigtrain.models import decoder
+from bigtrain.tasks import language_modeling
 
 ROWS = [
   {
@@ -21,6 +25,7 @@ ROWS = [
     "label": i % 3,
     "number": i / 8,
     "prompt": f"{i}+1=",
+    "completion": "z" * (i % 6 + 1),
     "chosen": "y" * (i % 7 + 1),
     "rejected": "n" * (i % 4 + 1),
     "others": ["m" * (i % 3 + 1), f"{i}"],
@@ -30,6 +35,10 @@ ROWS = [
 PAIR = "strfmt('{text}: {pair}')|tokenize(max_len=24, pad=-1, key_result='%s')"
 TEXT = PAIR % "tokens"
 PAIRS = dict(type="supervised", tokenizer="bytes", length=24, preferences=True)
+SIZES = dict(
+  variant="llama", vocab_size=264, width=16, depth=1, num_heads=2, mlp_dim=24
+)
+TEACHER = dict(model_name="decoder", model=SIZES, model_init=None)
 # {name: (changes of the config, changes of the model)}.
 CASES = {
   "reward": (
@@ -76,6 +85,17 @@ CASES = {
     ),
     dict(pool="mean"),
   ),
+  "distillation": (
+    dict(
+      task="language_modeling",
+      loss=dict(distill=dict(beta=0.5, nll=0.1), chunk=5),
+      input=dict(
+        data=dict(type="supervised", tokenizer="bytes", length=32, pack=True)
+      ),
+      teacher=dict(big=TEACHER, small=TEACHER),
+    ),
+    {},
+  ),
 }
 
 
@@ -93,14 +113,13 @@ def config_of(name, path, **more):
   changes, model = json.loads(json.dumps(CASES[name]))
   changes["input"] |= dict(batch_size=8)
   changes["input"]["data"]["path"] = path
-  sizes = dict(vocab_size=264, width=16, depth=1, num_heads=2, mlp_dim=24)
   config = dict(
     seed=0,
     total_steps=4,
     log_steps=1,
     ckpt_steps=2,
     model_name="decoder",
-    model=dict(variant="llama", **sizes, **model),
+    model=SIZES | model,
     optimizer=dict(name="sgd", momentum=0.9),
     schedule=dict(decay_type="constant"),
     lr=0.1,
@@ -164,6 +183,10 @@ def test_a_resumed_run_equals_a_whole_one(name, path, tmp_path):
     ("classes", {"model.num_classes": 2}, "config.model.num_classes=2 allows"),
     ("classes", {"loss": dict(mixup_alpha=0.2)}, "texts.* cannot be blended"),
     ("classes", {"task": "language_modeling"}, "targets"),
+    ("distillation", {"teacher": None}, "config.loss.distill: expected config"),
+    ("reward", {"teacher": dict(a=TEACHER)}, "'language_modeling' also sever"),
+    ("distillation", {"model.vocab_size": 280}, "vocab_size of 'big': exp"),
+    ("distillation", {"loss": dict(distill=dict(bta=1))}, "distill.bta: unkn"),
   ],
 )
 def test_mistakes(name, changes, message, path, tmp_path):
@@ -185,3 +208,68 @@ def test_trained_models_read_texts(path, tmp_path):
   main.train(config_of("embeddings", path), str(tmp_path / "embeddings"))
   model = bigtrain.load(str(tmp_path / "embeddings"))
   assert model.predict("1 and 1")["embedding"].shape == (16,)
+
+
+def test_packed_rows_are_taught_like_others(path):
+  model = decoder.Model(**SIZES)
+  losses = []
+  for pack in (False, True):
+    source = supervised.Source("bytes", 32, path, pack=pack)
+    batch = source.read(np.arange(len(source)))
+    if not losses:
+      inputs = language_modeling.inputs(batch)
+      student, teacher = (
+        model.init(jax.random.key(i), **inputs) for i in range(2)
+      )
+    pairs, _ = language_modeling.loss_fn(
+      {**student, "teacher": teacher},
+      batch,
+      None,
+      model=model,
+      train=False,
+      teacher=model,
+      distill=dict(beta=0.5),
+    )
+    losses.append(pairs["loss"][0] / pairs["loss"][1])
+    # The file of all likely tokens is the same teacher.
+    file = language_modeling.likely(teacher, batch, model=model, top_k=264)
+    pairs, _ = language_modeling.loss_fn(
+      student,
+      {**batch, **file},
+      None,
+      model=model,
+      train=False,
+      distill=dict(beta=0.5),
+    )
+    losses.append(pairs["loss"][0] / pairs["loss"][1])
+  assert losses[0] > 1e-3
+  np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reference", "likely"])
+def test_columns_are_computed_once(kind, path, tmp_path):
+  """Training with a column is training with the model that made it."""
+  if kind == "reference":
+    config = config_of("reward", path, loss=dict(kind="sigmoid"))
+    config["model"] = SIZES
+  else:
+    config = config_of("distillation", path, loss=dict(distill={}))
+  config |= dict(teacher=TEACHER, total_steps=2)
+  data = config["input"]["data"]
+  first = config | dict(eval_only=True)
+  if kind == "likely":
+    first |= dict(teacher=None, loss={})
+  evals = dict(x=dict(type="columns", pred=kind, data=data, batch_size=8))
+  if kind == "likely":
+    evals["x"]["pred_kw"] = dict(top_k=264)
+  main.train(first | dict(evals=evals), str(tmp_path / "first"))
+  file = str(tmp_path / "first" / "columns" / "x.npz")
+  main.train(config, str(tmp_path / "live"))
+  columned = {k: x for k, x in config.items() if k != "teacher"}
+  columned["input"] = config["input"] | dict(
+    data=dict(type="arrays", path=file)
+  )
+  main.train(columned, str(tmp_path / "columns"))
+  live, others = (tiny.rows(tmp_path / name) for name in ("live", "columns"))
+  for step in (1, 2):
+    np.testing.assert_allclose(others[step]["loss"], live[step]["loss"], 1e-5)

@@ -61,7 +61,7 @@ def test_texts_are_embedded_alone():
   model = decoder.Model(variant="llama", **sizes, pool="mean")
   ids = RNG.integers(1, 31, (3, 7)).astype(np.int32)
   ids[1, 4:] = -1
-  variables = model.init(jax.random.key(0), **text_embedding._tokens(ids))
+  variables = model.init(jax.random.key(0), **text_embedding._inputs(ids))
   fns = text_embedding.predict_fns(model)
   z = fns["text"](variables, {"query": ids})
   alone = fns["text"](variables, {"query": ids[1:2, :4]})

@@ -1,0 +1,34 @@
+"""Writes examples with what a predict function returns of them.
+
+dict(type="arrays", path="<workdir>/columns/<evaluation>.npz") reads them.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from bigtrain.evaluation.evaluations import Batches
+from bigtrain.files import paths
+from bigtrain.types import Batch, PredictFn, Variables
+
+
+class Evaluator:
+  """Writes the features, and the results, which are arrays [B, ...] by name."""
+
+  def __init__(self, predict_fn: PredictFn, batches: Batches):
+    def columns(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
+      features = {name: x for name, x in batch.items() if name[0] != "_"}
+      return {**features, **predict_fn(variables, batch)}
+
+    self._columns, context = batches.collect(columns), batches.context
+    self._path = os.path.join(context.workdir, "columns", f"{context.name}.npz")
+
+  def run(self, variables: Variables, step: int) -> dict[str, Any]:
+    arrays = self._columns(variables)
+    if jax.process_index() == 0:
+      os.makedirs(os.path.dirname(self._path), exist_ok=True)
+      with paths.replacing(self._path, "wb") as file:
+        np.savez(file, **arrays)
+    return {"examples": len(next(iter(arrays.values())))}
