@@ -59,7 +59,6 @@ class Predictor:
     # Whether the model reads "inputs" and writes "targets".
     sizes = parts.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
-    # The feature of a text: of classes and of embeddings, it is padded by -1.
     padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
     self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]
 

@@ -62,14 +62,13 @@ def softmax(
   scale: jax.Array,
   *,
   negatives_BnE: jax.Array | None = None,
-  both_ways: bool = True,
   weight_B: jax.Array | None = None,
   chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes CLIP's loss of each example, arXiv 2103.00020, like `sigmoid`.
 
   The mean of the cross-entropies of its image among texts and its text among
-  images; without `both_ways` the first alone. Negatives are texts of no image.
+  images. Negatives are texts of no image.
   """
 
   def chunk_fn(
@@ -90,8 +89,6 @@ def softmax(
     return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
 
   negatives = () if negatives_BnE is None else (negatives_BnE,)
-  if not both_ways:
-    return one_direction(image_BE, text_BE[:, None], *negatives)
   # Both directions have the same logits, and each computes them.
   with model_flops.share(1, 2):
     image_loss_B, correct_B = one_direction(

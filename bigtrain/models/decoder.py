@@ -186,8 +186,7 @@ class Model(nn.Module):
     use_bias: names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp",
       "norm".
     tied_head: whether the head is the embedding.
-    num_classes: number of classes of a text; 1 for a reward or a number. The
-      head is then the linear layer `score`, without a bias.
+    num_classes: classes of a text, of the head `score`; 1 for a number.
     pool: what represents a text: its "last" or "first" token, or their "mean".
     qk_norm: norms of queries and keys, "head", "projection" (over all heads),
       "l2" (by head, without a scale) or None; True is "head".
@@ -353,8 +352,7 @@ class Model(nn.Module):
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
     """The representation of each text, see `pool`."""
-    if real_BL is None:
-      real_BL = jnp.full(x_BLD.shape[:2], True)
+    real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
       return jnp.einsum("bl,bld->bd", weight_BL, x_BLD).astype(x_BLD.dtype)

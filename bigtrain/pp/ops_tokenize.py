@@ -35,8 +35,7 @@ def tokenize(
     eos: end of sequence: "none"; "yes", only if the text was not cut; or
       "sticky", always, if need be in place of the last id that fits.
     bos: whether to put a beginning of sequence before the text.
-    pad: id of the padding; by default the id of the tokenizer. -1 is no id of
-      any text; the tasks classification and text_embedding take it.
+    pad: id of the padding, by default the tokenizer's; -1 is no id of any text.
     too_long: whether to cut a text that does not fit, or to raise an error.
     key: name of the feature: a text, or a list of texts.
     key_result: name of the result; None for `key`.

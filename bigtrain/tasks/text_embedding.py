@@ -61,16 +61,14 @@ def embeddings_loss_fn(
   *,
   temperature: float = 0.05,
   widths: Sequence[int] = (),
-  both_ways: bool = True,
   chunk: int = 1024,
 ) -> Metrics:
-  """Computes InfoNCE (arXiv 1807.03748) of the whole global batch.
+  """Computes InfoNCE (arXiv 1807.03748), both ways, of the global batch.
 
   Args:
     temperature: divides the cosines.
     widths: numbers of first entries that are embeddings by themselves, whose
       losses are added up (arXiv 2205.13147); all entries by default.
-    both_ways: whether answers look for their queries, too; then it is a mean.
     chunk: pairs of each query at a time, see losses/pairwise.py.
 
   Returns:
@@ -91,7 +89,6 @@ def embeddings_loss_fn(
       z["positive"],
       jnp.float32(1 / temperature),
       negatives_BnE=None if wrong is None else wrong.reshape(B, -1, width),
-      both_ways=both_ways,
       weight_B=weight_B,
       chunk=chunk,
     )
@@ -113,12 +110,10 @@ def loss_fn(
   train: bool,
   temperature: float = 0.05,
   widths: Sequence[int] = (),
-  both_ways: bool = True,
   chunk: int = 1024,
 ) -> tuple[Metrics, Variables]:
   z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
   options: Any = dict(temperature=temperature, widths=widths, chunk=chunk)
-  options["both_ways"] = both_ways
   return embeddings_loss_fn(None, z, batch, **options), mutable
 
 

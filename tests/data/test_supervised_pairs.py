@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain.data import supervised
+from bigtrain.data.formats import pydoc_questions
 from bigtrain.settings import ConfigError, DataError
 
 _ROWS = [
@@ -69,3 +70,17 @@ def test_packing_is_refused(path):
     ConfigError, match="preferences=True: expected pack=False"
   ):
     source(path, pack=True)
+
+
+def test_answers_about_python_are_right_once_and_wrong_once():
+  rows = {
+    split: [row for _, row in pydoc_questions.rows(split, preferences=True)]
+    for split in ("train", "test")
+  }
+  assert len(rows["train"]) == 9 * len(rows["test"]) > 400
+  texts = lambda key, split: sorted(row[key] for row in rows[split])
+  for split in rows:
+    assert texts("chosen", split) == texts("rejected", split)
+    prompts = [row["prompt"] for row in rows[split]]
+    names = [text.partition("(")[0].rpartition(".")[2] for text in prompts]
+    assert 2 * sum(name[0].isupper() for name in names) == len(names)

@@ -44,17 +44,29 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """Yields (place, row) of one of SPLITS; "test" is every tenth row.
 
-  With `preferences`, rows have a second answer, of a question far from it.
+  With `preferences`, rows have a second answer, see `_pairs`.
   """
   questions = sorted(_questions())
-  for i, (prompt, completion) in enumerate(questions):
+  all_rows = [{"prompt": text, "completion": x} for text, x in questions]
+  for i, row in enumerate(_pairs(questions) if preferences else all_rows):
     is_test = i % _TEST_EVERY == _TEST_EVERY - 1
     if split in ("all", "test" if is_test else "train"):
-      row = {"prompt": prompt, "completion": completion}
-      if preferences:
-        _, other = questions[(i + len(questions) // 2) % len(questions)]
-        row = {"prompt": prompt, "chosen": completion, "rejected": other}
       yield f"pydoc, question {i}", row
+
+
+def _pairs(questions: list[tuple[str, str]]) -> list[dict[str, str]]:
+  """Classes and as many functions, each with an answer of the other kind, too.
+
+  So each answer is right once and wrong once.
+  """
+  is_class = lambda x: x.partition("(")[0].rpartition(".")[2][0].isupper()
+  kinds = [[q for q in questions if is_class(q[0]) == k] for k in (False, True)]
+  n = min(map(len, kinds)) // _TEST_EVERY * _TEST_EVERY
+  a, b = ([kind[i * len(kind) // n] for i in range(n)] for kind in kinds)
+  return [
+    {"prompt": prompt, "chosen": right, "rejected": wrong}
+    for (prompt, right), (_, wrong) in [*zip(a, b), *zip(b, a)]
+  ]
 
 
 def _questions() -> Iterator[tuple[str, str]]:

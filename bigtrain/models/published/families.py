@@ -218,11 +218,10 @@ def classes(stem: str, kind: str = "Sequence") -> Rule:
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not (number := fields["num_classes"]):
       return {}
-    names = [f"LABEL_{i}" for i in range(number)]
     return {
       "architectures": [stem + suffix],
-      "id2label": {str(i): name for i, name in enumerate(names)},
-      "label2id": {name: i for i, name in enumerate(names)},
+      "id2label": {str(i): f"LABEL_{i}" for i in range(number)},
+      "label2id": {f"LABEL_{i}": i for i in range(number)},
     }
 
   return Rule({"architectures": None}, read, write)
