@@ -52,6 +52,13 @@ class Model(nn.Module):
     causal: whether a position attends to no later one.
     norm_eps: added to the variance in norms.
     mlp: a name in vit.MLPS.
+    post_norm: whether norms follow embeddings and residuals.
+    token_types: number of kinds of tokens, such as two sentences.
+    max_len: number of positions; by default the texts' L.
+    first_position: position of the first token.
+    pad_id: padding, to which no position attends; or none.
+    rep_size: whether a tanh layer of width D precedes the head.
+    mlm_head: whether it predicts the tokens, and pools nothing.
     head_bias: whether the head has a bias.
     dropout: rate in the MLPs and on residual branches.
     scan: whether to compile one block and loop over stacked parameters.
@@ -72,15 +79,13 @@ class Model(nn.Module):
   causal: bool = False
   norm_eps: float = 1e-6
   mlp: str = "gelu"
-  # Whether norms follow the residual additions and the embeddings, and not the
-  # last block.
   post_norm: bool = False
-  token_types: int = 0  # Number of kinds of tokens, such as two sentences.
-  max_len: int | None = None  # Number of positions; by default the texts' L.
-  first_position: int = 0  # Position of the first token.
-  pad_id: int | None = None  # Padding, to which no position attends; or none.
-  rep_size: bool = False  # Whether a tanh layer of width D precedes the head.
-  mlm_head: bool = False  # Whether it predicts the tokens, and pools nothing.
+  token_types: int = 0
+  max_len: int | None = None
+  first_position: int = 0
+  pad_id: int | None = None
+  rep_size: bool = False
+  mlm_head: bool = False
   head_bias: bool = True
   dropout: float = 0.0
   scan: bool = False
