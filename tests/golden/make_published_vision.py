@@ -86,9 +86,16 @@ FAMILIES |= {
     embedding_size=8, hidden_sizes=[32, 64], depths=[1, 2], num_groups=4
   ),
 }
+STAGES = dict(hidden_sizes=[4, 8, 12, 16], depths=[1, 2, 1, 1])
+FAMILIES |= {
+  "convnext": dict(**STAGES, layer_scale_init_value=0.5),
+  "convnextv2": dict(**STAGES, num_labels=3),
+}
+CLASSES_OF_IMAGES = "AutoModelForImageClassification"
 # Of the models that end with a small image.
-SIDES = ("bit", "convnext", "convnextv2")
+SIDES = {"bit": 64, "convnext": 32, "convnextv2": 32}
 CLASSES = {
+  "convnextv2": CLASSES_OF_IMAGES,
   "bert_mlm": "AutoModelForMaskedLM",
   "roberta_classes": "AutoModelForSequenceClassification",
 }
@@ -102,7 +109,7 @@ MODEL_TYPES = {
 
 
 def inputs_of(kind, rng):
-  side = 64 if kind in SIDES else IMAGE["image_size"]
+  side = SIDES.get(kind, IMAGE["image_size"])
   image = rng.normal(size=(BATCH, 3, side, side)).astype(np.float32)
   text = rng.integers(3, 40, (BATCH, 6))
   text[0, 4:] = 40, 0  # The end of a text, and padding.

@@ -6,7 +6,7 @@ layer over the first token, with classes or not, or the prediction of tokens.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import dims
@@ -37,18 +37,18 @@ _NORMS = {
 _BLOCK = "Encoder_0/encoderblock"
 
 
-def _arrays(pooler: str, classifier: str, mlm: tuple[str, ...]) -> list[Entry]:
+def _arrays(classifier: str, mlm: Sequence[str], of_mlm: str) -> list[Entry]:
   layer, at = "encoder.layer.{i}", "embeddings"
   table = [
     plain(f"{at}.word_embeddings.weight", "Embed_0/embedding"),
     Entry(f"{at}.position_embeddings.weight", ("pos_embedding",), ndim=2),
     plain(f"{at}.token_type_embeddings.weight", "token_types/embedding"),
     *norm(f"{at}.LayerNorm", "embed_norm"),
-    *dense(pooler, "pre_logits"),
+    *dense("pooler.dense", "pre_logits"),
     *dense(classifier, "head"),
-    *dense(mlm[0], "mlm_dense"),
-    *norm(mlm[1], "mlm_norm"),
-    plain(mlm[2], "mlm_bias"),
+    *dense(of_mlm + mlm[0], "mlm_dense"),
+    *norm(of_mlm + mlm[1], "mlm_norm"),
+    plain(of_mlm + mlm[2], "mlm_bias"),
   ]
   for ours, (theirs, _) in _PROJECTIONS.items():
     table += dense(f"{layer}.{theirs}", f"{_BLOCK}/{ours}")
@@ -98,25 +98,13 @@ def _use(stem: str) -> Rule:
   return Rule({"id2label": None}, read, write)
 
 
-def _first_position() -> Rule:
-  key = "pad_token_id"
-  return Rule(
-    {key: 1},
-    lambda config: {"pad_id": config[key], "first_position": config[key] + 1},
-    lambda fields: {key: fields["pad_id"]},
-  )
-
-
 _BERT = Family(
   "bert",
   "BertModel",
   _arrays(
-    "pooler.dense",
     "classifier",
-    tuple(
-      f"cls.predictions.{name}"
-      for name in ("transform.dense", "transform.LayerNorm", "bias")
-    ),
+    ("transform.dense", "transform.LayerNorm", "bias"),
+    "cls.predictions.",
   ),
   keys=vit_families.KEYS
   | dict(
@@ -125,12 +113,9 @@ _BERT = Family(
     max_len="max_position_embeddings",
     pad_id="pad_token_id",
   ),
-  defaults=dict(
+  defaults=vit_families.SIZES
+  | dict(
     vocab_size=30522,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    intermediate_size=3072,
     layer_norm_eps=1e-12,
     type_vocab_size=2,
     max_position_embeddings=512,
@@ -147,29 +132,28 @@ _BERT = Family(
   requires=dict(
     tie_word_embeddings=(True,), position_embedding_type=("absolute",)
   ),
-  harmless=(
-    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
-    *("gradient_checkpointing", "pooler_fc_size", "pooler_num_fc_layers"),
-    *("pooler_num_attention_heads", "pooler_size_per_head", "pooler_type"),
-    "directionality",
-  ),
+  harmless="attention_probs_dropout_prob hidden_dropout_prob pooler_fc_size "
+  "gradient_checkpointing pooler_num_fc_layers pooler_num_attention_heads "
+  "pooler_size_per_head pooler_type directionality".split(),
   in_shapes=("width", "depth", "mlp_dim", "vocab_size", "num_classes"),
+)
+_FIRST = Rule(
+  {"pad_token_id": 1},
+  lambda config: {
+    "pad_id": config["pad_token_id"],
+    "first_position": config["pad_token_id"] + 1,
+  },
+  lambda fields: {"pad_token_id": fields["pad_id"]},
 )
 _ROBERTA = _BERT.but(
   "roberta",
   "RobertaModel",
+  ("pad_id", "first_position"),
   arrays=_arrays(
-    "pooler.dense",
-    "classifier.out_proj",
-    ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    "classifier.out_proj", ("dense", "layer_norm", "bias"), "lm_head."
   ),
   defaults=dict(vocab_size=50265),
-  rules=dict(use=_use("Roberta"), first=_first_position()),
-)
-_of_rule = ("pad_id", "first_position")
-_ROBERTA = _ROBERTA._replace(
-  keys={n: key for n, key in _ROBERTA.keys.items() if n not in _of_rule},
-  constants={n: x for n, x in _ROBERTA.constants.items() if n not in _of_rule},
+  rules=dict(use=_use("Roberta"), first=_FIRST),
 )
 FAMILIES = {family.model_type: family for family in (_BERT, _ROBERTA)}
 _IGNORED = {
@@ -224,8 +208,4 @@ def _of_model(model: Any) -> dict[str, Family]:
   return layouts
 
 
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  return {**values, "num_classes": values.get("num_classes") or None}
-
-
-PUBLISHED = families.Layouts(FAMILIES, _canonical, _of_model)
+PUBLISHED = families.Layouts(FAMILIES, vit_families.canonical, _of_model)

@@ -85,8 +85,23 @@ class Family(NamedTuple):
   quantised: Collection[str] = ()  # Readable quantization_config.quant_method.
   neutral: Mapping[str, Any] = {}  # {our field: value that needs no key}.
 
-  def but(self, model_type: str, architecture: str, **changes: Any) -> "Family":
-    """A family like this one; mappings are merged, the rest is replaced."""
+  def but(
+    self,
+    model_type: str,
+    architecture: str,
+    without: Collection[str] = (),
+    **changes: Any,
+  ) -> "Family":
+    """A family like this one; mappings are merged, the rest is replaced.
+
+    `without` are names that its keys, constants and rules have no more.
+    """
+    kept = lambda table: {n: x for n, x in table.items() if n not in without}
+    self = self._replace(
+      keys=kept(self.keys),
+      constants=kept(self.constants),
+      rules=kept(self.rules),
+    )
     merged: dict[str, Any] = {
       name: {**getattr(self, name), **value}
       if isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""Models of stages of Hugging Face: BiT.
+"""Models of stages of Hugging Face: BiT and ConvNeXt.
 
 Keys, defaults and names of arrays follow transformers. {stage} and {i} in a
 row are numbers from 0.
@@ -18,6 +18,7 @@ _STAGES, _LAYERS = 4, 48  # At most.
 DIMS = {
   ".*conv[^/]*/kernel": "height width channels -> D",
   "head/kernel": "D -> V",
+  r".*Dense_\d/kernel": "D -> F",
   ".*": "D",
 }
 
@@ -29,14 +30,14 @@ def _convolution(published: str, ours: str) -> list[Entry]:
   ]
 
 
-def _in_stages(rows: Sequence[Entry]) -> list[Entry]:
+def _in_stages(rows: Sequence[Entry], layers: int = _LAYERS) -> list[Entry]:
   """The rows with all numbers; ours are from 1."""
   return [
     row._replace(
       published=row.published.format(stage=stage, i=i),
       ours=tuple(x.format(stage=stage + 1, i=i + 1) for x in row.ours),
     )
-    for stage, i in itertools.product(range(_STAGES), range(_LAYERS))
+    for stage, i in itertools.product(range(_STAGES), range(layers))
     for row in rows
   ]
 
@@ -52,6 +53,30 @@ def _bit_arrays() -> list[Entry]:
     *_in_stages(rows),
     *norm("norm", "gn_final"),
     *dense("classifier.1", "head"),
+  ]
+
+
+def _convnext_arrays() -> list[Entry]:
+  at, theirs = "encoder.stages.{stage}", "encoder.stages.{stage}.layers.{i}"
+  ours, down = "stage{stage}_block{i}", "downsampling_layer"
+  rows = [
+    *_convolution(f"{theirs}.dwconv", f"{ours}/conv_depthwise"),
+    *norm(f"{theirs}.layernorm", f"{ours}/LayerNorm_0"),
+    *dense(f"{theirs}.pwconv1", f"{ours}/Dense_0"),
+    *dense(f"{theirs}.pwconv2", f"{ours}/Dense_1"),
+    tables.plain(f"{theirs}.layer_scale_parameter", f"{ours}/layer_scale_0"),
+    Entry(f"{theirs}.grn.weight", (f"{ours}/response_scale",), ndim=4),
+    Entry(f"{theirs}.grn.bias", (f"{ours}/response_bias",), ndim=4),
+  ]
+  of_stage = norm(f"{at}.{down}.0", "down{stage}_norm")
+  of_stage += _convolution(f"{at}.{down}.1", "conv_down{stage}")
+  return [
+    *_convolution("embeddings.patch_embeddings", "conv_patch"),
+    *norm("embeddings.layernorm", "patch_norm"),
+    *_in_stages(rows),
+    *_in_stages(of_stage, 1),
+    *norm("layernorm", "norm"),
+    *dense("classifier", "head"),
   ]
 
 
@@ -83,7 +108,7 @@ def _bit_sizes() -> Rule:
   return Rule({"embedding_size": 64, **absent}, read, write)
 
 
-_HARMLESS = (*vit_families.HARMLESS, "output_stride")
+_HARMLESS = (*vit_families.HARMLESS, "output_stride", "num_stages")
 _BIT = Family(
   "bit",
   "BitModel",
@@ -104,18 +129,55 @@ _BIT = Family(
 )
 
 
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  return {**values, "num_classes": values.get("num_classes") or None}
+def _lists(**keys: str) -> Rule:
+  """`keys` are {our field: key of a list}."""
+  return Rule(
+    dict.fromkeys(keys.values(), ()),
+    lambda config: {name: tuple(config[key]) for name, key in keys.items()},
+    lambda fields: {key: [*fields[name]] for name, key in keys.items()},
+  )
+
+
+_SHAPES = ("widths", "depths", "num_classes", "patch_size")
+_CONVNEXT = Family(
+  "convnext",
+  "ConvNextModel",
+  _convnext_arrays(),
+  keys=dict(patch_size="patch_size", norm_eps="layer_norm_eps"),
+  defaults=dict(
+    patch_size=4,
+    layer_norm_eps=1e-12,
+    hidden_sizes=(96, 192, 384, 768),
+    depths=(3, 3, 9, 3),
+  ),
+  constants=dict(version=1),
+  rules=dict(
+    sizes=_lists(widths="hidden_sizes", depths="depths"),
+    mlp=vit_families.VIT.rules["mlp"],
+    scale=vit_families.layer_scale("layer_scale_init_value", 1e-6),
+    use=_classes("ConvNext"),
+  ),
+  harmless=_HARMLESS,
+  in_shapes=_SHAPES,
+)
+_CONVNEXT_V2 = _CONVNEXT.but(
+  "convnextv2",
+  "ConvNextV2Model",
+  ("scale",),
+  constants=dict(version=2, layer_scale=None),
+  rules=dict(use=_classes("ConvNextV2")),
+)
 
 
 def _layouts(*members: Family) -> families.Layouts:
   named = {family.model_type: family for family in members}
   classifiers = {n: vit_families.below(n, x) for n, x in named.items()}
   of_model = lambda model: classifiers if model.num_classes else named
-  return families.Layouts(named, _canonical, of_model)
+  return families.Layouts(named, vit_families.canonical, of_model)
 
 
 BIT = _layouts(_BIT)
+CONVNEXT = _layouts(_CONVNEXT, _CONVNEXT_V2)
 
 
 def load(

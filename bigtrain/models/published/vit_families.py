@@ -34,7 +34,7 @@ KEYS = {
   "mlp_dim": "intermediate_size",
   "norm_eps": "layer_norm_eps",
 }
-_DEFAULTS = dict(
+SIZES = dict(
   hidden_size=768,
   num_hidden_layers=12,
   num_attention_heads=12,
@@ -117,7 +117,7 @@ def _biases(**sites: str) -> Rule:
   return Rule(dict.fromkeys(sites.values(), True), read, write)
 
 
-def _layer_scale(key: str, value: float) -> Rule:
+def layer_scale(key: str, value: float) -> Rule:
   read = lambda x: x or value
   return converted("layer_scale", key, value, read, lambda x: x)
 
@@ -345,7 +345,7 @@ VIT = Family(
   "ViTModel",
   _VIT_ARRAYS,
   keys=KEYS,
-  defaults=_DEFAULTS | dict(layer_norm_eps=1e-12),
+  defaults=SIZES | dict(layer_norm_eps=1e-12),
   constants=dict(class_token=True, posemb_class=True),
   rules=dict(
     patch=_patch(),
@@ -360,16 +360,17 @@ VIT = Family(
 _DINOV2 = VIT.but(
   "dinov2",
   "Dinov2Model",
+  ("mlp_dim",),
   arrays=_dinov2_arrays(swiglu=False),
   defaults=dict(layer_norm_eps=1e-6, patch_size=14),
   rules=dict(
     mlp=_mlp(use_swiglu_ffn=True),
     width=_dinov2_width(),
-    scale=_layer_scale("layerscale_value", 1.0),
+    scale=layer_scale("layerscale_value", 1.0),
     use=use("Dinov2", "tok_gap"),
   ),
   harmless=(*HARMLESS, "intermediate_size"),
-)._replace(keys={k: key for k, key in KEYS.items() if k != "mlp_dim"})
+)
 _WITH_REGISTERS = _DINOV2.but(
   "dinov2_with_registers",
   "Dinov2WithRegistersModel",
@@ -394,25 +395,22 @@ _DINOV3 = VIT.but(
     mlp=_mlp(use_gated_mlp=True, hidden_act="silu"),
     biases=_dinov3_biases(),
     rope=_dinov3_rope(),
-    scale=_layer_scale("layerscale_value", 1.0),
+    scale=layer_scale("layerscale_value", 1.0),
     use=use("DINOv3ViT", "tok"),
   ),
 )
 _BEIT = VIT.but(
   "beit",
   "BeitModel",
+  ("biases", "posemb_class"),
   arrays=_BEIT_ARRAYS,
   constants=dict(norm_pooled=True, use_bias=("qv", "out", "mlp", "patch")),
   rules=dict(
     positions=_beit_positions(),
-    scale=_layer_scale("layer_scale_init_value", 0.1),
+    scale=layer_scale("layer_scale_init_value", 0.1),
     use=use("Beit", "gap", features="gap"),
   ),
   requires={"use_mean_pooling": (True,)},
-)
-_BEIT = _BEIT._replace(
-  rules={name: x for name, x in _BEIT.rules.items() if name != "biases"},
-  constants={k: x for k, x in _BEIT.constants.items() if k != "posemb_class"},
 )
 _MAE = VIT.but("vit_mae", "ViTMAEModel", rules=dict(use=use("ViTMAE", "tok")))
 FAMILIES = {

@@ -1,0 +1,158 @@
+"""ConvNeXt: an image model of stages, each with half the rows.
+
+Version 1 is https://arxiv.org/abs/2201.03545; version 2,
+https://arxiv.org/abs/2301.00808, has global response norms in its MLPs.
+
+Axes: B batch, H rows, W columns, D channels, F hidden width, C classes.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import settings
+from bigtrain.models import vit
+from bigtrain.models.layers import encoder, mlp, options
+from bigtrain.models.published import conversions, stage_families
+
+VERSIONS = (1, 2)
+VARIANTS: dict[str, dict[str, Any]] = {
+  size: dict(
+    depths=(3, 3, third, 3), widths=tuple(width * 2**i for i in range(4))
+  )
+  for size, width, third in (
+    *(("tiny", 96, 9), ("small", 96, 27), ("base", 128, 27)),
+    *(("large", 192, 27), ("xlarge", 256, 27), ("huge", 352, 27)),
+  )
+}
+
+
+class Model(nn.Module):
+  """The model. After construction no DERIVED field is None."""
+
+  num_classes: int | None = None  # C; None for a model without a head.
+  variant: str | None = None  # A name in VARIANTS, such as "tiny".
+  version: int = 1
+  depths: Sequence[int] = options.DERIVED  # Blocks of each stage.
+  widths: Sequence[int] = options.DERIVED  # D of each stage.
+  patch_size: int = 4
+  mlp: str = "gelu_erf"  # A name in mlp.KINDS without a gate.
+  norm_eps: float = 1e-6  # Added to the variance in the last norm.
+  layer_scale: float | None = None  # See encoder.Encoder.
+  drop_path: float = 0.0  # Stochastic depth of the last block; 0 in the first.
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    values: dict[str, Any] = {}
+    if self.variant is not None:
+      key = "config.model.variant"
+      settings.check_choice(key, self.variant, VARIANTS)
+      values |= VARIANTS[self.variant]
+    for name in ("depths", "widths"):
+      if getattr(self, name) is not None:
+        values[name] = getattr(self, name)
+      if name not in values:
+        raise settings.ConfigError(
+          f"config.model.{name}: missing; give it, or a variant such as 'tiny'."
+        )
+    options.set_fields(self, values)
+    if len(self.depths) != len(self.widths):
+      raise settings.ConfigError(
+        f"config.model.depths={self.depths}: expected as many as widths, "
+        f"{self.widths}."
+      )
+    options.check_fields(self, "drop_path", version=VERSIONS, mlp=vit.MLPS[:3])
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, *, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Classifies images (B, height, width, channels).
+
+    Returns:
+      (float32 logits (B, C), or the pooled features without a head; a dict of
+      "encoded" (B, H, W, D) and "pre_logits" (B, D)).
+    """
+    norm = functools.partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
+    conv = functools.partial(nn.Conv, padding="VALID", dtype=self.dtype)
+    rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()
+    p = (self.patch_size,) * 2
+    x_BHWD = conv(self.widths[0], p, p, name="conv_patch")(image)
+    x_BHWD = norm(name="patch_norm")(x_BHWD)
+    for stage, D in enumerate(self.widths, 1):
+      if stage > 1:
+        x_BHWD = norm(name=f"down{stage}_norm")(x_BHWD)
+        x_BHWD = conv(D, (2, 2), (2, 2), name=f"conv_down{stage}")(x_BHWD)
+      for i in range(1, self.depths[stage - 1] + 1):
+        names = ("version", "mlp", "layer_scale", "dtype")
+        of_block = [getattr(self, name) for name in names]
+        y_BHWD = Block(*of_block, name=f"stage{stage}_block{i}")(x_BHWD)
+        if (rate := rates.pop(0)) and train:
+          y_BHWD = encoder.drop_path(y_BHWD, rate, self.make_rng("dropout"))
+        x_BHWD += y_BHWD
+    x = jnp.mean(x_BHWD, axis=(1, 2), dtype=jnp.float32)
+    x = nn.LayerNorm(self.norm_eps, name="norm")(x)
+    out = {"encoded": x_BHWD, "pre_logits": x}
+    if self.num_classes:
+      init = nn.initializers.normal(0.02)
+      x = nn.Dense(self.num_classes, kernel_init=init, name="head")(x)
+    return x, out
+
+
+class Block(nn.Module):
+  """What a block adds: a depthwise convolution, a norm and an MLP."""
+
+  version: int
+  mlp: str
+  layer_scale: float | None
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x_BHWD: jax.Array) -> jax.Array:
+    D = x_BHWD.shape[-1]
+    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    y = nn.Conv(
+      D,
+      (7, 7),
+      padding=[(3, 3)] * 2,
+      feature_group_count=D,
+      dtype=self.dtype,
+      name="conv_depthwise",
+    )(x_BHWD)
+    y = nn.LayerNorm(1e-6, dtype=self.dtype, name="LayerNorm_0")(y)
+    y = dense(4 * D, name="Dense_0")(y)
+    y = mlp.KINDS[self.mlp].activation(y)
+    if self.version == 2:
+      zeros, shape = nn.initializers.zeros, y.shape[-1:]
+      scale_F = self.param("response_scale", zeros, shape)
+      bias_F = self.param("response_bias", zeros, shape)
+      size = jnp.sum(jnp.square(y.astype(jnp.float32)), (1, 2), keepdims=True)
+      # The root has no gradient at 0.
+      size = jnp.sqrt(jnp.maximum(size, 1e-30))
+      size /= jnp.mean(size, axis=-1, keepdims=True) + 1e-6
+      y = (y + scale_F * (y * size) + bias_F).astype(y.dtype)
+    y = dense(D, name="Dense_1")(y)
+    if self.layer_scale is not None:
+      init = nn.initializers.constant(self.layer_scale)
+      y *= self.param("layer_scale_0", init, (D,)).astype(y.dtype)
+    return y
+
+
+def from_published(
+  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Any]:
+  flat = conversions.normalise(flat)
+  converted = stage_families.load(stage_families.CONVNEXT, flat, like)
+  return dict(flat) if converted is None else converted
+
+
+to_published = functools.partial(
+  stage_families.CONVNEXT.export, stage_families.DIMS
+)
+published_fields = stage_families.CONVNEXT.fields

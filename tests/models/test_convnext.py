@@ -1,0 +1,66 @@
+"""ConvNeXt: sizes and stochastic depth. Outputs: published/."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import settings
+from bigtrain.models import convnext
+
+TINY = dict(widths=(4, 8), depths=(1, 1), num_classes=3)
+
+
+# As counted by timm.
+@pytest.mark.parametrize(
+  ("variant", "version", "published"),
+  [
+    ("tiny", 1, 28_589_128),
+    ("small", 1, 50_223_688),
+    ("base", 1, 88_591_464),
+    ("large", 1, 197_767_336),
+    ("tiny", 2, 28_635_496),
+    ("huge", 2, 660_289_640),
+  ],
+)
+def test_variants_have_the_published_number_of_parameters(
+  variant, version, published
+):
+  model = convnext.Model(
+    1000, variant, version, layer_scale=1e-6 if version == 1 else None
+  )
+  init = functools.partial(model.init, jax.random.key(0))
+  shapes = jax.eval_shape(init, jnp.zeros((1, 64, 64, 3)))["params"]
+  assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
+
+
+def test_stochastic_depth_leaves_out_branches_in_training():
+  image = jax.random.normal(jax.random.key(1), (16, 32, 32, 3))
+  model = convnext.Model(**TINY, drop_path=0.5)
+  params = model.init(jax.random.key(0), image)
+  keys = {"dropout": jax.random.key(2)}
+  trained, _ = model.apply(params, image, train=True, rngs=keys)
+  evaluated, _ = model.apply(params, image)
+  same = np.isclose(trained, evaluated, atol=1e-6).all(axis=1)
+  assert not same.any()  # What is kept is rescaled, so that the mean stays.
+  plain = convnext.Model(**TINY)
+  np.testing.assert_array_equal(
+    plain.apply(params, image, train=True)[0], evaluated
+  )
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(variant="tinny"), "Did you mean 'tiny'"),
+    (dict(depths=(1, 1)), "config.model.widths: missing"),
+    (dict(TINY, depths=(1,)), "expected as many as widths"),
+    (dict(TINY, version=3), "config.model.version"),
+  ],
+)
+def test_wrong_options_are_errors(options, message):
+  with pytest.raises(settings.ConfigError, match=message):
+    convnext.Model(**options)
