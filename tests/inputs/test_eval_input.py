@@ -44,7 +44,7 @@ def test_sets_smaller_than_a_batch_and_num_examples():
 def test_cached_batches_are_made_once(reads, caplog):
   caplog.set_level("DEBUG", logger="absl")
   data = make_eval(cache=True, path="config.evals.val")
-  assert "config.evals.val: its 3 batches take about 192 B" in caplog.text
+  assert "config.evals.val: its 3 batches take about 192 bytes" in caplog.text
   partial = data.batches()
   next(partial)
   partial.close()  # An incomplete pass must not be cached.
