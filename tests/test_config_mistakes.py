@@ -54,6 +54,12 @@ def _axes(rules, **model):
   return {"model_name": "tiny.axes", "model": model, "logical_axes": rules}
 
 
+def _vit(**fields):
+  return dict(
+    num_classes=10, width=16, depth=2, num_heads=2, patch_size=4, **fields
+  )
+
+
 # None removes the key that a misspelled one replaces.
 MISSPELLED = [
   # At the top.
@@ -153,6 +159,27 @@ UNFIT = [
     r"config.microbatches and config.microbatch_examples: give only one",
   ),
   ({"microbatch_examples": 12}, r"microbatch_examples=12 .* 8 devices"),
+  (
+    {"mesh": dict(pipeline=2), "model_name": "vit", "model": _vit()},
+    r"config.mesh.pipeline=2: .* no loop .* config.model.scan=True",
+  ),
+  (
+    {"mesh": dict(pipeline=4), "model_name": "vit", "model": _vit(scan=True)},
+    r"config.mesh.pipeline=4 does not divide .* is 2\); .*: 1 and 2",
+  ),
+  (
+    {
+      "mesh": dict(pipeline=2, pipeline_rounds=2),
+      "model_name": "vit",
+      "model": _vit(scan=True),
+    },
+    r"config.mesh.pipeline_rounds=2: expected a multiple of 4 layers.* got 2",
+  ),
+  ({"mesh": dict(pipeline=8, fsdp=1), "microbatches": 4}, r"microbatches=4: a"),
+  (
+    {"mesh": dict(pipeline=2, pipeline_microbatches=6)},
+    r"config.mesh.pipeline_microbatches=6 does not divide",
+  ),
   ({"loss_scale": dict(ini=1.0)}, r"config.loss_scale.ini: .* 'init'"),
   (
     {"eager": True, "debug_nans": True},

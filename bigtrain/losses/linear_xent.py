@@ -117,8 +117,10 @@ def _over_mesh(
   if by_class:
     shared = tuple(axis for axis in shared if axis != "tensor")
   length = [shared] if shared else []
-  by_token: Any = PartitionSpec(sharding.BATCH_AXES, *length)
-  copied, summed = ("replica", *shared), (*sharding.BATCH_AXES, *shared)
+  batch_axes = sharding.batch_axes(mesh)
+  by_token: Any = PartitionSpec(batch_axes, *length)
+  summed = (*batch_axes, *shared)
+  copied = tuple(axis for axis in summed if axis != "fsdp")
   # The dimension of the kernel that fsdp splits, if one divides.
   dim = None
   if fsdp > 1 and V % fsdp == 0 and not by_class:

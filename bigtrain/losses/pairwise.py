@@ -127,6 +127,7 @@ def _over_chunks(
     return body(
       rows_BE, columns_BmE, weight_B, jnp.arange(len(rows_BE)), scale, bias
     )
+  axes = sharding.batch_axes(mesh)
 
   def on_device(
     rows_bE: jax.Array,
@@ -137,24 +138,22 @@ def _over_chunks(
   ) -> dict[str, jax.Array]:
     # Each device uses copies of its own from here on. Otherwise the gradients
     # would be summed over devices for each chunk.
-    scale, bias = jax.lax.pcast(
-      (scale, bias), sharding.BATCH_AXES, to="varying"
-    )
-    first = jax.lax.axis_index(sharding.BATCH_AXES) * len(rows_bE)
+    scale, bias = jax.lax.pcast((scale, bias), axes, to="varying")
+    first = jax.lax.axis_index(axes) * len(rows_bE)
     number_b = first + jnp.arange(len(rows_bE))
     # B x E numbers, compared to B x B logits. The transpose, a
     # reduce-scatter, returns each device's share of their gradients.
     columns_BmE, weight_B = jax.lax.all_gather(
-      (columns_bmE, weight_b), sharding.BATCH_AXES, tiled=True
+      (columns_bmE, weight_b), axes, tiled=True
     )
     return body(rows_bE, columns_BmE, weight_B, number_b, scale, bias)
 
-  by_batch, replicated = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
+  by_batch, replicated = PartitionSpec(axes), PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
     in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
-    out_specs=PartitionSpec(None, sharding.BATCH_AXES),
+    out_specs=PartitionSpec(None, axes),
   )(rows_BE, columns_BmE, weight_B, scale, bias)
 
 

@@ -11,16 +11,21 @@ from bigtrain.sharding.absent import absent_devices
 from bigtrain.sharding.batches import (
   ambient,
   batch,
+  batch_axes,
   batch_spec,
   batch_ways,
   check_batch,
   device,
+  from_microbatches,
+  in_stage,
   length_ways,
   one_example,
   over_batch,
   replicated,
+  schedule,
   split_batch,
   splits,
+  to_microbatches,
 )
 from bigtrain.sharding.memory import (
   bytes_per_device,
@@ -32,9 +37,11 @@ from bigtrain.sharding.memory import (
 from bigtrain.sharding.mesh import (
   AXES,
   BATCH_AXES,
+  Schedule,
   from_config,
   in_words,
   make_mesh,
+  schedule_of,
 )
 from bigtrain.sharding.rules import (
   DEFAULT_RULES,

@@ -1,10 +1,12 @@
 """Shardings of batches, and the mesh while a program is traced.
 
-Dimension 0 of a batch is split over `replica` and `fsdp`; the devices of a
-`sequence` or `tensor` group hold the same rows. While a program is traced, the
-mesh is that of jax.set_mesh. Without one, the functions for models do nothing.
+Dimension 0 of a batch is split over `replica`, `fsdp` and `pipeline`, that of a
+microbatch in a stage over the first two; the devices of a `sequence` or
+`tensor` group hold the same rows. While a program is traced, the mesh is that
+of jax.set_mesh. Without one, the functions for models do nothing.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,19 +15,76 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from bigtrain.settings import ConfigError, check_number
-from bigtrain.sharding.mesh import BATCH_AXES, in_words
+from bigtrain.sharding.mesh import (
+  BATCH_AXES,
+  Schedule,
+  in_words,
+  schedule_of,
+)
+
+_FREE = PartitionSpec.UNCONSTRAINED
+_STAGES = {"pipeline"}  # Axes of the shard_map that is a stage.
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def batch_axes(mesh: Mesh | AbstractMesh | None = None) -> tuple[str, ...]:
+  """The axes that split dimension 0, of the ambient mesh by default."""
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  inside = set(getattr(mesh, "manual_axes", ())) >= _STAGES
+  split = mesh.shape.get("pipeline", 1) > 1 and not inside
+  return (*BATCH_AXES, "pipeline") if split else BATCH_AXES
+
+
 def batch(mesh: Mesh) -> NamedSharding:
-  return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  return NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
 
 
 def batch_ways(mesh: Mesh | AbstractMesh) -> int:
-  return int(mesh.shape["replica"] * mesh.shape["fsdp"])
+  return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+
+
+def in_stage() -> bool:
+  """Whether a stage of a pipeline is traced."""
+  return set(jax.sharding.get_abstract_mesh().manual_axes) == _STAGES
+
+
+def _manual(mesh: AbstractMesh) -> bool:
+  """Whether arrays are a device's own, as inside a shard_map."""
+  return bool(set(mesh.manual_axes) - _STAGES)
+
+
+def schedule(batch_size: int) -> Schedule | None:
+  """The schedule of a batch in the stages of the ambient mesh, if any."""
+  mesh = ambient(batch_size)
+  if mesh is None or mesh.shape.get("pipeline", 1) == 1 or in_stage():
+    return None
+  ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+  return schedule_of(mesh).split(batch_size // ways)
+
+
+def to_microbatches(x: jax.Array, by: Schedule) -> jax.Array:
+  """[B, ...] as [microbatches, examples, ...], the first over the stages.
+
+  Each device's examples stay there.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  groups = mesh.shape["replica"] * mesh.shape["fsdp"]
+  x = x.reshape(groups, by.microbatches, -1, *x.shape[1:])
+  x = jnp.swapaxes(x, 0, 1).reshape(by.microbatches, -1, *x.shape[3:])
+  spec = PartitionSpec("pipeline", BATCH_AXES, *[_FREE] * (x.ndim - 2))
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def from_microbatches(x: jax.Array, by: Schedule) -> jax.Array:
+  mesh = jax.sharding.get_abstract_mesh()
+  groups = mesh.shape["replica"] * mesh.shape["fsdp"]
+  x = x.reshape(by.microbatches, groups, -1, *x.shape[2:])
+  x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+  spec = PartitionSpec(batch_axes(mesh), *[_FREE] * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, spec)
 
 
 def batch_spec(
@@ -63,7 +122,7 @@ def ambient(batch_size: int) -> AbstractMesh | None:
   None also inside a shard_map, and for batches that do not divide.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(BATCH_AXES) <= set(mesh.axis_names) or mesh.manual_axes:
+  if not set(BATCH_AXES) <= set(mesh.axis_names) or _manual(mesh):
     return None
   return None if batch_size % batch_ways(mesh) else mesh
 
@@ -72,7 +131,7 @@ def over_batch(x: jax.Array) -> jax.Array:
   """Constrains dimension 0 to be split, so that XLA does not replicate x."""
   if ambient(x.shape[0]) is None:  # An export may leave the size open.
     return x
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(batch_axes()))
 
 
 def length_ways(batch_size: int, length: int) -> int:
@@ -93,10 +152,10 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
   if mesh is None:
     return fn(*args)
   ways = mesh.shape.get("tensor", 1)
-  front = spec = PartitionSpec(BATCH_AXES)
+  front = spec = PartitionSpec(batch_axes(mesh))
   whole = [x for x in args[:by_heads] if x is not None]
   if ways > 1 and all(x.shape[2] % ways == 0 for x in whole):
-    front = PartitionSpec(BATCH_AXES, None, "tensor")
+    front = PartitionSpec(batch_axes(mesh), None, "tensor")
   return jax.shard_map(
     fn,
     in_specs=(front,) * by_heads + (spec,) * (len(args) - by_heads),
@@ -108,7 +167,7 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
 def splits(batch_size: int) -> bool:
   """Whether `split_batch` splits a batch, or nothing is to split."""
   mesh = jax.sharding.get_abstract_mesh()
-  alone = mesh.empty or mesh.size == 1 or bool(mesh.manual_axes)
+  alone = mesh.empty or mesh.size == 1 or _manual(mesh)
   return alone or ambient(batch_size) is not None
 
 

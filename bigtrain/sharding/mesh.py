@@ -1,11 +1,13 @@
-"""The device mesh: replica x fsdp x sequence x tensor.
+"""The device mesh: replica x pipeline x fsdp x sequence x tensor.
 
   replica    copies of the training state
+  pipeline   stages, groups of layers that each example passes in turn
   fsdp       parts of the training state; a layer's are gathered for its use
   sequence   parts of each example along its length
   tensor     parts of each layer: heads, hidden widths, vocabularies
 
-The batch is split over `replica` and `fsdp`. A slice is a set of devices with a
+The batch is split over `replica` and `fsdp`, and outside of the stages over
+`pipeline` too. A slice is a set of devices with a
 fast network among them: a slice of TPUs, or a server with GPUs. An axis that
 sends little is spread over the slices, `replica` first, and one that sends much
 stays inside of a slice, `tensor` above all.
@@ -13,7 +15,7 @@ stays inside of a slice, `tensor` above all.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from bigtrain.settings import Config, ConfigError, check_kwargs, check_number
 from bigtrain.sharding import absent
 
 BATCH_AXES = ("replica", "fsdp")
-AXES = (*BATCH_AXES, "sequence", "tensor")
+AXES = ("replica", "pipeline", "fsdp", "sequence", "tensor")
 
 # What an axis sends over the network between slices in each step, for the
 # warning; "part" is (n - 1) / n.
@@ -36,6 +38,39 @@ _TRAFFIC = {
   "tensor": "every block sends 8 x {part:.2f} x its activations (tokens x "
   "width), 4 forward and 4 backward",
 }
+
+
+class Schedule(NamedTuple):
+  """How a pipeline runs: in rounds, on a number of microbatches at once."""
+
+  stages: int
+  rounds: int = 1
+  microbatches: int = 0  # Those at once; by default as many as `split` finds.
+
+  def split(self, examples: int) -> "Schedule | None":
+    """The schedule for a number of examples; None if it does not divide.
+
+    By default four microbatches for each stage, or fewer.
+    """
+    most = (self.microbatches or 4 * self.stages) // self.stages
+    share, rest = divmod(examples, self.stages)
+    if rest or not share:
+      return None
+    per_stage = max(n for n in range(1, most + 1) if share % n == 0)
+    return self._replace(microbatches=per_stage * self.stages)
+
+  def idle(self) -> float:
+    """Idle time of a stage as a share of its work."""
+    return (self.stages - 1) / (self.rounds * self.microbatches)
+
+
+# Of the last mesh of these sizes: a mesh has no place for it.
+_schedules: dict[tuple[tuple[str, int], ...], Schedule] = {}
+
+
+def schedule_of(mesh: Any) -> Schedule:
+  sizes = tuple(mesh.shape.items())
+  return _schedules.get(sizes, Schedule(mesh.shape.get("pipeline", 1)))
 
 
 def from_config(config: Config) -> Mesh:
@@ -51,7 +86,10 @@ def make_mesh(
   fsdp: int = -1,
   sequence: int = 1,
   tensor: int = 1,
+  pipeline: int = 1,
   *,
+  pipeline_rounds: int = 1,
+  pipeline_microbatches: int = 0,
   slices: int | None = None,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
@@ -59,15 +97,30 @@ def make_mesh(
 
   Args:
     replica: number of copies of the sharded state.
+    pipeline_rounds: number of times that an example passes the stages, each
+      time through other layers.
+    pipeline_microbatches: number of microbatches in the stages at once, a
+      multiple of their number; 0 for four times it, or less.
     slices: number of slices of TPUs or of servers with GPUs, which is checked;
       by default as many as the devices report.
     devices: all devices of the job unless given.
   """
   devices = jax.devices() if devices is None else list(devices)
-  sizes = _filled(dict(zip(AXES, (replica, fsdp, sequence, tensor))), devices)
+  given = (replica, pipeline, fsdp, sequence, tensor)
+  sizes = _filled(dict(zip(AXES, given)), devices)
   groups = grouped(devices, slices)
   mesh = Mesh(arranged(groups, tuple(sizes.values())), AXES)
   _warn_of_slow_axes(mesh.devices, groups)
+  schedule = Schedule(sizes["pipeline"], pipeline_rounds, pipeline_microbatches)
+  key = "config.mesh.pipeline_"
+  check_number(f"{key}rounds", pipeline_rounds, least=1, whole=True)
+  check_number(f"{key}microbatches", pipeline_microbatches, least=0, whole=True)
+  if pipeline_microbatches % schedule.stages:
+    raise ConfigError(
+      f"{key}microbatches={pipeline_microbatches}: expected a multiple of "
+      f"config.mesh.pipeline={schedule.stages}."
+    )
+  _schedules[tuple(mesh.shape.items())] = schedule
   return mesh
 
 
@@ -208,7 +261,7 @@ def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:
     f"config.mesh.{axis}={sizes[axis]} is in {number} slices or servers: "
     + _TRAFFIC[axis].format(part=(sizes[axis] - 1) / sizes[axis])
     for axis, number in crossing(grid, groups).items()
-    if axis != "replica"
+    if axis not in ("replica", "pipeline")
   ]
   if parts:
     size = min(len(group) for group in groups)

@@ -9,8 +9,8 @@ A rule is a pair of (regular expression over state names, layout):
   ("shard_dim(0)")          the same as "fsdp(0)"
 
 The first rule that matches a name decides. The model's description of its
-parameters (dims.py) says which dimension goes over `tensor`, and over the axis
-of experts, unless the layout names a dimension for this axis or is
+parameters (dims.py) says which dimension goes over `tensor`, `pipeline` and the
+axis of experts, unless the layout names a dimension for this axis or is
 "replicated"; "fsdp" leaves out those dimensions. `tensor` splits attention by
 heads, MLPs and experts by hidden units, embeddings and output layers by tokens
 or classes. Arrays that do not divide are reported before anything compiles.
@@ -263,6 +263,7 @@ _LAYOUTS: dict[str, Callable[..., Layout]] = {
   "tensor": functools.partial(_on, "tensor"),
   "sequence": functools.partial(_on, "sequence"),
   "replica": functools.partial(_on, "replica"),
+  "pipeline": functools.partial(_on, "pipeline"),
 }
 
 
@@ -350,23 +351,32 @@ def place(
   sizes: Mapping[str, int],
 ) -> dict[str, tuple[Shape, Placed]]:
   """{name: (shape, axes by dimension)} by the model's own rules."""
-  splits = {name: _splits(table, name) for name in shapes}
+  splits = {name: _splits(table, name, x) for name, x in shapes.items()}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
   for axis, ways in sizes.items():
     own = {name: split[axis] for name, split in splits.items() if axis in split}
+    if axis == "pipeline" and ways > 1 and not own:
+      raise ConfigError(
+        f"config.mesh.pipeline={ways}: the model has no loop over layers; "
+        "expected config.model.scan=True, or 1 if there is no such key."
+      )
     if ways > 1:
       for name, dim in _dims(own, shapes, axis, ways).items():
         placed.setdefault(name, {})[dim] = (axis,)
   return {name: (shapes[name], at) for name, at in placed.items()}
 
 
-def _splits(table: dims.Table, name: str) -> dict[str, tuple[int, bool]]:
+def _splits(
+  table: dims.Table, name: str, shape: Shape
+) -> dict[str, tuple[int, bool]]:
   """Returns {axis: (negative dimension, whether it must divide)}."""
   roles = dims.find(table, name)
   if roles is None:
     return {}
   letters = [*roles.stack, *roles.inputs, *roles.outputs]
   result: dict[str, tuple[int, bool]] = {}
+  if len(shape) > len(letters):  # A loop over layers.
+    result["pipeline"] = (0, True)
   for dim, letter in enumerate(letters, -len(letters)):
     if dim in roles.axes:
       result.setdefault(roles.axes[dim], (dim, True))

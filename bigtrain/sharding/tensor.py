@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops
 from bigtrain.sharding import batches, rules
-from bigtrain.sharding.mesh import BATCH_AXES
 
 # As flax's layers call it: (inputs, kernel, dimension numbers, ...).
 DotGeneral = Callable[..., jax.Array]
@@ -67,7 +66,7 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
         "tbld,dt...->blt...", x_TBLD.astype(kernel.dtype), kernel, **options
       )
     y = y.reshape(*y.shape[:2], total, *rest)
-    spec = PartitionSpec(BATCH_AXES, length_axis(mesh, y), "tensor")
+    spec = PartitionSpec(batches.batch_axes(), length_axis(mesh, y), "tensor")
     return jax.lax.with_sharding_constraint(y, spec)
 
   return product
@@ -101,7 +100,7 @@ def by_heads(x: jax.Array, dim: int) -> jax.Array:
   ways = tensor_ways(x.shape[0])
   if ways == 1 or x.shape[dim] % ways:
     return batches.over_batch(x)
-  spec = PartitionSpec(BATCH_AXES, *[None] * (dim - 1), "tensor")
+  spec = PartitionSpec(batches.batch_axes(), *[None] * (dim - 1), "tensor")
   return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -110,7 +109,7 @@ def stream(x: jax.Array) -> jax.Array:
   if tensor_ways(x.shape[0]) > 1:
     spec = stream_spec(batches.ambient(x.shape[0]), x)
   elif batches.length_ways(*x.shape[:2]) > 1:  # XLA pads lengths.
-    spec = PartitionSpec(BATCH_AXES, "sequence")
+    spec = PartitionSpec(batches.batch_axes(), "sequence")
   else:
     return batches.over_batch(x)
   return jax.lax.with_sharding_constraint(x, spec)
@@ -126,9 +125,9 @@ def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
   axes = tuple(a for a in ("sequence", "tensor") if mesh.shape.get(a, 1) > 1)
   ways = math.prod(mesh.shape[axis] for axis in axes)
   if axes and x.shape[1] % ways == 0:
-    return PartitionSpec(BATCH_AXES, axes)
+    return PartitionSpec(batches.batch_axes(mesh), axes)
   length = length_axis(mesh, x)
-  return PartitionSpec(BATCH_AXES, *([length] if length else []))
+  return PartitionSpec(batches.batch_axes(mesh), *([length] if length else []))
 
 
 def axes_of_length(spec: PartitionSpec) -> tuple[str, ...]:
@@ -157,7 +156,7 @@ def _spread(x_BLD: jax.Array) -> jax.Array:
   """Returns [T, B, L, D], copies whose gradients are summed."""
   mesh = batches.ambient(x_BLD.shape[0])
   spec = stream_spec(mesh, x_BLD)
-  out = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, x_BLD))
+  out = PartitionSpec("tensor", batches.batch_axes(), length_axis(mesh, x_BLD))
   return jax.shard_map(
     lambda x: gathered(x, spec)[None], in_specs=spec, out_specs=out
   )(x_BLD)
@@ -167,7 +166,9 @@ def _summed(y_TBLD: jax.Array) -> jax.Array:
   """Adds up the parts of [T, B, L, D]; the inverse of `_spread`."""
   mesh = batches.ambient(y_TBLD.shape[1])
   spec = stream_spec(mesh, y_TBLD[0])
-  parts = PartitionSpec("tensor", BATCH_AXES, length_axis(mesh, y_TBLD[0]))
+  parts = PartitionSpec(
+    "tensor", batches.batch_axes(), length_axis(mesh, y_TBLD[0])
+  )
   return jax.shard_map(
     lambda y: scattered(y[0], spec), in_specs=parts, out_specs=spec
   )(y_TBLD)
@@ -196,8 +197,8 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
   of_ids = out
   if by_rows:  # The devices of a `tensor` group have the same tokens.
     length = length_axis(mesh, ids_BL)
-    of_ids = PartitionSpec(BATCH_AXES, *([length] if length else []))
-  over = (*BATCH_AXES, *axes_of_length(of_ids))
+    of_ids = PartitionSpec(batches.batch_axes(), *([length] if length else []))
+  over = (*batches.batch_axes(), *axes_of_length(of_ids))
   copied = tuple(axis for axis in over if (axis,) not in parts.values())
   tokens = ids_BL.size // math.prod(mesh.shape[axis] for axis in over)
   exchanged = dim is not None and not D % mesh.shape["fsdp"] and tokens < V

@@ -135,6 +135,13 @@ def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
       f"{parts} does not divide into that many microbatches; the nearest "
       f"number that works is {nearest}."
     )
+  at_once = sharding.schedule_of(mesh).microbatches
+  rows = batch_size // (number * mesh.shape["replica"] * mesh.shape["fsdp"])
+  if at_once and rows % at_once:
+    raise ConfigError(
+      f"config.mesh.pipeline_microbatches={at_once} does not divide {rows}, "
+      "the examples that pass the same stages."
+    )
 
 
 def split(batch: Any, number: int, mesh: Mesh) -> Any:
@@ -142,7 +149,7 @@ def split(batch: Any, number: int, mesh: Mesh) -> Any:
 
   Each device's examples stay there, where contiguous slices would move.
   """
-  layout = NamedSharding(mesh, PartitionSpec(None, sharding.BATCH_AXES))
+  layout = NamedSharding(mesh, PartitionSpec(None, sharding.batch_axes(mesh)))
 
   def split_array(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0] // number, number, *x.shape[1:]).swapaxes(0, 1)

@@ -131,16 +131,15 @@ def tensor_axes(
 ) -> dict[str, Any]:
   """`of_model` of sharding.Rules, for the ambient mesh."""
   sizes = jax.sharding.get_abstract_mesh().shape
-  ways = sizes.get("tensor", 1)
   if not hasattr(module, "param_dims"):
-    if ways == 1:
-      return {}
     of_axes = [axes for _, axes in parts.logical_axes(config)]
-    if "tensor" in f"{config.get('sharding', '')} {of_axes}":
-      return {}
-    raise settings.ConfigError(
-      f"config.mesh.tensor={ways}: {module.__name__} has no function "
-      "param_dims(model), and config.sharding does not name the axis tensor; "
-      "expected 1."
-    )
+    named = f"{config.get('sharding', '')} {of_axes}"
+    for axis in ("tensor", "pipeline"):
+      if (ways := sizes.get(axis, 1)) > 1 and axis not in named:
+        raise settings.ConfigError(
+          f"config.mesh.{axis}={ways}: {module.__name__} has no function "
+          f"param_dims(model), and config.sharding does not name the axis "
+          f"{axis}; expected 1."
+        )
+    return {}
   return sharding.place(module.param_dims(model), shapes, sizes)

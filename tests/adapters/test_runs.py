@@ -120,11 +120,15 @@ def losses_of(workdir):
 def test_the_mesh_and_microbatches_change_nothing(base, options, tmp_path):
   config = config_of(base[0], **options) | dict(total_steps=2, log_steps=1)
   main.train(config, str(tmp_path / "eight"))
-  mesh = dict(replica=2, fsdp=2, tensor=2)
-  main.train(config | dict(mesh=mesh, microbatches=2), str(tmp_path / "tensor"))
-  eight, tensor = losses_of(tmp_path / "eight"), losses_of(tmp_path / "tensor")
+  eight = losses_of(tmp_path / "eight")
   assert len(eight) == 2 and eight[0] != eight[1]
-  np.testing.assert_allclose(tensor, eight, rtol=1e-5)
+  for axis in ("tensor", "pipeline"):
+    mesh = {"replica": 2, "fsdp": 2, axis: 2}
+    main.train(
+      config | dict(mesh=mesh, microbatches=2 if axis == "tensor" else 1),
+      str(tmp_path / axis),
+    )
+    np.testing.assert_allclose(losses_of(tmp_path / axis), eight, rtol=1e-5)
 
 
 def test_export_and_load(base, whole, tmp_path):

@@ -10,26 +10,28 @@ from bigtrain.settings import ConfigError
 @pytest.mark.parametrize(
   "sizes, expected",
   [
-    ({}, (1, 8, 1, 1)),
-    (dict(replica=-1, fsdp=1), (8, 1, 1, 1)),
-    (dict(replica=2), (2, 4, 1, 1)),
-    (dict(replica=-1, fsdp=4), (2, 4, 1, 1)),
-    (dict(replica=2, fsdp=4), (2, 4, 1, 1)),
-    (dict(tensor=4), (1, 2, 1, 4)),
-    (dict(replica=-1, fsdp=1, sequence=2, tensor=2), (2, 1, 2, 2)),
-    (dict(fsdp=1, tensor=-1), (1, 1, 1, 8)),
+    ({}, (1, 1, 8, 1, 1)),
+    (dict(replica=-1, fsdp=1), (8, 1, 1, 1, 1)),
+    (dict(replica=2), (2, 1, 4, 1, 1)),
+    (dict(replica=-1, fsdp=4), (2, 1, 4, 1, 1)),
+    (dict(replica=2, fsdp=4), (2, 1, 4, 1, 1)),
+    (dict(tensor=4), (1, 1, 2, 1, 4)),
+    (dict(replica=-1, fsdp=1, sequence=2, tensor=2), (2, 1, 1, 2, 2)),
+    (dict(fsdp=1, tensor=-1), (1, 1, 1, 1, 8)),
+    (dict(pipeline=2, tensor=2), (1, 2, 2, 1, 2)),
   ],
 )
 def test_mesh_has_the_sizes_of_the_config(sizes, expected):
   mesh = sharding.make_mesh(**sizes)
-  assert mesh.axis_names == ("replica", "fsdp", "sequence", "tensor")
+  axes = ("replica", "pipeline", "fsdp", "sequence", "tensor")
+  assert mesh.axis_names == axes
   assert mesh.devices.shape == expected
   assert set(mesh.devices.flat) == set(jax.devices())
 
 
 def test_mesh_of_given_devices():
   mesh = sharding.make_mesh(devices=jax.devices()[:2])
-  assert mesh.devices.shape == (1, 2, 1, 1)
+  assert mesh.devices.shape == (1, 1, 2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,15 @@ def test_mesh_of_given_devices():
     (dict(replica=-1, fsdp=-1), "only one of replica and fsdp can be -1"),
     (dict(replica=0), r"config\.mesh\.replica: expected .* got 0"),
     (dict(fsdp="all"), r"config\.mesh\.fsdp: expected .* got 'all'"),
+    (
+      dict(pipeline=3, fsdp=2),
+      "pipeline=3 x fsdp=2 = 6, .*: .*pipeline=4",
+    ),
+    (dict(pipeline_rounds=0), r"pipeline_rounds: expected .* got 0"),
+    (
+      dict(pipeline=4, pipeline_microbatches=6),
+      "pipeline_microbatches=6: expected a multiple of config.mesh.pipeline=4",
+    ),
     (dict(fsdp=2.0), r"config\.mesh\.fsdp: expected .* got 2\.0"),
   ],
 )

@@ -53,13 +53,14 @@ def place(devices, shape, number=None):
 @pytest.mark.parametrize(
   "shape, crossed",
   [
-    ((4, 8, 1, 1), {"replica": 4}),
-    ((8, 1, 2, 2), {"replica": 4}),
-    ((4, 1, 2, 4), {"replica": 4}),
+    ((4, 1, 8, 1, 1), {"replica": 4}),
+    ((8, 1, 1, 2, 2), {"replica": 4}),
+    ((4, 1, 1, 2, 4), {"replica": 4}),
     # A group of fsdp does not fit into a server.
-    ((1, 32, 1, 1), {"fsdp": 4}),
-    ((2, 4, 1, 4), {"replica": 2, "fsdp": 2}),
-    ((1, 2, 1, 16), {"fsdp": 2, "tensor": 2}),
+    ((1, 1, 32, 1, 1), {"fsdp": 4}),
+    ((2, 1, 4, 1, 4), {"replica": 2, "fsdp": 2}),
+    ((1, 1, 2, 1, 16), {"fsdp": 2, "tensor": 2}),
+    ((1, 4, 8, 1, 1), {"pipeline": 4}),
   ],
 )
 def test_replica_goes_over_servers_and_tensor_stays_inside(shape, crossed):
@@ -68,14 +69,14 @@ def test_replica_goes_over_servers_and_tensor_stays_inside(shape, crossed):
 
 
 def test_tensor_stays_inside_where_the_servers_do_not_divide():
-  _, crossed = place(gpus(3, 8), (1, 6, 1, 4))
+  _, crossed = place(gpus(3, 8), (1, 1, 6, 1, 4))
   assert crossed == {"fsdp": 3}
   # Seven groups of eight in servers with 28 GPUs: nothing divides evenly.
-  assert "tensor" in place(gpus(2, 28), (7, 1, 1, 8))[1]
+  assert "tensor" in place(gpus(2, 28), (7, 1, 1, 1, 8))[1]
 
 
 def test_slices_of_tpus_are_toruses_with_the_replicas_across():
-  grid, crossed = place(tpus(2, (2, 2, 4)), (4, 2, 1, 4), 2)
+  grid, crossed = place(tpus(2, (2, 2, 4)), (4, 1, 2, 1, 4), 2)
   assert crossed == {"replica": 2}
   for group in grid.reshape(-1, 4):
     coords = np.asarray([d.coords for d in group])

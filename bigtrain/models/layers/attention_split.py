@@ -206,8 +206,9 @@ def _split(
   mesh: Any = sharding.ambient(B)
   tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
-  split = PartitionSpec(sharding.BATCH_AXES, AXIS, heads)
-  by_example, by_head = PartitionSpec(sharding.BATCH_AXES), PartitionSpec(heads)
+  batch_axes = sharding.batch_axes()
+  split = PartitionSpec(batch_axes, AXIS, heads)
+  by_example, by_head = PartitionSpec(batch_axes), PartitionSpec(heads)
   bias_GRT = None
   if isinstance(inputs.bias, positions.BiasByDistance):
     more = plan.padded_queries - L, plan.padded_keys - S

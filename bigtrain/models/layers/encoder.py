@@ -175,6 +175,7 @@ class Encoder(nn.Module):
       train,
       scan=self.scan,
       remat_policy=self.remat_policy,
+      common=1,
       name="encoderblock",
     )
     if not self.final_norm:

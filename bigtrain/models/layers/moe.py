@@ -150,7 +150,8 @@ def read(
         "all choices are served."
       )
   if moe.axis is not None:
-    settings.check_choice(f"{key}.axis", moe.axis, sharding.AXES)
+    axes = [axis for axis in sharding.AXES if axis != "pipeline"]
+    settings.check_choice(f"{key}.axis", moe.axis, axes)
   for name, depth in depths.items():
     if depth % moe.every:
       raise settings.ConfigError(
@@ -262,7 +263,7 @@ class Moe(nn.Module):
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
       "score" [E], each expert's share of choices and mean score, which add up
       to 1; "dropped", the share of choices beyond the capacity; "entropy" in
-      nats).
+      nats; in a stage of a pipeline "tokens", for `merged`).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
@@ -301,7 +302,10 @@ class Moe(nn.Module):
         serve=options.serve,
         axis=options.axis,
       )
-    return y_BLD, stats | {"dropped": dropped}
+    stats["dropped"] = dropped
+    if sharding.in_stage():
+      stats["tokens"] = jnp.sum(real_BL, dtype=jnp.float32)
+    return y_BLD, stats
 
   def _logits(self, x_BLD: jax.Array, train: bool) -> jax.Array:
     options = self.options
@@ -350,6 +354,32 @@ class _Weights(nn.Module):
       shape = (self.shape[0], self.shape[2])
       weights["bias"] = self.param("bias", nn.initializers.zeros, shape)
     return weights
+
+
+def merged(reports: Any) -> Any:
+  """Statistics of a batch from its microbatches', in a tree with dicts of them.
+
+  Their first axis is that of the microbatches.
+  """
+
+  def of_layers(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    tokens = stats["tokens"]
+    share = tokens / jnp.maximum(jnp.sum(tokens, axis=0), 1)
+    mean = lambda x: jnp.sum((x.T * share.T).T, axis=0)
+    stats = {k: mean(x) for k, x in stats.items() if k != "tokens"}
+    return stats | {
+      "load_balance": _load_balance(stats["load"], stats["score"])
+    }
+
+  return jax.tree.map(of_layers, reports, is_leaf=lambda x: isinstance(x, dict))
+
+
+def _load_balance(load_E: jax.Array, score_E: jax.Array) -> jax.Array:
+  """Equation 4 of Switch Transformers (arXiv 2101.03961).
+
+  With a load of all top_k choices that adds up to 1, it is 1 if all is even.
+  """
+  return load_E.shape[-1] * jnp.sum(load_E * score_E, axis=-1)
 
 
 def end_of_step(
@@ -415,9 +445,7 @@ def route(
   load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
   score_E = mean(probs_BLE)
   stats = {
-    # Equation 4 of Switch Transformers (arXiv 2101.03961), with a load of all
-    # top_k choices that adds up to 1: 1 if choices and probabilities are even.
-    "load_balance": E * jnp.sum(load_E * score_E),
+    "load_balance": _load_balance(load_E, score_E),
     # The z-loss of ST-MoE (arXiv 2202.08906, equation 5).
     "router_z": mean(log_sum_BL**2),
     "load": load_E,

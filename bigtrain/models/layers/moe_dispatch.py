@@ -26,6 +26,8 @@ from bigtrain.models.layers.moe_experts import Experts, Routing
 _HIDDEN_DIMS = {"up": 2, "gate": 2, "down": 1, "up_bias": 1, "gate_bias": 1}
 # XLA's CPU compiler has no ragged all-to-all.
 _RAGGED = ("tpu", "gpu")
+# Axes of the mesh that may split what belongs to an example.
+_IN_EXAMPLES = ("sequence", "tensor")
 
 
 class Split(NamedTuple):
@@ -56,7 +58,7 @@ class Split(NamedTuple):
   @property
   def rows(self) -> PartitionSpec:
     """Spec of [B, L, ...] split over `own`."""
-    return PartitionSpec(sharding.BATCH_AXES, self.own or None)
+    return PartitionSpec(sharding.batch_axes(), self.own or None)
 
   @property
   def units(self) -> str | None:
@@ -65,7 +67,7 @@ class Split(NamedTuple):
   @property
   def varying(self) -> tuple[str, ...]:
     hidden = ("tensor",) if self.hidden else ()
-    return (*sharding.BATCH_AXES, *self.own, *hidden)
+    return (*sharding.batch_axes(), *self.own, *hidden)
 
 
 def _split_of(
@@ -79,7 +81,7 @@ def _split_of(
   in_parts = axis != "tensor" and tensor > 1 and hidden % tensor == 0
   # Where all devices of the axis have the same tokens, such as a single one in
   # decoding, nothing is exchanged: each device gathers the experts.
-  splits = (*sharding.BATCH_AXES, *sharding.axes_of_length(stream))
+  splits = (*sharding.batch_axes(), *sharding.axes_of_length(stream))
   ways = 1 if axis is None else mesh.shape.get(axis, 1)
   if axis not in splits or ways == 1 or num_experts % ways:
     axis = None
@@ -285,8 +287,8 @@ def with_capacity(
   if split is None:
     return fill(None, weights, *args), dropped
   specs, gather = _weights_of(split, weights)
-  batch = PartitionSpec(sharding.BATCH_AXES)
-  slots = PartitionSpec(sharding.BATCH_AXES, None, own or None)
+  batch = PartitionSpec(sharding.batch_axes())
+  slots = PartitionSpec(sharding.batch_axes(), None, own or None)
   y_BLD = jax.shard_map(
     lambda weights, *args: fill(split, gather(weights), *args),
     mesh=split.mesh,
@@ -403,8 +405,8 @@ def _fill(
 
 
 def _mask_spec(split: Split) -> PartitionSpec:
-  axes = dict.fromkeys(sharding.AXES)
-  for name in (*sharding.BATCH_AXES, *split.own):
+  axes = dict.fromkeys((*sharding.batch_axes(), *_IN_EXAMPLES))
+  for name in (*sharding.batch_axes(), *split.own):
     axes[name] = name if name != split.axis else None
   return PartitionSpec(split.axis, *axes.values(), None, None, split.units)
 
@@ -418,7 +420,7 @@ def _keep(
   """The mask of dropout, where the tokens of each slot are served, if any.
 
   Returns:
-    bool [E, replica, fsdp, sequence, tensor, b, c, F]; on a device, examples
+    bool [E, axes of the batch, sequence, tensor, b, c, F]; on a device, examples
     and slots of all that share its experts, in the order of their arrival.
   """
   keep_BECF = experts.keep(*shape)
@@ -427,14 +429,17 @@ def _keep(
   B, E, C = shape
   more = padded - C
   keep_BECF = jnp.pad(keep_BECF, ((0, 0), (0, 0), (0, more), (0, 0)))
-  ways = dict.fromkeys(sharding.AXES, 1)
+  axes = sharding.batch_axes()
+  ways = dict.fromkeys((*axes, *_IN_EXAMPLES), 1)
   if split is not None:
-    for name in (*sharding.BATCH_AXES, *split.own):
+    for name in (*axes, *split.own):
       ways[name] = split.mesh.shape[name]
-  replica, fsdp, sequence, tensor = ways.values()
-  b, c = B // (replica * fsdp), padded // (sequence * tensor)
-  keep = keep_BECF.reshape(replica, fsdp, b, E, sequence, tensor, c, -1)
-  return jnp.transpose(keep, (3, 0, 1, 4, 5, 2, 6, 7))
+  *of_batch, sequence, tensor = ways.values()
+  n, b = len(of_batch), B // math.prod(of_batch)
+  c = padded // (sequence * tensor)
+  keep = keep_BECF.reshape(*of_batch, b, E, sequence, tensor, c, -1)
+  front = (n + 1, *range(n), n + 2, n + 3)
+  return jnp.transpose(keep, (*front, n, n + 4, n + 5))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

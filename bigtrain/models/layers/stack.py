@@ -9,14 +9,17 @@ Layers outside of whole periods keep their numbers, as blocks_0. The same key
 initialises all of these to the same values.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain.models.layers import remat
+from bigtrain import sharding
+from bigtrain.models.layers import moe, remat, stages
 
 
 class _Period(nn.Module):
@@ -45,6 +48,7 @@ def run(
   scan: bool,
   remat_policy: str,
   first: Sequence[Any] = (),
+  common: int = 0,
   name: str = "blocks",
   separator: str = "_",
 ) -> tuple[Any, Any]:
@@ -58,6 +62,7 @@ def run(
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
     first: options of the blocks before the first period.
+    common: number of the first shared arguments without an axis of the batch.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).
@@ -84,16 +89,24 @@ def run(
   carry = unrolled(carry, range(len(first)))
   period, periods = layers.period, layers.periods
   in_loop = block_class(True)
-  looped: Any = nn.scan(
-    in_loop if len(period) == 1 else _Period,
-    variable_axes={"params": 0, "router_state": 0, "step_sums": 0},
-    split_rngs={"params": True, "dropout": True},
-    in_axes=(0, *[nn.broadcast] * len(shared)),
-    length=periods,
-  )
   arguments = period if len(period) == 1 else (in_loop, period)
+  looped: Any = in_loop if len(period) == 1 else _Period
   starts = len(first) + jnp.arange(periods) * len(period)
-  carry, stacked = looped(*arguments, name=name)(carry, starts, *shared)
+  x, *cache = jax.tree.leaves(carry)
+  schedule = None if cache else sharding.schedule(len(x))
+  if schedule and not parent.is_initializing():
+    module = looped(*arguments, parent=None)
+    in_stages = functools.partial(_in_stages, parent, schedule, common)
+    carry, stacked = in_stages(module, name, starts, carry, shared)
+  else:
+    looped = nn.scan(
+      looped,
+      variable_axes={"params": 0, moe.STATE: 0, moe.STEP_SUMS: 0},
+      split_rngs={"params": True, "dropout": True},
+      in_axes=(0, *[nn.broadcast] * len(shared)),
+      length=periods,
+    )
+    carry, stacked = looped(*arguments, name=name)(carry, starts, *shared)
   of_places = stacked if len(period) > 1 else [stacked]
   reports += [
     (jax.tree.map(lambda x: jnp.mean(x, axis=0), report), periods)
@@ -101,6 +114,48 @@ def run(
   ]
   carry = unrolled(carry, range(layers.first_of_rest, depth))
   return carry, _mean(reports)
+
+
+def _in_stages(
+  parent: nn.Module,
+  schedule: sharding.Schedule,
+  common: int,
+  module: nn.Module,
+  name: str,
+  starts: jax.Array,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """The loop over `module`, whose variables are arrays of all layers."""
+  collections = parent.variables
+  variables = {k: v[name] for k, v in collections.items() if name in v}
+  variables.pop(moe.STEP_SUMS, None)
+  (x,), treedef = jax.tree.flatten(carry)
+  writes = parent.is_mutable_collection(moe.STEP_SUMS)
+
+  def layer(
+    variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
+  ) -> tuple[jax.Array, Any]:
+    scope = flax.core.Scope(
+      variables,
+      rngs={} if key is None else {"dropout": key},
+      mutable=[moe.STEP_SUMS] if writes else [],
+      path=(*parent.path, name),  # As adapters know it.
+    )
+    with scope.temporary():
+      carry, report = module.clone(parent=scope)(
+        jax.tree.unflatten(treedef, [x]), starts[index], *shared
+      )
+    sums = scope.mutable_variables()
+    return jax.tree.leaves(carry)[0], (report, sums)
+
+  key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
+  x, (reports, sums) = stages.run(
+    layer, moe.merged, variables, key, x, shared, common, schedule
+  )
+  for collection, value in sums.items():
+    parent.put_variable(collection, name, value)
+  return jax.tree.unflatten(treedef, [x]), reports
 
 
 class _Layers(NamedTuple):

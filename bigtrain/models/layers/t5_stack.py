@@ -195,6 +195,7 @@ class Stack(nn.Module):
       real_BL,
       start,
       train,
+      common=1,
       scan=options.scan,
       remat_policy=options.remat_policy,
     )

@@ -22,7 +22,7 @@ import numpy as np
 from bigtrain import parts, settings, sharding
 from bigtrain.models.layers import layer_kinds
 from bigtrain.runtime import device_memory
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import hlo, meshes
 from bigtrain.tools.plan.hardware import Hardware, seconds
 from bigtrain.tools.plan.hlo import Collective
 
@@ -108,10 +108,10 @@ def row(
 def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
 
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
-    ways = of["replica"] * of["fsdp"]
+    ways = meshes.batch_ways(of)
     at_once = of["batch_size"] / (ways * of["microbatches"])
     split = of["replica"] > 1, of["fsdp"] > 1
-    return at_once, *split, of["sequence"], of["tensor"]
+    return at_once, *split, of["pipeline"], of["sequence"], of["tensor"]
 
   similar = [facts for facts in compiled if traits(facts) == traits(mesh)]
   return similar[-1] if similar else None
@@ -184,6 +184,7 @@ class Blocks(NamedTuple):
   head_dim: int
   hidden: float  # Of a layer's MLP, as far as a token uses it, with gates.
   ring: bool  # Keys pass in a ring.
+  scan: bool
   repeats: bool  # The backward pass repeats transfers of the forward pass.
 
 
@@ -216,6 +217,7 @@ def _blocks(text: str) -> Blocks:
     head_dim=mean("head_dim"),
     hidden=hidden,
     ring=model.attention == "ring",
+    scan=model.scan,
     repeats=model.scan or model.remat_policy != "none",
   )
 
@@ -227,8 +229,12 @@ def by_formula(
 
   Without sizes of the model, only what `fsdp` and `replica` send.
   """
-  replica, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
+  replica, stages, fsdp, seq, ten = (of[axis] for axis in sharding.AXES)
   micro, b = of["microbatches"], itemsize(config)
+  schedule = schedule_of(of, config)
+  # A stage gathers its layers for each microbatch, in idle ticks as well.
+  busy = 1 + schedule.idle()
+  passes = busy * schedule.microbatches / stages
   result: dict[str, list[Collective]] = {}
 
   def add(axes: str, kind: str, nbytes: float) -> None:
@@ -244,27 +250,32 @@ def by_formula(
   if known and layers_size:
     table = known.vocab_size * known.width
     layers_size -= table * (1 if known.tied else 2)
-  weights = micro * b * layers_size / ten
+  weights = micro * passes * b * layers_size / ten
   add("fsdp", "all-gather", 2 * weights)
+  if schedule.rounds > 1:  # To the stages that use them, and gradients back.
+    moved = micro * 4 * layers_size / (stages * fsdp * ten)
+    add("pipeline", "collective-permute", 2 * moved)
   names = [a for a in ("replica", "sequence") if of[a] > 1]
   others = ", ".join(names) or "replica"
+  names = [a for a in ("replica", "pipeline", "sequence") if of[a] > 1]
+  of_tables = ", ".join(names) or "replica"
   tables = 2 * micro * b * table / (fsdp * ten)
   if replica > 1 and config.get("opt_sharding", "fsdp") == "replica":
     # ZeRO-1: the updated parameters are gathered in float32.
     add("replica", "all-gather", 4 * of["sharded_parameters"] / (fsdp * ten))
-    over = [a for a in sharding.AXES[:3] if of[a] > 1]
+    over = [a for a in ("replica", "fsdp", "sequence") if of[a] > 1]
     add(", ".join(over), "reduce-scatter", weights)
-    add(others, "all-reduce", tables)
   else:
     add("fsdp", "reduce-scatter", weights)
-    add(others, "all-reduce", weights / fsdp + tables)
+    add(others, "all-reduce", weights / fsdp)
+  add(of_tables, "all-reduce", tables)
   if known is None:
     return result
   # Of a microbatch on the devices that share its examples.
-  t = of["batch_size"] * tokens / (micro * replica * fsdp)
+  t = of["batch_size"] * tokens / (micro * meshes.batch_ways(of))
   for kind, nbytes in _of_tables(known, of, t / seq, b).items():
     add("fsdp", kind, micro * nbytes)
-  times, repeated = micro * known.depth, 1 + known.repeats
+  times, repeated = micro * known.depth * busy, 1 + known.repeats
   kv_heads = math.lcm(known.kv_heads, ten)
   keys = 2 * b * t * kv_heads / ten * known.head_dim * times
   queries = 4 * b * t * known.heads / ten * known.head_dim * times
@@ -280,11 +291,32 @@ def by_formula(
   permuted = moved + exchanged / seq / (2 if seq == 2 else 1)
   add("sequence", "collective-permute", permuted)
   stream = b * t / seq * known.width * micro
-  layers = known.depth
+  layers = known.depth * busy
   again = (2 * layers, layers) if known.repeats else (0, 0)
   add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
   add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
+  # In every tick a microbatch goes to the next stage and another one around
+  # the ring, or two if the last stage keeps no outputs; gradients go back.
+  in_ring = 2 + (schedule.microbatches < stages * stages)
+  moved = in_ring * schedule.rounds * busy * stages * stream / ten
+  add("pipeline", "collective-permute", 2 * moved)
   return result
+
+
+def schedule_of(
+  of: Mapping[str, int], config: Mapping[str, Any]
+) -> sharding.Schedule:
+  """The pipeline's schedule for a microbatch of the step."""
+  given = config.get("mesh", {})
+  asked = sharding.Schedule(
+    of["pipeline"],
+    given.get("pipeline_rounds", 1),
+    given.get("pipeline_microbatches", 0),
+  )
+  groups = of["microbatches"] * of["replica"] * of["fsdp"]
+  return asked.split(of["batch_size"] // groups) or asked._replace(
+    microbatches=of["pipeline"]
+  )
 
 
 def _of_tables(

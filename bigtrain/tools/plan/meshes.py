@@ -34,7 +34,7 @@ def mesh(
   """
   if devices == 1:
     return {"devices": 1, **dict.fromkeys(AXES, 1)}
-  sizes = {"replica": 1, "fsdp": -1, "sequence": 1, "tensor": 1}
+  sizes = dict.fromkeys(AXES, 1) | {"fsdp": -1}
   sizes |= {a: n for a, n in config.get("mesh", {}).items() if a in AXES}
   if (fsdp := given.get("fsdp")) is not None:
     sizes["replica"] = 1 if fsdp == -1 else -1
@@ -50,6 +50,10 @@ def mesh(
   return {"devices": devices, **filled}
 
 
+def batch_ways(of: Mapping[str, int]) -> int:
+  return of["replica"] * of["pipeline"] * of["fsdp"]
+
+
 def batch(
   config: Mapping[str, Any], of: Mapping[str, int], microbatch: int | None
 ) -> dict[str, int]:
@@ -58,7 +62,7 @@ def batch(
   `microbatch` is the largest number of examples per microbatch of the devices
   that share examples; None for the config's microbatches.
   """
-  size, parts = config["input"]["batch_size"], of["replica"] * of["fsdp"]
+  size, parts = config["input"]["batch_size"], batch_ways(of)
   if size % parts:
     size = max(1, round(size / parts)) * parts
   if microbatch is None:
@@ -94,8 +98,8 @@ def bases(
           f"where {axis}={base[axis]}; add a number up to {compile_up_to} for "
           f"which {axis} is {'above 1' if same else large[axis]}."
         )
-    share = large["batch_size"] // (large["replica"] * large["fsdp"])
-    base["batch_size"] = share * base["replica"] * base["fsdp"]
+    share = large["batch_size"] // batch_ways(large)
+    base["batch_size"] = share * batch_ways(base)
     result[devices] = base | {"microbatches": large["microbatches"]}
   return result
 

@@ -96,7 +96,7 @@ def candidates(
   policies = POLICIES if traced.has_remat_policy else [None]
   result = []
   for axes in _meshes(devices, traced, target, estimate.blocks(config)):
-    share, rest = divmod(size, axes["replica"] * axes["fsdp"])
+    share, rest = divmod(size, meshes.batch_ways(axes))
     if rest:
       continue
     for policy, parts in itertools.product(policies, _divisors(share)):
@@ -121,15 +121,21 @@ def _meshes(
   """Sizes of the axes; those within examples only where formulae know them."""
   most = min(_MOST_WITHIN, target.domain)
   tensors = [n for n in traced.tensor_sizes if n <= most] if of_model else [1]
-  sequences = [1]
+  sequences, pipelines = [1], [1]
+  # Stages send less than the other axes, over a network that is slow.
+  if of_model and of_model.scan and devices > target.domain:
+    parts = _divisors(of_model.depth)
+    pipelines = [n for n in parts if n <= _MOST_WITHIN]
   if of_model and traced.tokens_per_example:
     share = traced.tokens_per_example // _LEAST_TOKENS
     sequences = [n for n in _divisors(devices) if n <= max(1, min(most, share))]
   for tensor, sequence in itertools.product(tensors, sequences):
     left, rest = divmod(devices, tensor * sequence)
     for fsdp in _divisors(left) if not rest else ():
-      sizes = (left // fsdp, fsdp, sequence, tensor)
-      yield dict(zip(sharding.AXES, sizes))
+      for stages in pipelines:
+        if left % (fsdp * stages) == 0:
+          sizes = (left // (fsdp * stages), stages, fsdp, sequence, tensor)
+          yield dict(zip(sharding.AXES, sizes))
 
 
 def _divisors(number: int) -> list[int]:
@@ -145,7 +151,13 @@ def by_formula(
   """Returns the facts of estimate.row, without a compiler."""
   of = candidate.sizes
   b, of_model = estimate.itemsize(config), estimate.blocks(config)
-  parts = of["fsdp"] * of["tensor"]
+  # Embedding and head are in all stages.
+  tables = 0
+  if of_model:
+    tables = of_model.vocab_size * of_model.width * (2 - of_model.tied)
+  tables = min(tables, traced.parameters)
+  in_stages = (traced.parameters - tables) / of["pipeline"] + tables
+  parts = of["fsdp"] * of["tensor"] * traced.parameters / in_stages
   zero = config.get("opt_sharding", "fsdp") == "replica"
   state = {
     "params": 4 * traced.parameters / parts,
@@ -156,7 +168,8 @@ def by_formula(
   if of["tensor"] > 1 and policy == "dots_with_no_batch_dims_saveable":
     policy = "nothing_saveable"
   flops, kept = POLICIES.get(policy, (4 / 3, 0.0))
-  split = of["devices"] * of["microbatches"]
+  busy = 1 + estimate.schedule_of(of, config).idle()
+  split = of["devices"] * of["microbatches"] / busy
   # Elements that the products of a microbatch compute on a device.
   width = of_model.width if of_model else 1024
   depth = of_model.depth if of_model else 12
@@ -177,7 +190,7 @@ def by_formula(
   temporary = correction.temporary * (
     gradients + b * (stream + kept * of_products) + at_work
   )
-  batch = traced.batch_bytes / (of["replica"] * of["fsdp"])
+  batch = traced.batch_bytes / meshes.batch_ways(of)
   total = sum(state.values())
   facts = {
     **of,
@@ -189,7 +202,7 @@ def by_formula(
     "batch_bytes": batch,
     "tokens_per_example": traced.tokens_per_example,
     "model_flops": traced.model_flops,
-    "executed_flops": traced.model_flops * flops * correction.flops,
+    "executed_flops": traced.model_flops * flops * busy * correction.flops,
     "memory": {
       "argument_bytes": total + batch,
       "output_bytes": total,
@@ -298,7 +311,7 @@ def _nearest(
       name: abs(math.log2(one.sizes[name] / to.sizes[name]))
       for name in (*sharding.AXES, "microbatches")
     }
-    within = far["tensor"] + far["sequence"]
+    within = far["tensor"] + far["sequence"] + far["pipeline"]
     other = one.remat_policy != to.remat_policy
     return other, within, far["microbatches"], far["fsdp"]
 

@@ -38,9 +38,11 @@ def text(
 
 
 def _mesh_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
-  axes: tuple[str, ...] = sharding.AXES
-  if all(r["sequence"] == r["tensor"] == 1 for r in rows):
-    axes = sharding.BATCH_AXES
+  axes = list(sharding.BATCH_AXES)
+  if not all(r["sequence"] == r["tensor"] == 1 for r in rows):
+    axes += ["sequence", "tensor"]
+  if any(r["pipeline"] > 1 for r in rows):
+    axes.insert(1, "pipeline")
   yield "devices", lambda r: f"{r['devices']:,}"
   sizes = lambda r: " x ".join(str(r[axis]) for axis in axes)
   yield f"mesh, {' x '.join(axes)}", sizes

@@ -15,6 +15,7 @@ def facts(devices, fsdp, **changes):
     dict(
       devices=devices,
       replica=replica,
+      pipeline=1,
       fsdp=fsdp,
       sequence=1,
       tensor=1,

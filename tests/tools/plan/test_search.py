@@ -54,7 +54,7 @@ def ways():
 def test_candidates_divide_devices_batch_and_model(ways):
   for one in ways:
     of = one.sizes
-    parts = of["replica"] * of["fsdp"]
+    parts = of["replica"] * of["pipeline"] * of["fsdp"]
     assert parts * of["sequence"] * of["tensor"] == 64
     assert 512 % (parts * of["microbatches"]) == 0
     # Within a server, and at least 1,024 tokens on a device.
@@ -88,7 +88,9 @@ def test_the_best_are_compiled_and_correct_the_others(ways):
 
 def test_a_program_corrects_those_that_split_their_layers_alike(ways):
   def one(replica, fsdp, tensor, microbatches, policy="none"):
-    sizes = dict(replica=replica, fsdp=fsdp, sequence=1, tensor=tensor)
+    sizes = dict(
+      replica=replica, pipeline=1, fsdp=fsdp, sequence=1, tensor=tensor
+    )
     sizes |= dict(devices=64, batch_size=512, microbatches=microbatches)
     (found,) = [
       c for c in ways if c.sizes == sizes and c.remat_policy == policy
