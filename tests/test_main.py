@@ -128,7 +128,9 @@ def test_a_workdir_has_the_documented_files(plain_run):
   assert json.loads((workdir / "config.json").read_text()) == config
   start = start_info(workdir)
   assert start["devices"] == 8
-  assert start["mesh"] == dict(replica=1, fsdp=8, sequence=1, tensor=1)
+  assert start["mesh"] == dict(
+    replica=1, pipeline=1, fsdp=8, sequence=1, tensor=1
+  )
   assert start["packages"]["jax"] == jax.__version__
   assert start["model_flops_per_step"] > 0
   assert start["param_bytes"] == 4 * start["num_params"] > 0

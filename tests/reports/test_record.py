@@ -32,7 +32,9 @@ def test_run_json_has_an_entry_per_start(tmp_path):
   starts = read(tmp_path, "run.json")["starts"]
   assert [start["compile_secs"] for start in starts] == [3.5, 0.5]
   assert starts[1]["programs"] == {"a": 1, "b": 2}
-  assert starts[0]["mesh"] == dict(replica=2, fsdp=4, sequence=1, tensor=1)
+  assert starts[0]["mesh"] == dict(
+    replica=2, pipeline=1, fsdp=4, sequence=1, tensor=1
+  )
   assert starts[0]["devices"] == 8
   assert starts[0]["command"] == sys.argv
   assert starts[0]["python"].startswith("3.")

@@ -357,19 +357,15 @@ class _Weights(nn.Module):
 
 
 def merged(reports: Any) -> Any:
-  """Statistics of a batch from its microbatches', in a tree with dicts of them.
-
-  Their first axis is that of the microbatches.
-  """
+  """Statistics of a batch in a tree, from those of microbatches (axis 0)."""
 
   def of_layers(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
     tokens = stats["tokens"]
     share = tokens / jnp.maximum(jnp.sum(tokens, axis=0), 1)
     mean = lambda x: jnp.sum((x.T * share.T).T, axis=0)
     stats = {k: mean(x) for k, x in stats.items() if k != "tokens"}
-    return stats | {
-      "load_balance": _load_balance(stats["load"], stats["score"])
-    }
+    balance = _load_balance(stats["load"], stats["score"])
+    return stats | {"load_balance": balance}
 
   return jax.tree.map(of_layers, reports, is_leaf=lambda x: isinstance(x, dict))
 

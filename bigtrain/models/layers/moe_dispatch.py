@@ -420,7 +420,7 @@ def _keep(
   """The mask of dropout, where the tokens of each slot are served, if any.
 
   Returns:
-    bool [E, axes of the batch, sequence, tensor, b, c, F]; on a device, examples
+    bool [E, batch's axes, sequence, tensor, b, c, F]; on a device, examples
     and slots of all that share its experts, in the order of their arrival.
   """
   keep_BECF = experts.keep(*shape)

@@ -117,7 +117,7 @@ def _on_stage(
     r = jnp.clip((t - stage) // M, 0, R - 1)
     x_b = jnp.where(stage == 0, ring_nb[j], x_b)
     ring_nb = ring_nb.at[j].set(_moved(ring_nb[j], -1))
-    part = jax.tree.map(lambda w: w[r], variables_Rk)
+    part = jax.tree.map(lambda w: w[r if R > 1 else 0], variables_Rk)
     x_b, outputs = run_part(part, (r * P + stage) * k, x_b, arrays, number)
     done_b = x_b
     if place < P - 1:
@@ -152,18 +152,15 @@ def _moved(x: jax.Array, by: int) -> jax.Array:
 
 
 def _of_rounds(w: jax.Array, stage: jax.Array, R: int) -> jax.Array:
-  """The parts [R, k, ...] of a stage from its share of the stored layers.
+  """The parts r P + s of a stage from those stored there, s R to s R + R - 1.
 
-  Stored are the parts s R to s R + R - 1, and used those with a number r P + s.
   Each permute sends one part of every stage to a different one.
   """
   P = jax.lax.axis_size(_AXIS)
   w = w.reshape(R, -1, *w.shape[1:])
   if R == 1:
     return w
-  common = math.gcd(R, P)
-  s = np.arange(P)
-  result = w
+  common, s, result = math.gcd(R, P), np.arange(P), w
   for i in range(R):
     c = i // common * common + (i + s // (P // common)) % common
     part = s * R + c
