@@ -165,7 +165,7 @@ UNFIT = [
   ),
   (
     {"mesh": dict(pipeline=4), "model_name": "vit", "model": _vit(scan=True)},
-    r"config.mesh.pipeline=4 does not divide .* is 2\); .*: 1 and 2",
+    r"config.mesh.pipeline=4 does not divide .* is 2\).*: 1 and 2",
   ),
   (
     {

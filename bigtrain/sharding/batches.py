@@ -1,7 +1,7 @@
 """Shardings of batches, and the mesh while a program is traced.
 
 Dimension 0 of a batch is split over `replica`, `fsdp` and `pipeline`, that of a
-microbatch in a stage over the first two; the devices of a `sequence` or
+microbatch in a stage over `fsdp` alone; the devices of a `sequence` or
 `tensor` group hold the same rows. While a program is traced, the mesh is that
 of jax.set_mesh. Without one, the functions for models do nothing.
 """
@@ -23,7 +23,7 @@ from bigtrain.sharding.mesh import (
 )
 
 _FREE = PartitionSpec.UNCONSTRAINED
-_STAGES = {"pipeline"}  # Axes of the shard_map that is a stage.
+_STAGES = {"pipeline", "replica"}  # Axes of the shard_map that is a stage.
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -33,8 +33,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_axes(mesh: Mesh | AbstractMesh | None = None) -> tuple[str, ...]:
   """The axes that split dimension 0, of the ambient mesh by default."""
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  inside = set(getattr(mesh, "manual_axes", ())) >= _STAGES
-  split = mesh.shape.get("pipeline", 1) > 1 and not inside
+  if set(getattr(mesh, "manual_axes", ())) == _STAGES:
+    return ("fsdp",)
+  split = mesh.shape.get("pipeline", 1) > 1
   return (*BATCH_AXES, "pipeline") if split else BATCH_AXES
 
 

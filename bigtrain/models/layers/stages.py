@@ -51,8 +51,12 @@ def run(
     shared: arguments of all layers; arrays [B, ...] in them, but not in the
       first `common` ones, are split into microbatches.
     schedule: for this batch.
+
+  The replicas have microbatches of their own: their gradients are summed once,
+  and not in each tick.
   """
   depth = len(jax.tree.leaves(variables)[0])
+  M = schedule.microbatches
   if depth % (parts := schedule.stages * schedule.rounds):
     raise settings.ConfigError(
       f"config.mesh.pipeline_rounds={schedule.rounds}: expected a multiple of "
@@ -76,35 +80,39 @@ def run(
       of_both = key
       if key is not None:
         of_layer = jax.random.fold_in(key, first + i)
-        of_both = jax.random.fold_in(of_layer, number)
+        replica = jax.lax.axis_index("replica")
+        of_both = jax.random.fold_in(of_layer, M * replica + number)
       own = jax.tree.unflatten(treedef, shared)
       return layer(variables, first + i, of_both, x_b, own)
 
     k = len(jax.tree.leaves(part)[0])
     return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
 
-  by_stage, by_layer = PartitionSpec(_AXIS), PartitionSpec(None, _AXIS)
-  x_Mb, reports, sums = jax.shard_map(
-    functools.partial(_on_stage, run_part, merge, schedule),
-    in_specs=(by_stage, by_stage, PartitionSpec()),
-    out_specs=(by_stage, by_layer, by_layer),
-    axis_names={_AXIS},
+  by_stage = PartitionSpec(_AXIS, "replica")
+  whole, by_example = PartitionSpec(), PartitionSpec(None, "replica")
+  of_arrays = {i: by_example if i in of_batch else whole for i in arrays}
+  x_Mb, outputs = jax.shard_map(
+    functools.partial(_on_stage, run_part, schedule),
+    in_specs=(PartitionSpec(_AXIS), by_stage, of_arrays),
+    out_specs=(by_stage, PartitionSpec("replica", None, _AXIS)),
+    axis_names={_AXIS, "replica"},
     check_vma=False,  # With it, jax fails on a shard_map inside of this one.
   )(variables, sharding.to_microbatches(x, schedule), arrays)
-  flat = lambda y: y.reshape(-1, *y.shape[3:])
-  outputs = jax.tree.map(flat, reports), jax.tree.map(flat, sums)
-  return sharding.from_microbatches(x_Mb, schedule), outputs
+  # [all microbatches, R, P, k, ...]
+  flat = lambda y: y.reshape(len(y), depth, *y.shape[4:])
+  reports, sums = jax.tree.map(flat, outputs)
+  sums = jax.tree.map(lambda y: jnp.sum(y, axis=0), sums)
+  return sharding.from_microbatches(x_Mb, schedule), (merge(reports), sums)
 
 
 def _on_stage(
   run_part: Callable[..., tuple[jax.Array, Any]],
-  merge: Callable[[Any], Any],
   schedule: sharding.Schedule,
   variables: Any,
   x_nb: jax.Array,
   arrays: Any,
-) -> tuple[jax.Array, Any, Any]:
-  """A stage's places of the outputs, reports and sums [R, 1, k, ...]."""
+) -> tuple[jax.Array, Any]:
+  """A stage's places of the ring, and its layers' outputs [M, R, 1, k, ...]."""
   P, R, M = schedule.stages, schedule.rounds, schedule.microbatches
   stage, n = jax.lax.axis_index(_AXIS), M // P
   variables_Rk = jax.tree.map(lambda w: _of_rounds(w, stage, R), variables)
@@ -137,11 +145,8 @@ def _on_stage(
   turns = [max(0, math.ceil((P - 1 - j) / n)) for j in range(n)]
   ring_nb = jnp.stack([_moved(x, by) for x, by in zip(ring_nb, turns)])
   valid = lambda y: jax.lax.dynamic_slice_in_dim(y, stage, R * M)
-  by_M = lambda y: jnp.swapaxes(valid(y).reshape(R, M, *y.shape[1:]), 0, 1)
-  reports, sums = jax.tree.map(by_M, outputs)
-  sums = jax.tree.map(lambda y: jnp.sum(y, axis=0), sums)
-  apart = lambda y: y[:, None]
-  return ring_nb, *jax.tree.map(apart, (merge(reports), sums))
+  by_M = lambda y: valid(y).reshape(R, M, 1, *y.shape[1:]).swapaxes(0, 1)
+  return ring_nb, jax.tree.map(by_M, outputs)
 
 
 def _moved(x: jax.Array, by: int) -> jax.Array:

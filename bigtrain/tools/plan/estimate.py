@@ -252,13 +252,15 @@ def by_formula(
     layers_size -= table * (1 if known.tied else 2)
   weights = micro * passes * b * layers_size / ten
   add("fsdp", "all-gather", 2 * weights)
+  part = micro * 4 * layers_size / (stages * fsdp * ten)
   if schedule.rounds > 1:  # To the stages that use them, and gradients back.
-    moved = micro * 4 * layers_size / (stages * fsdp * ten)
-    add("pipeline", "collective-permute", 2 * moved)
-  names = [a for a in ("replica", "sequence") if of[a] > 1]
-  others = ", ".join(names) or "replica"
+    add("pipeline", "collective-permute", 2 * part * (stages - 1) / stages)
   names = [a for a in ("replica", "pipeline", "sequence") if of[a] > 1]
   of_tables = ", ".join(names) or "replica"
+  if stages > 1:  # Replicas sum the gradients of a stage once, in float32.
+    names = ["sequence"]
+    add("replica", "all-reduce", part)
+  others = ", ".join(names) or "replica"
   tables = 2 * micro * b * table / (fsdp * ten)
   if replica > 1 and config.get("opt_sharding", "fsdp") == "replica":
     # ZeRO-1: the updated parameters are gathered in float32.
@@ -297,9 +299,10 @@ def by_formula(
   add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
   # In every tick a microbatch goes to the next stage and another one around
   # the ring, or two if the last stage keeps no outputs; gradients go back.
-  in_ring = 2 + (schedule.microbatches < stages * stages)
-  moved = in_ring * schedule.rounds * busy * stages * stream / ten
-  add("pipeline", "collective-permute", 2 * moved)
+  at_once = schedule.microbatches
+  moved = (2 + (at_once < stages * stages)) * schedule.rounds * busy * stages
+  moved += min(1, stages * (stages - 1) / at_once)  # To the outputs' places.
+  add("pipeline", "collective-permute", 2 * moved * stream / ten)
   return result
 
 
@@ -307,6 +310,8 @@ def schedule_of(
   of: Mapping[str, int], config: Mapping[str, Any]
 ) -> sharding.Schedule:
   """The pipeline's schedule for a microbatch of the step."""
+  if of["pipeline"] == 1:
+    return sharding.Schedule(1, 1, 1)
   given = config.get("mesh", {})
   asked = sharding.Schedule(
     of["pipeline"],
