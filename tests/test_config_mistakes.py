@@ -159,6 +159,7 @@ UNFIT = [
     r"config.microbatches and config.microbatch_examples: give only one",
   ),
   ({"microbatch_examples": 12}, r"microbatch_examples=12 .* 8 devices"),
+  ({"mesh": dict(pipeline=2)}, r"pipeline=2: tiny.net has no .* param_dims"),
   (
     {"mesh": dict(pipeline=2), "model_name": "vit", "model": _vit()},
     r"config.mesh.pipeline=2: .* no loop .* config.model.scan=True",
@@ -175,9 +176,12 @@ UNFIT = [
     },
     r"config.mesh.pipeline_rounds=2: expected a multiple of 4 layers.* got 2",
   ),
-  ({"mesh": dict(pipeline=8, fsdp=1), "microbatches": 4}, r"microbatches=4: a"),
   (
-    {"mesh": dict(pipeline=2, pipeline_microbatches=6)},
+    {
+      "mesh": dict(pipeline=2, pipeline_microbatches=6),
+      "model_name": "vit",
+      "model": _vit(scan=True),
+    },
     r"config.mesh.pipeline_microbatches=6 does not divide",
   ),
   ({"loss_scale": dict(ini=1.0)}, r"config.loss_scale.ini: .* 'init'"),

@@ -62,8 +62,14 @@ def schedule(batch_size: int) -> Schedule | None:
   mesh = ambient(batch_size)
   if mesh is None or mesh.shape.get("pipeline", 1) == 1 or in_stage():
     return None
-  ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-  return schedule_of(mesh).split(batch_size // ways)
+  return schedule_of(mesh).split(batch_size // _groups())
+
+
+def _groups() -> int:
+  """Number of parts of a batch that pass different devices of a stage."""
+  return math.prod(
+    jax.sharding.get_abstract_mesh().shape[a] for a in BATCH_AXES
+  )
 
 
 def to_microbatches(x: jax.Array, by: Schedule) -> jax.Array:
@@ -71,20 +77,16 @@ def to_microbatches(x: jax.Array, by: Schedule) -> jax.Array:
 
   Each device's examples stay there.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  groups = mesh.shape["replica"] * mesh.shape["fsdp"]
-  x = x.reshape(groups, by.microbatches, -1, *x.shape[1:])
+  x = x.reshape(_groups(), by.microbatches, -1, *x.shape[1:])
   x = jnp.swapaxes(x, 0, 1).reshape(by.microbatches, -1, *x.shape[3:])
   spec = PartitionSpec("pipeline", BATCH_AXES, *[_FREE] * (x.ndim - 2))
   return jax.lax.with_sharding_constraint(x, spec)
 
 
 def from_microbatches(x: jax.Array, by: Schedule) -> jax.Array:
-  mesh = jax.sharding.get_abstract_mesh()
-  groups = mesh.shape["replica"] * mesh.shape["fsdp"]
-  x = x.reshape(by.microbatches, groups, -1, *x.shape[2:])
+  x = x.reshape(by.microbatches, _groups(), -1, *x.shape[2:])
   x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
-  spec = PartitionSpec(batch_axes(mesh), *[_FREE] * (x.ndim - 1))
+  spec = PartitionSpec(batch_axes(), *[_FREE] * (x.ndim - 1))
   return jax.lax.with_sharding_constraint(x, spec)
 
 

@@ -127,9 +127,8 @@ def _in_stages(
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """The loop over `module`, whose variables are arrays of all layers."""
-  collections = parent.variables
-  variables = {k: v[name] for k, v in collections.items() if name in v}
-  variables.pop(moe.STEP_SUMS, None)
+  of_parent = {k: v for k, v in parent.variables.items() if name in v}
+  variables = {k: of_parent[k][name] for k in of_parent if k != moe.STEP_SUMS}
   (x,), treedef = jax.tree.flatten(carry)
   writes = parent.is_mutable_collection(moe.STEP_SUMS)
 
@@ -146,8 +145,7 @@ def _in_stages(
       carry, report = module.clone(parent=scope)(
         jax.tree.unflatten(treedef, [x]), starts[index], *shared
       )
-    sums = scope.mutable_variables()
-    return jax.tree.leaves(carry)[0], (report, sums)
+    return jax.tree.leaves(carry)[0], (report, scope.mutable_variables())
 
   key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
   x, (reports, sums) = stages.run(

@@ -52,8 +52,7 @@ def run(
       first `common` ones, are split into microbatches.
     schedule: for this batch.
 
-  The replicas have microbatches of their own: their gradients are summed once,
-  and not in each tick.
+  Each replica runs by itself, so that gradients are summed over them once.
   """
   depth = len(jax.tree.leaves(variables)[0])
   M = schedule.microbatches
@@ -157,10 +156,7 @@ def _moved(x: jax.Array, by: int) -> jax.Array:
 
 
 def _of_rounds(w: jax.Array, stage: jax.Array, R: int) -> jax.Array:
-  """The parts r P + s of a stage from those stored there, s R to s R + R - 1.
-
-  Each permute sends one part of every stage to a different one.
-  """
+  """The parts r P + s of a stage from its own, s R to s R + R - 1."""
   P = jax.lax.axis_size(_AXIS)
   w = w.reshape(R, -1, *w.shape[1:])
   if R == 1:

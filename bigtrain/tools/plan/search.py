@@ -152,11 +152,9 @@ def by_formula(
   of = candidate.sizes
   b, of_model = estimate.itemsize(config), estimate.blocks(config)
   # Embedding and head are in all stages.
-  tables = 0
-  if of_model:
-    tables = of_model.vocab_size * of_model.width * (2 - of_model.tied)
-  tables = min(tables, traced.parameters)
-  in_stages = (traced.parameters - tables) / of["pipeline"] + tables
+  table = of_model.vocab_size * of_model.width if of_model else 0
+  rest = max(0, traced.parameters - 2 * table)
+  in_stages = traced.parameters - rest + rest / of["pipeline"]
   parts = of["fsdp"] * of["tensor"] * traced.parameters / in_stages
   zero = config.get("opt_sharding", "fsdp") == "replica"
   state = {
