@@ -53,7 +53,6 @@ def in_stage() -> bool:
 
 
 def _manual(mesh: AbstractMesh) -> bool:
-  """Whether arrays are a device's own, as inside a shard_map."""
   return bool(set(mesh.manual_axes) - _STAGES)
 
 

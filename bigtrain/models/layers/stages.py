@@ -97,7 +97,6 @@ def run(
     axis_names={_AXIS, "replica"},
     check_vma=False,  # With it, jax fails on a shard_map inside of this one.
   )(variables, sharding.to_microbatches(x, schedule), arrays)
-  # [all microbatches, R, P, k, ...]
   flat = lambda y: y.reshape(len(y), depth, *y.shape[4:])
   reports, sums = jax.tree.map(flat, outputs)
   sums = jax.tree.map(lambda y: jnp.sum(y, axis=0), sums)

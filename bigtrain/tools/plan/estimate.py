@@ -297,8 +297,7 @@ def by_formula(
   again = (2 * layers, layers) if known.repeats else (0, 0)
   add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
   add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
-  # In every tick a microbatch goes to the next stage and another one around
-  # the ring, or two if the last stage keeps no outputs; gradients go back.
+  # A tick sends a microbatch to the next stage, and one or two in the ring.
   at_once = schedule.microbatches
   moved = (2 + (at_once < stages * stages)) * schedule.rounds * busy * stages
   moved += min(1, stages * (stages - 1) / at_once)  # To the outputs' places.

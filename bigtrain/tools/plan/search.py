@@ -122,7 +122,6 @@ def _meshes(
   most = min(_MOST_WITHIN, target.domain)
   tensors = [n for n in traced.tensor_sizes if n <= most] if of_model else [1]
   sequences, pipelines = [1], [1]
-  # Stages send less than the other axes, over a network that is slow.
   if of_model and of_model.scan and devices > target.domain:
     parts = _divisors(of_model.depth)
     pipelines = [n for n in parts if n <= _MOST_WITHIN]
