@@ -297,7 +297,6 @@ def by_formula(
   again = (2 * layers, layers) if known.repeats else (0, 0)
   add("tensor", "all-gather", (4 * layers + 2 + again[0]) * stream)
   add("tensor", "reduce-scatter", (4 * layers + 2 + again[1]) * stream)
-  # A tick sends a microbatch to the next stage, and one or two in the ring.
   at_once = schedule.microbatches
   moved = (2 + (at_once < stages * stages)) * schedule.rounds * busy * stages
   moved += min(1, stages * (stages - 1) / at_once)  # To the outputs' places.
