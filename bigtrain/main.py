@@ -320,12 +320,8 @@ def _train(
   # ======================= Evaluations and hooks ==============================
   # Checked now; evaluators are built when they are first due.
 
-  step_flops = round(
-    sum(
-      variant.share * flops.step_flops(loss_fn, *loss_args)
-      for variant, loss_fn in zip(variants, loss_fns)
-    )
-  )
+  all_flops = [flops.step_flops(loss_fn, *loss_args) for loss_fn in loss_fns]
+  step_flops = round(sum(v.share * n for v, n in zip(variants, all_flops)))
   clock = chrono.Chrono(
     **run.lengths.about() | train_input.about(),
     flops_per_step=step_flops,

@@ -26,14 +26,17 @@ import optax
 import pytest
 from support import compile_cache
 
-from bigtrain import lengths, main, settings, trees
+from bigtrain import lengths, main, parts, settings, trees
 from bigtrain.models import decoder as decoder_lib
 from bigtrain.models import vit as vit_lib
 from bigtrain.optim import chain, schedules
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs/coming_from.md").read_text()
-TABLES = {"T5X", "T5X: mixture of experts", "big_vision", "LiBai", "Modalities"}
+TABLES = {
+  *("T5X", "T5X: mixture of experts", "big_vision", "big_vision's configs"),
+  *("LiBai", "Modalities"),
+}
 
 
 class Row(NamedTuple):
@@ -74,7 +77,7 @@ def read_rows():
 ROWS = list(read_rows())
 
 
-def test_the_page_has_the_five_tables():
+def test_the_page_has_its_tables():
   counts = {
     table: len(list(rows))
     for table, rows in itertools.groupby(ROWS, lambda row: row.table)
@@ -91,6 +94,15 @@ def test_the_page_has_the_five_tables():
       assert re.match(r"None( as such)?: .{15}", row.here), (
         row
       )  # With a reason.
+
+
+NAMED = sorted(set(re.findall(r"`(configs/\w+\.py(?::[^`]+)?)`", PAGE)))
+
+
+@pytest.mark.parametrize("spec", NAMED)
+def test_the_named_configs_build(spec):
+  config = settings.Config(settings.load(str(ROOT / spec)))
+  assert parts.task(config) and parts.model(config)
 
 
 def test_the_named_commands_exist():
@@ -258,7 +270,8 @@ def config_of(row):
     return special[word]()
   if row.table == "T5X: mixture of experts":
     return t5(moe=dict(num_experts=8, top_k=1, capacity_factor=1.5))
-  return dict(T5X=t5, big_vision=vit).get(row.table, decoder)()
+  by_trainer = dict(T5X=t5, big_vision=vit)
+  return by_trainer.get(row.table.partition("'")[0], decoder)()
 
 
 @pytest.fixture(scope="module")

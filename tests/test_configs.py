@@ -14,7 +14,7 @@ from bigtrain import lengths as lengths_lib
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.optim import chain
-from bigtrain.pp import parse
+from bigtrain.pp import ops_render, parse
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 NAMES = sorted(
@@ -45,17 +45,24 @@ def example_of(config):
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "inputs", "targets"), ids)
+  if naflex := re.findall(r"naflex\((\d+),(\d+)\)", pp):
+    ((size, patches),) = naflex
+    shape = (1, int(patches), int(size) ** 2 * 3)
+    shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    return dict(image=jax.ShapeDtypeStruct(shape, jnp.float32), shapes=shapes)
   if data["type"] == "digit_pairs":
     cell = 8 + 2 * data["margin"]
     shape = (cell, 2 * cell, 1)
   else:
     crops = re.findall(r"crop\((\d+)", pp)
-    (res,) = crops or re.findall(r"resize\((\d+)", pp)
+    res, *_ = crops or re.findall(r"resize\((\d+)", pp)
     shape = (int(res), int(res), 1 if data["type"] == "arrays" else 3)
   example = {"image": jax.ShapeDtypeStruct((1, *shape), jnp.float32)}
   if length := re.findall(r"tokenize\(.*max_len=(\d+)", pp):
     shape = (1, int(length[0]))
     example["labels"] = jax.ShapeDtypeStruct(shape, jnp.int32)
+  elif config["model"].get("text_model", "") is None:
+    example["labels"] = example["image"]  # A picture of the text.
   return example
 
 
@@ -178,7 +185,8 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_part_accepts_its_part_of_the_config(spec):
+def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
+  monkeypatch.setattr(ops_render, "_glyphs", lambda font: {})  # No package.
   config = load(spec)
   data_dir = re.search(r"data_dir=(\w+)", spec)
   assert config["input"]["data"].get("data_dir") == (data_dir and data_dir[1])

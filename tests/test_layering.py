@@ -92,7 +92,9 @@ _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = ("models.vit", "models.text_transformer", "data.arrays")
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
-_OF_CONFIGS = r"configs\.(common|cappa|decoder_lm|digits|t5_c4)"
+_OF_CONFIGS = (
+  r"configs\.(common|cappa|decoder_lm|digits|siglip|t5_c4|transfer|vit_s16_i1k)"
+)
 
 
 def _modules():

@@ -93,12 +93,15 @@ _BYTES, _TOKENS, _SPANS = (math.log(n) for n in (259, 32_000, 259 + 100))
 FIRST_LOSS = {
   "bit": (math.log(1000), 0.05),
   "cap": (_TOKENS, 1e-3),
+  "clippo": (0.7, 0.6),  # Made-up pictures of both kinds are alike.
   "cappa": (_TOKENS, 1e-3),
   "digits": (math.log(10), 1e-3),
+  "dinov2_finetune": (math.log(37), 1e-3),
   "digits_captions": (_BYTES, 1e-3),
   "digits_distill": (0.25, 0.5),  # The teacher has a random head.
   "digits_siglip": (5, 0.5),
   "dpo": (math.log(2), 1e-3),
+  "flexivit": (0.5, 0.9),  # The teacher has a random head.
   "gemma3_1b": (_BYTES, 0.05),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),
@@ -108,6 +111,7 @@ FIRST_LOSS = {
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
+  "naflex": (math.log(1000), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
   "smollm3_3b": (_BYTES, 0.05),
@@ -115,6 +119,7 @@ FIRST_LOSS = {
   "resnet50_i1k": (math.log(1000), 0.05),
   "sft": (_BYTES, 0.05),
   "siglip": (10, 0.5),
+  "siglip2_finetune": (10, 0.5),
   "switch_base": (_SPANS, 0.15),
   "t5_1_1_base": (_SPANS, 0.15),
   "t5_small": (_SPANS, 0.15),

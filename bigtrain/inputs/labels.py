@@ -51,7 +51,7 @@ def tokens(
   *,
   key: str,
 ) -> np.ndarray:
-  """Returns the tokens that `pp` makes of texts, int32 [len(texts), L]."""
+  """Returns the tokens that `pp` makes of texts, [len(texts), ...]."""
   op = registry.compose(parse.parse(pp, pp_modules))
   checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
   if op.draws or op.tensorflow:
@@ -66,7 +66,7 @@ def tokens(
       raise ConfigError(f"{key}: {text!r}: {e}") from e
     if "labels" not in features:
       raise ConfigError(f"{key}: the ops make no 'labels': {pp!r}.")
-    rows.append(np.asarray(features["labels"], np.int32))
+    rows.append(np.asarray(features["labels"]))
   return np.stack(rows)
 
 

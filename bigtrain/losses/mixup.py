@@ -1,7 +1,7 @@
-"""Mixup: a model is applied to blends of two examples of a batch."""
+"""Mixup and CutMix: a model is applied to blends of two examples of a batch."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,61 @@ from bigtrain.settings import ConfigError
 from bigtrain.types import Variables
 
 
+class Mix(NamedTuple):
+  """A blend of each image with its neighbour in the batch.
+
+  Mixup (arXiv 1710.09412) blends all pixels by `share`, at least 0.5. CutMix
+  (arXiv 1905.04899) puts a box of the neighbour at `center_2`, a place in
+  fractions of the image, whose area is 1 - share before it is clipped.
+  """
+
+  share: jax.Array
+  center_2: jax.Array | None = None
+  is_cut: jax.Array | bool = False
+
+  def weights(self, image: jax.Array) -> jax.Array:
+    """Share of each image in its own pixels: (H, W, 1), or () for mixup."""
+    if self.center_2 is None:
+      return self.share
+    half = jnp.sqrt(1 - self.share) / 2
+    y_H, x_W = (
+      jnp.abs((jnp.arange(n) + 0.5) / n - center) < half
+      for n, center in zip(image.shape[1:3], self.center_2)
+    )
+    outside_HW = 1.0 - (y_H[:, None] & x_W)
+    return jnp.where(self.is_cut, outside_HW, self.share)[..., None]
+
+  def images(self, image: jax.Array) -> jax.Array:
+    """Blends images (B, H, W, C); the same way at another resolution."""
+    weight = self.weights(image)
+    mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
+    return mixed.astype(image.dtype)
+
+  def losses(
+    self, image: jax.Array, labels: jax.Array, loss: Callable[..., jax.Array]
+  ) -> jax.Array:
+    """The loss of blended labels, for one that is linear in the labels."""
+    share = jnp.mean(self.weights(image))
+    return share * loss(labels) + (1 - share) * loss(
+      jnp.roll(labels, 1, axis=0)
+    )
+
+
 def apply(
   model: Any,
   variables: Variables,
   inputs: Mapping[str, Any],
   rng: jax.Array | None,
-  alpha: float,
+  options: tuple[float, float, float],
   train: bool,
-) -> tuple[Any, Any, jax.Array | None, Variables]:
-  """Applies a model to images that are blended in training, unless alpha is 0.
+) -> tuple[Any, Any, Mix | None, Variables]:
+  """Applies a model to images, which are blended in training.
+
+  Args:
+    options: mixup_alpha, cutmix_alpha and cutmix_prob; alphas of 0 turn it off.
 
   Returns:
-    (output, images that it saw, share of each image in its blend or None
-    without mixup, new mutable collections).
+    (output, images that it saw, their blend or None, new mutable collections).
   """
   image: Any = inputs.get("image")
   if not train:
@@ -31,27 +73,34 @@ def apply(
     return out, image, None, mutable
   assert rng is not None
   mixup_rng, dropout_rng = jax.random.split(rng)
-  share = None
-  if alpha and (image is None or "shapes" in inputs):
+  mix = None
+  if any(options[:2]) and (image is None or "shapes" in inputs):
     raise ConfigError(
-      f"config.loss.mixup_alpha={alpha}: texts, and images of several shapes, "
-      "cannot be blended."
+      f"config.loss.mixup_alpha={options[0]}, cutmix_alpha={options[1]}: "
+      "texts, and images of several shapes, cannot be blended."
     )
-  if alpha:
-    image, share = mixup(mixup_rng, image, alpha)
+  if any(options[:2]):
+    mix = draw(mixup_rng, *options)
+    image = mix.images(image)
     inputs = {**inputs, "image": image}
   out, mutable = forward.apply(model, variables, dropout_rng, True, **inputs)
-  return out, image, share, mutable
+  return out, image, mix, mutable
 
 
-def mixup(
-  rng: jax.Array, image: jax.Array, alpha: float
-) -> tuple[jax.Array, jax.Array]:
-  """Blends neighbours by one weight, at least 0.5 (arXiv 1710.09412)."""
+def draw(
+  rng: jax.Array, alpha: float, cutmix_alpha: float, cutmix_prob: float
+) -> Mix:
   # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
   # jax.random.beta draws the same, in a program of 1,300 instructions more.
-  draw = lambda key: jax.random.loggamma(key, alpha)
-  both = jax.nn.softmax(jax.vmap(draw)(jax.random.split(rng)))
-  weight = jnp.max(both)
-  mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
-  return mixed.astype(image.dtype), weight
+  gammas = jax.vmap(jax.random.loggamma, (0, None))
+  beta = lambda key, a: jax.nn.softmax(gammas(jax.random.split(key), a))
+  if not cutmix_alpha:
+    return Mix(jnp.max(beta(rng, alpha)))
+  keys = jax.random.split(rng, 4)
+  share = beta(keys[0], cutmix_alpha)[0]
+  center_2 = jax.random.uniform(keys[1], (2,))
+  if not alpha:
+    return Mix(share, center_2, True)
+  is_cut = jax.random.bernoulli(keys[2], cutmix_prob)
+  mixed = jnp.max(beta(keys[3], alpha))
+  return Mix(jnp.where(is_cut, share, mixed), center_2, is_cut)

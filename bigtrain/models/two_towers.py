@@ -46,7 +46,8 @@ class Model(nn.Module):
     image: keyword arguments of the image tower's Model.
     text: keyword arguments of the text tower's Model.
     image_model: module in bigtrain.models, or a dotted path.
-    text_model: the same; its Model takes (text [B, L], train=).
+    text_model: the same; its Model takes (text [B, L], train=). None for one
+      tower, which embeds pictures of texts too (CLIPPO, 2212.08045).
     out_dim: E, or (image head, text head), each None for pooled features.
     temperature_init: initial scale of the logits; its logarithm is learned.
     bias_init: initial bias of the logits; None for no bias.
@@ -55,7 +56,7 @@ class Model(nn.Module):
   image: Mapping[str, Any] | None = None
   text: Mapping[str, Any] | None = None
   image_model: str = "vit"
-  text_model: str = "text_transformer"
+  text_model: str | None = "text_transformer"
   out_dim: int | Sequence[int | None] = 128
   temperature_init: float = 10.0
   bias_init: float | None = -10.0
@@ -87,15 +88,18 @@ class Model(nn.Module):
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
     towers = self._towers()
+    built: dict[str, nn.Module] = {}
     for name, x in (("img", image), ("txt", text)):
       if x is not None:
-        model, options = towers[name]
+        own = name if name in towers else "img"
+        model, options = towers[own]
         others = {}
         if name == "img" and shapes is not None:
           others["shapes"] = shapes
-        with _named(_KEYS[name]):
-          tower = model(**options, name=name)
-          z_BE, tower_out = tower(x, train=train, **others)
+        with _named(_KEYS[own]):
+          if own not in built:
+            built[own] = model(**options, name=own)
+          z_BE, tower_out = built[own](x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = normalise(z_BE)
     t_1 = self.param(
@@ -108,6 +112,8 @@ class Model(nn.Module):
 
   @property
   def vocab_size(self) -> int | None:
+    if self.text_model is None:
+      return None
     model, options = self._towers()["txt"]
     return getattr(model(**options, parent=None), "vocab_size", None)
 
@@ -118,10 +124,10 @@ class Model(nn.Module):
       raise settings.ConfigError(
         f"config.model.out_dim: expected one number or two, got {dims!r}."
       )
-    return {
-      "img": _tower("image", self.image_model, self.image, dims[0]),
-      "txt": _tower("text", self.text_model, self.text, dims[1]),
-    }
+    towers = {"img": _tower("image", self.image_model, self.image, dims[0])}
+    if self.text_model is not None:
+      towers["txt"] = _tower("text", self.text_model, self.text, dims[1])
+    return towers
 
 
 def _tower(
@@ -181,7 +187,7 @@ def from_published(
 
 
 def param_dims(model: Model) -> dims.Table:
-  modules = {"img": model.image_model, "txt": model.text_model}
+  modules = {"img": model.image_model, "txt": model.text_model or ""}
   table: dict[str, str] = {}
   for tower, (cls, options) in model._towers().items():
     module = parts.find_module("models", modules[tower], _KEYS[tower])

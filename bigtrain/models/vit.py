@@ -527,11 +527,7 @@ class PatchEmbedding(nn.Module):
 
 
 def _resized_kernel(kernel: jax.Array, size: tuple[int, int]) -> jax.Array:
-  """A patch kernel for patches that are resized to `size` pixels.
-
-  The pseudo-inverse of the bilinear resize of patches: with upsampled patches,
-  the products are the same (FlexiViT, section 3.4).
-  """
+  """A kernel for resized patches: the pseudo-inverse of the bilinear resize."""
 
   def inverse(old: int, new: int) -> np.ndarray:
     places = (np.arange(new) + 0.5) * old / new - 0.5

@@ -52,7 +52,7 @@ def on_texts(
   name: str,
   key: str,
   key_result: str | None,
-  dtype: Literal["int32", "bytes"],
+  dtype: Literal["int32", "uint8", "bytes"],
   shape: tuple[int, ...],
 ) -> Op:
   """Makes an op that maps each text of a feature by `fn`, in Python.

@@ -19,6 +19,8 @@ from bigtrain.settings import ConfigError, did_you_mean
 _OWN_OPS = ("basic", "labels", "image", "seq2seq", "text", "tokenize")
 _OWN_MODULES = (
   *(f"bigtrain.pp.ops_{name}" for name in _OWN_OPS),
+  "bigtrain.pp.ops_augment",
+  "bigtrain.pp.ops_render",
   "bigtrain.pp.randaug",
 )
 

@@ -19,7 +19,8 @@ _GREY = 128
 _DRAWS_PER_LAYER = 4  # Operation, sign, and the two coordinates of cutout.
 _MAX_MAGNITUDE = 30
 
-# (image, sign, u [2]) -> image
+# (image, u) -> image, and (image, sign, u [2]) -> image.
+Operator = Callable[[Any, Any], Any]
 Operation = Callable[[Any, Any, Any], Any]
 
 
@@ -40,21 +41,29 @@ def randaug(
   check_number("argument 'magnitude'", magnitude, least=0, most=_MAX_MAGNITUDE)
   choices = list(operations(magnitude).values())
 
+  def change(image: Any, u: Any) -> Any:
+    for first in range(0, draws, _DRAWS_PER_LAYER):
+      image = _layer(image, u[first : first + _DRAWS_PER_LAYER], choices)
+    return image
+
+  draws = num_layers * _DRAWS_PER_LAYER
+  return on_bytes("randaug", change, draws, key, key_result)
+
+
+def on_bytes(name: str, change: Operator, draws: int, *keys: Any) -> Op:
+  """Makes an op that maps uint8 RGB images by `change(image, u)`."""
+
   def fn(image, u):
-    xp.require_image(image, u, "randaug")
+    xp.require_image(image, u, name)
     if image.shape[-1] != 3 or image.dtype != "uint8":
       raise ConfigError(
-        "preprocessing op 'randaug' expects a uint8 RGB image, got "
+        f"preprocessing op {name!r} expects a uint8 RGB image, got "
         f"{tf.as_dtype(image.dtype).name} {tuple(image.shape)}; put it before "
         "'value_range'."
       )
-    result = tf.convert_to_tensor(image)
-    for first in range(0, draws, _DRAWS_PER_LAYER):
-      result = _layer(result, u[first : first + _DRAWS_PER_LAYER], choices)
-    return tf.ensure_shape(result, image.shape)
+    return tf.ensure_shape(change(tf.convert_to_tensor(image), u), image.shape)
 
-  draws = num_layers * _DRAWS_PER_LAYER
-  return registry.on_feature(fn, key, key_result, draws=draws, tensorflow=True)
+  return registry.on_feature(fn, *keys, draws=draws, tensorflow=True)
 
 
 def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
@@ -86,7 +95,7 @@ def operations(magnitude: float) -> dict[str, Operation]:
     "Solarize": lambda x, sign, u: _select(x < threshold, x, 255 - x),
     "Color": lambda x, sign, u: color(x, factor),
     "Contrast": lambda x, sign, u: contrast(x, factor),
-    "Brightness": lambda x, sign, u: _blend(0, x, factor),
+    "Brightness": lambda x, sign, u: blend(0, x, factor),
     "Sharpness": lambda x, sign, u: sharpness(x, factor),
     "ShearX": lambda x, sign, u: _warp(x, [1, sign * shear, 0, 0, 1, 0]),
     "ShearY": lambda x, sign, u: _warp(x, [1, 0, 0, sign * shear, 1, 0]),
@@ -97,7 +106,7 @@ def operations(magnitude: float) -> dict[str, Operation]:
   }
 
 
-def _blend(plain: Any, image: Any, factor: float) -> Any:
+def blend(plain: Any, image: Any, factor: float) -> Any:
   plain = tf.cast(plain, tf.float32)
   mixed = plain + factor * (tf.cast(image, tf.float32) - plain)
   return tf.cast(tf.clip_by_value(mixed, 0, 255), tf.uint8)
@@ -194,14 +203,14 @@ def solarize_add(image: Any, addition: int) -> Any:
 
 def color(image: Any, factor: float) -> Any:
   grey = tf.image.rgb_to_grayscale(image)
-  return _blend(tf.tile(grey, [1, 1, 3]), image, factor)
+  return blend(tf.tile(grey, [1, 1, 3]), image, factor)
 
 
 def contrast(image: Any, factor: float) -> Any:
   # Oddity: the grey is the mean of the histogram's counts, which depends only
   # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)
-  return _blend(grey, image, factor)
+  return blend(grey, image, factor)
 
 
 def sharpness(image: Any, factor: float) -> Any:
@@ -213,7 +222,7 @@ def sharpness(image: Any, factor: float) -> Any:
   inner = image[1:-1, 1:-1]
   # A 3 x 3 kernel in which the pixel itself has weight 5.
   smooth = (sums + 4 * tf.cast(inner, tf.float32)) / 13
-  inner = _blend(tf.cast(smooth, tf.uint8), inner, factor)
+  inner = blend(tf.cast(smooth, tf.uint8), inner, factor)
   right, bottom = tf.maximum(width - 1, 1), tf.maximum(height - 1, 1)
   rows = tf.concat([image[1:-1, :1], inner, image[1:-1, right:]], axis=1)
   return tf.concat([image[:1], rows, image[bottom:]], axis=0)

@@ -1,12 +1,9 @@
-"""Sharpness-aware minimisation, SAM and GSAM.
+"""Sharpness-aware minimisation, SAM and GSAM: config.gsam.
 
-  config.gsam = dict(rho_max=0.05)                         # SAM
-  config.gsam = dict(rho_max=0.6, rho_min=0.1, alpha=0.6)  # GSAM
-
-A step computes the gradients g at the parameters p and g_p at p + rho g / |g|.
-SAM follows g_p (Foret et al. 2020, arXiv 2010.01412). GSAM also ascends along
-the part of g that is orthogonal to g_p (Zhuang et al. 2022, arXiv 2203.08065),
-and rho follows the learning rate. Both gradients are of the global batch.
+A step computes the gradients g at the parameters p and g_p at p + rho g / |g|,
+both of the global batch. SAM (arXiv 2010.01412) follows g_p. GSAM (2203.08065)
+also ascends along the part of g that is orthogonal to g_p, and rho follows the
+learning rate.
 """
 
 from typing import Any

@@ -58,6 +58,8 @@ def loss_fn(
   label_smoothing: float = 0.0,
   label_smoothing_over: str = "all",
   mixup_alpha: float = 0.0,
+  cutmix_alpha: float = 0.0,
+  cutmix_prob: float = 0.5,
 ) -> tuple[Metrics, Variables]:
   """Computes metrics "loss", a cross-entropy, and "accuracy" of a batch.
 
@@ -66,17 +68,20 @@ def loss_fn(
     label_smoothing: share of the label that is spread over the classes.
     label_smoothing_over: "all" classes or, with softmax_xent, the "others".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
+    cutmix_alpha: the same of CutMix.
+    cutmix_prob: share of the batches with CutMix, if both are on.
   """
   check_choice("config.loss.kind", kind, (*_LOSSES, "squared_error"))
-  (logits_BC, _), _, share, mutable = mixup.apply(
-    model, variables, inputs(batch), rng, mixup_alpha, train
+  mixing = mixup_alpha, cutmix_alpha, cutmix_prob
+  (logits_BC, _), image, mix, mutable = mixup.apply(
+    model, variables, inputs(batch), rng, mixing, train
   )
   labels = batch["labels"]
   weight_B = metrics.example_weights(batch, logits_BC)
   if kind == "squared_error":
-    if logits_BC.shape[-1] != 1 or mixup_alpha:
+    if logits_BC.shape[-1] != 1 or mix:
       raise ConfigError(
-        "config.loss.kind='squared_error': expected 1 class, no mixup_alpha."
+        "config.loss.kind='squared_error': expected 1 class, no mixing."
       )
     error_B = (logits_BC[:, 0] - labels.reshape(-1)) ** 2
     return {"loss": metrics.pair(error_B, weight_B)}, mutable
@@ -95,11 +100,9 @@ def loss_fn(
       f"{label_smoothing_over!r}."
     )
   xent = functools.partial(_LOSSES[kind], logits_BC, **smoothing)
-  loss_B = xent(labels)
-  if share is not None:
-    # Cross-entropy is linear in the labels, so blending losses is the same as
-    # blending labels, without turning class numbers into one-hot vectors.
-    loss_B = share * loss_B + (1 - share) * xent(jnp.roll(labels, 1, axis=0))
+  # Cross-entropy is linear in the labels, so blending losses is the same as
+  # blending labels, without turning class numbers into one-hot vectors.
+  loss_B = mix.losses(image, labels, xent) if mix else xent(labels)
   hits_B = metrics.top_k_hits(logits_BC, labels, 1)
   return {
     "loss": metrics.pair(loss_B, weight_B),

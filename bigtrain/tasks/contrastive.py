@@ -3,10 +3,11 @@
 Legend: B batch, H height, W width, L length, E embedding.
 
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
-of the image's text. With "shapes" [B, 2], "image" has ready patches, see
-models.vit. The loss compares each image with every text of the global batch, so
-microbatches (step/gradients.py) need the halves of loss_fn: embed_fn, which
-treats examples independently, and embeddings_loss_fn.
+of the image's text, or [B, H, W, 3] floats, a picture of it. With "shapes"
+[B, 2], "image" has ready patches, see models.vit. The loss compares each image
+with every text of the global batch, so microbatches (step/gradients.py) need
+the halves of loss_fn: embed_fn, which treats examples independently, and
+embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
 [1] is the logarithm of the logits' scale, and "b" [1], if any, their bias.
@@ -133,8 +134,10 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
     labels = batch["labels"]
-    z = apply(variables, text=labels.reshape(-1, labels.shape[-1]))[1]
-    return z.reshape(*labels.shape[:-1], z.shape[-1])
+    # Of a picture of text, three axes belong to an example.
+    axes = 3 if jnp.issubdtype(labels.dtype, jnp.floating) else 1
+    z = apply(variables, text=labels.reshape(-1, *labels.shape[-axes:]))[1]
+    return z.reshape(*labels.shape[:-axes], z.shape[-1])
 
   def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
     fns = (("image", "image", image), ("text", "labels", text))

@@ -7,7 +7,8 @@ mixed images, and the loss is a distance of their logits alone. The teacher is
 Legend: B batch, H height, W width, C classes.
 
 A batch has "image" [B, H, W, 3] floats and perhaps "labels", int [B] or one-hot
-[B, C], which only metrics use.
+[B, C], which only metrics use. With "teacher_image", the teacher sees that one,
+such as the same view at its own resolution, blended in the same way.
 """
 
 from typing import Any
@@ -40,6 +41,8 @@ def loss_fn(
   temperature: float = 1.0,
   label_smoothing: float = 0.0,
   mixup_alpha: float = 0.0,
+  cutmix_alpha: float = 0.0,
+  cutmix_prob: float = 0.5,
 ) -> tuple[Metrics, Variables]:
   """Computes the distance between student and teacher.
 
@@ -49,11 +52,17 @@ def loss_fn(
       losses/distances.py.
     temperature, label_smoothing: of "kl", and of "hard".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
+    cutmix_alpha: the same of CutMix.
+    cutmix_prob: share of the batches with CutMix, if both are on.
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
-  (logits_BC, _), image, _, mutable = mixup.apply(
-    model, student, inputs(batch), rng, mixup_alpha, train
+  mixing = mixup_alpha, cutmix_alpha, cutmix_prob
+  (logits_BC, _), image, mix, mutable = mixup.apply(
+    model, student, inputs(batch), rng, mixing, train
   )
+  if "teacher_image" in batch:
+    image = batch["teacher_image"]
+    image = image if mix is None else mix.images(image)
   # Three passes of the loss count as the model FLOPs of a step, forward and
   # backward. The teacher has no backward pass.
   with model_flops.share(1, 3):
@@ -106,7 +115,8 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     return apply(variables, batch)[1]["pre_logits"]
 
   def teacher_logits(variables: Variables, batch: Batch) -> jax.Array:
-    return _teacher_logits(teacher, variables, batch["image"])
+    name = "teacher_image" if "teacher_image" in batch else "image"
+    return _teacher_logits(teacher, variables, batch[name])
 
   def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
     given = dict(model=model, teacher=teacher, train=False)

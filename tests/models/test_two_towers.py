@@ -273,3 +273,25 @@ def test_wrong_options_are_errors(changes, message):
     two_towers.Model(
       **{"image": dict(variant="B/16"), "text": dict(variant="B"), **changes}
     )
+
+
+def test_one_tower_embeds_images_and_pictures_of_text():
+  tower = dict(width=16, depth=1, num_heads=2, patch_size=4, pool_type="map")
+  model = two_towers.Model(
+    image=tower, text_model=None, out_dim=8, bias_init=None
+  )
+  rng = np.random.default_rng(0)
+  image, text = rng.normal(size=(2, 3, 8, 8, 3)).astype(np.float32)
+  variables = jax.jit(model.init)(jax.random.key(0), image, text)
+  assert {*variables["params"]} == {"img", "t"} and model.vocab_size is None
+  apply = jax.jit(model.apply)
+  image_BE, text_BE, out = apply(variables, image, text)
+  np.testing.assert_allclose(
+    text_BE, apply(variables, text)[0], rtol=1e-5, atol=1e-6
+  )
+  assert not np.allclose(image_BE, text_BE) and "txt/head_input" in out
+  # A list of texts has an embedding of each.
+  lists = np.stack([text, image], axis=1)
+  both = contrastive.predict_fns(model)["text"](variables, {"labels": lists})
+  np.testing.assert_allclose(both[:, 0], text_BE, rtol=1e-5, atol=1e-6)
+  assert both.shape == (3, 2, 8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from PIL import Image
 
-from bigtrain.pp import parse, registry
+from bigtrain.pp import ops_image, parse, registry
 from bigtrain.settings import ConfigError
 
 tf = pytest.importorskip("tensorflow")
@@ -403,3 +403,21 @@ def test_naflex_keeps_the_shape_of_an_image(height, width, most, grid):
 def test_naflex_needs_room_for_a_patch():
   with pytest.raises(ConfigError, match="'max_patches': .* at least 1, got 0"):
     parse.parse("naflex(16, 0)")
+
+
+def test_sequences_of_images_of_many_shapes_waste_few_tokens():
+  """Of 256 patches, for sides from 32 to 2,000 pixels and ratios up to 4."""
+  rng = np.random.default_rng(0)
+  used = []
+  for side, ratio in zip(rng.uniform(32, 2000, 40), rng.uniform(-2, 2, 40)):
+    sides = np.array([side * 2 ** (ratio / 2), side / 2 ** (ratio / 2)])
+    sides = np.maximum(np.round(sides), 1)
+    rows, columns = ops_image._largest_grid(tf.constant(sides), 16, 256).numpy()
+    used.append(rows * columns / 256)
+    # The shape is kept, up to a patch.
+    scale = np.array([rows, columns]) / sides
+    assert abs(scale[0] - scale[1]) * sides.max() <= 1.01 * sides.max() / (
+      sides.min()
+    )
+  assert 0.9 < np.mean(used) and max(used) <= 1
+  assert 1 - np.mean(used) == pytest.approx(0.04, abs=0.02)

@@ -156,7 +156,8 @@ def test_dropout_depends_on_the_key_in_training_only():
 
 
 def test_mixup_blends_with_the_previous_image():
-  mixed, weight = mixup.mixup(jax.random.key(0), jnp.asarray(IMAGE), 0.2)
+  mix = mixup.draw(jax.random.key(0), 0.2, 0, 0)
+  mixed, weight = mix.images(jnp.asarray(IMAGE)), mix.share
   weight = float(weight)
   assert 0.5 <= weight < 1
   neighbours = IMAGE[[-1, 0, 1, 2, 3, 4]]
@@ -164,13 +165,13 @@ def test_mixup_blends_with_the_previous_image():
     mixed, weight * IMAGE + (1 - weight) * neighbours, rtol=1e-5, atol=1e-6
   )
   assert mixed.dtype == jnp.float32
-  half, _ = mixup.mixup(jax.random.key(0), jnp.asarray(IMAGE, "bfloat16"), 0.2)
+  half = mix.images(jnp.asarray(IMAGE, "bfloat16"))
   assert half.dtype == jnp.bfloat16
 
 
 def test_mixup_weight_distribution():
   keys = jax.random.split(jax.random.key(0), 2000)
-  draw = jax.jit(jax.vmap(lambda k: mixup.mixup(k, jnp.ones((1, 1)), 0.4)[1]))
+  draw = jax.jit(jax.vmap(lambda k: mixup.draw(k, 0.4, 0, 0).share))
   weights = np.asarray(draw(keys))
   # max(w, 1 - w) of w ~ Beta(0.4, 0.4), by quadrature in w = sin(t)^2.
   t = np.linspace(1e-4, np.pi / 2 - 1e-4, 20001)
@@ -184,7 +185,8 @@ def test_mixup_loss_equals_the_loss_of_blended_labels():
   model, variables = make()
   # loss_fn draws the blend from the first of the two keys.
   mixup_rng, _ = jax.random.split(jax.random.key(3))
-  mixed, weight = mixup.mixup(mixup_rng, jnp.asarray(IMAGE), 0.5)
+  mix = mixup.draw(mixup_rng, 0.5, 0, 0)
+  mixed, weight = mix.images(jnp.asarray(IMAGE)), mix.share
   weight = float(weight)
   blended = weight * ONE_HOT + (1 - weight) * np.roll(ONE_HOT, 1, axis=0)
   loss = softmax_loss(logits_of(variables, np.asarray(mixed)), blended).sum()
@@ -195,6 +197,24 @@ def test_mixup_loss_equals_the_loss_of_blended_labels():
   still, _ = run(variables, model, batch(), train=False, mixup_alpha=0.5)
   plain, _ = run(variables, model, batch(), train=False)
   assert still == plain
+
+
+@pytest.mark.parametrize("alphas", [(0.0, 1.0), (0.8, 1.0)])
+def test_cutmix_loss_equals_the_loss_of_blended_labels(alphas):
+  model, variables = make()
+  options = dict(mixup_alpha=alphas[0], cutmix_alpha=1.0, cutmix_prob=0.5)
+  kinds = set()
+  for seed in range(8):
+    mixup_rng, _ = jax.random.split(jax.random.key(seed))
+    mix = mixup.draw(mixup_rng, *options.values())
+    mixed = np.asarray(mix.images(jnp.asarray(IMAGE)))
+    share = np.mean(np.asarray(mix.weights(IMAGE)))
+    blended = share * ONE_HOT + (1 - share) * np.roll(ONE_HOT, 1, axis=0)
+    loss = softmax_loss(logits_of(variables, mixed), blended).sum()
+    pairs, _ = run(variables, model, batch(), seed=seed, **options)
+    assert pairs["loss"][0] == pytest.approx(loss, rel=1e-5)
+    kinds.add(bool(mix.is_cut))
+  assert kinds == ({True} if not alphas[0] else {True, False})
 
 
 # Predict functions.

@@ -2,12 +2,14 @@
 
 import copy
 
+import flax.linen as nn
 import jax
 import pytest
 import tiny
 
-from bigtrain import main, sharding
+from bigtrain import main, parts, sharding
 from bigtrain.settings import ConfigError
+from bigtrain.tasks import distillation
 from bigtrain.tools import evaluate
 from bigtrain.tools.plan import program
 
@@ -105,6 +107,35 @@ def test_model_flops_count_the_teacher_once(configure, tmp_path):
   student, teacher = (2 * 16 * (64 * width + width * 10) for width in (32, 64))
   assert facts["model_flops"] == pytest.approx(3 * student + teacher, rel=1e-5)
   assert facts["state_bytes"]["teacher"] > 0
+
+
+class MeanNet(nn.Module):
+  """Two classes from the mean of all pixels, whatever the resolution."""
+
+  @nn.compact
+  def __call__(self, image, *, train=False):
+    return nn.Dense(2, name="head")(image.mean((1, 2))), {}
+
+
+@pytest.mark.parametrize("mixup_alpha", [0.0, 0.8])
+def test_the_teacher_sees_the_same_blend_at_its_resolution(mixup_alpha):
+  image = jax.random.normal(jax.random.key(0), (6, 4, 4, 3))
+  batch = {"image": image, "teacher_image": image.repeat(2, 1).repeat(2, 2)}
+  variables = MeanNet().init(jax.random.key(1), image)
+  given = dict(model=MeanNet(), teacher=MeanNet(), train=True, distance="l2")
+
+  def loss(batch):
+    return distillation.loss_fn(
+      {**variables, "teacher": variables},
+      parts.Features(batch, ""),
+      jax.random.key(2),
+      mixup_alpha=mixup_alpha,
+      **given,
+    )[0]["loss"][0]
+
+  assert loss(batch) == pytest.approx(0, abs=1e-6)
+  # In another order they are other examples.
+  assert loss({**batch, "teacher_image": batch["teacher_image"][::-1]}) > 0.01
 
 
 @pytest.mark.parametrize(

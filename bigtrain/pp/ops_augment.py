@@ -1,0 +1,131 @@
+"""Augmentations beside RandAugment; those of colours take uint8 RGB images."""
+
+import math
+from typing import Any
+
+from bigtrain.pp import randaug, registry, xp
+from bigtrain.pp.host_tensorflow import tf
+from bigtrain.pp.registry import Op
+from bigtrain.settings import check_number
+
+# The policies of the authors' TensorFlow implementation: an operation, its
+# probability in tenths and its magnitude, twice.
+_IMAGENET = """
+Equalize 8 1 ShearY 8 4, Color 4 9 Equalize 6 3, Color 4 1 Rotate 6 8,
+Solarize 8 3 Equalize 4 7, Solarize 4 2 Solarize 6 2, Color 2 0 Equalize 8 8,
+Equalize 4 8 SolarizeAdd 8 3, ShearX 2 9 Rotate 6 8, Color 6 1 Equalize 10 2,
+Invert 4 9 Rotate 6 0, Equalize 10 9 ShearY 6 3, Color 4 7 Equalize 6 0,
+Posterize 4 6 AutoContrast 4 7, Solarize 6 8 Color 6 9, Solarize 2 4 Rotate 8 9,
+Rotate 10 7 TranslateY 8 9, ShearX 0 0 Solarize 8 4, ShearY 8 0 Color 6 4,
+Color 10 0 Rotate 6 2, Equalize 8 4 Equalize 0 8, Color 8 6 Rotate 4 5,
+Equalize 10 4 AutoContrast 6 2, ShearY 4 7 SolarizeAdd 6 7,
+Posterize 8 2 Solarize 6 10, Solarize 6 8 Equalize 6 1"""
+
+
+@registry.register("autoaugment")
+def autoaugment(key: str = "image", key_result: str | None = None) -> Op:
+  """Applies one of 25 pairs of operations (https://arxiv.org/abs/1805.09501)."""
+
+  def branch(image: Any, policy: str, u: Any) -> Any:
+    words = policy.split()
+    for word, share, magnitude in (words[:3], words[3:]):
+      run, u = randaug.operations(int(magnitude))[word], u[4:]
+      sign = tf.where(u[1] < 0.5, -1.0, 1.0)
+      changed = lambda x=image, sign=sign, u=u, run=run: run(x, sign, u[2:4])
+      image = tf.cond(u[0] * 10 < int(share), changed, lambda x=image: x)
+    return image
+
+  def change(image: Any, u: Any) -> Any:
+    branches = [
+      lambda policy=policy: branch(image, policy, u)
+      for policy in _IMAGENET.split(",")
+    ]
+    return tf.switch_case(tf.cast(u[0] * len(branches), tf.int32), branches)
+
+  return randaug.on_bytes("autoaugment", change, 12, key, key_result)
+
+
+@registry.register("three_augment")
+def three_augment(key: str = "image", key_result: str | None = None) -> Op:
+  """Turns an image grey, solarizes it, or blurs it by up to 2 pixels.
+
+  Of DeiT III (https://arxiv.org/abs/2204.07118), with color_jitter() after it.
+  """
+
+  def change(image: Any, u: Any) -> Any:
+    grey = lambda: randaug.color(image, 0.0)
+    solarize = lambda: randaug.operations(5)["Solarize"](image, 1.0, u)
+    blurred = lambda: blur(image, 0.1 + 1.9 * u[1])
+    which = tf.cast(u[0] * 3, tf.int32)
+    return tf.switch_case(which, [grey, solarize, blurred])
+
+  return randaug.on_bytes("three_augment", change, 2, key, key_result)
+
+
+def blur(image: Any, sigma: Any) -> Any:
+  """Blurs by a Gaussian of up to 2 pixels; the edge continues outside."""
+  offset = tf.range(-6, 7)
+  weight = tf.exp(-((tf.cast(offset, tf.float32) / sigma) ** 2) / 2)
+  x = tf.cast(image, tf.float32)
+  for axis in (0, 1):
+    last = tf.shape(image)[axis] - 1
+    places = tf.clip_by_value(tf.range(last + 1) + offset[:, None], 0, last)
+    shifted = tf.gather(x, places, axis=axis)
+    x = tf.tensordot(weight / tf.reduce_sum(weight), shifted, [[0], [axis]])
+  return tf.cast(tf.round(x), tf.uint8)
+
+
+@registry.register("color_jitter")
+def color_jitter(
+  strength: float = 0.3, key: str = "image", key_result: str | None = None
+) -> Op:
+  """Changes brightness, contrast and saturation in a random order.
+
+  Each is changed by a factor that differs from 1 by at most `strength`.
+  """
+  check_number("argument 'strength'", strength, least=0, most=1)
+
+  def contrast(x: Any, factor: Any) -> Any:
+    grey = tf.cast(tf.image.rgb_to_grayscale(x), tf.float32)
+    return randaug.blend(tf.reduce_mean(grey), x, factor)
+
+  def change(image: Any, u: Any) -> Any:
+    by = 1 + strength * (2 * u - 1)
+    for which in tf.unstack(tf.argsort(u[3:])):
+      brighter = lambda x=image: randaug.blend(0, x, by[0])
+      sharper = lambda x=image: contrast(x, by[1])
+      richer = lambda x=image: randaug.color(x, by[2])
+      image = tf.switch_case(which, [brighter, sharper, richer])
+    return image
+
+  return randaug.on_bytes("color_jitter", change, 6, key, key_result)
+
+
+@registry.register("random_erasing")
+def random_erasing(
+  prob: float = 0.25, key: str = "image", key_result: str | None = None
+) -> Op:
+  """Makes a box of 2 to 33% of the area 0 (https://arxiv.org/abs/1708.04896)."""
+  check_number("argument 'prob'", prob, least=0, most=1)
+
+  def fn(image: Any, u: Any) -> Any:
+    xp.require_image(image, u, "random_erasing")
+    image = tf.convert_to_tensor(image)
+    height, width = (tf.cast(n, tf.float32) for n in xp.image_size(image))
+    area, ratio, y, x = tf.unstack(tf.reshape(u[1:], (4, 10)))
+    area = (0.02 + area * 0.31) * height * width
+    ratio = tf.exp((2 * ratio - 1) * math.log(0.3))
+    h, w = tf.round(tf.sqrt(area * ratio)), tf.round(tf.sqrt(area / ratio))
+    fits = (h < height) & (w < width)
+    k = tf.argmax(tf.cast(fits, tf.int32))  # The first.
+
+    def inside(size: Any, extent: Any, place: Any) -> Any:
+      offset = tf.range(size) - tf.floor(place * (size - extent + 1))
+      return (offset >= 0) & (offset < extent)
+
+    hole = inside(height, h[k], y[k])[:, None] & inside(width, w[k], x[k])
+    hole &= fits[k] & (u[0] < prob)
+    erased = tf.where(hole[..., None], tf.zeros_like(image), image)
+    return tf.ensure_shape(erased, image.shape)
+
+  return registry.on_feature(fn, key, key_result, draws=41, tensorflow=True)
