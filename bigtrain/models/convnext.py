@@ -20,7 +20,6 @@ from bigtrain.models import vit
 from bigtrain.models.layers import encoder, mlp, options
 from bigtrain.models.published import conversions, stage_families
 
-VERSIONS = (1, 2)
 VARIANTS: dict[str, dict[str, Any]] = {
   size: dict(
     depths=(3, 3, third, 3), widths=tuple(width * 2**i for i in range(4))
@@ -48,25 +47,17 @@ class Model(nn.Module):
   dtype: str = "float32"
 
   def __post_init__(self) -> None:
-    values: dict[str, Any] = {}
     if self.variant is not None:
       key = "config.model.variant"
       settings.check_choice(key, self.variant, VARIANTS)
-      values |= VARIANTS[self.variant]
-    for name in ("depths", "widths"):
-      if getattr(self, name) is not None:
-        values[name] = getattr(self, name)
-      if name not in values:
-        raise settings.ConfigError(
-          f"config.model.{name}: missing; give it, or a variant such as 'tiny'."
-        )
-    options.set_fields(self, values)
-    if len(self.depths) != len(self.widths):
+      sizes = VARIANTS[self.variant].items()
+      options.set_fields(self, {n: getattr(self, n) or x for n, x in sizes})
+    if len(self.depths or ()) != len(self.widths or (0,)):
       raise settings.ConfigError(
         f"config.model.depths={self.depths}: expected as many as widths, "
-        f"{self.widths}."
+        f"{self.widths}, or a variant such as 'tiny'."
       )
-    options.check_fields(self, "drop_path", version=VERSIONS, mlp=vit.MLPS[:3])
+    options.check_fields(self, "drop_path", version=(1, 2), mlp=vit.MLPS[:3])
     super().__post_init__()
 
   @nn.compact
@@ -90,8 +81,7 @@ class Model(nn.Module):
         x_BHWD = norm(name=f"down{stage}_norm")(x_BHWD)
         x_BHWD = conv(D, (2, 2), (2, 2), name=f"conv_down{stage}")(x_BHWD)
       for i in range(1, self.depths[stage - 1] + 1):
-        names = ("version", "mlp", "layer_scale", "dtype")
-        of_block = [getattr(self, name) for name in names]
+        of_block = (self.version, self.mlp, self.layer_scale, self.dtype)
         y_BHWD = Block(*of_block, name=f"stage{stage}_block{i}")(x_BHWD)
         if (rate := rates.pop(0)) and train:
           y_BHWD = encoder.drop_path(y_BHWD, rate, self.make_rng("dropout"))

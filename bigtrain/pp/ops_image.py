@@ -5,10 +5,13 @@ JPEG that the crop needs and gives the same pixels. Images are RGB, [H, W, C],
 top row first. EXIF orientation is ignored, as in the published recipes.
 """
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from bigtrain.pp import registry, xp
+from bigtrain.files import paths
+from bigtrain.pp import ops_basic, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
@@ -178,6 +181,51 @@ def resize_small(
     return _resize(image, target, method, antialias, cut_off)
 
   return registry.on_feature(fn, key, key_result, tensorflow=True)
+
+
+_RESAMPLES = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
+
+
+@registry.register("published")
+def published(folder: str, key: str = "image") -> Op:
+  """Resizes, crops and normalizes as a model's preprocessor_config.json says.
+
+  With the pixels of Hugging Face's transformers; `decode` comes before.
+  """
+  path = os.path.join(paths.absolute(folder), "preprocessor_config.json")
+  try:
+    values = {"size": 224, "resample": 2} | json.loads(paths.read_bytes(path))
+  except (OSError, ValueError) as e:
+    raise ConfigError(f"{path}: cannot be read: {e}") from e
+  method, size = _RESAMPLES.get(values["resample"], ""), values["size"]
+  if not method or "crop_pct" in values or "longest_edge" in str(size):
+    raise ConfigError(
+      f"{path}: expected resample of {[*_RESAMPLES]}, a size without a "
+      "longest_edge, and no crop_pct."
+    )
+  sides = lambda x: x if isinstance(x, int) else (x["height"], x["width"])
+  shorter = isinstance(size, dict) and size.get("shortest_edge")
+
+  def fn(image, u):
+    xp.require_image(image, u, "published")
+    now = tf.shape(image)[:2]
+    new = now * shorter // tf.reduce_min(now) if shorter else pair(sides(size))
+    # Columns, then rows, each to bytes, as in Pillow and torchvision.
+    image = _resize(image, (now[0], new[1]), method, True)
+    return _resize(image, new, method, True)
+
+  ops, unit, mean, std = [], 1.0, [0.0] * 3, [1.0] * 3
+  if values.get("do_resize", True):
+    ops.append(registry.on_feature(fn, key, tensorflow=True))
+  if values.get("do_center_crop"):
+    crop = sides(values.get("crop_size", 224))
+    ops.append(ops_basic.central_crop(crop, key))
+  if values.get("do_rescale", True):
+    unit = values.get("rescale_factor", 1 / 255)
+  if values.get("do_normalize", True):
+    mean, std = values["image_mean"], values["image_std"]
+  scaled = [tuple(x / unit for x in channels) for channels in (mean, std)]
+  return registry.compose([*ops, ops_basic.vgg_value_range(*scaled, key)])
 
 
 @registry.register("naflex")

@@ -56,7 +56,7 @@ def test_stochastic_depth_leaves_out_branches_in_training():
   ("options", "message"),
   [
     (dict(variant="tinny"), "Did you mean 'tiny'"),
-    (dict(depths=(1, 1)), "config.model.widths: missing"),
+    (dict(depths=(1, 1)), "as many as widths, None, or a variant"),
     (dict(TINY, depths=(1,)), "expected as many as widths"),
     (dict(TINY, version=3), "config.model.version"),
   ],

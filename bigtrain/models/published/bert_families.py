@@ -161,10 +161,6 @@ _IGNORED = {
   r"(cls\.predictions|lm_head)\.decoder\..*": "the embedding, and the bias",
   r"cls\.seq_relationship\..*": "only for training",
 }
-_HEADS = {
-  "pre_logits/kernel": {r"pooler\..*": "of features without a tanh layer"},
-  "mlm_bias": {r"(cls|lm_head)\..*": "of the prediction of tokens"},
-}
 
 
 def load(
@@ -181,8 +177,10 @@ def load(
     for name, x in flat.items()
   }
   ignored = dict(_IGNORED)
-  for ours, patterns in _HEADS.items():
-    ignored |= {} if ours in like else patterns
+  if "mlm_bias" not in like:
+    ignored[r"(cls|lm_head)\..*"] = "of the prediction of tokens"
+  if "pre_logits/kernel" not in like:
+    ignored[r"pooler\..*"] = "of features without a tanh layer"
   layouts = {name: family.arrays for name, family in FAMILIES.items()}
   layouts["flaxformer"] = _flaxformer_arrays()
   result = tables.load(layouts, names, like, param_dims, ignored=ignored)
