@@ -97,6 +97,7 @@ def write(
     shape, size = tuple(leaf.shape), math.prod(leaf.shape)
     spec = getattr(getattr(leaf, "sharding", None), "spec", ())
     axes = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in spec]
+    axes += ["-"] * (len(shape) - len(axes)) if any(spec) else []
     named = dims.text(param_dims or {}, name)
     row = _Row(
       name, shape, str(leaf.dtype), size, flags[name], named, " ".join(axes)

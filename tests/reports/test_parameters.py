@@ -72,11 +72,12 @@ def test_shapes_alone_have_no_moments(tmp_path):
 def test_dimensions_have_names_and_axes_of_the_mesh(tmp_path):
   mesh = sharding.make_mesh(fsdp=-1)
   over = jax.sharding.NamedSharding(mesh, jax.P(None, ("replica", "fsdp")))
-  specs = {"up": {"kernel": jax.ShapeDtypeStruct((2, 8), "f4", sharding=over)}}
+  kernel = jax.ShapeDtypeStruct((2, 8, 3), "f4", sharding=over)
+  specs = {"up": {"kernel": kernel}}
   flags = {"up": {"kernel": True}}
   text = parameters.write(
-    str(tmp_path), specs, flags, {}, "", {".*/kernel": "D -> F"}
+    str(tmp_path), specs, flags, {}, "", {".*/kernel": "D -> H K"}
   )
   (line,) = [line for line in text.splitlines() if "up/kernel" in line]
   cells = [cell.strip() for cell in line.strip("|").split("|")]
-  assert cells[-2:] == ["D -> F", "- replica+fsdp"]
+  assert cells[-2:] == ["D -> H K", "- replica+fsdp -"]

@@ -8,6 +8,7 @@ import shutil
 import types
 
 import numpy as np
+import pytest
 
 from bigtrain import main
 from bigtrain.reports import rows
@@ -70,6 +71,7 @@ def tool(workdir, all_checkpoints=False, follow=False):
   return {row["step"]: row for row in printed}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_run_removes_is_skipped(
   tiny_config, tmp_path, monkeypatch, caplog
 ):

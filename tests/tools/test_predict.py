@@ -150,7 +150,13 @@ TASKS = {
 }
 
 
-@pytest.fixture(scope="module", params=TASKS)
+@pytest.fixture(
+  scope="module",
+  params=[
+    "language_modeling",
+    pytest.param("seq2seq", marks=pytest.mark.slow),
+  ],
+)
 def texts_run(request, tmp_path_factory):
   """(folder of a model of texts, its predict functions)."""
   folder = tmp_path_factory.mktemp("texts")
