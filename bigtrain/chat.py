@@ -156,9 +156,8 @@ class Template:
     """
     name = "tool_use" if tools and "tool_use" in self.texts else "default"
     if now is not None:
-      variables = {
-        "strftime_now": lambda form: now().strftime(form)
-      } | variables
+      clock = {"strftime_now": lambda form: now().strftime(form)}
+      variables = clock | variables
     template = _compiled(self.texts[name], self.name)
     try:
       return template.render(
@@ -212,11 +211,8 @@ def supervised(
   if loss == "all":
     return ids, np.ones(len(ids), bool)
   trained = np.zeros(len(ids), bool)
-  turns = [
-    i
-    for i, message in enumerate(messages)
-    if message["role"] == "assistant" and i >= first
-  ]
+  turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
+  turns = [i for i in turns if i >= first]
   for i in turns[-1:] if loss == "last" else turns:
     if not messages[i].get("weight", 1):
       continue
@@ -281,9 +277,8 @@ def get(spec: str | None, tokenizer: str) -> Template:
   if spec is None:
     return Template.of_folder(folder)
   if spec in _NAMED:
-    return Template(
-      f"'{spec}'", {"default": _NO_TOOLS + _NAMED[spec]}, _tokens(folder)
-    )
+    texts = {"default": _NO_TOOLS + _NAMED[spec]}
+    return Template(f"'{spec}'", texts, _tokens(folder))
   path = paths.absolute(spec)
   if os.path.isdir(path):
     return Template.of_folder(path)
@@ -344,20 +339,8 @@ def _environment() -> Any:
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
-  def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-  ) -> str:
-    return json.dumps(
-      value,
-      ensure_ascii=ensure_ascii,
-      indent=indent,
-      separators=separators,
-      sort_keys=sort_keys,
-    )
+  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,

@@ -84,10 +84,8 @@ def from_config(
   as_loaded = {"base": lora.unquantized(shapes)}
   like_base = sharding.state_spec(as_loaded, mesh, rules)["base"]
   in_full = lora.in_full(state_spec["params"])
-  like = {
-    "params": trees.merge(like_base, in_full),
-    **state_spec.get("mutable", {}),
-  }
+  params = trees.merge(like_base, in_full)
+  like = {"params": params, **state_spec.get("mutable", {})}
 
   def fresh() -> dict[str, Any]:
     others = variables()
@@ -101,9 +99,8 @@ def from_config(
       base = jax.jit(variables.base, out_shardings=place)()
       named = trees.flatten_with_names(lora.unquantized(base))
       return Loaded(base, about(dict(named)), {})
-    init = jax.jit(
-      fresh, out_shardings=jax.tree.map(lambda x: x.sharding, like)
-    )
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    init = jax.jit(fresh, out_shardings=shardings)
     return load(source, like, place, init, module, model)
 
   return Base(model, spec, read)
@@ -123,9 +120,8 @@ def load(
     like: {"params": specs of all arrays but adapters, mutable collections}.
     place: shardings of the base as it is kept.
   """
-  variables = warm_start.load_variables(
-    source, like, init=init, module=module, key=KEY
-  )
+  read = warm_start.load_variables
+  variables = read(source, like, init=init, module=module, key=KEY)
   params = traverse_util.flatten_dict(variables.pop("params"), sep="/")
   place = traverse_util.flatten_dict(place, sep="/")
   base = {name: params.pop(name) for name in place}
@@ -164,8 +160,3 @@ def _digest(named: Sequence[tuple[str, jax.Array]]) -> str:
     total = checksums.as_text(checksums.add(part[name] for part in parts))
     result.update(f"{name} {x.dtype} {x.shape} {total}\n".encode())
   return result.hexdigest()[:32]
-
-
-def source_path(config: Mapping[str, Any]) -> str | None:
-  source = config.get("model_init")
-  return source["path"] if isinstance(source, Mapping) else source

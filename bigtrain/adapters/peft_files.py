@@ -94,9 +94,8 @@ class Published(NamedTuple):
     rows, columns, first = [], [], 0
     starts = []
     for name, index in tensor.parts:
-      shape = [
-        len(range(*s.indices(n))) for s, n in zip(index, self.shapes[name])
-      ]
+      sizes = zip(index, self.shapes[name])
+      shape = [len(range(*s.indices(n))) for s, n in sizes]
       I, O = self.shape(name).rows, self.shape(name).columns
       row_IO, column_IO = np.mgrid[:I, first : first + O]
       rows.append(row_IO.reshape(shape))
@@ -207,9 +206,8 @@ def _config(
   options: Options,
 ) -> dict[str, Any]:
   last = lambda module: module.rpartition(".")[2]
-  whole = {last(m) for m in modules} - {
-    last(m) for m in modules if m not in ranks
-  }
+  whole = set(map(last, modules))
+  whole -= {last(m) for m in modules if m not in ranks}
   targets = sorted({last(m) if last(m) in whole else m for m in ranks})
   rank = collections.Counter(ranks.values()).most_common(1)[0][0]
   alpha = collections.Counter(alphas.values()).most_common(1)[0][0]

@@ -52,10 +52,8 @@ def load_base(
     raise ConfigError(
       f"{frozen_base.KEY}: missing; expected the base of the run's adapters."
     )
-  specs = {
-    name: jax.ShapeDtypeStruct(shape, dtype)
-    for name, (dtype, shape) in saved["arrays"].items()
-  }
+  arrays = saved["arrays"].items()
+  specs = {n: jax.ShapeDtypeStruct(shape, d) for n, (d, shape) in arrays}
   stored = {
     name: jax.eval_shape(
       lambda x, name=name: model.adapters.stored(name, x, adapted.table), spec
@@ -73,9 +71,8 @@ def load_base(
   )
   # What trains in full may be missing, and is the checkpoint's.
   init = lambda: {"params": in_full}
-  loaded = frozen_base.load(
-    source, {"params": like}, place, init, module, model
-  )
+  like = {"params": like}
+  loaded = frozen_base.load(source, like, place, init, module, model)
   changes.check_base(saved, loaded.saved)
   return loaded.base
 
@@ -115,9 +112,8 @@ def merged(
     root, _, last = name.rpartition("/")
     if last == lora.A:
       kernel, prefix = f"{root}/kernel", f"{root}/"
-      factors = {
-        f: params[prefix + f] for f in lora.FACTORS if prefix + f in params
-      }
+      names = [f for f in lora.FACTORS if prefix + f in params]
+      factors = {f: params[prefix + f] for f in names}
       scale = model.adapters.options.scale(kernel)
       result[kernel] = lora.merged(result[kernel], factors, scale)
     elif last not in lora.FACTORS:
@@ -127,9 +123,8 @@ def merged(
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
   """The config of the merged model."""
-  return {
-    k: v for k, v in config.items() if k not in ("adapters", "model_init")
-  }
+  of_run = ("adapters", "model_init")
+  return {key: x for key, x in config.items() if key not in of_run}
 
 
 def published(
@@ -166,10 +161,7 @@ def write_peft(
   params: Params,
   saved: Mapping[str, Any],
 ) -> int:
-  """Writes adapters as PEFT's files; returns the number of arrays.
-
-  `saved` is the description of the base in the checkpoint.
-  """
+  """Writes adapters of the `saved` base for PEFT; returns their number."""
   model = Adapted.of(config).model
   flat = traverse_util.flatten_dict(params, sep="/")
   arrays = {name: np.asarray(x) for name, x in flat.items()}
@@ -177,9 +169,11 @@ def write_peft(
   shapes = {name: tuple(shape) for name, (_, shape) in saved["arrays"].items()}
   shapes |= {name: tuple(x.shape) for name, x in in_full.items()}
   layout = published(config, shapes)
+  source = config.get("model_init")
+  path = source["path"] if isinstance(source, Mapping) else source
   about = {
     "fan_in_fan_out": bool(layout.prefix),  # GPT-2's Conv1D.
-    "base_model_name_or_path": frozen_base.source_path(config),
+    "base_model_name_or_path": path,
   }
   if config["model_name"] == "decoder":
     about["task_type"] = "CAUSAL_LM"

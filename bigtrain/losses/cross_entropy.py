@@ -40,8 +40,7 @@ def softmax_xent(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
   )
   logits = logits.astype(jnp.float32)
-  # The loss depends only on differences of logits, and small numbers keep
-  # their digits.
+  # Only differences of logits matter, and small numbers keep their digits.
   top = jax.lax.stop_gradient(largest(logits, axis_name))
   logits = logits - top[..., None]
   normaliser = jnp.log(total_of(jnp.sum(jnp.exp(logits), axis=-1), axis_name))
@@ -88,8 +87,7 @@ def sigmoid_xent(
   if label_smoothing:
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
-  # A formula with abs(logits) has the wrong gradient at 0, where zero
-  # initialised heads start.
+  # With abs(logits) the gradient would be wrong at 0, where zero heads start.
   softplus = jax.nn.softplus
   losses = labels * softplus(-logits) + (1 - labels) * softplus(logits)
   return jnp.sum(losses, axis=-1) + invalid

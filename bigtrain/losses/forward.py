@@ -16,10 +16,7 @@ def apply(
   collect: tuple[str, ...] = (),
   **kwargs: Any,
 ) -> tuple[Any, Variables]:
-  """Returns (output, mutable collections), which only training changes.
-
-  The model writes `collect` in training, besides its own collections.
-  """
+  """Returns (output, mutable collections), which only training changes."""
   mutable = [name for name in variables if name != "params"]
   out, new = model.apply(
     variables,

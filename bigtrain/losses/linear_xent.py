@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from bigtrain import model_flops, settings, sharding
 from bigtrain.losses import cross_entropy
 
-# Most elements at a time, on a device, of the logits and of a chunk's share of
-# the kernel's gradient: 256 MiB each in float32.
+# Most elements of logits, and of a kernel's gradient, at a time: 256 MiB each.
 _LOGITS_AT_A_TIME = 2**26
 _PRODUCT_AT_A_TIME = 2**26
 
@@ -239,10 +238,9 @@ _token_losses.defvjp(_forward, _backward)
 
 
 def _untransposed_on_cpu(product_DV: jax.Array, dtype: Any) -> jax.Array:
-  """Stops XLA on CPUs from transposing a float32 product of bfloat16 operands.
+  """Stops XLA from transposing a float32 product of bfloat16 operands.
 
-  It would rewrite (X @ Y).T, the gradient of a tied head, as Y.T @ X.T, which
-  its library cannot multiply: "Unsupported element type for DotThunk".
+  XLA on CPUs cannot compute (X @ Y).T, a tied head's gradient, as Y.T @ X.T.
   """
   if jax.default_backend() == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
     return jax.lax.optimization_barrier(product_DV)

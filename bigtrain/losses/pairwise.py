@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops, settings, sharding
 
-# Logit of padding. It is finite so that a chunk of padding alone has a gradient
-# of 0, not NaN.
+# Logit of padding; finite, as gradients of padding alone must be 0, not NaN.
 _PADDING_LOGIT = -1e30
 
 # (logits [b, K], whether the column matches the row [b, K], whether the column
@@ -124,9 +123,8 @@ def _over_chunks(
   body = functools.partial(_scan_chunks, chunk_fn, chunk)
   mesh = jax.sharding.get_abstract_mesh()
   if not set(sharding.BATCH_AXES) <= set(mesh.axis_names):
-    return body(
-      rows_BE, columns_BmE, weight_B, jnp.arange(len(rows_BE)), scale, bias
-    )
+    number_B = jnp.arange(len(rows_BE))
+    return body(rows_BE, columns_BmE, weight_B, number_B, scale, bias)
   axes = sharding.batch_axes(mesh)
 
   def on_device(
@@ -136,8 +134,7 @@ def _over_chunks(
     scale: jax.Array,
     bias: jax.Array,
   ) -> dict[str, jax.Array]:
-    # Each device uses copies of its own from here on. Otherwise the gradients
-    # would be summed over devices for each chunk.
+    # Copies of its own: gradients are summed over devices once, not each chunk.
     scale, bias = jax.lax.pcast((scale, bias), axes, to="varying")
     first = jax.lax.axis_index(axes) * len(rows_bE)
     number_b = first + jnp.arange(len(rows_bE))
@@ -183,9 +180,8 @@ def _scan_chunks(
     match_bK = m * number_b[:, None] == number_K
     fixed_bK = jax.lax.stop_gradient(logits_bK)
     right_b = jnp.max(fixed_bK, axis=1, where=match_bK, initial=-jnp.inf)
-    wrong_b = jnp.max(
-      fixed_bK, axis=1, where=~match_bK & real_K, initial=-jnp.inf
-    )
+    others_bK = ~match_bK & real_K
+    wrong_b = jnp.max(fixed_bK, axis=1, where=others_bK, initial=-jnp.inf)
     values = chunk_fn(logits_bK, match_bK, real_K)
     return None, {**values, "right": right_b, "wrong": wrong_b}
 

@@ -17,18 +17,12 @@ from bigtrain import settings
 
 
 class Pairs(NamedTuple):
-  """Log-probabilities of the answers, summed over their tokens.
-
-  Attributes:
-    tokens_B2: numbers of tokens; 0 for an absent answer, as KTO allows.
-    reference_B2: of the reference; None if the method has none.
-    drift: of kto: mean of mismatched answers' log-ratios to the reference.
-  """
+  """Log-probabilities of the answers, summed over their tokens."""
 
   sums_B2: jax.Array
-  tokens_B2: jax.Array
-  reference_B2: jax.Array | None = None
-  drift: jax.Array | float = 0.0
+  tokens_B2: jax.Array  # Numbers of tokens; 0 for an absent answer, as in KTO.
+  reference_B2: jax.Array | None = None  # If the method has a reference.
+  drift: jax.Array | float = 0.0  # Of kto: log-ratio of mismatched answers.
 
   @property
   def ratio_B2(self) -> jax.Array:
@@ -40,21 +34,13 @@ class Pairs(NamedTuple):
 
 
 class Options(NamedTuple):
-  """Options of the losses, by TRL's and the papers' letters.
+  """Options of the losses, by TRL's and the papers' letters."""
 
-  Attributes:
-    beta: inverse strength of the pull to the reference, or of the margin.
-    label_smoothing: share of pairs whose order is taken to be wrong.
-    gamma: margin of simpo.
-    sft: weight of the chosen answer's mean negative log-probability.
-    desirable, undesirable: weights of kto's chosen and rejected answers.
-  """
-
-  beta: float = 0.1
-  label_smoothing: float = 0.0
-  gamma: float = 0.5
-  sft: float = 0.0
-  desirable: float = 1.0
+  beta: float = 0.1  # Inverse strength of the reference, or of the margin.
+  label_smoothing: float = 0.0  # Share of pairs with a wrong order.
+  gamma: float = 0.5  # Margin of simpo.
+  sft: float = 0.0  # Weight of the chosen answer's loss, a mean over tokens.
+  desirable: float = 1.0  # Weight of kto's chosen answers; then of the others.
   undesirable: float = 1.0
 
   def smoothed(self, x_B: jax.Array) -> jax.Array:

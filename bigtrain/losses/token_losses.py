@@ -87,17 +87,11 @@ def model_losses(
     z_loss=z_loss,
   )
   losses = head(out["pre_logits"], targets_BL, weight_BL)
-  by_token = {
-    "loss": (losses.total, jnp.sum(weight_BL)),
-    "accuracy": metrics.pair(losses.correct_BL, weight_BL),
-  }
-  return ModelLosses(
-    by_token,
-    losses.loss_BL,
-    losses.correct_BL,
-    out.get("moe"),
-    mutable,
-  )
+  loss = losses.total, jnp.sum(weight_BL)
+  accuracy = metrics.pair(losses.correct_BL, weight_BL)
+  by_token = {"loss": loss, "accuracy": accuracy}
+  _, loss_BL, correct_BL = losses
+  return ModelLosses(by_token, loss_BL, correct_BL, out.get("moe"), mutable)
 
 
 class TokenTask(NamedTuple):
@@ -285,10 +279,7 @@ def _head(variables: Variables, model: Any) -> tuple[jax.Array, Any, Any]:
 def real_positions(
   weight_BL: jax.Array, segments_BL: jax.Array | None = None
 ) -> jax.Array:
-  """Returns bool [B, L], whether a target with a loss depends on a position.
-
-  Such targets are at the position, or later in its document.
-  """
+  """Bool [B, L]: a target with a loss is here, or later in the document."""
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)
   next_BL = jax.lax.cummin(own_BL, axis=1, reverse=True)

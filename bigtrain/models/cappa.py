@@ -47,43 +47,33 @@ class Model(nn.Module):
   """Captioner. The encoder's fields are described in models/vit.py.
 
   Attributes:
-    vocab_size: V.
-    max_len: largest number of tokens of a text.
     variant, patch_size, width, depth, mlp_dim, num_heads: the encoder's.
-    posemb: "learn" or "sincos2d", in encoder and decoder.
     dropout, drop_path: the encoder's.
     decoder_width, decoder_depth, decoder_mlp_dim: the encoder's if None.
-    decoder_num_heads: must divide D; the encoder's number if None.
-    decoder_dropout: rate in the decoder.
-    decoder_bias: whether the decoder's MLPs and layer norms have biases.
-    mask_token: whether token V is a mask token, for parallel prediction.
-    scan: whether to compile one block and loop over stacked parameters.
-    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
-    dtype: dtype of the computation; parameters and logits are float32.
   """
 
-  vocab_size: int
-  max_len: int = 64
+  vocab_size: int  # V.
+  max_len: int = 64  # Largest number of tokens of a text.
   variant: str | None = None
   patch_size: Any = None
   width: int | None = None
   depth: int | None = None
   mlp_dim: int | None = None
   num_heads: int | None = None
-  posemb: str = "learn"
+  posemb: str = "learn"  # "learn" or "sincos2d", in encoder and decoder.
   dropout: float = 0.0
   drop_path: float = 0.0
   decoder_width: int = options.DERIVED
   decoder_depth: int = options.DERIVED
   decoder_mlp_dim: int = options.DERIVED
-  decoder_num_heads: int = options.DERIVED
-  decoder_dropout: float = 0.0
-  decoder_bias: bool = True
-  mask_token: bool = False
-  scan: bool = False
-  attention: str = "auto"
-  remat_policy: str = "none"
-  dtype: str = "float32"
+  decoder_num_heads: int = options.DERIVED  # Must divide D.
+  decoder_dropout: float = 0.0  # Rate in the decoder.
+  decoder_bias: bool = True  # Whether its MLPs and layer norms have biases.
+  mask_token: bool = False  # Whether token V is one, for parallel prediction.
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
     encoder = _encoder(self, parent=None)
@@ -227,8 +217,7 @@ class Model(nn.Module):
   ) -> tuple[jax.Array, kv_cache.Cache]:
     """Returns (float32 logits (B, V) of the token at `position`, new cache).
 
-    `token_B` are the tokens before it, 0 at first. B may be a multiple of the
-    number of images.
+    `token_B` come before it, 0 at first. B may be a multiple of the images.
     """
     posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
     (hidden_B1D, head), new_cache = self.decoder(

@@ -46,13 +46,8 @@ _LLAMA3 = dict(
 
 
 def _llama3_scaling(factor: float) -> dict[str, Any]:
-  return dict(
-    type="llama3",
-    factor=factor,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_len=8192,
-  )
+  options = dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0)
+  return dict(type="llama3", original_len=8192, **options)
 
 
 _LLAMA32_1B = dict(width=2048, depth=16, num_heads=32, mlp_dim=8192)
@@ -96,8 +91,7 @@ def _chosen(num_experts: int, top_k: int) -> dict[str, Any]:
   return dict(num_experts=num_experts, top_k=top_k, score="softmax_of_top")
 
 
-# "gpt2" and "llama" have no sizes; "mu" is for tests. The Llamas are 3.2 1B,
-# 3.1 8B and 3.1 70B, the others as published.
+# "gpt2" and "llama" have no sizes; "mu" is for tests; the others are published.
 VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2": _GPT2,
   "gpt2_mu": _GPT2 | _MU,
@@ -145,124 +139,70 @@ QK_NORMS = ("head", "projection", "l2")
 
 _SIZES = ("vocab_size", "width", "depth", "num_heads")
 # Fields that are None unless they are given: then the variant's, or these.
-_DEFAULTS: dict[str, Any] = dict(
-  rope_theta=1e4,
-  norm_offset=0.0,
-  norm_at="pre",
-  layers=(),
-  sinks=False,
-  embed_multiplier=1.0,
-)
+_DEFAULTS: dict[str, Any] = dict(rope_theta=1e4, norm_offset=0.0, norm_at="pre")
+_DEFAULTS |= dict(layers=(), sinks=False, embed_multiplier=1.0)
 _GIVEN_BY_VARIANTS = {name for v in VARIANTS.values() for name in v}
 
 
 class Model(nn.Module):
-  """The decoder. After construction no field that a variant gives is None.
+  """The decoder. After construction no field that a variant gives is None."""
 
-  Attributes:
-    variant: a name in VARIANTS, the defaults of the fields that are None;
-      "gpt2" if None.
-    vocab_size: V.
-    width: D.
-    depth: N.
-    num_heads: H.
-    num_kv_heads: G, which divides H; H by default.
-    head_dim: K; D / H by default.
-    mlp_dim: F; 4 D by default.
-    max_len: largest number of positions; needed for posemb "learn".
-    posemb: "learn", "rope" or "none".
-    rope_theta: base of the wavelengths; 10,000 by default.
-    rope_scaling: see positions.frequencies.
-    rope_fraction: share of a head's features that rotate, the first ones.
-    rope_interleaved: whether features 2 i and 2 i + 1 are a pair.
-    norm: "layernorm" or "rmsnorm".
-    norm_eps: added to the variance in norms.
-    norm_offset: added to the norms' scales; Gemma's is 1.
-    norm_at: "pre", before a branch; "post", after it; or "sandwich", both.
-    parallel: whether the attention's norm is the MLP's too.
-    mlp: a name in mlp.KINDS.
-    mlp_clip: bounds of gated MLPs: limit, alpha and up_offset.
-    moe: options of moe.Options: experts of kind `mlp` in place of MLPs.
-    use_bias: names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp",
-      "norm".
-    tied_head: whether the head is the embedding.
-    num_classes: classes of a text, of the head `score`; 1 for a number.
-    pool: what represents a text: its "last" or "first" token, or their "mean".
-    qk_norm: norms of queries and keys, "head", "projection" (over all heads),
-      "l2" (by head, without a scale) or None; True is "head".
-    qk_norm_after_rope: whether these norms follow the rotation.
-    qkv_clip: largest size of the entries of queries, keys and values.
-    window: number of positions that each position sees; all if None.
-    kinds: {name: fields of layer_kinds.FIELDS} of layers that differ.
-    layers: names in `kinds`, a period of layers that repeats; it need not
-      divide the depth.
-    first_layers: names of the layers before the first period.
-    attention_scale: factor of the scores; 1 / sqrt(K) if None.
-    attention_softcap: scores s become softcap * tanh(s / softcap).
-    query_scale: growth of queries with their position: beta, original_len and
-      log, see positions.query_scale.
-    sinks: whether each head's softmax has one more logit, a parameter.
-    embed_multiplier: factor of the embeddings, or "sqrt_width".
-    residual_multiplier: factor of residual branches.
-    logits_multiplier: factor of the logits.
-    logits_softcap: logits x become softcap * tanh(x / softcap).
-    dropout: rate after the embedding and on residual branches.
-    neftune: size of noise on the embeddings in training, arXiv 2310.05914.
-    init_std: standard deviation of the initial kernels; kernels that write to
-      the residual stream have init_std / sqrt(2 N), as in GPT-2.
-    scan: whether to compile one block and loop over stacked parameters.
-    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
-    dtype: dtype of the computation; parameters and logits are float32.
-  """
-
-  variant: str | None = None
-  vocab_size: int = options.DERIVED
-  width: int = options.DERIVED
-  depth: int = options.DERIVED
-  num_heads: int = options.DERIVED
-  num_kv_heads: int = options.DERIVED
-  head_dim: int = options.DERIVED
-  mlp_dim: int = options.DERIVED
-  max_len: int | None = None
-  posemb: str = options.DERIVED
-  rope_theta: float = options.DERIVED
-  rope_scaling: Mapping[str, Any] | None = None
-  rope_fraction: float = 1.0
-  rope_interleaved: bool = False
-  norm: str = options.DERIVED
-  norm_eps: float = options.DERIVED
-  norm_offset: float = options.DERIVED
-  norm_at: str = options.DERIVED
-  parallel: bool = False
-  mlp: str = options.DERIVED
-  mlp_clip: Any = None
-  moe: Any = None
+  variant: str | None = None  # A name in VARIANTS, by default "gpt2".
+  vocab_size: int = options.DERIVED  # V.
+  width: int = options.DERIVED  # D.
+  depth: int = options.DERIVED  # N.
+  num_heads: int = options.DERIVED  # H.
+  num_kv_heads: int = options.DERIVED  # G, which divides H; by default H.
+  head_dim: int = options.DERIVED  # K; D / H by default.
+  mlp_dim: int = options.DERIVED  # F; 4 D by default.
+  max_len: int | None = None  # Number of positions; posemb "learn" needs it.
+  posemb: str = options.DERIVED  # "learn", "rope" or "none".
+  rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
+  rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
+  rope_fraction: float = 1.0  # Share of features that rotate, the first ones.
+  rope_interleaved: bool = False  # Whether 2 i and 2 i + 1 are a pair.
+  norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
+  norm_eps: float = options.DERIVED  # Added to the variance in norms.
+  norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
+  norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
+  parallel: bool = False  # Whether attention and MLP share a norm.
+  mlp: str = options.DERIVED  # A name in mlp.KINDS.
+  mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
+  moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
+  # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
-  tied_head: bool = options.DERIVED
+  tied_head: bool = options.DERIVED  # Whether the head is the embedding.
+  # Number of classes of a text, 1 for a reward or a number, by a linear layer
+  # `score`, without a bias.
   num_classes: int | None = None
-  pool: str = "last"
+  pool: str = "last"  # What represents a text: its "last", "first" or "mean".
+  # Norms of queries and keys, "head", "projection" (over all heads), "l2" (by
+  # head, without a scale) or None; True is "head".
   qk_norm: Any = None
-  qk_norm_after_rope: bool = False
-  qkv_clip: float | None = None
-  window: int | None = None
+  qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
+  qkv_clip: float | None = None  # Largest entry of queries, keys and values.
+  window: int | None = None  # Number of positions that each one sees.
+  # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
+  # Names in `kinds`, a repeated period, which need not divide the depth.
   layers: Sequence[str] = options.DERIVED
-  first_layers: Sequence[str] = ()
-  attention: str = "auto"
-  attention_scale: float | None = None
-  attention_softcap: float | None = None
-  query_scale: Any = None
-  sinks: bool = options.DERIVED
-  embed_multiplier: float | str = options.DERIVED
-  residual_multiplier: float = 1.0
-  logits_multiplier: float = 1.0
-  logits_softcap: float | None = None
-  dropout: float = 0.0
-  neftune: float = 0.0
+  first_layers: Sequence[str] = ()  # Before the first period.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
+  attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
+  query_scale: Any = None  # Options of positions.query_scale, by position.
+  sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
+  embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
+  residual_multiplier: float = 1.0  # Of residual branches.
+  logits_multiplier: float = 1.0  # Factor of the logits.
+  logits_softcap: float | None = None  # Logits x: cap * tanh(x / cap).
+  dropout: float = 0.0  # Rate after the embedding and on branches.
+  neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
+  # Of kernels; those that write to the stream have init_std / sqrt(2 N).
   init_std: float = 0.02
-  scan: bool = False
-  remat_policy: str = "none"
-  dtype: str = "float32"
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
     values = options.filled(
@@ -307,9 +247,8 @@ class Model(nn.Module):
       num_classes, logits are (B, C) and "pre_logits" (B, D).
     """
     init = nn.initializers.normal(self.init_std)
-    embedding_VD = self.param(
-      "token_embedding", init, (self.vocab_size, self.width)
-    )
+    V, D = self.vocab_size, self.width
+    embedding_VD = self.param("token_embedding", init, (V, D))
     x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
     if self.embed_multiplier != 1:
       multiplier = self.embed_multiplier
@@ -346,8 +285,11 @@ class Model(nn.Module):
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
       return self._class_logits(out["pre_logits"]), out
-    if not self.tied_head or "head" in self.use_bias:
-      weights["head"] = _Head(self, name="head")()
+    D, V = self.width, self.vocab_size
+    kernel = None if self.tied_head else (D, V)
+    bias = (V,) if "head" in self.use_bias else None
+    if kernel or bias:
+      weights["head"] = kernels.Kernel(kernel, bias, init, name="head")()
     return self._logits(x_BLD, weights) if head else None, out
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
@@ -384,7 +326,10 @@ class Model(nn.Module):
     return x_BLD + jnp.take(table_LD, positions, axis=0).astype(self.dtype)
 
   def _class_logits(self, x_BD: jax.Array) -> jax.Array:
-    kernel_DC = _Head(self, name="score")()["kernel"].astype(self.dtype)
+    shape: Any = self.width, self.num_classes
+    init = kernels.initializer(self.init_std)
+    weights = kernels.Kernel(shape, init=init, name="score")()
+    kernel_DC = weights["kernel"].astype(self.dtype)
     return kernels.logits(x_BD[:, None], kernel_DC)[:, 0]
 
   def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
@@ -450,27 +395,8 @@ class Model(nn.Module):
       )
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
-    return kv_cache.of_layers(
-      batch_size, max_len, layers.caches, kind_N, self.dtype
-    )
-
-
-class _Head(nn.Module):
-  """Parameters of the head: a kernel unless it is tied, and a bias."""
-
-  model: Model
-
-  @nn.compact
-  def __call__(self) -> dict[str, jax.Array]:
-    model, result = self.model, {}
-    if not model.tied_head or model.num_classes:
-      init = kernels.initializer(model.init_std)
-      shape = (model.width, model.num_classes or model.vocab_size)
-      result["kernel"] = self.param("kernel", init, shape)
-    if "head" in model.use_bias and not model.num_classes:
-      zeros = nn.initializers.zeros
-      result["bias"] = self.param("bias", zeros, (model.vocab_size,))
-    return result
+    caches, dtype = layers.caches, self.dtype
+    return kv_cache.of_layers(batch_size, max_len, caches, kind_N, dtype)
 
 
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
@@ -499,10 +425,8 @@ def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
   differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
   starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
   ends_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (0, 1))), index_L, L - 1)
-  return (
-    jax.lax.cummax(starts_BL, axis=1),
-    jax.lax.cummin(ends_BL, axis=1, reverse=True),
-  )
+  first_BL = jax.lax.cummax(starts_BL, axis=1)
+  return first_BL, jax.lax.cummin(ends_BL, axis=1, reverse=True)
 
 
 def _read(model: Model) -> None:

@@ -54,28 +54,19 @@ _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 class Model(nn.Module):
-  """ResNet.
+  """ResNet."""
 
-  Attributes:
-    num_classes: C; None for a model without a head.
-    depth: number of layers, one of DEPTHS, or of the blocks in each stage.
-    version: 1 (v1.5) or 2 (pre-activation).
-    width: factor of all numbers of channels.
-    norm: "batch"; or group norms and standardised kernels, as big_vision's
-      "bit" has them, with version 1, and with version 2 its "bit_paper" or
-      transformers' and timm's "bit_torch".
-    groups: number of groups of a group norm.
-    dtype: dtype of the computation; parameters, statistics, the pooled features
-      and the head are float32.
-  """
-
-  num_classes: int | None = None
+  num_classes: int | None = None  # C; None for a model without a head.
+  # Number of layers, one of DEPTHS, or of the blocks in each stage.
   depth: int | Sequence[int] = 50
-  version: int = 1
-  width: float = 1.0
+  version: int = 1  # 1 (v1.5) or 2 (pre-activation).
+  width: float = 1.0  # Factor of all numbers of channels.
+  # "batch"; or group norms and standardised kernels, as big_vision's "bit" has
+  # them, with version 1, and with version 2 its "bit_paper" or transformers'
+  # and timm's "bit_torch".
   norm: str = "batch"
-  groups: int = 32
-  dtype: str = "float32"
+  groups: int = 32  # Number of groups of a group norm.
+  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
     options.check_fields(self, version=VERSIONS, norm=NORMS)

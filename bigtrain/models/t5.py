@@ -61,53 +61,29 @@ _NEEDED = ("vocab_size", "width", "depth", "num_heads")
 
 
 class Model(nn.Module):
-  """The model. After construction no field that a variant gives is None.
+  """The model. After construction no field that a variant gives is None."""
 
-  Attributes:
-    variant: a name in VARIANTS, the defaults of the fields that are None;
-      "t5_1_1" if None.
-    vocab_size: V.
-    width: D.
-    depth: N, number of blocks of the encoder.
-    decoder_depth: number of blocks of the decoder; N by default.
-    num_heads: H.
-    head_dim: K; D / H by default.
-    mlp_dim: F; 4 D by default.
-    mlp: "relu" or "geglu".
-    moe: options of moe.Options: experts of kind `mlp` in place of MLPs, in both
-      stacks.
-    tied_head: whether the head is the embedding; its input is then divided by
-      the root of D.
-    num_buckets: number of buckets of distances between positions.
-    max_distance: larger distances share the last bucket.
-    norm_eps: added to the variance in norms.
-    init_scale: factor of the kernels' initial variance; 0.1 suits experts.
-    dropout: rate after embeddings and final norms, in MLPs and on branches.
-    scan: whether to compile one block and loop over stacked parameters.
-    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
-    dtype: dtype of the computation; parameters and logits are float32.
-  """
-
-  variant: str | None = None
-  vocab_size: int = options.DERIVED
-  width: int = options.DERIVED
-  depth: int = options.DERIVED
-  decoder_depth: int = options.DERIVED
-  num_heads: int = options.DERIVED
-  head_dim: int = options.DERIVED
-  mlp_dim: int = options.DERIVED
-  mlp: str = options.DERIVED
-  moe: Any = None
+  variant: str | None = None  # A name in VARIANTS, by default "t5_1_1".
+  vocab_size: int = options.DERIVED  # V.
+  width: int = options.DERIVED  # D.
+  depth: int = options.DERIVED  # N, number of blocks of the encoder.
+  decoder_depth: int = options.DERIVED  # Number of its blocks; N by default.
+  num_heads: int = options.DERIVED  # H.
+  head_dim: int = options.DERIVED  # K; D / H by default.
+  mlp_dim: int = options.DERIVED  # F; 4 D by default.
+  mlp: str = options.DERIVED  # "relu" or "geglu".
+  moe: Any = None  # See moe.Options: experts in place of MLPs, in both stacks.
+  # Whether the head is the embedding, and its input divided by the root of D.
   tied_head: bool = options.DERIVED
-  num_buckets: int = 32
-  max_distance: int = 128
-  norm_eps: float = 1e-6
-  init_scale: float = 1.0
-  dropout: float = 0.0
-  scan: bool = False
-  attention: str = "auto"
-  remat_policy: str = "none"
-  dtype: str = "float32"
+  num_buckets: int = 32  # Number of buckets of distances between positions.
+  max_distance: int = 128  # Larger distances share the last bucket.
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  init_scale: float = 1.0  # Of the initial variance; 0.1 suits experts.
+  dropout: float = 0.0  # After embeddings and norms, in MLPs, on branches.
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
     values = options.filled(
@@ -134,7 +110,8 @@ class Model(nn.Module):
     self.encoder = t5_stack.Stack(blocks, self.depth, two_sided=True)
     self.decoder = t5_stack.Stack(blocks, self.decoder_depth, two_sided=False)
     if not self.tied_head:
-      self.head = kernels.Kernel((D, V), blocks.std(D))
+      init = nn.initializers.normal(blocks.std(D))
+      self.head = kernels.Kernel((D, V), init=init)
 
   def __call__(
     self,
@@ -274,8 +251,10 @@ class Model(nn.Module):
     return x_BLD * self.width**-0.5 if self.tied_head else x_BLD
 
   def _logits(self, x_BLD: jax.Array) -> jax.Array:
-    kernel_DV = self.token_embedding.T if self.tied_head else self.head()
-    return kernels.logits(x_BLD, kernel_DV.astype(self.dtype))
+    params: dict[str, Any] = {"token_embedding": self.token_embedding}
+    if not self.tied_head:
+      params["head"] = self.head()
+    return kernels.logits(x_BLD, self.head_kernel(params).astype(self.dtype))
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     if self.tied_head:

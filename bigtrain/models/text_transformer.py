@@ -34,64 +34,36 @@ POOL_TYPES = ("last", "first", "eos", "gap", "max", "map")
 
 
 class Model(nn.Module):
-  """Text tower. After construction no size is None.
+  """Text tower. After construction no size is None."""
 
-  Attributes:
-    num_classes: C; None for a model without a head.
-    variant: name of a ViT's sizes, such as "B", the defaults of the next four
-      fields.
-    width: D.
-    depth: number of blocks.
-    mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
-    num_heads: number of attention heads; must divide D.
-    vocab_size: number of token ids.
-    pool_type: "last" position (which must not be cut off: tokenize with
-      eos="sticky"), "first" position, "eos", the first token `eos_id`, "gap"
-      global average, "max", or "map", attention.
-    eos_id: id of the token that ends a text.
-    causal: whether a position attends to no later one.
-    norm_eps: added to the variance in norms.
-    mlp: a name in vit.MLPS.
-    post_norm: whether norms follow embeddings and residuals.
-    token_types: number of kinds of tokens, such as two sentences.
-    max_len: number of positions; by default the texts' L.
-    first_position: position of the first token.
-    pad_id: padding, to which no position attends; or none.
-    rep_size: whether a tanh layer of width D precedes the head.
-    mlm_head: whether it predicts the tokens, and pools nothing.
-    head_bias: whether the head has a bias.
-    dropout: rate in the MLPs and on residual branches.
-    scan: whether to compile one block and loop over stacked parameters.
-    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
-    dtype: dtype of the computation; parameters, the pooled features and the
-      head are float32.
-  """
-
-  num_classes: int | None = None
-  variant: str | None = None
-  width: int = options.DERIVED
-  depth: int = options.DERIVED
-  mlp_dim: int = options.DERIVED
-  num_heads: int = options.DERIVED
-  vocab_size: int = 32_000
+  num_classes: int | None = None  # C; None for a model without a head.
+  variant: str | None = None  # Name of a ViT's sizes, such as "B".
+  width: int = options.DERIVED  # D.
+  depth: int = options.DERIVED  # Number of blocks.
+  mlp_dim: int = options.DERIVED  # By default the variant's or 4 D.
+  num_heads: int = options.DERIVED  # Number of attention heads; must divide D.
+  vocab_size: int = 32_000  # Number of token ids.
+  # "last" position (which must not be cut off: tokenize with eos="sticky"),
+  # "first" position, "eos", the first token `eos_id`, "gap" global average,
+  # "max", or "map", attention.
   pool_type: str = "last"
-  eos_id: int | None = None
-  causal: bool = False
-  norm_eps: float = 1e-6
-  mlp: str = "gelu"
-  post_norm: bool = False
-  token_types: int = 0
-  max_len: int | None = None
-  first_position: int = 0
-  pad_id: int | None = None
-  rep_size: bool = False
-  mlm_head: bool = False
-  head_bias: bool = True
-  dropout: float = 0.0
-  scan: bool = False
-  attention: str = "auto"
-  remat_policy: str = "none"
-  dtype: str = "float32"
+  eos_id: int | None = None  # Id of the token that ends a text.
+  causal: bool = False  # Whether a position attends to no later one.
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  mlp: str = "gelu"  # A name in vit.MLPS.
+  post_norm: bool = False  # Whether norms follow embeddings and residuals.
+  token_types: int = 0  # Number of kinds of tokens, such as two sentences.
+  max_len: int | None = None  # Number of positions; by default the texts' L.
+  first_position: int = 0  # Position of the first token.
+  pad_id: int | None = None  # Padding, to which no position attends; or none.
+  rep_size: bool = False  # Whether a tanh layer of width D precedes the head.
+  mlm_head: bool = False  # Whether it predicts the tokens, and pools nothing.
+  head_bias: bool = True  # Whether the head has a bias.
+  dropout: float = 0.0  # Rate in the MLPs and on residual branches.
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
     options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))

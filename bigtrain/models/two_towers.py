@@ -40,31 +40,22 @@ _DIMS = {
 
 
 class Model(nn.Module):
-  """Image tower, text tower, temperature and bias.
+  """Image tower, text tower, temperature and bias."""
 
-  Attributes:
-    image: keyword arguments of the image tower's Model.
-    text: keyword arguments of the text tower's Model.
-    image_model: module in bigtrain.models, or a dotted path.
-    text_model: the same; its Model takes (text [B, L], train=). None for one
-      tower, which embeds pictures of texts too (CLIPPO, 2212.08045).
-    out_dim: E, or (image head, text head), each None for pooled features.
-    temperature_init: initial scale of the logits; its logarithm is learned.
-    bias_init: initial bias of the logits; None for no bias.
-  """
-
-  image: Mapping[str, Any] | None = None
-  text: Mapping[str, Any] | None = None
-  image_model: str = "vit"
+  image: Mapping[str, Any] | None = None  # Options of the image tower's Model.
+  text: Mapping[str, Any] | None = None  # Options of the text tower's Model.
+  image_model: str = "vit"  # Module in bigtrain.models, or a dotted path.
+  # The same; its Model takes (text [B, L], train=). None for one tower, which
+  # embeds pictures of texts too (CLIPPO, 2212.08045).
   text_model: str | None = "text_transformer"
+  # E, or (image head, text head), each None for pooled features.
   out_dim: int | Sequence[int | None] = 128
-  temperature_init: float = 10.0
-  bias_init: float | None = -10.0
+  temperature_init: float = 10.0  # Scale of the logits; its log is learned.
+  bias_init: float | None = -10.0  # Of the logits; None for no bias.
 
   def __post_init__(self) -> None:
-    settings.check_number(
-      "config.model.temperature_init", self.temperature_init, above=0
-    )
+    key = "config.model.temperature_init"
+    settings.check_number(key, self.temperature_init, above=0)
     self._towers()  # Checks their options.
     super().__post_init__()
 
@@ -102,9 +93,8 @@ class Model(nn.Module):
           z_BE, tower_out = built[own](x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = normalise(z_BE)
-    t_1 = self.param(
-      "t", nn.initializers.constant(math.log(self.temperature_init)), (1,)
-    )
+    init = nn.initializers.constant(math.log(self.temperature_init))
+    t_1 = self.param("t", init, (1,))
     out["t"] = jnp.exp(t_1)
     if self.bias_init is not None:
       out["b"] = self.param("b", nn.initializers.constant(self.bias_init), (1,))
@@ -179,9 +169,8 @@ def from_published(
   to_image = functools.partial(vit.from_published, posemb_align=posemb_align)
   to_text = text_transformer.from_published
   for prefix, convert in (("img/", to_image), ("txt/", to_text)):
-    converted = convert(
-      conversions.below(prefix, flat), conversions.below(prefix, like)
-    )
+    own_like = conversions.below(prefix, like)
+    converted = convert(conversions.below(prefix, flat), own_like)
     result.update({prefix + name: value for name, value in converted.items()})
   return result
 
@@ -200,9 +189,7 @@ def param_dims(model: Model) -> dims.Table:
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   """Comparable fields of a model: all those of its towers."""
   out_dim = values.get("out_dim")
-  pair = (
-    (out_dim, out_dim) if isinstance(out_dim, int) else tuple(out_dim or ())
-  )
+  pair = (out_dim,) * 2 if isinstance(out_dim, int) else tuple(out_dim or ())
   result = {
     **values,
     "out_dim": pair,
@@ -214,11 +201,8 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     options = values.get(name) or {}
     tower = cls(**options, parent=None)
     fields = {x: getattr(tower, x) for x in cls.__dataclass_fields__}
-    result[name] = {
-      field: x
-      for field, x in vit_families.canonical(fields).items()
-      if field not in _OF_TRAINING
-    }
+    fields = vit_families.canonical(fields)
+    result[name] = {n: fields[n] for n in fields if n not in _OF_TRAINING}
   return result
 
 

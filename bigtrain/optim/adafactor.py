@@ -65,9 +65,8 @@ def adafactor(
   if multiply_by_parameter_scale:
     stages.append(_scale_by_param_rms(views, 1e-3))
   if momentum is not None:
-    stages.append(
-      optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum)
-    )
+    stored = dtype_momentum
+    stages.append(optax.ema(momentum, debias=False, accumulator_dtype=stored))
   return optax.chain(*stages, optax.scale(-1))
 
 
@@ -101,19 +100,16 @@ def big_vision_adafactor(
   def decay(t: jax.Array) -> jax.Array:
     return jnp.minimum(beta2_cap, 1.0 - t**-decay_rate)
 
-  return optax.chain(
-    _scale_by_factored_rms(
-      views, min_dim_size_to_factor, decay, decay_offset, eps
-    ),
-    # Each stage keeps its place in the state, also where it does nothing.
-    _clip_by_rms(views, clipping_threshold)
-    if clipping_threshold
-    else optax.identity(),
-    optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum)
-    if momentum
-    else optax.identity(),
-    optax.scale_by_learning_rate(learning_rate),
-  )
+  # Each stage keeps its place in the state, also where it does nothing.
+  clip = ema = optax.identity()
+  if clipping_threshold:
+    clip = _clip_by_rms(views, clipping_threshold)
+  if momentum:
+    ema = optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum)
+  least = min_dim_size_to_factor
+  scaled = _scale_by_factored_rms(views, least, decay, decay_offset, eps)
+  by_rate = optax.scale_by_learning_rate(learning_rate)
+  return optax.chain(scaled, clip, ema, by_rate)
 
 
 def _factors(view: View, shape: tuple[int, ...], least: float) -> _Factors:
@@ -158,10 +154,7 @@ def _scale_by_factored_rms(
     return without(columns), without(rows), unused
 
   def update_leaf(
-    name: str,
-    g: jax.Array,
-    moments: list[jax.Array],
-    keep: jax.Array,
+    name: str, g: jax.Array, moments: list[jax.Array], keep: jax.Array
   ) -> tuple[jax.Array, ...]:
     v_row, v_col, v = moments
     squares = jnp.square(g) + eps
@@ -185,18 +178,16 @@ def _scale_by_factored_rms(
   def init(params: Any) -> optax.FactoredState:
     named = trees.flatten_with_names(params)
     leaves = [init_leaf(name, p) for name, p in named]
-    return optax.FactoredState(
-      jnp.zeros([], jnp.int32), *_unzip(leaves, params, 3)
-    )
+    state = _unzip(leaves, params, 3)
+    return optax.FactoredState(jnp.zeros([], jnp.int32), *state)
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     t = jnp.maximum(state.count - offset, 0).astype(jnp.float32) + 1.0
     keep = decay(t)
     moments = [jax.tree.leaves(tree) for tree in state[1:]]
     named = trees.flatten_with_names(grads)
-    leaves = [
-      update_leaf(name, g, v, keep) for (name, g), *v in zip(named, *moments)
-    ]
+    rows = zip(named, *moments)
+    leaves = [update_leaf(name, g, v, keep) for (name, g), *v in rows]
     updates, *moments = _unzip(leaves, grads, 4)
     count = optax.safe_increment(state.count)
     return updates, optax.FactoredState(count, *moments)
@@ -220,21 +211,13 @@ def _rms(x: jax.Array, view: View) -> jax.Array:
 def _clip_by_rms(
   views: Mapping[str, View], limit: float
 ) -> optax.GradientTransformation:
-  return optax.stateless(
-    lambda updates, params: trees.map_with_names(
-      lambda name, u: u / jnp.maximum(1.0, _rms(u, views[name]) / limit),
-      updates,
-    )
-  )
+  clip = lambda name, u: u / jnp.maximum(1.0, _rms(u, views[name]) / limit)
+  return optax.stateless(lambda u, params: trees.map_with_names(clip, u))
 
 
 def _scale_by_param_rms(
   views: Mapping[str, View], least: float
 ) -> optax.GradientTransformation:
-  return optax.stateless(
-    lambda updates, params: trees.map_with_names(
-      lambda name, u, p: u * jnp.maximum(_rms(p, views[name]), least),
-      updates,
-      params,
-    )
-  )
+  scale = lambda name, u, p: u * jnp.maximum(_rms(p, views[name]), least)
+  by_name = trees.map_with_names
+  return optax.stateless(lambda u, params: by_name(scale, u, params))

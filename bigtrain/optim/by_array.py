@@ -39,12 +39,9 @@ def by_array(
 
   arrays = {name: _one(spec, views[name]) for name, spec in specs.items()}
   whole = jax.eval_shape(tx.init, trees.from_flat(arrays))
-  states = {
-    stack: jax.eval_shape(
-      tx.init, trees.from_flat({name: arrays[name] for name in names})
-    )
-    for stack, names in groups.items()
-  }
+  own = lambda names: trees.from_flat({name: arrays[name] for name in names})
+  init_of = functools.partial(jax.eval_shape, tx.init)
+  states = {stack: init_of(own(names)) for stack, names in groups.items()}
   shared = _shared(tx, whole, key)
 
   def folded(tree: Any, names: list[str]) -> Any:

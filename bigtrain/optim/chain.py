@@ -41,10 +41,9 @@ _Stage = Callable[[Params, Params, Any, Any], Params]
 class Optimizer(NamedTuple):
   """An optimizer for the trainable parameters."""
 
-  # Transformation over the trainable parameters ALONE, to float32 updates. Its
-  # update also takes `step`, the number of updates before this one; `hparams`,
-  # by default those of the step, with the "seed" of stochastic rounding; and
-  # `loss`, a (sum, weight).
+  # Over the trainable parameters ALONE. Its update also takes `step`, updates
+  # before this one; `hparams`, by default of the step, with the "seed" of
+  # stochastic rounding; and `loss`, a (sum, weight).
   tx: optax.GradientTransformationExtraArgs
   hparams: Callable[[int], dict[str, Any]]
   trainable: Any  # Nested dicts of bools with the structure of the parameters.
@@ -93,9 +92,8 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
     stored = recipe.stored_arithmetic
     moments = old if stored else jax.tree.map(_as_float32, old)
-    updates, new = _last_stages(recipe, hparams).update(
-      grads, moments, params, **extra
-    )
+    update = _last_stages(recipe, hparams).update
+    updates, new = update(grads, moments, params, **extra)
     new = recipe.moments.stored(new, old, step, hparams.get("seed", 0))
     return updates, sharding.in_memory_of(new, state)
 
@@ -107,10 +105,7 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
 def _last_stages(
   recipe: Recipe, hparams: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
-  """Stages 5 and 6, and what config.optimizer has around them.
-
-  Built anew in each trace, as optax's optimizers keep their learning rate.
-  """
+  """Stages 5 and 6 and their wrapper, with the learning rate of a trace."""
   base = _base_optimizer(recipe, hparams)
   after = _scale_by_schedule_and_decay(recipe, hparams)
 
@@ -124,9 +119,8 @@ def _last_stages(
   if recipe.wrap is None:
     return tx
   _check_one_schedule(recipe)
-  return optax.with_extra_args_support(
-    recipe.wrap(tx, _only_one(hparams["next_lr"]))
-  )
+  wrapped = recipe.wrap(tx, _only_one(hparams["next_lr"]))
+  return optax.with_extra_args_support(wrapped)
 
 
 # The stages. Operations that would change nothing are not traced: with several
@@ -173,10 +167,8 @@ def _clip_by_norm(members: set[str], limit: float, kind: str) -> _Stage:
       norm = jnp.sqrt(sum(squares))
     # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
     scale = jnp.minimum(1.0, limit / norm)
-    return trees.map_with_names(
-      lambda name, g: g * scale.astype(g.dtype) if name in members else g,
-      grads,
-    )
+    clip = lambda name, g: g * scale.astype(g.dtype) if name in members else g
+    return trees.map_with_names(clip, grads)
 
   return stage
 

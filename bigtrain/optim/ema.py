@@ -27,10 +27,7 @@ def from_config(cfg: Config, units: Units) -> Ema | None:
 
 
 def init(params: Any) -> Any:
-  """Initial average: float32 copies of the parameters.
-
-  In bfloat16 a step of (1 - decay) * (params - ema) would round to nothing.
-  """
+  """Float32 copies, as bfloat16 rounds (1 - decay) * (params - ema) to 0."""
   return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
 
 
@@ -41,8 +38,5 @@ def update(
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))
   d = jnp.where(t < 0, 0.0, warm)
-  return jax.tree.map(
-    lambda e, p: (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype),
-    ema,
-    params,
-  )
+  mean = lambda e, p: (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype)
+  return jax.tree.map(mean, ema, params)

@@ -65,9 +65,8 @@ class Moments(NamedTuple):
     def store(name: str, x: jax.Array, before: jax.Array) -> jax.Array:
       if before.dtype != jnp.bfloat16 or x.dtype != jnp.float32:
         return _cast_like(x, before)
-      return round_stochastically(
-        x, jax.random.fold_in(key, zlib.crc32(name.encode()))
-      )
+      own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+      return round_stochastically(x, own)
 
     return trees.map_with_names(store, new, old)
 

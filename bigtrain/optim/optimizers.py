@@ -64,8 +64,7 @@ _MUON_RULES = "muon_weight_dimension_numbers"
 # Keys of config.optimizer that are not arguments of the optimizer.
 OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic", *moments.KEYS)
 
-# What optimizers see of an array, see views.seen; the others treat all elements
-# alike, or all parameters together.
+# What optimizers see of an array, see views.seen; the others see no structure.
 _OF_MATRICES = "adafactor galore muon scale_by_factored_rms scale_by_galore"
 _OF_LAYERS = """
   big_vision_adafactor fromage lamb lars novograd scale_by_novograd
@@ -126,15 +125,11 @@ def base_optimizer(
       kwargs[kwarg] = 0.0
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
-  arrays = settings.check_choice(
-    f"{key}.view",
-    spec.get("view", _VIEWS.get(name, "parameters")),
-    views.ARRAYS,
-  )
+  level = spec.get("view", _VIEWS.get(name, "parameters"))
+  arrays = settings.check_choice(f"{key}.view", level, views.ARRAYS)
   specs = dict(trees.flatten_with_names(shapes))
-  seen = views.seen(
-    param_views, {n: spec.shape for n, spec in specs.items()}, arrays
-  )
+  by_name = {name: spec.shape for name, spec in specs.items()}
+  seen = views.seen(param_views, by_name, arrays)
   if "views" in parameters:
     kwargs["views"] = seen
   elif name == "muon" and (arrays != "parameters" or _MUON_RULES in kwargs):
@@ -148,8 +143,7 @@ def base_optimizer(
       f"{key}.name: expected a function that returns an "
       f"optax.GradientTransformation, but {name!r} returned {tx!r}."
     )
-  # scale_by_* returns directions uphill. Its state gets the same name in this
-  # chain as in a full optimizer.
+  # scale_by_* returns directions uphill; the state has the names as in adam.
   if name.rpartition(".")[2].startswith("scale_by_"):
     tx = optax.chain(tx, optax.scale(-1.0))
   if arrays == "parameters" or "views" in parameters or name == "muon":

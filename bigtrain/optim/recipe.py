@@ -54,19 +54,17 @@ class Recipe(NamedTuple):
     The values lack multipliers. The name of a single schedule is "lr", of each
     of several "lr/<regex>". A wrapper counts updates from 1: for it "next_lr".
     """
-    rates, decays = {}, {}
+    result: dict[str, dict[str, np.float32]] = {"lr": {}, "wd": {}}
     for name, schedule in self.schedules.items():
       factor = schedule(step)
-      rates[name] = np.float32(self.lr * factor)
+      result["lr"][name] = np.float32(self.lr * factor)
       coupled = {"schedule": factor, "lr": factor * self.lr, "gradient": 1.0}
-      decays[name] = np.float32(self.wd * coupled[self.coupling])
-    if self.wrap is None:
-      return {"lr": rates, "wd": decays}
-    following = {
-      name: np.float32(self.lr * schedule(step + 1))
-      for name, schedule in self.schedules.items()
-    }
-    return {"lr": rates, "wd": decays, "next_lr": following}
+      result["wd"][name] = np.float32(self.wd * coupled[self.coupling])
+    if self.wrap is not None:
+      following = {n: fn(step + 1) for n, fn in self.schedules.items()}
+      rates = {n: np.float32(self.lr * x) for n, x in following.items()}
+      result["next_lr"] = rates
+    return result
 
 
 def read(
@@ -154,12 +152,10 @@ def _schedules(
   active = [i for i, (_, spec) in enumerate(pairs) if spec is not None]
   if not active:
     raise ConfigError(f"{key}: freezes every parameter.")
-  labels = {
-    i: "lr" if len(active) == 1 else f"lr/{pairs[i][0]}" for i in active
-  }
-  made = {
-    labels[i]: schedules.make(pairs[i][1], units, f"{key}[{i}]") for i in active
-  }
+  alone = len(active) == 1
+  labels = {i: "lr" if alone else f"lr/{pairs[i][0]}" for i in active}
+  make = lambda i: schedules.make(pairs[i][1], units, f"{key}[{i}]")
+  made = {labels[i]: make(i) for i in active}
   return made, {name: labels.get(i) for name, i in which.items()}
 
 
@@ -180,10 +176,8 @@ def _multipliers(
         f"to freeze, put ({regex!r}, None) into {cfg.path}.schedule."
       )
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
-  return {
-    name: float(pairs[which[name]][1]) if name in which else otherwise
-    for name in names
-  }
+  matched = {name: float(pairs[i][1]) for name, i in which.items()}
+  return dict.fromkeys(names, otherwise) | matched
 
 
 def _clip_norms(
@@ -195,10 +189,8 @@ def _clip_norms(
     if norm <= 0:
       raise ConfigError(f"{cfg.path}.{key}: ({regex!r}, {norm}): not positive.")
   which = first_match([regex for regex, _ in pairs], names, f"{cfg.path}.{key}")
-  clips = [
-    ({name for name, group in which.items() if group == i}, float(norm))
-    for i, (_, norm) in enumerate(pairs)
-  ]
+  group = lambda i: {name for name, of_name in which.items() if of_name == i}
+  clips = [(group(i), float(norm)) for i, (_, norm) in enumerate(pairs)]
   if (largest := _positive(cfg, "grad_clip_norm")) is not None:
     clips.append((set(names), largest))
   return clips

@@ -198,7 +198,7 @@ def make(
     raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _NAMES)}")
   if "." not in str(decay_type):
     settings.check_choice(f"{path}.decay_type", decay_type, _NAMES)
-  _check_keys(spec, decay_type, path)
+    _check_keys(spec, decay_type, path)
   warmup = steps(spec, "warmup", units, path=path) or 0
   cooldown = steps(spec, "cooldown", units, path=path) or 0
   total = units.total_steps
@@ -208,8 +208,7 @@ def make(
   elif decay_type == "pieces":
     decay = _pieces(spec.pop("pieces", None), units, path)
   else:
-    kwargs = _arguments(spec, decay_type, units, path)
-    decay = DECAYS[decay_type](**kwargs)
+    decay = DECAYS[decay_type](**_arguments(spec, decay_type, units, path))
   rest = max(1, (total or 0) - warmup)
 
   def schedule(step: int) -> float:
@@ -283,8 +282,6 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
 
 
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
-  if "." in decay_type:
-    return
   parameters = {"pieces"}
   if decay_type in DECAYS:
     parameters = {*inspect.signature(DECAYS[decay_type]).parameters}
@@ -316,11 +313,8 @@ def _check_lengths(
 def _arguments(
   spec: dict[str, Any], decay_type: str, units: Units, path: str
 ) -> dict[str, Any]:
-  kwargs: dict[str, Any] = {}
-  for name in _LENGTHS:
-    length = steps(spec, name, units, None, path)
-    if length is not None:
-      kwargs[name] = length
+  lengths = {name: steps(spec, name, units, None, path) for name in _LENGTHS}
+  kwargs: dict[str, Any] = {n: x for n, x in lengths.items() if x is not None}
   if decay_type == "stair":
     kwargs.update(_stair_arguments(spec, units, path))
   if decay_type in ("wsd", "one_cycle"):
@@ -354,9 +348,7 @@ def _stair_arguments(
   (unit,) = given
   key = f"{path}.stair_{unit}"
   amounts = spec.pop(f"stair_{unit}")
-  if not isinstance(amounts, list | tuple) or not isinstance(
-    mults, list | tuple
-  ):
+  if not all(isinstance(x, list | tuple) for x in (amounts, mults)):
     raise ConfigError(
       f"{key} and {path}.mults: expected lists, got {amounts!r} and {mults!r}."
     )

@@ -27,12 +27,10 @@ class View(NamedTuple):
 
   # Dimensions that number separate arrays, such as layers and experts.
   stack: tuple[int, ...] = ()
-  # Dimensions of a matrix's input; () for a vector, None if the array is not
-  # split into rows and columns.
+  # Dimensions of a matrix's input; () for a vector, None if it is not split.
   rows: tuple[int, ...] | None = ()
   columns: tuple[int, ...] = ()  # Dimensions of its output, or of a vector.
-  # Whether it belongs to a hidden layer. Embeddings and heads do not, and Muon
-  # leaves them to Adam.
+  # Whether it is a hidden layer's. Muon leaves embeddings and heads to Adam.
   hidden: bool = True
 
   def array_dims(self) -> tuple[int, ...]:
@@ -101,11 +99,7 @@ ARRAYS = ("parameters", "layers", "matrices")
 def seen(
   views: Mapping[str, View], shapes: Mapping[str, tuple[int, ...]], arrays: str
 ) -> dict[str, View]:
-  """The views of an optimizer that sees only some of the structure.
-
-  "matrices" keeps the views; "layers" keeps their stacks, and a layer has no
-  rows; "parameters" has neither.
-  """
+  """Views for an optimizer: "layers" lack rows, "parameters" stacks as well."""
   if arrays == "matrices":
     return dict(views)
   stacks = {name: views[name].stack for name in shapes}

@@ -79,9 +79,8 @@ def split(
       f"dict(name='adam'), got {base!r}."
     )
   fn, make = _WRAPPERS[name]
-  settings.check_kwargs(
-    fn, options, key, given=("base_optimizer", "learning_rate")
-  )
+  given = ("base_optimizer", "learning_rate")
+  settings.check_kwargs(fn, options, key, given=given)
   if fn is optax.contrib.schedule_free:
     b1 = options.get("b1", 0.9)
     settings.check_number(f"{key}.b1", b1, above=0, most=1)

@@ -23,8 +23,7 @@ _GPU = re.compile(r"(\w+):(\d+)x(\d+)$")
 
 _CHIPS_OF_HOST = 4  # Of a TPU host, at least.
 
-# For libtpu without TPUs: it neither searches for them nor locks them, so that
-# several processes may compile at once.
+# libtpu neither searches for TPUs nor locks them: processes may run at once.
 NO_TPU = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",

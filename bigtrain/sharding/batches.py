@@ -99,9 +99,8 @@ def batch_spec(
 
 
 def one_example(spec: Mapping[str, Any]) -> dict[str, jax.Array]:
-  return {
-    name: jnp.zeros((1, *x.shape[1:]), x.dtype) for name, x in spec.items()
-  }
+  zeros = lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype)
+  return {name: zeros(x) for name, x in spec.items()}
 
 
 def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:

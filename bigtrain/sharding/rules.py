@@ -47,8 +47,7 @@ Shape = tuple[int, ...]
 Placed = Mapping[int, tuple[str, ...]]
 # A spec, and a complaint or "".
 _Result = tuple[PartitionSpec, str]
-# From the axes that the model's rules have placed; None leaves the shape to the
-# next rules.
+# From the axes that the model's rules have placed; None for the next rules.
 Layout = Callable[[Shape, Mesh, Placed], _Result | None]
 # (regular expression, layout or its text in the config) pairs.
 Layouts = Sequence[tuple[str, str | Layout]]
@@ -162,11 +161,8 @@ def spec_of(placed: Placed) -> PartitionSpec:
 
 
 def _axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
-  return {
-    dim: axes if isinstance(axes, tuple) else (axes,)
-    for dim, axes in enumerate(spec)
-    if axes
-  }
+  as_tuple = lambda axes: axes if isinstance(axes, tuple) else (axes,)
+  return {dim: as_tuple(axes) for dim, axes in enumerate(spec) if axes}
 
 
 # Layouts.

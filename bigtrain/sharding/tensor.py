@@ -62,9 +62,8 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
       kernel, PartitionSpec(_FREE, "tensor", *[_FREE] * (kernel.ndim - 2))
     )
     with model_flops.share(size, total):
-      y = jnp.einsum(
-        "tbld,dt...->blt...", x_TBLD.astype(kernel.dtype), kernel, **options
-      )
+      x = x_TBLD.astype(kernel.dtype)
+      y = jnp.einsum("tbld,dt...->blt...", x, kernel, **options)
     y = y.reshape(*y.shape[:2], total, *rest)
     spec = PartitionSpec(batches.batch_axes(), length_axis(mesh, y), "tensor")
     return jax.lax.with_sharding_constraint(y, spec)

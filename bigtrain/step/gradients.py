@@ -145,10 +145,7 @@ def check_microbatches(batch_size: int, number: int, mesh: Mesh) -> None:
 
 
 def split(batch: Any, number: int, mesh: Mesh) -> Any:
-  """[B, ...] arrays as [number, B / number, ...], example i in i % number.
-
-  Each device's examples stay there, where contiguous slices would move.
-  """
+  """[B, ...] as [number, B / number, ...], where example i is in i % number."""
   layout = NamedSharding(mesh, PartitionSpec(None, sharding.batch_axes(mesh)))
 
   def split_array(x: jax.Array) -> jax.Array:
@@ -288,16 +285,12 @@ def _accumulate(
     i, part = x
     step_sums = {k: mutable[k] for k in (_STEP_SUMS,) if k in mutable}
     mutable = {k: v for k, v in mutable.items() if k not in step_sums}
-    g, s, mutable = of_microbatch(
-      trained, mutable, part, jax.random.fold_in(rng, i)
-    )
+    key = jax.random.fold_in(rng, i)
+    g, s, mutable = of_microbatch(trained, mutable, part, key)
     add = functools.partial(jax.tree.map, jnp.add)
     new_sums = {k: add(step_sums[k], mutable[k]) for k in step_sums}
-    return (
-      add(grads, g),
-      metrics.merge(sums, s),
-      {**mutable, **new_sums},
-    ), None
+    mutable = {**mutable, **new_sums}
+    return (add(grads, g), metrics.merge(sums, s), mutable), None
 
   first = jax.tree.map(lambda x: x[0], xs[1])
   shapes = jax.eval_shape(of_microbatch, trained, mutable, first, rng)

@@ -17,10 +17,7 @@ OPT_SHARDING = ("fsdp", "replica")
 
 
 class InitialVariables:
-  """Initial variables of a model, which may name axes in flax's boxes.
-
-  The frozen base of a model with adapters is apart from its other variables.
-  """
+  """Initial variables of a model, which may name axes in flax's boxes."""
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
@@ -104,8 +101,7 @@ def sharding_rules(
     spec = nn.logical_to_mesh_axes(dims, axes)
     assert spec is not None  # Only for names without axes.
     layout = sharding.along(spec, shape.shape, dims)
-    # The optimizer's state and averages of a parameter have its name at the
-    # end of theirs.
+    # The optimizer's state of a parameter has its name at the end.
     pattern = f"(.*/)?{re.escape(re.sub('^(params|base)/', '', name))}"
     rules.append((pattern, layout))
   given = config.get("sharding", sharding.DEFAULT_RULES)

@@ -1,10 +1,9 @@
 """Dynamic loss scale, for gradients computed in float16.
 
-float16 has no numbers below 6e-8: many gradients would be zero. The loss is
-therefore multiplied by a scale before backpropagation, and the gradients are
-divided by it in float32. A step whose gradients overflow halves the scale and
-changes nothing else; after a number of steps without overflow the scale doubles
-(Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+float16 has no numbers below 6e-8, so the loss is multiplied by a scale before
+backpropagation, and the gradients are divided by it in float32. An overflow
+halves the scale and changes nothing else; after a number of steps without one
+the scale doubles (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 """
 
 from collections.abc import Mapping
@@ -22,17 +21,12 @@ class LossScale(NamedTuple):
   init: float = 2.0**15
   growth_steps: int = 2000  # Consecutive good steps before the scale grows.
   factor: float = 2.0  # Growth factor, and shrink factor after an overflow.
-  # Smallest scale; an overflow there is an error, as any other step that is not
-  # finite.
-  least: float = 2.0**-10
+  least: float = 2.0**-10  # Smallest scale; an overflow there is an error.
   most: float = 2.0**24
 
   def start(self) -> dict[str, jax.Array]:
-    return {
-      "scale": jnp.float32(self.init),
-      "good_steps": jnp.int32(0),
-      "overflows": jnp.float32(0.0),
-    }
+    counts = {"good_steps": jnp.int32(0), "overflows": jnp.float32(0.0)}
+    return {"scale": jnp.float32(self.init), **counts}
 
   def may_shrink(self, state: Mapping[str, jax.Array]) -> jax.Array:
     return state["scale"] > self.least

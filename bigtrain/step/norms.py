@@ -24,8 +24,7 @@ class NamedScalars:
 
   names: tuple[str, ...]
   values: Any
-  # Whether each good step has them, and not only log steps. In running metrics
-  # the values are then sums over the good steps.
+  # Whether each good step has them. Running metrics then sum over these steps.
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:
@@ -72,9 +71,8 @@ def from_config(
   detail = config.get("weight_stats", "global")
   settings.check_choice("config.weight_stats", detail, DETAILS)
   trained, _ = trees.partition(params, trainable)
-  named = jax.eval_shape(
-    lambda p, t: _norms(p, p, t, t, detail), params, trained
-  )
+  compute = lambda p, t: _norms(p, p, t, t, detail)
+  named = jax.eval_shape(compute, params, trained)
   return LogNorms(detail, tuple(named))
 
 

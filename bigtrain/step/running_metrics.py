@@ -1,8 +1,8 @@
 """Running metrics: metrics merged on the device between two log steps.
 
 They pass through every update beside the state, so the loop waits for none of
-them. A checkpoint between two log steps stores them, so a resumed run logs the
-same as an undisturbed one.
+them. Checkpoints store them, so a resumed run logs the same as an undisturbed
+one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -68,19 +68,14 @@ def add_step(
   whether `step_norms` were computed, if the step is good.
   """
   # Tasks may give a weight as a Python float.
-  step_metrics = jax.tree.map(
-    lambda x: jnp.asarray(x, jnp.float32), step_metrics
-  )
-  one = {
-    "steps": jnp.ones((), jnp.float32),
-    "grad_norm": grad_norm,
-    "pairs": step_metrics,
-  }
+  as_float = lambda x: jnp.asarray(x, jnp.float32)
+  step_metrics = jax.tree.map(as_float, step_metrics)
+  count = jnp.ones((), jnp.float32)
+  one = {"steps": count, "grad_norm": grad_norm, "pairs": step_metrics}
   # A skipped step must not make the means of a whole log step NaN.
   one = jax.tree.map(lambda new: jnp.where(verdict.good, new, 0.0), one)
-  old = jax.tree.map(
-    lambda old: jnp.where(after_log, 0.0, old), running["sums"]
-  )
+  kept = lambda old: jnp.where(after_log, 0.0, old)
+  old = jax.tree.map(kept, running["sums"])
   loss = step_metrics["loss"][0] / step_metrics["loss"][1]
   newest = {
     name: jnp.where(verdict.good, value, running["last"][name])
@@ -114,11 +109,8 @@ def _newest_norms(
     return old
   if not new.of_each_step:
     return jax.tree.map(lambda n, o: jnp.where(computed, n, o), new, old)
-  return jax.tree.map(
-    lambda n, o: jnp.where(after_log, 0.0, o) + jnp.where(computed, n, 0.0),
-    new,
-    old,
-  )
+  kept = lambda n, o: jnp.where(after_log, 0.0, o) + jnp.where(computed, n, 0.0)
+  return jax.tree.map(kept, new, old)
 
 
 def row(running: RunningMetrics) -> dict[str, Any]:
@@ -151,10 +143,7 @@ def to_host(running: RunningMetrics) -> dict[str, Any]:
 def from_host(
   saved: Mapping[str, Any], spec: RunningMetrics, mesh: Mesh
 ) -> RunningMetrics:
-  """What `to_host` stored, on the devices, with the bad step cleared.
-
-  The state in the same checkpoint is good, whatever the guard's policy is now.
-  """
+  """What `to_host` stored; the state that is saved with it has no bad step."""
   saved = {**saved, "bad_step": 0}
 
   def value(name: str, x: Any) -> np.ndarray:

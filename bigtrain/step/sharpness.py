@@ -90,6 +90,5 @@ def _added(grads: Params, others: Params, factor: float) -> Params:
   products = jax.tree.map(jnp.vdot, grads, others)
   square = metrics.global_norm(grads) ** 2
   share = sum(jax.tree.leaves(products)) / (square + _EPS**2)
-  return jax.tree.map(
-    lambda g, other: g + factor * (other - share * g), grads, others
-  )
+  update = lambda g, other: g + factor * (other - share * g)
+  return jax.tree.map(update, grads, others)

@@ -26,8 +26,7 @@ from bigtrain import settings
 POLICIES = ("warn", "skip", "rollback")
 _WATCHED = ("loss", "gradient norm")
 
-# A rise by rounding is no spike: the smallest standard deviation, relative to
-# the mean.
+# The smallest standard deviation, relative to the mean: rounding is no spike.
 _LEAST_DEVIATION = 1e-6
 
 Statistics = dict[str, Any]
@@ -48,10 +47,10 @@ class Spikes(NamedTuple):
   def spec(self) -> Statistics:
     """Shapes and dtypes of the statistics; they start as zeros.
 
-    "counts" are the number of steps in the averages, the number of spikes, the
-    step of the newest spike, and the step to roll back (0 for none). "values"
-    are rows of [loss, gradient norm]: mean and variance; and of the newest
-    spike its values, and mean and standard deviation before it.
+    "counts" are the numbers of steps in the averages and of spikes, the step of
+    the newest spike, and the step to roll back (0 for none). "values" are rows
+    of [loss, gradient norm]: mean and variance; and of the newest spike its
+    values, and mean and standard deviation before it.
     """
     return {
       "counts": jax.ShapeDtypeStruct((4,), jnp.int32),
@@ -83,9 +82,8 @@ class Spikes(NamedTuple):
       mean + weight * delta,
       (1.0 - weight) * (variance + weight * jnp.square(delta)),
     ]
-    of_spike = jnp.where(
-      spike, jnp.stack([values, mean, deviation]), jnp.stack(last)
-    )
+    newest_values = jnp.stack([values, mean, deviation])
+    of_spike = jnp.where(spike, newest_values, jnp.stack(last))
     new = {
       "counts": jnp.stack(
         [

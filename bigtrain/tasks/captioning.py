@@ -192,13 +192,9 @@ def score(
   def score_chunk(tokens_KL: jax.Array) -> jax.Array:
     text = jnp.broadcast_to(tokens_KL, (B, K, L)).reshape(B * K, L)
     states = model.apply(variables, encoded, text, method="decode")
-    losses = linear_xent.linear_softmax_xent(
-      states.hidden_BLD,
-      states.kernel_DV,
-      text,
-      chunk=chunk,
-      bias_V=states.bias_V,
-    )
+    factors = states.hidden_BLD, states.kernel_DV
+    xent = linear_xent.linear_softmax_xent
+    losses = xent(*factors, text, chunk=chunk, bias_V=states.bias_V)
     loss_BL = jnp.where(text == pad_id, 0.0, losses.loss_BL)
     return -jnp.sum(loss_BL, axis=1).reshape(B, K)
 

@@ -93,10 +93,8 @@ def embeddings_loss_fn(
     loss_B, correct_B = pairwise.softmax(
       image_BE, text_BE, scale, weight_B=weight_B, chunk=chunk
     )
-  result = {
-    "loss": metrics.pair(loss_B, weight_B),
-    "accuracy": metrics.pair(correct_B, weight_B),
-  }
+  of_examples = {"loss": loss_B, "accuracy": correct_B}
+  result = {n: metrics.pair(x_B, weight_B) for n, x_B in of_examples.items()}
   for name, value in scalars.items():
     value_B = jnp.broadcast_to(jax.lax.stop_gradient(value), loss_B.shape)
     result[name] = metrics.pair(value_B, weight_B)
@@ -141,9 +139,8 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 
   def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
     fns = (("image", "image", image), ("text", "labels", text))
-    return {
-      kind: fn(variables, batch) for kind, name, fn in fns if name in batch
-    }
+    present = [(kind, fn) for kind, name, fn in fns if name in batch]
+    return {kind: fn(variables, batch) for kind, fn in present}
 
   def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     return apply(variables, **image_inputs(batch))[2]["img/pre_logits"]

@@ -63,8 +63,7 @@ def loss_fn(
   if "teacher_image" in batch:
     image = batch["teacher_image"]
     image = image if mix is None else mix.images(image)
-  # Three passes of the loss count as the model FLOPs of a step, forward and
-  # backward. The teacher has no backward pass.
+  # Three passes count as a step's model FLOPs; the teacher has one of them.
   with model_flops.share(1, 3):
     teacher_BC = _teacher_logits(teacher, variables, image)
   per_example = {
@@ -86,9 +85,8 @@ def loss_fn(
       "teacher_accuracy": metrics.top_k_hits(teacher_BC, labels, 1),
     }
   weight_B = metrics.example_weights(batch, logits_BC)
-  return {
-    name: metrics.pair(x_B, weight_B) for name, x_B in per_example.items()
-  }, mutable
+  result = {n: metrics.pair(x_B, weight_B) for n, x_B in per_example.items()}
+  return result, mutable
 
 
 def _teacher_logits(

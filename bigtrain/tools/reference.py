@@ -161,13 +161,24 @@ def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
   return "\n".join(lines)
 
 
+def _of_fields(cls: type) -> dict[str, str]:
+  """Returns {field: the comment beside it or above it}."""
+  result, above = {}, ""
+  for line in inspect.getsource(cls).splitlines():
+    if match := re.fullmatch(r"  (\w+): [^#]*(?:# (.*))?", line):
+      result[match[1]] = match[2] or above
+    above = f"{above} {line.strip('# ')}" if line.startswith("  # ") else ""
+  return {name: text.strip() for name, text in result.items() if text}
+
+
 def _described(fn: Callable[..., Any]) -> dict[str, str]:
-  """Returns {argument: first sentence about it} from docstrings."""
+  """Returns {argument: first sentence about it}, of docstrings and comments."""
   fn = getattr(fn, "func", fn)  # Of functools.partial.
   docs = [inspect.getdoc(fn) or ""]
+  result: dict[str, str] = {}
   if inspect.isclass(fn):
     docs.append(inspect.getdoc(fn.__init__) or "")
-  result: dict[str, str] = {}
+    result = _of_fields(fn)
   for doc in docs:
     name, section, indent = "", False, 0
     for line in doc.splitlines():

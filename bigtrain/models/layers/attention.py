@@ -162,17 +162,15 @@ class Attention(nn.Module):
     if x_BLD is not None:
       product = sharding.columns(x_BLD) if splits else None
       init = kernels.initializer(options.query_std)
-      of_heads = functools.partial(
-        dense, (H, K), kernel_init=init, dot_general=product
-      )
+      args: Any = dict(kernel_init=init, dot_general=product)
+      of_heads = functools.partial(dense, (H, K), **args)
       q_BLHK = of_heads(use_bias=in_others, name="query")(x_BLD)
     if y_BSD is not None:
       if y_BSD is not x_BLD:
         product = sharding.columns(y_BSD) if splits else None
       init = kernels.initializer(options.kv_std)
-      of_heads = functools.partial(
-        dense, (G, K), kernel_init=init, dot_general=product
-      )
+      args = dict(kernel_init=init, dot_general=product)
+      of_heads = functools.partial(dense, (G, K), **args)
       k_BSGK = of_heads(use_bias=in_keys, name="key")(y_BSD)
       v_BSGK = of_heads(use_bias=in_others, name="value")(y_BSD)
     return q_BLHK, k_BSGK, v_BSGK
@@ -194,9 +192,8 @@ class Attention(nn.Module):
         lambda x: jnp.clip(x, -limit, limit), (q_BLHK, k_BSGK, v_BSGK)
       )
     if rope is not None:
-      q_BLHK, k_BSGK = jax.tree.map(
-        lambda x: positions.rotate(x, rope), (q_BLHK, k_BSGK)
-      )
+      rotate = functools.partial(positions.rotate, by=rope)
+      q_BLHK, k_BSGK = jax.tree.map(rotate, (q_BLHK, k_BSGK))
     if options.qk_norm_after_rope:
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
     if query_scale_BL is not None:

@@ -30,8 +30,7 @@ _SPLASH_MIN_LENGTH = 512
 # Fewest queries in a block of Splash.
 _SPLASH_MIN_BLOCK = 128
 
-# Largest matrix of a mask: 128 MiB an example, as the bias that cuDNN takes.
-# Beyond, blockwise attention takes less memory.
+# Largest matrix of a mask: 128 MiB an example; beyond, blockwise takes less.
 _MAX_MASK = 8192 * 8192
 
 
@@ -103,10 +102,8 @@ class Backend(NamedTuple):
 
 def choose(name: str, call: Call) -> str:
   """The backend of that name or, for "auto", the best; notes it."""
-  unsupported = {
-    name: backend.unsupported_because(call)
-    for name, backend in _BACKENDS.items()
-  }
+  backends = _BACKENDS.items()
+  unsupported = {other: x.unsupported_because(call) for other, x in backends}
   if name != "auto":
     if reason := unsupported[name]:
       able = [repr(other) for other in _BACKENDS if not unsupported[other]]

@@ -10,7 +10,6 @@ Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +37,9 @@ def attend(inputs: Inputs, *, scale: float, softcap: float | None) -> jax.Array:
   block = largest_block()
   static = Static(scale, softcap, min(block, L), min(block, S))
   if isinstance(inputs.bias, positions.BiasByDistance):
-    inputs = inputs._replace(bias=inputs.bias.by_group(G))
+    more = -L % static.block_q, -S % static.block_k  # Padding has distances.
+    bias_GRT = jnp.pad(inputs.bias.by_group(G), ((0, 0), (0, 0), more))
+    inputs = inputs._replace(bias=bias_GRT)
   return attend_by_blocks(Schedule(static), inputs)
 
 
@@ -78,32 +79,13 @@ class Blocks:
   count `counted`.
   """
 
-  def __init__(
-    self, static: Static, inputs: Inputs, order: Order | None = None
-  ):
-    mask, bias_GRT = inputs.mask, inputs.bias
-    self.static, self._mask, self._order = static, mask, order
-    self._L, self._S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
-    A, C = static.block_q, static.block_k
-    self._N, self._M = math.ceil(self._L / A), math.ceil(self._S / C)
-    self.bias_GRT = bias_GRT
-    self.pairs: jax.Array | np.ndarray
-    if order is None:
-      self.pairs = visible_pairs(
-        np.arange(self._N) * A, np.arange(self._M) * C, static, mask
-      )
-      self.counted = self._L * mask.reach(self._S)
-      self.computed = len(self.pairs) * A * C
-      if bias_GRT is not None:  # The padding also needs distances.
-        more = self._N * A - self._L, self._M * C - self._S
-        self.bias_GRT = jnp.pad(bias_GRT, ((0, 0), (0, 0), more))
-    else:
-      self.pairs = order.pairs
-      self.counted, self.computed = order.counted, order.computed
+  def __init__(self, static: Static, inputs: Inputs, order: Order):
+    self.static, self.order, self._mask = static, order, inputs.mask
+    self.bias_GRT, self._S = inputs.bias, inputs.k_BSGK.shape[1]
     split = lambda x, size: None if x is None else _to_blocks(x, size)
-    self._segments_NBA = split(mask.segments_BL, A)
-    self._segments_MBC = split(mask.segments_BS, C)
-    self._real_MBC = split(mask.real_BS, C)
+    self._segments_NBA = split(self._mask.segments_BL, static.block_q)
+    self._segments_MBC = split(self._mask.segments_BS, static.block_k)
+    self._real_MBC = split(self._mask.real_BS, static.block_k)
 
   def of_queries(self, x: jax.Array) -> jax.Array:
     """(B, L, G, R, K) as blocks (N, B, G, R, A, K)."""
@@ -140,18 +122,17 @@ class Blocks:
 
   def _visible(self, n: Index, m: Index) -> jax.Array | None:
     """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
-    static, order = self.static, self._order
+    static = self.static
     of_block = lambda x, i: None if x is None else _pick(x, i)
-    column = m * static.block_k if order is None else order.columns_M[m]
-    row = n * static.block_q if order is None else order.rows_N[n]
-    column_C = column + jnp.arange(static.block_k)
+    row_A = self.order.rows_N[n] + jnp.arange(static.block_q)
+    column_C = self.order.columns_M[m] + jnp.arange(static.block_k)
     mask = dataclasses.replace(
       self._mask,
       segments_BL=of_block(self._segments_NBA, n),
       segments_BS=of_block(self._segments_MBC, m),
       real_BS=of_block(self._real_MBC, m),
     )
-    visible = mask.block(row + jnp.arange(static.block_q), column_C)
+    visible = mask.block(row_A, column_C)
     # Causal queries do not see the padding after them.
     if self._S % static.block_k and not self._mask.in_order:
       exists = (column_C < self._S)[None, None]
@@ -159,17 +140,13 @@ class Blocks:
     return visible
 
   def _start(self, n: Index, m: Index) -> Index:
-    static = self.static
-    if self._order is not None:
-      first = self._order.length - static.block_q
-      return self._order.columns_M[m] - self._order.rows_N[n] + first
-    return m * static.block_k + (self._N - 1 - n) * static.block_q
+    first = self.order.length - self.static.block_q
+    return self.order.columns_M[m] - self.order.rows_N[n] + first
 
   def _distances(self, bias_GRT: jax.Array, n: Index, m: Index) -> jax.Array:
     num = self.static.block_q + self.static.block_k - 1
-    return jax.lax.dynamic_slice_in_dim(
-      bias_GRT, self._start(n, m), num, axis=2
-    )
+    start = self._start(n, m)
+    return jax.lax.dynamic_slice_in_dim(bias_GRT, start, num, axis=2)
 
   def add_to_bias(
     self, dbias_GRT: jax.Array, dscores_GRAC: jax.Array, n: Index, m: Index
@@ -181,12 +158,6 @@ class Blocks:
     return jax.lax.dynamic_update_slice_in_dim(
       dbias_GRT, old + new, self._start(n, m), axis=2
     )
-
-  def without_padding(self, dbias_GRT: jax.Array) -> jax.Array:
-    if self._order is not None:
-      return dbias_GRT
-    first = self._N * self.static.block_q - self._L
-    return dbias_GRT[:, :, first : first + self._L + self._S - 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +172,20 @@ class Schedule:
 
   def blocks(self, step: int, inputs: Inputs) -> Blocks:
     del step
-    return Blocks(self.static, inputs)
+    static, mask = self.static, inputs.mask
+    L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
+    rows_N = np.arange(0, L, static.block_q, dtype=np.int32)
+    columns_M = np.arange(0, S, static.block_k, dtype=np.int32)
+    pairs = visible_pairs(rows_N, columns_M, static, mask)
+    order = Order(
+      jnp.asarray(rows_N),
+      jnp.asarray(columns_M),
+      jnp.asarray(pairs),
+      len(rows_N) * static.block_q,
+      counted=L * mask.reach(S),
+      computed=len(pairs) * static.block_q * static.block_k,
+    )
+    return Blocks(static, inputs, order)
 
   def pass_on(self, arrays: Any) -> Any:
     """Exchanges the keys' arrays of a step for those of the next."""
@@ -241,10 +225,7 @@ def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
-  """Biases (G, R, A, C) from the biases of the A + C - 1 distances c - a.
-
-  Rows that are all `bias` shift by one if they are read as shorter by one.
-  """
+  """Biases (G, R, A, C) of the distances c - a: rows that shift by one."""
   A, C = static.block_q, static.block_k
   G, R, T = bias_GRT.shape
   if A == 1:
@@ -290,14 +271,12 @@ def _add_values(
       _pick(v_M, m),
       preferred_element_type=jnp.float32,
     )
-    return Sums(
-      _put(sums.largest_N, n, largest),
-      _put(sums.total_N, n, total),
-      _put(sums.out_N, n, out),
-    ), None
+    new = Sums(largest, total, out)
+    return jax.tree.map(lambda x_N, x: _put(x_N, n, x), sums, new), None
 
-  with model_flops.counts_as(blocks.counted, blocks.computed):
-    return jax.lax.scan(add, sums, blocks.pairs)[0]
+  order = blocks.order
+  with model_flops.counts_as(order.counted, order.computed):
+    return jax.lax.scan(add, sums, order.pairs)[0]
 
 
 def _results(
@@ -348,9 +327,8 @@ def _add_gradients(
     if visible is not None:
       weights = jnp.where(visible, weights, 0.0)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    dv = product(
-      "bgrac,bgrak->bgck", weights.astype(v_M.dtype), _pick(grad_N, n)
-    )
+    low = weights.astype(v_M.dtype)
+    dv = product("bgrac,bgrak->bgck", low, _pick(grad_N, n))
     dweights = product("bgrak,bgck->bgrac", _pick(grad_N, n), _pick(v_M, m))
     dscores = weights * (dweights - _pick(mean_N, n)[..., None])
     if static.softcap is not None:
@@ -370,8 +348,9 @@ def _add_gradients(
     ), None
 
   # Four products; the fifth computes the scores again.
-  with model_flops.counts_as(4 * blocks.counted, 5 * blocks.computed):
-    return jax.lax.scan(add, grads, blocks.pairs)[0]
+  order = blocks.order
+  with model_flops.counts_as(4 * order.counted, 5 * order.computed):
+    return jax.lax.scan(add, grads, order.pairs)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -392,11 +371,9 @@ def _forward(
     q_N = blocks.of_queries(inputs.q)
     if sums is None:
       rows = q_N.shape[:-1]
-      sums = Sums(
-        jnp.full(rows, _MASKED, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(q_N.shape, jnp.float32),
-      )
+      zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+      lowest = jnp.full(rows, _MASKED, jnp.float32)
+      sums = Sums(lowest, zeros(rows), zeros(q_N.shape))
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed
@@ -436,11 +413,8 @@ def _backward(
     kv = passed
   dq = blocks.to_queries(grads.dq_N, q)
   dk, dv = blocks.to_keys(grads.dk_M, k), blocks.to_keys(grads.dv_M, v)
-  dbias_GRT = grads.dbias_GRT
-  if dbias_GRT is not None:
-    dbias_GRT = blocks.without_padding(dbias_GRT)
   no_mask: Any = None
-  return (Inputs(dq, dk, dv, no_mask, dbias_GRT, dsinks_GR),)
+  return (Inputs(dq, dk, dv, no_mask, grads.dbias_GRT, dsinks_GR),)
 
 
 attend_by_blocks.defvjp(_forward, _backward)

@@ -19,8 +19,7 @@ from bigtrain import model_flops, settings, sharding
 from bigtrain.models.layers import attention_blockwise, masks, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 
-# The largest blocks of which scores with heads of width 256, and gradients,
-# fit into a TPU's vector memory.
+# The largest blocks that, with gradients, fit into a TPU's vector memory.
 _BLOCK = 512
 
 # Whether the kernels of Splash run on any device, slowly: for tests.
@@ -42,13 +41,9 @@ def attend_by_splash(
   q_BLGRK, k_BSGK, v_BSGK, mask, _, sinks_GR = inputs
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   sizes = _block_size(L), _block_size(S)
+  numbers, positions = np.arange(_padded(L, sizes[0])), _padded(S, sizes[1])
   kernel = functools.partial(
-    _splash_kernel,
-    np.arange(_padded(L, sizes[0])),
-    _padded(S, sizes[1]),
-    sizes,
-    mask,
-    softcap,
+    _splash_kernel, numbers, positions, sizes, mask, softcap
   )
 
   def attend_locally(
@@ -137,12 +132,9 @@ def _call_splash(
   S = k.shape[1]
   q = q.astype(k.dtype).reshape(B, L, G * R, K)
   ids = _segments(mask, B, L, S, sizes)
-  q, k, v = (
-    _pad(x, size).swapaxes(1, 2)
-    for x, size in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1]))
-  )
-  # The kernels compute blocks that the mathematics does without, and leave out
-  # others that it counts.
+  q = _pad(q, sizes[0]).swapaxes(1, 2)
+  k, v = (_pad(x, sizes[1]).swapaxes(1, 2) for x in (k, v))
+  # The kernels compute other blocks than the mathematics counts.
   num_blocks = kernel.fwd_mask_info.data_next
   per_row = k.shape[2] // sizes[1]
   if num_blocks is not None:
@@ -213,19 +205,13 @@ def _splash_kernel(
     blocks = splash.FullMask(shape)
   if mask.causal:
     blocks.q_sequence = numbers.astype(np.int32)
-  block_q, block_kv = sizes
+  of_q = ("block_q", "block_q_dkv", "block_q_dq")
+  of_kv = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dq")
+  block_sizes = dict.fromkeys(of_q, sizes[0])
+  block_sizes |= dict.fromkeys((*of_kv, "block_kv_dkv_compute"), sizes[1])
   return splash.make_splash_mha(
     splash.MultiHeadMask([blocks] * heads),
-    block_sizes=splash.BlockSizes(
-      block_q=block_q,
-      block_kv=block_kv,
-      block_kv_compute=block_kv,
-      block_q_dkv=block_q,
-      block_kv_dkv=block_kv,
-      block_kv_dkv_compute=block_kv,
-      block_q_dq=block_q,
-      block_kv_dq=block_kv,
-    ),
+    block_sizes=splash.BlockSizes(**block_sizes),
     attn_logits_soft_cap=softcap,
     head_shards=1,
     q_seq_shards=shards,
@@ -241,9 +227,8 @@ def _library() -> Any:  # Its import takes half a second.
 
 
 def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
-  kernel = functools.partial(
-    jax.nn.dot_product_attention, implementation="cudnn"
-  )
+  attend = jax.nn.dot_product_attention
+  kernel = functools.partial(attend, implementation="cudnn")
   return _with_matrix(kernel, inputs, scale)
 
 
@@ -254,11 +239,8 @@ def attend_by_tokamax(
   tokamax = settings.import_package("tokamax", key, "'bigtrain[tokamax]'")
   if not flags.FLAGS.is_parsed():  # Otherwise it parses a notebook's own.
     flags.FLAGS.mark_as_parsed()
-  kernel = functools.partial(
-    tokamax.dot_product_attention,
-    logits_soft_cap=softcap,
-    implementation=_TOKAMAX,
-  )
+  options: Any = dict(logits_soft_cap=softcap, implementation=_TOKAMAX)
+  kernel = functools.partial(tokamax.dot_product_attention, **options)
 
   def attend_locally(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
@@ -282,8 +264,7 @@ def _with_matrix(
     mask_BLS = jnp.broadcast_to(mask_BLS, (len(mask_BLS), L, S))
   causal = mask.causal and mask_BLS is None
   window = mask.window if causal else None
-  # Some versions of jax and cuDNN refuse odd lengths, such as the 197 tokens of
-  # a ViT with a class token.
+  # Some versions of jax and cuDNN refuse odd lengths, such as a ViT's 197.
   lengths: Any = None, None
   if L % 2 or S % 2:
     q_BLHK, k_BSGK, v_BSGK = (_pad(x, 2) for x in (q_BLHK, k_BSGK, v_BSGK))

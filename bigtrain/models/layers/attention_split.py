@@ -36,8 +36,7 @@ AXIS = "sequence"
 # On accelerators, longer blocks are whole numbers of the registers' lanes.
 _LANES = 128
 
-# Computes a device's part of an attention, from the number of the first query,
-# or None.
+# Computes a device's part, from the number of the first query, or None.
 LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
@@ -51,8 +50,7 @@ class Plan(NamedTuple):
   order: masks.Mask
   # Whether keys and values pass in a ring; otherwise they are gathered.
   ring: bool
-  # Whether devices have an early and a late part of the queries, and in a ring
-  # of the keys.
+  # Whether devices have an early and a late part of the queries, and of a ring.
   balanced: bool
   block_q: int
   block_k: int
@@ -234,9 +232,8 @@ def _split(
 
 
 def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
-  pad = lambda x, length: (
-    None if x is None else attention_blockwise.padded(x, length)
-  )
+  fill = attention_blockwise.padded
+  pad = lambda x, length: None if x is None else fill(x, length)
   real_BS = mask.real_BS
   # Causal queries do not see the padding after them.
   padded = plan.padded_keys > plan.keys and not plan.order.causal

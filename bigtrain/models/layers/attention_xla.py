@@ -40,12 +40,9 @@ def attend(
     return _attend_in_half(static, arrays)
   heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
   with static.in_window():
-    scores = jnp.einsum(
-      f"bl{heads}k,bs{kv_heads}k->b{heads}ls",
-      q,
-      k_BSGK,
-      preferred_element_type=jnp.float32,
-    )
+    product = f"bl{heads}k,bs{kv_heads}k->b{heads}ls"
+    wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = wide(product, q, k_BSGK)
   scores *= scale
   if isinstance(bias, positions.BiasByDistance):
     bias = bias.matrix(L, S)
@@ -106,10 +103,7 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_half(static: _Static, arrays: _Arrays) -> jax.Array:
-  """Attends in a dtype of 16 bits, with scores and softmax in float32.
-
-  The backward pass needs no other softmax, and stores matrices of 16 bits.
-  """
+  """Attends in 16 bits; scores and softmax are float32, and not stored."""
   return _half_forward(static, arrays)[0]
 
 

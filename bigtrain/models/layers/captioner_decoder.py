@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from bigtrain.models.layers import attention, kv_cache, masks, mlp, stack
+from bigtrain.models.layers import (
+  attention,
+  kernels,
+  kv_cache,
+  masks,
+  mlp,
+  stack,
+)
 
 
 class Options(NamedTuple):
@@ -44,16 +51,12 @@ class Block(nn.Module):
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
-    """`source` is encoded patches (b, P, E), or their cached keys and values.
-
-    Without a stream in the carry, the cache of all layers takes the source's.
-    """
+    """`source` is patches (b, P, E), or their cache."""
     options = self.options
     x_BLD, cache = carry
 
-    norm = functools.partial(
-      nn.LayerNorm, dtype=options.dtype, use_bias=options.use_bias
-    )
+    dtype, use_bias = options.dtype, options.use_bias
+    norm = functools.partial(nn.LayerNorm, dtype=dtype, use_bias=use_bias)
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     of_attention = attention.Options(
       options.num_heads,
@@ -80,25 +83,16 @@ class Block(nn.Module):
     x_BLD = x_BLD + drop(y_BLD)
 
     y_BLD = norm(name="LayerNorm3")(x_BLD)
-    of_mlp = mlp.vit_options(
-      options.mlp_dim, options.dropout, options.dtype, options.use_bias
+    of_mlp = mlp.Options(
+      options.mlp_dim,
+      "gelu",
+      use_bias=options.use_bias,
+      dropout=options.dropout,
+      dtype=options.dtype,
+      names=mlp.VIT_NAMES,
     )
     y_BLD = mlp.Mlp(of_mlp, name="MLP")(y_BLD, train)
     return (x_BLD + drop(y_BLD), cache), None
-
-
-class OutputLayer(nn.Module):
-  """Kernel (D, V) and bias (V,) of the output layer; the loss applies it."""
-
-  vocab_size: int
-
-  @nn.compact
-  def __call__(self, width: int) -> tuple[jax.Array, jax.Array]:
-    zeros = nn.initializers.zeros
-    return (
-      self.param("kernel", zeros, (width, self.vocab_size)),
-      self.param("bias", zeros, (self.vocab_size,)),
-    )
 
 
 class Decoder(nn.Module):
@@ -131,11 +125,9 @@ class Decoder(nn.Module):
     """
     x_BLD = None
     if tokens_BL is not None:
+      init, width = nn.initializers.normal(1.0), self.options.width
       embed = nn.Embed(
-        self.num_embeddings,
-        self.options.width,
-        embedding_init=nn.initializers.normal(1.0),
-        name="EmbedTargets",
+        self.num_embeddings, width, embedding_init=init, name="EmbedTargets"
       )
       x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.options.dtype)
     (x_BLD, cache), _ = stack.run(
@@ -155,7 +147,7 @@ class Decoder(nn.Module):
     )
     if x_BLD is None:
       return None, cache
-    dtype, width = self.options.dtype, self.options.width
-    hidden_BLD = nn.LayerNorm(dtype=dtype, name="LayerNorm")(x_BLD)
-    head = OutputLayer(self.vocab_size, name="LogitsDense")(width)
-    return (hidden_BLD, head), cache
+    norm = nn.LayerNorm(dtype=self.options.dtype, name="LayerNorm")
+    D, V, zeros = self.options.width, self.vocab_size, nn.initializers.zeros
+    head = kernels.Kernel((D, V), (V,), zeros, name="LogitsDense")()
+    return (norm(x_BLD), (head["kernel"], head["bias"])), cache

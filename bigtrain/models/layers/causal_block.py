@@ -20,8 +20,7 @@ from bigtrain.models.layers import (
   rms_norm,
 )
 
-# Sites of biases: projections of attention, MLPs, layer norms, experts, their
-# router, and the model's head.
+# Projections of attention, MLPs, layer norms, experts, router, the head.
 BIAS_SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
 NORMS = ("layernorm", "rmsnorm")
 NORMS_AT = ("pre", "post", "sandwich")

@@ -67,24 +67,32 @@ class Block(nn.Module):
         y_BLD = drop_path(y_BLD, rate, key, rescale)
       return y_BLD
 
-    norm = functools.partial(
-      nn.LayerNorm, epsilon=options.norm_eps, dtype=options.dtype
-    )
+    eps, dtype = options.norm_eps, options.dtype
+    norm = functools.partial(nn.LayerNorm, epsilon=eps, dtype=dtype)
     if options.relative_grid:
       bias_1HLS = positions.GridBias(
         options.num_heads, options.relative_grid, name="relative_bias"
       )()
+    F = options.mlp_dim or 4 * x_BLD.shape[-1]
+    of_mlp = mlp.Options(
+      F,
+      options.mlp,
+      use_bias="mlp" in options.bias,
+      dropout=options.dropout,
+      dtype=options.dtype,
+      names=mlp.VIT_NAMES,
+    )
     before: list[Any] = [norm(name=f"LayerNorm_{i}") for i in range(2)]
     after: list[Any] = [lambda x: x] * 2
     if options.post_norm:
       before, after = after, before
     y_BLD = before[0](x_BLD)
     if options.token_mlp_dim:
-      hidden = (options.token_mlp_dim, options.dropout, options.dtype)
-      y_BDL = mlp.Mlp(mlp.vit_options(*hidden), name="token_mixing")(
-        y_BLD.swapaxes(1, 2), train
+      of_tokens = of_mlp._replace(
+        dim=options.token_mlp_dim, kind="gelu", use_bias=True
       )
-      y_BLD = y_BDL.swapaxes(1, 2)
+      mixing = mlp.Mlp(of_tokens, name="token_mixing")
+      y_BLD = mixing(y_BLD.swapaxes(1, 2), train).swapaxes(1, 2)
     else:
       y_BLD, _ = attention.Attention(
         attention.Options(
@@ -98,13 +106,7 @@ class Block(nn.Module):
     x_BLD = after[0](x_BLD + branch(y_BLD, 0))
 
     y_BLD = before[1](x_BLD)
-    F = options.mlp_dim or 4 * x_BLD.shape[-1]
-    y_BLD = mlp.Mlp(
-      mlp.vit_options(
-        F, options.dropout, options.dtype, "mlp" in options.bias, options.mlp
-      ),
-      name="MlpBlock_0",
-    )(y_BLD, train)
+    y_BLD = mlp.Mlp(of_mlp, name="MlpBlock_0")(y_BLD, train)
     return sharding.stream(after[1](x_BLD + branch(y_BLD, 1))), None
 
 
@@ -134,8 +136,7 @@ class Encoder(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   mlp: str = "gelu"  # A name in mlp.KINDS.
   bias: tuple[str, ...] = ("qkv", "out", "mlp")
-  # Initial factor of each feature that a branch adds (CaiT,
-  # https://arxiv.org/abs/2103.17239); None for no factors.
+  # Initial factor of each feature that a branch adds (CaiT, arXiv 2103.17239).
   layer_scale: float | None = None
   # Grid of patches whose relative positions have a bias in each layer, if any.
   relative_grid: tuple[int, int] | None = None
@@ -180,6 +181,5 @@ class Encoder(nn.Module):
     )
     if not self.final_norm:
       return x_BLD
-    return nn.LayerNorm(
-      epsilon=self.norm_eps, dtype=self.dtype, name="encoder_norm"
-    )(x_BLD)
+    norm = nn.LayerNorm(self.norm_eps, self.dtype, name="encoder_norm")
+    return norm(x_BLD)

@@ -14,14 +14,20 @@ def initializer(std: float | None) -> Any:
 
 
 class Kernel(nn.Module):
-  """A parameter called "kernel", which the caller multiplies with."""
+  """Parameters "kernel" and "bias", as far as they have shapes, for callers."""
 
-  shape: tuple[int, ...]
-  init_std: float | None
+  kernel: tuple[int, ...] | None
+  bias: tuple[int, ...] | None = None
+  init: Any = xavier
 
   @nn.compact
-  def __call__(self) -> jax.Array:
-    return self.param("kernel", initializer(self.init_std), self.shape)
+  def __call__(self) -> dict[str, jax.Array]:
+    result = {}
+    if self.kernel:
+      result["kernel"] = self.param("kernel", self.init, self.kernel)
+    if self.bias:
+      result["bias"] = self.param("bias", nn.initializers.zeros, self.bias)
+    return result
 
 
 def logits(x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:

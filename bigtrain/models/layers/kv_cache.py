@@ -180,12 +180,8 @@ class Caches:
     count_B: Any = L
     if real_BL is not None:
       count_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
-    groups = [
-      group
-      if group.read_B is None
-      else group._replace(read_B=0 * group.read_B + start + count_B)
-      for group in self.groups
-    ]
+    read = lambda x: x._replace(read_B=0 * x.read_B + start + count_B)
+    groups = [x if x.read_B is None else read(x) for x in self.groups]
     is_first = isinstance(start, int) and start == 0
     return Caches(tuple(groups), self.places_N, self.length, is_first)
 

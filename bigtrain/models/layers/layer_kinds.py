@@ -100,9 +100,8 @@ def read_names(model: Any) -> dict[str, Any]:
     settings.check_keys(key, given, FIELDS)
   names = {}
   for field in ("layers", "first_layers"):
-    names[field] = options.read_names(
-      f"config.model.{field}", getattr(model, field), kinds
-    )
+    key, given = f"config.model.{field}", getattr(model, field)
+    names[field] = options.read_names(key, given, kinds)
   if kinds and not any(names.values()):
     raise settings.ConfigError(
       "config.model.layers: missing; it names the kind of each layer of a "
@@ -175,12 +174,10 @@ def _check(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
   if values["attention_scale"] is not None:
-    settings.check_number(
-      f"{key}.attention_scale", values["attention_scale"], above=0
-    )
-  scale = positions.read_query_scale(
-    values["query_scale"], f"{key}.query_scale"
-  )
+    scale = values["attention_scale"]
+    settings.check_number(f"{key}.attention_scale", scale, above=0)
+  scale = values["query_scale"]
+  scale = positions.read_query_scale(scale, f"{key}.query_scale")
   if key != "config.model" and values["posemb"] != model.posemb:
     settings.check_choice(f"{key}.posemb", values["posemb"], ("rope", "none"))
   settings.check_number(f"{key}.rope_theta", values["rope_theta"], above=1)

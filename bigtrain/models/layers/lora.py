@@ -34,7 +34,7 @@ from flax import traverse_util
 from flax.core import meta
 
 from bigtrain import dims, settings, trees
-from bigtrain.models.layers import block_quantization, kernels
+from bigtrain.models.layers import block_quantization
 from bigtrain.models.layers.block_quantization import Quantized
 from bigtrain.models.layers.options import subclass
 from bigtrain.settings import ConfigError, check_number
@@ -58,8 +58,7 @@ class Options(NamedTuple):
   rslora: bool = False
   dora: bool = False
   train: Any = ()  # Parameters that train in full, such as a head.
-  # Dtype of the base, or "int8" or "nf4" for the kernels in `quantized`; the
-  # rest of the base is bfloat16 then.
+  # Dtype of the base, or that of kernels in `quantized` beside bfloat16.
   base: str = "float32"
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
   double_quantization: bool = False  # Of the scales of blocks as well.
@@ -151,9 +150,8 @@ def reference(variables: Mapping[str, Any]) -> dict[str, Any]:
 def in_full(params: Any) -> Any:
   """The parameters that are not of adapters."""
   flat = traverse_util.flatten_dict(params, sep="/")
-  return trees.from_flat(
-    {n: x for n, x in flat.items() if n.split("/")[-1] not in FACTORS}
-  )
+  own = [name for name in flat if name.split("/")[-1] not in FACTORS]
+  return trees.from_flat({name: flat[name] for name in own})
 
 
 def unquantized(base: Any) -> Any:
@@ -329,8 +327,6 @@ class Layers:
       return plain.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
     if factors:
       whole = merged(whole, factors, 1.0)
-    if isinstance(layer, kernels.Kernel):
-      return whole
     holder = layer.clone(parent=None, name=None)
     result = holder.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
     if not isinstance(result, Mapping) or _KERNEL not in result:
@@ -417,9 +413,8 @@ def _low_rank(
       keep = jax.random.bernoulli(key, 1 - rate, x.shape)
       x = jnp.where(keep, x / (1 - rate), 0)
     low = jax.lax.dot_general(x, a, numbers, **options)
-    low = jax.lax.dot_general(
-      low, b, (((low.ndim - 1,), (0,)), ((), ())), **options
-    )
+    last_with_first = (((low.ndim - 1,), (0,)), ((), ()))
+    low = jax.lax.dot_general(low, b, last_with_first, **options)
     y = y + low
     if MAGNITUDE in factors:
       norm = norms(kernel, factors[A], factors[B], 1.0)

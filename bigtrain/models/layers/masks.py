@@ -23,11 +23,9 @@ class Mask:
   causal: bool = struct.field(pytree_node=False, default=False)
   # Number of positions that a causal query attends to, itself included.
   window: int | None = struct.field(pytree_node=False, default=None)
-  # Int, number of the first positions that each query attends to, later ones
-  # included; only with `causal`.
+  # Int, number of first positions that all queries see; only with `causal`.
   prefix_B: jax.Array | None = None
-  # Int, number of the document of each query, which attends to the positions
-  # with the same number in `segments_BS`.
+  # Int, number of each query's document, which the positions must share.
   segments_BL: jax.Array | None = None
   segments_BS: jax.Array | None = None
   # Bool, False for positions that no query attends to.

@@ -37,11 +37,7 @@ KINDS = {
 
 
 class Clip(NamedTuple):
-  """The clipped gate of gpt-oss, a variant of swiglu.
-
-  (clip(up, -limit, limit) + up_offset) * g * sigmoid(alpha * g), where g is
-  min(gate, limit).
-  """
+  """The gate of gpt-oss: (clip(up) + up_offset) * g * sigmoid(alpha * g)."""
 
   limit: float
   alpha: float = 1.0
@@ -62,20 +58,21 @@ def read_clip(given: Any, kind: str, key: str) -> Clip | None:
   return clip
 
 
+VIT_NAMES = ("Dense_0", "Dense_1")
+
+
 class Options(NamedTuple):
   """Options of an MLP."""
 
   dim: int
   kind: str
-  # Standard deviation of the initial `up` and `gate` kernels; None for Xavier's
-  # uniform distribution. `out_init_std` is that of `down`.
-  init_std: float | None
-  out_init_std: float | None
+  # Of the initial `up` and `gate`, and of `down`; None for Xavier's uniform.
+  init_std: float | None = None
+  out_init_std: float | None = None
   use_bias: bool = False
   dropout: float = 0.0
   dtype: str = "float32"
-  # Names of the submodules `up` and `down`.
-  names: tuple[str, str] = ("up", "down")
+  names: tuple[str, str] = ("up", "down")  # Of the first and last product.
   clip: Clip | None = None  # Bounds of a gated MLP's first products.
 
 
@@ -93,25 +90,6 @@ def hidden_units(
   return up * gate * jax.nn.sigmoid(clip.alpha * gate)
 
 
-def vit_options(
-  dim: int,
-  dropout: float = 0.0,
-  dtype: str = "float32",
-  use_bias: bool = True,
-  kind: str = "gelu",
-) -> Options:
-  return Options(
-    dim,
-    kind,
-    init_std=None,
-    out_init_std=None,
-    use_bias=use_bias,
-    dropout=dropout,
-    dtype=dtype,
-    names=("Dense_0", "Dense_1"),
-  )
-
-
 class Mlp(nn.Module):
   """An MLP. Parameters: up and, if gated, gate (D, F), down (F, D)."""
 
@@ -126,15 +104,11 @@ class Mlp(nn.Module):
     columns = rows = None
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
       columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])
-    dense = functools.partial(
-      nn.Dense, use_bias=options.use_bias, dtype=options.dtype
-    )
-    hidden = functools.partial(
-      dense,
-      options.dim,
-      kernel_init=kernels.initializer(options.init_std),
-      dot_general=columns,
-    )
+    use_bias, dtype = options.use_bias, options.dtype
+    dense = functools.partial(nn.Dense, use_bias=use_bias, dtype=dtype)
+    init = kernels.initializer(options.init_std)
+    first: Any = dict(kernel_init=init, dot_general=columns)
+    hidden = functools.partial(dense, options.dim, **first)
     h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
     gate_BLF = None
     if KINDS[options.kind].gated:

@@ -36,17 +36,13 @@ SERVE = ("position", "choice")
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
 
-# Flax collections: the selection biases, and the numbers of choices with which
-# a step changes them.
+# Collections: selection biases, and the numbers of choices that change them.
 STATE = "router_state"
 STEP_SUMS = "step_sums"
 
 
 class Groups(NamedTuple):
-  """Experts in `num` groups; a token has experts of its `top` best ones.
-
-  A group's score is its largest, or the sum of its "top2".
-  """
+  """Experts in `num` groups, of which a token has the `top` best by `score`."""
 
   num: int
   top: int
@@ -58,12 +54,10 @@ class Options(NamedTuple):
 
   num_experts: int  # E.
   top_k: int = 2  # Number of experts per token.
-  # Axis of the mesh that whole experts are split over; None for weights that
-  # each device gathers.
+  # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
   every: int = 1  # Period of the layers with experts, the last of it.
-  # An expert takes up to this times L * top_k / E tokens of a row, rounded up;
-  # None drops nothing.
+  # An expert takes up to this times L * top_k / E tokens of a row, if not all.
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None  # Outside of training, if given.
   # Order in which choices take the capacity. "position": token by token, so
@@ -73,8 +67,7 @@ class Options(NamedTuple):
   serve: str | None = None
   jitter: float = 0.0  # Largest relative noise on the router's input.
   dropout: float | None = None  # Rate in experts; the MLPs' rate if None.
-  # Whether the weights of a token's experts add up to 1; by default with
-  # several.
+  # Whether a token's weights add up to 1; by default with several experts.
   normalize: bool | None = None
   router_init_std: float = 0.02  # Of the router's initial kernel.
   score: str = "softmax"  # One of SCORES; the last is over the chosen experts.
@@ -83,8 +76,7 @@ class Options(NamedTuple):
   bias_rate: float = 0.0  # Change of the selection bias per step.
   groups: Groups | None = None  # From which each token chooses first.
   mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
-  # Size, in experts, of an MLP that every token passes as well
-  # (https://arxiv.org/abs/2401.06066); 0 for none.
+  # Size, in experts, of an MLP for all tokens (arXiv 2401.06066); 0 for none.
   shared_experts: int = 0
   shared_dim: int | None = None  # Width of this MLP, in place of its size.
   shared_gate: bool = False  # Whether a sigmoid multiplies its output.
@@ -188,13 +180,8 @@ def _read_groups(moe: Options, key: str) -> Groups:
       f"{key}.num: {groups.num} does not divide num_experts={moe.num_experts}."
     )
   own = moe.num_experts // groups.num
-  settings.check_number(
-    f"{key}.top",
-    groups.top,
-    least=-(-moe.top_k // own),
-    most=groups.num,
-    whole=True,
-  )
+  limits = dict(least=-(-moe.top_k // own), most=groups.num)
+  settings.check_number(f"{key}.top", groups.top, whole=True, **limits)
   settings.check_choice(f"{key}.score", groups.score, GROUP_SCORES)
   if groups.score == "top2" and own < 2:
     raise settings.ConfigError(
@@ -221,9 +208,8 @@ def mlp_or_experts(
   """An MLP, or experts and their shared MLP, which has these options too."""
   if experts is None:
     return mlp.Mlp(dense, name="mlp")(x_BLD, train), None
-  expert = dense._replace(
-    dim=experts.width(dense.dim), use_bias="experts" in use_bias
-  )
+  dim = experts.width(dense.dim)
+  expert = dense._replace(dim=dim, use_bias="experts" in use_bias)
   layer = Moe(experts, expert, "router" in use_bias, name="moe")
   y_BLD, stats = layer(x_BLD, real_BL, train)
   width = experts.shared_width(dense.dim)
@@ -281,9 +267,8 @@ class Moe(nn.Module):
     weights = self._weights(x_BLD.shape[-1])
     rate = expert.dropout if options.dropout is None else options.dropout
     key = self.make_rng("dropout") if train and rate else None
-    experts = moe_experts.Experts(
-      expert.kind, expert.dim, rate, key, expert.clip
-    )
+    kind, dim, clip = expert.kind, expert.dim, expert.clip
+    experts = moe_experts.Experts(kind, dim, rate, key, clip)
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)
     if factor is None:
@@ -311,12 +296,9 @@ class Moe(nn.Module):
     options = self.options
     x_BLD = x_BLD.astype(jnp.float32)
     if train and options.jitter:
-      x_BLD *= jax.random.uniform(
-        self.make_rng("dropout"),
-        x_BLD.shape,
-        minval=1 - options.jitter,
-        maxval=1 + options.jitter,
-      )
+      key, jitter = self.make_rng("dropout"), options.jitter
+      bounds: Any = dict(minval=1 - jitter, maxval=1 + jitter)
+      x_BLD *= jax.random.uniform(key, x_BLD.shape, **bounds)
     return nn.Dense(
       options.num_experts,
       use_bias=self.router_bias,
@@ -334,25 +316,12 @@ class Moe(nn.Module):
     weights = {}
     for name, shape in shapes.items():
       std = expert.out_init_std if name == "down" else expert.init_std
-      held = _Weights(shape, std, expert.use_bias, name=name)()
+      bias = (E, shape[2]) if expert.use_bias else None
+      init = kernels.initializer(std)
+      held = kernels.Kernel(shape, bias, init, name=name)()
       weights[name] = held["kernel"].astype(expert.dtype)
       if expert.use_bias:
         weights[f"{name}_bias"] = held["bias"].astype(expert.dtype)
-    return weights
-
-
-class _Weights(nn.Module):
-  shape: tuple[int, int, int]
-  init_std: float | None
-  use_bias: bool
-
-  @nn.compact
-  def __call__(self) -> dict[str, jax.Array]:
-    init = kernels.initializer(self.init_std)
-    weights = {"kernel": self.param("kernel", init, self.shape)}
-    if self.use_bias:
-      shape = (self.shape[0], self.shape[2])
-      weights["bias"] = self.param("bias", nn.initializers.zeros, shape)
     return weights
 
 
@@ -381,10 +350,7 @@ def _load_balance(load_E: jax.Array, score_E: jax.Array) -> jax.Array:
 def end_of_step(
   mutable: Mapping[str, Any], sums: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
-  """Returns the collections with the selection biases of the next step.
-
-  `sums` is the collection STEP_SUMS, of all of a step's microbatches.
-  """
+  """The selection biases after a step with these sums of STEP_SUMS."""
   counts = dict(trees.flatten_with_names(sums))
 
   def updated(name: str, bias_E: jax.Array) -> jax.Array:
@@ -431,13 +397,8 @@ def route(
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
 
   total = jnp.maximum(jnp.sum(real_BL), 1)
-  mean = lambda x: (
-    jnp.sum(
-      jnp.where(real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2)), x, 0.0),
-      axis=(0, 1),
-    )
-    / total
-  )
+  real = lambda x: real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2))
+  mean = lambda x: jnp.sum(jnp.where(real(x), x, 0.0), axis=(0, 1)) / total
   load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
   score_E = mean(probs_BLE)
   stats = {
@@ -479,10 +440,7 @@ def _chosen(
 
 
 def _best(scores: jax.Array, number: int) -> jax.Array:
-  """Indices [..., number] of the largest of [..., E], the largest first.
-
-  XLA would sort all tokens on each device for jax.lax.top_k.
-  """
+  """Indices of the largest. XLA does not split jax.lax.top_k over devices."""
   result = []
   for _ in range(number):
     result.append(jnp.argmax(scores, axis=-1))

@@ -33,8 +33,7 @@ _IN_EXAMPLES = ("sequence", "tensor")
 class Split(NamedTuple):
   """The split of a layer: over `axis` experts, None if each device needs all.
 
-  `stream` is the spec of [B, L, D] between layers. `hidden` is whether the
-  experts' hidden units are split over `tensor`.
+  `stream` is the spec of [B, L, D]; `hidden` splits hidden units over `tensor`.
   """
 
   mesh: jax.sharding.AbstractMesh
@@ -116,9 +115,8 @@ def _weights_of(
     result = {}
     for name, kernel in weights.items():
       if name in gathered:
-        kernel = jax.lax.all_gather(
-          kernel, "fsdp", axis=gathered[name], tiled=True
-        )
+        dim = gathered[name]
+        kernel = jax.lax.all_gather(kernel, "fsdp", axis=dim, tiled=True)
       missing = tuple(a for a in split.varying if a not in specs[name])
       result[name] = jax.lax.pcast(kernel, missing, to="varying")
     if split.hidden and "down_bias" in result:
@@ -157,9 +155,8 @@ def dropless(
   ) -> jax.Array:
     weights = gather(weights)
     if split.hidden:
-      routing, real_BL = jax.lax.pcast(
-        (routing, real_BL), "tensor", to="varying"
-      )
+      pair = routing, real_BL
+      routing, real_BL = jax.lax.pcast(pair, "tensor", to="varying")
       x_BLD = sharding.gathered(x_BLD, split.stream)
     y_BLD = serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
     return sharding.scattered(y_BLD, split.stream) if split.hidden else y_BLD
@@ -247,13 +244,9 @@ def _through_exchange(
     bits = send(bits.reshape(n, Q, -1), send_n, receive_n)
     bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
     keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
+  x_RD, received_R1 = x_nQD.reshape(n * Q, -1), received_nQ.reshape(n * Q, 1)
   y_R1D = moe_experts.run_in_blocks(
-    experts,
-    x_nQD.reshape(n * Q, -1),
-    received_nQ.reshape(n * Q, 1),
-    keep_R1F,
-    weights,
-    useful=K,
+    experts, x_RD, received_R1, keep_R1F, weights, useful=K
   )
   y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
   y_KD = moe_experts.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
@@ -330,11 +323,8 @@ def _slots(
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   slot = jnp.where(served, expert * padded + rank, E * padded)
-  put = jax.vmap(
-    lambda s: (
-      jnp.full(E * padded, J * L).at[s].set(jnp.arange(J * L), mode="drop")
-    )
-  )
+  number, empty = jnp.arange(J * L), jnp.full(E * padded, J * L)
+  put = jax.vmap(lambda s: empty.at[s].set(number, mode="drop"))
   choice_BEC = put(slot).reshape(B, E, padded)
   dropped = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
   return slot.reshape(B, J, L), choice_BEC, dropped
@@ -375,9 +365,8 @@ def _fill(
   j_bEC, l_bEC = jnp.divmod(choice_bEC, L)
   flat = lambda x: jnp.swapaxes(x, 0, 1).reshape(-1)
   token_S = flat(jnp.where(j_bEC < J, row_b11 * L + l_bEC, b * L))
-  choice_S = flat(
-    jnp.where(j_bEC < J, (j_bEC * b + row_b11) * L + l_bEC, J * b * L)
-  )
+  number_bEC = (j_bEC * b + row_b11) * L + l_bEC
+  choice_S = flat(jnp.where(j_bEC < J, number_bEC, J * b * L))
 
   x_SD = moe_experts.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
   x_ESD = x_SD.reshape(E, b * c, D)
@@ -392,13 +381,11 @@ def _fill(
     y_ESD = experts.run(x_ESD, weights, products, keep)
   if axis is not None:
     y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
-  y = moe_experts.rows(
-    y_ESD.reshape(-1, D), back_Jt.reshape(-1), choice_S[None]
-  )
+  y_SD = y_ESD.reshape(-1, D)
+  y = moe_experts.rows(y_SD, back_Jt.reshape(-1), choice_S[None])
   with model_flops.share(1, parts):
-    y_bLD = jnp.einsum(
-      "jbld,blj->bld", y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
-    )
+    y_JbLD, weight_bLJ = y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
+    y_bLD = jnp.einsum("jbld,blj->bld", y_JbLD, weight_bLJ)
   if length:
     y_bLD = jax.lax.psum_scatter(y_bLD, length, scatter_dimension=1, tiled=True)
   return jax.lax.psum(y_bLD, "tensor") if apart else y_bLD

@@ -8,8 +8,7 @@ from flax.core import FrozenDict
 from bigtrain import settings
 from bigtrain.models.layers import attention_backends, remat
 
-# Default of a field that the variant or other fields determine: None until the
-# construction, which gives the field a value of its type.
+# Default of fields that others determine: None until the construction.
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,17 +35,15 @@ def check_sizes(model: Any, names: Iterable[str]) -> None:
 
 def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
   """Checks the fields `rates`, `choices`, and those that most models have."""
-  choices |= {
-    "attention": attention_backends.NAMES,
-    "remat_policy": remat.POLICIES,
-    "dtype": DTYPES,
-  }
+  names, policies = attention_backends.NAMES, remat.POLICIES
+  choices |= dict(attention=names, remat_policy=policies, dtype=DTYPES)
   for name, values in choices.items():
     if hasattr(model, name):
       key = f"config.model.{name}"
       settings.check_choice(key, getattr(model, name), values)
   for name in rates:
-    check_rate(f"config.model.{name}", getattr(model, name))
+    key = f"config.model.{name}"
+    settings.check_number(key, getattr(model, name), least=0, below=1)
 
 
 def filled(
@@ -77,10 +74,6 @@ def filled(
       )
     values["head_dim"] = width // heads
   return {"mlp_dim": 4 * width, **values}
-
-
-def check_rate(key: str, value: Any) -> None:
-  settings.check_number(key, value, least=0, below=1)
 
 
 def read_tuple(cls: Any, given: Any, key: str) -> Any:

@@ -30,10 +30,11 @@ class MAPHead(nn.Module):
       attention.Options(self.num_heads, dtype=self.dtype),
       name="MultiHeadDotProductAttention_0",
     )(probe_B1D, x_BLD, mask=mask)
-    y_B1D = nn.LayerNorm(
-      epsilon=self.norm_eps, dtype=self.dtype, name="LayerNorm_0"
-    )(x_B1D)
+    norm = nn.LayerNorm(self.norm_eps, self.dtype, name="LayerNorm_0")
+    y_B1D = norm(x_B1D)
     F = self.mlp_dim or 4 * D
-    options = mlp.vit_options(F, dtype=self.dtype, kind=self.mlp)
+    options = mlp.Options(
+      F, self.mlp, use_bias=True, dtype=self.dtype, names=mlp.VIT_NAMES
+    )
     y_B1D = mlp.Mlp(options, name="MlpBlock_0")(y_B1D)
     return (x_B1D + y_B1D)[:, 0]

@@ -222,9 +222,8 @@ def read_query_scale(given: Any, key: str) -> QueryScale | None:
   if scale is None:
     return None
   settings.check_number(f"{key}.beta", scale.beta)
-  settings.check_number(
-    f"{key}.original_len", scale.original_len, least=1, whole=True
-  )
+  length = scale.original_len
+  settings.check_number(f"{key}.original_len", length, least=1, whole=True)
   settings.check_choice(f"{key}.log", scale.log, ("log", "log1p"))
   return scale
 
@@ -263,10 +262,7 @@ def query_scale(
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-  """Bucket of each distance up to `max_distance`, in float32 as T5's.
-
-  Half of the buckets hold one distance each, the others widen logarithmically.
-  """
+  """Bucket of each distance as T5 has it: half exact, half logarithmic."""
   exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
   relative = np.float32(np.maximum(distance, 1)) / np.float32(exact)
@@ -309,15 +305,11 @@ class RelativeBias(nn.Module):
     by_distance: bool = False,
   ) -> jax.Array | BiasByDistance:
     """Returns float32 biases (1, H, L, S), or by distance from position 0."""
-    table = self.param(
-      "embedding",
-      nn.initializers.normal(self.init_std),
-      (self.num_buckets, self.num_heads),
-    )
+    init = nn.initializers.normal(self.init_std)
+    table = self.param("embedding", init, (self.num_buckets, self.num_heads))
     if by_distance:
-      offset = jnp.arange(
-        1 - len(query_positions_L), len(key_positions_S), dtype=jnp.int32
-      )
+      L, S = len(query_positions_L), len(key_positions_S)
+      offset = jnp.arange(1 - L, S, dtype=jnp.int32)
       return BiasByDistance(table[self._bucket(offset)].T)
     offset_LS = key_positions_S[None, :] - query_positions_L[:, None]
     return jnp.moveaxis(table[self._bucket(offset_LS)], -1, 0)[None]
@@ -375,27 +367,22 @@ def grid_rotation(
   angle_P2 = 2 * math.pi * coordinates_P2[..., None] * omega
   angle_PQ = jnp.asarray(angle_P2, jnp.float32).reshape(-1, head_dim // 2)
   angle_LQ = jnp.pad(angle_PQ, ((prefix, 0), (0, 0)))
-  return Rotation(
-    jnp.sin(angle_LQ)[None, :, None], jnp.cos(angle_LQ)[None, :, None]
-  )
+  angle_1L1Q = angle_LQ[None, :, None]
+  return Rotation(jnp.sin(angle_1L1Q), jnp.cos(angle_1L1Q))
 
 
 def resized_grid(
   table_hwD: jax.Array, shapes_B2: jax.Array, length: int
 ) -> jax.Array:
-  """A grid of embeddings, bilinearly resized to each image's grid: (B, P, D).
-
-  Rows beyond an image's patches have values without a meaning.
-  """
+  """A grid of embeddings, resized bilinearly for each image: (B, P, D)."""
 
   def weights(places_BP: jax.Array, sizes_B: jax.Array, n: int) -> jax.Array:
     """Share of each of n entries in each place: (B, P, n)."""
     scale_B11 = (n / sizes_B)[:, None, None]
     centers_BP1 = (places_BP[..., None] + 0.5) * scale_B11 - 0.5
     distance_BPn = jnp.abs(centers_BP1 - jnp.arange(n))
-    weight_BPn = jnp.maximum(
-      0.0, 1 - distance_BPn / jnp.maximum(scale_B11, 1.0)
-    )
+    width_B11 = jnp.maximum(scale_B11, 1.0)
+    weight_BPn = jnp.maximum(0.0, 1 - distance_BPn / width_B11)
     total_BP1 = jnp.sum(weight_BPn, axis=-1, keepdims=True)
     return weight_BPn / jnp.maximum(total_BP1, 1e-9)
 

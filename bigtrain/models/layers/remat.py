@@ -7,8 +7,7 @@ from jax import checkpoint_policies as policies
 
 from bigtrain import settings
 
-# Name of an attention's output and of the statistics of its softmax, where a
-# kernel or blockwise attention computed them.
+# Name of the output and softmax statistics of kernels and blockwise attention.
 ATTENTION = "attention"
 # Name of queries, keys, values, and the results of an MLP's first products:
 # products with weights whose results stay inside of an attention or an MLP.
@@ -41,13 +40,8 @@ POLICIES = (
 # Operations that cost more to repeat than their results cost to keep: matrix
 # products, cuDNN's attention, and dropout's random bits ("lt"), whose
 # comparison leaves one byte per element.
-_COSTLY = {
-  "dot_general",
-  "conv_general_dilated",
-  "dot_product_attention_fwd",
-  "dot_product_attention_fwd_wrapper",
-  "lt",
-}
+_COSTLY = {"dot_general", "conv_general_dilated", "lt"}
+_COSTLY |= {"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"}
 
 
 def block_class(
@@ -60,8 +54,7 @@ def block_class(
     block = nn.remat(
       block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
     )
-  # Unrolled blocks are alike, so it suffices to trace one of them. XLA gets
-  # the same operations either way.
+  # Unrolled blocks are alike: it suffices to trace one. XLA gets the same.
   return block if scan else nn.jit(block, static_argnums=(train,))
 
 

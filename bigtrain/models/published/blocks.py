@@ -41,9 +41,8 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
   if m is None:
     return None
   stack, layer, place, rest = m.groups()
-  return Block(
-    stack, None if layer is None else int(layer), int(place or 0), rest
-  )
+  known = None if layer is None else int(layer)
+  return Block(stack, known, int(place or 0), rest)
 
 
 class Layout(NamedTuple):

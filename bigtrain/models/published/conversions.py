@@ -38,10 +38,8 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
   numpy's file format saves bfloat16 as two untyped bytes ("V2").
   """
-  values = {
-    name: value.view(ml_dtypes.bfloat16) if value.dtype == "V2" else value
-    for name, value in flat.items()
-  }
+  whole = lambda x: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x
+  values = {name: whole(value) for name, value in flat.items()}
   for prefix in ("opt/target/", "params/"):
     if any(name.startswith(prefix) for name in values):
       return {name.removeprefix(prefix): v for name, v in values.items()}
@@ -50,11 +48,8 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def below(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
   """The entries whose names start with a prefix, without it."""
-  return {
-    name.removeprefix(prefix): value
-    for name, value in flat.items()
-    if name.startswith(prefix)
-  }
+  names = [name for name in flat if name.startswith(prefix)]
+  return {name.removeprefix(prefix): flat[name] for name in names}
 
 
 def resample_posemb(
@@ -70,9 +65,8 @@ def resample_posemb(
       grids are antialiased. "corners": the corners keep theirs, as in
       big_vision (scipy.ndimage.zoom of order 1).
   """
-  settings.check_choice(
-    "config.model_init.convert.posemb_align", align, POSEMB_ALIGN
-  )
+  key = "config.model_init.convert.posemb_align"
+  settings.check_choice(key, align, POSEMB_ALIGN)
   if tuple(old) == tuple(new):
     return posemb_1PD
   D = posemb_1PD.shape[-1]

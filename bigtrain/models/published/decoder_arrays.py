@@ -165,28 +165,17 @@ GPT2: Table = [
 ]
 LLAMA: Table = table(attention(), mlp(), **_PRE)
 MIXTRAL: Table = table(attention(), _MIXTRAL, **_PRE)
+_EXPERTS = attention(), mlp(), experts("mlp")
 QWEN_MOE: Table = table(
-  attention(),
-  mlp(),
-  experts("mlp"),
+  *_EXPERTS,
   mlp("mlp.shared_expert", "shared_experts"),
   dense("mlp.shared_expert_gate", "shared_gate"),
   **_PRE,
 )
-GLM4_MOE: Table = table(
-  attention(),
-  mlp(),
-  experts("mlp"),
-  mlp("mlp.shared_experts", "shared_experts"),
-  **_PRE,
-)
-GEMMA2: Table = table(
-  attention(),
-  mlp(),
-  attention_norm="input_layernorm",
-  mlp_norm="pre_feedforward_layernorm",
-  **_AFTER,
-)
+_SHARED = mlp("mlp.shared_experts", "shared_experts")
+GLM4_MOE: Table = table(*_EXPERTS, _SHARED, **_PRE)
+_BEFORE = dict(_PRE, mlp_norm="pre_feedforward_layernorm")
+GEMMA2: Table = table(attention(), mlp(), **_BEFORE, **_AFTER)
 OLMO2: Table = table(attention(), mlp(), **_AFTER)
 PHI3: Table = table(attention(fused=True), _FUSED_MLP, **_PRE)
 GLM4: Table = table(

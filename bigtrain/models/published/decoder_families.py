@@ -174,8 +174,9 @@ gpt_oss     GptOss     201088 131072 2880 36 64  8  64  2880      1e-5 -
 """
 
 
-def _family(base: Family, name: str, **changes: Any) -> Family:
-  """A family like another one, with sizes of its own."""
+def _family(name: str, base: Family | None = None, **changes: Any) -> Family:
+  """A family like another one, by default Llama, with sizes of its own."""
+  base = base or LAYOUTS["llama"]
   (row,) = [x.split() for x in _SIZES.splitlines() if x.startswith(name + " ")]
   architecture, *sizes, eps, tied = row[1:]
   keys = {**base.keys, **changes.get("keys", {})}
@@ -194,11 +195,10 @@ def _family(base: Family, name: str, **changes: Any) -> Family:
 
 # An export takes the first of these that expresses the model.
 LAYOUTS: dict[str, Family] = {GPT2.model_type: GPT2}
-LLAMA = _family(_LLAMA, "llama")
+LLAMA = _family("llama", _LLAMA)
 _ATTENTION_BIAS = biases(attention_bias=("qkv", "out"))
 _NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
 MISTRAL = _family(
-  LLAMA,
   "mistral",
   keys=dict(window="sliding_window"),
   defaults=dict(sliding_window=4096),
@@ -206,7 +206,6 @@ MISTRAL = _family(
   requires=_NO_BIAS,
 )
 _family(
-  LLAMA,
   "ministral",
   rules=dict(
     bias=biases(),
@@ -215,8 +214,8 @@ _family(
   requires=_NO_BIAS,
 )
 _family(
-  MISTRAL,
   "ministral3",
+  MISTRAL,
   defaults=dict(
     sliding_window=None,
     rope_parameters=dict(
@@ -236,8 +235,8 @@ _MIXTRAL_EXPERTS = experts(
   top_k=("num_experts_per_tok", 2),
 )
 _family(
-  MISTRAL,
   "mixtral",
+  MISTRAL,
   arrays=decoder_arrays.MIXTRAL,
   defaults=dict(sliding_window=None),
   rules=dict(rope=rope(1e6), mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS),
@@ -253,19 +252,10 @@ _QWEN_WINDOWS = windows(
   "use_sliding_window",
   max_window_layers=28,
 )
+_family("qwen2", rules=dict(bias=biases("qkv"), window=_QWEN_WINDOWS))
+_QWEN3_RULES = dict(bias=_ATTENTION_BIAS, window=_QWEN_WINDOWS)
+_family("qwen3", constants=dict(qk_norm="head"), rules=_QWEN3_RULES)
 _family(
-  LLAMA,
-  "qwen2",
-  rules=dict(bias=biases("qkv"), window=_QWEN_WINDOWS),
-)
-_family(
-  LLAMA,
-  "qwen3",
-  constants=dict(qk_norm="head"),
-  rules=dict(bias=_ATTENTION_BIAS, window=_QWEN_WINDOWS),
-)
-_family(
-  LLAMA,
   "qwen2_moe",
   arrays=decoder_arrays.QWEN_MOE,
   defaults=dict(qkv_bias=True),
@@ -295,7 +285,6 @@ _family(
   ),
 )
 _family(
-  LLAMA,
   "qwen3_moe",
   arrays=decoder_arrays.QWEN_MOE,
   constants=dict(qk_norm="head"),
@@ -316,7 +305,6 @@ _family(
   harmless=("max_window_layers",),
 )
 GEMMA = _family(
-  LLAMA,
   "gemma",
   constants=dict(norm_offset=1.0, embed_multiplier="sqrt_width"),
   rules=dict(
@@ -333,8 +321,8 @@ _GEMMA2_RULES = dict(
   scale=query_scalar(256),
 )
 _family(
-  GEMMA,
   "gemma2",
+  GEMMA,
   arrays=decoder_arrays.GEMMA2,
   keys=dict(
     attention_softcap="attn_logit_softcapping",
@@ -347,8 +335,8 @@ _family(
 )
 _GEMMA3_TYPES = types_by_period(6, "sliding_window_pattern")
 _family(
-  GEMMA,
   "gemma3_text",
+  GEMMA,
   arrays=decoder_arrays.GEMMA2,
   keys=dict(logits_softcap="final_logit_softcapping"),
   constants=dict(norm_at="sandwich", qk_norm="head"),
@@ -361,20 +349,16 @@ _family(
   harmless=("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
 )
 OLMO2 = _family(
-  LLAMA,
   "olmo2",
   arrays=decoder_arrays.OLMO2,
   constants=dict(norm_at="post", qk_norm="projection"),
   rules=dict(bias=_ATTENTION_BIAS),
 )
 _OLMO3_TYPES = types_by_period(4)
+_OLMO3_ROPE = rope(5e5, nested=_OLMO3_TYPES)
+_OLMO3_RULES = dict(window=windows(_OLMO3_TYPES), rope=_OLMO3_ROPE)
+_family("olmo3", OLMO2, rules=_OLMO3_RULES)
 _family(
-  OLMO2,
-  "olmo3",
-  rules=dict(window=windows(_OLMO3_TYPES), rope=rope(5e5, nested=_OLMO3_TYPES)),
-)
-_family(
-  LLAMA,
   "olmoe",
   arrays=decoder_arrays.QWEN_MOE,
   keys=dict(qkv_clip="clip_qkv"),
@@ -391,7 +375,6 @@ _family(
   ),
 )
 _family(
-  LLAMA,
   "smollm3",
   rules=dict(
     rope=rope(2e6),
@@ -411,7 +394,6 @@ _family(
   harmless=("max_window_layers",),
 )
 _family(
-  LLAMA,
   "phi3",
   arrays=decoder_arrays.PHI3,
   keys=dict(window="sliding_window"),
@@ -424,7 +406,6 @@ _family(
   },
 )
 _family(
-  LLAMA,
   "cohere2",
   keys=dict(norm_eps="layer_norm_eps", logits_multiplier="logit_scale"),
   defaults=dict(logit_scale=0.0625),
@@ -452,7 +433,6 @@ _family(
 )
 _QKV_BIAS = biases(attention_bias=("qkv",))
 _family(
-  LLAMA,
   "glm4",
   arrays=decoder_arrays.GLM4,
   defaults=dict(attention_bias=True),
@@ -460,7 +440,6 @@ _family(
   rules=dict(bias=_QKV_BIAS, rope=rope(fraction=0.5)),
 )
 _family(
-  LLAMA,
   "glm4_moe",
   arrays=decoder_arrays.GLM4_MOE,
   rules=dict(
@@ -483,7 +462,6 @@ _family(
   harmless=("num_nextn_predict_layers",),
 )
 GRANITE = _family(
-  LLAMA,
   "granite",
   keys=dict(
     embed_multiplier="embedding_multiplier",
@@ -496,15 +474,14 @@ GRANITE = _family(
   rules=dict(logits=inverse("logits_multiplier", "logits_scaling")),
 )
 _family(
-  GRANITE,
   "granitemoe",
+  GRANITE,
   arrays=decoder_arrays.GRANITE_MOE,
   rules=dict(
     bias=_ATTENTION_BIAS, mlp_dim=expert_width(), moe=_MIXTRAL_EXPERTS
   ),
 )
 _family(
-  LLAMA,
   "nemotron",
   keys=dict(norm_eps="norm_eps"),
   constants=dict(norm="layernorm", norm_offset=1.0),
@@ -515,7 +492,6 @@ _family(
   ),
 )
 _family(
-  LLAMA,
   "minimax_m2",
   arrays=decoder_arrays.MIXTRAL,
   constants=dict(qk_norm="projection"),
@@ -543,7 +519,6 @@ _family(
   ),
 )
 _family(
-  LLAMA,
   "gpt_oss",
   arrays=decoder_arrays.GPT_OSS,
   defaults=dict(

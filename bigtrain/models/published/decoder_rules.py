@@ -7,42 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain import settings
-from bigtrain.models.published.families import ConfigJson, Rule
+from bigtrain.models.published.families import ConfigJson, Rule, converted
 from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 
 _SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Options of scaled rotary embeddings, {ours: theirs}; those of _OPTIONAL
-# may be absent.
+# Options of scaled rotary embeddings, {ours: theirs}; _OPTIONAL may lack.
 _ORIGINAL = "original_max_position_embeddings"
-_ORIGINAL_LEN = {"original_len": _ORIGINAL}
-_SCALINGS: dict[str, dict[str, str]] = {
-  "linear": {"factor": "factor"},
-  "llama3": {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    **_ORIGINAL_LEN,
-  },
-  "yarn": {
-    name: name
-    for name in (
-      "factor beta_fast beta_slow truncate mscale mscale_all_dim "
-      "attention_factor"
-    ).split()
-  }
-  | _ORIGINAL_LEN,
-  "longrope": {
-    name: name
-    for name in ("short_factor", "long_factor", "factor", "attention_factor")
-  }
-  | _ORIGINAL_LEN,
-}
 _OPTIONAL = (
   *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
   "attention_factor",
 )
+_OWN_NAMES = {
+  "linear": ("factor",),
+  "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+  "yarn": ("factor", *_OPTIONAL),
+  "longrope": ("short_factor", "long_factor", "factor", "attention_factor"),
+}
+_SCALINGS = {kind: {n: n for n in names} for kind, names in _OWN_NAMES.items()}
+for _kind in ("llama3", "yarn", "longrope"):
+  _SCALINGS[_kind]["original_len"] = _ORIGINAL
 
 
 def canonical(values: Mapping[str, Any], neutral: Mapping[str, Any]) -> Any:
@@ -52,9 +37,8 @@ def canonical(values: Mapping[str, Any], neutral: Mapping[str, Any]) -> Any:
   layers = [_layer(layer, result) for layer in by_layer(result)]
   for name in layers[0]:
     result[name] = ByLayer(layer[name] for layer in layers)
-  result["qk_norm"] = {True: "head", False: None}.get(
-    result["qk_norm"], result["qk_norm"]
-  )
+  if isinstance(result["qk_norm"], bool):
+    result["qk_norm"] = "head" if result["qk_norm"] else None
   result["use_bias"] = _sites(result)
   if not result["num_classes"]:  # Then `pool` is of the user's task alone.
     result["pool"] = "last"
@@ -181,9 +165,8 @@ def types_by(is_sliding: Callable[[ConfigJson, int], Any]) -> LayerTypes:
   def types(config: ConfigJson) -> list[str]:
     given, depth = config["layer_types"], config["num_hidden_layers"]
     if given is None:
-      return [
-        _SLIDING if is_sliding(config, i) else _FULL for i in range(depth)
-      ]
+      slides = [is_sliding(config, i) for i in range(depth)]
+      return [_SLIDING if x else _FULL for x in slides]
     if len(given) != depth or not {*given} <= {_SLIDING, _FULL}:
       raise config.error(
         f"layer_types={given!r}: expected {_SLIDING!r} or {_FULL!r} for each "
@@ -221,10 +204,8 @@ class Rope(NamedTuple):
   def read(self, config: ConfigJson) -> dict[str, Any]:
     if not self.nested:
       return self._rotation(config, self._stored(config, _FULL))
-    rows = {
-      kind: self._rotation(config, self._stored(config, kind))
-      for kind in (_FULL, _SLIDING)
-    }
+    stored = {kind: self._stored(config, kind) for kind in (_FULL, _SLIDING)}
+    rows = {kind: self._rotation(config, x) for kind, x in stored.items()}
     kinds = self.nested(config)
     return {n: ByLayer(rows[kind][n] for kind in kinds) for n in rows[_FULL]}
 
@@ -258,16 +239,12 @@ class Rope(NamedTuple):
     if share != 1.0 and self.fraction is None:
       raise config.error(f"partial_rotary_factor={share}: expected 1.0.")
     scaling = _scaling(config, values, self.original_len)
-    result = {
-      "rope_theta": values["rope_theta"],
-      "rope_fraction": share,
-      "rope_scaling": scaling,
-    }
+    theta = values["rope_theta"]
+    result = dict(rope_theta=theta, rope_fraction=share, rope_scaling=scaling)
     if self.query_scale:
       beta = values.get("llama_4_scaling_beta")
-      length = (scaling or {}).get(
-        "original_len", config["max_position_embeddings"]
-      )
+      longest = config["max_position_embeddings"]
+      length = (scaling or {}).get("original_len", longest)
       scale = {"beta": beta, "original_len": length, "log": "log"}
       result["query_scale"] = None if beta is None else scale
     return result
@@ -277,9 +254,8 @@ class Rope(NamedTuple):
     rows = [*zip(*(fields[name] for name in names))]
     if self.nested:
       types = [_FULL if x is None else _SLIDING for x in fields["window"]]
-      values = [
-        _written(scaling) | {"rope_theta": theta} for theta, scaling, _ in rows
-      ]
+      scaled = [(theta, _written(scaling)) for theta, scaling, _ in rows]
+      values = [written | {"rope_theta": theta} for theta, written in scaled]
       return {"rope_parameters": dict(zip(types, values))}
     # Layers that do not rotate have no values.
     rotating = [row for row in rows if row[0] is not None]
@@ -314,7 +290,7 @@ def _scaling(
     hint = settings.did_you_mean(str(kind), ("default", *_SCALINGS))
     raise config.error(f"rope_type={kind!r}: not computed by the model.{hint}")
   names = _SCALINGS.get(kind, {})
-  unused = {*_ORIGINAL_LEN.values()} if kind in ("default", "linear") else set()
+  unused = {_ORIGINAL} if kind in ("default", "linear") else set()
   for key in values.keys() - others - unused - {*names.values()}:
     hint = settings.did_you_mean(key, {*names.values()})
     raise config.error(f"{key}: unknown key of rope_type={kind!r}.{hint}")
@@ -368,9 +344,8 @@ def windows(
     if not all(config[key] for key in keys):
       window = None
     kinds = types(config)
-    result = {
-      "window": ByLayer(window if k == _SLIDING else None for k in kinds)
-    }
+    by_layer = [window if kind == _SLIDING else None for kind in kinds]
+    result = {"window": ByLayer(by_layer)}
     if rotates:
       posembs = ("rope" if kind == rotates else "none" for kind in kinds)
       result["posemb"] = ByLayer(posembs)
@@ -427,16 +402,10 @@ def rotating_layers() -> Rule:
 
 def query_scalar(default: int) -> Rule:
   """Attention's scale as a number whose inverse root it is."""
+  read = lambda number: number**-0.5
+  write = lambda scales: round(scales[0] ** -2)  # The library's is an int.
   key = "query_pre_attn_scalar"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {"attention_scale": config[key] ** -0.5}
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    # The library wants a whole number.
-    return {key: round(fields["attention_scale"][0] ** -2)}
-
-  return Rule({key: default}, read, write)
+  return converted("attention_scale", key, default, read, write)
 
 
 def expert_width() -> Rule:
@@ -465,10 +434,7 @@ def dense_width() -> Rule:
 def experts(
   constants: Mapping[str, Any], *extra: Rule, **keys: tuple[str, Any]
 ) -> Rule:
-  """Experts: options of all these models, {option: (key, value if absent)}.
-
-  `extra` are rules of more options, or of "sparse", the layers with experts.
-  """
+  """Experts: {option: (key, value if absent)}, and rules of more options."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
     moe = {name: config[key] for name, (key, _) in keys.items()} | {**constants}
@@ -501,14 +467,11 @@ def sparse_by_step() -> Rule:
   def read(config: ConfigJson) -> dict[str, Any]:
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
     depth = config["num_hidden_layers"]
-    return {
-      "sparse": [(i + 1) % step == 0 and i not in dense for i in range(depth)]
-    }
+    sparse = [(i + 1) % step == 0 and i not in dense for i in range(depth)]
+    return {"sparse": sparse}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
-    dense = [
-      i for i, has_experts in enumerate(moe["sparse"]) if not has_experts
-    ]
+    dense = [i for i, has_some in enumerate(moe["sparse"]) if not has_some]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
   keys = {"decoder_sparse_step": 1, "mlp_only_layers": None}
@@ -519,9 +482,8 @@ def sparse_after(key: str) -> Rule:
   """Layers with experts: all after the first ones."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    return {
-      "sparse": [i >= config[key] for i in range(config["num_hidden_layers"])]
-    }
+    depth = config["num_hidden_layers"]
+    return {"sparse": [i >= config[key] for i in range(depth)]}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: (*moe["sparse"], True).index(True)}
@@ -572,11 +534,8 @@ def gpt2_sizes() -> Rule:
 
   def read(config: ConfigJson) -> dict[str, Any]:
     width, num = config["n_embd"], config["n_head"]
-    return {
-      "num_kv_heads": num,
-      "head_dim": width // num,
-      "mlp_dim": config["n_inner"] or 4 * width,
-    }
+    mlp_dim = config["n_inner"] or 4 * width
+    return dict(num_kv_heads=num, head_dim=width // num, mlp_dim=mlp_dim)
 
   write = lambda fields: {"n_inner": fields["mlp_dim"][0]}
   return Rule({"n_inner": None}, read, write)

@@ -108,9 +108,8 @@ class Family(NamedTuple):
       else value
       for name, value in changes.items()
     }
-    return self._replace(
-      model_type=model_type, architecture=architecture, **merged
-    )
+    merged |= dict(model_type=model_type, architecture=architecture)
+    return self._replace(**merged)
 
   def absent(self) -> dict[str, Any]:
     """{key that is read: its value if absent}."""
@@ -189,10 +188,7 @@ class Field(NamedTuple):
 
 
 def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
-  """A field of named values: {value of the key: value of the field}.
-
-  The first value of the key is that of an absent one.
-  """
+  """A field by {value of the key: of the field}; the first if it is absent."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
     config.require(key, *values)
@@ -275,10 +271,7 @@ def file_beside(path: str) -> str:
 
 
 def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
-  """Returns (the config.json beside a path, its values).
-
-  None without such a file, or if it describes a run and not a published model.
-  """
+  """(the config.json beside a path, its values; None without, or of a run)."""
   file = file_beside(path)
   if not os.path.isfile(file):
     return file, None
@@ -302,11 +295,7 @@ class Layouts(NamedTuple):
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
-    """Returns the fields that the config.json beside a path determines.
-
-    Of a model of several parts, these are the fields of its `text_config`.
-    `unread` are names of unknown keys that are left out.
-    """
+    """Returns the fields that config.json, or its `text_config`, determines."""
     file, values = read_json(path)
     if values is None:
       return None
@@ -434,9 +423,8 @@ class Fields(dict[str, Field]):
     self, options: Mapping[str, Any], allowed: Collection[str], key: str
   ) -> dict[str, Any]:
     """Returns `options`, of config.model, with the fields of the file."""
-    result = {
-      name: field.value for name, field in self.items() if not field.is_neutral
-    }
+    given = [name for name, field in self.items() if not field.is_neutral]
+    result = {name: self[name].value for name in given}
     wrong = []
     for name, value in options.items():
       if value is None and name in self:

@@ -52,11 +52,7 @@ def periodic(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Replaces each `ByLayer` by a value, or by kinds and their pattern.
-
-  The fields have the values of the most general kind: one with rotary
-  embeddings, without a window, with experts.
-  """
+  """Replaces each `ByLayer` by a value, or kinds, the most general as base."""
   varied = {n: x for n, x in values.items() if isinstance(x, ByLayer)}
   for name, of_layers in list(varied.items()):
     if all(value == of_layers[0] for value in of_layers):
@@ -68,10 +64,8 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
   names = _names(layers)
   kinds = dict(zip(names, layers))
   base = min(kinds.values(), key=_specialty)
-  overrides = {
-    kind: {name: x for name, x in of_kind.items() if x != base[name]}
-    for kind, of_kind in kinds.items()
-  }
+  own = lambda kind: {n: x for n, x in kind.items() if x != base[n]}
+  overrides = {name: own(kind) for name, kind in kinds.items()}
   first, period = periodic(names)
   pattern = {"first_layers": first} if first else {}
   return {**values, **base, "kinds": overrides, "layers": period, **pattern}
@@ -111,10 +105,8 @@ def by_layer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     values.get("first_layers") or (),
     itertools.cycle(values.get("layers") or (None,)),
   )
-  layers = [
-    base | dict(kinds[name] if name else {})
-    for name in itertools.islice(names, depth)
-  ]
+  of_layers = itertools.islice(names, depth)
+  layers = [base | dict(kinds[name] if name else {}) for name in of_layers]
   for number, layer in enumerate(layers):
     moe = layer["moe"]
     every = moe.get("every", 1) if isinstance(moe, Mapping) else 1

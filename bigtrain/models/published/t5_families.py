@@ -68,10 +68,8 @@ def _experts() -> Rule:
   def read(config: ConfigJson) -> dict[str, Any]:
     depths = (config["num_layers"], config["num_decoder_layers"])
     # Layers 1, 1 + step, 1 + 2 step, ... have experts; all at step 1.
-    steps = {
-      (depth or depths[0]) // config[name] if config[name] else 0
-      for name, depth in zip(_SPARSE, depths)
-    }
+    given = [(n or depths[0], config[x]) for x, n in zip(_SPARSE, depths)]
+    steps = {depth // number if number else 0 for depth, number in given}
     if steps == {0}:
       return {"moe": None}
     if not steps < {1, 2}:
@@ -164,9 +162,7 @@ _SWITCH = _T5.but(
     *("encoder_sparse_step", "decoder_sparse_step", "feed_forward_proj"),
   ),
 )
-FAMILIES: dict[str, Family] = {
-  family.model_type: family for family in (_T5, _MT5, _SWITCH)
-}
+FAMILIES = {family.model_type: family for family in (_T5, _MT5, _SWITCH)}
 
 
 def _attention(
@@ -185,10 +181,8 @@ def _attention(
 
 def _mlp(published: str, ours: str, gated: bool) -> list[Entry]:
   names = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
-  return [
-    linear(f"{published}.{theirs}", f"{ours}/{part}/kernel")
-    for theirs, part in (names | {"wo": "down"}).items()
-  ]
+  parts = (names | {"wo": "down"}).items()
+  return [linear(f"{published}.{x}", f"{ours}/{y}/kernel") for x, y in parts]
 
 
 def _stack(stack: str, gated: bool, switch: bool) -> list[Entry]:
@@ -266,11 +260,9 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if moe is not None and not isinstance(moe, Mapping):
     moe = moe._asdict() | {"normalize": moe.normalizes()}
   names = ("num_experts", "top_k", "every", "normalize")
-  return {
-    **values,
-    "moe": moe and {name: moe[name] for name in names},
-    "jitter": moe.get("jitter", 0.0) if moe else 0.0,
-  }
+  own = moe and {name: moe[name] for name in names}
+  jitter = moe.get("jitter", 0.0) if moe else 0.0
+  return {**values, "moe": own, "jitter": jitter}
 
 
 def _of_model(model: Any) -> dict[str, Family]:

@@ -38,10 +38,7 @@ _BIAS = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the arrays with Hugging Face's names, transposed where they are.
-
-  Arrays without a counterpart keep their names, and so do all of other models.
-  """
+  """Returns the arrays with Hugging Face's names and axes, if it has them."""
   if "token_embedder/embedding" not in flat:
     return dict(flat)
   result: dict[str, Any] = {}

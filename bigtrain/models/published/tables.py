@@ -113,15 +113,13 @@ def load(
   used: set[str] = set()
   result: dict[str, Any] = {}
   shapes = {name: tuple(leaf.shape) for name, leaf in like.items()}
-  sources = _sources(shapes)
+  params = _Params(shapes, param_dims, _sources(shapes))
   entries = {ours: entry for entry in table for ours in entry.ours}
   for name, place in _places(shapes).items():
     entry = entries.get(place.name)
     if entry is None:
       continue
-    get = functools.partial(
-      _get, arrays, used, entry, place.name, sources, shapes, param_dims
-    )
+    get = functools.partial(_get, params, arrays, used, entry, place.name)
     if place.stacked:
       value = _stack([get({"i": i}) for i in place.layers])
     else:
@@ -143,11 +141,8 @@ def _find(
 ) -> str | None:
   form = lambda name: re.sub(r"\d+|\{[ie]\}", "#", name)
   forms = {form(name) for name in names}
-  ours = {
-    parsed.stack + parsed.rest if parsed else name
-    for name in like
-    for parsed in [blocks.parse_name(name, _BLOCK)]
-  }
+  parsed = {name: blocks.parse_name(name, _BLOCK) for name in like}
+  ours = {x.stack + x.rest if x else name for name, x in parsed.items()}
   counts = {}
   for layout, table in tables.items():
     entries = [entry for entry in table if form(entry.published) in forms]
@@ -234,38 +229,49 @@ def _sources(shapes: Shapes) -> _Sources:
   return sources
 
 
-def _in_layer(
-  entry: Entry, layer: int | None, sources: _Sources, shapes: Shapes
-) -> list[tuple[int, ...]]:
-  """Shapes of an entry's parameters in a layer, and of an expert with {e}."""
-  result = []
-  for ours in entry.ours:
-    name, index = sources[ours][layer]
-    skipped = len(index) + ("{e}" in entry.published)
-    result.append(tuple(shapes[name])[skipped:])
-  return result
+class _Params(NamedTuple):
+  """Our parameters, and where the tables' names find them."""
+
+  shapes: Shapes
+  table: dims.Table
+  sources: _Sources
+
+  def experts(self, ours: str, layer: int | None) -> range:
+    name, index = self.sources[ours][layer]
+    return range(self.shapes[name][len(index)])
+
+  def in_layer(
+    self, entry: Entry, layer: int | None
+  ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of a layer's or an {e} expert's parameters, and as matrices."""
+    inner, flats = [], []
+    for ours in entry.ours:
+      name, index = self.sources[ours][layer]
+      skipped = len(index) + ("{e}" in entry.published)
+      shape = tuple(self.shapes[name])[skipped:]
+      inner.append(shape)
+      # State, which has no roles, is a vector.
+      roles = dims.find(self.table, entry.ours[0])
+      stack = len(roles.stack) if roles and "{e}" not in entry.published else 0
+      inputs = len(roles.inputs) if roles else 0
+      lead, rest = shape[:stack], shape[stack:]
+      rows = (math.prod(rest[:inputs]),) if inputs else ()
+      flats.append((*lead, *rows, math.prod(rest[inputs:])))
+    return inner, flats
 
 
 def _get(
+  params: _Params,
   flat: Mapping[str, Any],
   used: set[str],
   entry: Entry,
   ours: str,
-  sources: _Sources,
-  shapes: Shapes,
-  param_dims: dims.Table,
   indices: Mapping[str, int | None],
 ) -> Any:
-  """Returns one of our parameters, or a `Remark` why it cannot be loaded.
-
-  `indices` are "i", the layer, and "e", the expert, if known.
-  """
-  get = functools.partial(
-    _get, flat, used, entry, ours, sources, shapes, param_dims
-  )
+  """Returns one of our parameters, or a `Remark` why it cannot be loaded."""
   if "{e}" in entry.published and "e" not in indices:
-    name, index = sources[ours][indices["i"]]
-    experts = range(shapes[name][len(index)])
+    get = functools.partial(_get, params, flat, used, entry, ours)
+    experts = params.experts(ours, indices["i"])
     return _stack([get({**indices, "e": e}) for e in experts])
   name = entry.published.format(**indices)
   if name not in flat:
@@ -275,11 +281,10 @@ def _get(
   text = f"the file has {conversions.describe(value)} in {name}"
   if not jnp.issubdtype(value.dtype, jnp.floating):
     return Remark("retyped", text)
-  if not all(indices["i"] in sources.get(part, ()) for part in entry.ours):
+  if not all(indices["i"] in params.sources.get(x, ()) for x in entry.ours):
     others = ", ".join(part for part in entry.ours if part != ours)
     return Remark("reshaped", f"{text}, with {others}")
-  of_parts = _in_layer(entry, indices["i"], sources, shapes)
-  flats = [_flat(x, entry, param_dims) for x in of_parts]
+  of_parts, flats = params.in_layer(entry, indices["i"])
   number = entry.ours.index(ours)
   if entry.ndim is not None and value.ndim == entry.ndim:
     value = value.reshape([n for n in value.shape if n > 1] or [1])
@@ -327,12 +332,13 @@ def export(
 ) -> list[Tensor]:
   """Returns the arrays of a published file; messages begin with `key`."""
   sources = _sources(shapes)
+  params = _Params(shapes, param_dims, sources)
   tensors = []
   for entry in table:
     # A model may lack an entry, such as the head if it is tied.
     for layer in sources.get(entry.ours[0], ()):
       if all(layer in sources.get(ours, ()) for ours in entry.ours):
-        tensors += _tensors(entry, layer, sources, shapes, param_dims)
+        tensors += _tensors(params, entry, layer)
   used = {name for tensor in tensors for name, _ in tensor.parts}
   unused = sorted(set(shapes) - used)
   if unused:
@@ -342,20 +348,12 @@ def export(
   return tensors
 
 
-def _tensors(
-  entry: Entry,
-  layer: int | None,
-  sources: _Sources,
-  shapes: Shapes,
-  param_dims: dims.Table,
-) -> list[Tensor]:
+def _tensors(params: _Params, entry: Entry, layer: int | None) -> list[Tensor]:
   """Returns an entry's array in a layer, or one for each expert."""
-  inner = _in_layer(entry, layer, sources, shapes)
+  inner, flat = params.in_layer(entry, layer)
   experts: Sequence[int | None] = [None]
   if "{e}" in entry.published:
-    name, index = sources[entry.ours[0]][layer]
-    experts = range(shapes[name][len(index)])
-  flat = [_flat(shape, entry, param_dims) for shape in inner]
+    experts = params.experts(entry.ours[0], layer)
   shape = _published_shape(entry, flat)
   if entry.convolution:
     height, width, inputs, outputs = inner[0]
@@ -379,22 +377,9 @@ def _tensors(
     expert_index = () if e is None else (slice(e, e + 1),)
     parts = []
     for ours, of_part in zip(entry.ours, inner):
-      name, layer_index = sources[ours][layer]
+      name, layer_index = params.sources[ours][layer]
       rest = (slice(None),) * len(of_part)
       parts.append((name, (*layer_index, *expert_index, *rest)))
     name = entry.published.format(i=layer, e=e)
     tensors.append(Tensor(name, shape, parts, build))
   return tensors
-
-
-def _flat(
-  shape: Sequence[int], entry: Entry, param_dims: dims.Table
-) -> tuple[int, ...]:
-  """Returns the shape as a matrix (inputs, outputs) or vector, of experts."""
-  roles = dims.find(param_dims, entry.ours[0])
-  # State, which has no roles, is a vector.
-  stack = len(roles.stack) if roles and "{e}" not in entry.published else 0
-  inputs = len(roles.inputs) if roles else 0
-  lead, rest = tuple(shape[:stack]), shape[stack:]
-  outputs = math.prod(rest[inputs:])
-  return (*lead, *((math.prod(rest[:inputs]),) if inputs else ()), outputs)

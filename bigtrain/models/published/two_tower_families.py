@@ -41,9 +41,8 @@ _VISION = vit_families.VIT.but(
   ),
   harmless=_HARMLESS,
 )
-_VISION = _VISION._replace(
-  rules={name: _VISION.rules[name] for name in ("patch", "mlp")}
-)
+_IMAGE_RULES = {name: _VISION.rules[name] for name in ("patch", "mlp")}
+_VISION = _VISION._replace(rules=_IMAGE_RULES)
 _SIGLIP_VISION = _VISION.but(
   "siglip_vision_model",
   "",
@@ -138,15 +137,13 @@ def _towers(vision: Family, text: Family) -> Rule:
     result = {}
     for name, (key, family) in of.items():
       fields = family.read(f"{config.path}: {key}", config[key])
-      result[name] = {
-        field: x.value for field, x in fields.items() if not x.is_neutral
-      }
+      given = [field for field, x in fields.items() if not x.is_neutral]
+      result[name] = {field: fields[field].value for field in given}
     return result
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {
-      key: family.write(fields[name]) for name, (key, family) in of.items()
-    }
+    written = {name: of[name][1].write(fields[name]) for name in of}
+    parts = {of[name][0]: part for name, part in written.items()}
     for part in parts.values():
       del part["architectures"]
     return parts
@@ -265,11 +262,8 @@ def load(
   """Converts published arrays; None for a file in another layout."""
   kernel = flat.get(f"{_PATCHES}.weight")
   of_patches = kernel is not None and len(kernel.shape) == 2
-  arrays = {
-    name: family.arrays
-    for name, family in FAMILIES.items()
-    if of_patches == (name == "siglip2")
-  }
+  names = [n for n in FAMILIES if of_patches == (n == "siglip2")]
+  arrays = {name: FAMILIES[name].arrays for name in names}
   result = tables.load(arrays, flat, like, param_dims, ignored=_IGNORED)
   known = result is not None and "txt/Embed_0/embedding" in result
   return result if known and "txt/Embed_0/embedding" not in flat else None

@@ -78,9 +78,8 @@ def _mlp(key: str = "hidden_act", **swiglu: Any) -> Rule:
     off = {name: False for name in swiglu if name != key}
     return {key: names[0] if names else "gelu", **off}
 
-  return Rule(
-    {key: "gelu", **dict.fromkeys(swiglu, False)} | {key: "gelu"}, read, write
-  )
+  absent = {key: "gelu"} | dict.fromkeys(swiglu, False) | {key: "gelu"}
+  return Rule(absent, read, write)
 
 
 def use(
@@ -161,11 +160,8 @@ def patches(published: str) -> list[Entry]:
 def _mlp_arrays(layer: str, up: str, down: str, gate: str = "") -> list[Entry]:
   of = f"{_BLOCK}/MlpBlock_0"
   gated = dense(f"{layer}.{gate}", f"{of}/gate") if gate else []
-  return [
-    *dense(f"{layer}.{up}", f"{of}/Dense_0"),
-    *dense(f"{layer}.{down}", f"{of}/Dense_1"),
-    *gated,
-  ]
+  first = dense(f"{layer}.{up}", f"{of}/Dense_0")
+  return first + dense(f"{layer}.{down}", f"{of}/Dense_1") + gated
 
 
 _LAYER = "encoder.layer.{i}"
@@ -248,9 +244,8 @@ def _dinov2_width() -> Rule:
       return {"mlp_ratio": size // width if size % width == 0 else size / width}
     ratios = (size * 1.5 / width, 4)
     whole = lambda ratio: (int(int(width * ratio) * 2 / 3) + 7) // 8 * 8
-    return {
-      "mlp_ratio": next(x for x in (*ratios, 0) if not x or whole(x) == size)
-    }
+    fits = (x for x in (*ratios, 0) if not x or whole(x) == size)
+    return {"mlp_ratio": next(fits)}
 
   return Rule({"mlp_ratio": 4}, read, write)
 
@@ -283,12 +278,8 @@ def _dinov3_biases() -> Rule:
 
 
 def _dinov3_rope() -> Rule:
-  ours = {
-    "rope_theta": "theta",
-    "pos_embed_shift": "shift",
-    "pos_embed_jitter": "jitter",
-    "pos_embed_rescale": "rescale",
-  }
+  names = ("shift", "jitter", "rescale")
+  ours = {"rope_theta": "theta"} | {f"pos_embed_{name}": name for name in names}
   absent = dict(rope_theta=100.0, pos_embed_shift=None, pos_embed_jitter=None)
 
   def read(config: ConfigJson) -> dict[str, Any]:
