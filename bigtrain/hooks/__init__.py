@@ -3,9 +3,4 @@
 Open early_stopping.py first. bigtrain.runtime.hooks finds the modules by name,
 or a user's class by dotted path, and runs them. No other module imports this
 package. docs/hooks.md describes the methods and attributes of a hook.
-
-  config.hooks = {
-    "early": dict(type="early_stopping", metric="val/loss", patience=3),
-    "mine": dict(type="my_project.hooks.Printer", every=10),
-  }
 """

@@ -243,9 +243,6 @@ def naflex(
   https://arxiv.org/abs/2502.14786). The result is [max_patches, values of a
   patch], row by row, with zeros behind; the feature "shapes" has the numbers of
   rows and columns. They are the model's arguments of these names.
-
-  Args:
-    method, antialias: see `resize`.
   """
   check_number("argument 'patch_size'", patch_size, least=1, whole=True)
   check_number("argument 'max_patches'", max_patches, least=1, whole=True)
@@ -310,7 +307,6 @@ def inception_crop(
       size of the window.
     area_min, area_max: bounds of the window's area, in percent of the image.
     ratio_min, ratio_max: bounds of the ratio of width to height.
-    method, antialias: see `resize`.
   """
   window, finish = _inception(
     size, area_min, area_max, ratio_min, ratio_max, method, antialias

@@ -1,7 +1,4 @@
-"""The command `python -m bigtrain`: what there is, in one screen.
-
-python -m bigtrain list KIND [NAME]
-"""
+"""The command `python -m bigtrain`: what there is, in one screen."""
 
 import ast
 import pathlib

@@ -40,7 +40,9 @@ _GIVEN = {
   "schedules": ("total",),
 }
 _NAMES = "names of the feature and of the result, by default `key`."
-_OF_OPS = {"key": _NAMES, "key_result": _NAMES}  # The same for most ops.
+# The same for most ops.
+_OF_OPS = {"key": _NAMES, "key_result": _NAMES}
+_OF_OPS |= dict.fromkeys(("method", "antialias"), "see `resize`.")
 _SECTIONS = ("Args", "Arguments", "Attributes")
 _MODULES_OF_TYPES = re.compile(r"\b(typing|collections\.abc|jax|numpy)\.")
 _WIDTH = 80
