@@ -32,18 +32,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-  """The model. After construction no DERIVED field is None."""
+  """The model. After construction no DERIVED field is None.
 
-  num_classes: int | None = None  # C; None for a model without a head.
-  variant: str | None = None  # A name in VARIANTS, such as "tiny".
+  Attributes:
+    num_classes: C; None for a model without a head.
+    variant: a name in VARIANTS, such as "tiny".
+    version: 1, or 2 for global response normalization.
+    depths, widths: number of blocks and D of each stage.
+    patch_size: pixels on the side of a patch of the first stage.
+    mlp: activation, "gelu_erf" or another one without a gate.
+    norm_eps: added to the variance in the last norm.
+    layer_scale: see encoder.Encoder.
+    drop_path: rate of stochastic depth in the last block, 0 in the first.
+    dtype: dtype of the computation.
+  """
+
+  num_classes: int | None = None
+  variant: str | None = None
   version: int = 1
-  depths: Sequence[int] = options.DERIVED  # Blocks of each stage.
-  widths: Sequence[int] = options.DERIVED  # D of each stage.
+  depths: Sequence[int] = options.DERIVED
+  widths: Sequence[int] = options.DERIVED
   patch_size: int = 4
-  mlp: str = "gelu_erf"  # A name in mlp.KINDS without a gate.
-  norm_eps: float = 1e-6  # Added to the variance in the last norm.
-  layer_scale: float | None = None  # See encoder.Encoder.
-  drop_path: float = 0.0  # Stochastic depth of the last block; 0 in the first.
+  mlp: str = "gelu_erf"
+  norm_eps: float = 1e-6
+  layer_scale: float | None = None
+  drop_path: float = 0.0
   dtype: str = "float32"
 
   def __post_init__(self) -> None:

@@ -81,7 +81,8 @@ def color_jitter(
 ) -> Op:
   """Changes brightness, contrast and saturation in a random order.
 
-  Each is changed by a factor that differs from 1 by at most `strength`.
+  Args:
+    strength: largest difference of the factor of each from 1.
   """
   check_number("argument 'strength'", strength, least=0, most=1)
 
@@ -105,7 +106,11 @@ def color_jitter(
 def random_erasing(
   prob: float = 0.25, key: str = "image", key_result: str | None = None
 ) -> Op:
-  """Makes a box of 2 to 33% of the area 0 (https://arxiv.org/abs/1708.04896)."""
+  """Makes a box of 2 to 33% of the area 0 (https://arxiv.org/abs/1708.04896).
+
+  Args:
+    prob: probability that an image gets one.
+  """
   check_number("argument 'prob'", prob, least=0, most=1)
 
   def fn(image: Any, u: Any) -> Any:
