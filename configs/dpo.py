@@ -6,11 +6,17 @@ then python -m bigtrain.main --config=configs/dpo.py --workdir=runs/dpo;
 with a published model and pairs of your own
   --config=configs/dpo.py:init=models/SmolLM2,data=pairs.jsonl
 Hardware: any; two CPU cores need a few minutes without arguments.
-Result: not measured yet. The first loss is log 2; val/accuracy is the share of
-pairs of every tenth question whose chosen answer has the larger reward.
+Result: without arguments, one seed: the loss falls from log 2 = 0.693 to 0.66,
+and val/loss, of every tenth pair, to 0.681. Accuracy, the share of pairs whose
+chosen answer has the larger reward, is 0.62 in the second half of the training,
+and val/accuracy 0.573, of fewer than 80 pairs: a standard error is 0.06. A model
+of a million parameters knows few words. A rate of 1.5e-3 on the MLPs' kernels
+as well is too large: the loss rises to 0.77.
 Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
-chosen answers are those of configs/sft.py, the rejected ones those of another
-question.
+questions are those of configs/sft.py about classes, and as many about functions.
+The chosen answer is the question's own, the rejected one that of a question
+about the other kind. Each answer is chosen once and rejected once, so the model
+has to read the question.
 """
 
 import ml_collections
@@ -72,7 +78,7 @@ def get_config(arg=None):
   )
 
   config.optimizer = dict(name="adam", b1=0.9, b2=0.95)
-  config.lr = 5e-5 if arg.init else 1e-3
+  config.lr = 5e-5 if arg.init else 5e-4
   config.wd = 0.0
   config.grad_clip_norm = 1.0
   config.schedule = dict(decay_type="cosine", warmup_percent=10)

@@ -20,6 +20,9 @@ def logits_of(folder):
   kind = transformers.AutoModelForCausalLM
   if config.is_encoder_decoder:
     kind = transformers.AutoModelForSeq2SeqLM
+  classifies = "ForSequenceClassification" in (config.architectures or [""])[0]
+  if classifies:
+    kind = transformers.AutoModelForSequenceClassification
   model, info = kind.from_pretrained(
     folder,
     output_loading_info=True,
@@ -29,6 +32,8 @@ def logits_of(folder):
   )
   if any(info.values()):
     raise SystemExit(f"{folder}: {info}")
+  if classifies:  # The library reads the last token that is not this one.
+    model.config.pad_token_id = -1
   inputs = np.load(folder / "inputs.npz")
   tensors = {name: torch.from_numpy(inputs[name]) for name in inputs}
   with torch.no_grad():

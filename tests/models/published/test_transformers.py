@@ -47,6 +47,7 @@ CASES = {
   "llama, linear": ("llama", dict(rope_scaling=LINEAR, rope_theta=2e4)),
   "llama, plain": ("llama", dict(rope_scaling=None, norm_eps=1e-3)),
   "mixtral, window": ("mixtral", dict(window=7, head_dim=6)),
+  "llama, classes": ("llama", dict(num_classes=3)),
   "mixtral, tied": ("mixtral", dict(tied_head=True)),
   "t5, untied": ("t5", dict(tied_head=False)),
   "t5_1_1, tied": ("t5_1_1", dict(tied_head=True)),
