@@ -12,8 +12,8 @@ chosen answer has the larger reward, is 0.62 in the second half of training, and
 val/accuracy 0.573, of fewer than 80 pairs: its standard error is 0.06. A model
 of a million parameters knows few words. A rate of 1.5e-3 on the MLPs' kernels
 as well is too large: the loss rises to 0.77.
-Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. Questions
-are those of configs/sft.py about classes, and as many about functions. The
+Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
+questions are configs/sft.py's about classes, and as many about functions. The
 chosen answer is the question's own, the rejected one that of a question about
 the other kind. Each answer is chosen once and rejected once, so that the model
 has to read the question.
