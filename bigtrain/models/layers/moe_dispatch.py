@@ -57,7 +57,7 @@ class Split(NamedTuple):
   @property
   def rows(self) -> PartitionSpec:
     """Spec of [B, L, ...] split over `own`."""
-    return PartitionSpec(sharding.batch_axes(), self.own or None)
+    return PartitionSpec(sharding.batch_axes(self.mesh), self.own or None)
 
   @property
   def units(self) -> str | None:
@@ -66,7 +66,7 @@ class Split(NamedTuple):
   @property
   def varying(self) -> tuple[str, ...]:
     hidden = ("tensor",) if self.hidden else ()
-    return (*sharding.batch_axes(), *self.own, *hidden)
+    return (*sharding.batch_axes(self.mesh), *self.own, *hidden)
 
 
 def _split_of(

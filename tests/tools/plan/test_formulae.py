@@ -41,6 +41,30 @@ def test_a_program_sends_over_each_axis_what_the_formulae_say(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "sizes",
+  [
+    "replica=2, pipeline=2, fsdp=2",
+    "pipeline=2, pipeline_rounds=2, fsdp=1, sequence=2, tensor=2",
+    "pipeline=4, pipeline_microbatches=4, fsdp=2",
+  ],
+)
+def test_stages_send_what_the_formulae_say(tmp_path, sizes):
+  path = tmp_path / "config.py"
+  path.write_text(re.sub("mesh=dict.*\\)(?=,)", f"mesh=dict({sizes})", CONFIG))
+  (row,) = plan.plan(str(path), [8])
+  sent, formula = row["sent_by_axis"], row["formula_by_axis"]
+  assert "pipeline" in formula
+  for axes, nbytes in formula.items():
+    assert sent[axes] == pytest.approx(nbytes, rel=0.05), axes
+  others = sum(n for axes, n in sent.items() if axes not in formula)
+  assert others < 0.01 * sum(sent.values())
+  alone = tmp_path / "alone.py"
+  alone.write_text(re.sub("mesh=dict.*\\)(?=,)", "mesh=dict(fsdp=8)", CONFIG))
+  assert row["model_flops"] == plan.plan(str(alone), [8])[0]["model_flops"]
+
+
+@pytest.mark.slow
 def test_a_program_with_zero_1_sends_what_the_formulae_say(tmp_path):
   path = tmp_path / "config.py"
   mesh = "mesh=dict(replica=4, fsdp=2), opt_sharding='replica'"
