@@ -19,6 +19,7 @@ from bigtrain import settings
 from bigtrain.models import vit
 from bigtrain.models.layers import encoder, mlp, options
 from bigtrain.models.published import conversions, stage_families
+from bigtrain.sharding import batches
 
 VARIANTS: dict[str, dict[str, Any]] = {
   size: dict(
@@ -108,6 +109,17 @@ class Model(nn.Module):
     return x, out
 
 
+def _by_device(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+  """By device: XLA would add up a kernel's gradient over equal examples."""
+  conv = lambda x, k: jax.lax.conv_general_dilated(x, k, *args, **kwargs)
+  mesh = batches.ambient(x.shape[0])
+  if mesh is None or mesh.size == 1:
+    return conv(x, kernel)
+  rows = jax.P(batches.batch_axes())
+  specs: Any = dict(in_specs=(rows, jax.P()), out_specs=rows)
+  return jax.shard_map(conv, mesh=mesh, **specs)(x, kernel)
+
+
 class Block(nn.Module):
   """What a block adds: a depthwise convolution, a norm and an MLP."""
 
@@ -125,6 +137,7 @@ class Block(nn.Module):
       (7, 7),
       padding=[(3, 3)] * 2,
       feature_group_count=D,
+      conv_general_dilated=_by_device,
       dtype=self.dtype,
       name="conv_depthwise",
     )(x_BHWD)

@@ -10,7 +10,7 @@ Axes: B batch, H rows, W columns, D channels, C classes.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -134,12 +134,7 @@ class Layers(NamedTuple):
   dtype: str
 
   def conv(
-    self,
-    channels: int,
-    size: int,
-    stride: int,
-    name: str,
-    kernel_init: Callable[..., jax.Array] = _he_normal,
+    self, channels: int, size: int, stride: int, name: str, **kwargs: Any
   ) -> nn.Module:
     norm = NORMS[self.kind]
     return Conv(
@@ -150,23 +145,19 @@ class Layers(NamedTuple):
       padding="SAME" if norm.same else [(size // 2, size // 2)] * 2,
       use_bias=False,
       dtype=self.dtype,
-      kernel_init=kernel_init,
       epsilons=norm.in_kernels,
       name=name,
+      **{"kernel_init": _he_normal, **kwargs},
     )
 
-  def norm(
-    self,
-    name: str,
-    scale_init: Callable[..., jax.Array] = nn.initializers.ones,
-  ) -> nn.Module:
+  def norm(self, name: str, **kwargs: Any) -> nn.Module:
     shared: dict[str, Any] = dict(
       epsilon=NORMS[self.kind].epsilon,
       dtype=self.dtype,
-      scale_init=scale_init,
       # The mean of squares minus the square of the mean loses digits, and every
       # layer of the backward pass divides by the difference.
       use_fast_variance=False,
+      **kwargs,
     )
     if self.kind != "batch":
       return nn.GroupNorm(self.groups, name=f"gn{name}", **shared)

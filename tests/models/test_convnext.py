@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain import settings, sharding
 from bigtrain.models import convnext
 
 TINY = dict(widths=(4, 8), depths=(1, 1), num_classes=3)
@@ -50,6 +50,22 @@ def test_stochastic_depth_leaves_out_branches_in_training():
   np.testing.assert_array_equal(
     plain.apply(params, image, train=True)[0], evaluated
   )
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=8), dict(fsdp=4, tensor=2)])
+def test_gradients_on_eight_devices_are_those_on_one(sizes):
+  image = jax.random.normal(jax.random.key(1), (8, 32, 32, 3))
+  model = convnext.Model(**TINY)
+  params = model.init(jax.random.key(0), image)
+  loss = lambda params, image: model.apply(params, image)[0].std()
+  gradients = lambda *args: jax.jit(jax.grad(loss))(*args)
+  one = gradients(params, image)
+  mesh = sharding.make_mesh(**sizes)
+  with jax.set_mesh(mesh):
+    rows = jax.NamedSharding(mesh, jax.P(("replica", "fsdp")))
+    eight = gradients(params, jax.device_put(image, rows))
+  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+  jax.tree.map(close, eight, one)
 
 
 @pytest.mark.parametrize(

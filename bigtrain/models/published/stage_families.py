@@ -129,21 +129,16 @@ _BIT = Family(
 )
 
 
-def _lists(**keys: str) -> Rule:
-  """`keys` are {our field: key of a list}."""
-  return Rule(
-    dict.fromkeys(keys.values(), ()),
-    lambda config: {name: tuple(config[key]) for name, key in keys.items()},
-    lambda fields: {key: [*fields[name]] for name, key in keys.items()},
-  )
-
-
-_SHAPES = ("widths", "depths", "num_classes", "patch_size")
 _CONVNEXT = Family(
   "convnext",
   "ConvNextModel",
   _convnext_arrays(),
-  keys=dict(patch_size="patch_size", norm_eps="layer_norm_eps"),
+  keys=dict(
+    widths="hidden_sizes",
+    depths="depths",
+    patch_size="patch_size",
+    norm_eps="layer_norm_eps",
+  ),
   defaults=dict(
     patch_size=4,
     layer_norm_eps=1e-12,
@@ -152,13 +147,12 @@ _CONVNEXT = Family(
   ),
   constants=dict(version=1),
   rules=dict(
-    sizes=_lists(widths="hidden_sizes", depths="depths"),
     mlp=vit_families.VIT.rules["mlp"],
     scale=vit_families.layer_scale("layer_scale_init_value", 1e-6),
     use=_classes("ConvNext"),
   ),
   harmless=_HARMLESS,
-  in_shapes=_SHAPES,
+  in_shapes=("widths", "depths", "num_classes", "patch_size"),
 )
 _CONVNEXT_V2 = _CONVNEXT.but(
   "convnextv2",
