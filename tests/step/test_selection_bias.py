@@ -109,6 +109,7 @@ def test_microbatches_do_not_change_it():
   [
     dict(fsdp=8),
     pytest.param(dict(fsdp=2, sequence=2, tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(replica=2, fsdp=2, pipeline=2), marks=pytest.mark.slow),
   ],
 )
 def test_devices_do_not_change_it(sizes):
