@@ -69,87 +69,57 @@ SITES = ("qkv", "qv", "out", "mlp", "patch")
 
 
 class Model(nn.Module):
-  """ViT. After construction no size is None.
+  """ViT. After construction no size is None."""
 
-  Attributes:
-    num_classes: C; None for a model without a head.
-    variant: name of sizes in VARIANTS, with or without a patch size, such as
-      "B/16" or "B"; the defaults of the next five fields.
-    patch_size: height and width of a patch in pixels, or one number for both.
-    seqhw: rows and columns of patches into which an image of any size is cut;
-      the patch kernel is resized (FlexiViT, https://arxiv.org/abs/2212.08013).
-      None for patches of patch_size.
-    width: D.
-    depth: number of blocks.
-    mlp_dim: hidden width of the MLPs; 4 D if neither it nor a variant is given.
-    num_heads: number of attention heads; must divide D.
-    token_mlp_dim: see encoder.Encoder; the sizes "Mixer-B" have one.
-    class_token: whether there is one; by default if it is pooled.
-    registers: number of tokens without a meaning of their own
-      (https://arxiv.org/abs/2309.16588), after the class token.
-    posemb: "learn", "sincos2d", which has no parameters, or "none", as always
-      in a Mixer.
-    posemb_class: whether the class token has a learned position, the first.
-    posemb_grid: rows and columns of the learned embeddings, which are resized
-      to the grid of each image; None if all images have the same grid.
-    rope: options of `Rope`: rotary positions of the patches; None for none.
-    relative_bias: "layer" or "shared", BEiT's bias of the attention scores by
-      the offset of two patches, of each layer or of all; None for none. Needs
-      a class token.
-    pool_type: "gap" global average, "map" attention, "tok" class token,
-      "tok_gap" the two beside each other, "none" for a head on each patch.
-    norm_eps: added to the variance in norms.
-    pre_norm: whether a norm precedes the blocks, as in CLIP.
-    norm_pooled: whether the last norm follows the pooling, as in BEiT.
-    mlp: "gelu" (its tanh form), "gelu_erf", "gelu_quick" or "swiglu".
-    use_bias: whether all projections have biases, or those that do: "qkv" (or
-      "qv"), "out", "mlp", "patch".
-    layer_scale: see encoder.Encoder.
-    rep_size: size of a tanh layer before the head; True for D.
-    head_zeroinit: whether the head's kernel starts at zero.
-    head_bias: whether the head has a bias.
-    head_bias_init: initial bias of the head: log(1 / C) for sigmoid losses.
-    dropout: rate after the embedding, in the MLPs and on residual branches.
-    drop_path: rate of stochastic depth in the last block, 0 in the first.
-    scan: whether to compile one block and loop over stacked parameters.
-    attention, remat_policy: names in attention_backends.NAMES, remat.POLICIES.
-    dtype: dtype of the computation; parameters, the pooled features and the
-      head are float32.
-  """
-
-  num_classes: int | None = None
+  num_classes: int | None = None  # C; None for a model without a head.
+  # Name of sizes in VARIANTS, perhaps with a patch size, such as "B/16" or "B".
   variant: str | None = None
+  # Height and width of a patch in pixels, or one number for both.
   patch_size: int | Sequence[int] | None = None
+  # Rows and columns of patches into which an image of any size is cut; the
+  # patch kernel is resized (FlexiViT, https://arxiv.org/abs/2212.08013). None
+  # for patches of patch_size.
   seqhw: int | None = None
-  width: int = options.DERIVED
-  depth: int = options.DERIVED
-  mlp_dim: int = options.DERIVED
-  num_heads: int = options.DERIVED
-  token_mlp_dim: int | None = None
-  class_token: bool | None = None
+  width: int = options.DERIVED  # D.
+  depth: int = options.DERIVED  # Number of blocks.
+  mlp_dim: int = options.DERIVED  # By default the variant's or 4 D.
+  num_heads: int = options.DERIVED  # Number of attention heads; must divide D.
+  token_mlp_dim: int | None = None  # See encoder.Encoder; "Mixer-B" has one.
+  class_token: bool | None = None  # By default if it is pooled.
+  # Number of tokens without a meaning of their own
+  # (https://arxiv.org/abs/2309.16588), after the class token.
   registers: int = 0
-  posemb: str = "learn"
-  posemb_class: bool = False
+  posemb: str = "learn"  # "learn", "sincos2d" or "none", as in a Mixer.
+  posemb_class: bool = False  # Whether the class token has one, the first.
+  # Rows and columns of the learned embeddings, which are resized to the grid of
+  # each image; None if all images have the same grid.
   posemb_grid: Sequence[int] | None = None
-  rope: Any = None
+  rope: Any = None  # Options of `Rope`: rotary positions of the patches.
+  # "layer" or "shared", BEiT's bias of the attention scores by the offset of
+  # two patches, of each layer or of all; None for none. Needs a class token.
   relative_bias: str | None = None
+  # "gap" global average, "map" attention, "tok" class token, "tok_gap" the two
+  # beside each other, "none" for a head on each patch.
   pool_type: str = "gap"
-  norm_eps: float = 1e-6
-  pre_norm: bool = False
-  norm_pooled: bool = False
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  pre_norm: bool = False  # Whether a norm precedes the blocks, as in CLIP.
+  norm_pooled: bool = False  # Whether the last norm follows pooling, as BEiT's.
+  # "gelu" (its tanh form), "gelu_erf", "gelu_quick" or "swiglu".
   mlp: str = "gelu"
+  # Whether all projections have biases, or those that do: "qkv" (or "qv"),
+  # "out", "mlp", "patch".
   use_bias: Any = True
-  layer_scale: float | None = None
-  rep_size: bool | int = False
-  head_zeroinit: bool = True
-  head_bias: bool = True
-  head_bias_init: float = 0.0
-  dropout: float = 0.0
-  drop_path: float = 0.0
-  scan: bool = False
-  attention: str = "auto"
-  remat_policy: str = "none"
-  dtype: str = "float32"
+  layer_scale: float | None = None  # See encoder.Encoder.
+  rep_size: bool | int = False  # Of a tanh layer before the head; True for D.
+  head_zeroinit: bool = True  # Whether the head's kernel starts at zero.
+  head_bias: bool = True  # Whether the head has a bias.
+  head_bias_init: float = 0.0  # log(1 / C) suits sigmoid losses.
+  dropout: float = 0.0  # After the embedding, in MLPs and on branches.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
     values = sizes(self, ("patch_size", *SIZES, "token_mlp_dim"), "B/16")
