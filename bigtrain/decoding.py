@@ -100,14 +100,18 @@ def generate(
   num_beams: int | None = None,
   length_penalty: float = 0.0,
   temperature: float = 0.0,
-  seed: int = 0,
+  seed: int | jax.Array = 0,
   ids_B: jax.Array | None = None,
   top_k: int = 0,
   top_p: float = 1.0,
   start: jax.Array | int = 0,
   rules: Rules = NO_RULES,
-) -> jax.Array:
-  """New tokens of `beam_search`, or without num_beams of `sample`."""
+  whole: bool = False,
+) -> Any:
+  """New tokens of `beam_search`, or without num_beams of `sample`.
+
+  With `whole`, all that `sample` returns.
+  """
   common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start, rules=rules)
   if num_beams is not None:
     return beam_search(
@@ -120,7 +124,7 @@ def generate(
       length_penalty=length_penalty,
       **common,
     )[0]
-  tokens_BL = sample(
+  samples = sample(
     step_fn,
     cache,
     prompt_BL,
@@ -132,10 +136,12 @@ def generate(
     top_k=top_k,
     top_p=top_p,
     **common,
-  )[0]
+  )
+  if whole:
+    return samples
   # The max_new tokens after each example's own prompt.
   take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
-  return jax.vmap(take)(tokens_BL, prompt_len_B)
+  return jax.vmap(take)(samples[0], prompt_len_B)
 
 
 def eos_ids(eos_id: EosId) -> tuple[int, ...]:

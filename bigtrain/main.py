@@ -42,7 +42,7 @@ from bigtrain.checkpoints.manifest import HostState
 from bigtrain.cluster import lease, watchdog
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.inputs import pipeline
+from bigtrain.inputs import pipeline, rollouts
 from bigtrain.optim import chain, ema, views
 from bigtrain.reports import chrono, flops, record, writers
 from bigtrain.runtime import (
@@ -287,6 +287,10 @@ def _train(
 
   evaluated_spec = {**state_spec, **frozen_spec}
   loss_args = gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
+  rollout = rollouts.Rollout(
+    config, task, model, train_input, loss_args[0], mesh
+  )
+  loss_args = gradients.loss_args(state_spec, rollout.spec, mesh, frozen_spec)
   metrics_spec, _ = jax.eval_shape(loss_fns[0], *loss_args)
   hparams_spec = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
@@ -301,7 +305,7 @@ def _train(
   update_specs = (
     state_spec,
     running_spec,
-    batch_spec,
+    rollout.spec,
     hparams_spec,
     frozen_spec,
   )
@@ -437,11 +441,16 @@ def _train(
   running = running_metrics.from_host(started.host.tally, running_spec, mesh)
   with phase("compile", step):
     recording.result()
+    rollout.compile(run.programs)
     update = compiled.result()
 
   # What the loop does at some steps: check, save, evaluate.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
+
+  def variables() -> Variables:
+    mutable = state.get("mutable", {})
+    return {"params": state["params"], **mutable, **frozen_state}
 
   def check_finite(fetched: RunningMetrics) -> None:
     """Raises after a bad step, or after too many skipped ones."""
@@ -453,6 +462,7 @@ def _train(
       {**state, **frozen_state, **hparams_of(bad_step - 1)},
       train_input,
       compute_gradients,
+      functools.partial(rollout, variables()),
     )
     raise step_guard.failure(error, bad_step, saved_step, len(rollbacks))
 
@@ -531,8 +541,10 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+      if rollout.exists:  # It waits for the weights, which are no data.
+        jax.block_until_ready(running)
       with clock.account("data_wait"):
-        batch = next(batches)
+        batch = rollout(variables(), next(batches), step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
         step + 1,

@@ -42,6 +42,8 @@ def example_of(config):
   if data.get("preferences"):
     ids = jax.ShapeDtypeStruct((1, 2, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "targets", "loss_mask"), ids)
+  if data["type"] == "prompts":
+    return {"prompt": jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)}
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "inputs", "targets"), ids)

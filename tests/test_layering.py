@@ -61,7 +61,7 @@ RULES = {
   | {"models.published"},
   "inputs": _ARRAYS
   | {"cluster", "data.formats", "files", "lengths", "parts", "pp"},
-  "data": _BASE | {"chat", "data.formats", "files", "pp"},
+  "data": _BASE | {"chat", "data.formats", "files", "parts", "pp"},
   "data.formats": _BASE | {"files", "pp"},
   "chat": {"files", "pp", "settings"},
   "tasks": _ARRAYS | {"decoding", "losses", "step"},
@@ -87,9 +87,13 @@ RULES = {
   "hashing": set(),
 }
 # Packages whose modules a config names: these do not import one another. A ViT
-# is also the image tower of captioners and of image-text models.
+# is also the image tower of captioners and of image-text models, a policy is a
+# language model, and prompts are rows without answers.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
-_SHARED = ("models.vit", "models.text_transformer", "data.arrays")
+_SHARED = (
+  *("models.vit", "models.text_transformer", "data.arrays"),
+  *("tasks.language_modeling", "data.supervised"),
+)
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = (

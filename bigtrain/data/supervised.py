@@ -38,6 +38,7 @@ from absl import logging
 
 from bigtrain import chat
 from bigtrain.data.formats import (
+  arithmetic,
   documents,
   files,
   packing,
@@ -60,6 +61,9 @@ _VERSION = 1
 _KEYS = ("messages", "prompt", "text")
 _SHOWN_TOKENS = 1000
 _NUM_SAMPLED = 1000
+_NAMED = {"pydoc": pydoc_questions.rows, "arithmetic": arithmetic.rows}
+# Yields (place, row) of an input.
+_RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
 
 class Source:
@@ -69,8 +73,9 @@ class Source:
     tokenizer: "bytes" or a path, such as the folder of a published model.
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, or a list of these.
-    name: "pydoc": what the functions of Python's library are for.
-    split: split of pydoc: "train", "test" (every tenth question) or "all".
+    name: "pydoc", what the functions of Python's library are for, or
+      "arithmetic", additions of numbers below 100.
+    split: split of these: "train", "test" (every tenth question) or "all".
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
@@ -90,6 +95,8 @@ class Source:
       "left" or the "right".
     slice: slice of the rows, such as "[:99%]".
   """
+
+  _extra = 1  # Tokens of a row beyond `length`: the last is only a target.
 
   def __init__(
     self,
@@ -133,12 +140,9 @@ class Source:
       allow_special=allow_special,
       pairs=len(sizes) == 2,
     )
-    inputs, rows_of = _inputs(path, name, split, preferences)
-    # Both answers of a pair are rows of their own, one after the other.
-    self._answers, key = 1, encoder.key
-    if preferences:
-      rows_of = functools.partial(_both_answers, rows_of)
-      self._answers, key = 2, files.digest(key, "two answers")
+    self._answers = 2 if preferences else 1
+    inputs, rows_of, form = self._find_rows(path, name, split, preferences)
+    key = files.digest(encoder.key, form) if form else encoder.key
     self._rows = token_rows.cached(encoder, key, inputs, rows_of)
     self._sizes, self._pairs, self._pack = sizes, len(sizes) == 2, pack
     number = len(self._rows) // self._answers
@@ -165,16 +169,27 @@ class Source:
     options = encoder.key, sizes, pack, too_long, slice, prefix
     self._digest = files.digest("supervised", self._rows.digest, *options)
 
+  def _find_rows(self, *args: Any) -> tuple[list[str], _RowsOf, str]:
+    """Returns inputs and rows_of of `token_rows.cached`, and a name of both."""
+    inputs, rows_of = _inputs(*args)
+    if self._answers == 1:
+      return inputs, rows_of, ""
+    # Both answers of a pair are rows of their own, one after the other.
+    return inputs, functools.partial(_both_answers, rows_of), "two answers"
+
+  def _spans_of(self, rows: np.ndarray) -> np.ndarray:
+    """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
+    return self._rows.spans(rows, self._pairs)
+
   def _plan(self, rows: np.ndarray, too_long: str) -> None:
     """Cuts or drops long rows, and packs: row, span and example of each."""
-    # [rows, 2 (parts), 2 (start, stop)] of the ids; decoders have one part.
-    spans = self._rows.spans(rows, self._pairs)
-    room = np.asarray(self._sizes) + (0 if self._pairs else 1)
+    spans, extra = self._spans_of(rows), 0 if self._pairs else self._extra
+    room = np.asarray(self._sizes) + extra
     over = np.diff(spans, axis=2)[..., 0] > room
     long = over.any(axis=1)
     if long.any() and too_long == "error":
       row = int(np.flatnonzero(long)[0])
-      sizes = np.diff(spans[row], axis=1)[:, 0] - (0 if self._pairs else 1)
+      sizes = np.diff(spans[row], axis=1)[:, 0] - extra
       raise DataError(
         f"{self._rows.where(rows[row])}: {' and '.join(map(str, sizes))} "
         f"tokens do not fit into length={self._sizes}, as of {long.sum()} of "
@@ -274,7 +289,8 @@ class Source:
     """Returns the special ids that end the answers of the first rows."""
     ends = set[int]()
     special = sorted(self._coder.special_ids)
-    for start, stop in self._spans[:_NUM_SAMPLED, -1].tolist():
+    spans = self._rows.spans(self._row[:_NUM_SAMPLED], self._pairs)
+    for start, stop in spans[:, -1].tolist():
       ids, trained = self._rows.read(start, stop)
       ends |= {*ids[trained & np.isin(ids, special)][-1:].tolist()}
     return sorted(ends)
@@ -308,9 +324,7 @@ def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
     )
 
 
-def _both_answers(
-  rows_of: Callable[[str], Iterator[tuple[Any, Any]]], name: str
-) -> Iterator[tuple[Any, Any]]:
+def _both_answers(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
   for where, row in rows_of(name):
     for key in ("chosen", "rejected"):
       answer = row.get(key)
@@ -332,20 +346,20 @@ def _inputs(
   name: str | None,
   split: str | None,
   preferences: bool,
-) -> tuple[list[str], Callable[[str], Iterator[tuple[Any, Any]]]]:
+) -> tuple[list[str], _RowsOf]:
   """Returns files, or a name, and the function that yields their rows."""
   if (path is None) == (name is None):
     raise ConfigError("supervised: expected either path or name.")
   if name is None and split is not None:
     raise ConfigError(
-      f"supervised: split={split!r} requires name='pydoc'; for files use slice."
+      f"supervised: split={split!r} requires a name; for files use slice."
     )
   if name is None:
     return files.find(path, "supervised: path"), documents.rows
-  check_choice("supervised: name", name, ["pydoc"])
+  rows = _NAMED[check_choice("supervised: name", name, _NAMED)]
   part = split or "train"
   check_choice("supervised: split", part, pydoc_questions.SPLITS)
-  return [f"pydoc {part}"], lambda _: pydoc_questions.rows(part, preferences)
+  return [f"{name} {part}"], lambda _: rows(part, preferences)
 
 
 def _spec(

@@ -43,9 +43,9 @@ class EvalInput(pipeline.Input):
   def _fits(self) -> bool:
     row_bytes = sum(
       dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-      for dtype, shape in self._engine.spec.values()
+      for dtype, shape in self.engine.spec.values()
     )
-    size = row_bytes * self._engine.num_rows * self.num_batches
+    size = row_bytes * self.engine.num_rows * self.num_batches
     if fits(size, f"{self._path}: its {self.num_batches} batches", 0.5):
       return True
     message = "%s: too much for cache=True: each pass makes them again."
@@ -60,9 +60,9 @@ class EvalInput(pipeline.Input):
       yield from self._cached
       return
     batches = []
-    made = self._engine.batches(0, self.num_batches, stopping)
+    made = self.engine.batches(0, self.num_batches, stopping)
     for i, batch in enumerate(made):
-      rows = i * self.batch_size + self._placement.rows
+      rows = i * self.batch_size + self.placement.rows
       batch["_mask"] = (rows < self.num_examples).astype(np.float32)
       if self._cache:
         batches.append(batch)

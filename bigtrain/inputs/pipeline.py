@@ -47,7 +47,7 @@ class Input:
     prefetch: int,
     path: str,
   ):
-    self._engine, self._placement = engine, placement
+    self.engine, self.placement = engine, placement
     self._prefetch, self._path = prefetch, path
     self.num_examples, self.batch_size = num_examples, placement.batch_size
     self.spec = placement.spec(engine.spec)
@@ -67,14 +67,14 @@ class Input:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str] = ()
   ) -> None:
-    self._engine.limit_ids(sizes, negative, self._path)
+    self.engine.limit_ids(sizes, negative, self._path)
 
   def where(self, source: int, index: int) -> str:
-    return self._engine.parts[source].source.where(index)
+    return self.engine.parts[source].source.where(index)
 
   def _ahead(self, batches: Callable[[threading.Event], Batches]) -> Prefetch:
     stopping = threading.Event()
-    make = lambda: self._placement.put_all(batches(stopping))
+    make = lambda: self.placement.put_all(batches(stopping))
     return Prefetch(make, self._prefetch, self._path, stopping)
 
 
@@ -105,15 +105,15 @@ class TrainInput(Input):
 
   @property
   def skipped(self) -> int:
-    return len(self._engine.skipped)
+    return len(self.engine.skipped)
 
   @property
   def unlimited(self) -> list[str]:
     """Features with an integer per example that `limit_ids` does not limit."""
     return [
       name
-      for name, (dtype, shape) in self._engine.spec.items()
-      if dtype.kind in "iu" and not shape and name not in self._engine.id_limits
+      for name, (dtype, shape) in self.engine.spec.items()
+      if dtype.kind in "iu" and not shape and name not in self.engine.id_limits
     ]
 
   def about(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class TrainInput(Input):
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
     """Makes batches of steps [first_step, last_step); `close` ends it early."""
-    make = self._engine.batches
+    make = self.engine.batches
     return self._ahead(lambda stopping: make(first_step, last_step, stopping))
 
 

@@ -54,6 +54,15 @@ class Placement:
       for (name, array), parts in zip(batch.items(), shards)
     }
 
+  def get(self, x: jax.Array) -> np.ndarray:
+    """Copies this host's rows of a global array."""
+    result = np.empty((len(self.rows), *x.shape[1:]), x.dtype)
+    for shard in x.addressable_shards:
+      first = np.searchsorted(self.rows, shard.index[0].start or 0)
+      data = jax.device_get(shard.data)
+      result[first : first + len(data)] = data
+    return result
+
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:

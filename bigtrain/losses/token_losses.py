@@ -246,13 +246,16 @@ class TokenTask(NamedTuple):
 
 
 def head_losses(
-  variables: Variables, model: Any, **options: Any
+  variables: Variables, model: Any, temperature: float = 1.0, **options: Any
 ) -> Callable[..., linear_xent.TokenLosses]:
   """linear_softmax_xent of a model's head: (hidden, targets, weights)."""
-  kernel_DV, bias_V, softcap = _head(variables, model)
+  # Dividing the logits divides all that they are made of.
+  divide = lambda x: x if x is None or temperature == 1 else x / temperature
+  kernel_DV, *others = _head(variables, model)
+  bias_V, softcap = map(divide, others)
   options |= dict(bias_V=bias_V, dtype=model.dtype, softcap=softcap)
   return lambda hidden_BLD, *args: linear_xent.linear_softmax_xent(
-    hidden_BLD, kernel_DV, *args, **options
+    divide(hidden_BLD), kernel_DV, *args, **options
   )
 
 

@@ -246,6 +246,7 @@ def explain(
   state: Any,
   train_input: Any,
   gradients: Callable[[Any, Any], Any],
+  rollout: Callable[[Any, int], Any],
 ) -> NotFinite:
   """The error for a step that was not finite, by computing it again.
 
@@ -266,8 +267,9 @@ def explain(
 
   batches = train_input.start(index, index + 2)
   try:
-    result = jax.device_get(inspect(state, next(batches)))
-    next_is_good = _is_good(inspect, state, batches)
+    made = (rollout(x, index + i) for i, x in enumerate(batches))
+    result = jax.device_get(inspect(state, next(made)))
+    next_is_good = _is_good(inspect, state, made)
   finally:
     batches.close()
   finite, loss, finite_batch, ranges, _ = result

@@ -85,16 +85,18 @@ def generate(
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
-  seed: int = 0,
+  seed: int | jax.Array = 0,
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
   min_new: int = 0,
-) -> jax.Array:
+  whole: bool = False,
+) -> Any:
   """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
   Args:
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
-      "prefix", whatever it holds, all tokens see the whole prompt.
+      "prefix", whatever it holds, all tokens see the whole prompt. "sample"
+      int32 [B], if there, tells samples of the same prompt apart.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
@@ -103,6 +105,7 @@ def generate(
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the prompt.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
+    whole: whether to return what decoding.sample does, prompts included.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
@@ -126,6 +129,9 @@ def generate(
   # Samples depend on the prompts, not on their order or padding.
   words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
   hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
+  ids_B = decoding.row_hashes(hashed_BL)
+  if "sample" in batch:
+    ids_B += batch["sample"].astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
   return decoding.generate(
     step,
     out["cache"],
@@ -138,11 +144,12 @@ def generate(
     length_penalty=length_penalty,
     temperature=temperature,
     seed=seed,
-    ids_B=decoding.row_hashes(hashed_BL),
+    ids_B=ids_B,
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
     rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
+    whole=whole,
   )
 
 

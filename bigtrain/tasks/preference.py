@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, model_flops, settings, trees
-from bigtrain.losses import preferences, token_losses
+from bigtrain import metrics, model_flops, settings
+from bigtrain.losses import answers, preferences, token_losses
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _FROZEN = ("teacher", "base")
@@ -31,17 +31,11 @@ _LOG_PROBS = ("log_prob/chosen", "log_prob/rejected")
 
 
 def inputs(batch: Batch) -> Batch:
-  mask_XL = _flat(batch["loss_mask"])
-  real_XL = token_losses.real_positions(mask_XL)
-  return {"tokens": _flat(batch["tokens"]), "real": real_XL}
+  return answers.inputs(batch)
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
   return {"tokens": model.vocab_size, "targets": model.vocab_size}
-
-
-def _flat(x_B2L: jax.Array) -> jax.Array:
-  return x_B2L.reshape(-1, x_B2L.shape[-1])
 
 
 def loss_fn(
@@ -93,7 +87,10 @@ def loss_fn(
   score = functools.partial(_scores, chunk=chunk)
   reference, drift = None, jnp.zeros(())
   if kind in preferences.WITH_REFERENCE:
-    of_reference = _reference(variables, batch, model, teacher, kind)
+    given = "reference" in batch and kind != "kto"
+    of_reference = answers.reference(
+      variables, model, teacher, f"kind={kind!r}", given
+    )
     with model_flops.share(1, 3):  # Without a backward pass.
       if (reference := batch.get("reference")) is None:
         reference = score(*of_reference, batch)
@@ -106,18 +103,10 @@ def loss_fn(
     loss_B = preferences.losses(kind, pairs, options)
     return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
 
-  # The gradients of the sums become weights of the tokens' losses, whose own
-  # gradients never need all logits at once.
-  hidden_XLD = _hidden(model, own, batch)
-  stopped = jax.lax.stop_gradient((hidden_XLD, own))
-  sums_B2 = _sums(model, stopped[1], stopped[0], batch, chunk)
-  grad_B2, pairs = jax.grad(total, has_aux=True)(sums_B2)
-  weighted = token_losses.head_losses(own, model, chunk=chunk)(
-    hidden_XLD,
-    _flat(batch["targets"]),
-    _flat(-grad_B2[..., None] * batch["loss_mask"]),
-  ).total
-  loss = total(sums_B2)[0] + weighted - jax.lax.stop_gradient(weighted)
+  log_prob_B2L, with_gradient = answers.log_probs(model, own, batch, chunk)
+  sums_B2 = jnp.sum(log_prob_B2L * batch["loss_mask"], axis=2)
+  (loss, pairs), grad_B2 = jax.value_and_grad(total, has_aux=True)(sums_B2)
+  loss = with_gradient(loss, grad_B2[..., None] * batch["loss_mask"])
   number = jnp.sum(weight_B)
   if kind == "kto":  # TRL's mean is over answers.
     number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
@@ -171,61 +160,20 @@ def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
       "config.loss.kind='reward': expected config.model.num_classes=1."
     )
   tokens = batch["tokens"][..., :1]
-  texts_XL = _flat(jnp.concatenate([tokens, batch["targets"]], axis=-1))
-  real_XL = token_losses.real_positions(_flat(batch["loss_mask"]))
+  texts_XL = answers.flat(jnp.concatenate([tokens, batch["targets"]], axis=-1))
+  real_XL = token_losses.real_positions(answers.flat(batch["loss_mask"]))
   real_XL = jnp.pad(real_XL, ((0, 0), (1, 0)), constant_values=True)
   logits_X1 = model.apply(variables, texts_XL, real=real_XL, train=False)[0]
   return logits_X1.reshape(-1, 2)
 
 
-def _hidden(model: Any, variables: Variables, batch: Batch) -> jax.Array:
-  return model.apply(variables, **inputs(batch), head=False, train=False)[1][
-    "pre_logits"
-  ]
-
-
-def _sums(
-  model: Any,
-  variables: Variables,
-  hidden_XLD: jax.Array,
-  batch: Batch,
-  chunk: int | None,
-) -> jax.Array:
-  """[B, 2], log-probabilities of the answers."""
-  mask_B2L = batch["loss_mask"]
-  losses = token_losses.head_losses(variables, model, chunk=chunk)(
-    hidden_XLD, _flat(batch["targets"]), _flat(mask_B2L)
-  )
-  loss_B2L = losses.loss_BL.reshape(mask_B2L.shape)
-  return -jnp.sum(jnp.where(mask_B2L == 0, 0.0, loss_B2L * mask_B2L), axis=2)
-
-
 def _scores(
   model: Any, variables: Variables, batch: Batch, *, chunk: int | None
 ) -> jax.Array:
-  """The same from a forward pass, without a gradient."""
+  """[B, 2], log-probabilities of the answers, without a gradient."""
   variables = jax.lax.stop_gradient(variables)
-  hidden_XLD = _hidden(model, variables, batch)
-  return _sums(model, variables, hidden_XLD, batch, chunk)
-
-
-def _reference(
-  variables: Variables, batch: Batch, model: Any, teacher: Any, kind: str
-) -> tuple[Any, Variables]:
-  """(model, variables) of the reference."""
-  if teacher is not None:
-    return teacher, variables["teacher"]
-  names = trees.names(variables["params"])
-  if "base" in variables and all("/lora_" in name for name in names):
-    own = {name: x for name, x in variables.items() if name != "teacher"}
-    return model, {**own, "params": {}}
-  if "reference" in batch and kind != "kto":
-    return model, variables  # Not used.
-  raise settings.ConfigError(
-    f"config.loss.kind={kind!r} compares with a reference: expected "
-    "config.adapters without `train`, config.teacher, or the feature "
-    "'reference'."
-  )
+  log_prob_B2L, _ = answers.log_probs(model, variables, batch, chunk)
+  return jnp.sum(log_prob_B2L * batch["loss_mask"], axis=2)
 
 
 def _drift(
@@ -277,7 +225,9 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   def reference(
     variables: Variables, batch: Batch, chunk: int | None = None
   ) -> dict[str, jax.Array]:
-    of_reference = _reference(variables, batch, model, teacher, "sigmoid")
+    of_reference = answers.reference(
+      variables, model, teacher, "kind='sigmoid'"
+    )
     return {"reference": _scores(*of_reference, batch, chunk=chunk)}
 
   scores = functools.partial(rewards, model=model)

@@ -14,12 +14,12 @@ from support import absent_mesh
 from bigtrain import parts
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
-# Configs share these two; a student is a model of another config, and so is the
-# one that learns preferences.
+# Configs share these two; a student is a model of another config, and so are
+# those that learn preferences and from rewards.
 CONFIGS = [
   name
   for name in test_configs.NAMES
-  if name not in ("decoder_lm", "t5_c4", "digits_distill", "dpo")
+  if name not in ("decoder_lm", "t5_c4", "digits_distill", "dpo", "grpo")
 ]
 # Lowering takes a second or two each.
 QUICK = ("gpt2_124m",)

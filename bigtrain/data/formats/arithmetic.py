@@ -1,0 +1,18 @@
+"""Additions of numbers below 100, such as "47+38=" and "85"."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bigtrain import hashing
+
+
+def rows(split: str, preferences: bool = False) -> Iterator[tuple[str, Any]]:
+  """Yields (place, row); "test" is every tenth row of a fixed random order."""
+  del preferences  # There is no second answer.
+  for i, n in enumerate(hashing.permute(np.arange(10_000), 10_000, 0).tolist()):
+    if split in ("all", "train" if i % 10 else "test"):
+      a, b = divmod(n, 100)
+      row = {"prompt": f"{a}+{b}=", "completion": str(a + b)}
+      yield f"arithmetic, question {i}", row

@@ -1,0 +1,110 @@
+"""Prompts, with rewards for the answers that a model writes to them.
+
+  dict(type="prompts", path="math.jsonl", tokenizer="models/Qwen3-0.6B",
+       length=512, rewards="my_project.rewards.exact")
+
+Of the rows of data/supervised.py, only `prompt`, a text or a list of messages,
+and `tools` are tokenized. Features: `prompt` int32 [length], padded with 0, and
+`prompt_length` int32.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain import parts, settings
+from bigtrain.data import supervised
+from bigtrain.data.formats import files, reward_worker
+from bigtrain.settings import ConfigError, DataError
+
+_EMPTY = {"role": "assistant", "content": ""}
+
+
+class Source(supervised.Source):
+  """Prompts of one or more files.
+
+  Args:
+    rewards: function of (answers to a prompt, its row) that returns a number
+      for each answer; or a list of (function, weight), of a weighted sum.
+    time_limit: seconds that a call of a function may take.
+    failed_reward: what a function that fails or takes too long gives to all its
+      answers, which metrics count; by default that ends the run.
+    **options: path, name and others of data/supervised.py.
+  """
+
+  _extra = 0  # A prompt has no target after it.
+
+  def __init__(
+    self,
+    tokenizer: str,
+    length: int,
+    rewards: str | Sequence[tuple[str, float]],
+    *,
+    time_limit: float = 10.0,
+    failed_reward: float | None = None,
+    **options: Any,
+  ):
+    given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
+    settings.check_kwargs(supervised.Source, options, "prompts", given)
+    if isinstance(rewards, str):
+      rewards = [(rewards, 1.0)]
+    for each in rewards:
+      if isinstance(each, str) or len(each) != 2:
+        raise ConfigError(f"rewards: expected (function, weight), got {each}.")
+      parts.find_attribute(each[0], "rewards")
+    settings.check_number("time_limit", time_limit, above=0)
+    self._rewards, self._failed = rewards, failed_reward
+    self._worker = reward_worker.Worker(time_limit)
+    super().__init__(tokenizer, length, loss="last", **options)
+    int32 = np.dtype(np.int32)
+    self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
+    self.vocab_sizes = {"prompt": self._coder.vocab_size}
+    self._digest = files.digest(self._digest, rewards)
+
+  def _find_rows(self, *args: Any) -> tuple[list[str], Any, str]:
+    inputs, rows_of, _ = super()._find_rows(*args)
+    self._content = [row for name in inputs for _, row in rows_of(name)]
+
+    def without_answers(name: str) -> Any:
+      for where, row in rows_of(name):
+        prompt = row.get("prompt")
+        if not prompt:
+          raise DataError(f"{where}: expected prompt, a text or messages.")
+        # The end of an empty answer is that of answers to come.
+        answer: Any = "" if isinstance(prompt, str) else [_EMPTY]
+        yield where, row | dict(completion=answer, messages=None, text=None)
+
+    return inputs, without_answers, "prompts"
+
+  def _spans_of(self, rows: np.ndarray) -> np.ndarray:
+    return self._rows.spans(rows, pairs=True)[:, :1]
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    spans = self._spans[np.asarray(indices), 0]
+    prompt = np.zeros((len(spans), *self.spec["prompt"][1]), np.int32)
+    for padded, (start, stop) in zip(prompt, spans.tolist()):
+      padded[: stop - start] = self._rows.read(start, stop)[0]
+    sizes = np.diff(spans, axis=1)[:, 0]
+    return {"prompt": prompt, "prompt_length": sizes.astype(np.int32)}
+
+  def judge(
+    self, indices: np.ndarray, batch: Mapping[str, np.ndarray]
+  ) -> dict[str, np.ndarray]:
+    """Rewards of "targets" [B, G, L] where "loss_mask" is set: [B, G]."""
+    ends = np.isin(batch["targets"], self.end_ids)
+    has_text = (batch["loss_mask"] != 0) & ~ends
+    total = np.zeros(has_text.shape[:2], np.float32)
+    failed = np.zeros_like(total)
+    for b, index in enumerate(indices):
+      answers = zip(batch["targets"][b], has_text[b])
+      texts = [self._coder.decode(ids[own]) for ids, own in answers]
+      for function, weight in self._rewards:
+        result = self._worker(function, texts, self._content[self._row[index]])
+        if isinstance(result, str):
+          if self._failed is None:
+            where = self.where(index)
+            raise DataError(f"{where}: reward {function}: {result}.")
+          result, failed[b] = [self._failed], failed[b] + 1
+        total[b] += np.float32(weight) * np.asarray(result, np.float32)
+    return {"reward": total, "failed_rewards": failed}

@@ -1,0 +1,78 @@
+"""Log-probabilities of several answers to each prompt.
+
+Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import trees
+from bigtrain.losses import token_losses
+from bigtrain.settings import ConfigError
+from bigtrain.types import Batch, Variables
+
+
+def inputs(batch: Batch) -> dict[str, jax.Array]:
+  """Arguments of a language model that reads "tokens" [B, K, L]."""
+  real_XL = token_losses.real_positions(flat(batch["loss_mask"]))
+  return {"tokens": flat(batch["tokens"]), "real": real_XL}
+
+
+def flat(x_BKL: jax.Array) -> jax.Array:
+  return x_BKL.reshape(-1, x_BKL.shape[-1])
+
+
+def log_probs(
+  model: Any,
+  variables: Variables,
+  batch: Batch,
+  chunk: int | None,
+  temperature: float = 1.0,
+) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
+  """Log-probabilities [B, K, L] of "targets", 0 where "loss_mask" is.
+
+  These have no gradient. The function beside them, (loss, its gradient by
+  them) -> loss, makes them weights of the tokens' losses, whose gradients never
+  need all logits at once.
+  """
+  mask_BKL = batch["loss_mask"] != 0
+  _, out = model.apply(variables, **inputs(batch), head=False, train=False)
+
+  def losses(variables: Variables, hidden_XLD: Any, weight_BKL: Any) -> Any:
+    head = token_losses.head_losses(variables, model, temperature, chunk=chunk)
+    return head(hidden_XLD, flat(batch["targets"]), flat(weight_BKL))
+
+  def with_gradient(loss: jax.Array, grad_BKL: jax.Array) -> jax.Array:
+    weight_BKL = jnp.where(mask_BKL, -grad_BKL, 0.0)
+    weighted = losses(variables, out["pre_logits"], weight_BKL).total
+    return loss + weighted - jax.lax.stop_gradient(weighted)
+
+  stopped = jax.lax.stop_gradient((variables, out["pre_logits"]))
+  loss_XL = losses(*stopped, mask_BKL).loss_BL
+  loss_BKL = loss_XL.reshape(mask_BKL.shape)
+  return jnp.where(mask_BKL, -loss_BKL, 0.0), with_gradient
+
+
+def reference(
+  variables: Variables,
+  model: Any,
+  teacher: Any,
+  option: str,
+  given: bool = False,
+) -> tuple[Any, Variables]:
+  """(model, variables) of the reference that an option wants."""
+  if teacher is not None:
+    return teacher, variables["teacher"]
+  names = trees.names(variables["params"])
+  if "base" in variables and all("/lora_" in name for name in names):
+    own = {name: x for name, x in variables.items() if name != "teacher"}
+    return model, {**own, "params": {}}
+  if given:
+    return model, variables  # Not used.
+  raise ConfigError(
+    f"config.loss.{option} compares with a reference: expected config.adapters "
+    "without `train`, config.teacher, or pairs with the feature 'reference'."
+  )

@@ -1,0 +1,160 @@
+"""Learns from the rewards of answers that the model writes: GRPO and others.
+
+The losses are in losses/rewards.py. Answers are written with the weights of the
+step (inputs/rollouts.py). The reference that `beta` wants is config.teacher, or
+with config.adapters the base. Dropout is off.
+
+Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
+
+A batch of the input has "prompt" int [B, P], padded at the end, and
+"prompt_length" int [B]. `rollout` makes of it
+  "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
+  "loss_mask": [B, G, L], 1 for the targets in the answer.
+  "log_probs": float32 [B, G, L], of these targets when they were drawn.
+  "truncated": float32 [B, G], 1 for an answer without an end.
+The source adds "reward" and "failed_rewards", float32 [B, G].
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import metrics, model_flops
+from bigtrain.losses import answers, rewards
+from bigtrain.settings import ConfigError, check_choice, check_number
+from bigtrain.tasks import language_modeling
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
+
+
+def inputs(batch: Batch) -> Batch:
+  if "loss_mask" in batch:
+    return answers.inputs(batch)
+  return {"tokens": batch["prompt"]}  # The input's, before a rollout.
+
+
+def vocab_sizes(model: Any) -> dict[str, int]:
+  return {"prompt": model.vocab_size}
+
+
+def rollout(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  model: Any,
+  eos_ids: Sequence[int],
+  samples: int = 8,
+  max_new: int = 64,
+  temperature: float = 1.0,
+) -> dict[str, jax.Array]:
+  """Writes `samples` answers to each prompt, of up to `max_new` tokens."""
+  check_number("config.loss.samples", samples, least=2, whole=True)
+  check_number("config.loss.max_new", max_new, least=1, whole=True)
+  check_number("config.loss.temperature", temperature, above=0)
+  (B, P), G = batch["prompt"].shape, samples
+  if model.max_len is not None and P + max_new > model.max_len:
+    raise ConfigError(
+      f"config.loss.max_new={max_new}: expected at most {model.max_len - P}, "
+      f"the model's max_len={model.max_len} without the prompts' length={P}."
+    )
+  repeat = lambda x: jnp.repeat(x, G, axis=0)
+  place, length_X1 = (
+    jnp.arange(P + max_new),
+    repeat(batch["prompt_length"])[:, None],
+  )
+  text_XT, log_probs_XT = language_modeling.generate(
+    variables,
+    {
+      "tokens": jnp.where(place[:P] < length_X1, repeat(batch["prompt"]), -1),
+      "sample": jnp.arange(B * G) % G,
+    },
+    model=model,
+    max_new=max_new,
+    eos_id=eos_ids,
+    pad_id=-1,
+    temperature=temperature,
+    seed=jax.random.bits(rng),
+    whole=True,
+  )
+  # Short prompts have room for more tokens.
+  new_XT = (place >= length_X1) & (place < length_X1 + max_new) & (text_XT >= 0)
+  text_XT = jnp.where(new_XT | (place < length_X1), text_XT, 0)
+  ends_XT = new_XT & jnp.isin(text_XT, jnp.asarray(eos_ids, jnp.int32))
+  made = {
+    "tokens": text_XT[:, :-1],
+    "targets": text_XT[:, 1:],
+    "loss_mask": new_XT[:, 1:].astype(jnp.float32),
+    "log_probs": jnp.where(new_XT, log_probs_XT, 0.0)[:, 1:],
+    "truncated": 1.0 - jnp.any(ends_XT, axis=1),
+  }
+  return {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
+
+
+def loss_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  teacher: Any = None,
+  kind: str = "grpo",
+  samples: int = 8,
+  max_new: int = 64,
+  temperature: float = 1.0,
+  beta: float = 0.0,
+  chunk: int | None = None,
+) -> tuple[Metrics, Variables]:
+  """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
+
+  Metrics are means over answers and prompts, and "log_prob_difference", the
+  largest between sampler and loss. For `chunk` see losses.linear_xent.
+  """
+  del rng, train, samples
+  check_choice("config.loss.kind", kind, rewards.KINDS)
+  check_number("config.loss.beta", beta, least=0)
+  mask_BGL, reward_BG = batch["loss_mask"] != 0, batch["reward"]
+  weight_B = metrics.example_weights(batch, reward_BG)
+  real_BGL = mask_BGL & (weight_B[:, None, None] != 0)
+
+  own = {name: x for name, x in variables.items() if name != "teacher"}
+  score = functools.partial(
+    answers.log_probs, batch=batch, chunk=chunk, temperature=temperature
+  )
+  log_prob, with_gradient = score(model, own)
+  result: Metrics = {}
+  options: dict[str, Any] = dict(max_new=max_new, beta=beta)
+  if beta:
+    frozen = answers.reference(variables, model, teacher, f"beta={beta}")
+    with model_flops.share(1, 3):  # Without a backward pass.
+      reference = jax.lax.stop_gradient(score(*frozen)[0])
+    options["reference_BGL"] = reference
+    kl = rewards.divergence(log_prob, reference)
+    result["kl"] = metrics.pair(kl, real_BGL)
+  (total, number), grad = jax.value_and_grad(
+    lambda x: rewards.loss(kind, x, mask_BGL, reward_BG, weight_B, **options),
+    has_aux=True,
+  )(log_prob)
+  std_B, by_answer = jnp.std(reward_BG, axis=1, ddof=1), weight_B[:, None]
+  difference = jnp.abs(log_prob - batch["log_probs"])
+  result |= {
+    "loss": (with_gradient(total, grad), number),
+    "reward": metrics.pair(reward_BG, by_answer),
+    "reward_std": metrics.pair(std_B, weight_B),
+    "zero_advantage": metrics.pair(std_B == 0, weight_B),
+    "length": metrics.pair(jnp.sum(mask_BGL, axis=2), by_answer),
+    "truncated": metrics.pair(batch["truncated"], by_answer),
+    "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
+    "log_prob_difference": metrics.Max.of(difference, real_BGL),
+  }
+  mutable = {n: x for n, x in own.items() if n not in ("params", "base")}
+  return result, mutable
+
+
+def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
+  """Those of language models, for batches with "tokens" and "targets"."""
+  del teacher
+  return language_modeling.predict_fns(model)

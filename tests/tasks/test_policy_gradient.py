@@ -1,0 +1,341 @@
+"""Learning from rewards: the loss, rollouts, and whole runs with them."""
+
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bigtrain import main, settings
+from bigtrain.data import prompts
+from bigtrain.data.formats import reward_worker
+from bigtrain.losses import rewards
+from bigtrain.models import decoder
+from bigtrain.settings import ConfigError, DataError
+from bigtrain.tasks import policy_gradient
+
+B, G, P, NEW, V = 3, 4, 6, 5, 31
+EOS = (2, 3)
+_MODEL = dict(
+  variant="llama", vocab_size=V, width=16, mlp_dim=24, num_heads=2, depth=2
+)
+MODEL = decoder.Model(**_MODEL, init_std=0.3)
+
+
+@functools.cache
+def params_of(seed):
+  tokens = np.zeros((1, 4), np.int32)
+  return MODEL.init(jax.random.key(seed), tokens)["params"]
+
+
+@functools.cache
+def rolled(temperature=1.0, seed=0):
+  """(prompts, the rollout of params 0 with random rewards)."""
+  rng = np.random.default_rng(0)
+  length = np.asarray([2, 6, 4], np.int32)
+  prompt = rng.integers(1, V, (B, P)) * (np.arange(P) < length[:, None])
+  batch = {"prompt": prompt.astype(np.int32), "prompt_length": length}
+  run = functools.partial(
+    policy_gradient.rollout,
+    model=MODEL,
+    eos_ids=EOS,
+    samples=G,
+    max_new=NEW,
+    temperature=temperature,
+  )
+  made = jax.jit(run)({"params": params_of(0)}, batch, jax.random.key(seed))
+  made["reward"] = rng.normal(size=(B, G)).astype(np.float32)
+  made["failed_rewards"] = np.zeros((B, G), np.float32)
+  return batch, jax.device_get(made)
+
+
+def plain_log_probs(params, batch, temperature=1.0):
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  logits = MODEL.apply({"params": params}, flat(batch["tokens"]))[0]
+  by_class = jax.nn.log_softmax(logits / temperature)
+  targets = flat(batch["targets"])[..., None]
+  result = jnp.take_along_axis(by_class, targets, axis=-1)[..., 0]
+  return result.reshape(batch["targets"].shape) * batch["loss_mask"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_answers_follow_prompts_with_the_probabilities_they_have(temperature):
+  batch, made = rolled(temperature)
+  text = np.concatenate([made["tokens"][..., :1], made["targets"]], axis=-1)
+  for b, length in enumerate(batch["prompt_length"]):
+    for g in range(G):
+      assert (text[b, g, :length] == batch["prompt"][b, :length]).all()
+      answer = text[b, g, length:][:NEW]
+      ends = np.flatnonzero(np.isin(answer, EOS))
+      number = ends[0] + 1 if len(ends) else NEW
+      assert made["truncated"][b, g] == (len(ends) == 0)
+      mask = np.zeros(P + NEW - 1)
+      mask[length - 1 : length - 1 + number] = 1
+      assert (made["loss_mask"][b, g] == mask).all()
+      assert (text[b, g, length + number :] == 0).all()
+  # Samples of a prompt differ.
+  assert len({row.tobytes() for row in text[1]}) == G
+  expected = plain_log_probs(params_of(0), made, temperature)
+  np.testing.assert_allclose(made["log_probs"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", rewards.KINDS)
+def test_gradients_are_those_of_all_logits(kind):
+  _, batch = rolled(0.6)
+  options = dict(kind=kind, max_new=NEW, temperature=0.6, beta=0.3)
+
+  def ours(params):
+    metrics, _ = policy_gradient.loss_fn(
+      {"params": params, "teacher": {"params": params_of(1)}},
+      batch,
+      None,
+      model=MODEL,
+      teacher=MODEL,
+      train=True,
+      chunk=3,
+      **options,
+    )
+    return metrics["loss"][0] / metrics["loss"][1], metrics
+
+  def plain(params):
+    total, number = rewards.loss(
+      kind,
+      plain_log_probs(params, batch, 0.6),
+      batch["loss_mask"] != 0,
+      batch["reward"],
+      np.ones(B),
+      max_new=NEW,
+      reference_BGL=plain_log_probs(params_of(1), batch, 0.6),
+      beta=0.3,
+    )
+    return total / number
+
+  (value, metrics), grads = jax.value_and_grad(ours, has_aux=True)(params_of(0))
+  want, expected = jax.value_and_grad(plain)(params_of(0))
+  np.testing.assert_allclose(value, want, rtol=1e-5, atol=1e-6)
+  size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+  for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(x / size, y / size, atol=4e-6)
+  assert metrics["log_prob_difference"].largest < 1e-5
+  total, number = metrics["reward"]
+  np.testing.assert_allclose(total / number, batch["reward"].mean(), rtol=1e-5)
+  total, number = metrics["length"]
+  assert total / number == batch["loss_mask"].sum(-1).mean()
+
+
+def test_options_are_checked_before_anything_compiles():
+  batch, _ = rolled()
+  run = functools.partial(
+    policy_gradient.rollout, {}, batch, None, model=MODEL, eos_ids=EOS
+  )
+  with pytest.raises(ConfigError, match="config.loss.samples"):
+    run(samples=1)
+  with pytest.raises(ConfigError, match="config.loss.temperature"):
+    run(temperature=0.0)
+  short = decoder.Model(**_MODEL, max_len=10)
+  with pytest.raises(ConfigError, match="max_new=5: expected at most 4"):
+    run(model=short, max_new=5)
+
+
+# Rewards: functions of this module are called in other processes.
+
+
+def num_digits(texts, row):
+  return [sum(c.isdigit() for c in text) for text in texts]
+
+
+def fails_sometimes(texts, row):
+  if row["number"] == 1:
+    print("this is not a reward")
+    raise ValueError("no such answer")
+  if row["number"] == 2:
+    time.sleep(60)
+  if row["number"] == 3:
+    os._exit(7)
+  if row["number"] == 4:
+    return [1.0]
+  return [float(row["number"])] * len(texts)
+
+
+def test_rewards_that_fail_or_take_too_long_are_told_apart():
+  worker = reward_worker.Worker(1.0)
+  call = functools.partial(worker, f"{__name__}.fails_sometimes", ["a", "b"])
+  got = [call({"number": i}) for i in range(6)]
+  assert got[0] == [0.0, 0.0] and got[5] == [5.0, 5.0]
+  assert got[1] == "ValueError: no such answer"
+  assert got[2] == "it took more than 1 s"
+  assert got[3] == "it ended its process with exit code 7"
+  assert got[4] == "expected 2 finite numbers, got [1.0]"
+
+
+def write_rows(path, number):
+  rows = [{"prompt": f"{i}+1=", "number": i} for i in range(number)]
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_failed_reward_names_its_row_or_counts(tmp_path):
+  path = write_rows(tmp_path / "rows.jsonl", 6)
+  function = f"{__name__}.fails_sometimes"
+  options = dict(path=path, time_limit=1.0)
+  rest = dict(rewards=[(function, 2.0), (f"{__name__}.num_digits", 1.0)])
+  ids = np.full((3, 2, 4), ord("7") + 3)
+  ids[:, 0, 2] = 2  # An end, and a token without a loss.
+  batch = {"targets": ids, "loss_mask": np.ones((3, 2, 4)) * [1, 1, 1, 0]}
+  source = prompts.Source("bytes", 8, **rest, **options)
+  with pytest.raises(DataError, match="row 1 .*ValueError: no such answer"):
+    source.judge(np.asarray([0, 1, 5]), batch)
+  source = prompts.Source("bytes", 8, **rest, **options, failed_reward=-1.0)
+  got = source.judge(np.asarray([0, 1, 5]), batch)
+  assert got["reward"].tolist() == [[2, 3], [0, 1], [12, 13]]
+  assert got["failed_rewards"].tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_prompts_are_tokenized_as_supervised_rows_are(tmp_path):
+  path = write_rows(tmp_path / "rows.jsonl", 12)
+  source = prompts.Source("bytes", 6, f"{__name__}.num_digits", path=path)
+  batch = source.read(np.asarray([3, 11]))
+  texts = [bytes((row[:n] - 3).tolist()) for row, n in zip(*batch.values())]
+  assert texts == [b"3+1=", b"11+1="] and batch["prompt"].shape == (2, 6)
+  assert source.end_ids == [2]
+  with pytest.raises(DataError, match="5 tokens do not fit into length=.4."):
+    prompts.Source("bytes", 4, f"{__name__}.num_digits", path=path)
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    (dict(rewards="no_such.module"), "rewards: cannot import"),
+    (dict(rewards=["json.loads"]), "expected .function, weight."),
+    (dict(rewards="json.loads", lenght=3), "prompts.lenght: unknown key"),
+    (dict(rewards="json.loads", pack=True), "prompts.pack: unknown key"),
+    (dict(rewards="json.loads", time_limit=0), "time_limit"),
+  ],
+)
+def test_wrong_options_of_prompts_are_named(options, message):
+  with pytest.raises(ConfigError, match=message):
+    prompts.Source("bytes", 4, path="rows.jsonl", **options)
+
+
+def config_of(**changes):
+  config = dict(
+    seed=3,
+    total_steps=4,
+    log_steps=1,
+    ckpt_steps=2,
+    task="policy_gradient",
+    loss=dict(kind="grpo", samples=4, max_new=4),
+    input=dict(
+      data=dict(
+        type="prompts",
+        tokenizer="bytes",
+        length=8,
+        name="arithmetic",
+        rewards=f"{__name__}.num_digits",
+      ),
+      batch_size=8,
+    ),
+    model_name="decoder",
+    model=_MODEL | dict(vocab_size=259, init_std=0.3),
+    optimizer=dict(name="adam"),
+    lr=1e-3,
+    schedule=dict(decay_type="constant"),
+    tensorboard=False,
+  )
+  return config | changes
+
+
+def rows_of(workdir):
+  lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+NAMES = ("loss", "reward", "reward_std", "length", "truncated", "grad_norm")
+
+
+def start(config, tmp_path, name, devices=1):
+  path = tmp_path / f"{name}.py"
+  path.write_text(f"def get_config():\n  return {config!r}\n")
+  root = pathlib.Path(__file__).parents[2]
+  paths = [str(root), str(root / "tests" / "tasks"), str(root / "tests")]
+  env = os.environ | {
+    "PYTHONPATH": os.pathsep.join(paths),
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+  }
+  command = [sys.executable, "-m", "bigtrain.main", f"--config={path}"]
+  command += [f"--workdir={tmp_path / name}"]
+  return subprocess.Popen(command, env=env, cwd=root)
+
+
+def metrics_of(workdir):
+  rows = [row for row in rows_of(workdir) if "loss" in row]
+  assert all(row["log_prob_difference"] < 1e-5 for row in rows)
+  return [[row[name] for name in NAMES] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "rloo"])
+def test_one_device_is_eight_and_one_microbatch_is_four(kind, tmp_path):
+  loss = dict(kind=kind, samples=4, max_new=4)
+  for name, devices, microbatches in (
+    ("one", 1, 1),
+    ("eight", 8, 1),
+    ("four", 1, 4),
+  ):
+    config = config_of(loss=loss, microbatches=microbatches)
+    assert start(config, tmp_path, name, devices).wait() == 0
+  one, *others = (metrics_of(tmp_path / n) for n in ("one", "eight", "four"))
+  assert len(one) == 4
+  for other in others:
+    np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_run_writes_the_same_texts_and_ends_bit_equal(tmp_path):
+  from bigtrain.checkpoints.foreign import parameter_files
+
+  config = config_of(total_steps=8)
+  assert start(config, tmp_path, "whole").wait() == 0
+  killed = start(config, tmp_path, "killed")
+  file = tmp_path / "killed" / "checkpoints" / "00000004" / "manifest.json"
+  while not file.exists() and killed.poll() is None:
+    time.sleep(0.02)
+  killed.send_signal(signal.SIGKILL)
+  killed.wait()
+  assert start(config, tmp_path, "killed").wait() == 0
+
+  def read(name):
+    arrays = parameter_files.open_file(
+      str(tmp_path / name), step=None, prefix="params", key="workdir"
+    )
+    return arrays.read([*arrays.specs]), metrics_of(tmp_path / name)
+
+  (params, rows), (again, rows_again) = read("whole"), read("killed")
+  assert rows == rows_again and len(rows) == 8
+  for name, value in params.items():
+    np.testing.assert_array_equal(value, again[name])
+
+
+@pytest.mark.slow
+def test_a_run_learns_what_is_rewarded(tmp_path):
+  """Digits are 10 of 259 bytes, and each is worth 1."""
+  config = config_of(total_steps=30, log_steps=10, ckpt_steps=30, lr=1e-2)
+  config["loss"]["temperature"] = 0.9
+  main.train(settings.plain(config), str(tmp_path / "run"))
+  rows = [row for row in rows_of(tmp_path / "run") if "loss" in row]
+  assert rows[-1]["reward"] > 2 * rows[0]["reward"] > 0
+  assert all(row["log_prob_difference"] < 1e-5 for row in rows)
+  assert set(rows[-1]) >= {"zero_advantage", *NAMES} - {"failed_rewards"}
