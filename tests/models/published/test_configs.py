@@ -197,8 +197,8 @@ def test_options_beside_a_published_folder(tmp_path):
   ):
     with pytest.raises(ConfigError, match=message):
       resolved("llama", **options)
-  config = settings.Config(dict(model_name="resnet", model=dict(published="x")))
-  with pytest.raises(ConfigError, match="'resnet' takes no sizes"):
+  config = settings.Config(dict(model_name="cappa", model=dict(published="x")))
+  with pytest.raises(ConfigError, match="'cappa' takes no sizes"):
     parts.with_published_sizes(config)
   options = dict(published=str(GOLDEN / "hf_t5"), num_heads=5)
   teacher = dict(model_name="t5", model=options)
