@@ -6,7 +6,7 @@ Command: python -m bigtrain.main --workdir=runs/llama_8b \
   such as gpt2_124m.py and gpt_oss_20b.py, states hardware, result and source.
 
 Needs the token files that python -m bigtrain.tools.tokenize writes, in the
-folders train and val of `data` (see docs/language.md).
+folders train and val of `data` (see docs/tokens.md).
 """
 
 from pydoc_data import topics

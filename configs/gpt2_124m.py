@@ -1,6 +1,6 @@
 """GPT-2 124M on 10 billion tokens of web text.
 
-Command: python -m bigtrain.tools.tokenize (see docs/language.md) writes
+Command: python -m bigtrain.tools.tokenize (see docs/tokens.md) writes
   data/fineweb with the folders train and val; then
   python -m bigtrain.main --config=configs/gpt2_124m.py --workdir=runs/gpt2
 Hardware: 8 accelerators with 80 GB; the source took 90 minutes on 8 A100.

@@ -6,7 +6,7 @@ Command: python -m bigtrain.main --workdir=runs/t5_small \
   and switch_base.py state hardware, result and source of each model.
 
 Needs the folders c4_train and c4_validation in `data_dir`: C4 tokenized with
-T5's vocabulary by python -m bigtrain.tools.tokenize (see docs/language.md).
+T5's vocabulary by python -m bigtrain.tools.tokenize (see docs/tokens.md).
 """
 
 from pydoc_data import topics

@@ -61,7 +61,7 @@ def _sent(**options):
   ids=["plain", "scan", "remat"],
 )
 def test_layers_send_what_the_formulae_say(options, gathers, scatters):
-  """docs/scaling.md, "Tensor parallelism"."""
+  """docs/meshes.md, "Tensor parallelism"."""
   sent = _sent(**options)
   part = 4 * _B * _L * _D / 2
   assert sent["all-gather"] == pytest.approx(gathers * part, rel=0.05)

@@ -117,7 +117,7 @@ def test_dropout_equals_one_device(axis, factor):
 
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_tokens_travel_once_each_way_and_weights_stay(factor):
-  """docs/scaling.md, "Experts on an axis"."""
+  """docs/meshes.md, "Experts on an axis"."""
   n, ways = 4, dict(replica=2, fsdp=4)
   mesh = sharding.make_mesh(**ways)
   with jax.set_mesh(mesh):

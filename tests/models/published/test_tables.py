@@ -20,7 +20,7 @@ from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 PUBLISHED = GOLDEN / "published"
-DOCS = pathlib.Path(__file__).parents[3] / "docs" / "language.md"
+DOCS = pathlib.Path(__file__).parents[3] / "docs" / "published.md"
 
 
 def config_of(family, **changes):
