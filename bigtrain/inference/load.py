@@ -2,6 +2,7 @@
 
 model = bigtrain.load("runs/mine")
 model.predict("photo.jpg")  # {"label": "cat", "score": 0.97, ...}
+model = bigtrain.load("models/dinov3-vits16")          # A published folder.
 model = bigtrain.load("models/SmolLM2-135M-Instruct")
 model.chat([{"role": "user", "content": "Hello"}])
 """

@@ -96,7 +96,7 @@ class Predictor:
   @functools.cached_property
   def texts(self) -> preprocessing.Texts | None:
     """The preprocessing of texts; None if a tokenizer alone made the data."""
-    if self._saved.is_published:
+    if self._saved.is_published and self._given.pp_text is None:
       return None
     preds = ("embed", "score", "caption", "logits", "text")
     chain = ops.find_text(self.config, self._text, preds, self._given.pp_text)
@@ -108,13 +108,15 @@ class Predictor:
   def can(self) -> list[str]:
     """Names of the methods that the model's task allows."""
     fns = {*self._fns}
+    # Published encoders have no classes.
+    has_head = getattr(self.model, "num_classes", 1) is not None
     possible = {
       "caption": "caption" in fns,
       "generate": "generate" in fns,
       "score": {"generate", "score"} <= fns,
       "embed_texts": "text" in fns,
       "embed_images": bool(fns & {*_EMBED_IMAGE}),
-      "classify": "logits" in fns and "generate" not in fns,
+      "classify": "logits" in fns and "generate" not in fns and has_head,
       "zero_shot": {"image", "text"} <= fns or {"score", "caption"} <= fns,
     }
     return [name for name, yes in possible.items() if yes]

@@ -24,13 +24,27 @@ from bigtrain.checkpoints import (
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
-from bigtrain.models.published import families, t5_families
+from bigtrain.models.published import (
+  families,
+  stage_families,
+  t5_families,
+  two_tower_families,
+  vit_families,
+)
 from bigtrain.pp import tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
 # Sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
 _GENERATION = "generation_config.json"
+# (names of architectures in config.json, model, task); all others are decoders.
+_PUBLISHED = (
+  (t5_families.FAMILIES, "t5", "seq2seq"),
+  (vit_families.FAMILIES, "vit", "classification"),
+  (stage_families.CONVNEXT.families, "convnext", "classification"),
+  (stage_families.BIT.families, "resnet", "classification"),
+  (two_tower_families.FAMILIES, "two_towers", "contrastive"),
+)
 
 
 class Saved(NamedTuple):
@@ -122,16 +136,18 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
       f"{key}: {path}: expected {families.FILE} beside the weights, with a "
       "model_type."
     )
-  is_t5 = values["model_type"] in t5_families.FAMILIES
+  model_name, task = "decoder", "language_modeling"
+  for kinds, *known in _PUBLISHED:
+    if values["model_type"] in kinds:
+      model_name, task = known
   # Half precision would overflow in models that were trained in bfloat16.
   dtype = values.get("dtype", values.get("torch_dtype"))
-  options = {
-    "published": path,
-    "dtype": "bfloat16" if dtype == "bfloat16" else "float32",
-  }
-  config = {
-    "task": "seq2seq" if is_t5 else "language_modeling",
-    "model_name": "t5" if is_t5 else "decoder",
+  options = {"published": path}
+  if model_name != "two_towers":  # Each tower has a dtype of its own.
+    options["dtype"] = "bfloat16" if dtype == "bfloat16" else "float32"
+  config: dict[str, Any] = {
+    "task": task,
+    "model_name": model_name,
     "model": options,
     "model_init": {"path": path, "allow_unread": [*allow_unread]},
   }
@@ -139,14 +155,21 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   has_tokenizer = any(
     os.path.isfile(os.path.join(path, name)) for name in tokenizers.NAMES
   )
-  data = {"tokenizer": {"name": path}} if has_tokenizer else {}
+  data: dict[str, Any] = {"tokenizer": {"name": path}} if has_tokenizer else {}
+  if os.path.isfile(os.path.join(path, "preprocessor_config.json")):
+    pp = f"decode(precise=True)|published({path!r})"
+    config["evals"] = {"published": {"pp": pp, "data": {}}}
+  if config["model"].get("num_classes"):
+    names = {int(i): name for i, name in values.get("id2label", {}).items()}
+    if names:
+      data["class_names"] = {"labels": [names[i] for i in sorted(names)]}
   given = _json_of(path, _GENERATION)
   ends = given.get("eos_token_id", values.get("eos_token_id"))
   generation: dict[str, Any] = {} if ends is None else {"eos_id": ends}
   numbers = ("repetition_penalty", "no_repeat_ngram_size")
   generation |= {name: given[name] for name in numbers if given.get(name)}
   # min_length counts the token that starts a decoder, or the prompt.
-  least = given.get("min_length", 0) - 1 if is_t5 else 0
+  least = given.get("min_length", 0) - 1 if task == "seq2seq" else 0
   if (least := given.get("min_new_tokens") or least) > 0:
     generation["min_new"] = least
   if given.get("do_sample"):
@@ -233,11 +256,11 @@ def _published_variables(
       f"weights={weights!r}: expected 'params' of a published model."
     )
   module, model = parts.model(settings.Config(saved.config))
-  example = [jnp.zeros((1, 2), jnp.int32)]
-  example *= 2 if saved.config["task"] == "seq2seq" else 1
+  example = _example(saved)
   shapes = dict(jax.eval_shape(model.init, jax.random.key(0), *example))
   shapes["params"] = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, model.dtype), shapes["params"]
+    lambda x: jax.ShapeDtypeStruct(x.shape, getattr(model, "dtype", x.dtype)),
+    shapes["params"],
   )
   places, _ = sharding.state_shardings(shapes, mesh)
   like = jax.tree.map(
@@ -252,6 +275,21 @@ def _published_variables(
     module=module,
     key="bigtrain.load",
   )
+
+
+def _example(saved: Saved) -> list[jax.Array]:
+  """Inputs of a published model, of the sizes that its arrays depend on."""
+  tokens = jnp.zeros((1, 2), jnp.int32)
+  if saved.config["task"] in ("language_modeling", "seq2seq"):
+    return [tokens] * (2 if saved.config["task"] == "seq2seq" else 1)
+  values = _json_of(saved.path, families.FILE)
+  side = values.get("vision_config", values).get("image_size", 224)
+  image = jnp.zeros((1, side, side, 3))
+  if saved.config["task"] == "classification":
+    return [image]
+  length = 77 if values["model_type"] == "clip" else 64
+  length = values["text_config"].get("max_position_embeddings", length)
+  return [image, jnp.zeros((1, length), jnp.int32)]
 
 
 def _placed(

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors import numpy
 
 import bigtrain
 from bigtrain.settings import ConfigError
@@ -128,3 +129,40 @@ def test_an_unknown_key_is_left_out_on_request(folder, tmp_path):
     bigtrain.load(copy)
   model = bigtrain.load(copy, allow_unread=["new_key"])
   assert model.generate([5, 7], max_new=1)["text"]
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2", "convnext", "bit", "clip"])
+def test_folders_of_vision_models_embed_pictures(family):
+  folder = GOLDEN / "published_vision" / family
+  reference = np.load(folder / "reference.npz")
+  model = bigtrain.load(folder, pp="copy('image', 'image')")
+  assert model.default_method == "embed_images"
+  images = list(reference["pixel_values"].transpose(0, 2, 3, 1))
+  rows = np.stack([x["embedding"] for x in model.predict(images)])
+  name = "image_embeds" if family == "clip" else "pooler_output"
+  expected = reference[name].reshape(rows.shape)
+  if family == "clip":  # Ours have length one.
+    expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(rows, expected, atol=1e-5 * scale)
+
+
+def test_a_vision_folder_has_its_processor_and_its_classes(tmp_path):
+  pytest.importorskip("tensorflow")
+  source = GOLDEN / "published_vision" / "vit"
+  shutil.copytree(source, folder := tmp_path / "vit")
+  processor = dict(size=dict(height=16, width=16), resample=2)
+  processor |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+  (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+  config = json.loads((folder / "config.json").read_text())
+  config["architectures"] = ["ViTForImageClassification"]
+  config["id2label"] = {"0": "cat", "1": "dog", "2": "owl"}
+  (folder / "config.json").write_text(json.dumps(config))
+  arrays = numpy.load_file(folder / "model.safetensors")
+  arrays = {f"vit.{n}": x for n, x in arrays.items() if "pooler" not in n}
+  arrays["classifier.weight"] = np.zeros((3, 16), np.float32)
+  arrays["classifier.bias"] = np.asarray([0.0, 2.0, 1.0], np.float32)
+  numpy.save_file(arrays, folder / "model.safetensors")
+  picture = np.full((20, 30, 3), 255, np.uint8)
+  predicted = bigtrain.load(folder).predict(picture)
+  assert [x["label"] for x in predicted["top"]] == ["dog", "owl", "cat"]
