@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --workdir=runs/dinov2_pets \
   --config=configs/dinov2_finetune.py:oxford_iiit_pet,init=dinov2-base
-Hardware: 8 accelerators with 40 GB for B/14 and a batch of 512.
+Hardware: 8 accelerators with 80 GB for B/14 and a batch of 512.
 Result: not measured. Published on ImageNet: 84.5% top-1 of a linear classifier
 on the features of B/14; fine-tuning lifts g/14 from 86.5% to 88.5%.
 Source: Oquab et al. 2023, "DINOv2", arxiv.org/abs/2304.07193, for the model and

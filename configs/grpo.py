@@ -85,8 +85,8 @@ def get_config(arg=None):
       num_heads=2,
       mlp_dim=344,
     )
-    if not (arg.sft or arg.runlocal):
-      config.model_init = "runs/adds"
+    if not arg.sft:
+      config.model_init = "runs/adds" if not arg.runlocal else None
 
   b2 = 0.95 if arg.sft else 0.99
   config.optimizer = dict(name="adam", b1=0.9, b2=b2)
@@ -94,7 +94,7 @@ def get_config(arg=None):
   config.wd = 0.0
   config.grad_clip_norm = 1.0
   config.schedule = dict(
-    decay_type="cosine" if arg.sft else "constant", warmup_percent=5
+    decay_type="cosine" if arg.sft else "linear", warmup_percent=5
   )
 
   config.evals = {}

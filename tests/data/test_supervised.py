@@ -385,7 +385,7 @@ def test_pydoc_has_questions(tmp_path):
   assert pairs[question] == "Return x**y (x to the power of y).<eos>"
   with pytest.raises(ConfigError, match="split: unknown 'tests'"):
     supervised.Source("bytes", 256, name="pydoc", split="tests")
-  with pytest.raises(ConfigError, match="requires name='pydoc'"):
+  with pytest.raises(ConfigError, match="split='train' requires a name"):
     make(tmp_path, PAIRS, split="train")
 
 

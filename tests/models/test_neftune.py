@@ -17,7 +17,6 @@ def test_the_noise_is_uniform_and_smaller_for_longer_texts():
   noise = model.apply(
     variables,
     np.zeros((2, L, D), np.float32),
-    None,
     real,
     method=decoder.Model._with_noise,
     rngs={"dropout": jax.random.key(1)},

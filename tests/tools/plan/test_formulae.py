@@ -83,7 +83,7 @@ def test_a_program_with_zero_1_sends_what_the_formulae_say(tmp_path):
 
 
 def test_axes_of_groups_are_recognised():
-  of = dict(replica=4, fsdp=8, sequence=2, tensor=2)
+  of = dict(replica=4, pipeline=1, fsdp=8, sequence=2, tensor=2)
   groups = {
     "tensor": (2, 1),
     "sequence": (2, 2),

@@ -166,7 +166,7 @@ def test_batch_and_microbatches_divide_evenly(
   devices, microbatch, batch, microbatches
 ):
   config = {"input": {"batch_size": 512}}
-  mesh = dict(replica=1, fsdp=devices)
+  mesh = dict(replica=1, pipeline=1, fsdp=devices)
   assert meshes.batch(config, mesh, microbatch) == {
     "batch_size": batch,
     "microbatches": microbatches,

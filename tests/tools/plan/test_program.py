@@ -41,6 +41,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
     compiler="tpu",
     devices=16,
     replica=16,
+    pipeline=1,
     fsdp=1,
     sequence=1,
     tensor=1,
