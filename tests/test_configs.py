@@ -236,7 +236,7 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   assert [evaluation.name for evaluation in evaluations] == [*config["evals"]]
   for part in (config["input"], *config["evals"].values()):
     # Text and tokens need no preprocessing.
-    if part["data"]["type"] not in ("text", "tokens", "supervised"):
+    if part["data"]["type"] not in ("text", "tokens", "supervised", "prompts"):
       assert parse.parse(part["pp"])
     data = dict(part["data"])
     source = parts.find_module("data", data.pop("type"), "type").Source
