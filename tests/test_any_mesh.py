@@ -57,6 +57,15 @@ _FIXED_CASES = {
   ),
   "resnet": (1, 0.0, ["replica=2,fsdp=4", "fsdp=4,sequence=2", "replica=8"]),
 }  # fmt: skip
+_QUICK = {
+  "digits:runlocal": ["replica=2,sequence=2,tensor=2"],
+  "digits_siglip:runlocal": ["replica=2,fsdp=4"],
+  "digits_captions:runlocal": ["fsdp=2,sequence=4"],
+  "llama_8b:runlocal": ["fsdp=2,sequence=2,tensor=2"],
+  "mixtral_8x7b:runlocal": ["fsdp=4,tensor=2", "fsdp=8"],
+  "pydoc_t5:runlocal": ["replica=2,fsdp=2,tensor=2"],
+  "resnet": ["fsdp=4,sequence=2"],
+}
 
 
 @functools.cache
@@ -141,7 +150,9 @@ _FIXED = dict(
 @pytest.mark.parametrize(
   ("spec", "mesh"),
   [
-    (spec, mesh)
+    pytest.param(
+      spec, mesh, marks=[pytest.mark.slow] * (mesh not in _QUICK[spec])
+    )
     for spec, (_, _, meshes) in _FIXED_CASES.items()
     for mesh in meshes
   ],

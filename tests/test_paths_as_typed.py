@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from support import cases
 
 from bigtrain import command, main, settings
 from bigtrain.checkpoints import checkpointer
@@ -38,6 +39,9 @@ TYPED = {
   "link/../run": "there/run",
 }
 each_path = pytest.mark.parametrize("typed", TYPED)
+telling_paths = pytest.mark.parametrize(
+  "typed", cases.quick(TYPED, "~/run", "two words/a run", "link/../run")
+)
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def run(trained, place):
 # Training.
 
 
-@each_path
+@telling_paths
 def test_main_trains_in_the_workdir_as_typed(place, tiny_config, typed):
   config = tiny_config({"ckpt_steps": 1, "stop_at_steps": 1})
   main.train(config, typed)
@@ -92,7 +96,7 @@ def test_main_trains_in_the_workdir_as_typed(place, tiny_config, typed):
   assert list(files) == [workdir / "metrics.jsonl"]
 
 
-@each_path
+@telling_paths
 def test_configs_name_files_as_typed(run, tiny_config, tmp_path, typed):
   workdir = run(typed)
   data = tiny_config()["input"]["data"]["path"]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import traverse_util
+from support import cases
 
 from bigtrain import settings, sharding
 from bigtrain.adapters import peft_files, trained
@@ -17,7 +18,7 @@ from bigtrain.models import decoder
 from bigtrain.models.layers import lora
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "peft"
-CASES = ("lora", "rslora", "dora", "gpt2")
+CASES = cases.quick(["lora", "rslora", "dora", "gpt2"], "lora", "dora", "gpt2")
 _LLAMA = dict(
   variant="llama",
   vocab_size=67,

@@ -71,7 +71,7 @@ def straight(tiny_config, tmp_path_factory):
     (2, (3,)),
     # Two interruptions: between two rows, and at a row.
     (4, (3, 4)),
-    (4, (5,)),
+    pytest.param(4, (5,), marks=pytest.mark.slow),
   ],
 )
 def test_resumed_runs_end_bit_equal(
@@ -202,7 +202,7 @@ def runs(monkeypatch):
   return record
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_an_interrupted_evaluation_runs_at_the_next_start(
   two_evaluations, tmp_path, runs, step
 ):

@@ -263,20 +263,23 @@ time.sleep(60)
       "it was in phase 'step' at step 7",
     ),
     ("member.fail(2, 'wrong')", [2, 2], r"process 1 \(host .*\): wrong"),
-    (
+    pytest.param(
       "member.fail(1, 'hang: slow', hang=True)",
       [1, 1],
       "hang: slow; all processes are at step 7",
+      marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
       "member._loop.call_soon_threadsafe(time.sleep, 30)",
       [1, -9],
       "no heartbeat for 5 s",
+      marks=pytest.mark.slow,
     ),
-    (
+    pytest.param(
       "member.require_equal('x', 1)",
       [2, 2],
       "differ in x: process . .* has .",
+      marks=pytest.mark.slow,
     ),
   ],
 )

@@ -147,9 +147,10 @@ _ODD = {"host": "h", "pid": 1, "machine": "m", "process_start": 1, "since": ""}
   "content",
   [
     "",
-    "{",
-    "[]",
-    '{"pid": 1}',
+    *(
+      pytest.param(content, marks=pytest.mark.slow)
+      for content in ("{", "[]", '{"pid": 1}')
+    ),
     json.dumps({**_ODD, "token": "../../x", "expires": 1.0}),
     json.dumps({**_ODD, "token": "ab", "expires": "never"}),
   ],

@@ -72,6 +72,17 @@ def test_the_defaults_of_generation_are_the_folders(
   arguments = [f"--model={copy}", f"--prompt={prompt}", "--max_new=10"]
   assert tool.main([*arguments, "--temperature=0"]) == 0
   assert capsys.readouterr().out == f"{prompt}{expected}\n"
+
+
+@pytest.mark.slow
+def test_rules_of_generation_are_the_folders(model, folder, tmp_path, capsys):
+  prompt, options = "w5 w7 w20", dict(max_new=10)
+  words = model.generate(prompt, **options)["text"].split()
+  ends = [66, *(int(word[1:]) for word in words[5:3:-1])]
+  result = model.generate(prompt, **options, eos_id=ends)
+  copy = shutil.copytree(folder, tmp_path / "copy")
+  arguments = [f"--model={copy}", f"--prompt={prompt}", "--max_new=10"]
+  values = {"eos_token_id": ends, "temperature": 0.7}
   values |= {"do_sample": True, "top_k": 1}
   (copy / "generation_config.json").write_text(json.dumps(values))
   assert bigtrain.load(copy).generate(prompt, **options) == result
@@ -86,7 +97,7 @@ def test_the_defaults_of_generation_are_the_folders(
   (copy / "generation_config.json").write_text(json.dumps(values))
   assert bigtrain.load(copy).generate(prompt, **options) != result
   assert tool.main(arguments) == 0
-  assert capsys.readouterr().out != f"{prompt}{expected}\n"
+  assert capsys.readouterr().out != f"{prompt}{result['text']}\n"
 
 
 def test_chat_puts_messages_into_the_models_template(model, folder, capsys):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 from bigtrain import settings, sharding
 from bigtrain.models import convnext
@@ -19,9 +20,9 @@ TINY = dict(widths=(4, 8), depths=(1, 1), num_classes=3)
   ("variant", "version", "published"),
   [
     ("tiny", 1, 28_589_128),
-    ("small", 1, 50_223_688),
-    ("base", 1, 88_591_464),
-    ("large", 1, 197_767_336),
+    pytest.param("small", 1, 50_223_688, marks=pytest.mark.slow),
+    pytest.param("base", 1, 88_591_464, marks=pytest.mark.slow),
+    pytest.param("large", 1, 197_767_336, marks=pytest.mark.slow),
     ("tiny", 2, 28_635_496),
     ("huge", 2, 660_289_640),
   ],
@@ -40,23 +41,26 @@ def test_variants_have_the_published_number_of_parameters(
 def test_stochastic_depth_leaves_out_branches_in_training():
   image = jax.random.normal(jax.random.key(1), (16, 32, 32, 3))
   model = convnext.Model(**TINY, drop_path=0.5)
-  params = model.init(jax.random.key(0), image)
+  params = jax.jit(model.init)(jax.random.key(0), image)
   keys = {"dropout": jax.random.key(2)}
-  trained, _ = model.apply(params, image, train=True, rngs=keys)
-  evaluated, _ = model.apply(params, image)
+  apply = jax.jit(model.apply, static_argnames="train")
+  trained, _ = apply(params, image, train=True, rngs=keys)
+  evaluated, _ = apply(params, image)
   same = np.isclose(trained, evaluated, atol=1e-6).all(axis=1)
   assert not same.any()  # What is kept is rescaled, so that the mean stays.
   plain = convnext.Model(**TINY)
-  np.testing.assert_array_equal(
-    plain.apply(params, image, train=True)[0], evaluated
-  )
+  apply = jax.jit(plain.apply, static_argnames="train")
+  np.testing.assert_array_equal(apply(params, image, train=True)[0], evaluated)
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=8), dict(fsdp=4, tensor=2)])
+@pytest.mark.parametrize(
+  "sizes",
+  cases.quick([dict(fsdp=8), dict(fsdp=4, tensor=2)], dict(fsdp=4, tensor=2)),
+)
 def test_gradients_on_eight_devices_are_those_on_one(sizes):
   image = jax.random.normal(jax.random.key(1), (8, 32, 32, 3))
   model = convnext.Model(**TINY)
-  params = model.init(jax.random.key(0), image)
+  params = jax.jit(model.init)(jax.random.key(0), image)
   loss = lambda params, image: model.apply(params, image)[0].std()
   gradients = lambda *args: jax.jit(jax.grad(loss))(*args)
   one = gradients(params, image)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
+from support import cases
 
 from bigtrain import parts, settings, trees
 from bigtrain.models import decoder
@@ -191,7 +192,12 @@ def _changed_logits(**options):
   return *(np.asarray(a != b) for a, b in zip(old, new)), before
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+  "name",
+  cases.quick(
+    CAUSAL, "gpt2", "window, caps, scan", "capacity, two experts, scan"
+  ),
+)
 def test_no_later_token_changes_a_logit(name):
   alone, packed, before = _changed_logits(**CAUSAL[name])
   assert alone[~before].any() and packed[~before].any()
@@ -232,7 +238,7 @@ def test_packed_documents_give_the_logits_of_single_documents(style):
     np.testing.assert_array_equal(together, same[0])
 
 
-@pytest.mark.parametrize("style", ["gpt2", "options"])
+@pytest.mark.parametrize("style", cases.quick(["gpt2", "options"], "options"))
 def test_decoding_with_the_cache_gives_the_same_logits(style):
   model, variables = made(style)
   t = tokens()

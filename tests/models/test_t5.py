@@ -132,6 +132,7 @@ def test_decoding_in_steps_gives_the_same_logits(options):
     token = TARGETS[:, i]
 
 
+@pytest.mark.slow
 def test_no_later_target_changes_a_logit():
   moe = dict(num_experts=4, top_k=2, capacity_factor=0.7, jitter=0.2)
   model, variables = made(depth=1, moe=moe)

@@ -18,6 +18,7 @@ from optim.small_training import (
   train,
   tree,
 )
+from support import cases
 
 from bigtrain import sharding, trees
 from bigtrain.lengths import Units
@@ -93,7 +94,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+  "name",
+  cases.quick(OPTIMIZERS, "adam", "muon", "big_vision_adafactor", "galore"),
+)
 def test_sharded_and_resumed_training_agrees_with_one_device(name):
   optimizer = make(
     param_views={"body/stack/kernel": views.View((0,), (1,), (2,))},

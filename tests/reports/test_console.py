@@ -13,6 +13,7 @@ import time
 import types
 
 import pytest
+from support import cases
 
 from bigtrain.reports import console
 
@@ -146,7 +147,7 @@ def test_the_bar_on_a_terminal():
   assert shown.index("\x1b[?25h") < shown.index("training")
 
 
-@pytest.mark.parametrize("width", [25, 40, 60])
+@pytest.mark.parametrize("width", cases.quick([25, 40, 60], 25))
 def test_the_bar_fits_narrow_terminals(width):
   shown, _ = run_in_terminal(SCRIPT.replace("LAST", "pass"), width=width)
   lines = re.split(r"[\r\n]+", plain(shown))

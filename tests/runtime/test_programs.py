@@ -136,7 +136,13 @@ def test_nothing_is_built_after_close():
   assert builder.get("a") is None
 
 
-@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"x"])
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda x: x[: len(x) // 2],
+    pytest.param(lambda x: b"x", marks=pytest.mark.slow),
+  ],
+)
 def test_a_damaged_compilation_cache_is_a_miss(tmp_path, damage):
   program = (
     "import sys, jax, jax.numpy as jnp\n"

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from support import cases
 
 from bigtrain import main, metrics, settings, sharding
 from bigtrain.settings import ConfigError
@@ -26,7 +27,7 @@ def loss_fn(variables, batch, rng):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", cases.quick([1, 8], 8))
 @pytest.mark.parametrize("name", golden.CASES)
 def test_four_steps_equal_big_vision(name, devices, microbatches):
   mesh = sharding.make_mesh(1, devices, devices=jax.devices()[:devices])

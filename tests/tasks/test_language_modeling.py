@@ -473,7 +473,9 @@ def test_experts_add_losses_and_metrics():
   assert mean["nll"] == pytest.approx(nll.mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+  "num_beams", [pytest.param(1, marks=pytest.mark.slow), 3]
+)
 def test_generation_where_devices_share_examples(model, variables, num_beams):
   prompts = {"tokens": texts()["tokens"].at[3, 7:].set(0)}
   fn = functools.partial(

@@ -106,7 +106,10 @@ def steps(sizes, microbatches):
 
 @pytest.mark.parametrize(
   ("sizes", "microbatches"),
-  [((("fsdp", 1),), 4), ((("replica", 2), ("fsdp", 4)), 1)],
+  [
+    ((("fsdp", 1),), 4),
+    pytest.param((("replica", 2), ("fsdp", 4)), 1, marks=pytest.mark.slow),
+  ],
 )
 def test_microbatches_and_devices_change_nothing(sizes, microbatches):
   want_pairs, want_grads, want_state = steps((("fsdp", 1),), 1)
@@ -132,6 +135,7 @@ def tiny_run(**changes):
   return config | dict(tensorboard=False) | changes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_a_whole_one(tmp_path):
   whole, cut = tmp_path / "whole", tmp_path / "cut"
   main.train(tiny_run(), str(whole))

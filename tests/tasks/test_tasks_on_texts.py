@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from support import any_mesh
+from support import any_mesh, cases
 
 import bigtrain
 from bigtrain import main, settings, trees
@@ -137,7 +137,7 @@ def steps(name, path, sizes, microbatches):
   return any_mesh.train(config, dict(sizes), microbatches)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases.quick(CASES, "reward", "distillation"))
 @pytest.mark.parametrize(
   ("sizes", "microbatches"),
   [
@@ -219,7 +219,7 @@ def test_packed_rows_are_taught_like_others(path):
     if not losses:
       inputs = language_modeling.inputs(batch)
       student, teacher = (
-        model.init(jax.random.key(i), **inputs) for i in range(2)
+        jax.jit(model.init)(jax.random.key(i), **inputs) for i in range(2)
       )
     pairs, _ = language_modeling.loss_fn(
       {**student, "teacher": teacher},
@@ -246,7 +246,9 @@ def test_packed_rows_are_taught_like_others(path):
   np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reference", "likely"])
+@pytest.mark.parametrize(
+  "kind", cases.quick(["reference", "likely"], "reference")
+)
 def test_columns_are_computed_once(kind, path, tmp_path):
   """Training with a column is training with the model that made it."""
   if kind == "reference":

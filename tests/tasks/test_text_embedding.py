@@ -30,7 +30,9 @@ def infonce(z, temperature):
   return forward, backward
 
 
-@pytest.mark.parametrize("chunk", [4, 1024])
+@pytest.mark.parametrize(
+  "chunk", [4, pytest.param(1024, marks=pytest.mark.slow)]
+)
 def test_the_loss_is_infonce_with_wrong_answers(chunk):
   z = {name: x.astype(np.float32) for name, x in Z.items()}
   run = lambda **options: text_embedding.embeddings_loss_fn(

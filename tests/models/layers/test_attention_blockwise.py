@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.layers import attention_cases
+from support import cases
 
 from bigtrain.models.layers import attention_blockwise
 
@@ -35,7 +36,14 @@ def small_blocks(monkeypatch):
   monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+  "name",
+  cases.quick(
+    CASES,
+    *("all", "cross", "prefix", "two-sided documents", "cross bias"),
+    "sinks of documents",
+  ),
+)
 def test_equals_the_plain_one(name):
   case = CASES[name]
   arrays = case.arrays()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 from bigtrain import settings, trees
 from bigtrain.models.layers import encoder as encoder_lib
@@ -160,7 +161,7 @@ def test_drop_path_keeps_the_mean():
   assert y.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", cases.quick([False, True], True))
 def test_the_drop_path_rate_grows_from_zero_in_the_first_block(scan):
   """Two blocks without MLPs: only the second block's attention is dropped."""
   module = encoder(depth=2, scan=scan, drop_path=0.5)

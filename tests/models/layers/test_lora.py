@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 from jax.scipy.special import ndtri
+from support import cases
 
 from bigtrain import parts, settings
 from bigtrain.adapters import trained
@@ -50,7 +51,7 @@ def made(name, **options):
 @pytest.mark.parametrize(
   "dora", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases.quick(MODELS, "vit", "llama", "experts"))
 def test_any_model_computes_what_the_merged_one_does(name, dora):
   config, model, variables, inputs = made(name, dora=dora)
   want = model.apply(variables, *inputs)[0]

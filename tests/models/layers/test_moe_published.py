@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import cases
 
 from bigtrain import settings, sharding, trees
 from bigtrain.losses import token_losses
@@ -136,7 +137,7 @@ def test_a_capacity_that_drops_nothing(name):
 
 
 @pytest.mark.parametrize("axis, sizes", MESHES)
-@pytest.mark.parametrize("factor", [None, float(E)])
+@pytest.mark.parametrize("factor", cases.quick([None, float(E)], float(E)))
 def test_biases_and_clipped_gates_on_any_mesh(axis, sizes, factor):
   mesh = sharding.make_mesh(**sizes)
   check("gpt_oss", mesh, axis=axis, capacity_factor=factor)

@@ -130,7 +130,11 @@ def _mesh(**sizes):
 
 @pytest.mark.parametrize(
   ("stages", "rounds", "microbatches", "fsdp"),
-  [(2, 4, 4, 2), (4, 2, 4, 1), (4, 4, 8, 2), (4, 1, 16, 1), (8, 2, 8, 1)],
+  [
+    pytest.param(4, 2, 4, 1, marks=pytest.mark.slow),
+    pytest.param(4, 4, 8, 2, marks=pytest.mark.slow),
+    *[(2, 4, 4, 2), (4, 1, 16, 1), (8, 2, 8, 1)],
+  ],
 )
 def test_every_schedule_is_the_same_function(
   stages, rounds, microbatches, fsdp

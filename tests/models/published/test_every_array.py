@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from models.published import folders
 from models.published.folders import MODELS, arrays_of, like_of, model_of
+from support import cases
 
 from bigtrain import trees
 from bigtrain.checkpoints import warm_start
@@ -45,7 +46,7 @@ def changed(array, how, rng):
   return result
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", cases.quick([False, True], True))
 @pytest.mark.parametrize("layout", MODELS)
 def test_every_array_is_loaded_or_named(layout, scan, tmp_path):
   model = model_of(layout, scan=scan)
