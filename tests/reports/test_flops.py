@@ -421,7 +421,7 @@ def test_decoder_on_a_mesh(chunk):
 
 
 @pytest.mark.parametrize("capacity_factor", [None, 1.0, 1.25, 2.0, 8.0, 0.5])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts(capacity_factor, top_k):
   B, L, D, E, F = 8, 12, 32, 4, 48
   options = dict(
@@ -437,7 +437,9 @@ def test_experts(capacity_factor, top_k):
   assert count_loss(language_modeling, model, text(B, L)) == expected
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize(
+  "chunk", [pytest.param(None, marks=pytest.mark.slow), 4]
+)
 @pytest.mark.parametrize("moe", [None, dict(num_experts=4, every=2, top_k=1)])
 def test_t5(chunk, moe):
   B, S, L, D, H, K, F, V = 4, 15, 6, 32, 4, 16, 48, 101
