@@ -29,7 +29,7 @@ from bigtrain.settings import ConfigError
   cases.quick(
     sorted(optimizers.constructors()),
     *("adafactor", "adamw", "big_vision_adafactor", "galore", "lamb", "lion"),
-    *("muon", "nadam", "prodigy", "scale_by_adam", "schedule_free", "sgd"),
+    *("muon", "nadam", "prodigy", "scale_by_adam", "sgd"),
   ),
 )
 def test_updates_equal_those_of_the_optimizer_with_its_own_learning_rate(name):
