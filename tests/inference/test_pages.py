@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import pathlib
 import re
 import shlex
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from bigtrain import main
-from configs import digits
+from configs import digits, pydoc_lm
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -48,6 +49,10 @@ def test_the_three_lines_predict_a_picture_as_printed(photo, capsys):
 @pytest.mark.slow
 def test_the_page_on_prediction_runs_as_printed(photo, capsys):
   main.train(digits.get_config("runlocal"), "runs/digits")
+  main.train(pydoc_lm.get_config("runlocal"), "runs/lm")
+  rows = [dict(question="What is a set?", answer=" A collection.")] * 2
+  lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+  pathlib.Path("questions.jsonl").write_text(lines)
   commands = [
     shlex.split(line, comments=True)[2:]
     for block in snippets("docs/predict.md", "")
@@ -57,7 +62,7 @@ def test_the_page_on_prediction_runs_as_printed(photo, capsys):
   names = {"images": np.zeros((2, 6, 6, 3), np.float32)}
   assert [c[0] for c in commands] == [
     "bigtrain.tools.checkpoint",
-    "bigtrain.tools.predict",
+    *["bigtrain.tools.predict"] * 3,
     "bigtrain.tools.checkpoint",
   ]
   for module, *words in commands:
