@@ -99,10 +99,12 @@ def _move(saved: str, workdir: str, step: int) -> None:
 
   directory = folders.find(saved)
   manifest = folders.read_manifest(directory)
-  arrays = {
-    name: integrity.read_array(directory, manifest, name)
-    for name in manifest.arrays
-  }
+  whole = [
+    (name, (slice(None),) * len(array.shape))
+    for name, array in manifest.arrays.items()
+  ]
+  values = integrity.read(directory, manifest, whole)
+  arrays = dict(zip(manifest.arrays, values))
   for name, array in arrays.items():
     if not array.shape and np.issubdtype(array.dtype, np.integer):
       arrays[name] = np.full_like(array, step)  # A counter of steps.
