@@ -22,6 +22,9 @@ class _Context:
   path = "config.hooks.check"
   state: Any = None
 
+  def check_every(self, steps: int) -> int:
+    return steps
+
   def check_policy(self, policy: str) -> str:
     return policy
 

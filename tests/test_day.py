@@ -75,7 +75,7 @@ def test_a_day_with_pictures(tmp_path):
   lines = block("README.md", "python", "bigtrain.load")
   best = ast.literal_eval(pages.ran(pages.run_python(lines, tmp_path)))
   assert best["label"] in names and len(best["top"]) == 5
-  shell(block("docs/predict.md", "", "bigtrain.tools.predict"))
+  shell(block("docs/predict.md", "", "predict runs/mine photos/"))
   rows = (tmp_path / "labels.jsonl").read_text().splitlines()
   assert len(rows) == 36 and json.loads(rows[0])["label"] in names
 
