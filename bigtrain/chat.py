@@ -265,7 +265,7 @@ def _check_end(
 
 
 def get(spec: str | None, tokenizer: str) -> Template:
-  """Returns a template by name, of a file or folder, or that of a tokenizer.
+  """Returns a template by name or path, or else the tokenizer's own.
 
   Args:
     spec: one of NAMES, a path, or None for the one beside the tokenizer.

@@ -60,7 +60,7 @@ def find(table: Table, name: str) -> Dims | None:
 
 
 def text(table: Table, name: str) -> str:
-  """Returns what a table says of a parameter; "" if no pattern matches."""
+  """Returns a parameter's entry in a table; "" if no pattern matches."""
   return next((t for p, t in table.items() if re.fullmatch(p, name)), "")
 
 

@@ -2,9 +2,9 @@
 
 A folder has adapter_config.json and adapter_model.safetensors, with arrays
 base_model.model.<module>.lora_A.weight (rank, inputs), .lora_B.weight (outputs,
-rank) and .lora_magnitude_vector (outputs). The modules are those of the model's
-published layout. One that joins several kernels of ours, such as GPT-2's
-c_attn, has one adapter with the sum of their ranks.
+rank) and .lora_magnitude_vector (outputs). The modules are named as in the
+model's published layout. One that joins several kernels of ours, such as
+GPT-2's c_attn, has one adapter with the sum of their ranks.
 
 Axes: I inputs, O outputs, R rank.
 """

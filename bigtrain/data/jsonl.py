@@ -32,7 +32,7 @@ class Source:
     image_key: name of the image field, for the feature `image` (encoded bytes).
     image_is: content of that field: "path", relative to the folder of the jsonl
       file, or "base64".
-    fields: names of the fields to use, by default those of the first line.
+    fields: names of the fields to use; the default is all of the first line.
     slice: slice of the lines, such as "[:99%]".
   """
 

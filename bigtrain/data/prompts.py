@@ -71,7 +71,7 @@ class Source(supervised.Source):
         prompt = row.get("prompt")
         if not prompt:
           raise DataError(f"{where}: expected prompt, a text or messages.")
-        # The end of an empty answer is that of answers to come.
+        # An empty answer ends as later answers will.
         answer: Any = "" if isinstance(prompt, str) else [_EMPTY]
         yield where, row | dict(completion=answer, messages=None, text=None)
 

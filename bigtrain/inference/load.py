@@ -38,11 +38,11 @@ def load(
     step: step of the workdir's checkpoint; the newest unless given.
     weights: "params", or "ema" for the averaged parameters.
     pp: ops that make an image of a picture, such as
-      "decode|resize(224)|value_range(-1,1)"; by default those of an evaluation
-      of the run, see bigtrain/inference/ops.py.
+      "decode|resize(224)|value_range(-1,1)"; the default is the ops of an
+      evaluation of the run, see bigtrain/inference/ops.py.
     pp_text: ops that make tokens of a text, such as "tokenize(...)".
     class_names: names by class number, or the path of a file with one name a
-      line; by default those of the run's data.
+      line; the default is the names in the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
     adapter: a run with adapters of this model, or a folder of PEFT's.
     allow_unread: unknown keys of a published config.json to leave out.

@@ -247,9 +247,9 @@ class Predictor:
   ) -> Any:
     """Returns which of any names fit pictures best; see `classify`.
 
-    The names may be the path of a file with one name a line; by default they
-    are those of an evaluation of the run. `prompts` are texts with a {} for the
-    name, of which a captioner uses the first.
+    The names may be the path of a file with one name a line; the default is the
+    names in an evaluation of the run. `prompts` are texts with a {} for the
+    name; a captioner uses the first one.
     """
     self._require("zero_shot")
     if class_names is None:
@@ -286,9 +286,9 @@ class Predictor:
     """Returns {"text": continuation or answer} for each text.
 
     With `scores` also the values of `score`, for the text up to its end token.
-    The options are those of the predict function, such as max_new=100 (max_len
+    The options go to the predict function, such as max_new=100 (max_len
     of a sequence-to-sequence model), temperature=0.8 and seed=1. By default
-    they are those of a published model's folder, or else greedy.
+    they come from a published model's folder; without one, decoding is greedy.
     """
     self._require("generate")
     tokenizer = self.need_tokenizer()
@@ -328,7 +328,7 @@ class Predictor:
     """Returns {"text": answer} for each conversation.
 
     A conversation is a list of {"role": "user", "content": "..."}. `template`
-    is an argument of `chat.get`; the options are those of `generate`.
+    is an argument of `chat.get`; the options go to `generate`.
     """
     tokenizer = self.need_tokenizer()
     ids_of = functools.partial(

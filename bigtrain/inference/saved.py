@@ -64,7 +64,7 @@ class Saved(NamedTuple):
     return os.path.isdir(self.path) and self.manifest is None
 
   def adds_bos(self, tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether texts begin with the begin token, as those of the training."""
+    """Whether texts begin with the begin token, as in training."""
     published = self.is_published and tokenizer.adds_bos
     return self.data.get("prompts", {}).get("bos", published)
 

@@ -128,7 +128,7 @@ class Model(nn.Module):
     """Returns the logits (B, L, V), and `encode`'s dict with "states".
 
     `image` is (B, height, width, channels) and `text` int (B, L) up to max_len;
-    the other arguments are those of `decode`.
+    the other arguments go to `decode`.
     """
     out: dict[str, Any] = self.encode(image, train=train)
     out["states"] = self.decode(out["encoded"], text, train=train, **parallel)

@@ -260,7 +260,7 @@ _MUTABLE = "mutable/"
 def _copy_companions(manifest: Manifest, out: str) -> dict[str, Any]:
   """Copies the tokenizer of the folder in config.model_init, if it is one.
 
-  The chat template and the tokens that end an answer are those of the run.
+  The chat template and the tokens that end an answer come from the run.
   Returns the ids of special tokens in the folder's config.json.
   """
   host = manifest.host_state

@@ -57,6 +57,14 @@ def lower(config, platform):
     batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
   inputs = jax.eval_shape(task.inputs, example)
   variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
+  taught = {}
+  if teacher := config.get("teacher"):
+    module = parts.find_module("models", teacher["model_name"], "teacher")
+    taught["teacher"] = module.Model(**_shallow(teacher["model"]))
+    image = example.get("teacher_image", example["image"])
+    variables["teacher"] = jax.eval_shape(
+      taught["teacher"].init, jax.random.key(0), image
+    )
 
   def loss(params, variables, batch, key):
     pairs, _ = task.loss_fn(
@@ -65,6 +73,7 @@ def lower(config, platform):
       key,
       model=model,
       train=True,
+      **taught,
       **config.get("loss", {}),
     )
     total, weight = pairs["loss"]

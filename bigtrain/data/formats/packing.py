@@ -44,7 +44,7 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: largest first, each into the fullest bin with room.
 
-  Items have K sizes, int [N, K], none beyond those of a bin. Bins are compared
+  Items have K sizes, int [N, K], none larger than a bin's. Bins are compared
   in the way that fills first. Returns the same as `first_fit`.
   """
   fill = np.sum(sizes, axis=0) / np.asarray(capacity)

@@ -188,7 +188,7 @@ class Schedule:
     return Blocks(static, inputs, order)
 
   def pass_on(self, arrays: Any) -> Any:
-    """Exchanges the keys' arrays of a step for those of the next."""
+    """Exchanges the keys' arrays of a step for the next step's."""
     return arrays
 
 

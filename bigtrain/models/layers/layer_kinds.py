@@ -45,7 +45,7 @@ class Layers(NamedTuple):
   def tables(
     self, positions_BL: jax.Array, lengths: jax.Array | int
   ) -> causal_block.Tables:
-    """`lengths` are those of each token's text (B, L), or of all texts."""
+    """`lengths`: one for each token's text (B, L), or one for all texts."""
     return causal_block.Tables(
       tuple(rope.rotation(positions_BL, lengths) for rope in self.ropes),
       tuple(

@@ -450,7 +450,7 @@ def _best(scores: jax.Array, number: int) -> jax.Array:
 
 
 def _marks(index: jax.Array, E: int) -> jax.Array:
-  """Bools [..., E], whose backward pass keeps less than that of floats."""
+  """Bools [..., E], whose backward pass keeps less than floats would."""
   return index[..., None] == jnp.arange(E)
 
 

@@ -75,7 +75,7 @@ class Rope(NamedTuple):
   def rotation(
     self, positions_BL: jax.Array, length: jax.Array | int
   ) -> "Rotation":
-    """`length` is that of each token's text, (B, L), or of all texts."""
+    """`length`: one for each token's text (B, L), or one for all texts."""
     omega_Q: Any = frequencies(self.dims, self.theta, self.scaling)
     if (longest := self.by_length()) is not None:
       long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)

@@ -46,7 +46,7 @@ def run(
 
   Args:
     layer: called in a loop.
-    merge: makes one report of those of all microbatches, their first axis.
+    merge: makes one report out of all microbatches' reports, stacked.
     variables: arrays [N, ...] for the layers.
     shared: arguments of all layers; arrays [B, ...] in them, but not in the
       first `common` ones, are split into microbatches.

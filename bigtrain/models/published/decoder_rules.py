@@ -135,7 +135,7 @@ def heads() -> Rule:
 
 
 def biases(*always: str, **keys: Sequence[str]) -> Rule:
-  """Sites that always have biases, and those of keys."""
+  """Sites that always have biases, and sites that keys add."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
     sites = {*always}

@@ -2,7 +2,7 @@
 
 T5X has the matrices as (inputs, outputs), with heads and their width in one
 axis, and the relative biases as (heads, buckets). Its scalable_t5 stacks layers
-along the second axis. The names are those of google-research/t5x,
+along the second axis. The names are from google-research/t5x,
 examples/t5/network.py and examples/scalable_t5/network.py.
 """
 
