@@ -1,4 +1,4 @@
-"""Chooses mesh, microbatches and remat for a number of devices.
+"""Chooses mesh, rounds, microbatches and remat for a number of devices.
 
 Every mesh that divides the devices, the batch and the model is estimated by
 formula: the traffic as in estimate.py, memory and FLOPs as below. The best five
@@ -37,6 +37,7 @@ POLICIES = {
 # considered, and an axis within layers has at most this size.
 _LEAST_TOKENS = 1024
 _MOST_WITHIN = 16
+_MOST_ROUNDS = 4  # Of a pipeline: more idle little less, and send more.
 
 # Logits of a chunk in float32, with their gradients: losses/linear_xent.py.
 _LOGITS_BYTES = 3 * 4 * 2**26
@@ -47,6 +48,7 @@ class Candidate(NamedTuple):
 
   mesh: tuple[tuple[str, int], ...]
   remat_policy: str | None
+  pipeline_rounds: int = 1
 
   @property
   def sizes(self) -> dict[str, int]:
@@ -58,13 +60,17 @@ class Candidate(NamedTuple):
 
   def changes(self, config: Mapping[str, Any]) -> list[str]:
     changes = meshes.changes(config, self.sizes)
+    if self.sizes["pipeline"] > 1:
+      changes.append(f"mesh.pipeline_rounds={self.pipeline_rounds}")
     if self.remat_policy is not None:
       changes.append(f"model.remat_policy={self.remat_policy}")
     return changes
 
   def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    rounds = {"pipeline_rounds": self.pipeline_rounds}
+    config = {**config, "mesh": {**config.get("mesh", {}), **rounds}}
     if self.remat_policy is None:
-      return dict(config)
+      return config
     model = {**config.get("model", {}), "remat_policy": self.remat_policy}
     return {**config, "model": model}
 
@@ -94,15 +100,20 @@ def candidates(
   """Returns all ways to run a config with its own batch."""
   size = config["input"]["batch_size"]
   policies = POLICIES if traced.has_remat_policy else [None]
+  of_model = estimate.blocks(config)
   result = []
-  for axes in _meshes(devices, traced, target, estimate.blocks(config)):
+  for axes in _meshes(devices, traced, target, of_model):
     share, rest = divmod(size, meshes.batch_ways(axes))
     if rest:
       continue
-    for policy, parts in itertools.product(policies, _divisors(share)):
-      mesh = {"devices": devices, **axes}
-      mesh |= {"batch_size": size, "microbatches": parts}
-      result.append(Candidate(tuple(mesh.items()), policy))
+    rounds, stages = [1], axes["pipeline"]
+    if of_model and stages > 1:
+      parts = _divisors(of_model.depth // stages)
+      rounds = [n for n in parts if n <= _MOST_ROUNDS]
+    for ways in itertools.product(_divisors(share), policies, rounds):
+      mesh = {"devices": devices, **axes, "batch_size": size}
+      mesh["microbatches"], *rest = ways
+      result.append(Candidate(tuple(mesh.items()), *rest))
   if not result:
     raise ConfigError(
       f"--devices={devices}: config.input.batch_size={size} divides among the "
@@ -148,7 +159,7 @@ def by_formula(
   correction: Correction = Correction(),
 ) -> dict[str, Any]:
   """Returns the facts of estimate.row, without a compiler."""
-  of = candidate.sizes
+  of, config = candidate.sizes, candidate.apply(config)
   b, of_model = estimate.itemsize(config), estimate.blocks(config)
   # Embedding and head are in all stages.
   table = of_model.vocab_size * of_model.width if of_model else 0
@@ -213,7 +224,7 @@ def by_formula(
     "figures": "formula",
     "compiler": "cpu",
   }
-  sent = estimate.by_formula(facts, of_model, candidate.apply(config))
+  sent = estimate.by_formula(facts, of_model, config)
   ones = [one._asdict() for of_axis in sent.values() for one in of_axis]
   return {**facts, "collectives": ones}
 
@@ -241,7 +252,8 @@ def choose(
 
   def row(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
     result = estimate.row(facts, candidate.apply(config), target, efficiency)
-    return {**result, "has_policy": candidate.remat_policy is not None}
+    result["has_policy"] = candidate.remat_policy is not None
+    return result | {"pipeline_rounds": candidate.pipeline_rounds}
 
   def rows() -> Rows:
     factors = _corrections(compiled, config, traced)

@@ -205,6 +205,8 @@ def choice_text(choice: Choice, minutes: float) -> str:
 
 def config_lines(row: _Row) -> list[str]:
   sizes = sharding.in_words(row).replace(" x ", ", ")
+  if row["pipeline"] > 1:
+    sizes += f", pipeline_rounds={row['pipeline_rounds']}"
   result = [
     f"config.mesh = dict({sizes})",
     f"config.microbatches = {row['microbatches']}",

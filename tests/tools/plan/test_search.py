@@ -5,7 +5,7 @@ import time
 import pytest
 
 from bigtrain.settings import ConfigError, load
-from bigtrain.tools.plan import hardware, plan, program, search, table
+from bigtrain.tools.plan import hardware, hlo, plan, program, search, table
 
 FILE = """
 def get_config():
@@ -42,7 +42,11 @@ H100 = hardware.find("h100")
 def choose(compile_one, ways, sizes=SIZES, seconds=60):
   end = time.monotonic() + seconds
   # A part of the meshes, with all numbers of microbatches.
-  few = [one for one in ways if one.sizes["replica"] in (1, 2, 8)]
+  few = [
+    one
+    for one in ways
+    if one.sizes["replica"] in (1, 2, 8) and one.sizes["pipeline"] in (1, 4)
+  ]
   return search.choose(CONFIG, few, sizes, H100, compile_one, end)
 
 
@@ -84,6 +88,27 @@ def test_the_best_are_compiled_and_correct_the_others(ways):
   assert len(result.too_large) <= 1
   times = [search.score(r) for r in result.best]
   assert times == sorted(times)
+
+
+def test_rounds_of_a_pipeline_are_searched(ways):
+  """More rounds idle less and send more, so both ends have candidates."""
+  of_mesh = {}
+  for one in ways:
+    if one.remat_policy == "none" and one.sizes["pipeline"] > 1:
+      of_mesh.setdefault(one.mesh, {})[one.pipeline_rounds] = one
+  rounds = next(r for m, r in of_mesh.items() if dict(m)["pipeline"] == 4)
+  assert sorted(rounds) == [1, 2, 4]  # 32 layers: up to 8 parts a stage.
+  rows = {n: search.by_formula(one, CONFIG, SIZES) for n, one in rounds.items()}
+  flops = [rows[n]["executed_flops"] for n in (1, 2, 4)]
+  assert flops[0] > flops[1] > flops[2]
+  few, many = (
+    sum(hlo.Collective(**c).sent_bytes for c in rows[n]["collectives"])
+    for n in (1, 4)
+  )
+  assert few < many
+  assert "mesh.pipeline_rounds=4" in rounds[4].changes(CONFIG)
+  (row,) = search.choose(CONFIG, [rounds[4]], SIZES, H100, None, 0).best
+  assert table.config_lines(row)[0].endswith(", pipeline_rounds=4)")
 
 
 def test_a_program_corrects_those_that_split_their_layers_alike(ways):
