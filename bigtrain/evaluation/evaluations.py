@@ -311,8 +311,12 @@ def check_classes(
   key: str = "prompt",
 ) -> None:
   path = context.path
-  first = labels.read(options["class_names"], f"{path}.class_names")[:1]
-  texts = [labels.fill(p, first, f"{path}.{key}")[0] for p in prompts]
+  names = labels.read(options["class_names"], f"{path}.class_names")
+  label_key = options.get("label_key", "label")
+  pp, modules = options.get("pp", ""), context.pp_modules
+  if own := labels.of_source(options["data"], pp, modules, label_key, path):
+    labels.check_order(names, own, f"{path}.class_names")
+  texts = [labels.fill(p, names[:1], f"{path}.{key}")[0] for p in prompts]
   class_tokens(texts, options["pp_text"], context)
   top_k = options.get("top_k", (1, 5))
   check_numbers(f"{path}.top_k", top_k, least=1, whole=True)

@@ -23,7 +23,7 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> log-likelihoods [B, C]; the batch has the
       names as "class_tokens" int [C, L].
-    class_names: names in the order of their numbers, or a text file of them.
+    class_names: as for `zeroshot`.
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompt: text with a {} for the name.
     label_key: name of the labels, int [B]; negative ones do not count.

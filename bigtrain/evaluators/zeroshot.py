@@ -20,7 +20,8 @@ from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  prompts = labels.read(options.get("prompts", ("{}",)), f"{path}.prompts")
+  prompts = options.get("prompts", ("{}",))
+  prompts = labels.read(prompts, f"{path}.prompts", "prompts")
   evaluations.check_classes(options, context, prompts, "prompts")
 
 
@@ -30,9 +31,11 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> embeddings of length 1: {"image": [B, E]}
       of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
-    class_names: names in the order of their numbers, or a text file of them.
+    class_names: names in the order of their numbers, a text file of them, or
+      "imagenet", "cifar100" or "pets", see inputs/class_names.json.
     pp_text: ops that tokenize captions, from "text" to "labels".
-    prompts: texts with a {} for the name, or the path of a text file.
+    prompts: texts with a {} for the name, the path of a text file, or "clip",
+      "clip_best", "clip_cifar100" or "clip_pets", see inputs/prompts.json.
     label_key: name of the labels: int [B], or multi-hot [B, C] if several
       classes are right. Examples without a label do not count.
     top_k: numbers k: right is a class among the k that fit best.
@@ -55,7 +58,7 @@ class Evaluator:
     self._num_classes = C = len(names)
     texts = [
       text
-      for prompt in labels.read(prompts, f"{path}.prompts")
+      for prompt in labels.read(prompts, f"{path}.prompts", "prompts")
       for text in labels.fill(prompt, names, f"{path}.prompts")
     ]
     tokens_TL = evaluations.class_tokens(texts, pp_text, context)

@@ -4,7 +4,9 @@ A source that numbers its classes itself may number them unlike training. So
 the names of both are compared, or an evaluation would be wrong without error.
 """
 
+import json
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +16,28 @@ from bigtrain.data.formats import files
 from bigtrain.inputs import checks, sources
 from bigtrain.pp import parse, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 # Number of names that a message lists.
 _NUM_SHOWN = 5
 
 
-def read(names: Sequence[str] | str, key: str) -> list[str]:
+def read(
+  names: Sequence[str] | str, key: str, kind: str = "class_names"
+) -> list[str]:
+  """Names, or prompts (`kind`), of a list, a published set or a text file."""
   if isinstance(names, str):
+    facts = pathlib.Path(__file__).with_name(f"{kind}.json")
+    known = json.loads(facts.read_text(encoding="utf-8"))
     path = files.local_path(names, key)
-    if not os.path.isfile(path):
-      raise ConfigError(f"{key}: no such file: {path}.")
-    with open(path, encoding="utf-8") as file:
-      names = file.read().removesuffix("\n").split("\n")
+    if names in known:
+      names = known[names]["names"]
+    elif os.path.isfile(path):
+      with open(path, encoding="utf-8") as file:
+        names = file.read().removesuffix("\n").split("\n")
+    else:
+      hint = did_you_mean(names, known)
+      raise ConfigError(f"{key}: no such file: {path}.{hint}")
   for i, name in enumerate(names):
     if not isinstance(name, str) or not name.strip():
       raise ConfigError(f"{key}: class {i}: expected a name, got {name!r}.")
@@ -100,6 +111,20 @@ def of_source(
     source_names = read_names(**arguments)
   ops = sources.parse_ops(pp, pp_modules, f"{key}.pp")
   return of_feature(ops, source_names, feature)
+
+
+def check_order(names: Sequence[str], own: Sequence[str], key: str) -> None:
+  """Checks names for classes that the data calls `own`, "egyptian_mau"."""
+  if len(names) != len(own):
+    raise ConfigError(f"{key}: {len(names)} names for {len(own)} classes.")
+  first, second = (
+    [name.lower().replace("_", " ") for name in some] for some in (names, own)
+  )
+  if first != second and sorted(first) == sorted(second):
+    i = [a == b for a, b in zip(first, second)].index(False)
+    raise ConfigError(
+      f"{key}: class {i} is {names[i]!r} here and {own[i]!r} in the data."
+    )
 
 
 def check_same(names: Sequence[str], training: Sequence[str], key: str) -> None:

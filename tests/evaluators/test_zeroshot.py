@@ -3,9 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorflow_datasets.datasets.oxford_iiit_pet import (
+  oxford_iiit_pet_dataset_builder,
+)
 from tiny import evaluating
 
 from bigtrain import sharding
+from bigtrain.inputs import labels
 from bigtrain.settings import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -81,6 +85,50 @@ def test_the_embeddings_of_the_prompts_are_averaged(tmp_path):
   assert 0 < results["acc"] < 1
 
 
+def test_published_names_and_prompts_by_name():
+  """Counts are of CLIP's paper; orders of the data sets' own files."""
+  counts = {"imagenet": 1000, "cifar100": 100, "pets": 37}
+  names = {name: labels.read(name, "key") for name in counts}
+  assert {name: len(all) for name, all in names.items()} == counts
+  assert names["cifar100"] == sorted(names["cifar100"])
+  of_tfds = list(oxford_iiit_pet_dataset_builder._LABEL_CLASSES)
+  labels.check_order(names["pets"], of_tfds, "key")
+  assert [s.lower().replace(" ", "_") for s in names["pets"]] == [
+    s.lower() for s in of_tfds
+  ]
+  known = {0: "tench", 1: "goldfish", 207: "Golden Retriever", 281: "tabby cat"}
+  known |= {404: "airliner", 817: "sports car", 999: "toilet paper"}
+  assert {i: names["imagenet"][i] for i in known} == known
+  counts = dict(clip=80, clip_best=7, clip_cifar100=18, clip_pets=1)
+  prompts = {name: labels.read(name, "key", "prompts") for name in counts}
+  assert {name: len({*all}) for name, all in prompts.items()} == counts
+  assert {*prompts["clip_best"]} < {*prompts["clip"]}
+  assert all(
+    labels.fill(p, ["x"], "k") for all in prompts.values() for p in all
+  )
+
+
+def test_names_in_an_order_that_is_not_the_datas_are_refused():
+  pets = labels.read("pets", "key")
+  cats_first = sorted(pets, key=lambda name: (name.islower(), name))
+  own = [name.replace(" ", "_") for name in pets]
+  message = "key: class 1 is 'Bengal' here and 'american_bulldog' in the data"
+  with pytest.raises(ConfigError, match=message):
+    labels.check_order(cats_first, own, "key")
+  with pytest.raises(ConfigError, match="key: 36 names for 37 classes"):
+    labels.check_order(pets[1:], own, "key")
+  # Other words for the same classes, such as ImageNet's ids.
+  labels.check_order(pets, [f"n{i:08}" for i in range(37)], "key")
+
+
+def test_names_are_compared_with_the_classes_of_the_data(tmp_path):
+  for name in ("ant", "bee"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "0.jpg").write_bytes(b"")
+  with pytest.raises(ConfigError, match="class_names: 7 names for 2 classes"):
+    build(data=dict(type="image_folder", path=str(tmp_path)), class_names=NAMES)
+
+
 def test_several_right_classes():
   several = RNG.integers(0, 2, size=(N, len(NAMES)))
   several[:4] = 0
@@ -97,6 +145,8 @@ def test_several_right_classes():
   ("options", "message"),
   [
     (dict(class_names="no/names.txt"), "val.class_names: no such file: /"),
+    (dict(class_names="imagnet"), "no such file.* Did you mean 'imagenet'?"),
+    (dict(prompts="clip_cifar"), "prompts: .*Did you mean 'clip_cifar100'?"),
     (dict(prompts=["a photo"]), "val.prompts: expected a prompt with one {}"),
     (dict(label_key="labl"), "no feature 'labl'.* mean 'label'"),
   ],
