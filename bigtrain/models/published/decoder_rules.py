@@ -134,7 +134,7 @@ def heads() -> Rule:
   return Rule({"num_key_value_heads": None, "head_dim": None}, read, write)
 
 
-def biases(*always: str, **keys: Sequence[str]) -> Rule:
+def biases(always: Sequence[str] = (), **keys: Sequence[str]) -> Rule:
   """Sites that always have biases, and sites that keys add."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
@@ -157,6 +157,11 @@ def types_by_period(default: int, key: str | None = None) -> LayerTypes:
   """layer_types where the last layer of each period has no window."""
   period = lambda config: config[key] if key else default
   return types_by(lambda config, i: (i + 1) % period(config) != 0)
+
+
+def types_where(sliding: str) -> LayerTypes:
+  """layer_types by one of _SLIDES."""
+  return types_by(_SLIDES[sliding])
 
 
 def types_by(is_sliding: Callable[[ConfigJson, int], Any]) -> LayerTypes:
@@ -325,7 +330,7 @@ def _written(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def windows(
   types: LayerTypes,
-  *keys: str,
+  on: Sequence[str] = (),
   default: int | None = 4096,
   rotates: str | None = None,
   **others: Any,
@@ -333,7 +338,7 @@ def windows(
   """Windows by `layer_types`.
 
   Args:
-    keys: keys that turn windows on.
+    on: keys that turn windows on.
     default: window of files without the key.
     rotates: type of layer that alone has rotary embeddings.
     others: further keys that `types` reads, and their values if absent.
@@ -341,7 +346,7 @@ def windows(
 
   def read(config: ConfigJson) -> dict[str, Any]:
     window = config["sliding_window"] or None
-    if not all(config[key] for key in keys):
+    if not all(config[key] for key in on):
       window = None
     kinds = types(config)
     by_layer = [window if kind == _SLIDING else None for kind in kinds]
@@ -357,12 +362,12 @@ def windows(
     return {
       "layer_types": [_FULL if x is None else _SLIDING for x in layers],
       # The library makes a mask for each type, whether layers use it or not.
-      "sliding_window": sizes[0] if sizes else (None if keys else 4096),
-      **dict.fromkeys(keys, bool(sizes)),
+      "sliding_window": sizes[0] if sizes else (None if on else 4096),
+      **dict.fromkeys(on, bool(sizes)),
     }
 
   absent = {"sliding_window": default, "layer_types": None, **others}
-  return Rule(absent | dict.fromkeys(keys, False), read, write)
+  return Rule(absent | dict.fromkeys(on, False), read, write)
 
 
 def window_everywhere(key: str) -> Rule:
@@ -385,6 +390,27 @@ def rotates(config: ConfigJson) -> list[bool]:
     period = config["no_rope_layer_interval"]
     return [(i + 1) % period != 0 for i in range(depth)]
   return [bool(flag) for flag in flags[:depth]]
+
+
+# Which layers have a window in files without layer_types, by their number.
+_SLIDES: dict[str, Callable[[ConfigJson, int], Any]] = {
+  "all": lambda config, _: config["sliding_window"],
+  "after_first": lambda config, i: (
+    config["sliding_window"]
+    and config["use_sliding_window"]
+    and i >= config["max_window_layers"]
+  ),
+  "even_of_first": lambda config, i: (
+    (i + 1) % 2
+    and i < config["max_window_layers"]
+    and config["use_sliding_window"]
+  ),
+  "without_rotation": lambda config, i: (
+    config["sliding_window"]
+    and config["use_sliding_window"]
+    and not rotates(config)[i]
+  ),
+}
 
 
 def rotating_layers() -> Rule:
@@ -432,7 +458,9 @@ def dense_width() -> Rule:
 
 
 def experts(
-  constants: Mapping[str, Any], *extra: Rule, **keys: tuple[str, Any]
+  constants: Mapping[str, Any] = {},
+  extra: Sequence[Rule] = (),
+  **keys: tuple[str, Any],
 ) -> Rule:
   """Experts: {option: (key, value if absent)}, and rules of more options."""
 

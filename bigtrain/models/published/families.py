@@ -8,6 +8,9 @@ that is read in both directions: config.json to a model's fields, and back.
 import json
 import math
 import os
+import pathlib
+import tomllib
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,41 +19,6 @@ from bigtrain.models.published import layer_patterns, tables
 from bigtrain.models.published.layer_patterns import ByLayer
 
 FILE = "config.json"
-
-# Keys that change no output of a model: of the files, of training, generation.
-HARMLESS = frozenset(
-  """
-  architectures model_type transformers_version torch_dtype dtype auto_map
-  _name_or_path name_or_path _commit_hash _attn_implementation
-  _attn_implementation_autoset _experts_implementation attn_implementation
-  unsloth_fixed unsloth_version return_dict chunk_size_feed_forward
-  output_attentions output_hidden_states output_router_logits output_scores
-  return_dict_in_generate tf_legacy_loss torchscript pruned_heads use_bfloat16
-  id2label label2id num_labels problem_type finetuning_task task_specific_params
-  bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
-  prefix tokenizer_class transformers.js_config is_llama_config
-  use_cache cache_implementation max_length min_length max_new_tokens do_sample
-  early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
-  top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-  encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-  forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
-  begin_suppress_tokens exponential_decay_length_penalty
-  initializer_range initializer_factor attention_dropout attn_pdrop embd_pdrop
-  resid_pdrop hidden_dropout dropout_rate classifier_dropout
-  router_aux_loss_coef router_z_loss_coef router_jitter_noise pretraining_tp
-  """.split()
-)
-# Values that the model computes of keys that any family may have.
-_REQUIRES: dict[str, tuple[Any, ...]] = {
-  "cross_attention_hidden_size": (None,),
-  "add_cross_attention": (False,),
-  "tie_encoder_decoder": (False,),
-  "is_decoder": (False, True),
-  "use_mrope": (False,),
-  "rope_interleaved": (False,),
-  "use_bidirectional_attention": (False, None),
-  "per_layer_config": (None,),
-}
 
 
 class Rule(NamedTuple):
@@ -77,7 +45,7 @@ class Family(NamedTuple):
   rules: Mapping[str, Rule]  # By any name, so that others can replace them.
   requires: Mapping[str, tuple[Any, ...]] = {}  # {key: values we compute}.
   aliases: Mapping[str, str] = {}  # {other name of a key: key}.
-  harmless: Collection[str] = ()  # Keys beside HARMLESS that change nothing.
+  harmless: Collection[str] = ()  # Keys beside _HARMLESS that change nothing.
   in_shapes: Collection[str] = ()  # Fields that the arrays' shapes show.
   limits: Collection[str] = ()  # Without effect, or a user's choice.
   # {field: array}: a file with it decides, whatever a key that is true says.
@@ -92,24 +60,23 @@ class Family(NamedTuple):
     without: Collection[str] = (),
     **changes: Any,
   ) -> "Family":
-    """A family like this one; mappings are merged, the rest is replaced.
+    """A family like this one; mappings and `harmless` keep what they have.
 
-    `without` are names that its keys, constants and rules have no more.
+    `without` are names that its keys, constants and rules have no more, or
+    those of whole fields.
     """
-    kept = lambda table: {n: x for n, x in table.items() if n not in without}
-    self = self._replace(
-      keys=kept(self.keys),
-      constants=kept(self.constants),
-      rules=kept(self.rules),
-    )
-    merged: dict[str, Any] = {
-      name: {**getattr(self, name), **value}
-      if isinstance(value, Mapping)
-      else value
-      for name, value in changes.items()
-    }
-    merged |= dict(model_type=model_type, architecture=architecture)
-    return self._replace(**merged)
+    kept = {n: x for n, x in self._asdict().items() if n not in without}
+    for name in {"keys", "constants", "rules"} & {*kept}:
+      values = kept[name].items()
+      kept[name] = {n: x for n, x in values if n not in without}
+    for name, value in changes.items():
+      if isinstance(value, Mapping):
+        value = {**kept.get(name, {}), **value}
+      elif name == "harmless":
+        value = (*kept.get(name, ()), *value)
+      kept[name] = value
+    kept |= dict(model_type=model_type, architecture=architecture)
+    return _EMPTY._replace(**kept)
 
   def absent(self) -> dict[str, Any]:
     """{key that is read: its value if absent}."""
@@ -130,9 +97,14 @@ class Family(NamedTuple):
         f"quantization_config: quant_method={method!r}: expected weights of "
         f"{' or '.join(['no quantisation', *self.quantised])}."
       )
-    known = {*self.absent(), *self.requires, *_REQUIRES, "quantization_config"}
+    known = {
+      *self.absent(),
+      *self.requires,
+      *_COMMON["requires"],
+      "quantization_config",
+    }
     for key in values:
-      if key not in known and not {key} & (HARMLESS | {*self.harmless}):
+      if key not in known and not {key} & (_HARMLESS | {*self.harmless}):
         if key not in unread:
           hint = settings.did_you_mean(key, known)
           raise config.error(
@@ -140,7 +112,7 @@ class Family(NamedTuple):
             f"{self.model_type!r}; config.model_init = dict(path=..., "
             f"allow_unread=[{key!r}]) leaves it out.{hint}"
           )
-    for key, expected in {**_REQUIRES, **self.requires}.items():
+    for key, expected in {**_COMMON["requires"], **self.requires}.items():
       config.require(key, *expected)
     source = f"model_type={self.model_type!r}"
     constants = {**self.neutral, **self.constants}
@@ -176,6 +148,9 @@ class Family(NamedTuple):
     return config
 
 
+_EMPTY = Family("", "", (), {}, {}, {}, {})
+
+
 class Field(NamedTuple):
   """The value of a model's field, as a config.json determines it."""
 
@@ -187,8 +162,84 @@ class Field(NamedTuple):
   is_neutral: bool = False  # Whether a model has this value without being told.
 
 
-def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
-  """A field by {value of the key: of the field}; the first if it is absent."""
+def load(
+  name: str, rules: types.ModuleType, families: Mapping[str, Family] = {}
+) -> tuple[dict[str, Family], dict[str, tables.Table]]:
+  """Reads the families and tables of a file beside this one."""
+  return parse(_text(name), rules, families)
+
+
+def _text(name: str) -> str:
+  return pathlib.Path(__file__).with_name(f"{name}.toml").read_text()
+
+
+def parse(
+  text: str,
+  rules: types.ModuleType,
+  families: Mapping[str, Family],
+  arrays: Mapping[str, tables.Table] = {},
+) -> tuple[dict[str, Family], dict[str, tables.Table]]:
+  """Returns TOML's families and tables, which may refer to those given.
+
+  A section is the arguments of `Family.but`: `like` names the base, "null" is
+  None, and {rule = "name", ...} calls a function of `rules`.
+  """
+  sections = tomllib.loads(text)
+  functions = dict(vars(rules), choice=choice, classes=classes, inverse=inverse)
+  families, arrays, own = {**families}, {**arrays}, {}
+  for name, rows in sections.pop("arrays", {}).items():
+    arrays[name] = tables.parse(rows, arrays)
+  sizes = _rows(**sections.pop("sizes", {"columns": "", "rows": ""}))
+  for name, section in sections.items():
+    changes = _built(section, functions, families)
+    base = families[changes.pop("like")] if "like" in changes else _EMPTY
+    keys = {**base.keys, **changes.get("keys", {})}
+    row = {keys.get(x, x): value for x, value in sizes.get(name, {}).items()}
+    changes["defaults"] = row | changes.get("defaults", {})
+    if "arrays" in changes:
+      changes["arrays"] = arrays[changes["arrays"]]
+    if "harmless" in changes:
+      changes["harmless"] = changes["harmless"].split()
+    kind = changes.pop("model_type", name)
+    own[name] = base.but(kind, changes.pop("class", ""), **changes)
+    families[name] = own[name]
+  return own, arrays
+
+
+def _rows(columns: str, rows: str) -> dict[str, dict[str, Any]]:
+  """{name: {column: value}} of lines that begin with the name."""
+  value = lambda text: None if text == "-" else json.loads(text)
+  return {
+    name: dict(zip(columns.split(), map(value, values)))
+    for name, *values in map(str.split, rows.strip().splitlines())
+  }
+
+
+def _built(
+  value: Any,
+  rules: Mapping[str, Callable[..., Any]],
+  families: Mapping[str, Family],
+) -> Any:
+  if isinstance(value, list):
+    return tuple(_built(x, rules, families) for x in value)
+  if isinstance(value, dict):
+    value = {name: _built(x, rules, families) for name, x in value.items()}
+    if "family" in value:
+      return families[value["family"]]
+    if "rule" in value:
+      return rules[value.pop("rule")](**value)
+  return None if value == "null" else value
+
+
+# Keys of any family: those that change no output of a model, such as the file's
+# own, of training and generation; and those of which models compute one value.
+_COMMON = _built(tomllib.loads(_text("families")), {}, {})
+_HARMLESS = frozenset(_COMMON["harmless"].split())
+
+
+def choice(field: str, key: str, values: Any) -> Rule:
+  """A field by pairs (value of the key, of it); the first if it is absent."""
+  values = dict(values)
 
   def read(config: ConfigJson) -> dict[str, Any]:
     config.require(key, *values)

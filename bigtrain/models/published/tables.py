@@ -8,6 +8,7 @@ views of the file, or stacks of views that are joined when a device reads them.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,29 +47,38 @@ Table = Sequence[Entry]
 Shapes = Mapping[str, Sequence[int]]
 
 
-def plain(published: str, *ours: str) -> Entry:
-  """A vector, or a matrix (inputs, outputs)."""
-  return Entry(published, ours)
+_Ends = tuple[str, str, dict[str, Any]]
+_LINEAR: _Ends = (".weight", "/kernel", dict(transposed=True))
+_BIAS: _Ends = (".bias", "/bias", {})
+# {kind of a row: endings of the published name and of ours, fields of Entry}.
+_KINDS: dict[str, list[_Ends]] = {
+  "plain": [("", "", {})],  # A vector, or a matrix (inputs, outputs).
+  **{f"{n}d": [("", "", dict(ndim=n))] for n in range(5)},
+  "transposed": [("", "", dict(transposed=True))],
+  "interleaved": [("", "", dict(interleaved=True))],
+  "linear": [_LINEAR],  # A torch.nn.Linear without a bias.
+  "dense": [_LINEAR, _BIAS],
+  "conv1d": [(".weight", "/kernel", {}), _BIAS],  # Of GPT-2.
+  "conv": [(".weight", "/kernel", dict(convolution=True)), _BIAS],
+  "norm": [(".weight", "/scale", {}), _BIAS],
+  "flax_dense": [("/kernel", "/kernel", {}), ("/bias", "/bias", {})],
+  "flax_norm": [("/scale", "/scale", {}), ("/bias", "/bias", {})],
+}
 
 
-def linear(published: str, *ours: str) -> Entry:
-  """The weight of a torch.nn.Linear."""
-  return Entry(f"{published}.weight", ours, transposed=True)
-
-
-def dense(published: str, *ours: str) -> list[Entry]:
-  """A torch.nn.Linear and its bias, of one of our layers or several joined."""
-  return [
-    linear(published, *(f"{name}/kernel" for name in ours)),
-    plain(f"{published}.bias", *(f"{name}/bias" for name in ours)),
-  ]
-
-
-def norm(published: str, ours: str) -> list[Entry]:
-  return [
-    plain(f"{published}.weight", f"{ours}/scale"),
-    plain(f"{published}.bias", f"{ours}/bias"),
-  ]
+def parse(rows: str, known: Mapping[str, Table]) -> Table:
+  """Reads rows of "kind published ours...", or of "with" and known tables."""
+  entries: list[Entry] = []
+  for kind, theirs, *ours in map(str.split, rows.strip().splitlines()):
+    if kind == "with":
+      entries += itertools.chain.from_iterable(
+        known[x] for x in (theirs, *ours)
+      )
+      continue
+    for ending, ending_of_ours, fields in _KINDS[kind]:
+      names = tuple(name + ending_of_ours for name in ours)
+      entries.append(Entry(theirs + ending, names, **fields))
+  return entries
 
 
 def load(
