@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics, settings, sharding
-from bigtrain.evaluation import evaluations
+from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.evaluations import Batches, Context
-from bigtrain.settings import ConfigError, DataError
-from bigtrain.types import Batch, PredictFn, Variables
+from bigtrain.evaluation.features import Examples
+from bigtrain.settings import ConfigError
+from bigtrain.types import PredictFn, Variables
 
 _MAX_TUNING = 4096  # Examples on which a penalty is chosen.
 
@@ -43,7 +44,8 @@ class Evaluator:
   not finite is never right.
 
   Args:
-    predict_fn: (variables, batch) -> features [B, ...].
+    predict_fn: (variables, batch) -> features [B, ...], or a dict of them with
+      results "<layer>/5shot".
     test_data: source of the test examples, preprocessed like the others.
     shots: numbers of examples per class; a smaller class gives all it has.
     l2: penalties on the squared weights, summed over the shots.
@@ -66,33 +68,29 @@ class Evaluator:
   ):
     self._path, mesh = batches.context.path, batches.context.mesh
     self._shots, self._l2, self._seeds = shots, l2, seeds
-
-    def outputs(variables: Variables, batch: Batch) -> Any:
-      features = predict_fn(variables, batch).astype(jnp.float32)
-      return features.reshape(features.shape[0], -1), batch[label_key]
-
-    # Any classes: the probe has a head of its own.
-    batches = batches.labelled(label_key, None)
-    self._train = batches.collect(outputs)
-    self._test = batches.replace(
-      data=test_data, num_examples=num_test_examples
-    ).collect(outputs)
-    replicated = sharding.replicated(mesh)
-    jit = functools.partial(
-      jax.jit, in_shardings=replicated, out_shardings=replicated
+    self._results = features.of_splits(
+      predict_fn,
+      batches,
+      test_data,
+      num_test_examples,
+      label_key,
+      self._accuracies,
     )
-    self._fit = jit(_fit, static_argnums=2)
-    count = functools.partial(_count_right, rows=sharding.batch(mesh))
-    self._count = jit(count)
-    self._ways = sharding.batch_ways(mesh)
+    replicated = sharding.replicated(mesh)
+    self._fit = jax.jit(
+      _fit,
+      static_argnums=2,
+      in_shardings=replicated,
+      out_shardings=replicated,
+    )
+    self._hits = features.by_rows(_hits, mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    x_ND, y_N = _labelled(*self._train(variables))
-    test = _labelled(*self._test(variables))
-    if not len(y_N) or not len(test[1]):
-      raise DataError(f"{self._path}: no example has a label.")
+    return self._results(variables)
+
+  def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
+    (x_ND, y_N), results = train, {}
     num_classes = int(max(y_N.max(), test[1].max())) + 1
-    results = {}
     for k in self._shots:
       accuracies, penalties = [], []
       for seed in range(self._seeds):
@@ -105,34 +103,18 @@ class Evaluator:
               f"{self._path}.l2: {k} shots leave no training examples to "
               "choose a penalty on; give one penalty."
             )
-          right_P = self._right(probe, x_ND[others], y_N[others], self._l2)
+          tuning = x_ND[others], y_N[others]
+          right_P = self._hits(tuning, probe, np.array(self._l2)).sum(0)
           penalty = self._l2[int(np.argmax(right_P))]
-        (right,) = self._right(probe, *test, [penalty])
-        accuracies.append(right / len(test[1]))
+        hits_T1 = self._hits(test, probe, np.array([penalty]))
+        accuracies.append(hits_T1.mean())
         penalties.append(penalty)
       results[f"{k}shot"] = float(np.mean(accuracies))
       if self._seeds > 1:
         results[f"{k}shot_std"] = float(np.std(accuracies))
       if len(self._l2) > 1:
         results[f"{k}shot_l2"] = float(np.median(penalties))
-    if nonfinite := metrics.num_nonfinite(x_ND, test[0]):
-      results["nonfinite"] = nonfinite
     return results
-
-  def _right(
-    self, probe: Any, x_TD: np.ndarray, y_T: np.ndarray, l2: Sequence[float]
-  ) -> np.ndarray:
-    padding = -len(y_T) % self._ways
-    x_TD = np.pad(x_TD, [(0, padding), (0, 0)])
-    y_T = np.pad(y_T, [(0, padding)], constant_values=-1)
-    l2_P = np.asarray(l2, np.float32)
-    return jax.device_get(self._count(probe, x_TD, y_T, l2_P))
-
-
-def _labelled(
-  x_ND: np.ndarray, y_N: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-  return x_ND[y_N >= 0], y_N[y_N >= 0].astype(np.int32)
 
 
 def _draw(
@@ -176,21 +158,17 @@ def _fit(
   }
 
 
-def _count_right(
+def _hits(
+  test: tuple[jax.Array, jax.Array],
   probe: Mapping[str, jax.Array],
-  x_TD: jax.Array,
-  y_T: jax.Array,
   l2_P: jax.Array,
-  *,
-  rows: Any,
 ) -> jax.Array:
-  x_TD = jax.lax.with_sharding_constraint(x_TD, rows)
-  x_TD = (x_TD - probe["mean_D"]) / probe["std_D"]
-  x_TR = _dot(x_TD, probe["left_DR"])
+  """Whether each example is classified right with each penalty, bool [T, P]."""
+  x_TD, y_T = test
+  x_TR = _dot((x_TD - probe["mean_D"]) / probe["std_D"], probe["left_DR"])
 
-  def right(l2: jax.Array) -> jax.Array:
+  def hits(l2: jax.Array) -> jax.Array:
     scores_TC = _dot(x_TR / (probe["values_R"] + l2), probe["right_RC"])
-    scores_TC += probe["bias_C"]
-    return jnp.sum(metrics.top_k_hits(scores_TC, y_T, 1))
+    return metrics.top_k_hits(scores_TC + probe["bias_C"], y_T, 1)
 
-  return jax.lax.map(right, l2_P)
+  return jax.lax.map(hits, l2_P).T

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, sharding
-from bigtrain.evaluation import evaluations
+from bigtrain import metrics
+from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.types import Batch, PredictFn, Variables
 
@@ -54,15 +54,7 @@ class Evaluator:
       return result
 
     self._outputs = batches.collect(outputs)
-    mesh = batches.context.mesh
-    self._rows, ways = sharding.batch(mesh), sharding.batch_ways(mesh)
-    self._num_queries = ways * max(1, 1024 // ways)
-    self._replicated = sharding.replicated(mesh)
-    self._better = jax.jit(
-      self._count_better,
-      in_shardings=self._replicated,
-      out_shardings=self._replicated,
-    )
+    self._ranks = features.by_rows(_ranks, batches.context.mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     rows = self._outputs(variables)
@@ -73,8 +65,8 @@ class Evaluator:
     row_of_text = np.nonzero(written)[0]
     texts = rows["text"][written], row_id[row_of_text]
     ranks = {
-      "img2txt": self._ranks(images, texts),
-      "txt2img": self._ranks(texts, images),
+      "img2txt": self._ranks(images, *texts),
+      "txt2img": self._ranks(texts, *images),
     }
     results = {
       f"{direction}_recall@{k}": float(np.mean(rank < k))
@@ -85,44 +77,27 @@ class Evaluator:
       results["nonfinite"] = nonfinite
     return results
 
-  def _ranks(
-    self,
-    queries: tuple[np.ndarray, np.ndarray],
-    answers: tuple[np.ndarray, np.ndarray],
-  ) -> np.ndarray:
-    """Number of wrong answers before the first right one, int [Q]."""
-    query_QE, query_id = queries
-    answers = jax.device_put(answers, self._replicated)
-    ranks = []
-    for start in range(0, len(query_QE), self._num_queries):
-      rows = slice(start, start + self._num_queries)
-      padding = self._num_queries - len(query_QE[rows])
-      padded_QE = np.pad(query_QE[rows], [(0, padding), (0, 0)])
-      padded_id = np.pad(query_id[rows], [(0, padding)])
-      ranks.append(self._better(padded_QE, padded_id, *answers))
-    return np.concatenate(jax.device_get(ranks))[: len(query_QE)]
 
-  def _count_better(
-    self,
-    query_QE: jax.Array,
-    query_id: jax.Array,
-    answer_AE: jax.Array,
-    answer_id: jax.Array,
-  ) -> jax.Array:
-    query_QE = jax.lax.with_sharding_constraint(query_QE, self._rows)
-    score_QA = jnp.einsum(
-      "qe,ae->qa",
-      query_QE.astype(jnp.float32),
-      answer_AE.astype(jnp.float32),
-      precision=jax.lax.Precision.HIGHEST,
-    )
-    right_QA = query_id[:, None] == answer_id
-    best_Q1 = jnp.max(
-      score_QA, axis=1, where=right_QA, initial=-jnp.inf, keepdims=True
-    )
-    # Not `score_QA >= best_Q1`: a score that is NaN is before the right ones.
-    better_QA = ~right_QA & ~(score_QA < best_Q1)
-    ranks_Q = jnp.sum(better_QA, axis=1)
-    # A large k finds every answer, but none of a query with such scores.
-    last = jnp.iinfo(ranks_Q.dtype).max
-    return jnp.where(jnp.isfinite(best_Q1[:, 0]), ranks_Q, last)
+def _ranks(
+  queries: tuple[jax.Array, jax.Array],
+  answer_AE: jax.Array,
+  answer_id: jax.Array,
+) -> jax.Array:
+  """Number of wrong answers before the first right one, int [Q]."""
+  query_QE, query_id = queries
+  score_QA = jnp.einsum(
+    "qe,ae->qa",
+    query_QE.astype(jnp.float32),
+    answer_AE.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  right_QA = query_id[:, None] == answer_id
+  best_Q1 = jnp.max(
+    score_QA, axis=1, where=right_QA, initial=-jnp.inf, keepdims=True
+  )
+  # Not `score_QA >= best_Q1`: a score that is NaN is before the right ones.
+  better_QA = ~right_QA & ~(score_QA < best_Q1)
+  ranks_Q = jnp.sum(better_QA, axis=1)
+  # A large k finds every answer, but none of a query with such scores.
+  last = jnp.iinfo(ranks_Q.dtype).max
+  return jnp.where(jnp.isfinite(best_Q1[:, 0]), ranks_Q, last)

@@ -1,0 +1,112 @@
+"""Classifies by the labels of the nearest training examples.
+
+Legend: Q queries, N training examples, D features, K neighbours, C classes.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import metrics, settings
+from bigtrain.evaluation import evaluations, features
+from bigtrain.evaluation.evaluations import Batches, Context
+from bigtrain.evaluation.features import Examples
+from bigtrain.settings import ConfigError
+from bigtrain.types import PredictFn, Variables
+
+
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
+  for name, default in dict(k=(10, 20, 100, 200), top_k=(1, 5)).items():
+    values = options.get(name, default)
+    evaluations.check_numbers(f"{path}.{name}", values, least=1, whole=True)
+  temperature = options.get("temperature", 0.07)
+  settings.check_number(f"{path}.temperature", temperature, above=0)
+
+
+class Evaluator:
+  """Accuracy "20nn_acc", "20nn_top5_acc", ... of a vote of neighbours.
+
+  A neighbour counts exp(cosine / temperature), as in DINO (arXiv 2104.14294).
+  A training example that is not finite has no vote, and such a test example is
+  never right. Arguments that are not listed are as in `fewshot`.
+
+  Args:
+    k: numbers of neighbours.
+    temperature: of the vote; the lower, the more the nearest ones count.
+    top_k: numbers: right is a class among this many with the most votes.
+  """
+
+  def __init__(
+    self,
+    predict_fn: PredictFn,
+    batches: Batches,
+    *,
+    test_data: Mapping[str, Any],
+    k: Sequence[int] = (10, 20, 100, 200),
+    temperature: float = 0.07,
+    top_k: Sequence[int] = (1, 5),
+    label_key: str = "label",
+    num_test_examples: int | None = None,
+  ):
+    self._path, self._k, self._top_k = batches.context.path, k, top_k
+    vote = functools.partial(self._hits, temperature)
+    self._vote = features.by_rows(vote, batches.context.mesh, num_rows=256)
+    self._results = features.of_splits(
+      predict_fn,
+      batches,
+      test_data,
+      num_test_examples,
+      label_key,
+      self._accuracies,
+    )
+
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
+    return self._results(variables)
+
+  def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
+    if max(self._k) > len(train[0]):
+      raise ConfigError(
+        f"{self._path}.k: {max(self._k)} neighbours, but {len(train[0])} "
+        "training examples."
+      )
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    hits = self._vote(test, *train, static=num_classes)
+    return {name: float(np.mean(hit)) for name, hit in hits.items()}
+
+  def _hits(
+    self,
+    temperature: float,
+    queries: tuple[jax.Array, jax.Array],
+    x_ND: jax.Array,
+    y_N: jax.Array,
+    num_classes: int,
+  ) -> dict[str, jax.Array]:
+    x_QD, y_Q = queries
+    cosine_QN = jnp.matmul(
+      _unit(x_QD), _unit(x_ND).T, precision=jax.lax.Precision.HIGHEST
+    )
+    usable_N = jnp.all(jnp.isfinite(x_ND), axis=1)
+    cosine_QN = jnp.where(usable_N, cosine_QN, -jnp.inf)
+    cosine_QK, nearest_QK = jax.lax.top_k(cosine_QN, max(self._k))
+    # Relative to the nearest one, which no temperature makes infinite.
+    vote_QK = jnp.exp((cosine_QK - cosine_QK[:, :1]) / temperature)
+    row_Q1, class_QK = jnp.arange(len(y_Q))[:, None], y_N[nearest_QK]
+    hits = {}
+    for k in self._k:
+      votes_QC = jnp.zeros((len(y_Q), num_classes))
+      votes_QC = votes_QC.at[row_Q1, class_QK[:, :k]].add(vote_QK[:, :k])
+      votes_QC = jnp.where(votes_QC > 0, votes_QC, -jnp.inf)
+      for top in self._top_k:
+        name = f"{k}nn_acc" if top == 1 else f"{k}nn_top{top}_acc"
+        if top <= num_classes:
+          hits[name] = metrics.top_k_hits(votes_QC, y_Q, top)
+    return hits
+
+
+def _unit(x_ND: jax.Array) -> jax.Array:
+  norm_N1 = jnp.linalg.norm(x_ND, axis=1, keepdims=True)
+  return x_ND / jnp.maximum(norm_N1, 1e-12)
