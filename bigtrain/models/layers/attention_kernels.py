@@ -229,7 +229,7 @@ def _library() -> Any:  # Its import takes half a second.
 def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
   attend = jax.nn.dot_product_attention
   kernel = functools.partial(attend, implementation="cudnn")
-  return _with_matrix(kernel, inputs, scale)
+  return _attend_locally(kernel, inputs, scale)
 
 
 def attend_by_tokamax(
@@ -241,14 +241,19 @@ def attend_by_tokamax(
     flags.FLAGS.mark_as_parsed()
   options: Any = dict(logits_soft_cap=softcap, implementation=_TOKAMAX)
   kernel = functools.partial(tokamax.dot_product_attention, **options)
+  return _attend_locally(kernel, inputs, scale)
 
-  def attend_locally(
+
+def _attend_locally(
+  kernel: Callable[..., jax.Array], inputs: Inputs, scale: float
+) -> jax.Array:
+  def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
   ) -> jax.Array:
     return _with_matrix(kernel, Inputs(q, k, v, mask), scale)
 
   q, k, v, mask, _, _ = inputs
-  return sharding.split_batch(attend_locally, q, k, v, mask, by_heads=3)
+  return sharding.split_batch(attend, q, k, v, mask, by_heads=3)
 
 
 def _with_matrix(
