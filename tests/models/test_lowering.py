@@ -40,7 +40,7 @@ def _shallow(options):
   return shallow
 
 
-def lower(config, platform):
+def lower(config, platform, **mesh):
   """The text of a gradient of the config's loss for a platform."""
   task = parts.find_module("tasks", config["task"], "task")
   module = parts.find_module("models", config["model_name"], "model_name")
@@ -81,7 +81,8 @@ def lower(config, platform):
 
   key = jax.eval_shape(lambda: jax.random.key(0))
   kind = DEVICES[platform]
-  with absent_mesh.use(kind, "gpu" if platform == "cuda" else platform):
+  device = "gpu" if platform == "cuda" else platform
+  with absent_mesh.use(kind, device, **mesh):
     traced = jax.jit(jax.grad(loss)).trace(
       variables["params"], variables, batch, key
     )
@@ -107,3 +108,12 @@ def test_a_class_token_keeps_cudnn(traces_cudnn):
   text = lower(config, "cuda")
   assert "__cudnn$fmhaSoftmaxBackward" in text
   assert "197x197" not in text and "198x198" not in text
+
+
+def test_stages_call_cudnn_with_the_part_of_a_device(traces_cudnn):
+  """Inside of stages, XLA cannot split the call: it has no sharding there."""
+  config = test_configs.load("gpt2_124m")
+  config["model"]["scan"] = True
+  text = lower(config, "cuda", pipeline=2)
+  assert "__cudnn$fmhaSoftmaxBackward" in text
+  assert "CustomSPMDPartitioning" not in text

@@ -49,16 +49,16 @@ def block_class(
 ) -> type[nn.Module]:
   """`train` is the index of that argument in the block's call; self is 0."""
   settings.check_choice("config.model.remat_policy", policy_name, POLICIES)
-  policy = _policy(policy_name, scan)
-  if policy is not None:
+  keeps = policy(policy_name, scan)
+  if keeps is not None:
     block = nn.remat(
-      block, policy=policy, prevent_cse=not scan, static_argnums=(train,)
+      block, policy=keeps, prevent_cse=not scan, static_argnums=(train,)
     )
   # Unrolled blocks are alike: it suffices to trace one. XLA gets the same.
   return block if scan else nn.jit(block, static_argnums=(train,))
 
 
-def _policy(name: str, scan: bool) -> Callable[..., bool] | None:
+def policy(name: str, scan: bool) -> Callable[..., bool] | None:
   if name in _OURS:
     return _OURS[name]
   if name == "none" and not scan:

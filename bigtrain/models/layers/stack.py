@@ -9,7 +9,6 @@ Layers outside of whole periods keep their numbers, as blocks_0. The same key
 initialises all of these to the same values.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,8 +95,17 @@ def run(
   schedule = None if cache else sharding.schedule(len(x))
   if schedule and not parent.is_initializing():
     module = looped(*arguments, parent=None)
-    in_stages = functools.partial(_in_stages, parent, schedule, common)
-    carry, stacked = in_stages(module, name, starts, carry, shared)
+    carry, stacked = _in_stages(
+      parent,
+      schedule,
+      remat.policy(remat_policy, scan),
+      common,
+      module,
+      name,
+      starts,
+      carry,
+      shared,
+    )
   else:
     looped = nn.scan(
       looped,
@@ -119,6 +127,7 @@ def run(
 def _in_stages(
   parent: nn.Module,
   schedule: sharding.Schedule,
+  policy: Any,
   common: int,
   module: nn.Module,
   name: str,
@@ -149,7 +158,7 @@ def _in_stages(
 
   key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
   x, (reports, sums) = stages.run(
-    layer, moe.merged, variables, key, x, shared, common, schedule
+    layer, moe.merged, variables, key, x, shared, common, schedule, policy
   )
   for collection, value in sums.items():
     parent.put_variable(collection, name, value)

@@ -21,11 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from bigtrain import model_flops, settings, sharding
 
 _AXIS = "pipeline"
+_INPUT = "layer_input"  # Name of a layer's activations, which are kept.
 
 # (variables of a layer, its index, key or None, activations, shared arguments)
 # -> (activations, (report, sums)).
@@ -41,6 +43,7 @@ def run(
   shared: tuple[Any, ...],
   common: int,
   schedule: sharding.Schedule,
+  policy: Callable[..., bool],
 ) -> tuple[jax.Array, tuple[Any, Any]]:
   """Returns (x [B, ...] after all layers, (reports, sums)).
 
@@ -51,6 +54,7 @@ def run(
     shared: arguments of all layers; arrays [B, ...] in them, but not in the
       first `common` ones, are split into microbatches.
     schedule: for this batch.
+    policy: which results of a layer the backward pass keeps.
 
   Each replica runs by itself, so that gradients are summed over them once.
   """
@@ -69,13 +73,22 @@ def run(
   arrays |= {i: sharding.to_microbatches(arrays[i], schedule) for i in of_batch}
 
   def run_part(
-    part: Any, first: jax.Array, x_b: jax.Array, arrays: Any, number: jax.Array
+    variables_Rk: Any,
+    r: jax.Array,
+    first: jax.Array,
+    x_b: jax.Array,
+    arrays: Any,
+    number: jax.Array,
   ) -> tuple[jax.Array, Any]:
+    part = jax.tree.map(
+      lambda w: w[r if schedule.rounds > 1 else 0], variables_Rk
+    )
     own = {i: a[number] if i in of_batch else a for i, a in arrays.items()}
     shared = [own.get(i, a) for i, a in enumerate(leaves)]
 
     def one_layer(x_b: jax.Array, of_layer: Any) -> Any:
       variables, i = of_layer
+      x_b = checkpoint_name(x_b, _INPUT)
       of_both = key
       if key is not None:
         of_layer = jax.random.fold_in(key, first + i)
@@ -87,6 +100,12 @@ def run(
     k = len(jax.tree.leaves(part)[0])
     return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
 
+  if schedule.rounds > 1:  # Else every tick would keep its part's weights.
+    policies = jax.checkpoint_policies
+    policy = policies.save_from_both_policies(
+      policy, policies.save_only_these_names(_INPUT)
+    )
+    run_part = jax.checkpoint(run_part, policy=policy, prevent_cse=False)
   by_stage = PartitionSpec(_AXIS, "replica")
   whole, by_example = PartitionSpec(), PartitionSpec(None, "replica")
   of_arrays = {i: by_example if i in of_batch else whole for i in arrays}
@@ -123,8 +142,8 @@ def _on_stage(
     r = jnp.clip((t - stage) // M, 0, R - 1)
     x_b = jnp.where(stage == 0, ring_nb[j], x_b)
     ring_nb = ring_nb.at[j].set(_moved(ring_nb[j], -1))
-    part = jax.tree.map(lambda w: w[r if R > 1 else 0], variables_Rk)
-    x_b, outputs = run_part(part, (r * P + stage) * k, x_b, arrays, number)
+    args = variables_Rk, r, (r * P + stage) * k, x_b, arrays, number
+    x_b, outputs = run_part(*args)
     done_b = x_b
     if place < P - 1:
       done_b = jax.lax.ppermute(x_b, _AXIS, [(P - 1, place)])

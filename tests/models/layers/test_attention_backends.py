@@ -108,7 +108,7 @@ def test_the_platform_is_that_of_the_mesh():
   q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
   attend = functools.partial(attention.attend, mask=masks.Mask(causal=True))
   settings.forget_choices()
-  with absent_mesh.use("TPU v5", "tpu", (2, 4)):
+  with absent_mesh.use("TPU v5", "tpu", replica=2, fsdp=4):
     traced = jax.jit(attend).trace(q, q, q)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
   (choice,) = settings.choices()[attention_backends.KEY].values()
