@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from bigtrain import settings, trees
+from bigtrain import settings, sharding, trees
 from bigtrain.checkpoints import (
   checksums,
   folders,
@@ -60,10 +61,32 @@ def read_options(
       )
   return {
     "keep": keep,
+    "dtypes": _read_dtypes(config),
     "keep_every_steps": lengths.keep_ckpt,
     "local": local_checkpoints.from_config(config, lengths.local_ckpt, workdir),
     "config_digest": settings.digest(config.to_dict()),
   }
+
+
+def _read_dtypes(config: settings.Config) -> dict[str, str]:
+  dtypes = config.kwargs("ckpt_dtype")
+  settings.check_keys("config.ckpt_dtype", dtypes, ("params", "ema", "opt"))
+  for tree, dtype in dtypes.items():
+    settings.check_choice(f"config.ckpt_dtype.{tree}", dtype, ("bfloat16",))
+  return dtypes
+
+
+def _rounded(
+  named: list[tuple[str, Any]], dtypes: Mapping[str, str]
+) -> list[tuple[str, Any]]:
+  """The arrays with those in float32 of some trees in another dtype."""
+  result = []
+  for name, x in named:
+    dtype = dtypes.get(name.split("/")[0])
+    if dtype and x.ndim and x.dtype == np.float32:
+      x = sharding.on_device(x).astype(dtype)
+    result.append((name, x))
+  return result
 
 
 def _point(name: str) -> None:
@@ -97,6 +120,7 @@ class Checkpointer:
     guard: Callable[[], None] | None = None,
     *,
     keep: int = 2,
+    dtypes: Mapping[str, str] | None = None,
     keep_every_steps: int | None = None,
     local: local_checkpoints.LocalCheckpoints | None = None,
     config_digest: str = "",
@@ -104,6 +128,7 @@ class Checkpointer:
   ):
     """`keep` is the number of newest checkpoints; with 0, nothing is saved.
 
+    `dtypes` is config.ckpt_dtype.
     `guard` is called before a commit, and raises if this job may no longer
     write here (lease.Lease.check).
     """
@@ -111,6 +136,7 @@ class Checkpointer:
     self._keep = settings.check_number(
       "config.keep_ckpts", keep, least=0, whole=True
     )
+    self._dtypes = dtypes or {}
     self._keep_every_steps = keep_every_steps
     self._local = local
     self._config_digest = config_digest
@@ -151,8 +177,8 @@ class Checkpointer:
       return None
     # A copy, because the program changes it while the save is being written.
     host_json = json.dumps((host_state or HostState()).to_json())
-    named = trees.flatten_with_names(state)
-    jax.block_until_ready(state)
+    named = _rounded(trees.flatten_with_names(state), self._dtypes)
+    jax.block_until_ready(named)
     started = time.monotonic()
     self.wait()
     # At most one earlier save may still be removing old checkpoints. If

@@ -208,6 +208,17 @@ class Manifest:
   def num_bytes(self) -> int:
     return sum(a.num_bytes for a in self.arrays.values())
 
+  @property
+  def rounded(self) -> dict[str, str]:
+    """config.ckpt_dtype of the run: {tree: dtype of its saved arrays}."""
+    return (self.host_state.config or {}).get("ckpt_dtype") or {}
+
+  def state_dtype(self, name: str) -> np.dtype:
+    """Returns the dtype of an array before the checkpoint rounded it."""
+    saved = self.arrays[name].dtype
+    is_rounded = self.rounded.get(name.split("/")[0]) == saved
+    return dtype_of("float32" if is_rounded else saved)
+
   def to_json(self) -> str:
     content: dict[str, Any] = {
       "format": FORMAT,

@@ -101,6 +101,12 @@ def restore(
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   check_fits(directory, manifest, dict(trees.flatten_with_names(like)))
+  if manifest.rounded:
+    logging.warning(
+      "config.ckpt_dtype: %s has rounded values, so the run does not go on bit "
+      "for bit as without an interruption.",
+      directory,
+    )
   return read_tree(directory, manifest, like), manifest
 
 
@@ -124,7 +130,7 @@ def check_fits(
       lines.append(f"missing: {name}: expected {expected}, found nothing")
     elif saved[name].shape != expected.shape:
       lines.append(f"shape: {name}: expected {expected}, found {saved[name]}")
-    elif saved[name].dtype != expected.dtype:
+    elif saved[name].dtype != expected.dtype != manifest.state_dtype(name):
       lines.append(f"dtype: {name}: expected {expected}, found {saved[name]}")
   for name in saved:
     if name not in specs:
@@ -156,6 +162,7 @@ def load(
 ) -> dict[str, jax.Array]:
   """Loads arrays under new names; `sources` is {new name: saved name}.
 
+  Those of another dtype are cast.
   Each part is read once, even if several devices of this process need it.
   (jax's run_deserialization reads it for each, and caches up to 10 GB.)
   """
@@ -175,6 +182,7 @@ def load(
     if sharding_of(like[name]).is_fully_addressable:
       one = checksums.of_part(value, read.place, like[name].shape)
       sums.setdefault(name, []).append(one)
+    value = value.astype(like[name].dtype, copy=False)
     kind = sharding_of(like[name]).memory_kind
     shards[name] += jax.device_put(
       [value[index] for index, _ in read.cuts],

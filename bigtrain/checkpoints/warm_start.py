@@ -119,7 +119,9 @@ def load_params(
 
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
   if file.checkpoint and not values:
-    loaded = _from_checkpoint(file.checkpoint, names, available, wanted)
+    directory, manifest, places = file.checkpoint
+    sources = {name: places[names[name]] for name in wanted}
+    loaded = restore.load(directory, manifest, sources, wanted)
   else:
     read = file.parts or file.read
     values = values or read([names[name] for name in wanted])
@@ -367,24 +369,6 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
   if {"missing", "reshaped"} & set(kinds):
     text += " Arrays that may be missing or reshaped stay freshly initialised."
   return ConfigError(text)
-
-
-def _from_checkpoint(
-  checkpoint: tuple[str, Manifest, Mapping[str, str]],
-  names: Mapping[str, str],
-  available: Mapping[str, Any],
-  wanted: Mapping[str, Any],
-) -> dict[str, jax.Array]:
-  directory, manifest, places = checkpoint
-  as_stored = {
-    name: jax.ShapeDtypeStruct(
-      spec.shape, available[name].dtype, sharding=spec.sharding
-    )
-    for name, spec in wanted.items()
-  }
-  sources = {name: places[names[name]] for name in wanted}
-  arrays = restore.load(directory, manifest, sources, as_stored)
-  return {name: arrays[name].astype(wanted[name].dtype) for name in wanted}
 
 
 def _place(value: Any, spec: Any) -> jax.Array:

@@ -17,7 +17,6 @@ from bigtrain.adapters import peft_files, trained
 from bigtrain.checkpoints import (
   averages,
   folders,
-  manifest,
   restore,
   warm_start,
 )
@@ -199,7 +198,7 @@ def variables(
     return _published_variables(saved, weights, mesh)
   if saved.manifest is not None:
     shapes = {
-      name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
+      name: jax.ShapeDtypeStruct(array.shape, saved.manifest.state_dtype(name))
       for name, array in saved.manifest.arrays.items()
     }
     specs = _placed(shapes, weights, mesh)

@@ -101,6 +101,7 @@ def test_options_are_read_from_the_config():
   config = settings.Config({"keep_ckpts": 3})
   assert options(config, keep_ckpt=10) == {
     "keep": 3,
+    "dtypes": {},
     "keep_every_steps": 10,
     "local": None,
     "config_digest": settings.digest({"keep_ckpts": 3}),

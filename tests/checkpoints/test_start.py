@@ -6,18 +6,21 @@ import shutil
 import signal
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
 from models.published import folders
 
-from bigtrain import main, parts, settings
+import bigtrain
+from bigtrain import main, parts, settings, trees
 from bigtrain.checkpoints import folders as checkpoint_folders
 from bigtrain.checkpoints import restore, start
 from bigtrain.cluster import process
 from bigtrain.evaluators import mean
 from bigtrain.inputs import pipeline
 from bigtrain.runtime import programs
+from bigtrain.tools import checkpoint
 
 # Every kind of state in a checkpoint (moments, running statistics, averaged
 # parameters), and randomness in the step and in the input.
@@ -317,6 +320,60 @@ def test_harmless_changes_are_allowed(straight, tiny_config, tmp_path, caplog):
   assert "config.log_steps: 2 -> 1 (harmless)" in caplog.text
   tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(straight[2]))
   assert list(tiny.rows(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+ROUNDED = EVERYTHING | {"ckpt_dtype": dict(params="bfloat16", ema="bfloat16")}
+
+
+def test_a_checkpoint_may_have_parameters_in_bfloat16(
+  straight, tiny_config, tmp_path
+):
+  main.train(tiny_config(ROUNDED), str(tmp_path))
+  exact, saved = tiny.arrays(straight[2]), tiny.arrays(tmp_path)
+  for name, array in exact.items():
+    if name.startswith(("params", "ema")):
+      # numpy's rounding: to the nearest value, of two the even one.
+      array = array.astype(ml_dtypes.bfloat16)
+    assert saved[name].dtype == array.dtype, name
+    np.testing.assert_array_equal(saved[name], array, err_msg=name)
+  assert not any(checkpoint.verify(str(tmp_path)).values())
+  variables = bigtrain.load(str(tmp_path)).variables
+  rounded = {n: x for n, x in saved.items() if n.startswith("params")}
+  for name, x in trees.flatten_with_names(variables["params"]):
+    assert x.dtype == np.float32
+    np.testing.assert_array_equal(x, rounded.pop(f"params/{name}"))
+  assert not rounded
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_rounded_parameters_and_says_so(
+  straight, tiny_config, tmp_path, caplog
+):
+  main.train(tiny_config(ROUNDED | {"stop_at_steps": 3}), str(tmp_path))
+  assert "rounded values" not in caplog.text
+  main.train(tiny_config(EVERYTHING), str(tmp_path))
+  assert caplog.text.count("rounded values") == 1
+  exact, end = tiny.arrays(straight[2]), tiny.arrays(tmp_path)
+  assert any(np.any(end[name] != array) for name, array in exact.items())
+  for name, array in exact.items():
+    assert end[name].dtype == array.dtype
+    if name.startswith("params"):
+      np.testing.assert_allclose(end[name], array, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ("dtypes", "message"),
+  [
+    (dict(parms="bfloat16"), "config.ckpt_dtype.parms: unknown key. Did you"),
+    (dict(params="float8"), "config.ckpt_dtype.params: unknown 'float8'"),
+    ("bfloat16", "config.ckpt_dtype: expected a dict"),
+  ],
+)
+def test_wrong_dtypes_of_checkpoints_are_errors(
+  tiny_config, tmp_path, dtypes, message
+):
+  with pytest.raises(settings.ConfigError, match=message):
+    main.train(tiny_config({"ckpt_dtype": dtypes}), str(tmp_path))
 
 
 def test_the_full_state_of_another_workdir(straight, tiny_config, tmp_path):
