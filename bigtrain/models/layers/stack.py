@@ -9,6 +9,7 @@ Layers outside of whole periods keep their numbers, as blocks_0. The same key
 initialises all of these to the same values.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,17 +96,9 @@ def run(
   schedule = None if cache else sharding.schedule(len(x))
   if schedule and not parent.is_initializing():
     module = looped(*arguments, parent=None)
-    carry, stacked = _in_stages(
-      parent,
-      schedule,
-      remat.policy(remat_policy, scan),
-      common,
-      module,
-      name,
-      starts,
-      carry,
-      shared,
-    )
+    policy = remat.policy(remat_policy, scan)
+    in_stages = functools.partial(_in_stages, parent, schedule, policy, common)
+    carry, stacked = in_stages(module, name, starts, carry, shared)
   else:
     looped = nn.scan(
       looped,

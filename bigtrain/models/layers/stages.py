@@ -80,9 +80,7 @@ def run(
     arrays: Any,
     number: jax.Array,
   ) -> tuple[jax.Array, Any]:
-    part = jax.tree.map(
-      lambda w: w[r if schedule.rounds > 1 else 0], variables_Rk
-    )
+    part = jax.tree.map(lambda w: w[r if len(w) > 1 else 0], variables_Rk)
     own = {i: a[number] if i in of_batch else a for i, a in arrays.items()}
     shared = [own.get(i, a) for i, a in enumerate(leaves)]
 
@@ -100,12 +98,8 @@ def run(
     k = len(jax.tree.leaves(part)[0])
     return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
 
-  if schedule.rounds > 1:  # Else every tick would keep its part's weights.
-    policies = jax.checkpoint_policies
-    policy = policies.save_from_both_policies(
-      policy, policies.save_only_these_names(_INPUT)
-    )
-    run_part = jax.checkpoint(run_part, policy=policy, prevent_cse=False)
+  if schedule.rounds > 1:
+    run_part = _without_weights(run_part, policy)
   by_stage = PartitionSpec(_AXIS, "replica")
   whole, by_example = PartitionSpec(), PartitionSpec(None, "replica")
   of_arrays = {i: by_example if i in of_batch else whole for i in arrays}
@@ -120,6 +114,15 @@ def run(
   reports, sums = jax.tree.map(flat, outputs)
   sums = jax.tree.map(lambda y: jnp.sum(y, axis=0), sums)
   return sharding.from_microbatches(x_Mb, schedule), (merge(reports), sums)
+
+
+def _without_weights(run_part: Any, policy: Callable[..., bool]) -> Any:
+  """The same, but a tick does not keep the weights of its round."""
+  policies = jax.checkpoint_policies
+  policy = policies.save_from_both_policies(
+    policy, policies.save_only_these_names(_INPUT)
+  )
+  return jax.checkpoint(run_part, policy=policy, prevent_cse=False)
 
 
 def _on_stage(
