@@ -13,6 +13,7 @@ import datetime
 import functools
 import json
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -33,74 +34,12 @@ Now = Callable[[], datetime.datetime]
 _FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 
-# Formats that several models share. None of them takes tools.
+# Of the formats in _FOLDER, which several models share, none takes tools.
 _NO_TOOLS = """\
 {%- if tools %}{{ raise_exception("this template has no tools") }}{% endif %}
 """
-_NAMED = {
-  "chatml": """\
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
-""",
-  # Every answer keeps its thoughts, so a text does not change as it goes on.
-  "qwen3": """\
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\n" }}
-{%- if message.role == "assistant" %}
-{{- "<think>\n" + (message.reasoning_content or "").strip("\n") }}
-{{- "\n</think>\n\n" }}
-{%- endif %}
-{{- message.content + "<|im_end|>\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
-""",
-  "llama3": """\
-{%- macro head(role) %}
-{{- "<|start_header_id|>" + role + "<|end_header_id|>\n\n" }}
-{%- endmacro %}
-{{- bos_token }}
-{%- for message in messages %}
-{{- head(message.role) + message.content | trim + "<|eot_id|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ head("assistant") }}{% endif %}
-""",
-  "gemma": """\
-{{- bos_token }}
-{%- set ns = namespace(system="") %}
-{%- for message in messages %}
-{%- if message.role == "system" %}
-{%- set ns.system = message.content + "\n\n" %}
-{%- else %}
-{%- set role = "model" if message.role == "assistant" else message.role %}
-{{- "<start_of_turn>" + role + "\n" + ns.system + message.content | trim }}
-{{- "<end_of_turn>\n" }}
-{%- set ns.system = "" %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<start_of_turn>model\n" }}{% endif %}
-""",
-  "mistral": """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role == "user" %}
-{{- "[INST] " + message.content + "[/INST]" }}
-{%- elif message.role == "assistant" %}
-{{- " " + message.content | trim + eos_token }}
-{%- else %}
-{{- raise_exception("this template has the roles user and assistant") }}
-{%- endif %}
-{%- endfor %}
-""",
-  "phi3": """\
-{%- for message in messages %}
-{{- "<|" + message.role + "|>\n" + message.content + "<|end|>\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|assistant|>\n" }}{% endif %}
-""",
-}
-NAMES = tuple(_NAMED)
+_FOLDER = pathlib.Path(__file__).with_name("chat_templates")
+NAMES = tuple(sorted(path.stem for path in _FOLDER.iterdir()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,9 +215,9 @@ def get(spec: str | None, tokenizer: str) -> Template:
     folder = os.path.dirname(folder)
   if spec is None:
     return Template.of_folder(folder)
-  if spec in _NAMED:
-    texts = {"default": _NO_TOOLS + _NAMED[spec]}
-    return Template(f"'{spec}'", texts, _tokens(folder))
+  if spec in NAMES:
+    text = _NO_TOOLS + (_FOLDER / f"{spec}.jinja").read_text()
+    return Template(f"'{spec}'", {"default": text}, _tokens(folder))
   path = paths.absolute(spec)
   if os.path.isdir(path):
     return Template.of_folder(path)

@@ -30,32 +30,7 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, t5_families
 
-_V1_0: dict[str, Any] = dict(mlp="relu", tied_head=True)
-_V1_1: dict[str, Any] = dict(mlp="geglu", tied_head=False)
-
-
-def _sizes(*sizes: int, head_dim: int = 64) -> dict[str, Any]:
-  """Width, depth, number of heads and hidden width of a variant."""
-  named = zip(("width", "depth", "num_heads", "mlp_dim"), sizes)
-  return dict(vocab_size=32128, head_dim=head_dim) | dict(named)
-
-
-# "t5" and "t5_1_1" have no sizes.
-VARIANTS: dict[str, dict[str, Any]] = {
-  "t5": _V1_0,
-  "t5_small": _V1_0 | _sizes(512, 6, 8, 2048),
-  "t5_base": _V1_0 | _sizes(768, 12, 12, 3072),
-  "t5_large": _V1_0 | _sizes(1024, 24, 16, 4096),
-  "t5_3b": _V1_0 | _sizes(1024, 24, 32, 16_384, head_dim=128),
-  "t5_11b": _V1_0 | _sizes(1024, 24, 128, 65_536, head_dim=128),
-  "t5_1_1": _V1_1,
-  "t5_1_1_small": _V1_1 | _sizes(512, 8, 6, 1024),
-  "t5_1_1_base": _V1_1 | _sizes(768, 12, 12, 2048),
-  "t5_1_1_large": _V1_1 | _sizes(1024, 24, 16, 2816),
-  "t5_1_1_xl": _V1_1 | _sizes(2048, 24, 32, 5120),
-  "t5_1_1_xxl": _V1_1 | _sizes(4096, 24, 64, 10_240),
-}
-
+VARIANTS = options.variants("t5")
 MLPS = ("relu", "geglu")
 _NEEDED = ("vocab_size", "width", "depth", "num_heads")
 
@@ -89,7 +64,7 @@ class Model(nn.Module):
     values = options.filled(
       self,
       VARIANTS,
-      (*_NEEDED, *_V1_0, "decoder_depth", "head_dim", "mlp_dim"),
+      (*VARIANTS["t5_base"], "decoder_depth"),
       default="t5_1_1",
       example="t5_1_1_base",
     )

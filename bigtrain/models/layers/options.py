@@ -1,5 +1,7 @@
 """Checks of the fields of models; the messages name them as config keys."""
 
+import pathlib
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +14,19 @@ from bigtrain.models.layers import attention_backends, remat
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def variants(model_name: str) -> dict[str, dict[str, Any]]:
+  """{variant: values of fields} of a model, from models/variants.toml."""
+  file = pathlib.Path(__file__).parent.with_name("variants.toml")
+  result: dict[str, dict[str, Any]] = {}
+  for name, values in tomllib.loads(file.read_text())[model_name].items():
+    result[name] = {}
+    for other in values.pop("like", ()):
+      result[name] |= result[other]
+    tuples = {n: tuple(x) for n, x in values.items() if isinstance(x, list)}
+    result[name] |= values | tuples
+  return {name: x for name, x in result.items() if not name.startswith("_")}
 
 
 def set_fields(model: Any, values: Mapping[str, Any]) -> None:
