@@ -16,7 +16,8 @@ from bigtrain.evaluation.evaluations import Batches
 from bigtrain.settings import DataError
 from bigtrain.types import Batch, PredictFn, Variables
 
-Examples = tuple[np.ndarray, np.ndarray]  # Features [N, D], labels int [N].
+# Features [N, D] and labels int [N], or of patches and pixels: [N, ...].
+Examples = tuple[np.ndarray, np.ndarray]
 
 
 def of_splits(
@@ -35,8 +36,13 @@ def of_splits(
 
   def outputs(variables: Variables, batch: Batch) -> Any:
     label = batch[label_key]
-    flat = lambda x: x.astype(jnp.float32).reshape(*label.shape[:1], -1)
-    return jax.tree.map(flat, predict_fn(variables, batch)), label
+
+    def of_layer(x: jax.Array) -> jax.Array:
+      # Labels of pixels are for features of patches.
+      shape = x.shape if label.ndim > 1 else (x.shape[0], -1)
+      return x.astype(jnp.float32).reshape(shape)
+
+    return jax.tree.map(of_layer, predict_fn(variables, batch)), label
 
   # Any classes: a probe has a head of its own.
   batches = batches.labelled(label_key, None)
@@ -45,13 +51,13 @@ def of_splits(
 
   def scores(variables: Variables) -> dict[str, float]:
     splits: list[dict[str, Examples]] = []
-    for features, label_N in (split(variables) for split in collect):
-      real_N = label_N >= 0
+    for features, labels in (split(variables) for split in collect):
+      real_N = (labels >= 0).reshape(len(labels), -1).any(1)
       if not real_N.any():
         raise DataError(f"{batches.context.path}: no example has a label.")
-      labels_N = label_N[real_N].astype(np.int32)
+      real = labels[real_N].astype(np.int32)
       layers = trees.flatten_with_names(features)
-      splits.append({name: (x[real_N], labels_N) for name, x in layers})
+      splits.append({name: (x[real_N], real) for name, x in layers})
     results: dict[str, float] = {}
     for name, train in splits[0].items():
       test = splits[1][name]

@@ -1,0 +1,234 @@
+"""Logistic regression on frozen features, of images or of their patches.
+
+Legend: N examples, D features, C classes, S slices of R rows, H x W pixels,
+h x w patches.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import scipy.optimize
+from absl import logging
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bigtrain import metrics, settings, sharding
+from bigtrain.evaluation import evaluations, features
+from bigtrain.evaluation.evaluations import Batches, Context
+from bigtrain.evaluation.features import Examples
+from bigtrain.settings import ConfigError
+from bigtrain.types import PredictFn, Variables
+
+_SLICE_ROWS = 8192  # Training examples whose logits exist at the same time.
+
+
+def check(options: Mapping[str, Any], context: Context, path: str) -> None:
+  evaluations.check_numbers(f"{path}.l2", options.get("l2", (1.0,)), least=0)
+  steps = options.get("max_steps", 1000)
+  settings.check_number(f"{path}.max_steps", steps, least=1, whole=True)
+  top_k = options.get("top_k", (1, 5))
+  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+
+
+class Evaluator:
+  """Accuracy "acc", "top5_acc", ... and "loss" of logistic regression.
+
+  L-BFGS minimises the sum of the cross-entropies and l2 / 2 of the squared
+  weights, of features with mean 0 and variance 1; so l2 is 1 / C of
+  scikit-learn. Of several penalties, "l2" is the best on a tenth of the
+  training examples; all of them then fit the result.
+
+  Labels [B, H, W] are of pixels, and features of patches: [B, h, w, D], or
+  [B, P, D] of a square. A patch learns the class of its centre. Its logits are
+  resized bilinearly; the results are "miou", the mean over all classes that
+  occur, and "acc" of pixels. Arguments that are not listed are as in `fewshot`.
+
+  Args:
+    l2: penalties.
+    max_steps: limit of the steps of one fit.
+    top_k: numbers k: right is a class among the k most likely ones.
+    ignore: label that does not count, such as 255, beside negative ones.
+  """
+
+  def __init__(
+    self,
+    predict_fn: PredictFn,
+    batches: Batches,
+    *,
+    test_data: Mapping[str, Any],
+    l2: Sequence[float] = (1.0,),
+    max_steps: int = 1000,
+    top_k: Sequence[int] = (1, 5),
+    ignore: int | None = None,
+    label_key: str = "label",
+    num_test_examples: int | None = None,
+  ):
+    self._path, mesh = batches.context.path, batches.context.mesh
+    self._l2 = sorted(l2, reverse=True)
+    self._max_steps, self._ignore = max_steps, ignore
+    self._results = features.of_splits(
+      predict_fn, batches, test_data, num_test_examples, label_key, self._score
+    )
+    replicated = sharding.replicated(mesh)
+    spec = PartitionSpec(None, sharding.batch_axes(mesh))
+    self._slices = NamedSharding(mesh, spec)
+    self._gradient = jax.jit(
+      jax.value_and_grad(_objective),
+      in_shardings=(replicated, replicated, replicated, *[self._slices] * 2),
+      out_shardings=replicated,
+    )
+    of_examples = functools.partial(_of_examples, top_k)
+    self._of_examples = features.by_rows(of_examples, mesh)
+    self._of_pixels = features.by_rows(_of_pixels, mesh, num_rows=16)
+
+  def run(self, variables: Variables, step: int) -> dict[str, float]:
+    return self._results(variables)
+
+  def _score(self, train: Examples, test: Examples) -> dict[str, float]:
+    train, test = ((x, self._real(y)) for x, y in (train, test))
+    x_ND, y_N = _rows(*train)
+    scale = x_ND.mean(0), x_ND.std(0) + 1e-5
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    weights = np.zeros((x_ND.shape[1] + 1, num_classes))
+    l2, results = self._l2[0], {}
+    if len(self._l2) > 1:
+      held_N = np.random.default_rng(0).permutation(len(y_N)) % 10 == 0
+      fit = self._fitter(x_ND, np.where(held_N, -1, y_N), scale)
+      held, hits = (x_ND[held_N], y_N[held_N]), []
+      for l2 in self._l2:
+        weights = fit(l2, weights)
+        hits.append(self._of_examples(held, weights, scale)["acc"].sum())
+      l2 = results["l2"] = self._l2[int(np.argmax(hits))]
+    weights = self._fitter(x_ND, y_N, scale)(l2, weights)
+    if test[1].ndim == 1:
+      values = self._of_examples(test, weights, scale)
+      return results | {k: float(v.mean()) for k, v in values.items()}
+    counts = self._of_pixels((_on_grid(test[0]), test[1]), weights, scale)
+    hits_C, predicted_C, labelled_C = (x.sum(0, np.float64) for x in counts)
+    union_C = predicted_C + labelled_C - hits_C
+    seen = union_C > 0
+    results["miou"] = float(np.mean(hits_C[seen] / union_C[seen]))
+    return results | {"acc": float(hits_C.sum() / labelled_C.sum())}
+
+  def _real(self, y: np.ndarray) -> np.ndarray:
+    return y if self._ignore is None else np.where(y == self._ignore, -1, y)
+
+  def _fitter(self, x_ND: np.ndarray, y_N: np.ndarray, scale: Any) -> Any:
+    ways = sharding.batch_ways(self._slices.mesh)
+    num_slices = -(-len(y_N) // _SLICE_ROWS)
+    rows = ways * -(-len(y_N) // (num_slices * ways))
+    padding = num_slices * rows - len(y_N)
+
+    def placed(x: np.ndarray, fill: int) -> jax.Array:
+      pads = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
+      x = np.pad(x, pads, constant_values=fill)
+      x = x.reshape(num_slices, rows, *x.shape[1:])
+      return jax.make_array_from_callback(x.shape, self._slices, x.__getitem__)
+
+    data = placed(x_ND, 0), placed(y_N, -1)
+
+    def fit(l2: float, start: np.ndarray) -> np.ndarray:
+      def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        weights = flat.reshape(start.shape).astype(np.float32)
+        result = self._gradient(weights, scale, np.float32(l2), *data)
+        loss, gradient = jax.device_get(result)
+        return float(loss), gradient.astype(np.float64).ravel()
+
+      result = scipy.optimize.minimize(
+        loss_and_gradient,
+        start.ravel(),
+        jac=True,
+        method="L-BFGS-B",
+        options=dict(maxiter=self._max_steps, ftol=1e-8, gtol=1e-6),
+      )
+      if result.nit >= self._max_steps:
+        logging.warning("%s: l2=%g: not converged.", self._path, l2)
+      return result.x.reshape(start.shape)
+
+    return fit
+
+
+def _rows(x: np.ndarray, y: np.ndarray) -> Examples:
+  """Labelled finite rows; of images, one for each patch."""
+  if y.ndim > 1:
+    x = _on_grid(x)
+    rows, columns = (
+      (np.arange(n) * 2 + 1) * size // (2 * n)
+      for n, size in zip(x.shape[1:3], y.shape[1:])
+    )
+    x, y = x.reshape(-1, x.shape[-1]), y[:, rows][:, :, columns].reshape(-1)
+  good = np.isfinite(x).all(1) & (y >= 0)
+  good[0] |= not good.any()  # A fit to nothing else predicts nothing.
+  return x[good], y[good]
+
+
+def _on_grid(x: np.ndarray) -> np.ndarray:
+  """Features of patches as [N, h, w, D]."""
+  side = math.isqrt(x.shape[1])
+  if x.ndim == 3 and side**2 != x.shape[1]:
+    raise ConfigError(f"linear_probe: {x.shape[1]} patches are not a square.")
+  return x.reshape(len(x), side, side, -1) if x.ndim == 3 else x
+
+
+def _logits(x: jax.Array, weights: jax.Array, scale: Any) -> jax.Array:
+  mean_D, std_D = scale
+  x = (x - mean_D) / std_D
+  precision = jax.lax.Precision.HIGHEST
+  return jnp.matmul(x, weights[:-1], precision=precision) + weights[-1]
+
+
+def _losses(logits: jax.Array, y: jax.Array) -> jax.Array:
+  xent = optax.softmax_cross_entropy_with_integer_labels
+  return jnp.where(y >= 0, xent(logits, jnp.maximum(y, 0)), 0.0)
+
+
+def _objective(
+  weights: jax.Array, scale: Any, l2: jax.Array, *slices: jax.Array
+) -> jax.Array:
+  """The mean over labelled examples, which L-BFGS' tolerances are made for."""
+
+  @jax.checkpoint
+  def slice_loss(rows: Any) -> jax.Array:
+    return jnp.sum(_losses(_logits(rows[0], weights, scale), rows[1]))
+
+  total = jnp.sum(jax.lax.map(slice_loss, slices))
+  total += l2 / 2 * jnp.sum(weights[:-1] ** 2)
+  return total / jnp.sum(slices[1] >= 0)
+
+
+def _of_examples(
+  top_k: Sequence[int], rows: Any, weights: jax.Array, scale: Any
+) -> dict[str, jax.Array]:
+  x_ND, y_N = rows
+  logits_NC = _logits(x_ND, weights, scale)
+  values = {"loss": _losses(logits_NC, y_N)}
+  for k in (1, *top_k):
+    if k <= logits_NC.shape[-1]:
+      name = "acc" if k == 1 else f"top{k}_acc"
+      values[name] = metrics.top_k_hits(logits_NC, y_N, k)
+  return values
+
+
+def _of_pixels(
+  rows: Any, weights: jax.Array, scale: Any
+) -> tuple[jax.Array, ...]:
+  """Pixels of each class [N, C]: hits, predicted, labelled."""
+  x_NhwD, y_NHW = rows
+  logits = _logits(x_NhwD, weights, scale)
+  none = logits.shape[-1]  # Of a pixel that does not count.
+  logits = jax.image.resize(logits, (*y_NHW.shape, none), "bilinear")
+  real_NHW = y_NHW >= 0
+  best_NHW = jnp.argmax(logits, axis=-1)
+  good_NHW = real_NHW & metrics.has_order(logits)
+  hits_NHW = good_NHW & (best_NHW == y_NHW)
+  count = jax.vmap(lambda y: jnp.bincount(y.reshape(-1), length=none + 1)[:-1])
+  return (
+    count(jnp.where(hits_NHW, y_NHW, none)),
+    count(jnp.where(good_NHW, best_NHW, none)),
+    count(jnp.where(real_NHW, y_NHW, none)),
+  )
