@@ -14,8 +14,10 @@ import json
 import math
 import numbers
 import os
+import pathlib
 import re
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -63,6 +65,11 @@ def regex(key: str, pattern: Any) -> re.Pattern[str]:
     return re.compile(pattern)
   except (re.error, TypeError) as e:
     raise ConfigError(f"{key}: bad regex {pattern!r}: {e}.") from e
+
+
+def read_table(module: str, name: str) -> dict[str, Any]:
+  """Reads a .toml file beside a module, whose `__file__` is given."""
+  return tomllib.loads(pathlib.Path(module).with_name(name).read_text())
 
 
 def import_package(name: str, needed_by: str, install: str) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from absl import logging
 from jax.extend import core as jex_core
 
-from bigtrain import model_flops
+from bigtrain import model_flops, settings
 from bigtrain.settings import Config
 
 _Share = Callable[[str], fractions.Fraction]
@@ -200,61 +200,7 @@ for _name in ("dot_product_attention", "dot_product_attention_fp8"):
     _COUNTS[f"{_name}_bwd{_suffix}"] = lambda eqn: 2 * _attention(eqn)
 
 
-# Dense FLOP/s of the matrix units in bfloat16 with float32 accumulation
-# (float16 if the device has no bfloat16), per jax device. The first matching
-# pattern wins, so narrow patterns come first. Figures that a data sheet gives
-# only "with sparsity" are halved.
-_PEAKS: tuple[tuple[str, float], ...] = (
-  # Google Cloud TPU system architecture pages, per chip. A jax device is one of
-  # a chip's two cores for v2, v3 and 7x, and a whole chip for the others.
-  (r"^TPU v2", 45e12 / 2),
-  (r"^TPU v3", 123e12 / 2),
-  (r"^TPU v4 lite", 138e12),
-  (r"^TPU v4", 275e12),
-  (r"^TPU v5( lite|e)", 197e12),
-  (r"^TPU v5", 459e12),
-  (r"^TPU v6( lite|e)", 918e12),
-  (r"^TPU ?v?7", 2307e12 / 2),
-  # A slice of a GPU has part of its peak; the name does not give the part.
-  (r"\bMIG\b", 0.0),
-  # NVIDIA data sheets and architecture white papers (Blackwell: HGX/DGX).
-  (r"\bB300\b", 2250e12),
-  (r"\b(GB200|GB300)\b", 2500e12),
-  (r"\bB200\b", 2250e12),
-  (r"\bB100\b", 1750e12),
-  (r"\bH200 NVL\b", 835.5e12),
-  (r"\b(H200|GH200)\b", 989.4e12),
-  (r"\bH[18]00 PCIe\b", 756.5e12),
-  (r"\bH100 NVL\b", 835.5e12),
-  (r"\b(H100|H800)\b", 989.4e12),
-  (r"\bH20\b", 148e12),
-  (r"\b(A100|A800)\b", 312e12),
-  (r"\bA40\b", 149.7e12),
-  (r"\bA30\b", 165e12),
-  (r"\bA10G\b", 70e12),
-  (r"\bA10\b", 125e12),
-  (r"\bL40S\b", 362e12),
-  (r"\bL40\b", 181e12),
-  (r"\bL4\b", 121e12),
-  (r"\bT4\b", 65e12),
-  (r"\bV100S", 130e12),
-  (r"\bV100-PCIE", 112e12),
-  (r"\bV100", 125e12),
-  (r"\bRTX 6000 Ada", 364.2e12),
-  (r"\bRTX A6000\b", 154.8e12),
-  (r"\bRTX A5000\b", 111.1e12),
-  (r"\bRTX 5090$", 209.5e12),
-  (r"\bRTX 5080$", 112.6e12),
-  (r"\bRTX 4090$", 165.2e12),
-  (r"\bRTX 4080$", 97.5e12),
-  (r"\bRTX 3090 Ti$", 80e12),
-  (r"\bRTX 3090$", 71e12),
-  (r"\bRTX 3080$", 59.5e12),
-  # AMD data sheets. A jax device is one of the two dies of an MI250.
-  (r"\bMI250X\b", 383e12 / 2),
-  (r"\bMI250\b", 362.1e12 / 2),
-  (r"\bMI3(00X|25X)\b", 1307.4e12),
-)
+_TERA = settings.read_table(__file__, "peak_flops.toml")
 
 
 def read_peak_flops(config: Config, device: Any) -> float | None:
@@ -267,7 +213,7 @@ def peak_flops(device: Any) -> float | None:
   None for CPUs, slices of a GPU (MIG) and kinds that the table lacks.
   """
   kind = device if isinstance(device, str) else device.device_kind
-  for pattern, peak in _PEAKS:
+  for pattern, tera in _TERA.items():
     if re.search(pattern, kind, re.IGNORECASE):
-      return peak or None
+      return tera * 1e12 or None
   return None

@@ -135,7 +135,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
   """What must be equal on all processes of a job, by name."""
   digest = hashlib.sha256()  # A checkout can have uncommitted changes.
   folder = pathlib.Path(__file__).parents[1]  # The package bigtrain.
-  for path in sorted(folder.rglob("*.py")):
+  for path in sorted(p for p in folder.rglob("*.*") if p.suffix != ".pyc"):
     digest.update(f"{path.relative_to(folder)}\0".encode())
     digest.update(path.read_bytes())
   flat = dict(trees.flatten_with_names({"config": as_json(config)}))

@@ -23,40 +23,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bigtrain import settings
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, check_choice, import_package
 from bigtrain.tools import arguments, exits
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-# {key of config.json: key of the metadata, after "llama."}.
-_SIZES = {
-  "hidden_size": "embedding_length",
-  "intermediate_size": "feed_forward_length",
-  "num_hidden_layers": "block_count",
-  "num_attention_heads": "attention.head_count",
-  "num_key_value_heads": "attention.head_count_kv",
-  "max_position_embeddings": "context_length",
-}
-# {name of an array: name in transformers}.
-_OUTSIDE = {
-  "token_embd": "model.embed_tokens",
-  "output_norm": "model.norm",
-  "output": "lm_head",
-}
-_LAYER = {
-  "attn_norm": "input_layernorm",
-  "attn_q": "self_attn.q_proj",
-  "attn_k": "self_attn.k_proj",
-  "attn_v": "self_attn.v_proj",
-  "attn_output": "self_attn.o_proj",
-  "ffn_norm": "post_attention_layernorm",
-  "ffn_gate": "mlp.gate_proj",
-  "ffn_up": "mlp.up_proj",
-  "ffn_down": "mlp.down_proj",
-}
-# tokenizer.ggml.pre of byte-level BPE -> whether digits are split first.
-_SPLITS = {"gpt-2": False, "smollm": True}
+_TABLES = settings.read_table(__file__, "gguf.toml")
 _CONTROL = 3  # tokenizer.ggml.token_type of tokens that are no text.
 
 
@@ -106,7 +80,7 @@ def convert(path: str, out: str, dtype: str = "float32") -> None:
 def _name(path: str, name: str) -> str:
   match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
   layer, part, kind = match.groups() if match else (None, name, "")
-  known = _OUTSIDE if layer is None else _LAYER
+  known = _TABLES["outside" if layer is None else "layer"]
   if part not in known:
     raise ConfigError(f"{path}: {name}: an array that is not known.")
   prefix = "" if layer is None else f"model.layers.{layer}."
@@ -121,7 +95,8 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
   if metadata.get("llama.rope.scaling.type", "none") != "none":
     raise ConfigError(f"{path}: scaled rotary embeddings are not read.")
   try:
-    sizes = {name: metadata[f"llama.{key}"] for name, key in _SIZES.items()}
+    keys = _TABLES["sizes"].items()
+    sizes = {name: metadata[f"llama.{key}"] for name, key in keys}
     eps = metadata["llama.attention.layer_norm_rms_epsilon"]
   except KeyError as e:
     raise ConfigError(f"{path}: {e.args[0]}: missing.") from e
@@ -152,7 +127,7 @@ def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
   def get(name: str) -> Any:
     return metadata.get(f"tokenizer.ggml.{name}")
 
-  tokens, splits = get("tokens"), _SPLITS.get(get("pre") or "gpt-2")
+  tokens, splits = get("tokens"), _TABLES["splits"].get(get("pre") or "gpt-2")
   if get("model") != "gpt2" or splits is None:
     logging.warning(
       "%s: a tokenizer of the kind %r, %r is not read; put the model's "

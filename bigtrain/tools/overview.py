@@ -12,26 +12,7 @@ from bigtrain.settings import ConfigError
 from bigtrain.tools import exits
 
 _VERSION = pkgutil.resolve_name("bigtrain:__version__")
-_USAGE = """\
-bigtrain {version}: one config-driven program that trains large models in JAX.
-
-Train, or continue a run:
-  python -m bigtrain.main --config=FILE.py[:arguments] --workdir=DIR \\
-      [--config.KEY=VALUE ...]
-
-Use what was trained:
-  python -m bigtrain.tools.predict DIR photo.jpg
-
-Tools; python -m bigtrain.tools.NAME --help explains each:
-{tools}
-
-What a config can name, and the arguments of a NAME:
-  python -m bigtrain list KIND [NAME]
-  kinds: {kinds}
-
-Other: --help, --version. The documentation is in docs/, and the keys of a
-config are in docs/config.md.
-"""
+_USAGE = pathlib.Path(__file__).with_name("overview.txt")
 _KINDS = (
   *("tasks", "models", "variants", "ops", "sources", "evaluators"),
   *("optimizers", "schedules", "hooks", "configs"),
@@ -64,7 +45,7 @@ def usage() -> str:
     )
     for name, doc in listed.items()
   )
-  return _USAGE.format(
+  return _USAGE.read_text().format(
     version=_VERSION,
     kinds=textwrap.fill(", ".join(_KINDS), 70, subsequent_indent=9 * " "),
     tools=lines,

@@ -7,12 +7,11 @@ second for networks. Peaks of the matrix units are in reports/flops.py.
 
 from typing import NamedTuple
 
+from bigtrain import settings
 from bigtrain.reports import flops
 from bigtrain.settings import ConfigError, check_choice
 from bigtrain.sharding import absent
 from bigtrain.tools.plan.hlo import Collective
-
-_GIB = 2**30
 
 
 class Hardware(NamedTuple):
@@ -22,7 +21,8 @@ class Hardware(NamedTuple):
   memory_bytes: float
   link_bandwidth: float  # To other devices of the domain, by NVLink or ICI.
   domain: int  # Number of devices with such links: a server or a pod.
-  network_bandwidth: float | None  # To other domains; None if not published.
+  source: str  # Publication of the figures.
+  network_bandwidth: float | None = None  # To other domains; None: unpublished.
   chips: str | None = None  # libtpu's name; None for GPUs.
   axes: int = 3  # Dimensions of the mesh or torus of links.
   matrix_units: int = 0  # Of 128 x 128; 0 for GPUs.
@@ -43,38 +43,8 @@ class Hardware(NamedTuple):
     return self.peak_flops / self.flops_per_cycle
 
 
-# The documentation has the number of matrix units. Those of v6e have 256 x 256;
-# with two of them its clock would be at 3.5 GHz, so four are assumed.
-TABLE: dict[str, Hardware] = {
-  "a100": Hardware("NVIDIA A100-SXM4-80GB", 80e9, 300e9, 8, 25e9),
-  "h100": Hardware("NVIDIA H100 80GB HBM3", 80e9, 450e9, 8, 50e9),
-  "h200": Hardware("NVIDIA H200", 141e9, 450e9, 8, 50e9),
-  "b200": Hardware("NVIDIA B200", 180e9, 900e9, 8, 50e9),
-  "tpu_v4": Hardware("TPU v4", 32 * _GIB, 300e9, 4096, None, "v4", 3, 8),
-  "tpu_v5e": Hardware("TPU v5 lite", 16e9, 200e9, 256, 3.125e9, "v5e", 2, 4),
-  "tpu_v5p": Hardware("TPU v5", 95 * _GIB, 600e9, 8960, 6.25e9, "v5p", 3, 8),
-  "tpu_v6e": Hardware("TPU v6 lite", 32e9, 400e9, 256, 12.5e9, "v6e", 2, 16),
-}
-
-# Publications of the figures.
-_TPU = "Google Cloud TPU documentation, page {} (system architecture)"
-SOURCES = {
-  "a100": "NVIDIA A100 80GB SXM and DGX A100 data sheets: NVLink 600 GB/s in "
-  "both directions, eight HDR InfiniBand adapters of 200 Gb/s for eight GPUs",
-  "h100": "NVIDIA H100 SXM and DGX H100 data sheets: NVLink 900 GB/s in both "
-  "directions, eight ConnectX-7 adapters of 400 Gb/s for eight GPUs",
-  "h200": "NVIDIA H200 SXM and DGX H200 data sheets: as H100, with 141 GB",
-  "b200": "NVIDIA DGX B200 data sheet: 1,440 GB and NVLink 14.4 TB/s in both "
-  "directions for eight GPUs, eight ConnectX-7 adapters of 400 Gb/s",
-  "tpu_v4": _TPU.format("v4") + "; six links of 50 GB/s a chip: Jouppi et al. "
-  "2023, arxiv.org/abs/2304.01433",
-  "tpu_v5e": _TPU.format("v5e") + ": ICI 400 GB/s in both directions, data "
-  "centre network 6.4 Tb/s a pod of 256",
-  "tpu_v5p": _TPU.format("v5p") + ": ICI 1,200 GB/s in both directions, data "
-  "centre network 50 Gb/s a chip",
-  "tpu_v6e": _TPU.format("v6e") + ": ICI 800 GB/s in both directions, data "
-  "centre network 25.6 Tb/s a pod of 256",
-}
+_FIGURES = settings.read_table(__file__, "hardware.toml")
+TABLE = {name: Hardware(**fields) for name, fields in _FIGURES.items()}
 
 
 def known_name(name: str) -> str:

@@ -134,8 +134,7 @@ def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
   notes = [
     f"A domain is {target.domain} devices. Bandwidth of a device: "
     f"{target.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
-    f"Peak: {target.peak_flops / 1e12:g} TFLOP/s. Source: "
-    f"{hardware.SOURCES[hardware_name]}."
+    f"Peak: {target.peak_flops / 1e12:g} TFLOP/s. Source: {target.source}."
   ]
   others = {
     "The compiler's cycles leave out kernels (Pallas). Transfers take their "
