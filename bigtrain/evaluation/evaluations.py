@@ -215,10 +215,19 @@ def from_config(
 
 def _predict_fn(
   predict_fns: Mapping[str, PredictFn],
-  name: str,
+  name: str | Sequence[str],
   options: Mapping[str, Any],
   path: str,
 ) -> PredictFn:
+  if not isinstance(name, str):  # Several, each with its options.
+    settings.check_keys(f"{path}.pred_kw", options, name)
+    each = {
+      one: _predict_fn(predict_fns, one, options.get(one, {}), path)
+      for one in name
+    }
+    return lambda variables, batch: {
+      one: fn(variables, batch) for one, fn in each.items()
+    }
   if name not in predict_fns:
     hint = settings.did_you_mean(name, predict_fns)
     raise ConfigError(

@@ -70,6 +70,19 @@ def of_splits(
   return scores
 
 
+def of_all(
+  predict_fn: PredictFn, batches: Batches
+) -> Callable[[Variables], dict[str, np.ndarray]]:
+  """Features [N, D] of all examples, by layer; the name of one alone is ""."""
+
+  def outputs(variables: Variables, batch: Batch) -> Any:
+    flat = lambda x: x.astype(jnp.float32).reshape(x.shape[0], -1)
+    return jax.tree.map(flat, predict_fn(variables, batch))
+
+  collect = batches.collect(outputs)
+  return lambda variables: dict(trees.flatten_with_names(collect(variables)))
+
+
 def by_rows(
   fn: Callable[..., Any], mesh: Mesh, num_rows: int = 1024
 ) -> Callable[..., Any]:

@@ -250,7 +250,9 @@ def _teacher(
   for name, entry in config.to_dict().get("evals", {}).items():
     if not config.get("teacher") or not entry.get("enabled", True):
       continue
-    if entry.get("pred") in without or "data" not in entry:
+    preds = entry.get("pred", ())
+    preds = {preds} if isinstance(preds, str) else {*preds}
+    if preds <= {*without} or "data" not in entry:
       continue
     fields = ("data", "pp", "batch_size")
     batches = evaluations.Batches(
