@@ -16,7 +16,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -286,12 +286,14 @@ def _train(
     )
 
   evaluated_spec = {**state_spec, **frozen_spec}
-  loss_args = gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
+
+  def loss_args(batch_spec: Any) -> tuple[Any, ...]:
+    return gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
+
   rollout = rollouts.Rollout(
-    config, task, model, train_input, loss_args[0], mesh
+    config, task, model, train_input, loss_args(batch_spec)[0], mesh
   )
-  loss_args = gradients.loss_args(state_spec, rollout.spec, mesh, frozen_spec)
-  metrics_spec, _ = jax.eval_shape(loss_fns[0], *loss_args)
+  metrics_spec, _ = jax.eval_shape(loss_fns[0], *loss_args(rollout.spec))
   hparams_spec = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     hparams_of(0),
@@ -310,13 +312,15 @@ def _train(
     frozen_spec,
   )
 
-  def lower_update() -> Callable[[], Any]:
+  def lower_update(batch_specs: Sequence[Any]) -> Callable[[], Any]:
     """Traces the update; returns a function that compiles it."""
     state_shardings = jax.tree.map(lambda x: x.sharding, state_spec)
-    return run.programs.lower(
+    return run.programs.lower_sizes(
       "update",
       update_fn,
       *update_specs,
+      argnum=2,
+      sizes=batch_specs,
       donate_argnums=0,
       out_shardings=(state_shardings, replicated),
     )
@@ -324,8 +328,12 @@ def _train(
   # ======================= Evaluations and hooks ==============================
   # Checked now; evaluators are built when they are first due.
 
-  all_flops = [flops.step_flops(loss_fn, *loss_args) for loss_fn in loss_fns]
-  step_flops = round(sum(v.share * n for v, n in zip(variants, all_flops)))
+  all_flops = [
+    variant.share * share * flops.step_flops(loss_fn, *loss_args(spec))
+    for spec, share in rollout.drawn
+    for variant, loss_fn in zip(variants, loss_fns)
+  ]
+  step_flops = round(sum(all_flops))
   clock = chrono.Chrono(
     **run.lengths.about() | train_input.about(),
     flops_per_step=step_flops,
@@ -366,7 +374,8 @@ def _train(
   place_hparams = debugging.hparams_placement(config, replicated)
   config.check_all_read()
   if on_update:
-    return on_update(run, update_fn, update_specs, lambda: lower_update()())
+    compile_largest = lambda: lower_update([rollout.spec])()
+    return on_update(run, update_fn, update_specs, compile_largest)
 
   # ================================ Start =====================================
   # From here on the run writes files, and the workdir is this job's alone.
@@ -385,7 +394,10 @@ def _train(
   # The update compiles while the state is read or initialised.
   limits.enter("compile", 0)
   compiled = process.Background(
-    (lambda: None) if eval_only else lower_update(), "compile"
+    (lambda: None)
+    if eval_only
+    else lower_update([spec for spec, _ in rollout.drawn]),
+    "compile",
   )
   facts: dict[str, Any] = {"model_flops_per_step": step_flops}
 

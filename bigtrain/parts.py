@@ -132,21 +132,31 @@ def variants(config: settings.Config, model: Any) -> list[Variant]:
   config.flexi = dict(seqhw=dict(values=(8, 16), weights=(1, 2))) draws a field
   of the model for each step, as for FlexiViT (https://arxiv.org/abs/2212.08013).
   """
-  drawn = []
-  for field, options in config.kwargs("flexi").items():
-    key = f"config.flexi.{field}"
-    settings.check_choice("config.flexi", field, model.__dataclass_fields__)
-    settings.check_kwargs(_draws, options, key)
-    drawn.append([(field, *draw) for draw in _draws(key=key, **options)])
-  if not drawn:
+  if not config.get("flexi"):
     return [Variant("", model)]
   return [
     Variant(
-      "_".join(f"{field}={value}" for field, value, _ in draws),
-      model.clone(**{field: value for field, value, _ in draws}),
-      math.prod(share for _, _, share in draws),
+      "_".join(f"{field}={value}" for field, value in fields.items()),
+      model.clone(**fields),
+      share,
     )
-    for draws in itertools.product(*drawn)
+    for fields, share in draws(config, model.__dataclass_fields__)
+  ]
+
+
+def draws(
+  cfg: settings.Config, names: Iterable[str]
+) -> list[tuple[dict[str, Any], float]]:
+  """All ({name: value}, share of the steps) that cfg.flexi draws from."""
+  drawn = []
+  for name, options in cfg.kwargs("flexi").items():
+    key = f"{cfg.path}.flexi.{name}"
+    settings.check_choice(f"{cfg.path}.flexi", name, names)
+    settings.check_kwargs(_draws, options, key)
+    drawn.append([(name, *draw) for draw in _draws(key=key, **options)])
+  return [
+    ({n: x for n, x, _ in each}, math.prod(share for *_, share in each))
+    for each in itertools.product(*drawn)
   ]
 
 

@@ -13,6 +13,7 @@ import pytest
 from bigtrain import lengths as lengths_lib
 from bigtrain import parts, settings, sharding, trees
 from bigtrain.evaluation import evaluations as evaluators
+from bigtrain.inputs import sources
 from bigtrain.optim import chain
 from bigtrain.pp import ops_render, parse
 
@@ -36,9 +37,15 @@ def model_of(config):
   return module.Model(**config["model"])
 
 
+def ops_of(part):
+  """The ops of an input or an evaluation."""
+  drawn = {k: x["values"][-1] for k, x in part.get("flexi", {}).items()}
+  return sources.fill(part.get("pp", ""), drawn)
+
+
 def example_of(config):
   """Shapes of one training example: image and token features."""
-  pp, data = config["input"].get("pp", ""), config["input"]["data"]
+  pp, data = ops_of(config["input"]), config["input"]["data"]
   if data.get("preferences"):
     ids = jax.ShapeDtypeStruct((1, 2, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "targets", "loss_mask"), ids)
@@ -237,7 +244,7 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   for part in (config["input"], *config["evals"].values()):
     # Text and tokens need no preprocessing.
     if part["data"]["type"] not in ("text", "tokens", "supervised", "prompts"):
-      assert parse.parse(part["pp"])
+      assert parse.parse(ops_of(part))
     data = dict(part["data"])
     source = parts.find_module("data", data.pop("type"), "type").Source
     settings.check_kwargs(source, data, "data")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.inference import saved
+from bigtrain.inputs import sources
 from bigtrain.pp import parse, registry, tokenizers
 from bigtrain.settings import ConfigError, did_you_mean
 
@@ -117,11 +118,12 @@ def _candidates(
   if evaluation is not None or option != "pp":
     return
   cfg = config.get("input", {})
+  drawn = {k: x["values"][-1] for k, x in (cfg.get("flexi") or {}).items()}
   for name, entry in cfg.get("mixture", {}).items():
-    spec = entry.get("pp", cfg.get("pp", ""))
+    spec = sources.fill(entry.get("pp", cfg.get("pp", "")), drawn)
     yield f"config.input.mixture.{name}.pp", spec
   if "data" in cfg:
-    yield "config.input.pp", cfg.get("pp", "")
+    yield "config.input.pp", sources.fill(cfg.get("pp", ""), drawn)
 
 
 def _keeps(ops: Sequence[registry.Op], feature: str) -> bool:

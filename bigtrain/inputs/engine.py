@@ -8,6 +8,7 @@ example is replaced and the engine restarts at this step.
 
 import collections
 import concurrent.futures
+import math
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class Part(NamedTuple):
   ops: tuple[Op, ...]
   op: Op  # Composition of `ops`.
   seed: int
+  drawn: int = 0  # Number among the ops that steps draw from.
 
   def uniforms(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
     """Returns the random numbers of examples [B]: float32 [B, draws]."""
@@ -76,10 +78,11 @@ class Engine:
     self._replacements: dict[int, dict[int, int]] = {}
     # {feature: (number of ids, whether negative ones are allowed)}.
     self.id_limits: dict[str, tuple[int, bool]] = {}
-    self.spec: Spec = {}
+    self.specs: list[Spec] = []  # Of the parts.
     specs = [_spec(self._features(k), part.key) for k, part in enumerate(parts)]
     _check_equal(specs, parts)
-    self.spec = specs[0]
+    self.specs = specs
+    self.spec = max(specs, key=_num_values)
 
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str], path: str
@@ -162,7 +165,7 @@ class Engine:
       if isinstance(e, ConfigError) and not isinstance(e, DataError):
         raise ConfigError(f"{part.key}.pp: {e}") from e
       raise error(self._diagnose(k, raw, u, e)) from e
-    for name, (_, shape) in self.spec.items():
+    for name, (_, shape) in (self.specs[k] if self.specs else {}).items():
       actual = np.shape(features[name]) if name in features else None
       if actual != shape:
         problem = "is missing" if actual is None else f"has shape {actual}"
@@ -243,7 +246,8 @@ class Engine:
 
   def _checked(self, batch: Batch, step: int) -> Batch:
     result = {}
-    for name, (dtype, shape) in self.spec.items():
+    k = int(self._plan(step, 0, 1).source[0])
+    for name, (dtype, shape) in self.specs[k].items():
       array = batch.get(name)
       if array is None or array.shape != (self.num_rows, *shape):
         problem = "is missing" if array is None else f"has shape {array.shape}"
@@ -303,13 +307,18 @@ def _spec(features: Features, key: str) -> Spec:
   return result
 
 
+def _num_values(spec: Spec) -> int:
+  return sum(math.prod(shape) for _, shape in spec.values())
+
+
 def _check_equal(specs: Sequence[Spec], parts: Sequence[Part]) -> None:
   for spec, part in zip(specs, parts):
-    for name in sorted({*spec, *specs[0]}):
-      if spec.get(name) != specs[0].get(name):
+    equal = specs[part.drawn]
+    for name in sorted({*spec, *equal}):
+      if spec.get(name) != equal.get(name):
         first, other = (
           "{} {}".format(*s[name]) if name in s else "missing"
-          for s in (specs[0], spec)
+          for s in (equal, spec)
         )
         raise ConfigError(
           f"{part.key}.pp: feature {name!r} is {other}, but {first} in "
@@ -347,11 +356,13 @@ class NumpyEngine(Engine):
 
   def _batch(self, step: int, stopping: threading.Event) -> Batch:
     rows = self.row_order(step, 0, self.num_rows)
-    if len(self.parts) == 1:
-      return self._examples(self.parts[0], rows.index, rows.epoch, stopping)
+    first = rows.source[0]
+    if (rows.source == first).all():
+      part = self.parts[first]
+      return self._examples(part, rows.index, rows.epoch, stopping)
     batch = {
       name: np.empty((self.num_rows, *shape), dtype)
-      for name, (dtype, shape) in self.spec.items()
+      for name, (dtype, shape) in self.specs[first].items()
     }
     for k, part in enumerate(self.parts):
       at = np.flatnonzero(rows.source == k)

@@ -85,10 +85,14 @@ def apportion(
 class Order(NamedTuple):
   """The examples of rows of a batch."""
 
-  source: np.ndarray  # int32 [B], index of the source in the mixture.
+  # int32 [B], index of the source in the mixture; times the number of ops that
+  # steps draw from, plus the number of the step's (Schedule.by_step).
+  source: np.ndarray
   # int64 [B], index of the example in that source.
   index: np.ndarray  # type: ignore[assignment]  # Not tuple.index.
-  epoch: np.ndarray  # int64 [B], complete passes over that source.
+  # int64 [B], complete passes over that source; times the copies of an example
+  # in a batch, plus the number of the copy.
+  epoch: np.ndarray
 
 
 class _Segment(NamedTuple):
@@ -135,6 +139,8 @@ class Schedule:
   # (row, weights) in the order of rows: from this row on, the mixture has these
   # weights, of which some may be 0.
   changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
+  repeats: int = 1  # Rows in turn with one example, each a copy of its own.
+  by_step: "Schedule | None" = None  # Its source of row s is what step s draws.
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False
   )
@@ -176,16 +182,21 @@ class Schedule:
     return source, position
 
   def counts(self, row: int) -> np.ndarray:
-    """Returns int64 [sources], the rows of each source before a global row."""
+    """Returns int64 [sources], the rows of each source before a global row.
+
+    The row is the first with its example.
+    """
+    row //= self.repeats
     segment = [s for s in self._segments if s.row <= row][-1]
     repeats, slots = divmod(row - segment.row, int(segment.counts.sum()))
     counts = segment.before + repeats * segment.counts
     for begin in range(row - slots, row, _MAX_COUNTED):
       rows = np.arange(begin, min(begin + _MAX_COUNTED, row))
       counts = counts + np.bincount(self.locate(rows)[0], minlength=len(counts))
-    return counts
+    return counts * self.repeats
 
   def rows(self, rows: np.ndarray) -> Order:
+    rows, copy = np.divmod(np.asarray(rows, np.int64), self.repeats)
     source, position = self.locate(rows)
     length = np.asarray(self.lengths, np.int64)[source]
     epoch, index = np.divmod(position, length)
@@ -194,10 +205,15 @@ class Schedule:
         at = source == k
         seed = hashing.stream(self.seed, int(k))
         index[at] = hashing.permute(index[at], self.lengths[k], seed, epoch[at])
-    return Order(source, index, epoch)
+    return Order(source, index, epoch * self.repeats + copy)
 
   def batch(
     self, step: int, batch_size: int, rows: np.ndarray | None = None
   ) -> Order:
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
-    return self.rows(np.int64(step) * batch_size + rows)
+    order = self.rows(np.int64(step) * batch_size + rows)
+    if self.by_step is None:
+      return order
+    drawn, _ = self.by_step.locate(np.asarray([step]))
+    source = order.source * len(self.by_step.lengths) + drawn
+    return order._replace(source=source)

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -91,9 +90,14 @@ class TrainInput(Input):
   ):
     super().__init__(engine, placement, sum(schedule.lengths), prefetch, path)
     self._schedule = schedule
-    self.tokens_per_example = tokens_per_example(self.spec)
+    # The batches that steps draw from: their global arrays, and their shares.
+    shares = schedule.by_step.weights if schedule.by_step else (1.0,)
+    self.drawn = [
+      (placement.spec(spec), share) for spec, share in zip(engine.specs, shares)
+    ]
+    self.tokens_per_example = tokens_per_example(engine.specs)
     prefix = f"{path}.mixture."
-    keys = [part.key for part in engine.parts]
+    keys = dict.fromkeys(part.key for part in engine.parts)
     self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
     self.fingerprints: dict[str, str] = {}  # Of the files that ops have read.
     for part in engine.parts:
@@ -190,13 +194,17 @@ def train_engine(
   cache = cfg.get("cache", "none")
   settings.check_choice(f"{path}.cache", cache, ("none", "raw"))
   parts, given = [], []
-  for k, (key, entry) in enumerate(sources.entries(cfg).items()):
+  entries = sources.entries(cfg)
+  drawn = sources.draws(cfg, entries)
+  for k, (key, entry) in enumerate(entries.items()):
     source = sources.make_source(entry["data"], f"{key}.data")
     if cache == "raw":
       source = CachedSource(source, f"{path}.cache")
-    ops = sources.parse_ops(entry["pp"], pp_modules, f"{key}.pp")
-    op = registry.compose(ops)
-    parts.append(Part(key, source, ops, op, hashing.stream(seed, k)))
+    for i, (values, _) in enumerate(drawn):
+      spec = sources.fill(entry["pp"], values)
+      ops = sources.parse_ops(spec, pp_modules, f"{key}.pp")
+      op = registry.compose(ops)
+      parts.append(Part(key, source, ops, op, hashing.stream(seed, k), i))
     given.append((entry["weight"], f"{key}.weight"))
 
   def plan(step: int, start: int, stop: int) -> order.Order:
@@ -207,17 +215,21 @@ def train_engine(
   engine = make_engine(parts, plan, len(rows), num_threads, path, skip_errors)
 
   # Only now the tokens of an example are known, a unit of lengths.
-  spec = {
-    name: jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-    for name, (dtype, shape) in engine.spec.items()
-  }
-  num_examples = tuple(len(part.source) for part in parts)
-  total, tokens = sum(num_examples), tokens_per_example(spec)
+  num_examples = tuple(len(part.source) for part in parts[:: len(drawn)])
+  total, tokens = sum(num_examples), tokens_per_example(engine.specs)
   units = lengths.Units(batch_size, total, tokens)
   if run is not None:
     units = lengths.read(run, batch_size, total, tokens).units
   of_sources = [weights.read(weight, units, key) for weight, key in given]
   stages = weights.stages(of_sources, f"{path}.mixture")
+  repeats = settings.whole_number(cfg, "repeats", 1, least=1)
+  if batch_size % repeats:
+    raise ConfigError(
+      f"{path}.repeats={repeats}: expected a divisor of {path}.batch_size="
+      f"{batch_size}."
+    )
+  shares = tuple(share for _, share in drawn)
+  ones, drawn_seed = (1,) * len(drawn), hashing.stream(seed, -1)
   try:
     schedule = order.Schedule(
       num_examples,
@@ -225,6 +237,8 @@ def train_engine(
       seed=seed,
       shuffle=cfg.get("shuffle", True),
       changes=tuple((step * batch_size, w) for step, w in stages[1:]),
+      repeats=repeats,
+      by_step=order.Schedule(ones, shares, drawn_seed) if shares[1:] else None,
     )
   except ConfigError as e:
     raise type(e)(f"{path}.{e}") from e
@@ -252,14 +266,17 @@ def make_engine(
   return NumpyEngine(parts, plan, num_rows, threads, skip_errors)
 
 
-def tokens_per_example(spec: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
-  """Returns the number of tokens per example, padding included, if it has any.
+def tokens_per_example(specs: Sequence[checks.Spec]) -> int | None:
+  """Returns the number of tokens per example, padding included, if it has one.
 
-  Captions do not count: only `tokens` [B, L], or else `inputs` and `targets`.
+  Captions do not count: only `tokens` [L], or else `inputs` and `targets`.
   """
-  names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
-  features = [spec[name] for name in names if name in spec]
-  are_ids = all(x.ndim == 2 and x.dtype.kind in "iu" for x in features)
-  if len(features) < len(names) or not are_ids:
-    return None
-  return sum(x.shape[1] for x in features)
+  numbers = set()
+  for spec in specs:
+    names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
+    features = [spec[name] for name in names if name in spec]
+    are_ids = all(len(x) == 1 and dtype.kind in "iu" for dtype, x in features)
+    if len(features) < len(names) or not are_ids:
+      return None
+    numbers.add(sum(length for _, (length,) in features))
+  return numbers.pop() if len(numbers) == 1 else None

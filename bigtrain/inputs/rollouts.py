@@ -18,14 +18,17 @@ from jax.sharding import Mesh
 
 from bigtrain import parts, sharding
 from bigtrain.inputs.pipeline import TrainInput
-from bigtrain.settings import Config
+from bigtrain.settings import Config, ConfigError
 from bigtrain.types import Batch, Variables
 
 JUDGED = ("reward", "failed_rewards")
 
 
 class Rollout:
-  """Makes batches, of the spec `spec`; the input's without a task's rollout."""
+  """Makes batches, of the spec `spec`; the input's without a task's rollout.
+
+  `drawn` has (spec, share of the steps), of which `spec` is the largest.
+  """
 
   def __init__(
     self,
@@ -37,9 +40,16 @@ class Rollout:
     mesh: Mesh,
   ):
     self.spec = sharding.batch_spec(train_input.spec, mesh)
+    of = lambda spec: sharding.batch_spec(spec, mesh)
+    self.drawn = [(of(spec), share) for spec, share in train_input.drawn]
     self.exists = hasattr(task, "rollout")
     if not self.exists:
       return
+    if len(self.drawn) > 1:
+      raise ConfigError(
+        f"config.input.flexi: not with config.task={config.task!r}, whose "
+        "batches have one size."
+      )
     seed = np.uint32(config.get("seed", 0) % 2**32)
     takes = inspect.signature(task.rollout).parameters
     given = config.kwargs("loss").items()
@@ -66,6 +76,7 @@ class Rollout:
     reward = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, reward)
     self.spec = sharding.batch_spec(made, mesh)
+    self.drawn = [(self.spec, 1.0)]
 
   def compile(self, programs: Any) -> None:
     if self.exists:

@@ -1,6 +1,7 @@
 """Reads the sources, ops and weights of an input from the config."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,20 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{key}.{option}: missing.")
     result[key] = entry
   return result
+
+
+def draws(
+  cfg: settings.Config, of: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[dict[str, Any], float]]:
+  """The values that steps draw for {names} in the ops, see parts.draws."""
+  names = re.findall(r"{(\w+)}", " ".join(str(x["pp"]) for x in of.values()))
+  return [draw for draw in parts.draws(cfg, names) if draw[1]]
+
+
+def fill(spec: str, values: Mapping[str, Any]) -> str:
+  for name, value in values.items():
+    spec = spec.replace(f"{{{name}}}", repr(value))
+  return spec
 
 
 def parse_ops(

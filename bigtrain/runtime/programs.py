@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,35 @@ class Programs:
       "compiler_options": options.get("compiler_options", {}),
     }
     return lambda: self._compile(name, lowered, share, limited)
+
+  def lower_sizes(
+    self,
+    name: str,
+    fn: Callable[..., Any],
+    *specs: Any,
+    argnum: int,
+    sizes: Sequence[Any],
+    **options: Any,
+  ) -> Callable[[], Program]:
+    """`lower` for several sizes of one argument, each with its own program.
+
+    The size in `specs`, the largest, has the name, and counts in reports.
+    """
+    if self.mode != "compiled" or len(sizes) == 1:
+      return self.lower(name, fn, *specs, **options)
+    shapes = lambda tree: tuple(x.shape for x in jax.tree.leaves(tree))
+    compiles = {}
+    for i, size in enumerate(sizes):
+      given = (*specs[:argnum], size, *specs[argnum + 1 :])
+      largest = shapes(size) == shapes(specs[argnum])
+      own_name = name if largest else f"{name} of batch size {i}"
+      compiles[shapes(size)] = self.lower(own_name, fn, *given, **options)
+
+    def compile_all() -> Program:
+      programs = {size: compile() for size, compile in compiles.items()}
+      return lambda *args: programs[shapes(args[argnum])](*args)
+
+    return compile_all
 
   def _compile(
     self, name: str, lowered: jax.stages.Lowered, share: bool, limited: bool

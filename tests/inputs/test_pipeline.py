@@ -246,6 +246,11 @@ def test_errors_in_mixtures_name_the_key(change, message):
     ({"prefetch": -1}, "input.prefetch: expected a whole number"),
     ({"num_threads": 0}, "at least 1"),
     ({"skip_errors": 0.5}, "whole number"),
+    ({"repeats": 3}, "repeats=3: expected a divisor of .*batch_size=16"),
+    (
+      {"pp": "crop({size})", "flexi": {"sizes": {"values": [2]}}},
+      "input.flexi: unknown 'sizes'. Did you mean 'size'",
+    ),
     ({"pp": "valu_range(-1, 1)"}, "input.pp: .*Did you mean 'value_range'"),
     ({"pp": "onehot(10, key='lable')"}, "input.pp: .*needs .*'lable'"),
     ({"pp": "drop('image', 'label')"}, "no feature is left"),
@@ -279,20 +284,97 @@ def test_every_documented_key_is_read():
 
 
 def test_tokens_per_example():
+  tokens_of = lambda *args, **options: pipeline.tokens_per_example(
+    make_train(*args, **options).engine.specs
+  )
   tokens = rows_of(4, tokens=np.zeros((4, 17), np.int32))
-  assert pipeline.tokens_per_example(make_train("", data=tokens).spec) == 17
-  assert pipeline.tokens_per_example(make_train().spec) is None
+  assert tokens_of("", data=tokens) == 17
+  assert tokens_of() is None
   pairs = rows_of(
     4, inputs=np.zeros((4, 12), np.int32), targets=np.zeros((4, 5), np.int32)
   )
-  assert pipeline.tokens_per_example(make_train("", data=pairs).spec) == 17
+  assert tokens_of("", data=pairs) == 17
   # Targets without inputs, or floats, are not text.
   for features in (
     dict(targets=np.zeros((4, 5), np.int32)),
     dict(inputs=np.zeros((4, 5)), targets=np.zeros((4, 5))),
   ):
-    spec = make_train("", data=rows_of(4, **features)).spec
-    assert pipeline.tokens_per_example(spec) is None
+    assert tokens_of("", data=rows_of(4, **features)) is None
+  # Steps that draw the length have no number.
+  pp = "tokenize('bytes', {length}, key_result='tokens')|keep('tokens')"
+  texts = rows_of(2, text=["a", "bc"])
+  flexi = dict(length=dict(values=(8, 4)))
+  assert tokens_of(pp.replace("{length}", "8"), data=texts) == 8
+  assert tokens_of(pp, data=texts, flexi=flexi) is None
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_step_draws_the_ops_of_its_batch(mixed):
+  pp = "random_crop({size}, pad=1)|value_range(-1, 1, 0, 16)"
+  flexi = dict(size=dict(values=(4, 8), weights=(3, 1)))
+  options = dict(flexi=flexi, batch_size=8)
+  if mixed:
+    digits = {"type": "arrays", "name": "digits"}
+    entries = {
+      "a": dict(data=digits, weight=1),
+      "b": dict(data=digits, weight=3),
+    }
+    options["mixture"] = entries
+  train = make_train(pp, **options)
+  assert [(s["image"].shape, n) for s, n in train.drawn] == [
+    ((8, 4, 4, 1), 0.75),
+    ((8, 8, 8, 1), 0.25),
+  ]
+  assert train.spec["image"].shape == (8, 8, 8, 1)
+  batches = fetch(train.start(0, 60))
+  sizes = [batch["image"].shape[1] for batch in batches]
+  assert set(sizes) == {4, 8} and 3 <= sizes.count(8) <= 27
+  assert [train.order(s).source[0] % 2 for s in range(60)] == [
+    size // 8 for size in sizes
+  ]
+  # A late start, and each of two hosts, make the same; examples stay the same.
+  for a, b in zip(fetch(train.start(40, 43)), batches[40:43], strict=True):
+    assert_equal(a, b)
+  halves = [
+    list(
+      pipeline.train_engine(
+        config(pp, **options).input, seed=0, rows=np.arange(4 * i, 4 * i + 4)
+      )[0].batches(40, 43)
+    )
+    for i in range(2)
+  ]
+  for step, (a, b) in enumerate(zip(*halves), 40):
+    joined = {name: np.concatenate([a[name], b[name]]) for name in a}
+    assert_equal(joined, batches[step])
+  plain = make_train(pp.replace("{size}", "8"), **options | {"flexi": {}})
+  for step in (0, 7):
+    np.testing.assert_array_equal(
+      plain.order(step).index, train.order(step).index
+    )
+  drawn_8 = sizes.index(8)
+  assert_equal(fetch(plain.start(drawn_8, drawn_8 + 1))[0], batches[drawn_8])
+  names = [n for n in train.sources_at(5) if "seen" in n] if mixed else []
+  assert names == ["examples_seen/a", "examples_seen/b"] * mixed
+
+
+def test_examples_repeat_within_a_batch_with_augmentations_of_their_own():
+  pp = "random_crop(8, pad=4)|value_range(-1, 1, 0, 16)"
+  train, once = make_train(pp, repeats=4), make_train(pp)
+  batches = fetch(train.start(0, 2))
+  for step, batch in enumerate(batches):
+    index = train.order(step).index.reshape(4, 4)
+    assert (index == index[:, :1]).all()
+    np.testing.assert_array_equal(
+      index[:, 0], once.order(0).index[4 * step : 4 * step + 4]
+    )
+    images = batch["image"].reshape(4, 4, -1)
+    assert all(len(np.unique(copies, axis=0)) > 1 for copies in images)
+  # The first copy of the first epoch is the one without repeats.
+  first = fetch(once.start(0, 1))[0]["image"][:4]
+  np.testing.assert_array_equal(batches[0]["image"][::4], first)
+  # After an epoch of examples with all their copies, there are new ones.
+  late = train.order(1438 * 4 // 16)
+  assert set(late.epoch) <= {0, 1, 2, 3, 4, 5, 6, 7} and late.epoch.max() > 3
 
 
 # Processes.
