@@ -21,12 +21,7 @@ import numpy as np
 
 from bigtrain.files import paths
 from bigtrain.pp import tokenizers
-from bigtrain.settings import (
-  ConfigError,
-  DataError,
-  did_you_mean,
-  import_package,
-)
+from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 Message = Mapping[str, Any]
 Now = Callable[[], datetime.datetime]
@@ -249,8 +244,8 @@ def _json(path: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(text: str, name: str) -> Any:
-  by = f"chat template {name}: reading it"
-  jinja2 = import_package("jinja2", by, "'bigtrain[text]'")
+  import jinja2
+
   try:
     return _environment().from_string(text)
   except jinja2.TemplateSyntaxError as e:

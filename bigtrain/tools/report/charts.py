@@ -1,17 +1,15 @@
-"""The curves of a page: their data for page.js, and their figures."""
+"""The curves of a page, as data for page.js."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from bigtrain.tools.report import markup
 from bigtrain.tools.report.panels import Panel
 
 # More points would make large pages and no better curves.
 _MOST_POINTS = 2000
-_MOST_LABELS = 10  # The table of runs is a legend too.
-_DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}
-_FROM_ZERO = ("GiB", "% of time", "% of peak", "examples / s", "tokens / s")
+DASHES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}
+FROM_ZERO = ("GiB", "% of time", "% of peak", "examples / s", "tokens / s")
 
 
 def content(panels: Sequence[Panel]) -> dict[str, Any]:
@@ -20,13 +18,13 @@ def content(panels: Sequence[Panel]) -> dict[str, Any]:
       {
         "title": panel.title,
         "unit": panel.unit,
-        "zero": panel.unit in _FROM_ZERO,
+        "zero": panel.unit in FROM_ZERO,
         "series": [
           {
             "run": s.run,
             "label": s.label or panel.unit,
             "color": s.color,
-            "dash": _DASHES[s.line],
+            "dash": DASHES[s.line],
             "x": steps,
             "y": [_rounded(value) for value in values],
           }
@@ -58,26 +56,3 @@ def thin(
 def _rounded(value: float) -> float | None:
   """Six digits of a value; JSON has no NaN or infinity."""
   return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def figures(panels: Sequence[Panel]) -> str:
-  shown = "".join(
-    f"<figure><h3>{markup.text(panel.title)}</h3>"
-    f'<svg id="chart-{i}" viewBox="0 0 460 280" role="img" '
-    f'aria-label="{markup.text(panel.title)}"></svg>{_legend(panel)}</figure>'
-    for i, panel in enumerate(panels)
-  )
-  return f'<div class="grid">{shown}</div>'
-
-
-def _legend(panel: Panel) -> str:
-  labelled = [s for s in panel.series if s.label]
-  if len(labelled) > _MOST_LABELS:
-    return ""
-  items = "".join(
-    f'<span class="of-run-{s.run}"><svg class="dashes" width="22" height="6">'
-    f'<line x1="0" x2="22" y1="3" y2="3" stroke="{s.color}" stroke-width="2" '
-    f'stroke-dasharray="{_DASHES[s.line]}"/></svg>{markup.text(s.label)}</span>'
-    for s in labelled
-  )
-  return f'<div class="legend">{items}</div>' if items else ""

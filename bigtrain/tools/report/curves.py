@@ -8,6 +8,7 @@ from typing import Any
 
 from bigtrain import settings
 from bigtrain.reports import console
+from bigtrain.tools.report.charts import FROM_ZERO
 from bigtrain.tools.report.panels import (
   ACCOUNT_COLORS,
   ACCOUNT_NAMES,
@@ -43,7 +44,7 @@ def _draw(ax: Any, panel: Panel) -> None:
   ax.xaxis.set_major_formatter(_thousands)
   finite = [v for s in panel.series for v in s.values if math.isfinite(v)]
   top = max(map(abs, finite), default=1.0)
-  if panel.unit in ("GiB", "% of time", "% of peak", "examples / s"):
+  if panel.unit in FROM_ZERO:
     ax.set_ylim(0, 1.05 * top or 1.0)
   ax.locator_params(axis="y", nbins=6)
   if top >= 10000:

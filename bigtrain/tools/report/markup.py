@@ -1,69 +1,55 @@
-"""Pieces of HTML."""
+"""Fills the templates of the page; what they print is escaped."""
 
 import base64
-import html
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
+import jinja2
+
+from bigtrain import settings
+from bigtrain.reports import console
 from bigtrain.tools.report.panels import COLORS
+
+_FOLDER = pathlib.Path(__file__).parent
+
+
+def read(name: str) -> str:
+  return (_FOLDER / name).read_text()
+
+
+def render(name: str, **values: Any) -> str:
+  return _environment().get_template(name).render(values).strip()
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+  environment = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_FOLDER),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+  )
+  environment.globals["color_of"] = lambda run: COLORS[run % len(COLORS)]
+  environment.filters |= {
+    "base64": lambda content: base64.b64encode(content).decode(),
+    "flat": flat,
+    "number": number,
+  }
+  return environment
+
+
+def number(value: float | None, spec: str = "") -> str:
+  if value is None:
+    return ""
+  return format(value, spec) if spec else console.number(value)
 
 
 def text(value: Any) -> str:
-  return html.escape(str(value))
+  return value if isinstance(value, str) else json.dumps(value)
 
 
-def dot(run: int) -> str:
-  return (
-    f'<span class="dot" style="background:{COLORS[run % len(COLORS)]}"></span>'
-  )
-
-
-def by_run(names: Sequence[str], lines: Mapping[str, Sequence[str]]) -> str:
-  head = "".join(
-    f'<th class="of-run-{i}">{dot(i)}{text(name)}</th>'
-    for i, name in enumerate(names)
-  )
-  body = "".join(
-    f"<tr><th>{text(name)}</th>"
-    + "".join(
-      f'<td class="of-run-{i}">{text(value) or "&ndash;"}</td>'
-      for i, value in enumerate(values)
-    )
-    + "</tr>"
-    for name, values in lines.items()
-  )
-  return (
-    '<div class="wide"><table><thead><tr><th></th>'
-    f"{head}</tr></thead><tbody>{body}</tbody></table></div>"
-  )
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-  """A table of cells that are HTML already; scrolls if it is long."""
-  heads = "".join(f"<th>{cell}</th>" for cell in head)
-  body = "".join(
-    "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
-    for row in rows
-  )
-  return (
-    f'<div class="wide tall"><table><thead><tr>{heads}</tr></thead>'
-    f"<tbody>{body}</tbody></table></div>"
-  )
-
-
-def details(title: str, lines: Mapping[str, str]) -> str:
-  body = "".join(
-    f"<tr><th>{text(k)}</th><td>{text(v)}</td></tr>" for k, v in lines.items()
-  )
-  return (
-    f"<details><summary>{text(title)}</summary>"
-    f'<div class="wide"><table class="keys">{body}</table></div></details>'
-  )
-
-
-def picture(content: bytes, kind: str = "", description: str = "") -> str:
-  encoded = base64.b64encode(content).decode()
-  return (
-    f'<img class="{kind}" alt="{text(description)}" '
-    f'src="data:image/png;base64,{encoded}">'
-  )
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+  return {key: text(x) for key, x in settings.flatten(config).items()}

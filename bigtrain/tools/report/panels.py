@@ -59,6 +59,10 @@ class Run(NamedTuple):
   rows: list[dict[str, Any]]
   workdir: str = ""
 
+  @property
+  def starts(self) -> list[dict[str, Any]]:
+    return self.info.get("starts") or []
+
   def last(self, name: str) -> Any:
     return next((r[name] for r in reversed(self.rows) if name in r), None)
 

@@ -3,7 +3,6 @@
 Legend: N examples, C classes.
 """
 
-import collections
 import os
 import re
 from collections.abc import Sequence
@@ -132,120 +131,59 @@ def confusion(predictions: Predictions) -> list[tuple[int, int, int]]:
   return list(zip(*(column.tolist() for column in columns)))
 
 
-def _html(predictions: Predictions) -> str:
-  p = predictions
-  counts = confusion(p)
-  accuracy = np.mean(p.label_N == p.predicted_N)
-  return (
-    f"<h4>{markup.text(p.evaluation)}, step {p.step:,}: "
-    f"{len(p.label_N):,} examples, accuracy {accuracy:.4g}</h4>"
-    + (_matrix if len(p.names) <= _MOST_CLASSES else _pairs)(counts, p.names)
-    + _per_class(counts, p.names)
-    + _worst(p)
-  )
-
-
-def _pairs(counts: Sequence[tuple[int, int, int]], names: Sequence[str]) -> str:
-  rows = [
-    (markup.text(names[i]), markup.text(names[j]), f"{count:,}")
-    for i, j, count in counts
-    if i != j
-  ]
-  title = "<p>Classes that are confused most often:</p>"
-  head = ("True class", "Predicted", "Examples")
-  return title + markup.table(head, rows[:_MOST_PAIRS])
-
-
-def _matrix(
-  counts: Sequence[tuple[int, int, int]], names: Sequence[str]
-) -> str:
-  cells = {(i, j): count for i, j, count in counts}
-  head = "".join(f"<th>{markup.text(name)}</th>" for name in names)
-  body = ""
-  for i, name in enumerate(names):
-    total = sum(cells.get((i, j), 0) for j in range(len(names)))
-    line = ""
-    for j, other in enumerate(names):
-      count = cells.get((i, j), 0)
-      # Right answers are blue, wrong ones orange; a small share is visible.
-      color = "0,114,178" if i == j else "213,94,0"
-      depth = 0.12 + 0.68 * count / total if count else 0.0
-      ink = ";color:#fff" if depth > 0.55 else ""
-      line += (
-        f'<td style="background:rgba({color},{depth:.2f}){ink}" '
-        f'title="{markup.text(name)}, predicted as {markup.text(other)}: '
-        f'{count}">{count or ""}</td>'
-      )
-    body += f"<tr><th>{markup.text(name)}</th>{line}</tr>"
-  return (
-    '<p class="note">Confusion matrix: a row for each true class, a column for '
-    "each predicted class. Blue: right; orange: wrong; stronger: a larger "
-    "share of the row.</p>"
-    f'<div class="wide"><table class="matrix"><thead><tr><th></th>{head}</tr>'
-    f"</thead><tbody>{body}</tbody></table></div>"
+def _html(p: Predictions) -> str:
+  counts, number = confusion(p), len(p.names)
+  has_matrix = number <= _MOST_CLASSES
+  matrix = np.zeros((number, number) if has_matrix else (0, 0), int)
+  for i, j, count in counts if has_matrix else ():
+    matrix[i, j] = count
+  wrong = [(i, j, count) for i, j, count in counts if i != j]
+  classes = _per_class(p, wrong)
+  worst = np.argsort(-p.loss_N, kind="stable")[:_MOST_EXAMPLES].tolist()
+  return markup.render(
+    "predictions.jinja",
+    p=p,
+    accuracy=np.mean(p.label_N == p.predicted_N),
+    matrix=matrix.tolist(),
+    pairs=[
+      (p.names[i], p.names[j], f"{n:,}") for i, j, n in wrong[:_MOST_PAIRS]
+    ],
+    classes=classes[:_MOST_ROWS],
+    more_classes=len(classes) - _MOST_ROWS,
+    worst=zip(worst, _pictures(p, worst)),
   )
 
 
 def _per_class(
-  counts: Sequence[tuple[int, int, int]], names: Sequence[str]
-) -> str:
-  true, predicted, right = (collections.Counter[int]() for _ in range(3))
-  most_often: dict[int, str] = {}
-  for i, j, count in counts:
-    true[i] += count
-    predicted[j] += count
-    if i == j:
-      right[i] = count
-    else:
-      most_often.setdefault(i, f"{markup.text(names[j])} ({count})")
-  worst = sorted(true, key=lambda i: (right[i] / true[i], -true[i]))
-  rows = [
+  p: Predictions, wrong: Sequence[tuple[int, int, int]]
+) -> list[tuple[str | None, ...]]:
+  """A row of texts for each class that has examples, the worst first."""
+  right_N = p.label_N[p.label_N == p.predicted_N]
+  true_C, predicted_C, right_C = (
+    np.bincount(x, minlength=len(p.names))
+    for x in (p.label_N, p.predicted_N, right_N)
+  )
+  recall_C = right_C / np.maximum(true_C, 1)
+  precision_C = right_C / np.maximum(predicted_C, 1)
+  # The largest numbers come first.
+  most_often = {i: f"{p.names[j]} ({n})" for i, j, n in reversed(wrong)}
+  return [
     (
-      markup.text(names[i]),
-      f"{true[i]:,}",
-      f"{right[i] / true[i]:.1%}",
-      f"{right[i] / predicted[i]:.1%}" if predicted[i] else "&ndash;",
+      p.names[i],
+      f"{true_C[i]:,}",
+      f"{recall_C[i]:.1%}",
+      f"{precision_C[i]:.1%}" if predicted_C[i] else None,
       most_often.get(i, ""),
     )
-    for i in worst[:_MOST_ROWS]
+    for i in np.lexsort((-true_C, recall_C)).tolist()
+    if true_C[i]
   ]
-  more = len(worst) - len(rows)
-  note = f'<p class="note">{more:,} more classes.</p>' if more else ""
-  head = ("Class", "Examples", "Recall", "Precision", "Most often taken for")
-  return (
-    "<details open><summary>Classes, the worst first</summary>"
-    f"{markup.table(head, rows)}{note}</details>"
-  )
 
 
-def _worst(predictions: Predictions) -> str:
-  p = predictions
-  order = np.argsort(-p.loss_N, kind="stable")[:_MOST_EXAMPLES]
-  rows = p.rows_N
-  if p.images is not None:
-    low, high = float(p.images.min()), float(p.images.max())
-  items = []
-  for i in order:
-    true, predicted = p.names[p.label_N[i]], p.names[p.predicted_N[i]]
-    kind = "right" if p.label_N[i] == p.predicted_N[i] else "wrong"
-    picture = ""
-    if p.images is not None:
-      image = p.images[rows[i]].astype(np.float64)
-      scaled = 255 * (image - low) / max(high - low, 1e-9)
-      content = media.Image(scaled.round().astype(np.uint8)).png()
-      picture = markup.picture(content, description=f"example {rows[i]}")
-    items.append(
-      f"<div>{picture}<b>{markup.text(true)}</b><br>"
-      f'<span class="{kind}">{markup.text(predicted)} '
-      f"{p.probability_N[i]:.0%}</span><br>"
-      f'<span class="note">#{rows[i]}, loss {p.loss_N[i]:.3g}</span></div>'
-    )
-  hint = " To see the pictures, add the image to <code>keys</code> of the "
-  hint = "" if p.images is not None else f"{hint}evaluation."
-  return (
-    "<details open><summary>Examples with the largest loss</summary>"
-    '<p class="note"><b>True class</b>; below it the predicted class with its '
-    'probability, <span class="right">right</span> or <span class="wrong">'
-    "wrong</span>; number of the example in the data set; loss."
-    f'{hint}</p><div class="pictures">{"".join(items)}</div></details>'
-  )
+def _pictures(p: Predictions, worst: Sequence[int]) -> list[bytes]:
+  if p.images is None:
+    return [b""] * len(worst)
+  low, high = float(p.images.min()), float(p.images.max())
+  images = p.images[p.rows_N[worst]].astype(np.float64)
+  scaled = 255 * (images - low) / max(high - low, 1e-9)
+  return [media.Image(x.round().astype(np.uint8)).png() for x in scaled]

@@ -32,3 +32,15 @@ def test_values_cannot_end_the_script_element():
   runs = [panels.Run("a", {}, {}, rows)]
   html = page.render(runs, "loss", "min", [None])
   assert html.count("</script>") == 2 and "<b>" not in html
+
+
+def test_text_is_escaped():
+  config, start = {"<c>": "<d>"}, {"<e>": "<f>"}
+  runs = [
+    panels.Run("<a>", {}, {}, [{"step": 1, "<b>": 1.0}]),
+    panels.Run("b", config, {"starts": [start]}, [{"step": 1}]),
+  ]
+  html = page.render(runs, "<g>", "min", [None, None])
+  html = html.partition("<body>")[2].partition("<script")[0]
+  for letter in "abcdefg":
+    assert f"&lt;{letter}&gt;" in html and f"<{letter}>" not in html

@@ -82,7 +82,7 @@ def test_the_page(write):
   # The worst class and the worst example come first.
   classes = html.partition("Most often taken for")[2]
   cells = re.findall(r"<td>([^<]*)</td>", classes)
-  assert cells[:5] == ["&lt;owl&gt;", "1", "0.0%", "&ndash;", "cat (1)"]
+  assert cells[:5] == ["&lt;owl&gt;", "1", "0.0%", "\N{EN DASH}", "cat (1)"]
   assert '<td style="background:rgba(213,94,0,0.35)' in html  # 1 of 3.
   assert re.findall(r"#(\d), loss", html) == ["2", "5", "0", "1", "3", "4"]
   assert html.count("<img") == 6

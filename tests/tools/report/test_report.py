@@ -62,7 +62,7 @@ def test_the_page_is_complete_and_needs_nothing_else(two_runs):
   # The table of runs has the only difference of the configs.
   assert re.search(r"Run val/acc at step Steps Training loss lr slow", text)
   assert "lr 0.001 0.002" in text
-  assert "steps 20m00s (85.7%) &ndash;" in text
+  assert "steps 20m00s (85.7%) \N{EN DASH}" in text
   assert "lost to restarts 2m20s (10.0%)" in text
   assert "Restarts 1 0" in text
   assert "Memory of the step 2 MiB per device" in text
