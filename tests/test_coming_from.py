@@ -26,7 +26,7 @@ import optax
 import pytest
 from support import compile_cache
 
-from bigtrain import lengths, main, parts, settings, trees
+from bigtrain import lengths, main, parts, settings, tools, trees
 from bigtrain.models import decoder as decoder_lib
 from bigtrain.models import vit as vit_lib
 from bigtrain.optim import chain, schedules
@@ -106,13 +106,16 @@ def test_the_named_configs_build(spec):
 
 
 def test_the_named_commands_exist():
+  listed = settings.read_table(tools.__file__, "arguments.toml")
   for module, words in re.findall(r"`python -m ([\w.]+)([^`]*)`", PAGE):
     path = ROOT / module.replace(".", "/")
     if not module.startswith("bigtrain"):
       continue  # A program of the other trainer.
     files = [path.with_suffix(".py"), *path.glob("*.py")]
+    of_tool = [listed[name] for name in listed if name.split()[0] == path.name]
     text = "".join(f.read_text() for f in files if f.exists())
     assert text, module
+    text += json.dumps(of_tool)
     if module == "bigtrain.main":
       text += (ROOT / "bigtrain/command.py").read_text()
     for flag in re.findall(r"--(\w+)", words):

@@ -1,12 +1,18 @@
 """Command lines of tools; some change a config, like bigtrain.main."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from bigtrain import settings
 from bigtrain.settings import ConfigError, did_you_mean
 
 _PREFIX = "--config."
+
+
+# {tool, or command of a tool: {argument: its options, or its help}}.
+_LISTED = settings.read_table(__file__, "arguments.toml")
+_TYPES = {"int": int, "float": float}
 
 
 class Plain(argparse.ArgumentParser):
@@ -19,6 +25,15 @@ class Plain(argparse.ArgumentParser):
       options["formatter_class"] = argparse.RawDescriptionHelpFormatter
     super().__init__(**options)
 
+  def add_listed(self, tool: str, **more: Mapping[str, Any]) -> None:
+    """Adds a tool's arguments in arguments.toml, with more options of some."""
+    for name, entry in _LISTED[tool].items():
+      options = dict(entry) if isinstance(entry, dict) else {"help": entry}
+      options |= more.get(name.strip("-"), {})
+      if (kind := options.get("type")) in _TYPES:
+        options["type"] = _TYPES[kind]
+      self.add(name, **options)
+
   def add(
     self, name: str, help: str, default: Any = None, **options: Any
   ) -> None:
@@ -30,7 +45,7 @@ class Plain(argparse.ArgumentParser):
         help += " (default: %(default)s)"
     if default is not None:
       options["default"] = default
-    self.add_argument(name, help=help, **options)
+    self.add_argument(*name.split(), help=help, **options)
 
 
 class Parser(Plain):

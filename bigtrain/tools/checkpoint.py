@@ -19,7 +19,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.checkpoints.manifest import Array, DamagedError
@@ -99,80 +99,22 @@ def verify(
   return {directory: integrity.verify(directory) for directory in directories}
 
 
+_COMMANDS = {
+  "show": "Prints the tree of arrays with shapes, dtypes and sizes.",
+  "verify": "Reads every byte and lists all damaged arrays.",
+  "export": "Writes arrays to one .npz or .safetensors file, or to a folder in "
+  "a published layout.",
+  "import": "Writes a checkpoint of T5X or big_vision, or a file of "
+  "parameters, as a checkpoint of a new workdir.",
+}
+
+
 def _parser() -> arguments.Plain:
   parser = arguments.Plain("checkpoint", __doc__)
   commands = parser.add_subparsers(dest="command", required=True)
-
-  def command(name: str, text: str) -> Callable[..., None]:
-    sub = commands.add_parser(name, help=text, description=text)
-    example = "such as run/checkpoints/00000100"
-    sub.add("path", f"a workdir, or one of its checkpoints, {example}")
-    default = "all checkpoints" if name == "verify" else "the newest"
-    step = f"step of the workdir's checkpoint (default: {default})"
-    sub.add("--step", step, type=int)
-    return sub.add
-
-  add = command(
-    "show", "Prints the tree of arrays with shapes, dtypes and sizes."
-  )
-  add("--depth", "number of levels to show (default: all)", type=int)
-  command("verify", "Reads every byte and lists all damaged arrays.")
-  add = command(
-    "export",
-    "Writes arrays to one .npz or .safetensors file, or to a folder in a "
-    "published layout.",
-  )
-  out = "file to write, ending in .npz or .safetensors; a folder with --format"
-  add("out", out)
-  add(
-    "--prefix",
-    "tree to export, such as params or ema (default: all arrays; with "
-    "--format: params)",
-    "",
-  )
-  add(
-    "--layout",
-    "with --format=hf: the layout, such as gpt2 or llama (default: the first "
-    "that expresses the model)",
-    "",
-  )
-  kind = (
-    "hf: a folder that transformers opens, with adapters merged; peft: the "
-    "adapters alone; stablehlo: a predict function with its parameters, for "
-    "jax alone"
-  )
-  add("--format", kind, "", choices=("", "hf", "peft", "stablehlo"))
-  dtypes = ("", "float32", "bfloat16", "float16")
-  add("--dtype", "with --format=hf: dtype of the weights", "", choices=dtypes)
-  add(
-    "--max_shard_bytes",
-    "with --format=hf: size above which the weights are in several files",
-    0,
-    type=int,
-  )
-  add(
-    "--pred",
-    "with --format=stablehlo: predict function to export (default: the first "
-    "of caption, generate, logits, image, pre_logits that the task has)",
-    "",
-  )
-  size = "with --format=stablehlo: number of examples of a call (default: any)"
-  add("--batch_size", size, type=int)
-  platforms = "with --format=stablehlo: platforms to run on"
-  add("--platforms", platforms, "cpu,cuda,tpu")
-  add("--overwrite", "replace an existing OUT", action="store_true")
-  add = command(
-    "import",
-    "Writes a checkpoint of T5X or big_vision, or a file of parameters, as a "
-    "checkpoint of a new workdir.",
-  )
-  add("out", "workdir to write")
-  add(
-    "--config",
-    "FILE.py[:arguments]: the parameters get the names and shapes of its "
-    "model, and the workdir its config.json (default: all arrays as they are)",
-    "",
-  )
+  for name, text in _COMMANDS.items():
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_listed(f"checkpoint {name}")
   return parser
 
 

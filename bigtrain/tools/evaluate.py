@@ -268,17 +268,7 @@ def _teacher(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("evaluate", __doc__, changes_config=True)
-  add = parser.add
-  add("--workdir", "folder of the run", required=True)
-  add("--step", "step of the checkpoint (default: the newest)", type=int)
-  files = (
-    "folder for the files of evaluators (default: evaluate in the workdir)"
-  )
-  add("--output", files, "")
-  every = "evaluates each checkpoint that has no row, in order"
-  add("--all_checkpoints", every, action="store_true")
-  follow = "as --all_checkpoints, and waits for new ones until the run finishes"
-  add("--follow", follow, action="store_true")
+  parser.add_listed("evaluate")
   args, changes = parser.parse(argv)
   process.join_job(settings.Config({}))
   several = args.all_checkpoints or args.follow

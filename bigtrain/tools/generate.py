@@ -222,39 +222,7 @@ def _generate_ids(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("generate", __doc__, changes_config=False)
-  add = parser.add
-  path = "a workdir, one of its checkpoints, or a published model's folder"
-  names = ("--workdir", "--model")
-  parser.add_argument(*names, help=path, dest="path", required=True)
-  add("--prompt", "text to continue", "")
-  chat = "take the prompt as a user's message, in the model's chat template"
-  add("--chat", chat, False, action="store_true")
-  add("--max_new", "largest number of new tokens", 256)
-  beams = "hypotheses of a beam search, which prints at its end; 1 samples"
-  add("--num_beams", beams, 1)
-  add("--length_penalty", "favours longer texts in a beam search", 0.0)
-  add(
-    "--temperature",
-    "temperature of the distribution; 0 always takes the most likely token "
-    "(default: 0.8, or 0 in a beam search)",
-    type=float,
-  )
-  top_k = "sample from the K most likely tokens; 0 for all (default: 0)"
-  add("--top_k", top_k, type=int)
-  nucleus = "sample from the most likely tokens whose probabilities sum to P"
-  add("--top_p", f"{nucleus} (default: 1.0)", type=float)
-  penalty = "divisor of the logits of tokens that the text has already"
-  add("--repetition_penalty", f"{penalty} (default: 1.0)", type=float)
-  ngrams = "no N tokens come twice in a row; 0 for any (default: 0)"
-  add("--no_repeat_ngram_size", ngrams, type=int)
-  add("--min_new", "least number of new tokens (default: 0)", type=int)
-  add("--seed", "random seed", 0)
-  step = "step of the workdir's checkpoint (default: the newest)"
-  add("--step", step, type=int)
-  add("--prefix", "parameters to use: params or ema", "params")
-  tokenizer = "'bytes' or a path (default: the tokenizer of the run's data)"
-  add("--tokenizer", tokenizer)
-  add("--bos", "put the begin token first", False, action="store_true")
+  parser.add_listed("generate")
   args, _ = parser.parse(argv)
   if not args.chat:
     sys.stdout.write(args.prompt)

@@ -170,19 +170,7 @@ class _Methods:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("lm_eval", __doc__, changes_config=False)
-  add = parser.add
-  add("run", "workdir, checkpoint or export")
-  add("--tasks", "names of tasks, such as arc_easy,piqa", required=True)
-  add("--include_path", "folder with tasks of your own (YAML)")
-  add("--num_fewshot", "examples in each prompt", type=int)
-  add("--limit", "number of questions of each task", type=int)
-  add("--step", "step of the checkpoint (default: newest)", type=int)
-  add("--weights", "parameters to use", "params", choices=("params", "ema"))
-  add("--tokenizer", '"bytes" or a path, if the file has moved')
-  add("--batch_size", "texts at a time, all devices", 32)
-  add("--max_length", "tokens that the model sees", type=int)
-  add("--bos", "texts start with the begin token", action="store_true")
-  add("--output", "JSON file with all results")
+  parser.add_listed("lm_eval")
   args, _ = parser.parse(argv)
   names = ("step", "weights", "tokenizer", "batch_size", "max_length", "bos")
   options = {name: getattr(args, name) for name in names}

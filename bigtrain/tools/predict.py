@@ -245,38 +245,12 @@ def _read_text(path: str) -> str:
     raise DataError(f"{path}: {e}.") from e
 
 
-def _parser() -> arguments.Parser:
-  parser = arguments.Parser("predict", __doc__, changes_config=False)
-  add = parser.add
-  add("run", "a workdir, or one of its checkpoints")
-  paths_help = "pictures, texts or .jsonl files, and folders of them"
-  add("paths", paths_help, nargs="+")
-  output = "file ending in .jsonl or .csv; jsonl or csv: the standard output"
-  add("--output", output, "jsonl")
-  methods = ", ".join(_FIELDS)
-  add("--method", f"{methods} (default: what the run was trained for)", "")
-  add("--top_k", "number of classes in `top` (default: 5)", type=int)
-  names = "file with a name of a class on each line (default: the run's)"
-  add("--class_names", names)
-  add("--pp", "ops for the pictures (default: the ops of an evaluation)")
-  add("--evaluation", "evaluation of the run whose ops to use")
-  add("--tokenizer", "path of the run's tokenizer, if it has moved")
-  add("--step", "step of the checkpoint (default: the newest)", type=int)
-  add("--weights", "params or ema", "params")
-  add("--batch_size", "files at a time, over all devices", 32)
-  add("--prompt_key", "key of the texts in .jsonl files", "prompt")
-  add("--answer_key", "key of the answers, for --method=score", "answer")
-  scores = "adds the log-likelihoods of generated texts"
-  add("--scores", scores, action="store_true")
-  add("--options", 'of the method as JSON, such as {"max_new": 100}', "{}")
-  shard = "predicts every n-th item from the i-th one (from 0), into a file "
-  add("--shard", shard + 'whose name has "-i-of-n"', "0/1")
-  return parser
-
-
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  args, _ = _parser().parse(argv)
+  parser = arguments.Parser("predict", __doc__, changes_config=False)
+  methods = f"{', '.join(_FIELDS)} (default: what the run was trained for)"
+  parser.add_listed("predict", method={"help": methods})
+  args, _ = parser.parse(argv)
   jax_flags.use_compile_cache(True)
   predictor = load.load(
     args.run,

@@ -6,22 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.settings import ConfigError, did_you_mean
-from bigtrain.tools import arguments
 
 # Endings of the metrics that compare runs unless one is named, best first.
 _PREFERRED = ("acc", "exact", "loss")
 # Metrics whose smaller values are better.
 _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
-
-
-def add_arguments(parser: arguments.Plain, metric: str) -> None:
-  parser.add("--metric", f"{metric} (default: one of an evaluation)")
-  parser.add(
-    "--mode",
-    "whether the largest or the smallest value is the best (default: min for "
-    "losses, errors, times and sizes, else max)",
-    choices=("max", "min"),
-  )
 
 
 class Best(NamedTuple):

@@ -129,8 +129,7 @@ def _ago(secs: float) -> str:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Plain("runs", __doc__)
-  parser.add("folder", "folder of runs, or a run")
-  ranking.add_arguments(parser, "metric to compare, such as val/acc")
+  parser.add_listed("runs")
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)
   if not os.path.isdir(folder):

@@ -176,15 +176,7 @@ def _workdir_of(command: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
   usage = "%(prog)s [options] -- COMMAND ..."
   parser = arguments.Plain("supervise", __doc__, usage=usage)
-  add = parser.add
-  defaults = Options()
-  failures = "starts in a row without progress, after which it gives up"
-  add("--failures", failures, defaults.failures)
-  wait = "wait before a new start; it doubles with each start without progress"
-  add("--wait_secs", wait, defaults.wait_secs)
-  add("--most_wait_secs", "upper limit of the wait", defaults.most_wait_secs)
-  when = "after code 75, start again, or end for a scheduler to requeue"
-  add("--when_preempted", when, "restart", choices=("restart", "end"))
+  parser.add_listed("supervise")
   parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
   args = parser.parse_args(argv)
   command = args.command[args.command[:1] == ["--"] :]

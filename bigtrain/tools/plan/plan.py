@@ -197,57 +197,18 @@ def _features(text: str) -> dict[str, str]:
 
 def _parser() -> arguments.Parser:
   parser = arguments.Parser("plan", __doc__, changes_config=True)
-  add = parser.add
-  add("--config", "FILE.py or FILE.py:arguments", required=True)
-  numbers = "numbers of devices, such as 8,64,512 (default: 8,64)"
-  add("--devices", numbers, [8, 64], type=_numbers)
-  add(
-    "--fsdp",
-    "numbers of devices to shard the state over, such as 8,64; -1 for all "
-    "devices (default: mesh of the config)",
-    type=_fsdp_sizes,
+  parser.add_listed(
+    "plan",
+    devices={"type": _numbers},
+    fsdp={"type": _fsdp_sizes},
+    sequence={"type": _numbers},
+    tensor={"type": _numbers},
+    hardware={"help": f"one of {', '.join(hardware.TABLE)}"},
+    microbatch={"type": _number},
+    features={"type": _features},
+    compile_up_to={"default": _MOST_SIMULATED},
+    efficiency={"default": estimate.EFFICIENCY},
   )
-  for axis, what in (("sequence", "an example"), ("tensor", "a layer")):
-    share = f"numbers of devices that share {what}, such as 1,4"
-    add(f"--{axis}", f"{share} (default: mesh of the config)", type=_numbers)
-  add("--hardware", f"one of {', '.join(hardware.TABLE)}", "h100")
-  add(
-    "--microbatch",
-    "largest number of examples per device and microbatch; sets "
-    "config.microbatches (default: microbatches of the config)",
-    type=_number,
-  )
-  add(
-    "--features",
-    "features of the data, if the config does not determine them, such as "
-    '"image: jpeg[375,500,3]; label: int64"; see data/synthetic.py',
-    type=_features,
-  )
-  add("--num_examples", "examples per epoch of data from files", 1_000_000)
-  add(
-    "--compile_up_to",
-    "largest number of devices to compile for; figures for more devices are "
-    "extrapolated",
-    _MOST_SIMULATED,
-  )
-  add(
-    "--compiler",
-    "tpu, gpu: the compiler of --hardware, from the package libtpu or jax's "
-    "CUDA plugin, which need no devices; it takes minutes and gives the real "
-    "memory",
-    "cpu",
-    choices=("cpu", "tpu", "gpu"),
-  )
-  peak = "fraction of the peak FLOP/s that matrix products reach"
-  add("--efficiency", peak, estimate.EFFICIENCY)
-  add(
-    "--choose",
-    "search mesh, microbatches and remat for one number of devices; print the "
-    "best five and the lines of a config",
-    action="store_true",
-  )
-  add("--minutes", "with --choose: time for compiling", 10.0)
-  add("--json", "print JSON in place of a table", action="store_true")
   return parser
 
 

@@ -76,14 +76,7 @@ def write(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Plain("report", __doc__)
-  run = "folder of a run, finished or in progress"
-  parser.add("workdir", run, nargs="+")
-  parser.add(
-    "--out",
-    "folder for the page and the images (default: `report` in the workdir, or "
-    "in the current folder for several workdirs)",
-  )
-  ranking.add_arguments(parser, "metric that sorts the runs, such as val/acc")
+  parser.add_listed("report")
   args = parser.parse_args(argv)
   workdirs = [paths.absolute(workdir) for workdir in args.workdir]
   only = workdirs[0] if len(workdirs) == 1 else ""

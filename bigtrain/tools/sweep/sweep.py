@@ -21,42 +21,15 @@ from bigtrain import settings
 from bigtrain.cluster import lease, process
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError
-from bigtrain.tools import arguments, exits, ranking
+from bigtrain.tools import arguments, exits
 from bigtrain.tools.sweep import local, results, slurm, variants
-
-
-def _parser() -> arguments.Parser:
-  parser = arguments.Parser("sweep", __doc__, changes_config=True)
-  add = parser.add
-  add("--config", "FILE.py or FILE.py:arguments", required=True)
-  add("--workdir", "folder of the sweep", required=True)
-  add(
-    "--grid",
-    "values of a config key; several grids are combined (default: get_sweep "
-    "of the config file)",
-    [],
-    action="append",
-    metavar="KEY=VALUE,VALUE",
-  )
-  jobs = "number of runs at a time (default: 1 locally, no limit under Slurm)"
-  add("--jobs", jobs, type=int)
-  launcher, places = "slurm: submit each variant as a job", ("local", "slurm")
-  add("--launcher", launcher, "local", choices=places)
-  add(
-    "--sbatch",
-    'options of sbatch with --launcher=slurm, such as "--time=60 '
-    '--gpus-per-node=8"',
-    "",
-  )
-  ranking.add_arguments(parser, "metric to compare")
-  table = "print the table of a sweep; start nothing"
-  add("--table", table, action="store_true")
-  return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  args, changes = _parser().parse(argv)
+  parser = arguments.Parser("sweep", __doc__, changes_config=True)
+  parser.add_listed("sweep")
+  args, changes = parser.parse(argv)
   if args.jobs is not None and args.jobs < 1:
     raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
   if args.sbatch and args.launcher != "slurm":
