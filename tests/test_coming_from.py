@@ -112,10 +112,10 @@ def test_the_named_commands_exist():
     if not module.startswith("bigtrain"):
       continue  # A program of the other trainer.
     files = [path.with_suffix(".py"), *path.glob("*.py")]
-    of_tool = [listed[name] for name in listed if name.split()[0] == path.name]
+    of_tool = [x for name, x in listed.items() if name.split()[0] == path.name]
     text = "".join(f.read_text() for f in files if f.exists())
     assert text, module
-    text += json.dumps(of_tool)
+    text += json.dumps([n for x in of_tool for key in x for n in key.split()])
     if module == "bigtrain.main":
       text += (ROOT / "bigtrain/command.py").read_text()
     for flag in re.findall(r"--(\w+)", words):
