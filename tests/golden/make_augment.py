@@ -11,7 +11,8 @@ import re
 
 import numpy as np
 
-PATH = pathlib.Path(__file__).with_name("augment.npz")
+GOLDEN = pathlib.Path(__file__).parent
+NEEDS = ("timm", "torchvision")
 FACTORS = (0.7, 1.0, 1.25)
 SIGMAS = (0.5, 1.0, 2.0)
 
@@ -25,7 +26,7 @@ def picture(height: int = 24, width: int = 30) -> np.ndarray:
   return np.clip(values, 0, 255).astype(np.uint8)
 
 
-def write(golden: pathlib.Path = PATH) -> None:
+def write(golden: pathlib.Path = GOLDEN) -> None:
   import torch
   from PIL import Image, ImageFilter, ImageOps
   from timm.data import auto_augment
@@ -49,7 +50,7 @@ def write(golden: pathlib.Path = PATH) -> None:
   source = inspect.getsource(auto_augment.auto_augment_policy_v0)
   found = re.findall(r"\('(\w+)', ([\d.]+), (\d+)\)", source)
   arrays["policies"] = np.array([" ".join(words) for words in found])
-  np.savez_compressed(golden, **arrays)
+  np.savez_compressed(golden / "augment.npz", **arrays)
 
 
 if __name__ == "__main__":

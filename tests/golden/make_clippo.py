@@ -13,7 +13,8 @@ import tempfile
 
 import numpy as np
 
-PATH = pathlib.Path(__file__).with_name("clippo.npz")
+GOLDEN = pathlib.Path(__file__).parent
+NEEDS = ("big_vision", "tensorflow")
 SIZES = (64, 100)
 TEXTS = (
   "A photo of a cat.",
@@ -39,7 +40,7 @@ def font() -> tuple[str, str]:
   return space + "".join(lines), f"01F600:{glyph(True)}\n"
 
 
-def write(golden: pathlib.Path = PATH) -> None:
+def write(golden: pathlib.Path = GOLDEN) -> None:
   with tempfile.TemporaryDirectory() as folder:
     os.chdir(folder)
     fonts = pathlib.Path("big_vision/pp/proj/clippo")
@@ -54,7 +55,7 @@ def write(golden: pathlib.Path = PATH) -> None:
       render = pp_ops.get_pp_render_text(image_size=size)
       for i, text in enumerate(TEXTS):
         arrays[f"{size}/{i}"] = render({"texts": text})["image"].numpy()
-  np.savez_compressed(golden, **arrays)
+  np.savez_compressed(golden / "clippo.npz", **arrays)
 
 
 if __name__ == "__main__":

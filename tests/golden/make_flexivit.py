@@ -10,7 +10,8 @@ import pathlib
 
 import numpy as np
 
-PATH = pathlib.Path(__file__).with_name("flexivit.npz")
+GOLDEN = pathlib.Path(__file__).parent
+NEEDS = ("big_vision", "jax")
 SIZES = dict(width=16, depth=2, mlp_dim=24, num_heads=2, patch_size=(8, 8))
 GRID, CLASSES, IMAGE_SIZE = (3, 3), 5, 60
 SEQHWS = (3, 4, 5, 6, 10)  # Patches of 20, 15, 12, 10, 6 pixels.
@@ -27,7 +28,7 @@ def inputs(shapes: dict[str, tuple]) -> tuple[np.ndarray, dict]:
   return image, {name: p.astype(np.float32) for name, p in params.items()}
 
 
-def write(golden: pathlib.Path = PATH) -> None:
+def write(golden: pathlib.Path = GOLDEN) -> None:
   import jax
   from flax import traverse_util
 
@@ -51,7 +52,9 @@ def write(golden: pathlib.Path = PATH) -> None:
     arrays[f"logits/{seqhw}"], _ = model.apply(
       {"params": params}, image, seqhw=seqhw
     )
-  np.savez_compressed(golden, **{k: np.asarray(v) for k, v in arrays.items()})
+  np.savez_compressed(
+    golden / "flexivit.npz", **{k: np.asarray(v) for k, v in arrays.items()}
+  )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pathlib
 
 import numpy as np
 
-PATH = pathlib.Path(__file__).with_name("gsam.npz")
+GOLDEN = pathlib.Path(__file__).parent
+NEEDS = ("big_vision", "jax")
 LRS = (0.1, 0.4, 0.25, 0.05)
 CASES = {
   "sam": dict(rho_max=0.5, rho_min=0.5, alpha=0.0),
@@ -39,7 +40,7 @@ def loss(params, inputs, targets):
   return jnp.mean(jnp.sum((out - targets) ** 2, axis=-1))
 
 
-def write(golden: pathlib.Path = PATH) -> None:
+def write(golden: pathlib.Path = GOLDEN) -> None:
   import jax
 
   jax.tree_map = jax.tree.map  # As it was called then.
@@ -54,7 +55,7 @@ def write(golden: pathlib.Path = PATH) -> None:
       )
       params = jax.tree.map(lambda p, g, lr=lr: p - lr * g, params, grads)
     arrays |= {f"{name}/{key}": np.asarray(p) for key, p in params.items()}
-  np.savez(golden, **arrays)
+  np.savez(golden / "gsam.npz", **arrays)
 
 
 if __name__ == "__main__":
