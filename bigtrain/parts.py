@@ -105,7 +105,7 @@ def model(config: settings.Config) -> tuple[Any, Any]:
   if rules := logical_axes(config):
     cls = _with_rules(cls, f"{config.path}.logical_axes", rules)
   if rules := config.get("quantize"):
-    cls = _quantized().model(cls, rules, f"{config.path}.quantize")
+    cls = _layers("quantized").model(cls, rules, f"{config.path}.quantize")
   # A teacher has none, so there the key is an error.
   if config.path == "config" and config.get("adapters"):
     if rules:
@@ -114,7 +114,7 @@ def model(config: settings.Config) -> tuple[Any, Any]:
         "config.adapters.base quantizes the base."
       )
     given = config.kwargs("adapters")
-    module, cls = _lora().adapted(module, cls, given, "config.adapters")
+    module, cls = _layers("lora").adapted(module, cls, given, "config.adapters")
   return module, cls(**options)
 
 
@@ -172,12 +172,8 @@ def _draws(
   return [(v, weight / sum(weights)) for v, weight in zip(values, weights)]
 
 
-def _lora() -> Any:
-  return find_module("models.layers", "lora", "config.adapters")
-
-
-def _quantized() -> Any:
-  return find_module("models.layers", "quantized", "config.quantize")
+def _layers(name: str) -> Any:
+  return find_module("models.layers", name, "config.model")
 
 
 def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
@@ -406,8 +402,8 @@ def loss_fn(
     with no_logical_axes():
       result = task.loss_fn(variables, batch, rng, **own)
     for each in (model, *jax.tree.leaves(given)):
-      _quantized().check(each)
-    _lora().check(model)
+      _layers("quantized").check(each)
+    _layers("lora").check(model)
     return result
 
   return bound_loss_fn

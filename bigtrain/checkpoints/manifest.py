@@ -229,14 +229,9 @@ class Manifest:
       "num_bytes": self.num_bytes,
       "arrays": {
         name: {
-          "shape": list(array.shape),
-          "dtype": array.dtype,
-          "sharding": array.sharding,
-          "chunk_shape": list(array.chunk_shape),
+          **vars(array),
           "num_chunks": math.prod(array.grid),
           "chunk_bytes": array.chunk_bytes,
-          "metadata_sha256": array.metadata_sha256,
-          "checksum": array.checksum,
         }
         for name, array in self.arrays.items()
       },

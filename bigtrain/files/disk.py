@@ -22,7 +22,7 @@ def is_full(error: BaseException | None) -> bool:
 
 def size(num_bytes: float) -> str:
   """Returns a size as text, such as "9.1 GB" (10^9 bytes)."""
-  for unit, number in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+  for unit, number in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if num_bytes >= number:
       return f"{num_bytes / number:.3g} {unit}"
   return f"{num_bytes:.0f} bytes"

@@ -262,14 +262,9 @@ def _published_variables(
     shapes["params"],
   )
   places, _ = sharding.state_shardings(shapes, mesh)
-  like = jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    shapes,
-    places,
-  )
   return warm_start.load_variables(
     saved.config["model_init"],
-    like,
+    sharding.with_shardings(shapes, places),
     init=dict,
     module=module,
     key="bigtrain.load",
@@ -310,7 +305,4 @@ def _placed(
   }
   # The run's own rules may demand a split that these devices cannot make.
   places, _ = sharding.state_shardings(shapes, mesh)
-  return {
-    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name])
-    for name, x in shapes.items()
-  }
+  return sharding.with_shardings(shapes, places)

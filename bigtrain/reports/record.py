@@ -174,10 +174,7 @@ def start(
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)
-  specs = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    params,
-  )
+  specs = sharding.with_shardings(params)
 
   def write_files() -> None:
     facts: dict[str, Any] = {**parameters.facts(specs, trainable)}

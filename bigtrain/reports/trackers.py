@@ -27,14 +27,30 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 class _Tracker:
   """A run of W&B or trackio, which a restart in the same workdir continues."""
 
-  def __init__(self, setup: loggers.Setup, run: Any):
-    self._setup, self._run = setup, run
+  def __init__(self, setup: loggers.Setup, library: Any, **options: Any):
+    options["config"] = {**setup.config, **options.get("config", {})}
+    self._setup, self._library = setup, library
+    self._run = library.init(**{"resume": "allow", **options})
 
   def write(self, row: loggers.Row, shown: Mapping[str, Any]) -> None:
     values = {k: self._media(v) for k, v in self._setup.grouped(shown).items()}
     self._run.log({**self._setup.numbers(row), **values}, step=row["step"])
 
   def _media(self, value: Any) -> Any:
+    library = self._library
+    if isinstance(value, media.Text):
+      return self._text(value.text)
+    if isinstance(value, media.Table):
+      return library.Table(columns=value.columns, data=_cells(value))
+    if isinstance(value, media.Image):
+      pixels = value.uint8()
+      if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, -1)
+      return library.Image(pixels, caption=value.caption or None)
+    counts, _ = loggers.bins(value)
+    return library.Histogram(np_histogram=(counts, value.edges))
+
+  def _text(self, text: str) -> Any:
     raise NotImplementedError
 
   def flush(self) -> None:
@@ -50,12 +66,10 @@ class Wandb(_Tracker):
   def __init__(self, setup: loggers.Setup, **options: Any):
     import wandb
 
-    self._wandb = wandb
     workdir = setup.workdir
     # W&B needs a local folder; for a remote workdir it takes the current one.
     folder = {} if paths.is_remote(workdir) else {"dir": workdir}
-    options = {**folder, "resume": "allow", **options}
-    options["config"] = {**setup.config, **options.get("config", {})}
+    options = {**folder, **options}
     if "id" not in options:
       options["id"] = _run_id(workdir, "wandb", _new_id(workdir))
     has_key = wandb.api.api_key or os.environ.get("WANDB_MODE")
@@ -65,19 +79,12 @@ class Wandb(_Tracker):
       logging.info(
         f"W&B: not logged in; writing to {workdir} for `wandb sync`."
       )
-    super().__init__(setup, wandb.init(**options))
+    super().__init__(setup, wandb, **options)
     if setup.parameters:
       self._run.summary["parameters"] = setup.parameters
 
-  def _media(self, value: Any) -> Any:
-    if isinstance(value, media.Text):
-      return self._wandb.Table(columns=["text"], data=[[value.text]])
-    if isinstance(value, media.Table):
-      return self._wandb.Table(columns=value.columns, data=_cells(value))
-    if isinstance(value, media.Image):
-      return self._wandb.Image(value.uint8(), caption=value.caption or None)
-    counts, _ = loggers.bins(value)
-    return self._wandb.Histogram(np_histogram=(counts, value.edges))
+  def _text(self, text: str) -> Any:
+    return self._library.Table(columns=["text"], data=[[text]])
 
 
 class Trackio(_Tracker):
@@ -86,28 +93,17 @@ class Trackio(_Tracker):
   def __init__(self, setup: loggers.Setup, **options: Any):
     import trackio
 
-    self._trackio, workdir = trackio, setup.workdir
+    workdir = setup.workdir
     name = os.path.basename(workdir.rstrip("/")) or "run"
     name = _run_id(workdir, "trackio", f"{name}-{_new_id(workdir)[:6]}")
     options = {"project": "bigtrain", "name": name, **options}
-    options["config"] = {**setup.config, **options.get("config", {})}
-    super().__init__(setup, trackio.init(resume="allow", **options))
+    super().__init__(setup, trackio, **options)
     if setup.parameters:
-      text = trackio.Markdown(loggers.preformatted(setup.parameters))
+      text = self._text(loggers.preformatted(setup.parameters))
       self._run.log({"parameters": text}, step=0)
 
-  def _media(self, value: Any) -> Any:
-    if isinstance(value, media.Image):
-      pixels = value.uint8()
-      if pixels.shape[-1] == 1:
-        pixels = np.repeat(pixels, 3, -1)
-      return self._trackio.Image(pixels, caption=value.caption or None)
-    if isinstance(value, media.Text):
-      return self._trackio.Markdown(value.text)
-    if isinstance(value, media.Table):
-      return self._trackio.Table(columns=value.columns, data=_cells(value))
-    counts, _ = loggers.bins(value)
-    return self._trackio.Histogram(np_histogram=(counts, value.edges))
+  def _text(self, text: str) -> Any:
+    return self._library.Markdown(text)
 
 
 def _cells(table: media.Table) -> list[list[Any]]:

@@ -52,6 +52,7 @@ from bigtrain.sharding.rules import (
   spec_of,
   state_shardings,
   state_spec,
+  with_shardings,
 )
 from bigtrain.sharding.tensor import (
   axes_of_length,

@@ -82,8 +82,18 @@ def state_spec(
   shardings, notes = state_shardings(shapes, mesh, rules)
   for note in notes:
     logging.warning("config.sharding: %s", note)
-  add = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  return jax.tree.map(add, shapes, shardings)
+  return with_shardings(shapes, shardings)
+
+
+def with_shardings(shapes: Any, shardings: Any = None) -> Any:
+  """Specs of arrays or shapes with shardings, by default the arrays' own."""
+  if shardings is None:
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    shardings,
+  )
 
 
 def state_shardings(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.checkpoints.manifest import Array, DamagedError
-from bigtrain.files import paths
+from bigtrain.files import disk, paths
 from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
 
@@ -37,7 +37,7 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
   writer = manifest.writer
   lines = [
     f"{directory}: step {manifest.step:,}, {len(manifest.arrays):,} arrays, "
-    f"{_size(manifest.num_bytes)}",
+    f"{disk.size(manifest.num_bytes)}",
     f"written {writer.get('time')} on {writer.get('host')} by "
     f"{writer.get('processes')} process(es) with {writer.get('devices')} "
     f"device(s), jax {writer.get('jax')}",
@@ -64,7 +64,7 @@ def _rows(
       content = str(array)
       if array.sharding and any(array.sharding["spec"]):
         content += f"  sharded over {array.sharding['spec']}"
-      yield indented, _size(array.num_bytes), content
+      yield indented, disk.size(array.num_bytes), content
       continue
     children = {
       name: array
@@ -73,16 +73,9 @@ def _rows(
     }
     count = sum(math.prod(a.shape) for a in children.values())
     size = sum(a.num_bytes for a in children.values())
-    yield indented + "/", _size(size), f"{count:,} values"
+    yield indented + "/", disk.size(size), f"{count:,} values"
     if depth is None or level + 1 < depth:
       yield from _rows(f"{prefix}{head}/", children, level + 1, depth)
-
-
-def _size(num_bytes: float) -> str:
-  if num_bytes < 1000:
-    return f"{num_bytes:.0f} B"
-  power = min(4, int(math.log(num_bytes, 1000)))
-  return f"{num_bytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def verify(
@@ -208,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
   else:
     count = checkpoint_export.to_file(path, out, args.prefix, step)
     size = os.path.getsize(out)
-  print(f"{out}: {count} arrays, {_size(size)}")
+  print(f"{out}: {count} arrays, {disk.size(size)}")
   return 0
 
 

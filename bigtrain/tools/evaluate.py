@@ -148,7 +148,7 @@ def _judge(
     if config.get("adapters"):
       about, plain = saved.host_state.base, config.to_dict()
       frozen["base"] = trained.load_base(plain, about, state["params"], mesh)
-      state_spec["base"] = _specs_of(frozen["base"])
+      state_spec["base"] = sharding.with_shardings(frozen["base"])
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
@@ -227,13 +227,6 @@ def _state_spec(
     }
   )
   return sharding.state_spec(weights, mesh, rules)
-
-
-def _specs_of(arrays: Any) -> Any:
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    arrays,
-  )
 
 
 def _teacher(

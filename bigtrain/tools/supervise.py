@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
@@ -41,22 +40,13 @@ _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 _KILLED = 128  # A shell's code of a command that signal n killed is 128 + n.
 
 
-class Options(NamedTuple):
-  """Options of the command line, described in `main`."""
-
-  failures: int = 5
-  wait_secs: float = 1.0
-  most_wait_secs: float = 300.0
-  ends_when_preempted: bool = False
-
-
 def supervise(
-  command: Sequence[str], workdir: str, options: Options = Options()
+  command: Sequence[str], workdir: str, options: argparse.Namespace
 ) -> int:
   """Runs a command until it has finished, and returns the exit code.
 
   Call this from a process without other threads: it blocks signals, to wait for
-  them and for the command at once.
+  them and for the command at once. The options are of the command line.
   """
   unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
   newest = _newest_step(workdir)
@@ -129,9 +119,9 @@ def _reap(child: "subprocess.Popen[bytes]") -> int:
   return _KILLED - code if code < 0 else code
 
 
-def _may_start_again(code: int, options: Options) -> bool:
+def _may_start_again(code: int, options: argparse.Namespace) -> bool:
   if code == process.EXIT_PREEMPTED:
-    return not options.ends_when_preempted
+    return bool(options.when_preempted == "restart")
   killed = _KILLED < code <= _KILLED + max(signal.valid_signals())
   return killed or code == process.EXIT_ERROR
 
@@ -184,14 +174,11 @@ def main(argv: Sequence[str]) -> int:
     raise ConfigError("no command: expected -- python -m bigtrain.main ...")
   if not hasattr(ctypes.CDLL(None), "prctl"):
     raise ConfigError("this tool needs Linux.")
-  options = Options(
-    check_number("--failures", args.failures, least=1, whole=True),
-    check_number("--wait_secs", args.wait_secs, least=0),
-    check_number("--most_wait_secs", args.most_wait_secs, least=0),
-    args.when_preempted == "end",
-  )
+  check_number("--failures", args.failures, least=1, whole=True)
+  check_number("--wait_secs", args.wait_secs, least=0)
+  check_number("--most_wait_secs", args.most_wait_secs, least=0)
   try:
-    return supervise(command, paths.absolute(_workdir_of(command)), options)
+    return supervise(command, paths.absolute(_workdir_of(command)), args)
   except FileNotFoundError as e:
     raise ConfigError(f"{e.filename}: no such program.") from e
 

@@ -36,22 +36,22 @@ def workdir(saved, tmp_path):
 def test_show_prints_the_tree(saved, capsys):
   assert tool.main(["show", saved]) == 0
   lines = capsys.readouterr().out.splitlines()
-  assert "00000200: step 200, 8 arrays, 3.1 kB" in lines[0]
+  assert "00000200: step 200, 8 arrays, 3.08 kB" in lines[0]
   assert lines[2] == "steps in this workdir: 100, 200"
   rows = [" ".join(line.split()) for line in lines[4:]]
   assert rows == [
-    "opt/ 212 B 113 values",
-    "mask 16 B bool[16] sharded over ['fsdp']",
-    "mu/ 192 B 96 values",
-    "dense 192 B float16[3,32] sharded over [None, 'fsdp']",
-    "none 0 B float32[0,5]",
-    "seen 4 B uint32[]",
-    "params/ 2.9 kB 728 values",
-    "dense/ 1.6 kB 408 values",
-    "bias 48 B bfloat16[24]",
-    "kernel 1.5 kB float32[16,24] sharded over ['fsdp']",
-    "wide 1.3 kB float32[8,40] sharded over [['replica', 'fsdp'], None]",
-    "step 4 B int32[]",
+    "opt/ 212 bytes 113 values",
+    "mask 16 bytes bool[16] sharded over ['fsdp']",
+    "mu/ 192 bytes 96 values",
+    "dense 192 bytes float16[3,32] sharded over [None, 'fsdp']",
+    "none 0 bytes float32[0,5]",
+    "seen 4 bytes uint32[]",
+    "params/ 2.86 kB 728 values",
+    "dense/ 1.58 kB 408 values",
+    "bias 48 bytes bfloat16[24]",
+    "kernel 1.54 kB float32[16,24] sharded over ['fsdp']",
+    "wide 1.28 kB float32[8,40] sharded over [['replica', 'fsdp'], None]",
+    "step 4 bytes int32[]",
   ]
   assert tool.main(["show", path_of(saved, 100), "--depth=1"]) == 0
   lines = capsys.readouterr().out.splitlines()
