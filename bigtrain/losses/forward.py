@@ -1,10 +1,12 @@
-"""Applies a model in a loss."""
+"""Applies a model in a loss, and a loss without training."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from bigtrain.types import Variables
+from bigtrain.types import Metrics, Variables
 
 
 def apply(
@@ -27,3 +29,18 @@ def apply(
     **kwargs,
   )
   return out, dict(new) if train else {k: variables[k] for k in mutable}
+
+
+def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
+  """The metrics of a loss as a function of (variables, batch, its options)."""
+
+  def loss(variables: Variables, batch: Any, **options: Any) -> Metrics:
+    return loss_fn(variables, batch, None, train=False, **given, **options)[0]
+
+  result: Any = loss
+  signature = inspect.signature(loss_fn)
+  hidden = {"rng", "train", *given}
+  names = [name for name in signature.parameters if name not in hidden]
+  parameters = [signature.parameters[name] for name in names]
+  result.__signature__ = signature.replace(parameters=parameters)
+  return result

@@ -49,82 +49,33 @@ class Options(NamedTuple):
 
 
 _Loss = Callable[[Pairs, Options], jax.Array]
-_log_sigmoid, _sigmoid = jax.nn.log_sigmoid, jax.nn.sigmoid
+_log_sigmoid, _sigmoid, _relu = jax.nn.log_sigmoid, jax.nn.sigmoid, jax.nn.relu
 
 
 def _margin(x_B2: jax.Array) -> jax.Array:
   return x_B2[:, 0] - x_B2[:, 1]
 
 
-def _sigmoid_loss(p: Pairs, o: Options) -> jax.Array:
-  """DPO, arXiv 2305.18290; with label smoothing 2305.18290's cDPO."""
-  return o.smoothed(o.beta * _margin(p.ratio_B2))
-
-
-def _sigmoid_norm(p: Pairs, o: Options) -> jax.Array:
-  return o.smoothed(o.beta * _margin(p.mean(p.ratio_B2)))
-
-
-def _ipo(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2310.12036, of means over tokens."""
-  return (_margin(p.mean(p.ratio_B2)) - 1 / (2 * o.beta)) ** 2
-
-
-def _hinge(p: Pairs, o: Options) -> jax.Array:
-  """SLiC, arXiv 2305.10425."""
-  return jax.nn.relu(1 - o.beta * _margin(p.ratio_B2))
-
-
 def _robust(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2403.00409."""
   x_B, e = o.beta * _margin(p.ratio_B2), o.label_smoothing
   loss_B = -(1 - e) * _log_sigmoid(x_B) + e * _log_sigmoid(-x_B)
   return loss_B / (1 - 2 * e)
 
 
-def _apo_zero(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2408.06266, equation 7: the chosen answers are better than ours."""
-  x_B2 = o.beta * p.ratio_B2
-  return 1 - _sigmoid(x_B2[:, 0]) + _sigmoid(x_B2[:, 1])
+def _squared_distance(x_B2: jax.Array, half: float) -> jax.Array:
+  return (x_B2[:, 0] - half) ** 2 + (x_B2[:, 1] + half) ** 2
 
 
-def _apo_down(p: Pairs, o: Options) -> jax.Array:
-  """Equation 8: the chosen answers are worse than the model's own."""
-  x_B2 = o.beta * p.ratio_B2
-  return _sigmoid(x_B2[:, 0]) + 1 - _sigmoid(_margin(x_B2))
-
-
-def _bco_pair(p: Pairs, o: Options) -> jax.Array:
-  x_B2 = o.beta * p.ratio_B2
-  return -_log_sigmoid(x_B2[:, 0]) - _log_sigmoid(-x_B2[:, 1])
-
-
-def _sppo_hard(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2405.00675."""
-  half = 0.5 / o.beta
-  ratio_B2 = p.ratio_B2
-  return (ratio_B2[:, 0] - half) ** 2 + (ratio_B2[:, 1] + half) ** 2
-
-
-def _simpo(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2405.14734."""
-  return o.smoothed(o.beta * _margin(p.mean(p.sums_B2)) - o.gamma)
-
-
-def _cpo(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2401.08417."""
-  return o.smoothed(o.beta * _margin(p.sums_B2))
-
-
-def _orpo(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2403.07691: the ratio of the odds of both answers."""
-  mean_B2 = p.mean(p.sums_B2)
-  log_odds_B2 = mean_B2 - _log1mexp(mean_B2)
-  return -o.beta * _log_sigmoid(_margin(log_odds_B2))
+def _log_odds(log_prob: jax.Array) -> jax.Array:
+  """log(p / (1 - p)), accurately on both sides of p = 1/2."""
+  near_0 = log_prob > -0.6931472
+  small = jnp.where(near_0, log_prob, -1.0)
+  large = jnp.where(near_0, -1.0, log_prob)
+  of_small = jnp.log(-jnp.expm1(small))
+  return log_prob - jnp.where(near_0, of_small, jnp.log1p(-jnp.exp(large)))
 
 
 def _kto(p: Pairs, o: Options) -> jax.Array:
-  """arXiv 2402.01306; an answer may be absent."""
   drift = jax.lax.stop_gradient(jnp.maximum(p.drift, 0.0))
   x_B2 = o.beta * (p.ratio_B2 - drift)
   loss_B2 = 1 - _sigmoid(x_B2 * jnp.array([1.0, -1.0]))
@@ -132,31 +83,41 @@ def _kto(p: Pairs, o: Options) -> jax.Array:
   return jnp.sum(jnp.where(p.tokens_B2 > 0, loss_B2, 0.0), axis=1)
 
 
-def _log1mexp(x: jax.Array) -> jax.Array:
-  """log(1 - exp(x)) of x < 0, accurately on both sides of log(1/2)."""
-  near_0 = x > -0.6931472
-  small = jnp.where(near_0, x, -1.0)
-  large = jnp.where(near_0, -1.0, x)
-  of_small = jnp.log(-jnp.expm1(small))
-  return jnp.where(near_0, of_small, jnp.log1p(-jnp.exp(large)))
-
-
 WITH_REFERENCE: dict[str, _Loss] = {
-  "sigmoid": _sigmoid_loss,
-  "sigmoid_norm": _sigmoid_norm,
-  "ipo": _ipo,
-  "hinge": _hinge,
-  "robust": _robust,
-  "apo_zero": _apo_zero,
-  "apo_down": _apo_down,
-  "bco_pair": _bco_pair,
-  "sppo_hard": _sppo_hard,
-  "kto": _kto,
+  # DPO, arXiv 2305.18290; with label smoothing its cDPO.
+  "sigmoid": lambda p, o: o.smoothed(o.beta * _margin(p.ratio_B2)),
+  "sigmoid_norm": lambda p, o: o.smoothed(o.beta * _margin(p.mean(p.ratio_B2))),
+  # arXiv 2310.12036, of means over tokens.
+  "ipo": lambda p, o: (_margin(p.mean(p.ratio_B2)) - 1 / (2 * o.beta)) ** 2,
+  # SLiC, arXiv 2305.10425.
+  "hinge": lambda p, o: _relu(1 - o.beta * _margin(p.ratio_B2)),
+  "robust": _robust,  # arXiv 2403.00409.
+  # arXiv 2408.06266: the chosen answers are better than the model's own
+  # (equation 7), or worse (8).
+  "apo_zero": lambda p, o: 1 - _margin(_sigmoid(o.beta * p.ratio_B2)),
+  "apo_down": lambda p, o: (
+    _sigmoid(o.beta * p.ratio_B2[:, 0])
+    + 1
+    - _sigmoid(_margin(o.beta * p.ratio_B2))
+  ),
+  "bco_pair": lambda p, o: jnp.sum(
+    -_log_sigmoid(o.beta * p.ratio_B2 * jnp.array([1.0, -1.0])), axis=1
+  ),
+  # arXiv 2405.00675.
+  "sppo_hard": lambda p, o: _squared_distance(p.ratio_B2, 0.5 / o.beta),
+  "kto": _kto,  # arXiv 2402.01306; an answer may be absent.
 }
 WITHOUT_REFERENCE: dict[str, _Loss] = {
-  "simpo": _simpo,
-  "cpo": _cpo,
-  "orpo": _orpo,
+  # arXiv 2405.14734.
+  "simpo": lambda p, o: o.smoothed(
+    o.beta * _margin(p.mean(p.sums_B2)) - o.gamma
+  ),
+  # arXiv 2401.08417.
+  "cpo": lambda p, o: o.smoothed(o.beta * _margin(p.sums_B2)),
+  # arXiv 2403.07691: the ratio of the odds of both answers.
+  "orpo": lambda p, o: (
+    -o.beta * _log_sigmoid(_margin(_log_odds(p.mean(p.sums_B2))))
+  ),
 }
 KINDS = (*WITH_REFERENCE, *WITHOUT_REFERENCE)
 

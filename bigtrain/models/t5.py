@@ -80,8 +80,7 @@ class Model(nn.Module):
     self.token_embedding = self.param(
       "token_embedding", nn.initializers.normal(1.0), (V, D)
     )
-    fields = t5_stack.Options._fields
-    blocks = t5_stack.Options(*[getattr(self, name) for name in fields])
+    blocks = options.pick(t5_stack.Options, self)
     self.encoder = t5_stack.Stack(blocks, self.depth, two_sided=True)
     self.decoder = t5_stack.Stack(blocks, self.decoder_depth, two_sided=False)
     if not self.tied_head:

@@ -115,24 +115,13 @@ class Model(nn.Module):
       x_BLD = nn.Dropout(self.dropout)(norm(x_BLD), deterministic=not train)
     real_BL = None if self.pad_id is None else text != self.pad_id
     x_BLD = encoder.Encoder(
+      options.pick(encoder.Options, self),
       depth=self.depth,
-      mlp_dim=self.mlp_dim,
-      num_heads=self.num_heads,
-      dropout=self.dropout,
-      norm_eps=self.norm_eps,
-      mlp=self.mlp,
-      post_norm=self.post_norm,
       final_norm=not self.post_norm,
       scan=self.scan,
-      attention=self.attention,
       remat_policy=self.remat_policy,
-      dtype=self.dtype,
       name="Encoder_0",
-    )(
-      x_BLD,
-      mask=masks.Mask(causal=self.causal, real_BS=real_BL),
-      train=train,
-    )
+    )(x_BLD, mask=masks.Mask(causal=self.causal, real_BS=real_BL), train=train)
     if self.mlm_head:
       return self._mlm_logits(x_BLD, embed), {"encoded": x_BLD}
     x_BD = self._pool(x_BLD, text).astype(jnp.float32)

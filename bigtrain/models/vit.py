@@ -257,23 +257,16 @@ class Model(nn.Module):
       bias_1HLL = positions.GridBias(
         self.num_heads, grid, name="relative_bias"
       )()
+    grid_of_layers = grid if self.relative_bias == "layer" else None
     return encoder.Encoder(
+      options.pick(
+        encoder.Options, self, bias=self.use_bias, relative_grid=grid_of_layers
+      ),
       depth=self.depth,
-      mlp_dim=self.mlp_dim,
-      num_heads=self.num_heads,
-      dropout=self.dropout,
       drop_path=self.drop_path,
-      norm_eps=self.norm_eps,
-      mlp=self.mlp,
-      bias=self.use_bias,
-      layer_scale=self.layer_scale,
-      relative_grid=grid if self.relative_bias == "layer" else None,
-      token_mlp_dim=self.token_mlp_dim,
       final_norm=not self.norm_pooled,
       scan=self.scan,
-      attention=self.attention,
       remat_policy=self.remat_policy,
-      dtype=self.dtype,
       name="Transformer",
     )(
       x_BLD,
@@ -410,21 +403,12 @@ class Rope(NamedTuple):
 
 
 def _rope(model: Model) -> Rope | None:
-  key, given = "config.model.rope", model.rope
-  if given is None or isinstance(given, Rope):
-    return given
-  if not isinstance(given, Mapping):
-    raise settings.ConfigError(
-      f"{key}: expected dict(theta=...) or None, got {given!r}."
-    )
-  settings.check_kwargs(Rope, given, key)
-  rope = Rope(**given)
-  settings.check_number(f"{key}.theta", rope.theta, above=0)
-  settings.check_number(f"{key}.shift", rope.shift, least=0)
-  for name in ("jitter", "rescale"):
-    if getattr(rope, name) is not None:
-      settings.check_number(f"{key}.{name}", getattr(rope, name), least=1)
-  if model.width // model.num_heads % 4:
+  key, factor = "config.model.rope", dict(least=1)
+  limits = dict(theta=dict(above=0), shift=dict(least=0))
+  rope = options.read_tuple(
+    Rope, model.rope, key, **limits, jitter=factor, rescale=factor
+  )
+  if rope is not None and model.width // model.num_heads % 4:
     raise settings.ConfigError(
       f"{key}: the width of a head must be a multiple of 4, got "
       f"{model.width // model.num_heads}."

@@ -33,10 +33,6 @@ from bigtrain.optim.views import View
 from bigtrain.settings import Config, ConfigError
 from bigtrain.types import Params
 
-# (gradients, parameters, weight decay by schedule, norm of the gradients or
-# None) -> gradients, which are the same object if they do not change.
-_Stage = Callable[[Params, Params, Any, Any], Params]
-
 
 class Optimizer(NamedTuple):
   """An optimizer for the trainable parameters."""
@@ -61,15 +57,6 @@ def make(
 
 def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   initial = _last_stages(recipe, recipe.hparams(0))
-  before = [
-    _multiply_gradients(recipe),
-    _clip_by_value(recipe.clip_value),
-    *[
-      _clip_by_norm(members, norm, recipe.clip_norm_type)
-      for members, norm in recipe.clip_norms
-    ],
-    _add_l2_gradients(recipe),
-  ]
 
   def update(
     grads: Params,
@@ -83,10 +70,15 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
   ) -> tuple[Params, Any]:
     extra = {} if loss is None else {"value": loss[0] / loss[1]}
     hparams = recipe.hparams(step) if hparams is None else hparams
-    for stage in before:
-      before_stage = grads
-      grads = stage(grads, params, hparams["wd"], grad_norm)
-      grad_norm = grad_norm if grads is before_stage else None
+    given, grads = grads, _multiplied(recipe, grads)
+    if recipe.clip_value is not None:
+      limit = recipe.clip_value
+      grads = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+    for members, largest in recipe.clip_norms:
+      norm = grad_norm if grads is given else None
+      grads = _clipped(grads, members, largest, recipe.clip_norm_type, norm)
+    if recipe.coupling == "gradient":
+      grads = _with_decay(recipe, grads, params, hparams["wd"])
     old = sharding.on_device(state)
     # Moments may be stored in bfloat16, but the arithmetic is float32: in
     # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
@@ -123,71 +115,51 @@ def _last_stages(
   return optax.with_extra_args_support(wrapped)
 
 
-# The stages. Operations that would change nothing are not traced: with several
-# for each of hundreds of parameters, tracing them takes seconds at the start.
+# Operations that would change nothing are not traced: with several for each of
+# hundreds of parameters, tracing them takes seconds at the start.
 
 
-def _multiply_gradients(recipe: Recipe) -> _Stage:
-
+def _multiplied(recipe: Recipe, grads: Params) -> Params:
   mults = {name: leaf.grad_mult for name, leaf in recipe.leaves.items()}
-
-  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
-    if all(mult is None for mult in mults.values()):
-      return grads
-    return trees.map_with_names(
-      lambda name, g: g if (m := mults[name]) is None else g * m, grads
-    )
-
-  return stage
+  if all(mult is None for mult in mults.values()):
+    return grads
+  return trees.map_with_names(
+    lambda name, g: g if (m := mults[name]) is None else g * m, grads
+  )
 
 
-def _clip_by_value(limit: float | None) -> _Stage:
-
-  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
-    if limit is None:
-      return grads
-    return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
-
-  return stage
-
-
-def _clip_by_norm(members: set[str], limit: float, kind: str) -> _Stage:
-
-  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
-    named = trees.flatten_with_names(grads)
-    group = [g for name, g in named if name in members]
-    if not group:  # The whole group is frozen.
-      return grads
-    if kind != "l2":
-      sizes = [jnp.abs(_as_float32(g)) for g in group]
-      total = jnp.sum if kind == "l1" else jnp.max
-      norm = total(jnp.stack([total(size) for size in sizes]))
-    elif norm is None or len(group) < len(named):
-      squares = [jnp.sum(jnp.square(_as_float32(g))) for g in group]
-      norm = jnp.sqrt(sum(squares))
-    # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
-    scale = jnp.minimum(1.0, limit / norm)
-    clip = lambda name, g: g * scale.astype(g.dtype) if name in members else g
-    return trees.map_with_names(clip, grads)
-
-  return stage
+def _clipped(
+  grads: Params, members: set[str], limit: float, kind: str, norm: Any
+) -> Params:
+  """Clips a group; `norm` is of all gradients as they are, if it is known."""
+  named = trees.flatten_with_names(grads)
+  group = [g for name, g in named if name in members]
+  if not group:  # The whole group is frozen.
+    return grads
+  if kind != "l2":
+    sizes = [jnp.abs(_as_float32(g)) for g in group]
+    total = jnp.sum if kind == "l1" else jnp.max
+    norm = total(jnp.stack([total(size) for size in sizes]))
+  elif norm is None or len(group) < len(named):
+    squares = [jnp.sum(jnp.square(_as_float32(g))) for g in group]
+    norm = jnp.sqrt(sum(squares))
+  # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
+  scale = jnp.minimum(1.0, limit / norm)
+  clip = lambda name, g: g * scale.astype(g.dtype) if name in members else g
+  return trees.map_with_names(clip, grads)
 
 
-def _add_l2_gradients(recipe: Recipe) -> _Stage:
+def _with_decay(
+  recipe: Recipe, grads: Params, params: Params, wd: Mapping[str, Any]
+) -> Params:
 
-  def stage(grads: Params, params: Params, wd: Any, norm: Any) -> Params:
-    if recipe.coupling != "gradient":
-      return grads
+  def add(name: str, g: jax.Array, p: jax.Array) -> jax.Array:
+    leaf = recipe.leaves[name]
+    if leaf.wd_mult is None:
+      return g
+    return g + (wd[leaf.schedule] * leaf.wd_mult) * p.astype(g.dtype)
 
-    def add(name: str, g: jax.Array, p: jax.Array) -> jax.Array:
-      leaf = recipe.leaves[name]
-      if leaf.wd_mult is None:
-        return g
-      return g + (wd[leaf.schedule] * leaf.wd_mult) * p.astype(g.dtype)
-
-    return trees.map_with_names(add, grads, params)
-
-  return stage
+  return trees.map_with_names(add, grads, params)
 
 
 def _only_one(rates: Mapping[str, Any]) -> Callable[[Any], Any]:

@@ -6,6 +6,8 @@ by dotted path. chain.py applies learning rate, weight decay and schedule.
 
 import functools
 import inspect
+import pathlib
+import tomllib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,61 +20,14 @@ from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
 from bigtrain.settings import ConfigError, did_you_mean
 
-# Optimizers whose learning rate is not a factor of the update. They get
-# lr * schedule as an argument and apply it on their own count of updates.
-_LR_INSIDE = frozenset(
-  "cocob dadapt_adamw fromage madgrad momo momo_adam prodigy".split()
+_FACTS = tomllib.loads(
+  pathlib.Path(__file__).with_name("optimizers.toml").read_text()
 )
-
-_LINE_SEARCH = "it evaluates the loss several times an update"
-REFUSED = {
-  "differentially_private_aggregate": "it needs a gradient for each example",
-  "dpsgd": "it needs a gradient for each example",
-  "lbfgs": _LINE_SEARCH,
-  "lookahead": "it trains two sets of parameters",
-  "optimistic_adam": "use optimistic_adam_v2",
-  "rprop": "it is for gradients of the whole data set",
-  "sam": "a task's gradients_fn has the gradient at other parameters",
-  "scale_by_backtracking_linesearch": _LINE_SEARCH,
-  "scale_by_cocob": "use cocob",
-  "scale_by_distance_over_gradients": "use dog",
-  "scale_by_learning_rate": "the learning rate is config.lr",
-  "scale_by_madgrad": "use madgrad",
-  "scale_by_muon": "use muon",
-  "scale_by_rprop": "it is for gradients of the whole data set",
-  "scale_by_schedule": "the schedule is config.schedule",
-  "scale_by_zoom_linesearch": _LINE_SEARCH,
-  "sophia": "it needs the Hessian's diagonal, by second derivatives",
-  "split_real_and_imaginary": "it is for complex parameters",
-}
-# Optimizers without an argument called learning_rate.
-_OTHER_NAMES = ("polyak_sgd",)
-
-# Keyword arguments of optimizers, and the config keys that replace them.
-_CONFIG_KEYS = {
-  "adam_learning_rate": "config.lr_mults",
-  "adam_weight_decay": "config.wd",
-  "learning_rate": "config.lr",
-  "mask": "config.wd_mults",
-  "weight_decay": "config.wd",
-  "weight_decay_mask": "config.wd_mults",
-  "weight_decay_rate": "config.wd",
-}
-
+REFUSED, _CONFIG_KEYS = _FACTS["refused"], _FACTS["config_keys"]
 _MUON_RULES = "muon_weight_dimension_numbers"
 
 # Keys of config.optimizer that are not arguments of the optimizer.
 OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic", *moments.KEYS)
-
-# What optimizers see of an array, see views.seen; the others see no structure.
-_OF_MATRICES = "adafactor galore muon scale_by_factored_rms scale_by_galore"
-_OF_LAYERS = """
-  big_vision_adafactor fromage lamb lars novograd scale_by_novograd
-  scale_by_param_block_norm scale_by_param_block_rms scale_by_sm3
-  scale_by_trust_ratio sm3
-"""
-_VIEWS = dict.fromkeys(_OF_MATRICES.split(), "matrices")
-_VIEWS |= dict.fromkeys(_OF_LAYERS.split(), "layers")
 
 
 def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
@@ -87,7 +42,8 @@ def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
       takes_rate = "learning_rate" in parameters and (
         "base_optimizer" not in parameters or name == "galore"
       )
-      if name.startswith("scale_by_") or takes_rate or name in _OTHER_NAMES:
+      is_stage = name.startswith("scale_by_")
+      if is_stage or takes_rate or name in _FACTS["other_names"]:
         result[name] = fn
   result["adafactor"] = adafactor.adafactor
   result["big_vision_adafactor"] = adafactor.big_vision_adafactor
@@ -95,7 +51,7 @@ def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
 
 
 def lr_inside(spec: Mapping[str, Any]) -> bool:
-  return spec.get("lr_inside", spec.get("name") in _LR_INSIDE)
+  return spec.get("lr_inside", spec.get("name") in _FACTS["lr_inside"])
 
 
 def base_optimizer(
@@ -125,7 +81,7 @@ def base_optimizer(
       kwargs[kwarg] = 0.0
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
-  level = spec.get("view", _VIEWS.get(name, "parameters"))
+  level = spec.get("view", _FACTS["views"].get(name, "parameters"))
   arrays = settings.check_choice(f"{key}.view", level, views.ARRAYS)
   specs = dict(trees.flatten_with_names(shapes))
   by_name = {name: spec.shape for name, spec in specs.items()}
@@ -185,10 +141,7 @@ def _plain_dtype(kwarg: str, value: Any, key: str) -> Any:
 
 
 def _set_muon_dimensions(
-  kwargs: dict[str, Any],
-  shapes: Any,
-  key: str,
-  seen: Mapping[str, views.View],
+  kwargs: dict[str, Any], shapes: Any, key: str, seen: Mapping[str, views.View]
 ) -> None:
   """Sets Muon's matrices: those of the config's rules, or all hidden ones."""
   numbers = optax.contrib.MuonDimensionNumbers

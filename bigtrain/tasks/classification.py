@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.losses import cross_entropy, mixup
+from bigtrain.losses import cross_entropy, forward, mixup
 from bigtrain.settings import ConfigError, check_choice
 from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
 
@@ -118,23 +118,5 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
   def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[1]["pre_logits"]
 
-  def loss(
-    variables: Variables,
-    batch: Batch,
-    *,
-    kind: str = "softmax_xent",
-    label_smoothing: float = 0.0,
-    label_smoothing_over: str = "all",
-  ) -> Metrics:
-    return loss_fn(
-      variables,
-      batch,
-      None,
-      model=model,
-      train=False,
-      kind=kind,
-      label_smoothing=label_smoothing,
-      label_smoothing_over=label_smoothing_over,
-    )[0]
-
+  loss = forward.metrics_fn(loss_fn, model=model)
   return {"logits": logits, "pre_logits": pre_logits, "loss": loss}

@@ -145,15 +145,6 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
   def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
     return apply(variables, **image_inputs(batch))[2]["img/pre_logits"]
 
-  def loss(
-    variables: Variables,
-    batch: Batch,
-    *,
-    kind: Literal["sigmoid", "softmax"] = "sigmoid",
-    chunk: int = 1024,
-  ) -> Metrics:
-    options = dict(model=model, train=False, kind=kind, chunk=chunk)
-    return loss_fn(variables, batch, None, **options)[0]
-
+  loss = forward.metrics_fn(loss_fn, model=model)
   fns: tuple[PredictFn, ...] = (embed, image, text, pre_logits, loss)
   return {fn.__name__: fn for fn in fns}

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from bigtrain import metrics, model_flops
-from bigtrain.losses import distances, mixup
+from bigtrain.losses import distances, forward, mixup
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
@@ -116,11 +116,8 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     name = "teacher_image" if "teacher_image" in batch else "image"
     return _teacher_logits(teacher, variables, batch[name])
 
-  def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
-    given = dict(model=model, teacher=teacher, train=False)
-    return loss_fn(variables, batch, None, **given, **options)[0]
-
   fns: dict[str, PredictFn] = {"logits": logits, "pre_logits": pre_logits}
   if teacher is not None:
+    loss = forward.metrics_fn(loss_fn, model=model, teacher=teacher)
     fns |= {"teacher_logits": teacher_logits, "loss": loss}
   return fns

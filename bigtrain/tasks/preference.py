@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, model_flops, settings
-from bigtrain.losses import answers, preferences, token_losses
+from bigtrain.losses import answers, forward, preferences, token_losses
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _FROZEN = ("teacher", "base")
@@ -218,9 +218,7 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """ "preference": the metrics; "rewards"; "reference": the feature."""
 
-  def preference(variables: Variables, batch: Batch, **options: Any) -> Metrics:
-    given = dict(model=model, teacher=teacher, train=False)
-    return loss_fn(variables, batch, None, **given, **options)[0]
+  preference = forward.metrics_fn(loss_fn, model=model, teacher=teacher)
 
   def reference(
     variables: Variables, batch: Batch, chunk: int | None = None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, settings
-from bigtrain.losses import pairwise
+from bigtrain.losses import forward, pairwise
 from bigtrain.step import gradients
 from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
 
@@ -125,8 +125,4 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     z, _ = embed_fn(variables, only, None, model=model, train=False)
     return _unit(z["query"])
 
-  def loss(variables: Variables, batch: Batch, **options: Any) -> Metrics:
-    given = dict(model=model, train=False)
-    return loss_fn(variables, batch, None, **given, **options)[0]
-
-  return {"text": text, "loss": loss}
+  return {"text": text, "loss": forward.metrics_fn(loss_fn, model=model)}

@@ -214,10 +214,7 @@ def _split(
   specs: Any = (split, split, split, by_example, by_head, by_head)
   padded = attention_blockwise.padded
   o_BLGRK = jax.shard_map(
-    compute,
-    in_specs=(Inputs._make(specs),),
-    out_specs=split,
-    check_vma=False,
+    compute, in_specs=(Inputs._make(specs),), out_specs=split, check_vma=False
   )(
     Inputs(
       padded(inputs.q, plan.padded_queries),

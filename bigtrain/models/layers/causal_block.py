@@ -19,6 +19,7 @@ from bigtrain.models.layers import (
   positions,
   rms_norm,
 )
+from bigtrain.models.layers.options import pick
 
 # Projections of attention, MLPs, layer norms, experts, router, the head.
 BIAS_SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
@@ -171,9 +172,9 @@ class _OffsetLayerNorm(nn.Module):
 
 
 def _attention(options: Options) -> attention.Options:
-  shared = {*attention.Options._fields} & {*Options._fields}
-  return attention.Options(
-    **{name: getattr(options, name) for name in shared},
+  return pick(
+    attention.Options,
+    options,
     bias=options.use_bias,
     scale=options.attention_scale,
     softcap=options.attention_softcap,

@@ -19,20 +19,24 @@ from bigtrain.models.layers import attention, masks, mlp, positions, stack
 
 
 class Options(NamedTuple):
-  """Options of a block, attributes of `Encoder`."""
+  """Options of a block."""
 
-  mlp_dim: int | None
-  num_heads: int
-  dropout: float
-  attention: str
-  norm_eps: float
-  mlp: str
-  bias: tuple[str, ...]
-  layer_scale: float | None
-  relative_grid: tuple[int, int] | None
-  token_mlp_dim: int | None
-  post_norm: bool
-  dtype: str
+  mlp_dim: int | None = None  # Hidden width F; 4 D if None.
+  num_heads: int = 12
+  dropout: float = 0.0  # Rate in the MLPs and on each residual branch.
+  attention: str = "auto"
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  mlp: str = "gelu"  # A name in mlp.KINDS.
+  bias: tuple[str, ...] = ("qkv", "out", "mlp")
+  # Initial factor of each feature that a branch adds (CaiT, arXiv 2103.17239).
+  layer_scale: float | None = None
+  # Grid of patches whose relative positions have a bias in each layer, if any.
+  relative_grid: tuple[int, int] | None = None
+  # Hidden width of an MLP over the tokens in place of attention (MLP-Mixer,
+  # https://arxiv.org/abs/2105.01601); its stochastic depth does not rescale.
+  token_mlp_dim: int | None = None
+  post_norm: bool = False  # Whether norms follow the residual additions.
+  dtype: str = "float32"
 
 
 class Block(nn.Module):
@@ -127,27 +131,12 @@ def drop_path(
 class Encoder(nn.Module):
   """A stack of blocks and a final layer norm."""
 
+  options: Options
   depth: int
-  mlp_dim: int | None = None  # Hidden width F; 4 D if None.
-  num_heads: int = 12
-  dropout: float = 0.0  # Rate in the MLPs and on each residual branch.
-  attention: str = "auto"
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
-  norm_eps: float = 1e-6  # Added to the variance in norms.
-  mlp: str = "gelu"  # A name in mlp.KINDS.
-  bias: tuple[str, ...] = ("qkv", "out", "mlp")
-  # Initial factor of each feature that a branch adds (CaiT, arXiv 2103.17239).
-  layer_scale: float | None = None
-  # Grid of patches whose relative positions have a bias in each layer, if any.
-  relative_grid: tuple[int, int] | None = None
-  # Hidden width of an MLP over the tokens in place of attention (MLP-Mixer,
-  # https://arxiv.org/abs/2105.01601); its stochastic depth does not rescale.
-  token_mlp_dim: int | None = None
-  post_norm: bool = False  # Whether norms follow the residual additions.
   final_norm: bool = True  # Whether a norm follows the blocks.
   scan: bool = False
   remat_policy: str = "none"
-  dtype: str = "float32"
 
   @nn.compact
   def __call__(
@@ -162,13 +151,13 @@ class Encoder(nn.Module):
     rates_N = None
     if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
-    options = Options(*[getattr(self, name) for name in Options._fields])
+    options = self.options
     x_BLD, _ = stack.run(
       self,
       Block,
       [options],
       self.depth,
-      sharding.stream(x_BLD.astype(self.dtype)),
+      sharding.stream(x_BLD.astype(options.dtype)),
       rates_N,
       rope,
       mask,
@@ -181,5 +170,5 @@ class Encoder(nn.Module):
     )
     if not self.final_norm:
       return x_BLD
-    norm = nn.LayerNorm(self.norm_eps, self.dtype, name="encoder_norm")
+    norm = nn.LayerNorm(options.norm_eps, options.dtype, name="encoder_norm")
     return norm(x_BLD)

@@ -140,11 +140,9 @@ def of_model(model: Any) -> Layers:
       cache=number(caches, kv_cache.Kind(*shape)),
       moe=moe.read(values["moe"], f"{key}.moe"),
     )
-    names = causal_block.Options._fields
-    model_values = {n: getattr(model, n) for n in names if n not in values}
-    return causal_block.Options(
-      **model_values, **{n: x for n, x in values.items() if n in names}
-    )
+    cls = causal_block.Options
+    own = {n: x for n, x in values.items() if n in cls._fields}
+    return options.pick(cls, model, **own)
 
   base = None if model.layers else block(None)
   first = tuple(map(block, model.first_layers))

@@ -45,13 +45,11 @@ class Clip(NamedTuple):
 
 
 def read_clip(given: Any, kind: str, key: str) -> Clip | None:
-  clip = options.read_tuple(Clip, given, key)
-  if clip is None:
-    return None
-  for name, value in clip._asdict().items():
-    above = 0 if name == "limit" else None
-    settings.check_number(f"{key}.{name}", value, above=above)
-  if kind != "swiglu":
+  limit: dict[str, Any] = dict(above=0)
+  clip = options.read_tuple(
+    Clip, given, key, limit=limit, alpha={}, up_offset={}
+  )
+  if clip is not None and kind != "swiglu":
     raise settings.ConfigError(
       f"{key}: expected an MLP of kind 'swiglu', got {kind!r}."
     )

@@ -108,28 +108,27 @@ def read(
 ) -> Options | None:
   if given is None or isinstance(given, Options):
     return given
-  settings.check_kwargs(Options, given, key)
-  moe = Options(**given)
-  size = dict(least=1, whole=True)
-  limits: dict[str, dict[str, Any]] = dict(
+  size: dict[str, Any] = dict(least=1, whole=True)
+  share: dict[str, Any] = dict(least=0, below=1)
+  positive: dict[str, Any] = dict(above=0)
+  moe = options.read_tuple(
+    Options,
+    given,
+    key,
     num_experts=size,
-    top_k=size | dict(most=moe.num_experts),
     every=size,
-    jitter=dict(least=0, below=1),
+    jitter=share,
     shared_experts=dict(least=0, whole=True),
     router_init_std=dict(least=0),
-    capacity_factor=dict(above=0),
-    eval_capacity_factor=dict(above=0),
-    scale=dict(above=0),
+    capacity_factor=positive,
+    eval_capacity_factor=positive,
+    scale=positive,
     bias_rate=dict(least=0),
     mlp_dim=size,
     shared_dim=size,
-    dropout=dict(least=0, below=1),
+    dropout=share,
   )
-  for name, limit in limits.items():
-    value, default = getattr(moe, name), Options._field_defaults.get(name, 0)
-    if value is not None or default is not None:
-      settings.check_number(f"{key}.{name}", value, **limit)
+  settings.check_number(f"{key}.top_k", moe.top_k, most=moe.num_experts, **size)
   settings.check_choice(f"{key}.score", moe.score, SCORES)
   _check_together(moe, key)
   if moe.groups is not None:
@@ -173,8 +172,8 @@ def _check_together(moe: Options, key: str) -> None:
 
 
 def _read_groups(moe: Options, key: str) -> Groups:
-  groups = options.read_tuple(Groups, moe.groups, key)
-  settings.check_number(f"{key}.num", groups.num, least=1, whole=True)
+  num = dict(least=1, whole=True)
+  groups = options.read_tuple(Groups, moe.groups, key, num=num)
   if moe.num_experts % groups.num:
     raise settings.ConfigError(
       f"{key}.num: {groups.num} does not divide num_experts={moe.num_experts}."

@@ -35,6 +35,12 @@ def set_fields(model: Any, values: Mapping[str, Any]) -> None:
     object.__setattr__(model, name, value)
 
 
+def pick(cls: Any, fields: Any, **others: Any) -> Any:
+  """A named tuple of options, from the fields of these names, and others."""
+  names = [n for n in cls._fields if n not in others and hasattr(fields, n)]
+  return cls(**{name: getattr(fields, name) for name in names}, **others)
+
+
 def subclass(cls: type, members: Mapping[str, Any]) -> type:
   """A subclass of the same name, with other members."""
   names = ("__module__", "__qualname__", "__doc__")
@@ -91,8 +97,14 @@ def filled(
   return {"mlp_dim": 4 * width, **values}
 
 
-def read_tuple(cls: Any, given: Any, key: str) -> Any:
-  """Reads a dict of options as a named tuple, which stays as it is, or None."""
+def read_tuple(
+  cls: Any, given: Any, key: str, **limits: Mapping[str, Any]
+) -> Any:
+  """Reads a dict of options as a named tuple, which stays as it is, or None.
+
+  `limits` are of settings.check_number, by option; of a default of None only
+  other values are checked.
+  """
   if given is None or isinstance(given, cls):
     return given
   if not isinstance(given, Mapping):
@@ -100,7 +112,12 @@ def read_tuple(cls: Any, given: Any, key: str) -> Any:
       f"{key}: expected dict({', '.join(cls._fields)}) or None, got {given!r}."
     )
   settings.check_kwargs(cls, given, key)
-  return cls(**given)
+  result = cls(**given)
+  for name, limit in limits.items():
+    value, default = getattr(result, name), cls._field_defaults.get(name, 0)
+    if value is not None or default is not None:
+      settings.check_number(f"{key}.{name}", value, **limit)
+  return result
 
 
 def read_names(

@@ -218,13 +218,12 @@ class QueryScale(NamedTuple):
 
 
 def read_query_scale(given: Any, key: str) -> QueryScale | None:
-  scale = options.read_tuple(QueryScale, given, key)
-  if scale is None:
-    return None
-  settings.check_number(f"{key}.beta", scale.beta)
-  length = scale.original_len
-  settings.check_number(f"{key}.original_len", length, least=1, whole=True)
-  settings.check_choice(f"{key}.log", scale.log, ("log", "log1p"))
+  length = dict(least=1, whole=True)
+  scale = options.read_tuple(
+    QueryScale, given, key, beta={}, original_len=length
+  )
+  if scale is not None:
+    settings.check_choice(f"{key}.log", scale.log, ("log", "log1p"))
   return scale
 
 

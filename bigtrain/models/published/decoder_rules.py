@@ -117,21 +117,22 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
 
 def heads() -> Rule:
   """Heads of keys and values, and the width of heads, that may be absent."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    num = config["num_attention_heads"]
-    return {
-      "num_kv_heads": config["num_key_value_heads"] or num,
-      "head_dim": config["head_dim"] or config["hidden_size"] // num,
-    }
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-      "num_key_value_heads": fields["num_kv_heads"][0],
-      "head_dim": fields["head_dim"][0],
-    }
-
-  return Rule({"num_key_value_heads": None, "head_dim": None}, read, write)
+  num, key_heads, width = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+  )
+  return Rule(
+    {key_heads: None, width: None},
+    lambda config: {
+      "num_kv_heads": config[key_heads] or config[num],
+      width: config[width] or config["hidden_size"] // config[num],
+    },
+    lambda fields: {
+      key_heads: fields["num_kv_heads"][0],
+      width: fields[width][0],
+    },
+  )
 
 
 def biases(always: Sequence[str] = (), **keys: Sequence[str]) -> Rule:
@@ -372,15 +373,15 @@ def windows(
 
 def window_everywhere(key: str) -> Rule:
   """A window of all layers that a key turns on."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {"window": config["sliding_window"] if config[key] else None}
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    window = fields["window"][0]
-    return {key: window is not None, "sliding_window": window}
-
-  return Rule({key: False, "sliding_window": 4096}, read, write)
+  size = "sliding_window"
+  return Rule(
+    {key: False, size: 4096},
+    lambda config: {"window": config[size] if config[key] else None},
+    lambda fields: {
+      key: fields["window"][0] is not None,
+      size: fields["window"][0],
+    },
+  )
 
 
 def rotates(config: ConfigJson) -> list[bool]:
@@ -415,15 +416,13 @@ _SLIDES: dict[str, Callable[[ConfigJson, int], Any]] = {
 
 def rotating_layers() -> Rule:
   """Which layers rotate, 1 for each that does."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {"posemb": ByLayer("rope" if x else "none" for x in rotates(config))}
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"no_rope_layers": [int(x == "rope") for x in fields["posemb"]]}
-
-  keys = {"no_rope_layers": None, "no_rope_layer_interval": 4}
-  return Rule(keys, read, write)
+  kinds = lambda config: ("rope" if x else "none" for x in rotates(config))
+  flags = lambda fields: [int(x == "rope") for x in fields["posemb"]]
+  return Rule(
+    {"no_rope_layers": None, "no_rope_layer_interval": 4},
+    lambda config: {"posemb": ByLayer(kinds(config))},
+    lambda fields: {"no_rope_layers": flags(fields)},
+  )
 
 
 def query_scalar(default: int) -> Rule:
@@ -491,32 +490,27 @@ def experts(
 
 def sparse_by_step() -> Rule:
   """Layers with experts: every n-th one, but for a list of others."""
+  step, others = "decoder_sparse_step", "mlp_only_layers"
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
-    depth = config["num_hidden_layers"]
-    sparse = [(i + 1) % step == 0 and i not in dense for i in range(depth)]
-    return {"sparse": sparse}
+    dense, depth = config[others] or [], config["num_hidden_layers"]
+    has_some = lambda i: (i + 1) % config[step] == 0 and i not in dense
+    return {"sparse": [has_some(i) for i in range(depth)]}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
-    dense = [i for i, has_some in enumerate(moe["sparse"]) if not has_some]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return {step: 1, others: [i for i, x in enumerate(moe["sparse"]) if not x]}
 
-  keys = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-  return Rule(keys, read, write)
+  return Rule({step: 1, others: None}, read, write)
 
 
 def sparse_after(key: str) -> Rule:
   """Layers with experts: all after the first ones."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    depth = config["num_hidden_layers"]
-    return {"sparse": [i >= config[key] for i in range(depth)]}
-
-  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: (*moe["sparse"], True).index(True)}
-
-  return Rule({key: 1}, read, write)
+  layers = lambda config: range(config["num_hidden_layers"])
+  return Rule(
+    {key: 1},
+    lambda config: {"sparse": [i >= config[key] for i in layers(config)]},
+    lambda moe: {key: (*moe["sparse"], True).index(True)},
+  )
 
 
 def expert_groups() -> Rule:
@@ -536,11 +530,11 @@ def expert_groups() -> Rule:
 
 def shared_experts(key: str) -> Rule:
   """An MLP for all tokens, its size in experts."""
-
-  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: moe["shared_dim"] // moe["mlp_dim"]}
-
-  return Rule({key: 1}, lambda config: {"shared_experts": config[key]}, write)
+  return Rule(
+    {key: 1},
+    lambda config: {"shared_experts": config[key]},
+    lambda moe: {key: moe["shared_dim"] // moe["mlp_dim"]},
+  )
 
 
 def clipped_mlp() -> Rule:
@@ -559,11 +553,12 @@ def clipped_mlp() -> Rule:
 
 def gpt2_sizes() -> Rule:
   """Sizes that follow from others, or have a key of their own."""
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    width, num = config["n_embd"], config["n_head"]
-    mlp_dim = config["n_inner"] or 4 * width
-    return dict(num_kv_heads=num, head_dim=width // num, mlp_dim=mlp_dim)
-
-  write = lambda fields: {"n_inner": fields["mlp_dim"][0]}
-  return Rule({"n_inner": None}, read, write)
+  return Rule(
+    {"n_inner": None},
+    lambda config: {
+      "num_kv_heads": config["n_head"],
+      "head_dim": config["n_embd"] // config["n_head"],
+      "mlp_dim": config["n_inner"] or 4 * config["n_embd"],
+    },
+    lambda fields: {"n_inner": fields["mlp_dim"][0]},
+  )

@@ -196,12 +196,14 @@ def posemb_grid() -> Rule:
 def end() -> Rule:
   """The token whose features are pooled: by old files the largest id."""
   key = "eos_token_id"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    legacy = config[key] == 2
-    return {"eos_id": config["vocab_size"] - 1 if legacy else config[key]}
-
-  return Rule({key: 49407}, read, lambda fields: {key: fields["eos_id"]})
+  last = lambda config: config["vocab_size"] - 1
+  return Rule(
+    {key: 49407},
+    lambda config: {
+      "eos_id": last(config) if config[key] == 2 else config[key]
+    },
+    lambda fields: {key: fields["eos_id"]},
+  )
 
 
 def towers(vision: Family, text: Family) -> Rule:
@@ -266,11 +268,11 @@ def bert_use(stem: str) -> Rule:
 def roberta_padding() -> Rule:
   """Positions count from the one after the padding's."""
   key = "pad_token_id"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {"pad_id": config[key], "first_position": config[key] + 1}
-
-  return Rule({key: 1}, read, lambda fields: {key: fields["pad_id"]})
+  return Rule(
+    {key: 1},
+    lambda config: {"pad_id": config[key], "first_position": config[key] + 1},
+    lambda fields: {key: fields["pad_id"]},
+  )
 
 
 def bit_sizes() -> Rule:
@@ -297,25 +299,24 @@ _NO_CAPACITY = 2**30
 
 
 def decoder_depth() -> Rule:
-  key = "num_decoder_layers"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    return {"decoder_depth": config[key] or config["num_layers"]}
-
-  return Rule({key: None}, read, lambda fields: {key: fields["decoder_depth"]})
+  key, field = "num_decoder_layers", "decoder_depth"
+  return Rule(
+    {key: None},
+    lambda config: {field: config[key] or config["num_layers"]},
+    lambda fields: {key: fields[field]},
+  )
 
 
 def tied() -> Rule:
   # Older versions of transformers scale the input of a tied head, newer ones
   # tie whatever is equal and have a key for the scale.
   tied, scaled = "tie_word_embeddings", "scale_decoder_outputs"
-
-  def read(config: ConfigJson) -> dict[str, Any]:
-    key = tied if config[scaled] is None else scaled
-    return {"tied_head": config[key]}
-
-  write = lambda fields: {tied: fields["tied_head"]}
-  return Rule({tied: True, scaled: None}, read, write)
+  of_head = lambda config: config[tied if config[scaled] is None else scaled]
+  return Rule(
+    {tied: True, scaled: None},
+    lambda config: {"tied_head": of_head(config)},
+    lambda fields: {tied: fields["tied_head"]},
+  )
 
 
 def experts() -> Rule:
@@ -357,14 +358,13 @@ def experts() -> Rule:
 
 def others() -> Rule:
   """Keys that no field depends on."""
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+  ids = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": None}
+  return Rule(
+    {"is_encoder_decoder": True},
+    lambda config: {},
+    lambda fields: {
       "dropout_rate": fields["dropout"],
       "is_encoder_decoder": True,
-      "pad_token_id": 0,
-      "decoder_start_token_id": 0,
-      "eos_token_id": None,
-    }
-
-  return Rule({"is_encoder_decoder": True}, lambda config: {}, write)
+      **ids,
+    },
+  )

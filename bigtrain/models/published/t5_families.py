@@ -1,18 +1,17 @@
 """T5, T5 1.1, mT5 and Switch Transformers: their config.json and their arrays.
 
-Keys, defaults and names of arrays follow Hugging Face's transformers; t5x.py
-has T5X's names.
+Keys, defaults and names of arrays follow Hugging Face's transformers, or T5X.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import dims
-from bigtrain.models.published import encoder_rules, families, t5x, tables
+from bigtrain.models.published import encoder_rules, families, tables
 from bigtrain.models.published.families import Family
 from bigtrain.models.published.tables import Entry
 
-_ALL, _ = families.load("t5_families", encoder_rules)
+_ALL, _ARRAYS = families.load("t5_families", encoder_rules)
 FAMILIES = {n: x for n, x in _ALL.items() if n == x.model_type}
 LAYOUTS = {
   "t5": _ALL["t5_1_0"],
@@ -30,14 +29,30 @@ _UNUSED = (
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
+  layouts = {name: family.arrays for name, family in LAYOUTS.items()}
+  layouts |= {name: _ARRAYS[name] for name in ("t5x_1_0", "t5x_1_1")}
   return tables.load(
-    {name: family.arrays for name, family in LAYOUTS.items()},
-    t5x.renamed(flat),
+    layouts,
+    _unstacked(flat),
     like,
     param_dims,
     ignored={_UNUSED: "no implementation uses it"},
     copies=_COPIES,
   )
+
+
+def _unstacked(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """Layers of T5X's scalable_t5, which stacks them along the second axis."""
+  result: dict[str, Any] = {}
+  for name, array in flat.items():
+    stack, _, rest = name.partition("/")
+    if rest.startswith(f"{stack}/"):
+      start, end = f"{stack}/layers_", rest.removeprefix(stack)
+      layers = range(array.shape[1])
+      result |= {f"{start}{i}{end}": array[:, i] for i in layers}
+    else:
+      result[name] = array
+  return result
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from bigtrain.models.published.conversions import Remark
 
 # Rows that are compared at a time.
 _ROWS = 4096
-# A published head. Without tied embeddings, transformers reads it.
-_HEAD = "lm_head.weight"
 # Names of the blocks of decoders and of encoders.
 _BLOCK = "(?:blocks|encoderblock)"
 
@@ -118,7 +116,8 @@ def load(
     remarks |= _compare(flat, copies, embedding.published, reason)
     if not {"head/kernel", "score/kernel"} & {*like}:
       advice = "config.model.tied_head=False loads it"
-      remarks |= _compare(flat, [_HEAD], embedding.published, advice)
+      heads = [e.published for e in table if e.ours == ("head/kernel",)]
+      remarks |= _compare(flat, heads, embedding.published, advice)
   arrays = {name: x for name, x in flat.items() if name not in remarks}
   used: set[str] = set()
   result: dict[str, Any] = {}

@@ -18,7 +18,9 @@ def key(seed):
 
 
 def encoder(**kw):
-  return encoder_lib.Encoder(**{"depth": DEPTH, "num_heads": H, **kw})
+  of_blocks = {n: kw.pop(n) for n in encoder_lib.Options._fields if n in kw}
+  options = encoder_lib.Options(**{"num_heads": H, **of_blocks})
+  return encoder_lib.Encoder(options, **{"depth": DEPTH, **kw})
 
 
 @pytest.fixture(scope="module")
