@@ -8,46 +8,16 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bigtrain import settings
 from bigtrain.reports.chrono import ACCOUNTS
 from bigtrain.reports.console import FIGURES
 
-# Okabe and Ito's colours for all kinds of colour vision
-# (https://jfly.uni-koeln.de/color/), without yellow, which is faint on white.
-COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #8C8C8C".split()
+_TABLES = settings.read_table(__file__, "panels.toml")
+COLORS, _KNOWN = _TABLES["colors"], _TABLES["known"]
+ACCOUNT_NAMES = _TABLES["account_names"]
+ACCOUNT_COLORS = _TABLES["account_colors"]
+assert {*ACCOUNT_NAMES} == {*ACCOUNT_COLORS} == {*ACCOUNTS}
 _LINES = ("-", "--", ":", "-.")
-# {time account: (label, colour)}.
-_ACCOUNTS = {
-  "step": ("steps", "#0072B2"),
-  "data_wait": ("waiting for data", "#E69F00"),
-  "eval": ("evaluation", "#009E73"),
-  "save": ("saving", "#CC79A7"),
-  "compile": ("compiling", "#56B4E9"),
-  "start": ("start-up", "#BBBBBB"),
-  "lost": ("lost to restarts", "#D55E00"),
-  "down": ("between restarts", "#777777"),
-}
-assert set(_ACCOUNTS) == set(ACCOUNTS)
-ACCOUNT_NAMES = {name: label for name, (label, _) in _ACCOUNTS.items()}
-ACCOUNT_COLORS = {name: color for name, (_, color) in _ACCOUNTS.items()}
-
-_GIB = 2.0**30
-# {name: (title, axis label with unit, factor)}.
-_KNOWN = {
-  "loss": ("Training loss", "loss", 1.0),
-  "lr": ("Learning rate", "learning rate", 1.0),
-  "grad_norm": ("Gradient norm", "L2 norm", 1.0),
-  "examples_per_sec": ("Throughput", "examples / s", 1.0),
-  "tokens_per_sec": ("Throughput", "tokens / s", 1.0),
-  "mfu": ("Model FLOPs utilisation", "% of peak", 100.0),
-  "data_wait_fraction": ("Waiting for data", "% of time", 100.0),
-  "device_peak_bytes": ("Peak device memory", "GiB", 1 / _GIB),
-  "host_rss_bytes": ("Host memory", "GiB", 1 / _GIB),
-}
-_NOT_EVALUATIONS = (
-  *("account/", "epoch/", "examples_seen/", "lr/", "weight_rms/"),
-  *("weight_max/", "grad_norm/", "grad_rms/", "update_rms/"),
-  "weight_update_divided_by_weight_rms/",
-)
 
 
 class Run(NamedTuple):
@@ -98,7 +68,7 @@ def results(runs: Sequence[Run]) -> list[str]:
     name
     for name in names
     if "/" in name
-    and not name.startswith(_NOT_EVALUATIONS)
+    and not name.startswith(tuple(_TABLES["not_evaluations"]))
     and (not evals or name.split("/")[0] in evals)
   ]
 
