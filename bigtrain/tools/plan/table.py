@@ -1,17 +1,17 @@
 """What the command prints: a table with one column per mesh, and a choice."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import jinja2
 
 from bigtrain import sharding
 from bigtrain.tools.plan import hardware, hlo
 from bigtrain.tools.plan.search import Choice, gb
 
 _Row = Mapping[str, Any]
-# A line of the table: its name, and the text of a row. None for a heading.
-_Line = tuple[str, Callable[[_Row], str] | None]
 
-_EMPTY: _Line = ("", None)
 # Of all bytes that are sent; less is not worth a line.
 _LEAST_SENT = 1e-3
 
@@ -20,110 +20,53 @@ def text(
   config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
 ) -> str:
   first = rows[0]
-  first_lines = (_mesh_lines(rows), _memory_lines(rows), _traffic_lines(rows))
-  lines = [line for lines in first_lines for line in (*lines, _EMPTY)]
-  lines += _time_lines(rows, efficiency)
-  names = max(len(name) for name, _ in lines)
-  cells = [[of(row) if of else "" for row in rows] for _, of in lines]
-  width = max(len(cell) for line in cells for cell in line) + 2
+  lines = [line.split("\t") for line in _lines(rows, efficiency)]
+  names = max(len(name) for name, *_ in lines)
+  width = max(len(cell) for _, *cells in lines for cell in cells) + 2
   head = (
     f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
     f"{gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes)."
   )
   table = [
-    (name.ljust(names) + "".join(c.rjust(width) for c in line)).rstrip()
-    for (name, _), line in zip(lines, cells)
+    (name.ljust(names) + "".join(cell.rjust(width) for cell in cells)).rstrip()
+    for name, *cells in lines
   ]
   return "\n".join([head, "", *table, "", *_notes(hardware_name, rows)])
 
 
-def _mesh_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
+def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
+  """The lines of table.jinja."""
   axes = list(sharding.BATCH_AXES)
   if not all(r["sequence"] == r["tensor"] == 1 for r in rows):
     axes += ["sequence", "tensor"]
   if any(r["pipeline"] > 1 for r in rows):
     axes.insert(1, "pipeline")
-  yield "devices", lambda r: f"{r['devices']:,}"
-  sizes = lambda r: " x ".join(str(r[axis]) for axis in axes)
-  yield f"mesh, {' x '.join(axes)}", sizes
-  yield "figures", lambda r: r["figures"]
-  yield "examples per step", lambda r: f"{r['batch_size']:,}"
-  yield "microbatches", lambda r: f"{r['microbatches']:,}"
-  yield "remat policy", lambda r: r["remat_policy"].removesuffix("_saveable")
-  if any(r["opt_sharding"] != "fsdp" for r in rows):
-    yield "optimizer's state over", lambda r: r["opt_sharding"]
-
-
-def _memory_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
-  first = rows[0]
-  yield "GB per device", None
-  for name in first["state_bytes"]:
-    if name != "step":
-      yield f"  {name}", _gb_of("state_bytes", name)
-  if any(row["host_state_bytes"] for row in rows):
-    yield "  in host memory", lambda r: gb(r["host_state_bytes"])
-  yield "  batch", lambda r: gb(r["batch_bytes"])
-  yield "  temporary", lambda r: gb(r["memory"]["temporary_bytes"])
-  yield "  peak", lambda r: gb(r["peak_bytes"])
-  capacity = first["peak_bytes"] / first["memory_fraction"]
-  yield (
-    f"  of {gb(capacity)}",
-    lambda r: f"{r['memory_fraction']:.0%}{'' if r['fits'] else ': too large'}",
+  environment = jinja2.Environment(trim_blocks=True)
+  environment.filters |= {"gb": gb, "number": _number, "pflop": _pflop}
+  path = pathlib.Path(__file__).with_name("table.jinja")
+  template = environment.from_string(path.read_text())
+  filled = template.render(
+    rows=rows,
+    axes=axes,
+    efficiency=efficiency,
+    kinds=[
+      kind
+      for kind in hlo.KINDS
+      if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows)
+    ],
+    groups=sorted({*_groups(rows)}, key=lambda n: (n.count(","), n)),
+    has_formula=lambda kind, key: any(key in r[kind] for r in rows),
+    has_cycles=any(r["cycles"] for r in rows),
   )
+  return filled.splitlines()
 
 
-def _traffic_lines(rows: Sequence[_Row]) -> Iterator[_Line]:
-  yield "GB sent per device and step", None
-  for kind in hlo.KINDS:
-    if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows):
-      yield f"  {kind}", _gb_of("sent_bytes", kind)
-      if any(kind in r["formula"] for r in rows):
-        yield "    by formula", _gb_of("formula", kind)
-  groups = ("sent_by_axis", "formula_by_axis")
+def _groups(rows: Sequence[_Row]) -> Iterator[str]:
+  """Axes over which a mesh sends enough."""
   least = _LEAST_SENT * max(sum(r["sent_bytes"].values()) for r in rows)
-  names = {
-    name
-    for row in rows
-    for group in groups
-    for name, nbytes in row[group].items()
-    if nbytes > least
-  }
-  for name in sorted(names, key=lambda n: (n.count(","), n)):
-    yield f"  over {name}", _gb_of("sent_by_axis", name)
-    if any(name in r["formula_by_axis"] for r in rows):
-      yield "    by formula", _gb_of("formula_by_axis", name)
-
-
-def _time_lines(rows: Sequence[_Row], efficiency: float) -> Iterator[_Line]:
-  yield "PFLOP per step, model", lambda r: _pflop(r["model_flops"])
-  yield "PFLOP per step, executed", lambda r: _pflop(r["executed_flops"])
-  if any(row["products"] for row in rows):
-    products = lambda r: _pflop(r["product_flops"])
-    yield "PFLOP per step, products as compiled", products
-    yield "  runs of attention kernels, not counted", _kernels("products")
-  yield "seconds per step", None
-  yield f"  compute, {efficiency:.0%} of peak", _secs("secs", "compute")
-  yield "  links within a domain", _secs("secs", "link")
-  yield "  network between domains", _secs("secs", "network")
-  yield "  total, overlapping", _secs("secs", "overlapped")
-  yield "  total, in turn", _secs("secs", "in_turn")
-  has_cycles = any(row["cycles"] for row in rows)
-  if has_cycles:
-    yield "  by the compiler's cycles", _secs("cycles", "compute_secs")
-    yield "    waiting for transfers", _secs("cycles", "exposed_secs")
-    yield "    total", lambda r: _number(r["compiler_secs"], ".3g")
-    yield "    runs of kernels, not counted", _kernels("cycles")
-  what = "examples" if rows[0]["tokens_per_sec"] is None else "tokens"
-  yield f"{what} per second", lambda r: f"{r[f'{what}_per_sec']:,.0f}"
-  yield "MFU", lambda r: f"{r['mfu']:.0%}"
-  if has_cycles:
-    mfu = lambda r: _number(r["compiler_mfu"], ".0%")
-    yield "  by the compiler's cycles", mfu
-  if any("extrapolated" in row for row in rows):
-    yield _EMPTY
-    yield "error if extrapolated from fewer devices", None
-    for name in ("memory", "sent"):
-      yield f"  {name}", _deviation(name)
+  for row in rows:
+    for sent in (row["sent_by_axis"], row["formula_by_axis"]):
+      yield from (axes for axes, nbytes in sent.items() if nbytes > least)
 
 
 def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
@@ -156,32 +99,12 @@ def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
   return notes + [note for note, applies in others.items() if applies]
 
 
-def _gb_of(group: str, name: str) -> Callable[[_Row], str]:
-  return lambda row: gb(row[group].get(name, 0.0))
-
-
 def _pflop(flops: float | None) -> str:
   return f"{flops / 1e15:,.4g}" if flops else "-"
 
 
-def _number(value: float | None, spec: str) -> str:
+def _number(value: float | None, spec: str = ".3g") -> str:
   return "-" if value is None else format(value, spec)
-
-
-def _secs(group: str, name: str) -> Callable[[_Row], str]:
-  return lambda row: _number(row[group] and row[group][name], ".3g")
-
-
-def _kernels(group: str) -> Callable[[_Row], str]:
-  return lambda row: (
-    f"{sum(row[group]['kernels'].values()):,}" if row[group] else "-"
-  )
-
-
-def _deviation(name: str) -> Callable[[_Row], str]:
-  return lambda row: (
-    f"{row['extrapolated'][name]:+.1%}" if "extrapolated" in row else "-"
-  )
 
 
 def choice_text(choice: Choice, minutes: float) -> str:
