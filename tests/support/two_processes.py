@@ -39,6 +39,7 @@ JOBS = (
       "runtime.test_hooks_of_two_processes.train_until_nan",
       "runtime.test_hooks_of_two_processes.train_acting",
       "hooks.test_replicas.train_with_a_flip",
+      "tasks.test_policy_gradient.train_with_notes",
     ),
   ),
 )

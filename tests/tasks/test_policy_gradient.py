@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
+from jax.experimental import multihost_utils
+from support import any_mesh, cases
 
 from bigtrain import main, settings
 from bigtrain.data import prompts
@@ -86,6 +87,34 @@ def test_answers_follow_prompts_with_the_probabilities_they_have(temperature):
   assert len({row.tobytes() for row in text[1]}) == G
   expected = plain_log_probs(params_of(0), made, temperature)
   np.testing.assert_allclose(made["log_probs"], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_thousands_of_tokens_have_the_losses_log_probs(chunk):
+  """Sums of the cache and of whole texts differ in their order alone."""
+  rng = np.random.default_rng(0)
+  length = rng.integers(1, 25, 16).astype(np.int32)
+  prompt = rng.integers(3, V, (16, 24)) * (np.arange(24) < length[:, None])
+  options = dict(model=MODEL, samples=16, max_new=64, temperature=0.7)
+  run = functools.partial(policy_gradient.rollout, eos_ids=(2,), **options)
+  batch = dict(prompt=prompt.astype(np.int32), prompt_length=length)
+  variables = {"params": params_of(0)}
+  made = jax.jit(run)(variables, batch, jax.random.key(1))
+  assert made["loss_mask"].sum() > 5000
+  made |= dict.fromkeys(("reward", "failed_rewards"), np.zeros((16, 16)))
+  loss = functools.partial(
+    policy_gradient.loss_fn, rng=None, train=True, chunk=chunk, **options
+  )
+  metrics, _ = jax.jit(loss)(variables, made)
+  assert 0 < metrics["log_prob_difference"].largest < 1e-5
+
+
+@pytest.mark.slow
+def test_the_configs_own_run_draws_with_the_losses_log_probs(tmp_path):
+  config = settings.load(f"{any_mesh.CONFIGS}/grpo.py:runlocal")
+  main.train(config | dict(log_steps=1, tensorboard=False), str(tmp_path / "x"))
+  assert len(metrics_of(tmp_path / "x")) == 4
 
 
 @pytest.mark.parametrize(
@@ -304,6 +333,46 @@ def test_one_device_is_eight_and_one_microbatch_is_four(kind, tmp_path):
   assert len(one) == 4
   for other in others:
     np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+
+
+def noted_digits(texts, row):
+  with open(row["notes"], "a") as notes:
+    notes.write(json.dumps([row["number"], texts]) + "\n")
+  return num_digits(texts, row)
+
+
+def train_with_notes(folder):
+  """A part of a job of support/two_processes.py; also run by one process."""
+  path = folder / "rows.jsonl"
+  if jax.process_index() == 0:
+    notes = str(folder / "notes.jsonl")
+    rows = [dict(prompt=f"{i}+1=", number=i, notes=notes) for i in range(32)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  multihost_utils.sync_global_devices("rows")
+  config = config_of(compile_cache=False)
+  config["input"]["data"] = dict(
+    type="prompts",
+    tokenizer="bytes",
+    length=8,
+    path=str(path),
+    rewards=f"{__name__}.noted_digits",
+  )
+  main.train(settings.plain(config), str(folder / "run"))
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_learn_what_one_does(tmp_path, two_processes):
+  train_with_notes(tmp_path)
+  name = "tasks.test_policy_gradient.train_with_notes"
+  folder = two_processes(name).folder
+  np.testing.assert_allclose(
+    metrics_of(folder / "run"), metrics_of(tmp_path / "run"), 1e-4, 1e-6
+  )
+  one, two = (
+    sorted((path / "notes.jsonl").read_text().splitlines())
+    for path in (tmp_path, folder)
+  )
+  assert one == two and len(one) == 32
 
 
 @pytest.mark.slow
