@@ -34,7 +34,7 @@ def test_kernels_and_logits_equal_big_vision(seqhw):
   image, params = golden.inputs(shapes)
   logits, _ = jax.jit(model.apply)({"params": trees.from_flat(params)}, image)
   kernel = vit._resized_kernel(params["embedding/kernel"], (60 // seqhw,) * 2)
-  with np.load(golden.PATH) as expected:
+  with np.load(golden.GOLDEN / "flexivit.npz") as expected:
     close = dict(rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(
       kernel[..., 0], expected[f"kernel/{seqhw}"], **close

@@ -15,7 +15,7 @@ _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_augment.py"
 _SPEC = importlib.util.spec_from_file_location("make_augment", _PATH)
 golden = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(golden)
-EXPECTED = dict(np.load(golden.PATH))
+EXPECTED = dict(np.load(golden.GOLDEN / "augment.npz"))
 IMAGE = golden.picture()
 
 

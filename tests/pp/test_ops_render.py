@@ -25,7 +25,7 @@ def font(tmp_path):
 @pytest.mark.parametrize("size", golden.SIZES)
 def test_pictures_equal_big_vision(size, font):
   (op,) = parse.parse(f"render_text({size},font={str(font)!r})")
-  with np.load(golden.PATH) as expected:
+  with np.load(golden.GOLDEN / "clippo.npz") as expected:
     for i, text in enumerate(golden.TEXTS):
       picture = op.fn({"text": text}, np.zeros(0))["labels"]
       assert picture.dtype == np.uint8

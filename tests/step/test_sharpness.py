@@ -50,7 +50,7 @@ def test_four_steps_equal_big_vision(name, devices, microbatches):
     steps = jax.tree.map(lambda g, lr=lr: -lr * g, grads)
     params = optax.apply_updates(params, steps)
     params = jax.device_get(params)
-  with np.load(golden.PATH) as expected:
+  with np.load(golden.GOLDEN / "gsam.npz") as expected:
     for key, value in params.items():
       np.testing.assert_allclose(
         value, expected[f"{name}/{key}"], rtol=1e-5, atol=1e-5
