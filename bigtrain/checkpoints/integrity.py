@@ -246,7 +246,7 @@ def read(
   for (name, _), result in read_each(directory, manifest, parts):
     if isinstance(result, ValueError):
       raise _kind(result)(
-        f"{directory}: array {name!r}: {_text(result)}"
+        f"{directory}: array {name!r}: {objects.text(result)}"
       ) from result
     yield result
 
@@ -302,10 +302,6 @@ def _kind(error: ValueError) -> type[CheckpointError]:
   return DamagedError if damaged else CheckpointError
 
 
-def _text(error: ValueError) -> str:
-  return str(error).split(" [", maxsplit=1)[0]
-
-
 def verify(directory: str) -> list[Problem]:
   """Reads every chunk and returns all problems; [] for an intact checkpoint.
 
@@ -331,8 +327,10 @@ def verify(directory: str) -> list[Problem]:
   for path, ((name, place), result) in zip(part_of, results):
     if isinstance(result, ValueError):
       if _kind(result) is not DamagedError:
-        raise CheckpointError(f"{directory}: {_text(result)}") from result
-      problems.append(Problem(name, path, _text(result)))
+        raise CheckpointError(
+          f"{directory}: {objects.text(result)}"
+        ) from result
+      problems.append(Problem(name, path, objects.text(result)))
     else:
       shape = manifest.arrays[name].shape
       sums[name].append(checksums.of_part(result, place, shape))

@@ -118,7 +118,7 @@ def _open(place: Place, hasty: bool) -> Any:
     try:
       opening = ts.KvStore.open(kvstore(root), context=limits)
     except ValueError as e:  # Not a valid bucket name.
-      raise ConfigError(f"{root}: {_text(e)}.") from e
+      raise ConfigError(f"{root}: {text(e)}.") from e
     _stores[name] = _result(opening, root)
   return _stores[name]
 
@@ -133,7 +133,7 @@ def _result(future: Any, path: str) -> Any:
     raise as_os_error(e, path) from e
 
 
-def _text(error: BaseException) -> str:
+def text(error: BaseException) -> str:
   # What follows " [" is about tensorstore's source code.
   return str(error).split(" [", maxsplit=1)[0].rstrip(".")
 
@@ -143,17 +143,17 @@ def as_os_error(error: BaseException, path: str) -> OSError:
 
   Never a FileNotFoundError: a missing bucket proves nothing about its objects.
   """
-  text = _text(error)
-  if text.startswith(_SILENCE):
+  reason = text(error)
+  if reason.startswith(_SILENCE):
     _silent_since[parse(path).bucket] = time.monotonic()
-    return OSError(errno.EHOSTUNREACH, f"no answer ({text})", path)
-  if text.startswith(("PERMISSION_DENIED", "UNAUTHENTICATED")):
+    return OSError(errno.EHOSTUNREACH, f"no answer ({reason})", path)
+  if reason.startswith(("PERMISSION_DENIED", "UNAUTHENTICATED")):
     return PermissionError(
-      errno.EACCES, f"access denied; are credentials set? ({text})", path
+      errno.EACCES, f"access denied; are credentials set? ({reason})", path
     )
-  if text.startswith(("NOT_FOUND", "FAILED_PRECONDITION")):
-    return OSError(errno.EIO, f"does the bucket exist? ({text})", path)
-  return OSError(errno.EIO, text, path)
+  if reason.startswith(("NOT_FOUND", "FAILED_PRECONDITION")):
+    return OSError(errno.EIO, f"does the bucket exist? ({reason})", path)
+  return OSError(errno.EIO, reason, path)
 
 
 def read(path: str) -> Version:

@@ -28,6 +28,11 @@ FIGURES = frozenset(
   update_alias_bytes update_argument_bytes update_output_bytes update_peak_bytes
   update_temporary_bytes restarts""".split()
 )
+# First parts of names of training that have several.
+PREFIXES = frozenset(
+  """account epoch examples_seen grad_norm grad_rms lr update_rms weight_max
+  weight_rms weight_update_divided_by_weight_rms""".split()
+)
 _MAX_METRICS = 5  # Shown of a training row.
 _MAX_RESULTS = 12  # Shown of an evaluation row.
 _MAX_ROWS = 8  # Shown in a notebook.

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from bigtrain import parts, settings
 from bigtrain.cluster import process
+from bigtrain.reports import console
 from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.settings import ConfigError
 from bigtrain.step import guard, running_metrics
@@ -223,19 +224,13 @@ def from_config(
   return Hooks(hooks, run, digest)
 
 
-_TRAINING_PREFIXES = (
-  "account epoch examples_seen grad_norm grad_rms lr update_rms weight_max "
-  "weight_rms weight_update_divided_by_weight_rms"
-).split()
-
-
 def _check_evaluations(
   hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
 ) -> None:
   evals = list(config.get("evals", {}))
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")
-    if slash and prefix not in (*evals, *hook_names, *_TRAINING_PREFIXES):
+    if slash and prefix not in (*evals, *hook_names, *console.PREFIXES):
       hint = settings.did_you_mean(prefix, evals)
       logging.warning(
         f"{path}: metric {metric!r}: there is no evaluation {prefix!r}.{hint}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bigtrain import settings
 from bigtrain.reports.chrono import ACCOUNTS
-from bigtrain.reports.console import FIGURES
+from bigtrain.reports.console import FIGURES, PREFIXES
 
 _TABLES = settings.read_table(__file__, "panels.toml")
 COLORS, _KNOWN = _TABLES["colors"], _TABLES["known"]
@@ -68,7 +68,7 @@ def results(runs: Sequence[Run]) -> list[str]:
     name
     for name in names
     if "/" in name
-    and not name.startswith(tuple(_TABLES["not_evaluations"]))
+    and name.split("/")[0] not in PREFIXES
     and (not evals or name.split("/")[0] in evals)
   ]
 
