@@ -1,6 +1,6 @@
 """Tasks on texts: the same on any mesh, in microbatches, and after a restart.
 
-Rewards, classes, embeddings and teachers; CASES has a config for each.
+Preferences, rewards, classes, embeddings and teachers: CASES has their configs.
 """
 
 import functools
@@ -41,6 +41,15 @@ SIZES = dict(
 TEACHER = dict(model_name="decoder", model=SIZES, model_init=None)
 # {name: (changes of the config, changes of the model)}.
 CASES = {
+  "preference": (
+    dict(
+      task="preference",
+      loss=dict(kind="sigmoid", beta=1.0),
+      input=dict(data=PAIRS),
+      teacher=TEACHER,
+    ),
+    {},
+  ),
   "reward": (
     dict(
       task="preference",
