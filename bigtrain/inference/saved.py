@@ -129,8 +129,8 @@ def _find_export(path: str, key: str) -> Saved:
 
 
 def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
-  values = _json_of(path, families.FILE)
-  if "model_type" not in values:
+  values = families.read_json(path)[1] or {}
+  if not values:
     raise ConfigError(
       f"{key}: {path}: expected {families.FILE} beside the weights, with a "
       "model_type."
@@ -155,7 +155,8 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
     os.path.isfile(os.path.join(path, name)) for name in tokenizers.NAMES
   )
   data: dict[str, Any] = {"tokenizer": {"name": path}} if has_tokenizer else {}
-  if os.path.isfile(os.path.join(path, "preprocessor_config.json")):
+  processor = os.path.join(path, "preprocessor_config.json")
+  if os.path.isfile(processor) or "pretrained_cfg" in values:
     pp = f"decode(precise=True)|published({path!r})"
     config["evals"] = {"published": {"pp": pp, "data": {}}}
   if config["model"].get("num_classes"):
@@ -276,7 +277,7 @@ def _example(saved: Saved) -> list[jax.Array]:
   tokens = jnp.zeros((1, 2), jnp.int32)
   if saved.config["task"] in ("language_modeling", "seq2seq"):
     return [tokens] * (2 if saved.config["task"] == "seq2seq" else 1)
-  values = _json_of(saved.path, families.FILE)
+  values = families.read_json(saved.path)[1] or {}
   side = values.get("vision_config", values).get("image_size", 224)
   image = jnp.zeros((1, side, side, 3))
   if saved.config["task"] == "classification":

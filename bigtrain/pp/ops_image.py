@@ -6,8 +6,9 @@ top row first. EXIF orientation is ignored, as in the published recipes.
 """
 
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from bigtrain.files import paths
@@ -186,15 +187,45 @@ def resize_small(
 _RESAMPLES = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
 
 
+def _of_timm(values: Mapping[str, Any]) -> dict[str, Any]:
+  """What a preprocessor_config.json would have for timm's pretrained_cfg."""
+  height, width = values["input_size"][-2:]
+  share = values.get("crop_pct") or 0.875
+  whole = [math.floor(n / share) for n in (height, width)]
+  size: Any = dict(height=whole[0], width=whole[1])
+  crop_mode = values.get("crop_mode") or "center"
+  if crop_mode == "center" and height == width:
+    size = dict(shortest_edge=whole[0])
+  elif crop_mode != "squash":
+    size = "longest_edge"  # Refused.
+  named = {name: number for number, name in _RESAMPLES.items()}
+  return dict(
+    size=size,
+    resample=named.get(values.get("interpolation") or "bicubic", -1),
+    do_center_crop=True,
+    crop_size=dict(height=height, width=width),
+    image_mean=values["mean"],
+    image_std=values["std"],
+  )
+
+
 @registry.register("published")
 def published(folder: str, key: str = "image") -> Op:
   """Resizes, crops and normalizes as a model's preprocessor_config.json says.
 
-  With the pixels of Hugging Face's transformers; `decode` comes before.
+  With the pixels of Hugging Face's transformers, or timm's of a config.json
+  with pretrained_cfg; `decode` comes before.
   """
-  path = os.path.join(paths.absolute(folder), "preprocessor_config.json")
+  folder = paths.absolute(folder)
+  files = ("preprocessor_config.json", "config.json")
+  paths_of_them = [os.path.join(folder, name) for name in files]
+  path = next(filter(os.path.isfile, paths_of_them), paths_of_them[0])
   try:
     values = {"size": 224, "resample": 2} | json.loads(paths.read_bytes(path))
+    if "architecture" in values:
+      values = _of_timm(values.get("pretrained_cfg", values))
+    elif path == paths_of_them[1]:
+      raise FileNotFoundError(f"neither {files[0]}, nor timm's pretrained_cfg")
   except (OSError, ValueError) as e:
     raise ConfigError(f"{path}: cannot be read: {e}") from e
   method, size = _RESAMPLES.get(values["resample"], ""), values["size"]

@@ -201,7 +201,7 @@ def to_layout(
   published = {
     **dict.fromkeys(_SPECIAL_TOKENS),  # Defaults may be beyond the vocabulary.
     **published,
-    **_copy_companions(manifest, out),
+    **_copy_companions(manifest, out, published),
     "dtype": dtype or stored,
   }
   with paths.replacing(os.path.join(out, "config.json")) as file:
@@ -252,16 +252,20 @@ _COMPANIONS = (
   *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
   *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
   *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+  "preprocessor_config.json",
 )
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MUTABLE = "mutable/"
 
 
-def _copy_companions(manifest: Manifest, out: str) -> dict[str, Any]:
+def _copy_companions(
+  manifest: Manifest, out: str, published: Mapping[str, Any]
+) -> dict[str, Any]:
   """Copies the tokenizer of the folder in config.model_init, if it is one.
 
   The chat template and the tokens that end an answer come from the run.
-  Returns the ids of special tokens in the folder's config.json.
+  Returns the ids of special tokens in the folder's config.json, and timm's
+  processing of pictures.
   """
   host = manifest.host_state
   config = host.config or {}
@@ -282,8 +286,11 @@ def _copy_companions(manifest: Manifest, out: str) -> dict[str, Any]:
     old = options.get("eos_token_id") or []
     ends = sorted({*ends, *([old] if isinstance(old, int) else old)})
     record.write_json(path, options | {"eos_token_id": ends})
-  _, values = families.read_json(folder)
-  return {n: values[n] for n in _SPECIAL_TOKENS if values and n in values}
+  values = families.read_json(folder)[1] or {}
+  kept = {n: values[n] for n in _SPECIAL_TOKENS if n in values}
+  if (key := "pretrained_cfg") in values and key in published:
+    kept[key] = {**values[key], **published[key]}
+  return kept
 
 
 def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:

@@ -1,17 +1,39 @@
-"""Opens exported folders with transformers and saves their logits.
+"""Opens exported folders with transformers or timm and saves their logits.
 
   python tests/golden/open_exports.py FOLDER...
 
 Each FOLDER has the arguments of the model in inputs.npz; its logits go to
-logits.npy. Arrays that are missing, unexpected or misshapen are an error.
+logits.npy, the features of models of images without classes too. Arrays that
+are missing, unexpected or misshapen are an error.
 """
 
+import json
 import pathlib
 import sys
 
+import no_torchvision  # noqa: F401, Before timm.
 import numpy as np
+import timm
 import torch
 import transformers
+
+
+def outputs_of(folder):
+  """The logits or features of a model of images."""
+  pixels = torch.from_numpy(np.load(folder / "inputs.npz")["pixel_values"])
+  if "architecture" in json.loads((folder / "config.json").read_text()):
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    return model.eval()(pixels).detach().numpy()
+  config = transformers.AutoConfig.from_pretrained(folder)
+  kind = transformers.AutoModel
+  if "ImageClassification" in config.architectures[0]:
+    kind = transformers.AutoModelForImageClassification
+  model, info = kind.from_pretrained(folder, output_loading_info=True)
+  kept = {x for x in info.pop("missing_keys") if "mask_token" not in x}
+  if kept or any(info.values()):
+    raise SystemExit(f"{folder}: {kept}, {info}")
+  result = model.eval()(pixel_values=pixels)
+  return result[1 if "last_hidden_state" in result else 0].detach().numpy()
 
 
 def logits_of(folder):
@@ -42,4 +64,5 @@ def logits_of(folder):
 
 if __name__ == "__main__":
   for path in map(pathlib.Path, sys.argv[1:]):
-    np.save(path / "logits.npy", logits_of(path))
+    of_images = "pixel_values" in np.load(path / "inputs.npz")
+    np.save(path / "logits.npy", (outputs_of if of_images else logits_of)(path))

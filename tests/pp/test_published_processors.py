@@ -48,3 +48,17 @@ def test_what_is_not_known_is_an_error(values, message, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
   with pytest.raises(settings.ConfigError, match=message):
     pixels(tmp_path, np.zeros((30, 30, 3), np.uint8))
+
+
+@pytest.mark.parametrize("mode", ["center", "squash"])
+def test_pixels_are_those_of_timm(mode, tmp_path):
+  with np.load(GOLDEN.with_name("timm_pixels.npz")) as file:
+    image, expected = file["image"], file[mode]
+  mean, std = np.asarray([0.4, 0.5, 0.6]), np.asarray([0.2, 0.3, 0.25])
+  values = dict(input_size=[3, 16, 16], interpolation="bicubic", crop_pct=0.9)
+  values |= dict(crop_mode=mode, mean=mean.tolist(), std=std.tolist())
+  content = dict(architecture="vit_tiny_patch16_224", pretrained_cfg=values)
+  (tmp_path / "config.json").write_text(json.dumps(content))
+  actual = (np.asarray(pixels(tmp_path, image)) * std + mean) * 255
+  assert np.abs(actual - expected).max() < 1.01
+  assert (np.abs(actual - expected) > 0.01).mean() < 0.02

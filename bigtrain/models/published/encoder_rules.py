@@ -3,20 +3,23 @@
 Each rule reads keys into fields of a model and writes them again.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.models.published import families
+from bigtrain.models.published import conversions, families
 from bigtrain.models.published.families import (
   ConfigJson,
   Family,
   Rule,
+  choice,
   converted,
 )
 
 _GELUS = {
   "gelu": "gelu_erf",
   "gelu_pytorch_tanh": "gelu",
+  "gelu_tanh": "gelu",
   "gelu_new": "gelu",
   "quick_gelu": "gelu_quick",
 }
@@ -29,7 +32,28 @@ def patch() -> Rule:
   return converted("patch_size", "patch_size", 16, read, write)
 
 
-def mlp(key: str = "hidden_act", **swiglu: Any) -> Rule:
+def image_size() -> Rule:
+  """Written by the grid of positions; images of any size can be read."""
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    shapes = fields.get("shapes", {}).items()
+    named = {name.rpartition("/")[2]: shape for name, shape in shapes}
+    if "pos_embedding" in named:
+      number = named["pos_embedding"][1] - fields["posemb_class"]
+    elif "table" in named:
+      number = (math.isqrt(named["table"][-2]) + 1) ** 2 // 4
+    else:
+      return {}
+    grid = fields["posemb_grid"] or (math.isqrt(number),) * 2
+    size = [n * pixels for n, pixels in zip(grid, fields["patch_size"])]
+    return {"image_size": size[0] if len({*size}) == 1 else size}
+
+  return Rule({"image_size": 224}, lambda config: {}, write)
+
+
+def mlp(
+  key: str = "hidden_act", tanh: str = "gelu_pytorch_tanh", **swiglu: Any
+) -> Rule:
   """GELUs by name; `swiglu` are the keys of a gated MLP and their values."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
@@ -41,7 +65,8 @@ def mlp(key: str = "hidden_act", **swiglu: Any) -> Rule:
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["mlp"] == "swiglu" and swiglu:
       return {key: "gelu", **swiglu}
-    names = [name for name, kind in _GELUS.items() if kind == fields["mlp"]]
+    named = {tanh: "gelu", **_GELUS}
+    names = [name for name, kind in named.items() if kind == fields["mlp"]]
     off = {name: False for name in swiglu if name != key}
     return {key: names[0] if names else "gelu", **off}
 
@@ -101,7 +126,7 @@ def dinov2_width() -> Rule:
     width, size = fields["width"], fields["mlp_dim"]
     if fields["mlp"] != "swiglu":
       return {"mlp_ratio": size // width if size % width == 0 else size / width}
-    ratios = (size * 1.5 / width, 4)
+    ratios = (*range(1, 9), size * 1.5 / width)
     whole = lambda ratio: (int(int(width * ratio) * 2 / 3) + 7) // 8 * 8
     fits = (x for x in (*ratios, 0) if not x or whole(x) == size)
     return {"mlp_ratio": next(fits)}
@@ -177,6 +202,68 @@ def beit_positions() -> Rule:
   return Rule(dict.fromkeys((absolute, *keys.values()), False), read, write)
 
 
+def timm_width() -> Rule:
+  """Of a SwiGLU, the ratio is of both products together."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    size = int(config["embed_dim"] * config["mlp_ratio"])
+    return {"mlp_dim": size // 2 if config["swiglu"] else size}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    size = fields["mlp_dim"] * (2 if fields["mlp"] == "swiglu" else 1)
+    ratio = size / fields["width"]
+    if int(fields["width"] * ratio) != size:
+      ratio = (size + 0.5) / fields["width"]
+    return {"mlp_ratio": ratio, "mlp_size": size}
+
+  return Rule({"mlp_ratio": 4, "mlp_size": None}, read, write)
+
+
+def timm_positions() -> Rule:
+  def read(config: ConfigJson) -> dict[str, Any]:
+    learned = config["pos_embed"] == "learn"
+    first = learned and not config["no_embed_class"]
+    if first and config["reg_tokens"]:
+      raise config.error("no_embed_class: expected true with reg_tokens.")
+    return {
+      "class_token": config["class_token"],
+      "posemb": "learn" if learned else "none",
+      "posemb_class": first and config["class_token"],
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    has_class = fields["class_token"]
+    without = not fields["posemb_class"] and (has_class or fields["registers"])
+    return {
+      "class_token": has_class,
+      "pos_embed": fields["posemb"],
+      "no_embed_class": bool(without),
+    }
+
+  keys = dict(class_token=True, pos_embed="learn", no_embed_class=False)
+  return Rule(keys, read, write)
+
+
+def timm_pooling() -> Rule:
+  pools = choice(
+    "pool_type", "global_pool", dict(token="tok", avg="gap", map="map")
+  )
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    last = config["fc_norm"]
+    last = config["global_pool"] == "avg" if last is None else last
+    number = config["num_classes"] or None
+    return {**pools.read(config), "norm_pooled": last, "num_classes": number}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    last = fields["norm_pooled"]
+    given = None if last == (fields["pool_type"] == "gap") else last
+    number = fields["num_classes"] or 0
+    return {**pools.write(fields), "fc_norm": given, "num_classes": number}
+
+  return Rule({**pools.keys, "fc_norm": None, "num_classes": 1000}, read, write)
+
+
 def posemb_grid() -> Rule:
   key = "num_patches"
 
@@ -218,7 +305,10 @@ def towers(vision: Family, text: Family) -> Rule:
     return result
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    written = {name: of[name][1].write(fields[name]) for name in of}
+    shapes = conversions.below("img/", fields.get("shapes", {}))
+    written = {
+      name: of[name][1].write({**fields[name], "shapes": shapes}) for name in of
+    }
     parts = {of[name][0]: part for name, part in written.items()}
     for part in parts.values():
       del part["architectures"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain import dims, settings
-from bigtrain.models.published import layer_patterns, tables
+from bigtrain.models.published import layer_patterns, tables, timm
 from bigtrain.models.published.layer_patterns import ByLayer
 
 FILE = "config.json"
@@ -331,6 +331,8 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
       values = json.load(f)
   except (OSError, ValueError) as e:
     raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
+  if isinstance(values, dict) and "architecture" in values:
+    values = timm.flat(file, values)
   kind = values.get("model_type") if isinstance(values, dict) else None
   return file, values if isinstance(kind, str) else None
 
@@ -382,6 +384,7 @@ class Layouts(NamedTuple):
       settings.check_choice("--layout", layout, layouts)
     fields = type(model).__dataclass_fields__
     ours = self.canonical({name: getattr(model, name) for name in fields})
+    ours["shapes"] = shapes
     problems = []
     for name in [layout] if layout else layouts:
       family, key = layouts[name], f"--layout={name}"
@@ -398,7 +401,10 @@ class Layouts(NamedTuple):
           raise settings.ConfigError(
             f"{key}: expected a model with {'; '.join(texts)}."
           )
-        return config, tables.export(key, family.arrays, shapes, param_dims)
+        arrays = tables.export(key, family.arrays, shapes, param_dims)
+        if family.model_type == timm.MODEL_TYPE:
+          config = timm.folded(config)
+        return config, arrays
       except settings.ConfigError as e:
         problems.append(e)
     shortest = min(problems, key=lambda e: len(str(e)))

@@ -295,11 +295,13 @@ def _get(
     return Remark("reshaped", f"{text}, with {others}")
   of_parts, flats = params.in_layer(entry, indices["i"])
   number = entry.ours.index(ours)
+  shape = _published_shape(entry, flats)
   if entry.ndim is not None and value.ndim == entry.ndim:
-    value = value.reshape([n for n in value.shape if n > 1] or [1])
+    if _without_ones(value.shape) == _without_ones(shape):
+      value = value.reshape(shape)
   if entry.convolution and value.ndim == 4:
     value = value.transpose(2, 3, 1, 0).reshape(-1, value.shape[0])
-  if tuple(value.shape) != _published_shape(entry, flats):
+  if tuple(value.shape) != shape:
     return Remark("reshaped", text)
   if entry.transposed:
     value = value.swapaxes(-1, -2)
@@ -308,6 +310,10 @@ def _get(
   if entry.interleaved:
     part = slice(number, None, len(flats))
   return value[..., part].reshape(of_parts[number])
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+  return tuple(n for n in shape if n > 1)
 
 
 def _published_shape(
@@ -368,7 +374,7 @@ def _tensors(params: _Params, entry: Entry, layer: int | None) -> list[Tensor]:
     height, width, inputs, outputs = inner[0]
     shape = (outputs, inputs, height, width)
   if entry.ndim is not None:
-    sizes = [n for n in shape if n > 1]
+    sizes = _without_ones(shape)
     shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
 
   def build(parts: list[np.ndarray]) -> np.ndarray:

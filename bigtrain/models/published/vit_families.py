@@ -1,21 +1,26 @@
-"""ViTs of Hugging Face: their config.json and their arrays.
+"""ViTs of Hugging Face and timm: their config.json and their arrays.
 
 ViT and MAE's encoder, DINOv2 (with registers, with SwiGLU), DINOv3 and BEiT.
-Keys, defaults and names of arrays follow transformers. What depends on the use
-of a model, not on its weights, is read from its class in `architectures`: the
-pooling, and the number of classes.
+Keys, defaults and names of arrays follow transformers, or timm. What depends on
+the use of a model, not on its weights, is read from its class in
+`architectures`: the pooling, and the number of classes.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import dims
-from bigtrain.models.published import encoder_rules, families, tables
+from bigtrain.models.published import encoder_rules, families, tables, timm
 from bigtrain.models.published.families import Family
 
 LAYOUTS, _ = families.load("vit_families", encoder_rules)
-FAMILIES = {n: x for n, x in LAYOUTS.items() if n == x.model_type}
-_PREFIXES = ("vit.", "dinov2.", "dinov2_with_registers.", "beit.", "model.")
+FAMILIES = {
+  x.model_type: x for n, x in LAYOUTS.items() if n in (x.model_type, "timm")
+}
+_PREFIXES = (
+  *("vit.", "dinov2.", "dinov2_with_registers.", "beit.", "model."),
+  "timm_model.",
+)
 _IGNORED = {
   r"embeddings\.mask_token": "only for masked training",
   r"decoder\..*": "of masked training, not of the encoder",
@@ -64,6 +69,8 @@ def _of_model(model: Any) -> dict[str, Family]:
     return LAYOUTS
   return {
     name: below(family.model_type.removesuffix("_mae"), family)
+    if family.model_type != timm.MODEL_TYPE
+    else family
     for name, family in LAYOUTS.items()
   }
 

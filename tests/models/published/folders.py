@@ -127,13 +127,13 @@ def variables_of(module, model, path, names=None):
   return warm_start.load_variables(str(path), like, init=dict, module=module)
 
 
-def export(module, model, variables, folder):
+def export(module, model, variables, folder, layout=None):
   """Writes a model's published folder; returns its config and arrays."""
   variables = dict(variables)
   tree = variables.pop("params") | variables
   flat = dict(trees.flatten_with_names(tree))
   shapes = {name: x.shape for name, x in flat.items()}
-  config, tensors = module.to_published(model, shapes)
+  config, tensors = module.to_published(model, shapes, layout)
   config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
   (folder / "config.json").write_text(json.dumps(config))
   arrays = {

@@ -25,7 +25,7 @@ MODELS = {
   **dict.fromkeys(("convnext", "convnextv2"), "convnext"),
 }
 KINDS = {
-  path.name: json.loads((path / "config.json").read_text())["model_type"]
+  path.name: json.loads((path / "config.json").read_text()).get("model_type")
   for path in sorted(VISION.iterdir())
 }
 FAMILIES = [name for name, kind in KINDS.items() if kind in MODELS]

@@ -15,6 +15,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from models.published import test_vit_families
 from models.published.folders import (
   GOLDEN,
   MODELS,
@@ -31,6 +32,7 @@ from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.models import vit
 from bigtrain.tools import checkpoint as tool
 
 pytestmark = pytest.mark.published
@@ -230,3 +232,37 @@ def test_exports_of_families_open_with_equal_logits(family, families):
   )
   scale = np.abs(expected).max()
   np.testing.assert_allclose(logits, expected, atol=1e-5 * scale, rtol=0)
+
+
+IMAGES = [
+  name
+  for name in test_vit_families.FAMILIES
+  # MAE shuffles patches; DINOv3 and its like have a square number of them.
+  if name != "vit_mae"
+]
+
+
+@pytest.fixture(scope="module")
+def of_images(tmp_path_factory):
+  """{family: the folder}, exports of golden models of images, opened."""
+  folders = {}
+  for family in IMAGES:
+    golden = test_vit_families.VISION / family
+    model = test_vit_families.opened(golden)
+    params = test_vit_families.params_of(model, golden)
+    folders[family] = out = tmp_path_factory.mktemp(family)
+    layout = test_vit_families.layout_of(family)
+    export_folder(vit, model, {"params": params}, out, layout)
+    pixels = np.load(golden / "reference.npz")["pixel_values"]
+    np.savez(out / "inputs.npz", pixel_values=pixels)
+  run("open_exports.py", *folders.values())
+  return folders
+
+
+@pytest.mark.parametrize("family", IMAGES)
+def test_exports_of_images_open_with_equal_outputs(family, of_images):
+  reference = test_vit_families.reference(family)
+  outputs = np.load(of_images[family] / "logits.npy")
+  expected = reference["pooler_output"]
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(outputs, expected, atol=1e-5 * scale, rtol=0)

@@ -1,7 +1,7 @@
-"""Each family of ViTs against transformers: golden/published_vision.
+"""Each family of ViTs against transformers or timm: golden/published_vision.
 
-golden/make_published_vision.py made the folders: small models, their outputs,
-and the gradients of the sum of these times fixed weights.
+golden/make_published_vision.py and make_timm.py made the folders: small models,
+their outputs, and the gradients of the sum of these times fixed weights.
 """
 
 import functools
@@ -19,23 +19,25 @@ from bigtrain import parts, settings, sharding, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import two_towers, vit
-from bigtrain.models.published import vit_families
+from bigtrain.models.published import timm, vit_families
 
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
 KNOWN = (*vit_families.FAMILIES, *TWO_TOWERS)
-ALL = [
-  path.name
-  for path in sorted(VISION.iterdir())
-  if json.loads((path / "config.json").read_text())["model_type"] in KNOWN
-]
+
+
+def kind_of(folder):
+  values = json.loads((folder / "config.json").read_text())
+  return values.get("model_type", timm.MODEL_TYPE)
+
+
+ALL = [x.name for x in sorted(VISION.iterdir()) if kind_of(x) in KNOWN]
 FAMILIES = [name for name in ALL if name not in TWO_TOWERS]
 
 
 def opened(folder, **options):
   model = dict(published=str(folder), **options)
-  kind = json.loads((folder / "config.json").read_text())["model_type"]
-  name = "two_towers" if kind in TWO_TOWERS else "vit"
+  name = "two_towers" if kind_of(folder) in TWO_TOWERS else "vit"
   config = settings.Config(dict(model_name=name, model=model))
   return parts.model(parts.with_published_sizes(config))[1]
 
@@ -71,6 +73,13 @@ def reference(family):
   if "spatial_shapes" not in values:
     values["image"] = values["image"].transpose(0, 2, 3, 1)
   return values
+
+
+def layout_of(family):
+  """None for the first that fits, of transformers."""
+  if not family.startswith("timm"):
+    return None
+  return "timm_swiglu" if family == "timm_swiglu" else "timm"
 
 
 def outputs_of(model, params, image):
@@ -187,7 +196,8 @@ def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   model = opened(folder, **{"scan": True} if scan else {})
   params = dict(trees.flatten_with_names(params_of(model, folder)))
   shapes = {name: x.shape for name, x in params.items()}
-  config, tensors = module_of(model).to_published(model, shapes)
+  layout = layout_of(family)
+  config, tensors = module_of(model).to_published(model, shapes, layout)
   arrays = safetensors_files.read(str(folder))
   unused = {name for name in arrays if name.endswith("mask_token")}
   assert {tensor.name for tensor in tensors} == set(arrays) - unused
@@ -199,7 +209,9 @@ def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   published = json.loads((folder / "config.json").read_text())
   # Initial values say nothing of trained models.
   initial = {"layerscale_value", "layer_scale_init_value"}
-  for key in set(config) & set(published) - initial - {"mlp_ratio"}:
+  # timm has several names of the same models.
+  named = {"architecture", "model_args", "pretrained_cfg"}
+  for key in set(config) & set(published) - initial - {"mlp_ratio"} - named:
     of_parts = isinstance(config[key], dict)
     read = published[key]
     if of_parts:
@@ -238,6 +250,13 @@ def test_a_classifier_has_the_classes_of_its_file(tmp_path):
       "use_shared_relative_position_bias: expected one of them",
     ),
     ("vit", dict(model_type="swin"), "does not compute .*'swin'"),
+    ("timm_gap", dict(architecture="vit_base_patch16_xp_224"), "none of the V"),
+    ("timm_gap", dict(model_args=dict(qk_norm=True)), "qk_norm=True: unknown"),
+    (
+      "timm_augreg",
+      dict(model_args=dict(reg_tokens=2)),
+      "no_embed_class: expected true",
+    ),
   ],
 )
 def test_what_a_vit_does_not_compute_is_refused(
@@ -254,3 +273,24 @@ def test_a_contradiction_is_an_error(tmp_path):
   model = opened(tmp_path / "vit").clone(norm_eps=1e-3)
   with pytest.raises(settings.ConfigError, match="norm_eps=0.001, but config"):
     warm_start.check_published(str(tmp_path / "vit"), vit, model)
+
+
+def test_a_timm_export_has_the_nearest_architecture():
+  """And the arguments in which it differs."""
+  model = opened(VISION / "timm_augreg", posemb_grid=None)
+  deit3 = dict(width=384, depth=12, num_heads=6, patch_size=16, mlp_dim=1536)
+  model = model.clone(**deit3, posemb_class=False, layer_scale=0.1)
+  init = lambda key: model.init(key, jnp.zeros((1, 64, 64, 3)))
+  like = jax.eval_shape(init, jax.random.key(0))["params"]
+  shapes = {n: x.shape for n, x in trees.flatten_with_names(like)}
+  config, _ = vit.to_published(model, shapes, "timm")
+  assert config["architecture"] == "deit3_small_patch16_224"
+  assert config["model_args"] == {"num_classes": 3, "img_size": [64, 64]}
+  assert config["pretrained_cfg"]["input_size"] == [3, 64, 64]
+
+
+def test_a_timm_model_has_no_biases_of_patches_before_a_norm():
+  model = opened(VISION / "timm_clip").clone(use_bias=True)
+  shapes = {n: x.shape for n, x in trees.flatten_with_names(like_of(model))}
+  with pytest.raises(settings.ConfigError, match="biases of the patches, or"):
+    vit.to_published(model, shapes, "timm")
