@@ -1,12 +1,15 @@
-"""Applies a model in a loss, and a loss without training."""
+"""Applies a model in a loss, in an evaluation of it, and for its features."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from bigtrain.types import Metrics, Variables
+from bigtrain import trees
+from bigtrain.settings import check_choice
+from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def apply(
@@ -44,3 +47,36 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
   parameters = [signature.parameters[name] for name in names]
   result.__signature__ = signature.replace(parameters=parameters)
   return result
+
+
+def layers_fn(
+  model: Any, inputs: Callable[[Batch], Batch], default: str = "pre_logits"
+) -> PredictFn:
+  """A predict function of features: of a layer, or a dict of several.
+
+  A layer is a name in the dict that the model returns, or of one of its
+  modules, as in names of parameters: "Transformer/encoderblock_3".
+  """
+
+  def layers(
+    variables: Variables,
+    batch: Batch,
+    *,
+    layer: str | Sequence[str] = default,
+    pool: bool = False,  # Averages over all but the first and the last axis.
+  ) -> Any:
+    capture = dict(capture_intermediates=True, mutable=["intermediates"])
+    args = {**inputs(batch), "train": False}
+    out, states = model.apply(variables, **args, **capture)
+    features: dict[str, jax.Array] = {}
+    for name, x in trees.flatten_with_names(states["intermediates"]):
+      features.setdefault(name.partition("/__call__/")[0], x)
+    features |= out if isinstance(out, dict) else out[-1]
+
+    def one(name: str) -> jax.Array:
+      x = features[check_choice("pred_kw.layer", name, features)]
+      return jnp.mean(x, range(1, x.ndim - 1)) if pool else x
+
+    return one(layer) if isinstance(layer, str) else {n: one(n) for n in layer}
+
+  return layers

@@ -134,8 +134,12 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (perplexity, score, enc_rep, caption)
-  return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
+  fns = (perplexity, score, caption)
+  encode = lambda batch: dict(image=batch["image"], method="encode")
+  return {
+    "enc_rep": forward.layers_fn(model, encode),
+    **{fn.__name__: functools.partial(fn, model=model) for fn in fns},
+  }
 
 
 def perplexity(
@@ -149,18 +153,6 @@ def perplexity(
   """Computes metrics of the captions' tokens, given the ones before them."""
   options = dict(model=model, normalize="tokens", pad_id=pad_id, chunk=chunk)
   return loss_fn(variables, batch, None, train=False, **options)[0]
-
-
-def enc_rep(
-  variables: Variables, batch: Batch, *, model: Any, layer: str = "pre_logits"
-) -> jax.Array:
-  """Returns the encoder's features of the images.
-
-  Args:
-    layer: "pre_logits", pooled [B, E], or "encoded", of patches [B, P, E].
-  """
-  out = model.apply(variables, batch["image"], method="encode")
-  return out[check_choice("enc_rep.layer", layer, out)]
 
 
 def score(

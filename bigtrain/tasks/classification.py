@@ -115,8 +115,6 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
   def logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[0]
 
-  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
-    return model.apply(variables, **inputs(batch), train=False)[1]["pre_logits"]
-
   loss = forward.metrics_fn(loss_fn, model=model)
+  pre_logits = forward.layers_fn(model, inputs)
   return {"logits": logits, "pre_logits": pre_logits, "loss": loss}

@@ -142,9 +142,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     present = [(kind, fn) for kind, name, fn in fns if name in batch]
     return {kind: fn(variables, batch) for kind, fn in present}
 
-  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, **image_inputs(batch))[2]["img/pre_logits"]
-
   loss = forward.metrics_fn(loss_fn, model=model)
-  fns: tuple[PredictFn, ...] = (embed, image, text, pre_logits, loss)
-  return {fn.__name__: fn for fn in fns}
+  pre_logits = forward.layers_fn(model, image_inputs, "img/pre_logits")
+  fns: tuple[PredictFn, ...] = (embed, image, text, loss)
+  return {fn.__name__: fn for fn in fns} | {"pre_logits": pre_logits}

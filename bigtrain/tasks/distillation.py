@@ -102,20 +102,15 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   With a teacher (None for inference) also "teacher_logits" and "loss".
   """
 
-  def apply(variables: Variables, batch: Batch) -> Any:
-    student = {k: v for k, v in variables.items() if k != "teacher"}
-    return model.apply(student, **inputs(batch), train=False)
-
   def logits(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, batch)[0]
-
-  def pre_logits(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, batch)[1]["pre_logits"]
+    student = {k: v for k, v in variables.items() if k != "teacher"}
+    return model.apply(student, **inputs(batch), train=False)[0]
 
   def teacher_logits(variables: Variables, batch: Batch) -> jax.Array:
     name = "teacher_image" if "teacher_image" in batch else "image"
     return _teacher_logits(teacher, variables, batch[name])
 
+  pre_logits = forward.layers_fn(model, inputs)
   fns: dict[str, PredictFn] = {"logits": logits, "pre_logits": pre_logits}
   if teacher is not None:
     loss = forward.metrics_fn(loss_fn, model=model, teacher=teacher)

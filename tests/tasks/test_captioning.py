@@ -375,7 +375,7 @@ def test_features_of_the_encoder(model):
   assert patches.shape == (B, 2, 8)
   np.testing.assert_allclose(pooled, patches.mean(1), rtol=1e-5, atol=1e-5)
   with pytest.raises(ConfigError, match="Did you mean 'encoded'"):
-    fn(variables, {"image": IMAGE}, layer="encode")
+    fn(variables, {"image": IMAGE}, layer="encodd")
 
 
 @pytest.mark.slow
