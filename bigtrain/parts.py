@@ -389,10 +389,11 @@ def loss_fn(
       "dict(model_name=..., model=..., model_init=...)."
     )
   several = isinstance(teacher, dict)  # By name.
-  if given and ("distill" if several else "teacher") not in parameters:
+  takes = {"distill", "weights"} if several else {"teacher"}
+  if given and not takes & {*parameters}:
     raise settings.ConfigError(
       f"config.teacher: config.task={config.task!r} does not use a teacher, or "
-      "several; 'distillation' does, and 'language_modeling' also several."
+      "several; 'distillation' and 'language_modeling' do."
     )
   settings.check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
 

@@ -51,8 +51,9 @@ def from_config(
     source = part.kwargs("model_init")
   if source is not None:
     warm_start.check_published(source, module, model, path=part.path)
-  if "teacher_image" in batch_spec:  # Which a teacher sees in its place.
-    batch_spec = {**batch_spec, "image": batch_spec["teacher_image"]}
+  for name in ("teacher", part.path.rpartition(".")[2]):
+    if f"{name}_image" in batch_spec:  # Which it sees in its place.
+      batch_spec = {**batch_spec, "image": batch_spec[f"{name}_image"]}
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, module, model, part)
   spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from bigtrain import settings
 from bigtrain.losses import cross_entropy, linear_xent
+from bigtrain.losses.teachers import weights_of
 
 Teacher = tuple[Any, Callable[[Any], jax.Array]]
 # Finite, so that 0 times a difference of two of them is not NaN.
@@ -66,11 +67,10 @@ def taught(
   key = "config.loss.distill"
   settings.check_number(f"{key}.beta", beta, least=0, most=1)
   settings.check_number(f"{key}.temperature", temperature, above=0)
-  weights = weights or dict.fromkeys(teachers, 1 / len(teachers))
-  if {*weights} != {*teachers} or (beta == 1 and "file" in teachers):
+  weights = weights_of(teachers, weights, f"{key}.weights")
+  if beta == 1 and "file" in teachers:
     raise settings.ConfigError(
-      f"{key}: expected weights of {', '.join(teachers)}, and a beta below 1 "
-      f"with a file of likely tokens, got weights={weights}, {beta=}."
+      f"{key}.beta={beta}: expected less than 1 with a file of likely tokens."
     )
 
   def of_chunk(total: jax.Array, xs: Any) -> Any:

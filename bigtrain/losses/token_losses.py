@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, model_flops, settings, trees
-from bigtrain.losses import forward, linear_xent, token_divergences
+from bigtrain.losses import forward, linear_xent, teachers, token_divergences
 from bigtrain.types import Batch, Metrics, Variables
 
 
@@ -138,17 +138,17 @@ class TokenTask(NamedTuple):
       ModelLosses.with_experts; the new mutable collections).
     """
     own = {name: x for name, x in variables.items() if name != "teacher"}
-    teachers, head = self._teachers(variables, batch, model, teacher), None
-    if (label_smoothing or z_loss) if teachers else distill is not None:
+    known, head = self._teachers(variables, batch, model, teacher), None
+    if (label_smoothing or z_loss) if known else distill is not None:
       raise settings.ConfigError(
         "config.loss.distill: expected config.teacher, or teacher_ids and "
         "teacher_logits in the data, and neither label_smoothing nor z_loss."
       )
-    if teachers:
+    if known:
       taught, options = token_divergences.taught, distill or {}
       settings.check_kwargs(taught, options, "config.loss.distill")
       logits = _head_logits(own, model)
-      head = taught(logits, teachers, model.vocab_size, chunk, **options)
+      head = taught(logits, known, model.vocab_size, chunk, **options)
     losses = self.losses(
       own,
       batch,
@@ -165,7 +165,7 @@ class TokenTask(NamedTuple):
     if "loss_mask" in batch:
       count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)
       result = result | {"supervised_tokens": metrics.Sum(count)}
-    if teachers:
+    if known:
       xent = metrics.pair(losses.loss_BL, self.weights(batch))
       result = result | {"cross_entropy": xent}
     return result, losses.mutable
@@ -173,14 +173,10 @@ class TokenTask(NamedTuple):
   def _teachers(
     self, variables: Variables, batch: Batch, model: Any, teacher: Any
   ) -> dict[str, token_divergences.Teacher]:
-    models, of_teachers = teacher or {}, variables.get("teacher", {})
-    if not isinstance(models, Mapping):
-      models, of_teachers = {"teacher": models}, {"teacher": of_teachers}
     result: dict[str, token_divergences.Teacher] = {}
-    for name, each in models.items():
+    for name, each, fixed in teachers.by_name(teacher, variables):
       key, size = f"config.teacher: vocab_size of {name!r}", model.vocab_size
       settings.check_number(key, each.vocab_size, least=size, most=size)
-      fixed = jax.lax.stop_gradient(of_teachers[name])
       with model_flops.share(1, 3):  # Without a backward pass.
         _, out = each.apply(fixed, **self.inputs(batch), head=False)
       result[name] = out["pre_logits"], _head_logits(fixed, each)

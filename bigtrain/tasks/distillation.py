@@ -1,27 +1,30 @@
-"""Distillation: a student learns the class probabilities of a teacher.
+"""Distillation: a student learns the class probabilities of its teachers.
 
-As in Beyer et al. 2021, arxiv.org/abs/2106.05237: both models see the same
-mixed images, and the loss is a distance of their logits alone. The teacher is
-`config.teacher`; it is not trained.
+As in Beyer et al. 2021, arxiv.org/abs/2106.05237: all models see the same
+mixed images, and the loss is a distance of their logits alone. `config.teacher`
+is one teacher, or several by name; they are not trained.
 
 Legend: B batch, H height, W width, C classes.
 
 A batch has "image" [B, H, W, 3] floats and perhaps "labels", int [B] or one-hot
-[B, C], which only metrics use. With "teacher_image", the teacher sees that one,
-such as the same view at its own resolution, blended in the same way.
+[B, C], which only metrics use. With "teacher_image", or "NAME_image" for the
+teacher NAME, it sees that one, such as the same view at its own resolution,
+blended in the same way. "shapes" are of the student's image, see models.vit.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bigtrain import metrics, model_flops
-from bigtrain.losses import distances, forward, mixup
+from bigtrain.losses import distances, forward, mixup, teachers
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:
-  return {"image": batch["image"]}
+  return {name: batch[name] for name in ("image", "shapes") if name in batch}
 
 
 def class_counts(model: Any) -> dict[str, int]:
@@ -43,6 +46,7 @@ def loss_fn(
   mixup_alpha: float = 0.0,
   cutmix_alpha: float = 0.0,
   cutmix_prob: float = 0.5,
+  weights: Mapping[str, float] | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes the distance between student and teacher.
 
@@ -54,26 +58,26 @@ def loss_fn(
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
     cutmix_alpha: the same of CutMix.
     cutmix_prob: share of the batches with CutMix, if both are on.
+    weights: of the distances from several teachers, by name; by default of
+      their mean. big_vision's are 1.
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
   mixing = mixup_alpha, cutmix_alpha, cutmix_prob
   (logits_BC, _), image, mix, mutable = mixup.apply(
     model, student, inputs(batch), rng, mixing, train
   )
-  if "teacher_image" in batch:
-    image = batch["teacher_image"]
-    image = image if mix is None else mix.images(image)
-  # Three passes count as a step's model FLOPs; the teacher has one of them.
-  with model_flops.share(1, 3):
-    teacher_BC = _teacher_logits(teacher, variables, image)
-  per_example = {
-    "loss": distances.distance(
-      logits_BC,
-      teacher_BC,
-      distance,
-      temperature=temperature,
-      label_smoothing=label_smoothing,
-    ),
+  blend = (lambda x: x) if mix is None else mix.images
+  taught = _teacher_logits(teacher, variables, batch, image, blend)
+  shares = teachers.weights_of(taught, weights, "config.loss.weights")
+  options = dict(temperature=temperature, label_smoothing=label_smoothing)
+  losses = {
+    f"{name}_loss": distances.distance(logits_BC, x_BC, distance, **options)
+    for name, x_BC in taught.items()
+  }
+  teacher_BC = _ensemble(taught)
+  per_example: dict[str, Any] = {
+    "loss": sum(shares[name] * losses[f"{name}_loss"] for name in taught),
+    **(losses if len(taught) > 1 else {}),
     "agreement": distances.agreement(logits_BC, teacher_BC),
     "entropy": distances.entropy(logits_BC),
     "teacher_entropy": distances.entropy(teacher_BC),
@@ -90,16 +94,39 @@ def loss_fn(
 
 
 def _teacher_logits(
-  teacher: Any, variables: Variables, image: jax.Array
-) -> jax.Array:
-  logits_BC, _ = teacher.apply(variables["teacher"], image, train=False)
-  return jax.lax.stop_gradient(logits_BC)
+  teacher: Any,
+  variables: Variables,
+  batch: Batch,
+  image: jax.Array,
+  blend: Callable[[jax.Array], jax.Array],
+) -> dict[str, jax.Array]:
+  """Logits [B, C] by name; `image` is the student's, as it sees it."""
+  result = {}
+  # Three passes count as a step's model FLOPs; a teacher has one of them.
+  with model_flops.share(1, 3):
+    for name, model, fixed in teachers.by_name(teacher, variables):
+      own = [f"{x}_image" for x in (name, "teacher") if f"{x}_image" in batch]
+      seen = {**inputs(batch), "image": image}
+      seen = {"image": blend(batch[own[0]])} if own else seen
+      result[name] = jax.lax.stop_gradient(
+        model.apply(fixed, **seen, train=False)[0]
+      )
+  return result
+
+
+def _ensemble(logits: Mapping[str, jax.Array]) -> jax.Array:
+  """Logits of the mean probabilities; of one teacher its own."""
+  if len(logits) == 1:
+    return next(iter(logits.values()))
+  log_p = [jax.nn.log_softmax(x_BC) for x_BC in logits.values()]
+  return jax.nn.logsumexp(jnp.stack(log_p), axis=0) - jnp.log(len(logits))
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """ "logits" and "pre_logits" of the student, for evaluators.
 
-  With a teacher (None for inference) also "teacher_logits" and "loss".
+  With a teacher (None for inference) also "loss", and "teacher_logits", of
+  several those of their mean probabilities.
   """
 
   def logits(variables: Variables, batch: Batch) -> jax.Array:
@@ -107,8 +134,10 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     return model.apply(student, **inputs(batch), train=False)[0]
 
   def teacher_logits(variables: Variables, batch: Batch) -> jax.Array:
-    name = "teacher_image" if "teacher_image" in batch else "image"
-    return _teacher_logits(teacher, variables, batch[name])
+    same = lambda x: x
+    return _ensemble(
+      _teacher_logits(teacher, variables, batch, batch["image"], same)
+    )
 
   pre_logits = forward.layers_fn(model, inputs)
   fns: dict[str, PredictFn] = {"logits": logits, "pre_logits": pre_logits}

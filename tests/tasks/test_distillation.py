@@ -4,10 +4,13 @@ import copy
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
 from bigtrain import main, parts, sharding
+from bigtrain.losses import mixup
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import distillation
 from bigtrain.tools import evaluate
@@ -142,7 +145,7 @@ def test_the_teacher_sees_the_same_blend_at_its_resolution(mixup_alpha):
   ("changes", "message"),
   [
     ({"teacher": {}}, r"config.teacher: missing: .*model_init"),
-    ({"task": "classification", "loss": {}}, "'distillation' does"),
+    ({"task": "classification", "loss": {}}, "'distillation' and"),
     ({"teacher": TEACHER}, r"config.teacher.model_init: missing"),
     (
       {"teacher": TEACHER | {"model_name": "vitt", "model_init": None}},
@@ -160,3 +163,80 @@ def test_the_teacher_sees_the_same_blend_at_its_resolution(mixup_alpha):
 def test_mistakes(configure, tmp_path, changes, message):
   with pytest.raises(ConfigError, match=message):
     main.train(configure(**changes), str(tmp_path))
+
+
+def drawn(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def variables_of(seed):
+  return {
+    "params": {"head": {"kernel": drawn(seed, 3, 2), "bias": jnp.zeros(2)}}
+  }
+
+
+@pytest.mark.parametrize(
+  "weights", [None, dict(a=1.0, b=1.0), dict(a=2, b=0.5)]
+)
+def test_several_teachers_see_the_same_blend_and_add_up_by_weight(weights):
+  batch = {"image": drawn(0, 6, 4, 4, 3)}
+  batch["b_image"] = batch["image"].repeat(2, 1).repeat(2, 2) + 1.0
+  a, b, student = (variables_of(seed) for seed in (1, 2, 3))
+
+  def loss(student, teacher, batch=batch, rng=jax.random.key(4), **options):
+    several = isinstance(teacher, dict) and "params" not in teacher
+    models = dict.fromkeys(teacher, MeanNet()) if several else MeanNet()
+    result, _ = distillation.loss_fn(
+      {**student, "teacher": teacher},
+      parts.Features(batch, ""),
+      rng,
+      **dict(model=MeanNet(), teacher=models, train=True, mixup_alpha=0.8),
+      **options,
+    )
+    return {name: total / weight for name, (total, weight) in result.items()}
+
+  both = loss(student, dict(a=a, b=b), weights=weights)
+  of_a = loss(student, a)["loss"]
+  view = {"image": batch["image"], "teacher_image": batch["b_image"]}
+  of_b = loss(student, b, view)["loss"]
+  assert both["a_loss"] == pytest.approx(float(of_a), rel=1e-6)
+  assert both["b_loss"] == pytest.approx(float(of_b), rel=1e-6)
+  w = weights or dict(a=0.5, b=0.5)
+  expected = w["a"] * of_a + w["b"] * of_b
+  assert both["loss"] == pytest.approx(float(expected), rel=1e-6)
+  if weights is None:  # As big_vision notes, KL learns mean probabilities.
+    grad = jax.grad(lambda s: loss(s, dict(a=a, b=b))["loss"])(student)
+    model = MeanNet()
+    mix = lambda key: mixup.draw(jax.random.split(key)[0], 0.8, 0.0, 0.5)
+    images = [
+      mix(jax.random.key(4)).images(batch[n]) for n in ("image", "b_image")
+    ]
+    softmax = lambda v, x: jax.nn.softmax(model.apply(v, x)[0])
+    mean = (softmax(a, images[0]) + softmax(b, images[1])) / 2
+
+    def xent(student):
+      logits = model.apply(student, images[0])[0]
+      return -jnp.mean(jnp.sum(mean * jax.nn.log_softmax(logits), axis=-1))
+
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6),
+      grad,
+      jax.grad(xent)(student),
+    )
+    entropy = -jnp.mean(jnp.sum(mean * jnp.log(mean), axis=-1))
+    assert both["teacher_entropy"] == pytest.approx(float(entropy), rel=1e-5)
+
+
+def test_a_run_with_two_teachers(configure, tmp_path):
+  one = configure()["teacher"]
+  changes = {"teacher": dict(a=one, b=one), "total_steps": 3}
+  changes["loss"] = dict(weights=dict(a=0.7, b=0.3))
+  changes["evals.agree.pred_kw"] = changes["loss"]
+  changes["evals.teacher.enabled"] = False
+  main.train(configure(**changes), tmp_path)
+  row = tiny.rows(tmp_path)[3]
+  assert row["loss"] == pytest.approx(row["a_loss"], rel=1e-5)
+  assert row["a_loss"] == pytest.approx(row["b_loss"], rel=1e-5)
+  changes["loss"] = dict(weights=dict(a=0.7))
+  with pytest.raises(ConfigError, match="weights: expected weights of a, b"):
+    main.train(configure(**changes), tmp_path / "wrong")

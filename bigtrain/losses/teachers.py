@@ -1,0 +1,32 @@
+"""Models that a loss learns from: one, or several by name with weights."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from bigtrain import settings
+from bigtrain.types import Variables
+
+
+def by_name(
+  teacher: Any, variables: Variables
+) -> Iterator[tuple[str, Any, Variables]]:
+  """Yields (name, model, its variables without gradient); one is "teacher"."""
+  models, of_teachers = teacher or {}, variables.get("teacher", {})
+  if not isinstance(models, Mapping):
+    models, of_teachers = {"teacher": models}, {"teacher": of_teachers}
+  for name, model in models.items():
+    yield name, model, jax.lax.stop_gradient(of_teachers[name])
+
+
+def weights_of(
+  names: Collection[str], weights: Mapping[str, float] | None, key: str
+) -> Mapping[str, float]:
+  """The weights of a config, by default of the mean of all teachers."""
+  weights = weights or dict.fromkeys(names, 1 / len(names))
+  if {*weights} != {*names}:
+    raise settings.ConfigError(
+      f"{key}: expected weights of {', '.join(names)}, got {weights}."
+    )
+  return weights
