@@ -8,9 +8,10 @@ digest of the data and the options that select it.
 
 Optional, each by feature: `ids`, the class numbers of all examples;
 `class_names`; `vocab_sizes`, the largest id + 1. Also optional: `tokenizer`,
-the name and fingerprint of the one that made the tokens, and the static method
-`read_class_names`, which takes the arguments of Source and returns
-`class_names` without reading examples.
+the name and fingerprint of the one that made the tokens; `fingerprints`, those
+of files that a resumed run refuses if they have changed, by path; and the
+static method `read_class_names`, which takes the arguments of Source and
+returns `class_names` without reading examples.
 
 formats/ reads files. Sources import formats, bigtrain.files and bigtrain.pp.
 """

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain.data.formats import arrow_columns, files, splits
+from bigtrain.data.formats import arrow_columns, files
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, DataError, check_number
+from bigtrain.settings import ConfigError, check_number
 
 
-class Source:
+class Source(arrow_columns.Rows):
   """The rows of one or more files.
 
   Args:
@@ -45,30 +45,11 @@ class Source:
     unpack_to: str | None = None,
   ):
     arrow_columns.import_pyarrow()
-    if isinstance(columns, str):
-      raise ConfigError(
-        f"parquet: columns={columns!r}: expected a list of column names."
-      )
     check_number("parquet: cache_bytes", cache_bytes, least=0, whole=True)
     entries = files.as_list(path, "parquet: path")
     self._paths = [file for entry in entries for file in _find(entry)]
-    row_groups = files.offsets(self._paths, scan_row_groups)
-    self._sizes = [int(starts[-1]) for starts in row_groups]
-    counts = [np.diff(starts[:-1]) for starts in row_groups]
-    self._groups = [(i, j) for i, n in enumerate(counts) for j in range(len(n))]
-    self._shards = files.Shards(np.concatenate(counts).tolist())
-    if not len(self._shards):
-      raise DataError(f"parquet: {path}: contains no rows.")
-    self._start, stop = splits.bounds(
-      slice, len(self._shards), "parquet: slice"
-    )
-    self._length = stop - self._start
-    self._schema = _schema(self._paths[0])
-    self._features = arrow_columns.find_features(
-      self._schema, columns, self._paths[0]
-    )
-    self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
-    self.class_names = arrow_columns.class_names(self._schema)
+    schema = _schema(self._paths[0])
+    self._open_tables("parquet", path, scan_row_groups, schema, columns, slice)
     self._tables = files.Cache(self._load, cache_bytes, self._warn_of_reloads)
     if unpack_to is not None:
       unpack_to = files.local_path(unpack_to, "parquet: unpack_to")
@@ -80,37 +61,12 @@ class Source:
     first = files.as_list(path, "parquet: path")[0]
     return arrow_columns.class_names(_schema(_find(first)[0]))
 
-  def __len__(self) -> int:
-    return self._length
-
-  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    batch = {}
-    for name, (kind, shape) in self.spec.items():
-      sizes: Any = () if None in shape else shape
-      dtype: Any = object if None in shape or kind is bytes else kind
-      batch[name] = np.empty((len(indices), *sizes), dtype)
-    # Rows of a row group are read together, so that a batch in random order
-    # holds only one table at a time.
-    for i in np.argsort(indices):
-      index = int(indices[i])
-      file, group, row = self._position(index)
-      table = self._tables.get((file, group))
-      for name in batch:
-        batch[name][i] = self._value(name, table, row, index)
-    return batch
-
   def where(self, index: int) -> str:
     file, group, row = self._position(index)
     return f"{self._paths[file]}, row group {group}, row {row}"
 
-  def fingerprint(self) -> str:
-    names = [os.path.basename(path) for path in self._paths]
-    options = self._start, self._length, sorted(self.spec)
-    return files.digest("parquet", *names, *self._sizes, *options)
-
-  def _position(self, index: int) -> tuple[int, int, int]:
-    (i,), (row,) = self._shards.locate(np.asarray([index + self._start]))
-    return *self._groups[i], int(row)
+  def _table(self, file: int, group: int) -> Any:
+    return self._tables.get((file, group))
 
   def _load(self, key: tuple[int, int]) -> tuple[Any, int]:
     path, group = self._paths[key[0]], key[1]
@@ -144,48 +100,9 @@ class Source:
       with pa.parquet.ParquetFile(
         path, memory_map=True, page_checksum_verification=True
       ) as file:
-        self._check_schema(file.schema_arrow, columns, path)
+        self._check_schema(file.schema_arrow, path)
         table = file.read_row_group(group, columns=columns)
-      arrays = {
-        name: arrow_columns.feature_array(table, feature)
-        for name, feature in self._features.items()
-      }
-      return pa.table(arrays)
-
-  def _check_schema(self, schema: Any, columns: list[str], path: str) -> None:
-    for name in columns:
-      kind = schema.field(name).type if name in schema.names else "missing"
-      expected = self._schema.field(name).type
-      if kind != expected:
-        wanted = f"expected {expected}, as in {self._paths[0]}"
-        raise DataError(f"{path}: column {name!r} is {kind}; {wanted}.")
-
-  def _value(self, name: str, table: Any, row: int, index: int) -> Any:
-    feature = self._features[name]
-    value = table.column(name)[row].as_py()
-    if feature.image and value is not None:
-      value = self._image(value, index)
-    holes = isinstance(value, list) and None in value
-    if value is None or holes:
-      null = "null in part" if holes else "null"
-      raise DataError(f"{self.where(index)}: column {name!r} is {null}.")
-    if not feature.shape:
-      return value if feature.kind is bytes else feature.kind.type(value)
-    if feature.kind is not bytes:
-      return np.asarray(value, feature.kind)
-    return files.objects(value)
-
-  def _image(self, value: dict[str, Any], index: int) -> bytes | None:
-    if value["bytes"] is not None or value["path"] is None:
-      return value["bytes"]
-    folder = os.path.dirname(self._paths[self._position(index)[0]])
-    path = os.path.join(folder, os.fsdecode(value["path"]))
-    try:
-      with open(path, "rb", buffering=0) as f:
-        return f.read()
-    except (OSError, ValueError) as e:
-      where = self.where(index)
-      raise DataError(f"{where}: cannot read the image {path}: {e}.") from e
+      return arrow_columns.feature_table(table, self._features)
 
 
 def scan_row_groups(path: str) -> np.ndarray:

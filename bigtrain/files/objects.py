@@ -13,7 +13,9 @@ after a minute, and after seconds from then on.
 """
 
 import errno
+import io
 import os
+import re
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -151,6 +153,8 @@ def as_os_error(error: BaseException, path: str) -> OSError:
     return PermissionError(
       errno.EACCES, f"access denied; are credentials set? ({reason})", path
     )
+  if reason.startswith("OUT_OF_RANGE"):
+    return OSError(errno.ERANGE, "shorter than expected", path)
   if reason.startswith(("NOT_FOUND", "FAILED_PRECONDITION")):
     return OSError(errno.EIO, f"does the bucket exist? ({reason})", path)
   return OSError(errno.EIO, reason, path)
@@ -161,16 +165,57 @@ def read(path: str) -> Version:
 
 
 def read_all(paths: Iterable[str]) -> list[Version]:
+  return read_ranges((path, 0, None) for path in paths)
+
+
+def read_ranges(
+  ranges: Iterable[tuple[str, int, int | None]],
+) -> list[Version]:
+  """Reads (path, offset, size; None: to the end), all of them at once."""
   reading = []
-  for path in paths:
+  for path, start, size in ranges:
     place = parse(path)
-    reading.append((path, _open(place, False).read(place.key)))
+    part = None if size is None else slice(start, start + size)
+    reading.append((path, _open(place, False).read(place.key, byte_range=part)))
   versions = []
   for path, future in reading:
     result = _result(future, path)
     content = result.value if result.state == "value" else None
     versions.append(Version(content, result.stamp.generation))
   return versions
+
+
+class Ranges(io.RawIOBase):
+  """An object as a file that is read by ranges, in large chunks by a buffer."""
+
+  def __init__(self, path: str):
+    self._path, self._at = path, 0
+
+  def readable(self) -> bool:
+    return True
+
+  seekable = readable
+
+  def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    self._at = offset + (self._at if whence == os.SEEK_CUR else 0)
+    return self._at
+
+  def readinto(self, buffer: Any) -> int:
+    try:
+      ((content, _),) = read_ranges([(self._path, self._at, len(buffer))])
+    except OSError as e:
+      if e.errno != errno.ERANGE:
+        raise
+      # Less is left, or nothing.
+      total = re.search(r"total size (\d+)", str(e.__cause__))
+      rest = max(0, int(total[1]) - self._at if total else 0)
+      ((content, _),) = read_ranges(
+        [(self._path, self._at if rest else 0, rest)]
+      )
+    content = content or b""
+    buffer[: len(content)] = content
+    self._at += len(content)
+    return len(content)
 
 
 def write(

@@ -99,9 +99,10 @@ class TrainInput(Input):
     prefix = f"{path}.mixture."
     keys = dict.fromkeys(part.key for part in engine.parts)
     self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
-    self.fingerprints: dict[str, str] = {}  # Of the files that ops have read.
+    self.fingerprints: dict[str, str] = {}  # Of files that must not change.
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
+      self.fingerprints |= getattr(part.source, "fingerprints", {})
     self.saved = {  # Fields of a checkpoint's HostState.
       "fingerprints": self.fingerprints,
       "data": description.describe(engine.parts, engine.spec),

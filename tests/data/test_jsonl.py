@@ -133,5 +133,5 @@ def test_mistakes(tmp_path):
   with pytest.raises(ConfigError, match="Did you mean 'path'"):
     jsonl.Source(path, image_key="s", image_is="pth")
   (tmp_path / "none.jsonl").write_text("\n\n")
-  with pytest.raises(DataError, match="contains no lines"):
+  with pytest.raises(DataError, match="contains no examples"):
     jsonl.Source(str(tmp_path / "none.jsonl"))

@@ -248,7 +248,7 @@ def test_mistakes(pattern, tmp_path, monkeypatch):
   refused(r"'when' has the unsupported type timestamp.*columns= selects", path)
   assert parquet.Source(path, columns=["x"]).read(np.arange(1))["x"] == [3]
   path = write(tmp_path / "e.parquet", [], kind)
-  refused("contains no rows", path)
+  refused("contains no examples", path)
   (tmp_path / "j.parquet").write_text(json.dumps({"a": 1}))
   refused("not a Parquet file", str(tmp_path / "j.parquet"))
   monkeypatch.setitem(sys.modules, "pyarrow", None)

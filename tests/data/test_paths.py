@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from support import prepared_sets, token_corpora
+from support import prepared_sets, tar_shards, token_corpora
 
 from bigtrain.inputs import sources
 from bigtrain.settings import ConfigError
@@ -82,6 +82,11 @@ def write_text(folder):
     (folder / f"{name}.txt").write_text(name)
 
 
+def write_tar(folder):
+  for i in range(2):
+    tar_shards.write(folder / f"x{i}.tar", tar_shards.sample(i))
+
+
 def write_tfds(folder):
   image = np.zeros((2, 2, 3), np.uint8)
   examples = [{"image": image, "label": 1, "file_name": "x"}] * 2
@@ -120,6 +125,14 @@ SOURCES = {
   "text list": (
     write_text,
     dict(type="text", path=["{p}/x0.txt", "{p}/*/x?.txt"], length=4),
+  ),
+  "webdataset pattern": (
+    write_tar,
+    dict(type="webdataset", path="{p}/x*.tar", index="{p}/index"),
+  ),
+  "webdataset list": (
+    write_tar,
+    dict(type="webdataset", path=["{p}/x0.tar", "{p}/x1.tar"]),
   ),
   "tfds name": (
     write_tfds,

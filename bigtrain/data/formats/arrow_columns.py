@@ -2,12 +2,13 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.data.formats import files
+from bigtrain.data.formats import files, row_files
 from bigtrain.settings import (
   ConfigError,
   DataError,
@@ -31,7 +32,7 @@ class Feature(NamedTuple):
 
 
 def import_pyarrow() -> Any:
-  by, install = "parquet: reading it", "'bigtrain[parquet]'"
+  by, install = "reading Parquet and Arrow files", "'bigtrain[parquet]'"
   for name in (".compute", ".ipc", ".parquet", ""):
     pa = import_package(f"pyarrow{name}", by, install)
   return pa
@@ -47,6 +48,102 @@ def errors(what: str, error: type[Exception] = DataError) -> Iterator[Any]:
     raise error(f"{what}: {files.one_line(e)}.") from e
 
 
+class Rows(row_files.Rows):
+  """The rows of tables, for sources of Parquet and Arrow files.
+
+  A subclass has `_table`, the table of features of a part of a file.
+  `scan(path)` returns the first row of N parts, the number of rows, and the
+  file's size.
+  """
+
+  def _open_tables(
+    self,
+    kind: str,
+    path: Any,
+    scan: Callable[[str], np.ndarray],
+    schema: Any,
+    columns: Sequence[str] | None,
+    slice: str,
+  ) -> None:
+    if isinstance(columns, str):
+      raise ConfigError(
+        f"{kind}: columns={columns!r}: expected a list of column names."
+      )
+    self._starts = files.offsets(self._paths, scan)
+    counts, sizes = zip(*[each[-2:].tolist() for each in self._starts])
+    self._open(kind, path, counts, sizes, slice)
+    self._schema = schema
+    self._features = find_features(schema, columns, f"{kind}: {self._paths[0]}")
+    self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
+    self.class_names = class_names(schema)
+
+  def _table(self, file: int, part: int) -> Any:
+    raise NotImplementedError
+
+  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    batch = {}
+    for name, (kind, shape) in self.spec.items():
+      sizes: Any = () if None in shape else shape
+      dtype: Any = object if None in shape or kind is bytes else kind
+      batch[name] = np.empty((len(indices), *sizes), dtype)
+    # Before reading: a mapped file that has shrunk would end the process.
+    self._check(indices)
+    # Rows of a part are read together, so that a batch in random order holds
+    # only one table at a time.
+    for i in np.argsort(indices):
+      file, part, row = self._position(int(indices[i]))
+      table = self._table(file, part)
+      for name in batch:
+        batch[name][i] = self._value(name, table, row, int(indices[i]))
+    return batch
+
+  def where(self, index: int) -> str:
+    file, _, row = self._position(index)
+    return f"{self._paths[file]}, row {row}"
+
+  def _position(self, index: int) -> tuple[int, int, int]:
+    """Returns (file, part, row in the part)."""
+    ((file, row),) = self._places([index])
+    starts = self._starts[file][:-2]
+    part = int(np.searchsorted(starts, row, side="right")) - 1
+    return file, part, row - int(starts[part])
+
+  def _check_schema(self, schema: Any, path: str) -> None:
+    for name in {feature.path[0] for feature in self._features.values()}:
+      kind = schema.field(name).type if name in schema.names else "missing"
+      expected = self._schema.field(name).type
+      if kind != expected:
+        wanted = f"expected {expected}, as in {self._paths[0]}"
+        raise DataError(f"{path}: column {name!r} is {kind}; {wanted}.")
+
+  def _value(self, name: str, table: Any, row: int, index: int) -> Any:
+    feature = self._features[name]
+    value = table.column(name)[row].as_py()
+    if feature.image and value is not None:
+      value = self._image(value, index)
+    holes = isinstance(value, list) and None in value
+    if value is None or holes:
+      null = "null in part" if holes else "null"
+      raise DataError(f"{self.where(index)}: column {name!r} is {null}.")
+    if not feature.shape:
+      return value if feature.kind is bytes else feature.kind.type(value)
+    if feature.kind is not bytes:
+      return np.asarray(value, feature.kind)
+    return files.objects(value)
+
+  def _image(self, value: dict[str, Any], index: int) -> bytes | None:
+    if value["bytes"] is not None or value["path"] is None:
+      return value["bytes"]
+    folder = os.path.dirname(self._paths[self._position(index)[0]])
+    path = os.path.join(folder, os.fsdecode(value["path"]))
+    try:
+      with open(path, "rb", buffering=0) as f:
+        return f.read()
+    except (OSError, ValueError) as e:
+      where = self.where(index)
+      raise DataError(f"{where}: cannot read the image {path}: {e}.") from e
+
+
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
@@ -54,10 +151,10 @@ def find_features(
   for name in schema.names if columns is None else columns:
     if name not in schema.names:
       hint = did_you_mean(name, schema.names)
-      raise ConfigError(f"parquet: {path} has no column {name!r}.{hint}")
+      raise ConfigError(f"{path} has no column {name!r}.{hint}")
     features |= _features(schema.field(name).type, (name,))
   if not features:
-    raise ConfigError(f"parquet: columns={columns!r}: expected at least one.")
+    raise ConfigError(f"{path}: columns={columns!r}: expected at least one.")
   return features
 
 
@@ -87,13 +184,18 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
     dtype = np.dtype(np.float32)  # As in all sources: jax disables float64.
   else:
     raise ConfigError(
-      f"parquet: column {name!r} has the unsupported type {kind}; expected "
+      f"column {name!r} has the unsupported type {kind}; expected "
       "numbers, strings, bytes, images or lists (columns= selects columns)."
     )
   return {name: Feature(dtype, shape, path)}
 
 
-def feature_array(table: Any, feature: Feature) -> Any:
+def feature_table(table: Any, features: Mapping[str, Feature]) -> Any:
+  arrays = {name: _array(table, feature) for name, feature in features.items()}
+  return import_pyarrow().table(arrays)
+
+
+def _array(table: Any, feature: Feature) -> Any:
   """Returns the chunked array of a feature; strings become bytes."""
   pa = import_pyarrow()
   column = table.column(feature.path[0])

@@ -1,15 +1,19 @@
 """Random access to many files: paths, open handles and cached offsets.
 
 Byte offsets are cached in the user's cache folder, under a hash of the file's
-path, size and modification time.
+path and stamp: its size and modification time, or an object's generation.
 """
 
 import collections
 import contextlib
+import fnmatch
 import glob
 import hashlib
+import io
 import os
+import re
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
@@ -17,11 +21,14 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from bigtrain.files import objects as stores
 from bigtrain.files import paths
 from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _MAX_OPEN = 256
 _MAX_THREADS = 16
+_CHUNK_BYTES = 1 << 23  # Of an object that is read in order.
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 
 
 class Cache:
@@ -110,6 +117,39 @@ class Reader:
       raise DataError(f"{path}, byte {offset}: {e.strerror}.") from e
     return data
 
+  def read_all(
+    self, ranges: Sequence[tuple[str, int, int]]
+  ) -> list[tuple[bytes | None, bytes]]:
+    """Reads (path, offset, size); also returns the versions of objects."""
+    remote = [each for each in ranges if paths.is_remote(each[0])]
+    try:
+      versions = iter(stores.read_ranges(remote))
+    except OSError as e:
+      raise DataError(f"{e.filename}: {e.strerror}.") from e
+    return [
+      next(versions) if paths.is_remote(path) else (self.read(path, *part), b"")
+      for path, *part in ranges
+    ]
+
+
+def stamp(path: str) -> str:
+  try:
+    if paths.is_remote(path):
+      (version,) = stores.read_ranges([(path, 0, 0)])
+      if version.content is None:
+        raise DataError(f"{path}: no such object.")
+      return version.generation.hex()
+    stat = os.stat(path)
+  except OSError as e:
+    raise DataError(f"{path}: {e.strerror}.") from e
+  return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def open_to_read(path: str) -> Any:
+  if paths.is_remote(path):
+    return io.BufferedReader(stores.Ranges(path), _CHUNK_BYTES)
+  return open(path, "rb")
+
 
 def local_path(path: str | os.PathLike[str], key: str) -> str:
   """Returns a path of the config as an absolute path, with `~` expanded."""
@@ -126,24 +166,61 @@ def as_list(path: Any, key: str) -> list[Any]:
   return list(path)
 
 
-def find(path: Any, key: str) -> list[str]:
-  """Returns absolute paths of a file, a pattern (sorted), or a list of them."""
+def find(path: Any, key: str, remote: bool = False) -> list[str]:
+  """Returns absolute paths of a file, a pattern (sorted), or a list of them.
+
+  In a pattern, "{000..127}" and "{a,b}" are as in a shell.
+  """
   files: list[str] = []
   for entry in as_list(path, key):
     file = local_path(entry, key)
     # Relative to the working directory, whose name may contain brackets.
     pattern = os.path.expanduser(os.fspath(entry))
-    matches = (
-      [file] if os.path.isfile(file) else glob.glob(pattern, recursive=True)
-    )
-    if not (matches := sorted(filter(os.path.isfile, matches))):
-      raise missing(file, key, "file")
-    files += map(paths.absolute, matches)
+    if os.path.isfile(file):
+      files.append(file)
+      continue
+    for each in _expand_braces(pattern):
+      if remote and paths.is_remote(each):
+        matches = _objects(each)
+      else:
+        matches = sorted(glob.glob(each, recursive=True))
+        matches = list(map(paths.absolute, filter(os.path.isfile, matches)))
+      if not matches:
+        raise missing(paths.absolute(each), key, "file")
+      files += matches
   return files
+
+
+def _expand_braces(pattern: str) -> list[str]:
+  match = _BRACES.search(pattern)
+  if not match:
+    return [pattern]
+  first, last, words = match.groups()
+  if words is None:
+    numbers = range(int(first), int(last) + 1)
+    parts = [f"{i:0{len(first)}}" for i in numbers]
+  else:
+    parts = words.split(",")
+  before, after = pattern[: match.start()], pattern[match.end() :]
+  return [x for part in parts for x in _expand_braces(before + part + after)]
+
+
+def _objects(pattern: str) -> list[str]:
+  url = paths.absolute(pattern)
+  if not glob.has_magic(url):
+    return [url]
+  folder = os.path.dirname(re.split(r"[*?[]", url)[0])
+  return [
+    name
+    for name in (f"{folder}/{each}" for each in stores.below(folder))
+    if fnmatch.fnmatchcase(name, url) and name.count("/") == url.count("/")
+  ]
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
   folder, name = os.path.split(path)
+  if paths.is_remote(path):
+    return ConfigError(f"{key}={path!r}: no such {kind}.")
   if not os.path.isdir(folder):
     return ConfigError(f"{key}={path!r}: no such folder: {folder!r}.")
   hint = did_you_mean(name, os.listdir(folder))
@@ -166,40 +243,50 @@ def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def offsets(
-  names: Sequence[str], scan: Callable[[str], np.ndarray]
+  names: Sequence[str],
+  scan: Callable[[str], np.ndarray],
+  folder: str | None = None,
 ) -> list[np.ndarray]:
   """Returns scan(path) for each file, from the cache where possible.
 
-  That is the offsets of N records and the file's size, int64 [N + 1].
+  That is int64, such as the offsets of N records and the file's size [N + 1].
+  `folder` is the cache's, also in an object store, instead of the user's.
   """
-  return in_threads(lambda path: _offsets(path, scan), names)
+  folder = folder or cache_folder()
+  return in_threads(lambda path: _offsets(path, scan, folder), names)
 
 
-def _offsets(path: str, scan: Callable[[str], np.ndarray]) -> np.ndarray:
-  try:
-    stat = os.stat(path)
-  except OSError as e:
-    raise DataError(f"{path}: {e.strerror}.") from e
+def _offsets(
+  path: str, scan: Callable[[str], np.ndarray], folder: str
+) -> np.ndarray:
   # Increase the version when the meaning of the offsets changes.
-  key = f"v1 {scan.__name__} {os.path.realpath(path)} "
-  key += f"{stat.st_size} {stat.st_mtime_ns}"
+  real = path if paths.is_remote(path) else os.path.realpath(path)
+  key = f"v2 {scan.__name__} {real} {stamp(path)}"
   name = hashlib.sha256(key.encode()).hexdigest()[:32] + ".npy"
-  cached = os.path.join(cache_folder(), name)
+  cached = os.path.join(folder, name)
   # A missing or damaged cache entry only costs another scan.
   with contextlib.suppress(OSError, ValueError, EOFError):
-    result = np.load(cached, allow_pickle=False)
-    if result.dtype == np.int64 and result.size and result[-1] == stat.st_size:
-      return result
-  result = scan(path)
+    content = io.BytesIO(paths.read_bytes(cached))
+    result = np.load(content, allow_pickle=False)
+    if result.dtype == np.int64 and _crc(result[:-1]) == result[-1]:
+      return result[:-1]
   try:
-    os.makedirs(cache_folder(), exist_ok=True)
+    result = scan(path)
+  except OSError as e:
+    raise DataError(f"{path}: {e.strerror}.") from e
+  try:
+    paths.make_folder(folder)
     with paths.replacing(cached, "wb") as f:
-      np.save(f, result, allow_pickle=False)
+      np.save(f, np.append(result, _crc(result)), allow_pickle=False)
   except OSError as e:
     logging.warning(
       f"Cannot cache the index of {path}; the next run scans it again: {e}"
     )
   return result
+
+
+def _crc(values: np.ndarray) -> int:
+  return zlib.crc32(values.tobytes())
 
 
 def cache_folder() -> str:

@@ -91,7 +91,9 @@ class ArrayRecordFiles:
 
   def __init__(self, paths: list[str]):
     array_record_module = import_package(
-      "array_record.python.array_record_module", "ArrayRecord", "array_record"
+      "array_record.python.array_record_module",
+      "ArrayRecord",
+      "'bigtrain[tfds]'",
     )
 
     def open_file(path: str) -> Any:
