@@ -26,7 +26,7 @@ _GROUPS = {
   "weight_stats checkpoint_stall guard_cost step_rate loss_memory headers": {
     *(1, 3, 6, 9, 11, 13)
   },
-  "startup restart recovery sweep check_cost": {4, 7, 16, 17},
+  "startup restart recovery sweep check_cost adapter_step": {1, 4, 7, 16, 17},
 }
 
 # The imports take longer than some of the benchmarks.

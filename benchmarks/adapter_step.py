@@ -1,0 +1,126 @@
+"""Benchmark 1: steps per second with LoRA, against transformers and PEFT.
+
+A model of SmolLM2-135M's shape, adapters on all kernels of its blocks, texts
+of which every token has a loss; Adam, and clipping by the global norm. The
+compiled update of main.py takes turns with PEFT's steps, as its users run them
+and with torch.compile. CPU time is that of the process, which a busy machine
+changes less.
+
+PEFT_PYTHON names an interpreter with torch, transformers and peft, if this one
+lacks them.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import measure, peer_process
+
+_RANK = 16
+_CPU = dict(
+  width=576,
+  depth=30,
+  num_heads=9,
+  num_kv_heads=3,
+  mlp_dim=1536,
+  vocab_size=49_152,
+)
+_QUICK = dict(
+  width=64, depth=1, num_heads=2, num_kv_heads=1, mlp_dim=64, vocab_size=64
+)
+
+
+def main() -> None:
+  """Prints two ratios for each way to run the peer."""
+  args = measure.arguments(__doc__)
+  import jax
+
+  from benchmarks import program
+
+  model = _QUICK if args.quick else _CPU
+  batch = dict(batch_size=2, length=8 if args.quick else 256)
+  steps = 1 if args.quick else 2
+  name = f"Llama of {model['depth']} layers, width {model['width']}, LoRA of "
+  name += f"rank {_RANK}, {batch['batch_size']} x {batch['length']} tokens, "
+  name += "float32"
+  peers: dict[str, peer_process.Peer] = {}
+  try:
+    for how in ("eager", "compiled"):
+      options = dict(model=model, rank=_RANK, compiled=how == "compiled")
+      peer, reason = _start(options | batch, args.quick)
+      if peer is None:
+        figure = f"step rate, ours / PEFT {how}: {name}"
+        measure.skip(1, figure, reason)
+      else:
+        peers[how] = peer
+    ours = program.build(_config(model, **batch))
+    number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
+    for peer in peers.values():
+      if peer.ready["parameters"] != number:
+        raise ValueError(
+          f"{number} parameters of adapters, but PEFT has "
+          f"{peer.ready['parameters']}."
+        )
+    calls: dict[str, Callable[[], Any]] = {
+      "ours": lambda: timed(ours.run, steps)
+    }
+    for how, peer in peers.items():
+      calls[how] = lambda peer=peer: peer.run(steps)
+    turns = measure.interleave(calls, args.repeats)
+  finally:
+    for peer in peers.values():
+      peer.close()
+  for k, what in enumerate(("step rate", "CPU time of a step")):
+    of_kind = {how: [turn[k] for turn in x] for how, x in turns.items()}
+    for how in peers:
+      ratios = measure.ratios(of_kind[how], of_kind["ours"])
+      direction = "ours / PEFT" if k == 0 else "PEFT's / ours"
+      label = f"{what}, {direction} {how}: {name}"
+      measure.report(1, label, ratios, target=">= 1.0")
+  secs = [turn[0] / steps for turn in turns["ours"]]
+  measure.report(1, f"step: {name}", secs, unit="s")
+
+
+def timed(run: Callable[[int], Any], steps: int) -> tuple[float, float]:
+  """Returns the seconds that steps took, and the CPU's."""
+  cpu_secs = time.process_time()
+  secs = run(steps)
+  return secs, time.process_time() - cpu_secs
+
+
+def _config(model: dict[str, int], length: int, batch_size: int) -> Any:
+  from benchmarks import synthetic_text
+
+  sizes = f"vocab_size={model['vocab_size']},length={length}"
+  config = synthetic_text.get_config(
+    f"kind=decoder,variant=llama,{sizes},batch_size={batch_size}"
+  )
+  config.model = dict(
+    variant="llama", tied_head=True, rope_theta=100_000.0, **model
+  )
+  targets = r".*/(query|key|value|out|gate|up|down)/kernel"
+  config.adapters = dict(targets=targets, rank=_RANK, alpha=2 * _RANK)
+  config.wd = 0.0
+  return config
+
+
+def _start(
+  options: dict[str, Any], quick: bool
+) -> tuple[peer_process.Peer | None, str]:
+  python = os.environ.get("PEFT_PYTHON", "")
+  reason = "" if python else measure.missing("torch", "transformers", "peft")
+  reason = reason or ("not in --quick" if quick else "")
+  if reason:
+    return None, reason
+  env = peer_process.environment() | {"HF_HUB_OFFLINE": "1"}
+  try:
+    python = python or sys.executable
+    return peer_process.Peer("peer_peft_step", options, env, python), ""
+  except RuntimeError as e:  # The compiler may not work on this machine.
+    return None, f"failed: {str(e).strip().splitlines()[-1]}"
+
+
+if __name__ == "__main__":
+  main()

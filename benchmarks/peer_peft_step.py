@@ -1,0 +1,67 @@
+"""Steps of a Llama with PEFT's LoRA, for peer_process.py.
+
+As its users train: transformers' model and loss, scaled_dot_product_attention,
+AdamW of the adapters, fused; torch.compile if the options say so.
+"""
+
+import json
+import sys
+import time
+
+import peft
+import torch
+import transformers
+
+from benchmarks import peer_process
+
+
+def main() -> None:
+  """Builds the model of the options on the command line, and serves it."""
+  options = json.loads(sys.argv[1])
+  sizes, length = options["model"], options["length"]
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    hidden_size=sizes["width"],
+    num_hidden_layers=sizes["depth"],
+    num_attention_heads=sizes["num_heads"],
+    num_key_value_heads=sizes["num_kv_heads"],
+    intermediate_size=sizes["mlp_dim"],
+    vocab_size=sizes["vocab_size"],
+    max_position_embeddings=length,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=100_000.0),
+    tie_word_embeddings=True,
+    use_cache=False,
+    attn_implementation="sdpa",
+  )
+  rank = options["rank"]
+  lora = peft.LoraConfig(
+    r=rank, lora_alpha=2 * rank, target_modules="all-linear",
+    lora_dropout=0.0, task_type="CAUSAL_LM",
+  )  # fmt: skip
+  model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+  model.train()
+  trained = [x for x in model.parameters() if x.requires_grad]
+  adam = torch.optim.AdamW(trained, 1e-4, weight_decay=0.0, fused=True)
+  run_model = torch.compile(model) if options["compiled"] else model
+  # One more token: the model predicts each from those before.
+  shape = (options["batch_size"], length + 1)
+  tokens = torch.randint(sizes["vocab_size"], shape)
+
+  def run(steps: int) -> tuple[float, float]:
+    start_secs, start_cpu_secs = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+      adam.zero_grad()
+      run_model(input_ids=tokens, labels=tokens).loss.backward()
+      torch.nn.utils.clip_grad_norm_(trained, 1.0)
+      adam.step()
+    cpu_secs = time.process_time() - start_cpu_secs
+    return time.perf_counter() - start_secs, cpu_secs
+
+  run(1)
+  number = sum(x.numel() for x in trained)
+  peer_process.serve({"parameters": number}, run)
+
+
+if __name__ == "__main__":
+  main()
