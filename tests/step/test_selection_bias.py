@@ -124,6 +124,9 @@ def test_rematerialization_and_unrolling_do_not_change_it():
   np.testing.assert_array_equal(own(1), want["blocks_1/moe/selection_bias"])
   looped = want["blocks/1/moe/selection_bias"]
   np.testing.assert_array_equal([own(3), own(5)], looped)
+  # Two periods, of layers with different policies, in one turn of the loop.
+  got = biases('{"remat_policy": "nothing_saveable(every=4)"}')
+  jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 SMALL = dict(depth=1, kinds=None, first_layers=(), layers=())

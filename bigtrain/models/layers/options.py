@@ -56,8 +56,8 @@ def check_sizes(model: Any, names: Iterable[str]) -> None:
 
 def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
   """Checks the fields `rates`, `choices`, and those that most models have."""
-  names, policies = attention_backends.NAMES, remat.POLICIES
-  choices |= dict(attention=names, remat_policy=policies, dtype=DTYPES)
+  choices |= dict(attention=attention_backends.NAMES, dtype=DTYPES)
+  remat.read(getattr(model, "remat_policy", "none"))
   for name, values in choices.items():
     if hasattr(model, name):
       key = f"config.model.{name}"

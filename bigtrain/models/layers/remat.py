@@ -1,5 +1,6 @@
 """Rematerialisation: which results of a block the backward pass keeps."""
 
+import re
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -44,11 +45,20 @@ _COSTLY = {"dot_general", "conv_general_dilated", "lt"}
 _COSTLY |= {"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"}
 
 
+def read(policy: str) -> tuple[str, int]:
+  """Splits "NAME(every=K)", the policy of every K-th layer, into both."""
+  match = re.fullmatch(r"(.*)\(every=(\d+)\)", str(policy))
+  name, every = (match[1], int(match[2])) if match else (policy, 1)
+  key = "config.model.remat_policy"
+  settings.check_choice(key, name, POLICIES)
+  settings.check_number(f"{key}: every", every, least=1)
+  return name, every
+
+
 def block_class(
   block: type[nn.Module], scan: bool, policy_name: str, *, train: int
 ) -> type[nn.Module]:
   """`train` is the index of that argument in the block's call; self is 0."""
-  settings.check_choice("config.model.remat_policy", policy_name, POLICIES)
   keeps = policy(policy_name, scan)
   if keeps is not None:
     block = nn.remat(

@@ -10,7 +10,8 @@ initialises all of these to the same values.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax
@@ -18,12 +19,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
 from bigtrain.models.layers import moe, remat, stages
 
 
 class _Period(nn.Module):
-  block: Any
+  blocks: tuple[Any, ...]
   kinds: tuple[Any, ...]
 
   @nn.compact
@@ -32,7 +33,7 @@ class _Period(nn.Module):
   ) -> tuple[Any, Any]:
     reports = []
     for place, options in enumerate(self.kinds):
-      block = self.block(options, name=str(place))
+      block = self.blocks[place](options, name=str(place))
       carry, report = block(carry, first + place, *shared)
       reports.append(report)
     return carry, reports
@@ -70,15 +71,19 @@ def run(
   layers = _Layers(tuple(first), tuple(kinds), depth)
   if parent.is_initializing():
     _init(parent, block, layers, scan, (name, separator), carry, *shared)
+  policy, every = remat.read(remat_policy)
+  policy_of = lambda layer: "none" if (layer + 1) % every else policy
   # The block's arguments are self, carry, number and the shared ones.
-  block_class = lambda in_loop: remat.block_class(
-    block, in_loop, remat_policy, train=2 + len(shared)
+  block_class = functools.cache(
+    lambda in_loop, policy: remat.block_class(
+      block, in_loop, policy, train=2 + len(shared)
+    )
   )
   reports: list[tuple[Any, int]] = []
 
   def unrolled(carry: Any, numbers: Iterable[int]) -> Any:
-    separate = block_class(False)
     for i in numbers:
+      separate = block_class(False, policy_of(i))
       layer = separate(layers.options(i), name=f"{name}{separator}{i}")
       carry, report = layer(carry, i, *shared)
       reports.append((report, 1))
@@ -88,26 +93,20 @@ def run(
     return unrolled(carry, range(depth)), _mean(reports)
   carry = unrolled(carry, range(len(first)))
   period, periods = layers.period, layers.periods
-  in_loop = block_class(True)
-  arguments = period if len(period) == 1 else (in_loop, period)
-  looped: Any = in_loop if len(period) == 1 else _Period
+
+  def in_loop(start: int) -> tuple[Any, tuple[Any, ...]]:
+    """Class and arguments of the period that starts with a layer."""
+    places = range(start, start + len(period))
+    blocks = tuple(block_class(True, policy_of(i)) for i in places)
+    return (_Period, (blocks, period)) if period[1:] else (blocks[0], period)
+
   starts = len(first) + jnp.arange(periods) * len(period)
   x, *cache = jax.tree.leaves(carry)
   schedule = None if cache else sharding.schedule(len(x))
-  if schedule and not parent.is_initializing():
-    module = looped(*arguments, parent=None)
-    policy = remat.policy(remat_policy, scan)
-    in_stages = functools.partial(_in_stages, parent, schedule, policy, common)
-    carry, stacked = in_stages(module, name, starts, carry, shared)
-  else:
-    looped = nn.scan(
-      looped,
-      variable_axes={"params": 0, moe.STATE: 0, moe.STEP_SUMS: 0},
-      split_rngs={"params": True, "dropout": True},
-      in_axes=(0, *[nn.broadcast] * len(shared)),
-      length=periods,
-    )
-    carry, stacked = looped(*arguments, name=name)(carry, starts, *shared)
+  num = 1 if cache else _at_once(every, layers, schedule is not None)
+  keeps = remat.policy(policy, scan)
+  loop = functools.partial(_loop, parent, in_loop, layers, num, common)
+  carry, stacked = loop(schedule, keeps, name, starts, carry, shared)
   of_places = stacked if len(period) > 1 else [stacked]
   reports += [
     (jax.tree.map(lambda x: jnp.mean(x, axis=0), report), periods)
@@ -117,26 +116,61 @@ def run(
   return carry, _mean(reports)
 
 
-def _in_stages(
+def _loop(
   parent: nn.Module,
-  schedule: sharding.Schedule,
-  policy: Any,
+  in_loop: Callable[[int], tuple[Any, Any]],
+  layers: "_Layers",
+  num: int,
   common: int,
-  module: nn.Module,
+  schedule: sharding.Schedule | None,
+  keeps: Any,
   name: str,
   starts: jax.Array,
   carry: Any,
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """The loop over `module`, whose variables are arrays of all layers."""
-  of_parent = {k: v for k, v in parent.variables.items() if name in v}
-  variables = {k: of_parent[k][name] for k in of_parent if k != moe.STEP_SUMS}
-  (x,), treedef = jax.tree.flatten(carry)
+  """The loop over whole periods, `num` of them in a turn."""
+  first, period = len(layers.first), len(layers.period)
+  if (schedule or num > 1) and not parent.is_initializing():
+    made = [in_loop(i) for i in range(first, layers.depth, period)[:num]]
+    modules = [cls(*args, parent=None) for cls, args in made]
+    run_loop = functools.partial(_in_turns, modules)
+    if schedule:
+      run_loop = functools.partial(
+        _in_stages, modules[0], schedule, keeps, common
+      )
+    return run_loop(parent, name, starts, carry, shared)
+  cls, args = in_loop(first)
+  looped = nn.scan(
+    cls,
+    variable_axes={"params": 0, moe.STATE: 0, moe.STEP_SUMS: 0},
+    split_rngs={"params": True, "dropout": True},
+    in_axes=(0, *[nn.broadcast] * len(shared)),
+    length=layers.periods,
+  )
+  return looped(*args, name=name)(carry, starts, *shared)
+
+
+def _at_once(every: int, layers: "_Layers", in_stages: bool) -> int:
+  """Number of periods in a turn of the loop, so that all turns are alike."""
+  period = len(layers.period)
+  num = math.lcm(every, period) // period
+  if num > 1 and (in_stages or layers.periods % num):
+    raise settings.ConfigError(
+      f"config.model.remat_policy: every={every}: expected a divisor of the "
+      f"{layers.periods * period} layers in a loop, and no "
+      "config.mesh.pipeline."
+    )
+  return num
+
+
+def _as_function(
+  module: nn.Module, parent: nn.Module, name: str
+) -> Callable[..., Any]:
+  """(variables, key of dropout, carry, ...) -> (carry, (report, sums))."""
   writes = parent.is_mutable_collection(moe.STEP_SUMS)
 
-  def layer(
-    variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
-  ) -> tuple[jax.Array, Any]:
+  def call(variables: Any, key: Any, *args: Any) -> Any:
     scope = flax.core.Scope(
       variables,
       rngs={} if key is None else {"dropout": key},
@@ -144,12 +178,77 @@ def _in_stages(
       path=(*parent.path, name),  # As adapters know it.
     )
     with scope.temporary():
-      carry, report = module.clone(parent=scope)(
-        jax.tree.unflatten(treedef, [x]), starts[index], *shared
-      )
-    return jax.tree.leaves(carry)[0], (report, scope.mutable_variables())
+      carry, report = module.clone(parent=scope)(*args)
+    return carry, (report, scope.mutable_variables())
 
+  return call
+
+
+def _inputs(parent: nn.Module, name: str) -> tuple[Any, Any]:
+  """Variables of the loop, arrays of all layers, and the key of dropout."""
+  variables = {
+    collection: content[name]
+    for collection, content in parent.variables.items()
+    if name in content and collection != moe.STEP_SUMS
+  }
   key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
+  return variables, key
+
+
+def _in_turns(
+  modules: Sequence[nn.Module],
+  parent: nn.Module,
+  name: str,
+  starts: jax.Array,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """The loop over periods, one for each of the modules in a turn."""
+  variables, key = _inputs(parent, name)
+  calls = [_as_function(module, parent, name) for module in modules]
+  leaves, treedef = jax.tree.flatten((variables, starts))
+
+  def turn(carry: Any, leaves: Any) -> Any:
+    outputs = []
+    split = [jax.lax.split(w, [1] * len(calls)) for w in leaves]
+    for call, *own in zip(calls, *split):
+      variables, start = jax.tree.unflatten(treedef, [w[0] for w in own])
+      own_key = None if key is None else jax.random.fold_in(key, start)
+      carry, output = call(variables, own_key, carry, start, *shared)
+      outputs.append(output)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+
+  by_turn = [w.reshape(-1, len(calls), *w.shape[1:]) for w in leaves]
+  carry, outputs = jax.lax.scan(turn, carry, by_turn)
+  reports, sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+  for collection, value in sums.items():
+    parent.put_variable(collection, name, value)
+  return carry, reports
+
+
+def _in_stages(
+  module: nn.Module,
+  schedule: sharding.Schedule,
+  policy: Any,
+  common: int,
+  parent: nn.Module,
+  name: str,
+  starts: jax.Array,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """The loop over `module`, over the stages of a pipeline."""
+  variables, key = _inputs(parent, name)
+  call = _as_function(module, parent, name)
+  (x,), treedef = jax.tree.flatten(carry)
+
+  def layer(
+    variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
+  ) -> tuple[jax.Array, Any]:
+    carry = jax.tree.unflatten(treedef, [x])
+    carry, outputs = call(variables, key, carry, starts[index], *shared)
+    return jax.tree.leaves(carry)[0], outputs
+
   x, (reports, sums) = stages.run(
     layer, moe.merged, variables, key, x, shared, common, schedule, policy
   )

@@ -132,10 +132,44 @@ def test_products_that_the_backward_pass_of_a_scan_repeats(
   assert count(grad.jaxpr) in (expected, expected - 1)
 
 
-def test_an_unknown_remat_policy_is_an_error(x_BLD):
-  module = encoder(remat_policy="dots_savable")
-  with pytest.raises(settings.ConfigError, match="'dots_saveable'"):
-    jax.eval_shape(module.init, key(0), x_BLD)
+@pytest.mark.parametrize("scan", [False, True])
+def test_every_kth_layer_may_have_a_policy(x_BLD, scan):
+  """Modalities' selective checkpointing of layers: k, 2k, ... keep less."""
+
+  def kept_values(policy):
+    module = encoder(scan=scan, depth=6, remat_policy=policy)
+    params = init(module, x_BLD)
+    loss = lambda params: jnp.sum(module.apply({"params": params}, x_BLD))
+    pull_back = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+    return sum(x.size for x in jax.tree.leaves(pull_back))
+
+  names = ("none", *[f"nothing_saveable(every={k})" for k in (3, 1)])
+  most, got, least = map(kept_values, names)
+  assert most - got == pytest.approx((most - least) * 2 / 6, rel=0.15)
+
+
+def test_every_kth_layer_of_a_scan_has_the_same_gradients(x_BLD):
+  kw = dict(scan=True, depth=4, drop_path=0.5)
+  params = init(encoder(**kw), x_BLD)
+  policies = ("none", "nothing_saveable(every=2)")
+  modules = [encoder(remat_policy=policy, **kw) for policy in policies]
+  assert_close(*[value_and_grad(m, params, x_BLD) for m in modules], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(remat_policy="dots_savable"), "'dots_saveable'"),
+    (dict(remat_policy="dots_saveable(every=0)"), "every: expected.*least 1"),
+    (
+      dict(remat_policy="dots_saveable(every=4)", depth=6, scan=True),
+      "every=4: expected a divisor of the 6 layers",
+    ),
+  ],
+)
+def test_a_wrong_remat_policy_is_an_error(x_BLD, changes, message):
+  with pytest.raises(settings.ConfigError, match=message):
+    jax.eval_shape(encoder(**changes).init, key(0), x_BLD)
 
 
 def test_dropout_depends_only_on_its_key(x_BLD):
