@@ -10,6 +10,7 @@ PEFT_PYTHON names an interpreter with torch, transformers and peft, if this one
 lacks them.
 """
 
+import functools
 import os
 import sys
 import time
@@ -67,7 +68,7 @@ def main() -> None:
       "ours": lambda: timed(ours.run, steps)
     }
     for how, peer in peers.items():
-      calls[how] = lambda peer=peer: peer.run(steps)
+      calls[how] = functools.partial(peer.run, steps)
     turns = measure.interleave(calls, args.repeats)
   finally:
     for peer in peers.values():

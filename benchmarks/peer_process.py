@@ -76,12 +76,13 @@ class Peer:
     )
 
 
-def serve(ready: Mapping[str, Any], run: Callable[[int], float]) -> None:
+def serve(ready: Mapping[str, Any], run: Callable[[int], Any]) -> None:
   """The peer's side of the connection: answers until its input ends.
 
   Args:
     ready: facts to report.
-    run: function from a number of steps to the seconds that they take.
+    run: function from a number of steps to the seconds that they take, which
+      may have the CPU's beside them.
   """
   _send(ready)
   for line in sys.stdin:
