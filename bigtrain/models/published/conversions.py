@@ -15,7 +15,7 @@ import numpy as np
 from bigtrain import settings
 
 # Values of config.model_init.convert.posemb_align.
-POSEMB_ALIGN = ("centers", "corners")
+POSEMB_ALIGN = ("centers", "corners", "bicubic", "antialiased_bicubic")
 
 
 class Remark(NamedTuple):
@@ -58,25 +58,28 @@ def resample_posemb(
   new: tuple[int, int],
   align: str = "centers",
 ) -> np.ndarray:
-  """Resamples position embeddings bilinearly to another grid of patches.
+  """Resamples position embeddings to another grid of patches.
 
   Args:
-    align: "centers": an embedding keeps its place in the image, and smaller
-      grids are antialiased. "corners": the corners keep theirs, as in
-      big_vision (scipy.ndimage.zoom of order 1).
+    align: "centers": bilinear; an embedding keeps its place in the image, and
+      smaller grids are antialiased. "corners": bilinear; the corners keep their
+      places, as in big_vision (scipy.ndimage.zoom of order 1). "bicubic": as in
+      DINOv2 (torch's interpolate). "antialiased_bicubic": as in timm.
   """
   key = "config.model_init.convert.posemb_align"
   settings.check_choice(key, align, POSEMB_ALIGN)
   if tuple(old) == tuple(new):
     return posemb_1PD
   D = posemb_1PD.shape[-1]
-  if align == "corners":
+  if align in ("corners", "bicubic"):
+    weights = _between_corners if align == "corners" else _cubic
     grid64 = posemb_1PD.astype(np.float64).reshape(*old, D)
-    rows, columns = (_between_corners(n, m) for n, m in zip(old, new))
+    rows, columns = (weights(n, m) for n, m in zip(old, new))
     grid64 = np.einsum("ri,ijd,cj->rcd", rows, grid64, columns)
     return grid64.reshape(1, -1, D).astype(posemb_1PD.dtype)
   grid = jnp.asarray(posemb_1PD, jnp.float32).reshape(*old, D)
-  grid = jax.image.resize(grid, (*new, D), "bilinear", antialias=True)
+  method = "bilinear" if align == "centers" else "bicubic"
+  grid = jax.image.resize(grid, (*new, D), method, antialias=True)
   return np.asarray(grid).reshape(1, -1, D).astype(posemb_1PD.dtype)
 
 
@@ -84,6 +87,21 @@ def _between_corners(old: int, new: int) -> np.ndarray:
   """Weights [new, old] of linear interpolation between the ends of a line."""
   places = np.linspace(0, old - 1, new)
   return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(old)))
+
+
+def _cubic(old: int, new: int) -> np.ndarray:
+  """Weights [new, old] of cubic convolution with torch's coefficient."""
+  a, places = -0.75, (np.arange(new) + 0.5) * old / new - 0.5
+  result = np.zeros((new, old))
+  for k in range(-1, 3):
+    index = np.floor(places) + k
+    x = np.abs(places - index)
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+    far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+    # Beyond the edge, the embeddings at the edge are repeated.
+    index = np.clip(index, 0, old - 1).astype(int)
+    np.add.at(result, (np.arange(new), index), np.where(x <= 1, near, far))
+  return result
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """Position embeddings on other grids."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import scipy.ndimage
@@ -38,3 +40,14 @@ def test_aligned_corners_are_those_of_big_vision(new):
   assert resampled.dtype == np.float32
   with pytest.raises(ConfigError, match="posemb_align: unknown 'corner'. Did"):
     conversions.resample_posemb(posemb, old, new, "corner")
+
+
+def test_bicubic_embeddings_are_those_of_torch():
+  """tests/golden/make_posemb.py resamples the same ones."""
+  golden = pathlib.Path(__file__).parents[2] / "golden" / "posemb.npz"
+  posemb = np.random.default_rng(0).normal(size=(1, 20, 3)).astype(np.float32)
+  for name, want in np.load(golden).items():
+    align, size = name.split("/")
+    new = tuple(map(int, size.split("x")))
+    got = conversions.resample_posemb(posemb, (5, 4), new, align)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5, err_msg=name)

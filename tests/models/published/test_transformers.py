@@ -237,7 +237,7 @@ def test_exports_of_families_open_with_equal_logits(family, families):
 IMAGES = [
   name
   for name in test_vit_families.FAMILIES
-  # MAE shuffles patches; DINOv3 and its like have a square number of them.
+  # MAE shuffles patches.
   if name != "vit_mae"
 ]
 
