@@ -32,12 +32,15 @@ class Evaluator:
 
   A neighbour counts exp(cosine / temperature), as in DINO (arXiv 2104.14294).
   A training example that is not finite has no vote, and such a test example is
-  never right. Arguments that are not listed are as in `fewshot`.
+  never right.
 
   Args:
+    test_data: source of the test examples, preprocessed like the others.
     k: numbers of neighbours.
     temperature: of the vote; the lower, the more the nearest ones count.
     top_k: numbers: right is a class among this many with the most votes.
+    label_key: name of the classes, int [B]; negative ones do not count.
+    num_test_examples: number of test examples, from the start; all by default.
   """
 
   def __init__(

@@ -46,13 +46,16 @@ class Evaluator:
   Labels [B, H, W] are of pixels, and features of patches: [B, h, w, D], or
   [B, P, D] of a square. A patch learns the class of its centre. Its logits are
   resized bilinearly; the results are "miou", the mean over all classes that
-  occur, and "acc" of pixels. Arguments that are not listed are as in `fewshot`.
+  occur, and "acc" of pixels.
 
   Args:
+    test_data: source of the test examples, preprocessed like the others.
     l2: penalties.
     max_steps: limit of the steps of one fit.
     top_k: numbers k: right is a class among the k most likely ones.
     ignore: label that does not count, such as 255, beside negative ones.
+    label_key: name of the labels, int [B] or [B, H, W].
+    num_test_examples: number of test examples, from the start; all by default.
   """
 
   def __init__(
