@@ -69,6 +69,20 @@ def session_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def gs_bucket():
+  """URL of a bucket; tensorstore keeps the first server of a process."""
+  from support import object_stores
+
+  server = object_stores.Server("gs")
+  if server.missing:
+    pytest.skip(server.missing)
+  server.start()
+  os.environ.update(server.env)
+  yield server.root
+  server.kill()
+
+
+@pytest.fixture(scope="session")
 def two_processes(session_folder):
   """two_processes(name): results of a part of a shared job of two processes."""
   from support import two_processes

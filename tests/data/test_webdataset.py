@@ -9,7 +9,7 @@ import tarfile
 
 import numpy as np
 import pytest
-from support import object_stores, tar_shards
+from support import tar_shards
 from support.array_inputs import fetch
 
 from bigtrain import settings, sharding
@@ -305,39 +305,26 @@ def test_changed_shards_are_refused_on_resume(pattern, tmp_path):
   assert webdataset.Source(pattern).fingerprint() != fingerprint
 
 
-@pytest.fixture(scope="module")
-def gs():
-  server = object_stores.Server("gs")
-  if server.missing:
-    pytest.skip(server.missing)
-  with pytest.MonkeyPatch.context() as patch:
-    for name, value in server.env.items():
-      patch.setenv(name, value)
-    server.start()
-    yield server
-    server.kill()
-
-
-def test_shards_in_an_object_store(gs, pattern, cache, monkeypatch):
+def test_shards_in_an_object_store(gs_bucket, pattern, cache, monkeypatch):
   from bigtrain.files import objects
 
   for i in range(3):
     content = pathlib.Path(pattern.replace("{00..02}", f"{i:02}")).read_bytes()
-    objects.write(f"{gs.root}/set/x-{i:02}.tar", content)
+    objects.write(f"{gs_bucket}/set/x-{i:02}.tar", content)
   local = webdataset.Source(pattern)
   for path in ("x-*.tar", "x-{00..02}.tar"):
-    url = f"{gs.root}/set/{path}"
-    source = webdataset.Source(url, index=f"{gs.root}/index")
+    url = f"{gs_bucket}/set/{path}"
+    source = webdataset.Source(url, index=f"{gs_bucket}/index")
     assert source.fingerprint() == local.fingerprint()
     order = np.asarray([6, 0, 3])
     for at, i in enumerate(order):
       check(source.read(order), at, i)
-  assert len(objects.below(f"{gs.root}/index")) == 3
-  objects.write(f"{gs.root}/set/x-02.tar", content[:2048])
+  assert len(objects.below(f"{gs_bucket}/index")) == 3
+  objects.write(f"{gs_bucket}/set/x-02.tar", content[:2048])
   with pytest.raises(DataError, match=r"gs://.*x-02\.tar"):
     source.read(np.asarray([5]))
-  objects.write(f"{gs.root}/set/x-02.tar", content + bytes(512))
+  objects.write(f"{gs_bucket}/set/x-02.tar", content + bytes(512))
   with pytest.raises(DataError, match=r"x-02\.tar.*has changed"):
     source.read(np.asarray([5]))
   with pytest.raises(DataError, match=r"x-03\.tar: no such object"):
-    webdataset.Source(f"{gs.root}/set/x-03.tar")
+    webdataset.Source(f"{gs_bucket}/set/x-03.tar")

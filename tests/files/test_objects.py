@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from support import object_stores
 from support.saved_states import (
   host_state,
   like,
@@ -35,20 +34,9 @@ from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 
-@pytest.fixture(scope="module")
-def bucket():
-  server = object_stores.Server("gs")
-  if server.missing:
-    pytest.skip(server.missing)
-  server.start()
-  os.environ.update(server.env)
-  yield server.root
-  server.kill()
-
-
 @pytest.fixture
-def workdir(bucket, request):
-  return f"{bucket}/{request.node.name}"
+def workdir(gs_bucket, request):
+  return f"{gs_bucket}/{request.node.name}"
 
 
 # Names.
@@ -152,8 +140,8 @@ def test_a_silent_store_is_an_error_within_seconds(monkeypatch):
     assert time.monotonic() - started < 30
 
 
-def test_a_missing_bucket_is_an_error(bucket):
-  del bucket
+@pytest.mark.usefixtures("gs_bucket")
+def test_a_missing_bucket_is_an_error():
   with pytest.raises(ConfigError, match="does the bucket exist"):
     folders.check_writable("gs://another-bucket/run")
 

@@ -97,12 +97,12 @@ def test_a_device_runs_out_of_memory_in_a_step(
   message = str(error.value)
   assert "RESOURCE_EXHAUSTED" in str(error.value.__cause__)
   assert re.match(
-    r"out of memory while training: .*\. The update needs [\d.e+]+ GB on each",
+    r"out of memory while training: .*\. The update needs [\d.e+]+ TB on each",
     message,
   ), message
   (limit,) = re.findall(r"device_memory_bytes=(\d+) --devices", message)
-  (size,) = re.findall(r"The update needs ([\d.e+]+) GB", message)
-  assert int(limit) == pytest.approx(0.9e9 * float(size), rel=0.01)
+  (size,) = re.findall(r"The update needs ([\d.e+]+) TB", message)
+  assert int(limit) == pytest.approx(0.9e12 * float(size), rel=0.01)
 
 
 def test_an_evaluation_does_not_fit(tiny_config, tmp_path):

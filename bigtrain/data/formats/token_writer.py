@@ -41,10 +41,8 @@ def write_shard(
   counts: dict[str, Any] = {"name": name, "num_tokens": 0, "num_documents": 0}
   counts |= {"num_bytes": 0, "num_empty": 0}  # Bytes of text.
   counts |= {"num_skipped": 0, "skipped": []}
-  ends: list[int] = []
-  checksum = google_crc32c.Checksum()
 
-  def rows() -> Iterator[bytes]:
+  def rows() -> Iterator[np.ndarray]:
     for text in documents:
       if isinstance(text, DataError):
         counts["num_skipped"] += 1
@@ -59,20 +57,33 @@ def write_shard(
         continue
       begin = [] if recipe.bos_id is None else [recipe.bos_id]
       end = [] if recipe.eos_id is None else [recipe.eos_id]
-      row = np.concatenate([begin, ids, end]).astype(recipe.dtype)
-      counts["num_tokens"] += len(row)
       counts["num_documents"] += 1
       counts["num_bytes"] += len(text.encode())
-      ends.append(counts["num_tokens"])
+      yield np.concatenate([begin, ids, end]).astype(recipe.dtype)
+
+  return write_rows(folder, name, rows(), counts)
+
+
+def write_rows(
+  folder: str, name: str, rows: Iterable[np.ndarray], counts: dict[str, Any]
+) -> dict[str, Any]:
+  """Writes documents' ids as a shard; returns the content of the .json file."""
+  ends: list[int] = []
+  checksum = google_crc32c.Checksum()
+
+  def raw_rows() -> Iterator[bytes]:
+    for row in rows:
+      ends.append((ends[-1] if ends else 0) + len(row))
       raw = row.tobytes()
       checksum.update(raw)
       yield raw
 
   path = os.path.join(folder, name)
   with paths.replacing(f"{path}.bin", "wb") as f:
-    f.writelines(rows())
+    f.writelines(raw_rows())
   with paths.replacing(f"{path}.ends.npy", "wb") as f:
     np.save(f, np.asarray(ends, np.int64), allow_pickle=False)
+  counts |= {"name": name, "num_tokens": ends[-1] if ends else 0}
   counts["crc32c"] = checksum.hexdigest().decode()
   write_json(f"{path}.json", counts)
   return counts

@@ -1,0 +1,189 @@
+"""Merges, filters and shuffles folders of token files.
+
+  python -m bigtrain.tools.merge_tokens news/tokens books/tokens \\
+      --output=corpus/tokens --min_tokens=64 --unique --shuffle=0
+
+Training needs none of it: a config mixes folders, and every epoch has an order
+of its own. It is for documents that should not be trained on, and for programs
+that read in sequence. All folders must have the same tokenizer. In memory, a
+document takes 24 bytes, and with --unique 40.
+
+Exit codes: 0; 2 for wrong arguments or folders; 1 otherwise.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain import parts
+from bigtrain.data.formats import token_files, token_writer
+from bigtrain.files import paths
+from bigtrain.pp import tokenizers
+from bigtrain.settings import ConfigError, DataError
+from bigtrain.tools import arguments, exits
+
+# Fields of a manifest in which all folders agree.
+_SAME = ("tokenizer", "eos_id", "bos_id", "dtype")
+
+
+def merge(
+  inputs: Sequence[str],
+  output: str,
+  *,
+  min_tokens: int = 1,
+  max_tokens: int | None = None,
+  unique: bool = False,
+  keep: str = "",
+  shuffle: int | None = None,
+  shard_tokens: int = 1 << 27,
+) -> dict[str, Any]:
+  """Writes a folder of token files; returns its manifest.
+
+  Args:
+    min_tokens, max_tokens: limits of a document, begin and end included.
+    unique: whether of equal documents only the first is kept.
+    keep: dotted path of a function that says of a document's ids whether it
+      stays, such as "my_project.filters.is_english".
+    shuffle: seed of the order of documents; None keeps the order.
+    shard_tokens: a shard ends with the document that reaches this number.
+  """
+  options = dict(
+    min_tokens=min_tokens,
+    max_tokens=max_tokens,
+    unique=unique,
+    keep=keep,
+    shuffle=shuffle,
+    shard_tokens=shard_tokens,
+  )
+  folders = [paths.absolute(folder) for folder in inputs]
+  manifests = [token_files.read_manifest(folder) for folder in folders]
+  common = _common(folders, manifests)
+  output = paths.absolute(output)
+  if os.path.isdir(output) and os.listdir(output):
+    raise ConfigError(f"--output={output}: expected a new or empty folder.")
+  shards = [s for one in folders for s in token_files.open_shards(one, None)[0]]
+  spans_N3 = _spans(shards)
+  wanted = _filter(shards, spans_N3, min_tokens, max_tokens, keep, unique)
+  if not len(wanted):
+    raise DataError("no document is left.")
+  num_bytes = sum(manifest["num_bytes"] for manifest in manifests)
+  if len(wanted) < len(spans_N3):  # The text's size is known of all together.
+    decode = tokenizers.get(common["tokenizer"]["name"]).decode
+    rows = _rows(shards, spans_N3[wanted])
+    num_bytes = sum(len(decode(row).encode()) for row in rows)
+  if shuffle is not None:
+    wanted = np.random.default_rng(shuffle).permutation(wanted)
+  os.makedirs(output, exist_ok=True)
+  ends = np.cumsum(spans_N3[wanted, 2] - spans_N3[wanted, 1])
+  cuts = np.searchsorted(ends, np.arange(shard_tokens, ends[-1], shard_tokens))
+  groups = np.split(wanted, np.unique(cuts + 1))
+  written = [
+    token_writer.write_rows(
+      output,
+      f"{i:05}",
+      _rows(shards, spans_N3[group]),
+      {"num_documents": len(group)},
+    )
+    for i, group in enumerate(g for g in groups if len(g))
+  ]
+  manifest = dict(
+    format=token_files.FORMAT,
+    version=token_files.FORMAT_VERSION,
+    **common,
+    options=options,
+    sources=[dict(path=folder) for folder in folders],
+    num_documents=len(wanted),
+    num_tokens=int(ends[-1]),
+    num_bytes=num_bytes,
+    num_empty=0,
+    num_skipped=0,
+    shards=written,
+  )
+  path = os.path.join(output, token_files.MANIFEST)
+  token_writer.write_json(path, manifest)
+  return manifest
+
+
+def _common(
+  folders: Sequence[str], manifests: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+  """The fields of _SAME; the name of a tokenizer may differ, as paths do."""
+  first = manifests[0]
+  for folder, manifest in zip(folders, manifests):
+    for name in _SAME:
+      ours, theirs = first[name], manifest[name]
+      if name == "tokenizer":
+        ours, theirs = ours["fingerprint"], theirs["fingerprint"]
+      if ours != theirs:
+        raise ConfigError(
+          f"{folder}: has {name} {theirs!r}, and {folders[0]} has {ours!r}."
+        )
+  return {name: first[name] for name in _SAME}
+
+
+def _spans(shards: Sequence[token_files.Shard]) -> np.ndarray:
+  """(shard, start, end) of every document, int64 [N, 3]."""
+  result = []
+  for i, shard in enumerate(shards):
+    assert shard.ends is not None  # Folders of ours have them.
+    ends = shard.ends()
+    starts = np.append(0, ends[:-1])
+    result.append(np.stack([np.full(len(ends), i), starts, ends], axis=1))
+  return np.concatenate(result)
+
+
+def _filter(
+  shards: Sequence[token_files.Shard],
+  spans_N3: np.ndarray,
+  min_tokens: int,
+  max_tokens: int | None,
+  keep: str,
+  unique: bool,
+) -> np.ndarray:
+  """Numbers of the documents that stay, ascending."""
+  sizes_N = spans_N3[:, 2] - spans_N3[:, 1]
+  stays_N = (sizes_N >= min_tokens) & (sizes_N <= (max_tokens or sizes_N.max()))
+  if keep:
+    function = parts.find_attribute(keep, "--keep")
+    rows = _rows(shards, spans_N3[stays_N])
+    stays_N[stays_N] = [bool(function(row)) for row in rows]
+  wanted = np.flatnonzero(stays_N)
+  if unique:
+    rows = _rows(shards, spans_N3[wanted])
+    digests = [
+      hashlib.blake2b(r.tobytes(), digest_size=16).digest() for r in rows
+    ]
+    _, of_first = np.unique(np.asarray(digests, "V16"), return_index=True)
+    wanted = wanted[np.sort(of_first)]
+  return wanted
+
+
+def _rows(
+  shards: Sequence[token_files.Shard], spans_N3: np.ndarray
+) -> Iterator[np.ndarray]:
+  ids = [shard.map() for shard in shards]
+  return (ids[i][start:end] for i, start, end in spans_N3)
+
+
+@exits.in_one_line(RuntimeError)
+def main(argv: Sequence[str]) -> int:
+  parser = arguments.Plain("merge_tokens", __doc__)
+  parser.add_listed("merge_tokens")
+  args = vars(parser.parse_args(argv))
+  for name in ("min_tokens", "max_tokens", "shard_tokens"):
+    if args[name] is not None and args[name] < 1:
+      parser.error(f"--{name}: expected a whole number of at least 1")
+  manifest = merge(**args)
+  print(
+    f"{args['output']}: {manifest['num_documents']:,} documents, "
+    f"{manifest['num_tokens']:,} tokens of {manifest['num_bytes']:,} bytes."
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
