@@ -267,7 +267,7 @@ def siglip():
 
 def config_of(row):
   """The config that a row's lines belong to."""
-  special = {"CapPa:": cappa, "SigLIP:": siglip, "ViT:": vit}
+  special = {"CapPa:": cappa, "SigLIP:": siglip, "ViT:": vit, "Swin": vit}
   word = row.there.split()[0]
   if word in special:
     return special[word]()

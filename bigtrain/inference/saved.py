@@ -41,6 +41,7 @@ _PUBLISHED = (
   (t5_families.FAMILIES, "t5", "seq2seq"),
   (vit_families.FAMILIES, "vit", "classification"),
   (stage_families.CONVNEXT.families, "convnext", "classification"),
+  (stage_families.SWIN.families, "swin", "classification"),
   (stage_families.BIT.families, "resnet", "classification"),
   (two_tower_families.FAMILIES, "two_towers", "contrastive"),
 )

@@ -7,7 +7,7 @@ Axes: B batch, H rows, W columns, D channels, F hidden width, C classes.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +18,7 @@ import numpy as np
 from bigtrain import settings
 from bigtrain.models import vit
 from bigtrain.models.layers import encoder, mlp, options
-from bigtrain.models.published import conversions, stage_families
+from bigtrain.models.published import stage_families
 from bigtrain.sharding import batches
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -160,14 +160,9 @@ class Block(nn.Module):
     return y
 
 
-def from_published(
-  flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, Any]:
-  flat = conversions.normalise(flat)
-  converted = stage_families.load(stage_families.CONVNEXT, flat, like)
-  return dict(flat) if converted is None else converted
-
-
+from_published = functools.partial(
+  stage_families.read, stage_families.CONVNEXT, stage_families.DIMS
+)
 to_published = functools.partial(
   stage_families.CONVNEXT.export, stage_families.DIMS
 )

@@ -91,15 +91,40 @@ FAMILIES |= {
   "convnext": dict(**STAGES, layer_scale_init_value=0.5),
   "convnextv2": dict(**STAGES, num_labels=3),
 }
+# Grids of 10, 5 and 3 rows, that need padding to whole windows.
+WINDOWS = dict(
+  **dict(image_size=19, patch_size=2, embed_dim=8, window_size=3),
+  mlp_ratio=2.0,
+  num_heads=[1, 2, 4],
+  drop_path_rate=0.0,
+)
+FAMILIES |= {
+  "swin": dict(**WINDOWS, depths=[2, 2, 2]),
+  "swin_classes": dict(
+    **WINDOWS, depths=[2, 1, 1], num_labels=3, qkv_bias=False
+  ),
+  "swinv2": dict(
+    **WINDOWS, depths=[2, 2, 1], pretrained_window_sizes=[4, 2, 0]
+  ),
+  "swinv2_classes": dict(
+    **WINDOWS | dict(window_size=5),
+    depths=[2, 1, 1],
+    num_labels=3,
+  ),
+}
 CLASSES_OF_IMAGES = "AutoModelForImageClassification"
 # Of the models that end with a small image.
-SIDES = {"bit": 64, "convnext": 32, "convnextv2": 32}
+SIDES = {"bit": 64, "convnext": 32, "convnextv2": 32, "swin": 19, "swinv2": 19}
 CLASSES = {
+  "swin_classes": CLASSES_OF_IMAGES,
+  "swinv2_classes": CLASSES_OF_IMAGES,
   "convnextv2": CLASSES_OF_IMAGES,
   "bert_mlm": "AutoModelForMaskedLM",
   "roberta_classes": "AutoModelForSequenceClassification",
 }
 MODEL_TYPES = {
+  "swin_classes": "swin",
+  "swinv2_classes": "swinv2",
   "bert_mlm": "bert",
   "roberta_classes": "roberta",
   "dinov2_swiglu": "dinov2",
@@ -157,6 +182,9 @@ def write_family(name, options, out):
     config, dtype=torch.float32, attn_implementation="eager"
   ).eval()
   make_published.with_noise(model, rng)
+  for key, value in model.named_parameters():
+    if key.endswith("layers.0.blocks.0.attention.self.logit_scale"):
+      value.data += 3  # Beyond the largest.
   model.save_pretrained(out)
   given = inputs_of(kind, rng)
   tensors = {key: torch.from_numpy(value) for key, value in given.items()}

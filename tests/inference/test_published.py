@@ -142,7 +142,9 @@ def test_an_unknown_key_is_left_out_on_request(folder, tmp_path):
   assert model.generate([5, 7], max_new=1)["text"]
 
 
-@pytest.mark.parametrize("family", ["vit", "dinov2", "convnext", "bit", "clip"])
+@pytest.mark.parametrize(
+  "family", ["vit", "dinov2", "convnext", "swin", "bit", "clip"]
+)
 def test_folders_of_vision_models_embed_pictures(family):
   folder = GOLDEN / "published_vision" / family
   reference = np.load(folder / "reference.npz")

@@ -1,4 +1,4 @@
-"""Rules of the config.json of encoders, ResNets, ConvNeXts and T5.
+"""Rules of the config.json of encoders, ResNets, ConvNeXts, Swins, T5.
 
 Each rule reads keys into fields of a model and writes them again.
 """

@@ -1,4 +1,4 @@
-"""Models of stages of Hugging Face: BiT and ConvNeXt.
+"""Models of stages of Hugging Face: BiT, ConvNeXt and Swin.
 
 Keys, defaults and names of arrays follow transformers.
 """
@@ -8,7 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain import dims
 from bigtrain.models.published import (
+  conversions,
   encoder_rules,
   families,
   tables,
@@ -50,10 +52,18 @@ def _layouts(*names: str) -> families.Layouts:
 _ALL, _ = families.load("stage_families", encoder_rules, vit_families.FAMILIES)
 BIT = _layouts("bit")
 CONVNEXT = _layouts("convnext", "convnextv2")
+SWIN = _layouts("swin", "swinv2")
+_IGNORED = {
+  r".*\.relative_(position_index|coords_table)": "the model computes it",
+  r"embeddings\.mask_token": "only for masked training",
+}
 
 
 def load(
-  layouts: families.Layouts, flat: Mapping[str, Any], like: Mapping[str, Any]
+  layouts: families.Layouts,
+  flat: Mapping[str, Any],
+  like: Mapping[str, Any],
+  param_dims: dims.Table = DIMS,
 ) -> dict[str, Any] | None:
   """Converts published arrays; None for a file in another layout."""
   if not any(re.search(r"\b(stages|layers)\.", name) for name in flat):
@@ -61,4 +71,16 @@ def load(
   kinds = "|".join(layouts.families)
   names = {re.sub(f"^({kinds})[.]", "", name): x for name, x in flat.items()}
   arrays = {name: x.arrays for name, x in layouts.families.items()}
-  return tables.load(arrays, names, like, DIMS, ignored={})
+  return tables.load(arrays, names, like, param_dims, ignored=_IGNORED)
+
+
+def read(
+  layouts: families.Layouts,
+  param_dims: dims.Table,
+  flat: Mapping[str, Any],
+  like: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Converts published arrays; those of another layout keep their names."""
+  flat = conversions.normalise(flat)
+  converted = load(layouts, flat, like, param_dims)
+  return dict(flat) if converted is None else converted

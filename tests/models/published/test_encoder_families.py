@@ -1,4 +1,4 @@
-"""BERTs, BiT and ConvNeXt against transformers: golden/published_vision.
+"""BERTs, BiT, ConvNeXt and Swin against transformers: golden/published_vision.
 
 golden/make_published_vision.py made the folders: small models, their outputs,
 and the gradients of the sum of these times fixed weights.
@@ -23,6 +23,7 @@ MODELS = {
   "roberta": "text_transformer",
   "bit": "resnet",
   **dict.fromkeys(("convnext", "convnextv2"), "convnext"),
+  **dict.fromkeys(("swin", "swinv2"), "swin"),
 }
 KINDS = {
   path.name: json.loads((path / "config.json").read_text()).get("model_type")
@@ -81,7 +82,7 @@ def outputs_of(model, params, inputs, expected):
   }
 
 
-FAST = ("bert", "bit", "convnextv2")
+FAST = ("bert", "bit", "convnextv2", "swin_classes", "swinv2")
 STACKED = ("bert_mlm", "roberta")
 
 

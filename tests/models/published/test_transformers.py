@@ -15,7 +15,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from models.published import test_vit_families
+from models.published import test_encoder_families, test_vit_families
 from models.published.folders import (
   GOLDEN,
   MODELS,
@@ -240,6 +240,11 @@ IMAGES = [
   # MAE shuffles patches.
   if name != "vit_mae"
 ]
+STAGES = [
+  name
+  for name in test_encoder_families.FAMILIES
+  if name.startswith(("bit", "convnext", "swin"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -255,14 +260,24 @@ def of_images(tmp_path_factory):
     export_folder(vit, model, {"params": params}, out, layout)
     pixels = np.load(golden / "reference.npz")["pixel_values"]
     np.savez(out / "inputs.npz", pixel_values=pixels)
+  for family in STAGES:
+    module, model = test_encoder_families.opened(family)
+    inputs, reference = test_encoder_families.reference(family)
+    params = test_encoder_families.params_of(
+      module, model, inputs, test_encoder_families.VISION / family
+    )
+    folders[family] = out = tmp_path_factory.mktemp(family)
+    export_folder(module, model, {"params": params}, out)
+    np.savez(out / "inputs.npz", pixel_values=reference["pixel_values"])
   run("open_exports.py", *folders.values())
   return folders
 
 
-@pytest.mark.parametrize("family", IMAGES)
+@pytest.mark.parametrize("family", IMAGES + STAGES)
 def test_exports_of_images_open_with_equal_outputs(family, of_images):
-  reference = test_vit_families.reference(family)
+  with np.load(test_vit_families.VISION / family / "reference.npz") as file:
+    name = "logits" if "logits" in file else "pooler_output"
+    expected = file[name]
   outputs = np.load(of_images[family] / "logits.npy")
-  expected = reference["pooler_output"]
   scale = np.abs(expected).max()
   np.testing.assert_allclose(outputs, expected, atol=1e-5 * scale, rtol=0)

@@ -1,0 +1,265 @@
+"""Swin: an image model of stages, with attention in shifted windows.
+
+Version 1 is https://arxiv.org/abs/2103.14030; version 2,
+https://arxiv.org/abs/2111.09883, compares queries and keys by their cosines,
+computes biases of positions by an MLP, and has norms after the branches.
+
+Axes: B batch, R rows, C columns, N windows, L positions in a window, S those
+attended to, D channels, H heads, K head width, T offsets in a window.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain import dims, settings
+from bigtrain.models import vit
+from bigtrain.models.layers import encoder, layer_dims, mlp, options
+from bigtrain.models.published import stage_families
+
+VARIANTS = options.variants("swin")
+_INIT = nn.initializers.truncated_normal(0.02)
+_dense: Any = functools.partial(nn.DenseGeneral, kernel_init=_INIT)
+
+
+class Model(nn.Module):
+  """The model. After construction no DERIVED field is None.
+
+  Attributes:
+    num_classes: number of classes; None for a model without a head.
+    variant: a name in VARIANTS, such as "tiny".
+    version: 1 or 2.
+    depths, num_heads: number of blocks and H of each stage.
+    width: D of the first stage; each next one has twice as many.
+    patch_size: pixels on the side of a patch of the first stage.
+    window: patches on the side of a window, at most the stage's grid.
+    image_size: pixels on a side, by which version 2 knows the grids.
+    pretrained_windows: windows in which the biases of version 2 were trained,
+      of each stage; 0 for `window`.
+    mlp_ratio: hidden width of the MLPs, divided by D.
+    mlp: activation, "gelu_erf" or another one without a gate.
+    qkv_bias: whether queries, keys (of version 1) and values have biases.
+    norm_eps: added to the variance in norms of blocks and the last one.
+    drop_path: rate of stochastic depth in the last block, 0 in the first.
+    dtype: dtype of the computation.
+  """
+
+  num_classes: int | None = None
+  variant: str | None = None
+  version: int = 1
+  depths: Sequence[int] = options.DERIVED
+  width: int = options.DERIVED
+  num_heads: Sequence[int] = options.DERIVED
+  patch_size: int = 4
+  window: int = 7
+  image_size: int | None = None
+  pretrained_windows: Sequence[int] | None = (0, 0, 0, 0)
+  mlp_ratio: float = 4.0
+  mlp: str = "gelu_erf"
+  qkv_bias: bool = True
+  norm_eps: float = 1e-5
+  drop_path: float = 0.0
+  dtype: str = "float32"
+
+  def __post_init__(self) -> None:
+    if self.variant is not None:
+      key = "config.model.variant"
+      settings.check_choice(key, self.variant, VARIANTS)
+      sizes = VARIANTS[self.variant].items()
+      options.set_fields(self, {n: getattr(self, n) or x for n, x in sizes})
+    heads, width = self.num_heads or (0,), self.width or 0
+    if len(self.depths or ()) != len(heads) or any(
+      not width or not n or width * 2**i % n for i, n in enumerate(heads)
+    ):
+      raise settings.ConfigError(
+        f"config.model.num_heads={self.num_heads}: expected as many as depths, "
+        f"{self.depths}, that divide the width, {self.width}, twice the width, "
+        "and so on; or a variant such as 'tiny'."
+      )
+    options.check_fields(self, "drop_path", version=(1, 2), mlp=vit.MLPS[:3])
+    sizes_of_2 = ("image_size",) if self.version == 2 else ()
+    options.check_sizes(self, ("width", "patch_size", "window", *sizes_of_2))
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self, image: jax.Array, *, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Classifies images (B, height, width, channels).
+
+    Returns:
+      (float32 logits (B, classes), or the pooled features without a head; a
+      dict of "encoded" (B, R, C, D) and "pre_logits" (B, D)).
+    """
+    norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+    conv = functools.partial(nn.Conv, dtype=self.dtype, name="conv_patch")
+    rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()
+    p = self.patch_size
+    pad = [(0, -n % p) for n in image.shape[1:3]]
+    x_BRCD = conv(self.width, (p, p), (p, p), pad)(image)
+    x_BRCD = norm(1e-5, name="patch_norm")(x_BRCD)
+    names = ("version", "window", "mlp_ratio", "mlp", "qkv_bias", "norm_eps")
+    of_all: Any = {name: getattr(self, name) for name in (*names, "dtype")}
+    for stage, depth in enumerate(self.depths, 1):
+      if stage > 1:
+        x_BRCD = self._merge(x_BRCD, stage - 1)
+      side = min(x_BRCD.shape[1:3])
+      if self.version == 2:
+        side = max((self.image_size or 0) // p // 2 ** (stage - 1), 1)
+      trained = [*(self.pretrained_windows or ()), *[0] * stage][stage - 1]
+      of_stage = (self.num_heads[stage - 1], min(side, self.window), trained)
+      for i in range(depth):
+        shift = self.window // 2 if i % 2 and side > self.window else 0
+        name = f"stage{stage}_block{i + 1}"
+        block = Block(shift, *of_stage, **of_all, name=name)
+        x_BRCD = block(x_BRCD, rates.pop(0) if train else 0.0)
+    x_BRCD = norm(self.norm_eps, name="norm")(x_BRCD)
+    x = jnp.mean(x_BRCD, axis=(1, 2), dtype=jnp.float32)
+    out = {"encoded": x_BRCD, "pre_logits": x}
+    if self.num_classes:
+      x = _dense(self.num_classes, name="head")(x)
+    return x, out
+
+  def _merge(self, x_BRCD: jax.Array, stage: int) -> jax.Array:
+    """Joins the channels of 2 x 2 patches, by columns, and halves them."""
+    pad = [(0, size % 2) for size in x_BRCD.shape[1:3]]
+    x = jnp.pad(x_BRCD, [(0, 0), *pad, (0, 0)])
+    parts = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+    x, D, name = jnp.concatenate(parts, -1), x.shape[-1], f"merge{stage}"
+    dense = _dense(2 * D, use_bias=False, dtype=self.dtype, name=name)
+    norm = nn.LayerNorm(1e-5, dtype=self.dtype, name=f"{name}_norm")
+    return dense(norm(x)) if self.version == 1 else norm(dense(x))
+
+
+def _in_windows(x: Any, w: int) -> Any:
+  """(B, R, C, D) to (B, N, L, D)."""
+  B, R, C, D = x.shape
+  x = x.reshape(B, R // w, w, C // w, w, D).swapaxes(2, 3)
+  return x.reshape(B, -1, w * w, D)
+
+
+class Block(nn.Module):
+  """Attention in windows and an MLP, added to the stream."""
+
+  shift: int  # Of the windows, in patches.
+  num_heads: int
+  side: int  # Of a window here: `window`, or less in a small grid.
+  trained_side: int  # The same in an earlier training; 0 if as now.
+  # As in Model.
+  version: int
+  window: int
+  mlp_ratio: float
+  mlp: str
+  qkv_bias: bool
+  norm_eps: float
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x_BRCD: jax.Array, drop_path_rate: float) -> jax.Array:
+    D, pre = x_BRCD.shape[-1], self.version == 1
+
+    def feed_forward(y: jax.Array) -> jax.Array:
+      y = _dense(int(self.mlp_ratio * D), dtype=self.dtype, name="Dense_0")(y)
+      y = mlp.KINDS[self.mlp].activation(y)
+      return _dense(D, dtype=self.dtype, name="Dense_1")(y)
+
+    for i, branch in enumerate((self._attention, feed_forward)):
+      # Blocks of version 2 begin as identities.
+      init = nn.initializers.ones if pre else nn.initializers.zeros
+      norm = functools.partial(nn.LayerNorm, scale_init=init, dtype=self.dtype)
+      norm_i = norm(self.norm_eps, name=f"LayerNorm_{i}")
+      y = branch(norm_i(x_BRCD)) if pre else norm_i(branch(x_BRCD))
+      if drop_path_rate:
+        y = encoder.drop_path(y, drop_path_rate, self.make_rng("dropout"))
+      x_BRCD += y
+    return x_BRCD
+
+  def _attention(self, x_BRCD: jax.Array) -> jax.Array:
+    w, shift, (B, R, C, D) = self.side, self.shift, x_BRCD.shape
+    x = jnp.pad(x_BRCD, [(0, 0), (0, -R % w), (0, -C % w), (0, 0)])
+    x, grid = jnp.roll(x, (-shift, -shift), (1, 2)), x.shape[1:3]
+    # The last windows have parts of both ends of the image.
+    ends = [np.digitize(np.arange(n), (n - w, n - shift)) for n in grid]
+    parts = (3 * ends[0][:, None] + ends[1])[None, ..., None]
+    (part_NL1,) = _in_windows(parts, w)
+    far_NLS = part_NL1 != part_NL1.swapaxes(1, 2) if shift else None
+    x = self._attend(_in_windows(x, w), far_NLS)
+    x = x.reshape(B, grid[0] // w, grid[1] // w, w, w, D)
+    x = x.swapaxes(2, 3).reshape(B, *grid, D)
+    return jnp.roll(x, (shift, shift), (1, 2))[:, :R, :C]
+
+  def _attend(self, x_BNLD: jax.Array, far_NLS: Any) -> jax.Array:
+    D, H, bias = x_BNLD.shape[-1], self.num_heads, self.qkv_bias
+    f32 = dict(preferred_element_type=jnp.float32)
+    heads = functools.partial(_dense, (H, D // H), dtype=self.dtype)
+    q_BNLHK = heads(use_bias=bias, name="query")(x_BNLD)
+    k_BNSHK = heads(use_bias=bias and self.version == 1, name="key")(x_BNLD)
+    v_BNSHK = heads(use_bias=bias, name="value")(x_BNLD)
+    scale: Any = (D // H) ** -0.5
+    if self.version == 2:
+      q_BNLHK, k_BNSHK = _direction(q_BNLHK), _direction(k_BNSHK)
+      init = nn.initializers.constant(math.log(10))
+      scale = self.param("logit_scale", init, (H, 1, 1))
+      scale = jnp.exp(jnp.minimum(scale, math.log(100)))
+    scores = jnp.einsum("bnlhk,bnshk->bnhls", q_BNLHK, k_BNSHK, **f32)
+    scores = scores * scale + self._bias_HLS()
+    if far_NLS is not None:  # transformers adds -100, in version 2 twice.
+      scores = jnp.where(far_NLS[:, None], scores - 100 * self.version, scores)
+    weights = nn.softmax(scores).astype(v_BNSHK.dtype)
+    x = jnp.einsum("bnhls,bnshk->bnlhk", weights, v_BNSHK)
+    return _dense(D, axis=(-2, -1), dtype=self.dtype, name="out")(x)
+
+  def _bias_HLS(self) -> jax.Array:
+    """Float32 biases by the offset of two positions in a window."""
+    H, w = self.num_heads, self.side
+    num = 2 * (self.window if self.version == 1 else w) - 1
+    if self.version == 1:
+      table_TH = self.param("relative_bias", _INIT, (num**2, H))
+    else:
+      reach = max((self.trained_side or w) - 1, 1)
+      at = np.arange(-(num // 2), num // 2 + 1) * 8 / reach
+      at = (np.sign(at) * np.log2(np.abs(at) + 1) / 3).astype(np.float32)
+      offset_T2 = at[np.indices((num, num)).reshape(2, -1).T]
+      hidden = nn.relu(_dense(512, name="bias_mlp_0")(offset_T2))
+      table_TH = _dense(H, use_bias=False, name="bias_mlp_1")(hidden)
+      table_TH = 16 * nn.sigmoid(table_TH)
+    place_L = np.add(*np.ogrid[: num * w : num, :w]).reshape(-1)
+    index_LS = place_L[:, None] - place_L + num**2 // 2
+    return jnp.moveaxis(table_TH[index_LS], -1, 0)
+
+
+def _direction(x: jax.Array) -> jax.Array:
+  """Vectors of length 1; those of zeros stay zeros."""
+  x = x.astype(jnp.float32)
+  square = jnp.sum(jnp.square(x), -1, keepdims=True)
+  return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+DIMS = {
+  "conv_patch/kernel": "height width channels -> D",
+  r"merge\d/kernel": "D -> D",
+  ".*/relative_bias": "positions -> H",
+  ".*/logit_scale": "H 1; 1",
+  ".*/bias_mlp_0/kernel": "coordinates -> hidden",
+  ".*/bias_mlp_1/kernel": "hidden -> H",
+  **layer_dims.head("head"),
+  **layer_dims.LAYERS,
+}
+
+
+def param_dims(model: Model) -> dims.Table:
+  del model
+  return DIMS
+
+
+from_published = functools.partial(
+  stage_families.read, stage_families.SWIN, DIMS
+)
+to_published = functools.partial(stage_families.SWIN.export, DIMS)
+published_fields = stage_families.SWIN.fields
