@@ -30,6 +30,7 @@ SCRIPTS = (
   "startup",
   "compile_time",
   "input_rate",
+  "tar_shards",
   "checkpoint_stall",
   "restart",
   "recovery",

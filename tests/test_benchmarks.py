@@ -20,9 +20,8 @@ _KEYS = "benchmark name value unit spread repeats target machine".split()
 
 # {scripts that share a process: numbers of their benchmarks}.
 _GROUPS = {
-  "limits loop_overhead compile_time input_rate state_bytes compilers": {
-    *(0, 3, 5, 8, 10, 12)
-  },
+  "limits loop_overhead compile_time input_rate tar_shards state_bytes "
+  "compilers": {0, 3, 5, 8, 10, 12, 21},
   "weight_stats checkpoint_stall guard_cost step_rate loss_memory headers": {
     *(1, 3, 6, 9, 11, 13)
   },
