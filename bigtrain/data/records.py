@@ -74,12 +74,11 @@ class Source(row_files.Rows):
     return [self._at(i, self._example, x) for i, x in zip(indices, records)]
 
   def _example(self, record: bytes) -> dict[str, Any]:
-    from google.protobuf import message
     from tensorflow.core.example import example_pb2
 
     try:
       features = example_pb2.Example.FromString(record).features.feature
-    except message.DecodeError as e:
+    except Exception as e:  # A DecodeError of protobuf.
       hint = f"features=({_RAW!r},) leaves records as they are"
       raise DataError(f"not a tf.train.Example; {hint}.") from e
     row = {}

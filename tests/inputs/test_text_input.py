@@ -127,7 +127,7 @@ def test_batches_have_one_caption_per_image(tmp_path, examples, kind):
   train = make_input(data, PP.format(captions=key, tokenizer=path))
   tokenizer = tokenizers.get(path)
   assert train.vocab_sizes == {"labels": tokenizer.vocab_size}
-  assert train.fingerprints == {path: tokenizer.fingerprint()}
+  assert train.fingerprints[path] == tokenizer.fingerprint()
   assert train.spec["labels"].shape == (8, 16)
   assert train.spec["labels"].dtype == np.int32
   seen = []

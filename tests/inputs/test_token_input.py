@@ -51,7 +51,7 @@ def test_mixtures_follow_their_weights(corpora):
   }
   train = make(mixture=mixture)
   assert train.num_examples == 80
-  assert pipeline.tokens_per_example(train.spec) == 16
+  assert train.tokens_per_example == 16
   batches = [jax.device_get(b) for b in train.start(0, 128)]
   first = np.concatenate([b["targets"][:, 0] for b in batches])
   # Exact over a block of the schedule, which is 4096 rows.
@@ -85,7 +85,7 @@ def test_lengths_in_tokens_and_epochs_count_windows(corpora):
   units = lengths_lib.Units(
     batch_size=8,
     examples_per_epoch=train.num_examples,
-    tokens_per_example=pipeline.tokens_per_example(train.spec),
+    tokens_per_example=train.tokens_per_example,
   )
   lengths = dict(total_tokens=16 * 8 * 7)
   assert lengths_lib.steps(lengths, "total", units) == 7

@@ -193,7 +193,7 @@ def test_a_resumed_run_equals_a_whole_one(name, path, tmp_path):
     ("classes", {"loss": dict(mixup_alpha=0.2)}, "texts.* cannot be blended"),
     ("classes", {"task": "language_modeling"}, "targets"),
     ("distillation", {"teacher": None}, "config.loss.distill: expected config"),
-    ("reward", {"teacher": dict(a=TEACHER)}, "'language_modeling' also sever"),
+    ("reward", {"teacher": dict(a=TEACHER)}, "'language_modeling' do"),
     ("distillation", {"model.vocab_size": 280}, "vocab_size of 'big': exp"),
     ("distillation", {"loss": dict(distill=dict(bta=1))}, "distill.bta: unkn"),
   ],
