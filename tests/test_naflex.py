@@ -51,6 +51,7 @@ def input_of(folder, **options):
   )
 
 
+@pytest.mark.slow
 def test_batches_of_photographs_waste_a_tenth_of_their_tokens_at_most(photos):
   make = lambda: pipeline.make_train(
     settings.Config({"input": input_of(photos)}).input,

@@ -147,6 +147,7 @@ try:
     time.sleep(0.01)
 finally:
   print("noticed", flush=True)
+  saver.close()  # As main does: a thread at work may abort a process's end.
 """
 
 

@@ -133,6 +133,7 @@ def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
   np.testing.assert_allclose(logits.swapaxes(0, 1), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_several_texts_per_image_give_the_same_logits(case):
   model = build("cap", scan=True)
   variables, image, text, _ = case("cap", model)
@@ -165,6 +166,7 @@ def sensitivity(model, variables, image, **options):
   return np.abs(jacobian).sum(-1)[:, :, 1 : L + 1]
 
 
+@pytest.mark.slow
 def test_only_parallel_prediction_sees_later_tokens(case):
   model = build("cappa", scan=True)
   assert V > L  # Each position has its own token.

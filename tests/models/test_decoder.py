@@ -79,6 +79,7 @@ def test_variants_have_the_published_number_of_parameters(variant, published):
   assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == published
 
 
+@pytest.mark.slow
 def test_scan_and_remat_do_not_change_loss_or_gradients():
   def loss_and_grads(scan, remat_policy):
     model, variables = made("llama", scan=scan, remat_policy=remat_policy)
@@ -356,6 +357,7 @@ def test_kinds_can_be_changed_at_the_command_line():
     parts.model(settings.Config(again))
 
 
+@pytest.mark.slow
 def test_the_same_key_initialises_a_loop_and_unrolled_layers_alike():
   options = STYLES["llama"] | dict(
     depth=4,

@@ -77,6 +77,7 @@ def unrolled(tree):
   return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cache_and_no_loop_give_the_same_logits(seed):
   model, variables = made(seed)

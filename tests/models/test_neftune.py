@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import pytest
 
 from bigtrain.models import decoder
 
 V, D, L = 11, 64, 40
 
 
+@pytest.mark.slow
 def test_the_noise_is_uniform_and_smaller_for_longer_texts():
   options = dict(variant="llama", vocab_size=V, width=D, depth=1, num_heads=2)
   model = decoder.Model(**options, neftune=5.0)

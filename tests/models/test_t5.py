@@ -84,6 +84,7 @@ def test_scan_and_remat_do_not_change_loss_or_gradients(options):
     np.testing.assert_allclose(value, like[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_token_sees_only_its_document_and_earlier_targets():
   """Tested by gradients of the hidden states by the embeddings."""
   inputs_segments = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0]])

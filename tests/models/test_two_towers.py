@@ -275,6 +275,7 @@ def test_wrong_options_are_errors(changes, message):
     )
 
 
+@pytest.mark.slow
 def test_one_tower_embeds_images_and_pictures_of_text():
   tower = dict(width=16, depth=1, num_heads=2, patch_size=4, pool_type="map")
   model = two_towers.Model(

@@ -495,7 +495,10 @@ def test_from_published_reads_bfloat16():
   np.testing.assert_array_equal(new["head/bias"], np.arange(8))
 
 
-@pytest.mark.parametrize("task", [classification, contrastive])
+@pytest.mark.parametrize(
+  "task",
+  [classification, pytest.param(contrastive, marks=pytest.mark.slow)],
+)
 def test_tasks_take_ready_patches_of_several_shapes(task):
   """Noise in the padding changes neither the loss nor its gradients."""
   tower = TINY | dict(posemb_grid=(4, 4))

@@ -69,7 +69,9 @@ def test_parameters_equal_those_of_t5x(scan, momentum):
   assert_close(trained, expected, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize(
+  "momentum", [None, pytest.param(0.9, marks=pytest.mark.slow)]
+)
 def test_whole_parameters_train_as_in_optax(momentum):
   """With view="parameters", to continue runs that were started so."""
   options = dict(min_dim_size_to_factor=8, momentum=momentum)

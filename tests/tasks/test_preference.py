@@ -55,7 +55,7 @@ def sums_of(variables, batch):
 
 
 @pytest.mark.parametrize(
-  "kind", cases.quick(preferences.KINDS, "sigmoid", "ipo", "kto", "orpo")
+  "kind", cases.quick(preferences.KINDS, "ipo", "kto", "orpo")
 )
 def test_gradients_are_those_of_all_logits(kind):
   batch = batch_of()

@@ -208,6 +208,7 @@ def test_given_answers_are_scored(texts_run, questions, tmp_path):
     assert result["greedy"] == (log_probs.argmax(-1) == answer).all()
 
 
+@pytest.mark.slow
 def test_a_killed_job_in_shards_gives_the_whole_output(
   texts_run, questions, tmp_path
 ):

@@ -92,7 +92,7 @@ CASES = [
   ("tensor", dict(fsdp=2, tensor=4)),
   ("tensor", dict(replica=2, fsdp=1, sequence=2, tensor=2)),
 ]
-FAST = [CASES[1], CASES[6]]
+FAST = [CASES[6]]
 
 
 @pytest.mark.parametrize("factor", [None, 0.7])

@@ -162,6 +162,7 @@ def test_mistakes_are_errors_before_anything_compiles(
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_served_with_its_rules(tiny_config, tmp_path):
   changes = {"log_steps": 1, "quantize": [("first", "int8")]}
   config = tiny_config(changes)

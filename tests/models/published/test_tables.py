@@ -34,6 +34,7 @@ def model_of(folder, values):
   return opened(folder)[1]
 
 
+@pytest.mark.slow
 def test_a_new_family_costs_a_table_and_a_test(tmp_path):
   (code,) = re.findall(
     r"```python\n(from bigtrain.models.published import.*?)```",

@@ -61,6 +61,7 @@ def test_a_row_has_the_mesh_and_needs_no_data(rows):
   assert row["executed_flops"] > row["model_flops"] > 0
 
 
+@pytest.mark.slow
 def test_bytes_match_a_real_state(rows, config, tmp_path, monkeypatch):
   (row,) = rows
   states = []
