@@ -249,5 +249,5 @@ class _Sink:
 
   def _give_up(self, verb: str, reason: str) -> None:
     if not self._is_off:
-      self._is_off = True
       _log_failure(self._name, verb, reason)
+      self._is_off = True  # From then on, close() does not wait.
