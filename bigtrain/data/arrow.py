@@ -82,39 +82,39 @@ def _read(path: str) -> Any:
 
 
 def _find(path: Any, split: str | None) -> list[str]:
-  found: list[str] = []
+  paths: list[str] = []
   for entry in files.as_list(path, "arrow: path"):
     folder = files.local_path(entry, "arrow: path")
     if os.path.isdir(folder):
-      found += _saved(folder, split)
+      paths += _saved(folder, split)
     else:
-      found += files.find(entry, "arrow: path")
-  return found
+      paths += files.find(entry, "arrow: path")
+  return paths
 
 
 def _saved(folder: str, split: str | None) -> list[str]:
   """Returns the files of a split of a folder of the library `datasets`."""
-  found = {}
+  contents = {}
   for name in ("state.json", "dataset_dict.json", "dataset_info.json"):
     if os.path.isfile(file := os.path.join(folder, name)):
       with open(file, encoding="utf-8") as f:
-        found[name] = json.load(f)
-  if state := found.get("state.json"):
+        contents[name] = json.load(f)
+  if state := contents.get("state.json"):
     if state.get("_indices_data_files"):
       raise ConfigError(
         f"arrow: {folder}: its rows have an order of their own."
       )
     return [os.path.join(folder, x["filename"]) for x in state["_data_files"]]
-  if not found:
+  if not contents:
     raise ConfigError(
       f"arrow: path={folder!r}: neither saved by `save_to_disk` nor from the "
       "cache of `datasets`; expected such a folder, or a pattern of files."
     )
-  splits = list(next(iter(found.values())).get("splits") or ())
+  splits = list(next(iter(contents.values())).get("splits") or ())
   if split is None and len(splits) == 1:
     (split,) = splits
   check_choice(f"arrow: {folder}: split", split, splits)
-  if "dataset_dict.json" in found:
+  if "dataset_dict.json" in contents:
     return _saved(os.path.join(folder, str(split)), None)
   within = os.path.join(glob.escape(folder), f"*-{split}")
   return sorted(

@@ -6,8 +6,6 @@ by dotted path. chain.py applies learning rate, weight decay and schedule.
 
 import functools
 import inspect
-import pathlib
-import tomllib
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +18,7 @@ from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
 from bigtrain.settings import ConfigError, did_you_mean
 
-_FACTS = tomllib.loads(
-  pathlib.Path(__file__).with_name("optimizers.toml").read_text()
-)
+_FACTS = settings.read_table(__file__, "optimizers.toml")
 REFUSED, _CONFIG_KEYS = _FACTS["refused"], _FACTS["config_keys"]
 _MUON_RULES = "muon_weight_dimension_numbers"
 
