@@ -196,7 +196,6 @@ class Block(nn.Module):
 
   def _attend(self, x_BNLD: jax.Array, far_NLS: Any) -> jax.Array:
     D, H, bias = x_BNLD.shape[-1], self.num_heads, self.qkv_bias
-    f32 = dict(preferred_element_type=jnp.float32)
     heads = functools.partial(_dense, (H, D // H), dtype=self.dtype)
     q_BNLHK = heads(use_bias=bias, name="query")(x_BNLD)
     k_BNSHK = heads(use_bias=bias and self.version == 1, name="key")(x_BNLD)
@@ -207,7 +206,12 @@ class Block(nn.Module):
       init = nn.initializers.constant(math.log(10))
       scale = self.param("logit_scale", init, (H, 1, 1))
       scale = jnp.exp(jnp.minimum(scale, math.log(100)))
-    scores = jnp.einsum("bnlhk,bnshk->bnhls", q_BNLHK, k_BNSHK, **f32)
+    scores = jnp.einsum(
+      "bnlhk,bnshk->bnhls",
+      q_BNLHK,
+      k_BNSHK,
+      preferred_element_type=jnp.float32,
+    )
     scores = scores * scale + self._bias_HLS()
     if far_NLS is not None:  # transformers adds -100, in version 2 twice.
       scores = jnp.where(far_NLS[:, None], scores - 100 * self.version, scores)
