@@ -73,9 +73,9 @@ class Source(row_files.Rows):
     features = _default(first) if features is None else features
     # {feature: (extensions, function of the data, None for bytes)}.
     self._parsers = {name: _parser(x) for name, x in features.items()}
-    # {extensions: for each file, a row of its index per sample}.
+    # {extensions: (start, size, checksum) of each sample of all files}.
     self._members = {
-      name: [shard.rows(name.split(";")) for shard in shards]
+      name: np.concatenate([shard.rows(name.split(";")) for shard in shards])
       for name in dict.fromkeys(name for name, _ in self._parsers.values())
       if name != _KEY
     }
@@ -89,31 +89,29 @@ class Source(row_files.Rows):
     return f"{self._paths[shard]}, sample {key!r}"
 
   def _rows(self, indices: np.ndarray) -> list[dict[str, Any]]:
-    tables, ranges = [], []
-    places = self._places(indices)
-    for index, (shard, sample) in zip(indices, places):
-      table = [x[shard][sample].tolist() for x in self._members.values()]
-      for name, (start, _, _) in zip(self._members, table):
-        if start < 0:
-          hint = did_you_mean(name, self._extensions)
-          raise DataError(f"{self.where(index)}: it has no .{name}.{hint}")
-      begin, (last, size, _) = min(table)[0] - tar_files.HEADER, max(table)
-      tables.append(table)
-      ranges.append((self._paths[shard], begin, last + size - begin))
-    rows = []
-    contents = self._reader.read_all(ranges)
+    at = np.asarray(indices) + self._start
+    tables = np.stack([rows[at] for rows in self._members.values()], 1)
+    for i, member in np.argwhere(tables[..., 0] < 0):
+      name = [*self._members][member]
+      hint = did_you_mean(name, self._extensions)
+      raise DataError(f"{self.where(indices[i])}: it has no .{name}.{hint}")
+    places, rows = self._places(indices), tables.tolist()
+    contents = self._reader.read_all(
+      [(self._paths[x], tar_files.parts(y)) for (x, _), y in zip(places, rows)]
+    )
+    result = []
     for i, (content, version) in enumerate(contents):
       shard, sample = places[i]
       if version:
         self._check_stamp(indices[i], shard, version.hex())
-      row = content or b"", ranges[i][1], tables[i], self._keys[shard][sample]
-      rows.append(self._at(indices[i], self._row, *row))
-    return rows
+      key = self._keys[shard][sample]
+      result.append(self._at(indices[i], self._row, content, rows[i], key))
+    return result
 
   def _row(
-    self, content: bytes, begin: int, table: list[list[int]], key: bytes
+    self, contents: list[bytes], table: list[list[int]], key: bytes
   ) -> dict[str, Any]:
-    members = tar_files.members(content, begin, table)
+    members = tar_files.members(contents, table)
     data = {**dict(zip(self._members, members)), _KEY: bytes(key)}
     row: dict[str, Any] = {}
     for name, (member, parse) in self._parsers.items():

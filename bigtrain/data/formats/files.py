@@ -48,16 +48,18 @@ class Cache:
     self._load, self._capacity, self._on_reload = load, capacity, on_reload
     self._lock = threading.Lock()
     self._values = collections.OrderedDict[Any, futures.Future[Any]]()
-    self._sizes: dict[Any, int] = {}
+    self._loaded: dict[Any, tuple[Any, int]] = {}
     self._evicted: set[Any] = set()
 
   def get(self, key: Any) -> Any:
     with self._lock:
+      if key in self._loaded:  # Much quicker than the result of a future.
+        self._values.move_to_end(key)
+        return self._loaded[key][0]
       future = self._values.get(key)
       ours = future is None
       if future is None:
         future = self._values[key] = futures.Future()
-      self._values.move_to_end(key)
     if not ours:
       return future.result()
     try:
@@ -69,11 +71,11 @@ class Cache:
       raise
     future.set_result(value)
     with self._lock:
-      self._sizes[key] = size
-      for old in [k for k in self._values if k in self._sizes and k != key]:
-        if sum(self._sizes.values()) <= self._capacity:
+      self._loaded[key] = value, size
+      for old in [k for k in self._values if k in self._loaded and k != key]:
+        if sum(n for _, n in self._loaded.values()) <= self._capacity:
           break
-        del self._values[old], self._sizes[old]
+        del self._values[old], self._loaded[old]
         self._evicted.add(old)
       reloaded = key in self._evicted
     if reloaded:
@@ -104,32 +106,52 @@ class Reader:
     self._handles = handles(_Descriptor)
 
   def read(self, path: str, offset: int, size: int) -> bytes:
-    try:
-      handle = self._handles.get(path)
-      data = os.pread(handle.fd, size, offset)
-      # Signals and network file systems can cause short reads.
-      while len(data) < size:
-        more = os.pread(handle.fd, size - len(data), offset + len(data))
-        if not more:
-          break
-        data += more
-    except OSError as e:
-      raise DataError(f"{path}, byte {offset}: {e.strerror}.") from e
-    return data
+    return self._local(path, [(offset, size)])[0]
 
   def read_all(
-    self, ranges: Sequence[tuple[str, int, int]]
-  ) -> list[tuple[bytes | None, bytes]]:
-    """Reads (path, offset, size); also returns the versions of objects."""
-    remote = [each for each in ranges if paths.is_remote(each[0])]
+    self, ranges: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+  ) -> list[tuple[list[bytes], bytes]]:
+    """Reads neighbouring (offset, size) of files; objects have a version.
+
+    Parts of a file are apart, as slicing them would copy them again; those of
+    an object are one request.
+    """
+    remote = [
+      (path, min(parts)[0], sum(max(parts)) - min(parts)[0])
+      for path, parts in ranges
+      if paths.is_remote(path)
+    ]
     try:
-      versions = iter(stores.read_ranges(remote))
+      versions = iter(stores.read_ranges(remote)) if remote else iter(())
     except OSError as e:
       raise DataError(f"{e.filename}: {e.strerror}.") from e
-    return [
-      next(versions) if paths.is_remote(path) else (self.read(path, *part), b"")
-      for path, *part in ranges
-    ]
+    result = []
+    for path, parts in ranges:
+      if not paths.is_remote(path):
+        result.append((self._local(path, parts), b""))
+        continue
+      content, version = next(versions)
+      begin = min(parts)[0]
+      apart = [(content or b"")[x - begin : x - begin + n] for x, n in parts]
+      result.append((apart, version))
+    return result
+
+  def _local(self, path: str, parts: Sequence[tuple[int, int]]) -> list[bytes]:
+    result, offset = [], parts[0][0]
+    try:
+      handle = self._handles.get(path)
+      for offset, size in parts:
+        data = os.pread(handle.fd, size, offset)
+        # Signals and network file systems can cause short reads.
+        while len(data) < size:
+          more = os.pread(handle.fd, size - len(data), offset + len(data))
+          if not more:
+            break
+          data += more
+        result.append(data)
+    except OSError as e:
+      raise DataError(f"{path}, byte {offset}: {e.strerror}.") from e
+    return result
 
 
 def stamp(path: str) -> str:
