@@ -79,6 +79,8 @@ class Programs:
       return lambda: _eager(fn, options.get("out_shardings"))
     if self.compiler_options:
       options["compiler_options"] = self.compiler_options
+    # Else programs of different arguments would have the same text.
+    options["keep_unused"] = share
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)

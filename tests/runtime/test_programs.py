@@ -43,6 +43,11 @@ def test_identical_programs_are_compiled_once():
   assert c is not d
   np.testing.assert_array_equal(d(jnp.ones(256)), large * 2)
   assert made.compile("e", lambda x: (x * 2.0,), X) is not first
+  # As is one of another argument, such as of a teacher like its student.
+  g, h = (
+    made.compile(n, lambda *x, i=i: x[i], X, X) for i, n in enumerate("gh")
+  )
+  assert h(jnp.zeros(256), jnp.ones(256))[0] == 1 and g is not h
   lowered = made.lower("f", scaled(2.0), X)  # share=False, as for the update.
   assert lowered() is not first
 
