@@ -462,7 +462,8 @@ def _train(
 
   def variables() -> Variables:
     mutable = state.get("mutable", {})
-    return {"params": state["params"], **mutable, **frozen_state}
+    frozen = gradients.frozen({**state, **frozen_state})
+    return {"params": state["params"], **mutable, **frozen}
 
   def check_finite(fetched: RunningMetrics) -> None:
     """Raises after a bad step, or after too many skipped ones."""

@@ -3,7 +3,8 @@
 Several are a dict by name, and so are their models and variables. The variables
 are split over the devices by config.sharding, under the names
 "teacher/params/...". They are no part of the train state: every start loads
-them, and checkpoints leave them out.
+them, and checkpoints leave them out. A teacher with ema=True is the average in
+the state of the model itself, and has no variables here.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,6 +38,14 @@ def from_config(
   part = part or config.get("teacher")
   if not part:
     return Teacher(None, {}, dict)
+  if part.get("ema") is True:
+    if config.get("ema_decay") is None:
+      raise settings.ConfigError(
+        f"{part.path}.ema=True: expected config.ema_decay, such as 0.999."
+      )
+    return Teacher(
+      parts.model(config)[1], {"teacher": {}}, lambda: {"teacher": {}}
+    )
   if "model_name" not in part:
     of = lambda x: from_config(config, task, batch_spec, mesh, seed, x)
     several = {name: of(part[name]) for name in part}

@@ -195,7 +195,7 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   weights = {"params": averages.evaluation_form(state["params"], opt)}
   if "ema" in state:
     weights["ema"] = state["ema"]
-  rest = {name: state[name] for name in gradients.FROZEN if name in state}
+  rest = gradients.frozen(state)
   return {
     name: {"params": params, **state.get("mutable", {}), **rest}
     for name, params in weights.items()

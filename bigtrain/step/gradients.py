@@ -37,6 +37,20 @@ FROZEN = ("teacher", "base")
 _STEP_SUMS = "step_sums"
 
 
+def frozen(state: Mapping[str, Any]) -> dict[str, Variables]:
+  """The entries FROZEN of a state.
+
+  A teacher that has no variables of its own is the average in "ema".
+  """
+  result = {name: state[name] for name in FROZEN if name in state}
+  if "teacher" in result and "ema" in state:
+    own = {"params": state["ema"], **state.get("mutable", {})}
+    own |= {name: result[name] for name in ("base",) if name in result}
+    fill = {name: each or own for name, each in result["teacher"].items()}
+    result["teacher"] = fill or own
+  return result
+
+
 class TwoPassLoss(NamedTuple):
   """A loss over the whole batch at once, such as a contrastive one.
 
@@ -187,7 +201,7 @@ def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
 
 
 def loss_args(
-  state: TrainState, batch: Batch, mesh: Mesh, frozen: Variables
+  state: TrainState, batch: Batch, mesh: Mesh, others: Variables
 ) -> tuple[Any, Any, Any]:
   """Specs of a loss_fn's arguments, those of the update: it is traced once."""
   rng = jax.eval_shape(lambda: jax.random.key(0))
@@ -195,8 +209,8 @@ def loss_args(
   layout = sharding.replicated(mesh)
   rng = jax.ShapeDtypeStruct(rng.shape, rng.dtype, sharding=layout)
   mutable = state.get("mutable", {})
-  variables = {"params": state["params"], **mutable, **frozen}
-  return variables, batch, rng
+  fixed = frozen({**state, **others})
+  return {"params": state["params"], **mutable, **fixed}, batch, rng
 
 
 def make(
@@ -227,7 +241,7 @@ def make(
     scale = state.get("loss_scale", {}).get("scale")
     mutable = state.get("mutable", {})
     batch = with_keys(batch, rng)
-    frozen = {k: state[k] for k in FROZEN if k in state}
+    fixed = frozen(state)
 
     def of_microbatch(
       trained: Params, mutable: Variables, batch: Batch, rng: jax.Array
@@ -235,7 +249,7 @@ def make(
 
       def summed_loss(trained: Params) -> Any:
         params = trees.merge(trained, others)
-        variables = {"params": params, **mutable, **frozen}
+        variables = {"params": params, **mutable, **fixed}
         sums, new_mutable = loss_fn(variables, batch, rng)
         return sums["loss"][0] * _loss_factor(scale, sums), (sums, new_mutable)
 
@@ -256,7 +270,7 @@ def make(
           scale,
           trained,
           others,
-          frozen,
+          fixed,
           mutable,
           batch,
           xs,
@@ -306,7 +320,7 @@ def _in_two_passes(
   loss_scale: jax.Array | None,
   trained: Params,
   others: Params,
-  frozen: Variables,
+  fixed: Variables,
   mutable: Variables,
   batch: Batch,
   xs: Any,
@@ -318,7 +332,7 @@ def _in_two_passes(
   def embed(trained: Any, mutable: Any, x: Any) -> Any:
     i, part = x
     params = trees.merge(trained, others)
-    variables = {"params": params, **mutable, **frozen}
+    variables = {"params": params, **mutable, **fixed}
     return two_pass.embed_fn(variables, part, jax.random.fold_in(rng, i))
 
   def first_pass(mutable: Any, x: Any) -> Any:
@@ -327,7 +341,7 @@ def _in_two_passes(
 
   def summed_loss(trained: Any, embeddings: Any) -> Any:
     params = trees.merge(trained, others)
-    params = trees.merge(params, frozen.get("base", {}))
+    params = trees.merge(params, fixed.get("base", {}))
     sums = two_pass.loss_fn(params, embeddings, batch)
     return sums["loss"][0] * _loss_factor(loss_scale, sums), sums
 

@@ -2,16 +2,20 @@
 
 As in Beyer et al. 2021, arxiv.org/abs/2106.05237: all models see the same
 mixed images, and the loss is a distance of their logits alone. `config.teacher`
-is one teacher, or several by name; they are not trained.
+is one teacher, or several by name; they are not trained. As a mean teacher
+(Tarvainen & Valpola 2017, arxiv.org/abs/1703.01780) it is the average of the
+student's parameters, and the loss has the labels too, with `label_weight`.
 
 Legend: B batch, H height, W width, C classes.
 
 A batch has "image" [B, H, W, 3] floats and perhaps "labels", int [B] or one-hot
-[B, C], which only metrics use. With "teacher_image", or "NAME_image" for the
-teacher NAME, it sees that one, such as the same view at its own resolution,
-blended in the same way. "shapes" are of the student's image, see models.vit.
+[B, C], which only metrics and `label_weight` use; of an example without a label
+they are zeros. With "teacher_image", or "NAME_image" for the teacher NAME, it
+sees that one, such as the same view at its own resolution, blended in the same
+way. "shapes" are of the student's image, see models.vit.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, model_flops
-from bigtrain.losses import distances, forward, mixup, teachers
+from bigtrain.losses import (
+  cross_entropy,
+  distances,
+  forward,
+  mixup,
+  teachers,
+)
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
@@ -47,6 +57,7 @@ def loss_fn(
   cutmix_alpha: float = 0.0,
   cutmix_prob: float = 0.5,
   weights: Mapping[str, float] | None = None,
+  label_weight: float = 0.0,
 ) -> tuple[Metrics, Variables]:
   """Computes the distance between student and teacher.
 
@@ -60,6 +71,7 @@ def loss_fn(
     cutmix_prob: share of the batches with CutMix, if both are on.
     weights: of the distances from several teachers, by name; by default of
       their mean. big_vision's are 1.
+    label_weight: of the cross-entropy with the labels, which is added.
   """
   student = {k: v for k, v in variables.items() if k != "teacher"}
   mixing = mixup_alpha, cutmix_alpha, cutmix_prob
@@ -74,10 +86,17 @@ def loss_fn(
     f"{name}_loss": distances.distance(logits_BC, x_BC, distance, **options)
     for name, x_BC in taught.items()
   }
+  loss_B = sum(shares[name] * losses[f"{name}_loss"] for name in taught)
+  if label_weight:
+    xent = functools.partial(cross_entropy.softmax_xent, logits_BC)
+    labels = batch["labels"]
+    xent_B = mix.losses(image, labels, xent) if mix else xent(labels)
+    loss_B += label_weight * xent_B
+    losses["label_loss"] = xent_B
   teacher_BC = _ensemble(taught)
   per_example: dict[str, Any] = {
-    "loss": sum(shares[name] * losses[f"{name}_loss"] for name in taught),
-    **(losses if len(taught) > 1 else {}),
+    "loss": loss_B,
+    **(losses if len(losses) > 1 else {}),
     "agreement": distances.agreement(logits_BC, teacher_BC),
     "entropy": distances.entropy(logits_BC),
     "teacher_entropy": distances.entropy(teacher_BC),

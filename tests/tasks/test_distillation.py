@@ -1,4 +1,4 @@
-"""Distillation from a frozen teacher, on one device and on eight."""
+"""Distillation from a teacher, frozen or the student's average."""
 
 import copy
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, parts, sharding
+from bigtrain import main, parts, sharding, trees
 from bigtrain.losses import mixup
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import distillation
@@ -240,3 +240,123 @@ def test_a_run_with_two_teachers(configure, tmp_path):
   changes["loss"] = dict(weights=dict(a=0.7))
   with pytest.raises(ConfigError, match="weights: expected weights of a, b"):
     main.train(configure(**changes), tmp_path / "wrong")
+
+
+@pytest.fixture
+def mean_teacher(tiny_config):
+  """mean_teacher(changes): a config whose teacher is the student's average."""
+  changes = {
+    "task": "distillation",
+    "teacher": dict(ema=True),
+    "ema_decay": 0.3,
+    "model.statistics": True,
+    "input.batch_size": tiny.NUM_TRAIN,  # Their order does not matter.
+    "loss": dict(temperature=2.0, label_weight=0.5),
+    "optimizer": dict(name="sgd", momentum=0.0),
+    "lr": 0.5,
+    "schedule": dict(decay_type="constant"),
+    "ckpt_steps": 1,
+    "log_steps": 1,
+    "keep_ckpts": 10,
+    "evals": {},
+  }
+  return lambda **more: tiny_config(copy.deepcopy(changes | more))
+
+
+def test_a_mean_teacher_is_that_of_a_loop_by_hand(mean_teacher, tmp_path):
+  """Tarvainen & Valpola 2017: cross-entropy, and the average's predictions."""
+  config = mean_teacher()
+  main.train(config, str(tmp_path))
+  data = np.load(config["input"]["data"]["path"])
+  image = data["image"].reshape(tiny.NUM_TRAIN, -1)
+  labels = jax.nn.one_hot(data["labels"], 10)
+
+  def net(params, mean):
+    first, head = params["first"], params["head"]
+    x = image @ first["kernel"] + first["bias"] - mean
+    return jax.nn.relu(x) @ head["kernel"] + head["bias"], x
+
+  def loss(params, average, mean):
+    logits, x = net(params, mean)
+    taught = jax.nn.log_softmax(net(average, mean)[0] / 2)
+    own = jax.nn.log_softmax(logits / 2)
+    distance = 4 * jnp.sum(jnp.exp(taught) * (taught - own), -1)
+    xent = -jnp.sum(labels * jax.nn.log_softmax(logits), -1)
+    new_mean = 0.9 * mean + 0.1 * x.mean(0)
+    return jnp.mean(distance + 0.5 * xent), (distance.mean(), new_mean)
+
+  step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  state = trees.from_flat(tiny.arrays(tmp_path, 1))
+  params, average = state["params"], state["ema"]
+  mean = state["mutable"]["running"]["mean"]
+  for t in range(1, 6):
+    (total, (distance, mean)), grads = step(params, average, mean)
+    params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    decay = min(0.3, (1 + t) / (10 + t))
+    average = jax.tree.map(
+      lambda a, p, d=decay: d * a + (1 - d) * p, average, params
+    )
+    row = tiny.rows(tmp_path)[t + 1]
+    assert row["loss"] == pytest.approx(float(total), rel=1e-5)
+    assert row["teacher_loss"] == pytest.approx(float(distance), abs=1e-6)
+  assert distance > 1e-4
+  got = trees.from_flat(tiny.arrays(tmp_path))
+  want = dict(params=params, ema=average, mutable=dict(running=dict(mean=mean)))
+  for name, tree in want.items():
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got[name], tree
+    )
+  # No second copy: neither in the checkpoint nor in the memory of the update.
+  assert not [name for name in tiny.arrays(tmp_path) if "teacher" in name]
+  measure = lambda run, fn, specs, _: program.measure(run, fn, specs)
+  facts = main.train(config, str(tmp_path / "plan"), on_update=measure)
+  assert facts["state_bytes"]["teacher"] == 0
+
+
+@pytest.mark.slow
+def test_a_mean_teacher_resumes_and_is_the_same_on_any_mesh(
+  mean_teacher, tiny_config, tmp_path, monkeypatch
+):
+  val = tiny_config()["evals"]["val"]
+  changes = {
+    "model.statistics": False,
+    "model.dropout": 0.1,
+    "evals.val": val | {"pred": "teacher_logits"},
+    "evals.ema": val | {"weights": "ema"},
+  }
+  main.train(mean_teacher(**changes), str(tmp_path / "whole"))
+  rows = tiny.rows(tmp_path / "whole")
+  assert rows[6]["val/loss"] == rows[6]["ema/loss"]
+  results = evaluate.evaluate(str(tmp_path / "whole"))
+  assert results["val/loss"] == rows[6]["val/loss"]
+  for stop in (3, None):
+    config = mean_teacher(**changes) | {"stop_at_steps": stop}
+    main.train(config, str(tmp_path / "cut"))
+  tiny.assert_same(*(tiny.arrays(tmp_path / name) for name in ("whole", "cut")))
+  assert rows == tiny.rows(tmp_path / "cut")
+  changes["model.dropout"] = 0.0
+  arrays = []
+  for i, more in enumerate([{}, {"mesh.replica": 4}, {"microbatches": 2}]):
+    main.train(mean_teacher(**changes, **more), str(tmp_path / str(i)))
+    arrays.append(tiny.arrays(tmp_path / str(i)))
+  with monkeypatch.context() as patch:
+    on_one_device(patch)
+    main.train(mean_teacher(**changes), str(tmp_path / "one"))
+  for other in (*arrays[1:], tiny.arrays(tmp_path / "one")):
+    for name, x in arrays[0].items():
+      np.testing.assert_allclose(other[name], x, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({}, "teacher.ema=True: expected config.ema_decay"),
+    ({"teacher.extra": 1}, "config.teacher.extra: unknown key"),
+  ],
+)
+def test_mistakes_of_a_mean_teacher(mean_teacher, tmp_path, changes, message):
+  config = mean_teacher(**changes)
+  if "decay" in message:
+    del config["ema_decay"]
+  with pytest.raises(ConfigError, match=message):
+    main.train(config, str(tmp_path))
