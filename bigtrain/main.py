@@ -234,6 +234,7 @@ def _train(
     """One step: the next state, and the metrics since the last log step."""
     step = state["step"]  # Number of updates before this one.
     with_norms = log_norms.due(hparams["log_step"])
+    no_norms = log_norms.zeros()
 
     # Gradients of the mean loss over the global batch.
     grads, step_metrics, mutable = compute_gradients(
@@ -264,12 +265,12 @@ def _train(
       if ema_update:
         new_state["ema"] = ema_update(state["ema"], params, step)
       if not with_norms:
-        return new_state, log_norms.zeros()
+        return new_state, no_norms
       return new_state, log_norms(state["params"], params, grads, updates)
 
     # The new state after a good step, else the old one.
     new_state, step_norms = step_guard.run(
-      verdict, state, advance, log_norms=with_norms
+      verdict, state, advance, log_norms=with_norms, no_norms=no_norms
     )
 
     # The metrics since the last log step.
