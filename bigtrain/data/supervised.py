@@ -90,7 +90,7 @@ class Source:
     prefix: whether all tokens see the whole prompt, up to the first loss; not
       with pack.
     preferences: whether rows have two answers. In pydoc, the rejected answer is
-      that of another question.
+      a later sentence of the same documentation.
     too_long: for rows beyond `length`: "error", "drop", or cut them at the
       "left" or the "right".
     slice: slice of the rows, such as "[:99%]".

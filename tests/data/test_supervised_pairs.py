@@ -72,15 +72,16 @@ def test_packing_is_refused(path):
     source(path, pack=True)
 
 
-def test_answers_about_python_are_right_once_and_wrong_once():
+def test_a_detail_of_pythons_documentation_is_the_worse_answer():
   rows = {
     split: [row for _, row in pydoc_questions.rows(split, preferences=True)]
     for split in ("train", "test")
   }
-  assert len(rows["train"]) == 9 * len(rows["test"]) > 400
-  texts = lambda key, split: sorted(row[key] for row in rows[split])
-  for split in rows:
-    assert texts("chosen", split) == texts("rejected", split)
-    prompts = [row["prompt"] for row in rows[split]]
-    names = [text.partition("(")[0].rpartition(".")[2] for text in prompts]
-    assert 2 * sum(name[0].isupper() for name in names) == len(names)
+  assert len(rows["train"]) > 9 * len(rows["test"]) > 900
+  assert not {row["prompt"] for row in rows["train"]} & {
+    row["prompt"] for row in rows["test"]
+  }
+  by_name = {row["prompt"].partition("(")[0]: row for row in rows["train"]}
+  row = by_name["queue.Queue.task_done"]
+  assert row["chosen"] == "Indicate that a formerly enqueued task is complete."
+  assert row["rejected"] == "Used by Queue consumer threads."

@@ -6,6 +6,7 @@ answer is the first sentence of its documentation.
 
 import importlib
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ _KINDS = (
   types.MethodDescriptorType,
 )
 SPLITS = ("train", "test", "all")
+_ROW = ("prompt", "completion")
 
 
 def rows(
@@ -44,32 +46,21 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """Yields (place, row) of one of SPLITS; "test" is every tenth row.
 
-  With `preferences`, rows have a second answer, see `_pairs`.
+  With `preferences`, rows have a second, worse answer: a later sentence of the
+  same documentation, which speaks of a detail.
   """
-  questions = sorted(_questions())
-  all_rows = [{"prompt": text, "completion": x} for text, x in questions]
-  for i, row in enumerate(_pairs(questions) if preferences else all_rows):
+  names = ("prompt", "chosen", "rejected") if preferences else _ROW
+  found = sorted(_questions())
+  if preferences:
+    found = [q for q in found if q[2]]
+  for i, question in enumerate(found):
     is_test = i % _TEST_EVERY == _TEST_EVERY - 1
     if split in ("all", "test" if is_test else "train"):
-      yield f"pydoc, question {i}", row
+      yield f"pydoc, question {i}", dict(zip(names, question))
 
 
-def _pairs(questions: list[tuple[str, str]]) -> list[dict[str, str]]:
-  """Classes and as many functions, each with an answer of the other kind, too.
-
-  So each answer is right once and wrong once.
-  """
-  is_class = lambda x: x.partition("(")[0].rpartition(".")[2][0].isupper()
-  kinds = [[q for q in questions if is_class(q[0]) == k] for k in (False, True)]
-  n = min(map(len, kinds)) // _TEST_EVERY * _TEST_EVERY
-  a, b = ([kind[i * len(kind) // n] for i in range(n)] for kind in kinds)
-  return [
-    {"prompt": prompt, "chosen": right, "rejected": wrong}
-    for (prompt, right), (_, wrong) in [*zip(a, b), *zip(b, a)]
-  ]
-
-
-def _questions() -> Iterator[tuple[str, str]]:
+def _questions() -> Iterator[tuple[str, str, str]]:
+  """Yields (name and signature, first sentence, a later one or "")."""
   seen = set[int]()  # Modules import functions from each other.
   for name in _MODULES:
     try:
@@ -94,13 +85,19 @@ def _public(owner: Any) -> list[tuple[str, Any]]:
   ]
 
 
-def _question(name: str, value: Any) -> Iterator[tuple[str, str]]:
+def _question(name: str, value: Any) -> Iterator[tuple[str, str, str]]:
   try:
     signature = str(inspect.signature(value))
   except (AttributeError, TypeError, ValueError):  # Of some C functions.
     return
-  text = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
-  sentence = _SENTENCE.match(text)
+  paragraphs = (inspect.getdoc(value) or "").split("\n\n")
+  texts = [" ".join(paragraph.split()) for paragraph in paragraphs]
+  sentences = [_SENTENCE.findall(text) for text in texts]
   # Addresses of objects would differ in each process.
-  if sentence and len(sentence[1]) > 10 and " at 0x" not in signature:
-    yield f"{name.removeprefix('builtins.')}{signature}\n", sentence[1]
+  if not sentences[0] or " at 0x" in signature:
+    return
+  first, *later = [x for x, _ in itertools.chain(*sentences)]
+  if len(first) > 10:
+    words = (x for x in later if len(x) > 10 and x[0].isalpha())
+    prompt = f"{name.removeprefix('builtins.')}{signature}\n"
+    yield prompt, first, next(words, "")
