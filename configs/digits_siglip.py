@@ -3,8 +3,9 @@
 Command: python -m bigtrain.main --config=configs/digits_siglip.py \
   --workdir=runs/digits_siglip
 Hardware: any; two CPU cores need one to two minutes.
-Result: at least 0.90 zero-shot accuracy over the 100 ordered pairs
-(zeroshot/acc), on images of held-out digits; 0.936 with seed 0.
+Result: at least 0.95 zero-shot accuracy over the 100 ordered pairs
+(zeroshot/acc), on images of held-out digits; 0.978 with seed 0. After 1,000
+steps it is 0.89 to 0.94, depending on the processor.
 Source: our own runs, see docs/images_and_text.md. An image shows two digits of
 the data of configs/digits.py, at slightly varying positions. A caption reads "a
 seven left of a three".
@@ -24,7 +25,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 1000 if not arg.runlocal else 3
+  config.total_steps = 1500 if not arg.runlocal else 3
   config.log_steps = 50 if not arg.runlocal else 1
   config.ckpt_steps = 250 if not arg.runlocal else 3
   config.mesh = dict(replica=1, fsdp=-1)
