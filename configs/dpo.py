@@ -6,17 +6,14 @@ then python -m bigtrain.main --config=configs/dpo.py --workdir=runs/dpo;
 with a published model and pairs of your own
   --config=configs/dpo.py:init=models/SmolLM2,data=pairs.jsonl
 Hardware: any; two CPU cores need a few minutes without arguments.
-Result: without arguments, one seed: the loss falls from log 2 = 0.693 to 0.66,
-and val/loss, of every tenth pair, to 0.681. Accuracy, the share of pairs whose
-chosen answer has the larger reward, is 0.62 in the second half of training, and
-val/accuracy 0.573, of fewer than 80 pairs: its standard error is 0.06. A model
-of a million parameters knows few words. A rate of 1.5e-3 on the MLPs' kernels
-as well is too large: the loss rises to 0.77.
+Result: without arguments, val/accuracy, the share of held-out pairs whose
+chosen answer has the larger reward, is 0.865, of 155 pairs, and val/loss is 0.311;
+at the start they are 0.5 and log 2 = 0.693. One seed; the shorter answer is
+the chosen one in 0.66 of the held-out pairs.
 Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
-questions are configs/sft.py's about classes, and as many about functions. The
-chosen answer is the question's own, the rejected one that of a question about
-the other kind. Each answer is chosen once and rejected once, so that the model
-has to read the question.
+questions are those of configs/sft.py whose documentation has several sentences.
+The chosen answer is the first of them, the rejected one a later one, which
+speaks of a detail.
 """
 
 import ml_collections

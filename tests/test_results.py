@@ -1,4 +1,4 @@
-"""The quickstart of language models learns what it promises."""
+"""Examples of language models learn what their headers promise."""
 
 import pathlib
 
@@ -6,10 +6,25 @@ import pytest
 
 from bigtrain import main, settings
 
-CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "pydoc_lm.py"
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+
+
+def train(name, workdir, **changes):
+  config = settings.load(str(CONFIGS / f"{name}.py"))
+  config.update(changes)
+  return main.train(config, str(workdir))
 
 
 @pytest.mark.results
 def test_pydoc_lm_reaches_its_bits_per_byte(tmp_path):
-  newest = main.train(settings.load(str(CONFIG)), str(tmp_path / "run"))
+  newest = train("pydoc_lm", tmp_path)
   assert newest["val/bits_per_byte"] <= 1.60
+
+
+@pytest.mark.results
+def test_a_model_of_answers_learns_which_of_two_is_preferred(tmp_path):
+  newest = train("sft", tmp_path / "sft")
+  assert newest["val/accuracy"] >= 0.57
+  newest = train("dpo", tmp_path / "dpo", model_init=str(tmp_path / "sft"))
+  assert newest["val/accuracy"] >= 0.85
+  assert newest["val/loss"] <= 0.40
