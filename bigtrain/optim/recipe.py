@@ -11,7 +11,7 @@ from bigtrain.optim import moments, schedules, views, wrappers
 from bigtrain.optim.patterns import first_match, read_pairs
 from bigtrain.settings import Config, ConfigError
 
-_KERNELS = ((".*/kernel$", 1.0),)
+_MATRICES = ((".*/(kernel|lora_a|lora_b)$", 1.0),)
 _COUPLINGS = ("schedule", "lr", "gradient")
 _ARITHMETIC = ("float32", "stored")
 _NORMS = ("l2", "l1", "max")
@@ -80,7 +80,7 @@ def read(
   settings.check_choice(f"{cfg.path}.wd_coupling", coupling, _COUPLINGS)
   by_name, schedule_of = _schedules(cfg, names, units)
   lr_mults = _multipliers(cfg, "lr_mults", names, 1.0)
-  wd_mults = _multipliers(cfg, "wd_mults", names, 0.0, _KERNELS if wd else ())
+  wd_mults = _multipliers(cfg, "wd_mults", names, 0.0, _MATRICES if wd else ())
   grad_mults = _multipliers(cfg, "grad_mults", names, 1.0)
   leaves = {}
   for name in names:

@@ -487,6 +487,17 @@ def test_weight_decay_without_a_matching_parameter_is_an_error():
   make({"w": jnp.ones(3)}, wd=0.0)
 
 
+def test_weight_decay_holds_for_the_matrices_of_adapters():
+  names = ("lora_a", "lora_b", "lora_magnitude")
+  params = {"dense": {name: jnp.ones((2, 2)) for name in names}}
+  optimizer = make(params, lr=1.0, wd=0.1, optimizer=dict(name="sgd"))
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state = optimizer.tx.init(params)
+  updates, _ = optimizer.tx.update(zeros, state, params, step=0)
+  for name, expected in zip(names, (-0.1, -0.1, 0.0)):
+    np.testing.assert_allclose(updates["dense"][name], expected, rtol=1e-6)
+
+
 def test_lr_is_required():
   with pytest.raises(ConfigError, match=r"config\.lr: missing"):
     chain.make(Config(dict(optimizer=ADAM)), tree(0), UNITS)
