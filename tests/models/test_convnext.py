@@ -53,6 +53,31 @@ def test_stochastic_depth_leaves_out_branches_in_training():
   np.testing.assert_array_equal(apply(params, image, train=True)[0], evaluated)
 
 
+def test_sums_of_shifted_images_are_the_convolution_of_other_platforms():
+  numbers = ("NHWC", "HWIO", "NHWC")
+  how = dict(dimension_numbers=numbers, feature_group_count=3)
+  how |= dict(window_strides=(1, 1), padding=[(3, 3)] * 2)
+  keys = jax.random.split(jax.random.key(0), 3)
+  x, dy = (jax.random.normal(key, (2, 5, 4, 3)) for key in keys[:2])
+  kernel = jax.random.normal(keys[2], (7, 7, 1, 3))
+
+  def run(conv, platforms=None):
+    conv = functools.partial(conv, **how)
+    both = jax.jit(lambda *args: (conv(*args), jax.vjp(conv, *args)[1](dy)))
+    if platforms is None:
+      return both(x, kernel)
+    return jax.export.export(both, platforms=platforms)(x, kernel).mlir_module()
+
+  for ours, xla in zip(
+    jax.tree.leaves(run(convnext._by_device)),
+    jax.tree.leaves(run(jax.lax.conv_general_dilated)),
+  ):
+    np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-5)
+  for platform in ("cuda", "tpu"):
+    program = run(convnext._by_device, [platform])
+    assert "while" not in program and "stablehlo.convolution" in program
+
+
 @pytest.mark.parametrize(
   "sizes",
   cases.quick([dict(fsdp=8), dict(fsdp=4, tensor=2)], dict(fsdp=4, tensor=2)),
