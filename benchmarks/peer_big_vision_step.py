@@ -1,4 +1,4 @@
-"""Steps of big_vision's ViT and CapPa, for peer_process.py.
+"""Steps of big_vision's classifiers and CapPa, for peer_process.py.
 
 Model, loss and optimizer come unmodified from the checkout. The update is part
 of the main functions of its trainers, and CapPa's does not run with current
@@ -6,6 +6,7 @@ versions of jax. So this module repeats the lines that combine the parts:
 gradients, optimizer updates, and the norms that it logs in each step.
 """
 
+import importlib
 import json
 import sys
 import time
@@ -18,8 +19,6 @@ import numpy as np
 import optax
 from big_vision import optax as bv_optax
 from big_vision import utils
-from big_vision.models import vit
-from big_vision.models.proj.cappa import cappa
 
 from benchmarks import peer_process
 
@@ -30,7 +29,8 @@ def main() -> None:
   model, loss_fn, batch = _parts(options)
 
   def init_params() -> Any:
-    example = batch if options["captions"] else batch[:1]
+    # A model with captions takes both.
+    example = batch[: 1 if "num_classes" in options["model"] else 2]
     variables = model.init(jax.random.PRNGKey(0), *map(jnp.asarray, example))
     return variables["params"]
 
@@ -92,22 +92,22 @@ def _parts(options: Any) -> tuple[Any, Any, Any]:
   draw = np.random.default_rng(0)
   size, batch_size = options["size"], options["batch_size"]
   image = draw.normal(size=(batch_size, size, size, 3)).astype(np.float32)
-  if not options["captions"]:
-    model = vit.Model(**options["model"])
-    classes = options["model"]["num_classes"]
+  module = importlib.import_module(f"big_vision.models.{options['module']}")
+  model = module.Model(**options["model"])
+  classes = options["model"].get("num_classes")
+  if classes:
     labels = np.eye(classes, dtype=np.float32)[
       draw.integers(classes, size=batch_size)
     ]
 
-    def vit_loss(params: Any, rng: Any, image: Any, labels: Any) -> Any:
+    def image_loss(params: Any, rng: Any, image: Any, labels: Any) -> Any:
       logits, _ = model.apply(
         {"params": params}, image, train=True, rngs={"dropout": rng}
       )
       return utils.softmax_xent(logits=logits, labels=labels)
 
-    return model, vit_loss, (image, labels)
+    return model, image_loss, (image, labels)
 
-  model = cappa.Model(**options["model"])
   shape = (batch_size, options["model"]["seq_len"])
   text = draw.integers(1, options["model"]["vocab_size"], size=shape)
 

@@ -1,4 +1,4 @@
-"""Steps of a ViT, a GPT-2 and a Llama in torch, for peer_process.py.
+"""Steps of a ViT, a GPT-2, a Llama and timm's models, for peer_process.py.
 
 They follow current practice for speed: scaled_dot_product_attention, fused
 AdamW, and torch.compile where it works.
@@ -131,13 +131,34 @@ class Model(nn.Module):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+class Timm(nn.Module):
+  """A classifier of timm.
+
+  Args:
+    options: timm, its name, and arguments of its function.
+  """
+
+  def __init__(self, options: Any):
+    super().__init__()
+    import no_torchvision  # noqa: F401, Before timm.
+    import timm
+
+    options = dict(options)
+    self.model = timm.create_model(options.pop("timm"), **options)
+
+  def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of images [B, 3, H, W]."""
+    return F.cross_entropy(self.model(x).float(), targets)
+
+
 def main() -> None:
   """Builds the model of the options on the command line, and serves it."""
   options = json.loads(sys.argv[1])
   device = "cuda" if torch.cuda.is_available() else "cpu"
   torch.set_float32_matmul_precision("high")
   torch.manual_seed(0)
-  model = Model(options["model"]).to(device)
+  kind = Timm if "timm" in options["model"] else Model
+  model = kind(options["model"]).to(device)
   batch = [x.to(device) for x in _batch(options)]
   adam = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
   dtype = getattr(torch, options["dtype"])

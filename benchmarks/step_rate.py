@@ -2,10 +2,10 @@
 
 The compiled update of main.py takes turns with big_vision's and with torch,
 each in its own process, on resident batches. All use Adam, weight decay and
-clipping by the global norm.
+clipping by the global norm. --only=vit,rope chooses models.
 
 BIG_VISION=folder adds a checkout of big_vision. TORCH_PYTHON names an
-interpreter with torch, if this one lacks it.
+interpreter with torch and timm, if this one lacks them.
 """
 
 import os
@@ -18,59 +18,88 @@ from benchmarks import measure, peer_process
 _CLASSES = 1000
 
 
+class Case(NamedTuple):
+  """A model and batch of ours, and options of the peers' scripts, if any."""
+
+  name: str
+  config: Any
+  big_vision: dict[str, Any] | None = None
+  torch: dict[str, Any] | None = None
+  # Config of ours without the option whose cost is measured.
+  without: Any = None
+
+
 class Sizes(NamedTuple):
-  """Sizes of models, batches and turns.
+  """Sizes of a benchmark.
 
   Attributes:
     steps: steps per turn.
     dtype: dtype of the computation, where the peer supports several.
-    vit: variant, size in pixels, batch_size.
-    captioner: see big_vision_captioner.
-    decoder: width, depth, vocab_size, length, batch_size.
-    llama: the same and num_kv_heads.
+    cases: {name of a case: sizes of its model and batch}.
   """
 
   steps: int
   dtype: str
-  vit: dict[str, Any]
-  captioner: dict[str, Any]
-  decoder: dict[str, Any]
-  llama: dict[str, Any]
+  cases: dict[str, dict[str, Any]]
 
 
+def _image(size: int, batch_size: int, **model: Any) -> dict[str, Any]:
+  return dict(**model, size=size, batch_size=batch_size)
+
+
+# The captioner is slowest; loss_memory.py covers it in --quick.
 _QUICK = Sizes(
   1,
   "float32",
-  dict(variant="mu/16", size=16, batch_size=8),
-  {},
-  dict(width=64, depth=1, vocab_size=64, length=8, batch_size=2),
-  {},
+  dict(
+    vit=_image(16, 8, variant="mu/16"),
+    decoder=dict(width=64, depth=1, vocab_size=64, length=8, batch_size=2),
+  ),
 )
 _CPU = Sizes(
   3,
   "float32",
-  dict(variant="S/16", size=96, batch_size=8),
-  dict(variant="S/16", depth=6, decoder_depth=3, vocab_size=32_000, length=32)
-  | dict(size=64, batch_size=8),
-  dict(width=384, depth=6, vocab_size=50_304, length=256, batch_size=2),
-  dict(width=512, depth=6, num_kv_heads=2, vocab_size=32_000, length=256)
-  | dict(batch_size=2),
+  dict(
+    vit=_image(96, 8, variant="S/16"),
+    decoder=dict(width=384, depth=6, vocab_size=50_304, length=256)
+    | dict(batch_size=2),
+    captioner=dict(variant="S/16", depth=6, decoder_depth=3)
+    | _image(64, 8, vocab_size=32_000, length=32),
+    llama=dict(width=512, depth=6, num_kv_heads=2, vocab_size=32_000)
+    | dict(length=256, batch_size=2),
+    dinov2=_image(98, 8),
+    convnext=_image(128, 8),
+    mixer=_image(224, 4),
+    bit=_image(128, 8),
+    rope=_image(224, 4),
+  ),
 )
 _GPU = Sizes(
   20,
   "bfloat16",
-  dict(variant="S/16", size=224, batch_size=256),
-  dict(variant="S/16", depth=12, decoder_depth=6, vocab_size=32_000, length=64)
-  | dict(size=224, batch_size=128),
-  dict(width=768, depth=12, vocab_size=50_304, length=1024, batch_size=16),
-  dict(width=1024, depth=12, num_kv_heads=4, vocab_size=32_000, length=1024)
-  | dict(batch_size=16),
+  dict(
+    vit=_image(224, 256, variant="S/16"),
+    decoder=dict(width=768, depth=12, vocab_size=50_304, length=1024)
+    | dict(batch_size=16),
+    captioner=dict(variant="S/16", depth=12, decoder_depth=6)
+    | _image(224, 128, vocab_size=32_000, length=64),
+    llama=dict(width=1024, depth=12, num_kv_heads=4, vocab_size=32_000)
+    | dict(length=1024, batch_size=16),
+    dinov2=_image(224, 256),
+    convnext=_image(224, 128),
+    mixer=_image(224, 256),
+    bit=_image(224, 128),
+    rope=_image(224, 256),
+  ),
 )
 
 
 def main() -> None:
   """Prints a ratio per model and peer."""
-  args = measure.arguments(__doc__)
+  args = measure.arguments(__doc__, only="names of cases, separated by commas")
+  names = args.only.split(",") if args.only else [*_CASES]
+  if not {*names} <= {*_CASES}:
+    sys.exit(f"--only={args.only}: expected some of {', '.join(_CASES)}.")
   # Leaves GPU memory for the peers.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   import jax
@@ -80,49 +109,47 @@ def main() -> None:
   host_memory.keep_freed()  # Before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"
   sizes = _QUICK if args.quick else _CPU if on_cpu else _GPU
-  # The captioner is slowest; loss_memory.py covers it in --quick.
-  models = [_vit, _decoder]
-  if not args.quick:
-    models += [_captioner, _llama]
-  for model in models:
-    name, config, big_vision, torch = model(sizes)
-    target = ">= 1.0" if on_cpu else ">= 1.1"
-    peers = {}
-    if big_vision:
-      peers["big_vision"] = (start_big_vision, big_vision, ">= 1.1")
-    if torch:
-      peers["torch"] = (_start_torch, torch, target)
-    _compare(name, config, peers, sizes.steps, args)
+  for name in names:
+    if name in sizes.cases:
+      case = _CASES[name](sizes.cases[name], sizes.dtype)
+      _compare(case, sizes.steps, ">= 1.0" if on_cpu else ">= 1.1", args)
 
 
-def _compare(
-  name: str, config: Any, peers: dict[str, Any], steps: int, args: Any
-) -> None:
+def _compare(case: Case, steps: int, of_torch: str, args: Any) -> None:
   import jax
 
   from benchmarks import program
 
   started: dict[str, peer_process.Peer] = {}
+  targets = {"big_vision": ">= 1.1", "torch": of_torch}
   try:
-    for peer, (start, options, _) in peers.items():
+    for peer, start in dict(
+      big_vision=start_big_vision, torch=_start_torch
+    ).items():
+      options = getattr(case, peer)
+      if options is None:
+        continue
       process, reason = start(options, args.quick)
-      if reason:
-        measure.skip(1, f"step rate, ours / {peer}: {name}", reason)
+      if process is None:
+        label = f"step rate, ours / {peer}: {case.name}"
+        measure.skip(1, label, reason)
       else:
         started[peer] = process
-    if not started and not args.quick:
+    if not started and case.without is None and not args.quick:
       return
     if args.quick:  # Halves the time to compile.
-      config.update(optimizer=dict(name="sgd"), weight_stats="none")
-    ours = program.build(config)
+      case.config.update(optimizer=dict(name="sgd"), weight_stats="none")
+    ours = program.build(case.config)
     number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
     for peer, process in started.items():
       if process.ready["parameters"] != number:
         raise ValueError(
-          f"{name}: {number} parameters, but the model of {peer} has "
+          f"{case.name}: {number} parameters, but the model of {peer} has "
           f"{process.ready['parameters']}."
         )
     runs = {"ours": ours.run} | {p: s.run for p, s in started.items()}
+    if case.without is not None:
+      runs["without"] = program.build(case.without).run
 
     def turn(run: Callable[[int], float]) -> Callable[[], float]:
       return lambda: run(steps) / steps
@@ -134,40 +161,92 @@ def _compare(
       process.close()
   for peer, process in started.items():
     how = process.ready.get("how")
-    label = f"{peer} {how}" if how else peer
-    measure.report(
-      1,
-      f"step rate, ours / {label}: {name}",
-      measure.ratios(secs[peer], secs["ours"]),
-      target=peers[peer][2],
-    )
-  measure.report(1, f"step: {name}", secs["ours"], unit="s")
+    label = f"step rate, ours / {f'{peer} {how}' if how else peer}: {case.name}"
+    values = measure.ratios(secs[peer], secs["ours"])
+    measure.report(1, label, values, target=targets[peer])
+  if case.without is not None:
+    values = measure.ratios(secs["ours"], secs["without"])
+    measure.report(1, f"step, {case.name}", values, target="<= 1.05")
+  measure.report(1, f"step: {case.name}", secs["ours"], unit="s")
 
 
-def _vit(sizes: Sizes) -> tuple[str, Any, Any, Any]:
-  """Returns (name, our config, big_vision's options, torch's options)."""
+def _images(
+  name: str, model_name: str, options: dict[str, Any], dtype: str, **model: Any
+) -> Case:
+  """A classifier without peers yet; `options` has size and batch_size."""
   from benchmarks import synthetic
+
+  size, batch_size = options["size"], options["batch_size"]
+  config = synthetic.get_config(f"size={size},batch_size={batch_size}")
+  config.model_name = model_name
+  config.model = dict(num_classes=_CLASSES, dtype=dtype, **model)
+  name += f", {batch_size} images of {size} x {size}, {dtype}"
+  return Case(name, config)
+
+
+def _vit(options: dict[str, Any], dtype: str) -> Case:
   from bigtrain.models import vit
 
-  variant, size, batch_size = sizes.vit.values()
-  config = synthetic.get_config(_argument(sizes.vit))
-  config.model.dtype = sizes.dtype
+  variant = options["variant"]
   shape = vit.variant_sizes(variant)
   patch = shape.pop("patch_size")
-  batch: dict[str, Any] = dict(size=size, batch_size=batch_size)
-  name = f"ViT-{variant}, {batch_size} images of {size} x {size}, {sizes.dtype}"
-  return (
-    name,
-    config,
-    big_vision_vit(sizes.vit, sizes.dtype),
-    batch
-    | dict(
-      dtype=sizes.dtype,
-      model=shape
-      | dict(length=(size // patch) ** 2, patch_size=patch)
-      | dict(num_classes=_CLASSES),
-    ),
+  torch = shape | dict(length=(options["size"] // patch) ** 2)
+  torch |= dict(patch_size=patch, num_classes=_CLASSES)
+  case = _images(f"ViT-{variant}", "vit", options, dtype, variant=variant)
+  return case._replace(
+    big_vision=big_vision_vit(options, dtype),
+    torch=_batch(options) | dict(dtype=dtype, model=torch),
   )
+
+
+def _batch(options: dict[str, Any]) -> dict[str, Any]:
+  return {name: options[name] for name in ("size", "batch_size")}
+
+
+def _dinov2(options: dict[str, Any], dtype: str) -> Case:
+  model = dict(
+    variant="S/14",
+    pool_type="tok",
+    posemb_class=True,
+    mlp="gelu_erf",
+    layer_scale=1e-5,
+  )
+  case = _images("DINOv2-S/14", "vit", options, dtype, **model)
+  timm = dict(timm="vit_small_patch14_dinov2", img_size=options["size"])
+  return case._replace(torch=_timm(options, dtype, **timm))
+
+
+def _convnext(options: dict[str, Any], dtype: str) -> Case:
+  model = dict(variant="tiny", layer_scale=1e-6)
+  case = _images("ConvNeXt-T", "convnext", options, dtype, **model)
+  return case._replace(torch=_timm(options, dtype, timm="convnext_tiny"))
+
+
+def _timm(options: dict[str, Any], dtype: str, **model: Any) -> dict[str, Any]:
+  model = dict(num_classes=_CLASSES, **model)
+  return _batch(options) | dict(dtype=dtype, model=model)
+
+
+def _mixer(options: dict[str, Any], dtype: str) -> Case:
+  model = dict(variant="Mixer-S/16")
+  case = _images("Mixer-S/16", "vit", options, dtype, **model)
+  return case._replace(
+    big_vision=_big_vision("mlp_mixer", options, variant="S/16")
+  )
+
+
+def _bit(options: dict[str, Any], dtype: str) -> Case:
+  case = _images("BiT-R50x1", "resnet", options, dtype, norm="bit")
+  return case._replace(big_vision=_big_vision("bit", options))
+
+
+def _rope(options: dict[str, Any], dtype: str) -> Case:
+  name = "ViT-S/16 with 2D rotary / learned positions"
+  model: dict[str, Any] = dict(variant="S/16")
+  learned = _images(name, "vit", options, dtype, **model)
+  model |= dict(posemb="none", rope={})
+  rotary = _images(name, "vit", options, dtype, **model)
+  return rotary._replace(without=learned.config)
 
 
 def big_vision_vit(options: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -177,25 +256,26 @@ def big_vision_vit(options: dict[str, Any], dtype: str) -> dict[str, Any]:
     options: variant, size, batch_size.
     dtype: dtype of the matrix products.
   """
-  model = dict(
-    num_classes=_CLASSES,
-    variant=options["variant"],
-    pool_type="gap",
-    dtype_mm=dtype,
-  )
-  batch = {name: options[name] for name in ("size", "batch_size")}
-  return dict(captions=False, model=model, **batch)
+  model = dict(variant=options["variant"], pool_type="gap", dtype_mm=dtype)
+  return _big_vision("vit", options, **model)
 
 
-def _captioner(sizes: Sizes) -> tuple[str, Any, Any, Any]:
+def _big_vision(
+  module: str, options: dict[str, Any], **model: Any
+) -> dict[str, Any]:
+  model = dict(num_classes=_CLASSES, **model)
+  return dict(module=module, model=model, **_batch(options))
+
+
+def _captioner(options: dict[str, Any], dtype: str) -> Case:
   from benchmarks import synthetic_text
 
-  options = sizes.captioner
+  del dtype  # big_vision's computes in float32.
   config = synthetic_text.get_config(f"kind=captioner,{_argument(options)}")
   name = "CapPa-{variant}, {depth} + {decoder_depth} layers, V={vocab_size}, "
   name += "{batch_size} images of {size} x {size}, {length} tokens, float32"
-  # There is no reference implementation for torch.
-  return name.format(**options), config, big_vision_captioner(options), None
+  peer = big_vision_captioner(options)
+  return Case(name.format(**options), config, peer)
 
 
 def big_vision_captioner(options: dict[str, Any]) -> dict[str, Any]:
@@ -221,43 +301,37 @@ def big_vision_captioner(options: dict[str, Any]) -> dict[str, Any]:
     masked_pred_prob=0.75,
     masking_ratio=1.0,
   )
-  batch = {name: options[name] for name in ("size", "batch_size")}
-  return dict(captions=True, model=model, **batch)
+  return dict(module="proj.cappa.cappa", model=model, **_batch(options))
 
 
-def _decoder(sizes: Sizes) -> tuple[str, Any, Any, Any]:
-  from benchmarks import synthetic_text
-
-  options = sizes.decoder
-  argument = f"kind=decoder,{_argument(options)},dtype={sizes.dtype}"
-  config = synthetic_text.get_config(argument)
-  model = {n: v for n, v in options.items() if n != "batch_size"}
-  model |= _heads_and_mlp(options["width"])
-  name = "GPT-2 of {depth} layer(s), width {width}, V={vocab_size}, "
-  name += f"{{batch_size}} x {{length}} tokens, {sizes.dtype}"
-  torch = dict(batch_size=options["batch_size"], dtype=sizes.dtype, model=model)
-  return name.format(**options), config, None, torch
-
-
-def _heads_and_mlp(width: int) -> dict[str, int]:
-  """Returns num_heads and mlp_dim of a GPT-2."""
-  return dict(num_heads=width // 64, mlp_dim=4 * width)
-
-
-def _llama(sizes: Sizes) -> tuple[str, Any, Any, Any]:
-  from benchmarks import synthetic_text
-
-  options = sizes.llama
-  argument = f"kind=decoder,variant=llama,{_argument(options)}"
-  config = synthetic_text.get_config(f"{argument},dtype={sizes.dtype}")
-  model = {n: v for n, v in options.items() if n != "batch_size"}
-  model |= dict(num_heads=config.model.num_heads, mlp_dim=config.model.mlp_dim)
-  name = (
-    "Llama of {depth} layers, width {width}, {num_kv_heads} heads of keys, "
+def _decoder(options: dict[str, Any], dtype: str) -> Case:
+  name = "GPT-2 of {depth} layer(s), width {width}, V={vocab_size}"
+  width = options["width"]
+  return _texts(
+    name, "", options, dtype, num_heads=width // 64, mlp_dim=4 * width
   )
-  name += f"V={{vocab_size}}, {{batch_size}} x {{length}} tokens, {sizes.dtype}"
-  torch = dict(batch_size=options["batch_size"], dtype=sizes.dtype, model=model)
-  return name.format(**options), config, None, torch
+
+
+def _llama(options: dict[str, Any], dtype: str) -> Case:
+  name = "Llama of {depth} layers, width {width}, {num_kv_heads} heads of keys"
+  return _texts(name + ", V={vocab_size}", "variant=llama,", options, dtype)
+
+
+def _texts(
+  name: str, variant: str, options: dict[str, Any], dtype: str, **model: Any
+) -> Case:
+  from benchmarks import synthetic_text
+
+  argument = f"kind=decoder,{variant}{_argument(options)},dtype={dtype}"
+  config = synthetic_text.get_config(argument)
+  if variant:
+    model |= dict(
+      num_heads=config.model.num_heads, mlp_dim=config.model.mlp_dim
+    )
+  model |= {n: v for n, v in options.items() if n != "batch_size"}
+  name += ", {batch_size} x {length} tokens, " + dtype
+  torch = dict(batch_size=options["batch_size"], dtype=dtype, model=model)
+  return Case(name.format(**options), config, torch=torch)
 
 
 def _argument(options: dict[str, Any]) -> str:
@@ -286,7 +360,8 @@ def _start_torch(
   reason = reason or ("not in --quick" if quick else "")
   if reason:
     return None, reason
-  env = peer_process.environment()
+  # timm imports torchvision, of which these models use nothing.
+  env = peer_process.environment(os.path.join(measure.ROOT, "tests/golden"))
   return _start("peer_torch_step", options, env, python or sys.executable)
 
 
@@ -298,6 +373,18 @@ def _start(
   except RuntimeError as e:  # The installed peer may be incompatible.
     return None, f"failed: {str(e).strip().splitlines()[-1]}"
 
+
+_CASES = dict(
+  vit=_vit,
+  decoder=_decoder,
+  captioner=_captioner,
+  llama=_llama,
+  dinov2=_dinov2,
+  convnext=_convnext,
+  mixer=_mixer,
+  bit=_bit,
+  rope=_rope,
+)
 
 if __name__ == "__main__":
   main()
