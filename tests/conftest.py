@@ -71,9 +71,18 @@ def session_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def gs_bucket():
   """URL of a bucket; tensorstore keeps the first server of a process."""
+  yield from _bucket("gs")
+
+
+@pytest.fixture(scope="session")
+def s3_bucket():
+  yield from _bucket("s3")
+
+
+def _bucket(scheme):
   from support import object_stores
 
-  server = object_stores.Server("gs")
+  server = object_stores.Server(scheme)
   if server.missing:
     pytest.skip(server.missing)
   server.start()

@@ -306,26 +306,30 @@ def test_changed_shards_are_refused_on_resume(pattern, tmp_path):
   assert webdataset.Source(pattern).fingerprint() != fingerprint
 
 
-def test_shards_in_an_object_store(gs_bucket, pattern, cache, monkeypatch):
+@pytest.mark.parametrize(
+  "store", ["gs_bucket", pytest.param("s3_bucket", marks=pytest.mark.cluster)]
+)
+def test_shards_in_an_object_store(store, request, pattern):
   from bigtrain.files import objects
 
+  bucket = request.getfixturevalue(store)
   for i in range(3):
     content = pathlib.Path(pattern.replace("{00..02}", f"{i:02}")).read_bytes()
-    objects.write(f"{gs_bucket}/set/x-{i:02}.tar", content)
+    objects.write(f"{bucket}/set/x-{i:02}.tar", content)
   local = webdataset.Source(pattern)
   for path in ("x-*.tar", "x-{00..02}.tar"):
-    url = f"{gs_bucket}/set/{path}"
-    source = webdataset.Source(url, index=f"{gs_bucket}/index")
+    url = f"{bucket}/set/{path}"
+    source = webdataset.Source(url, index=f"{bucket}/index")
     assert source.fingerprint() == local.fingerprint()
     order = np.asarray([6, 0, 3])
     for at, i in enumerate(order):
       check(source.read(order), at, i)
-  assert len(objects.below(f"{gs_bucket}/index")) == 3
-  objects.write(f"{gs_bucket}/set/x-02.tar", content[:2048])
-  with pytest.raises(DataError, match=r"gs://.*x-02\.tar"):
+  assert len(objects.below(f"{bucket}/index")) == 3
+  objects.write(f"{bucket}/set/x-02.tar", content[:2048])
+  with pytest.raises(DataError, match=r"//bucket/.*x-02\.tar"):
     source.read(np.asarray([5]))
-  objects.write(f"{gs_bucket}/set/x-02.tar", content + bytes(512))
+  objects.write(f"{bucket}/set/x-02.tar", content + bytes(512))
   with pytest.raises(DataError, match=r"x-02\.tar.*has changed"):
     source.read(np.asarray([5]))
   with pytest.raises(DataError, match=r"x-03\.tar: no such object"):
-    webdataset.Source(f"{gs_bucket}/set/x-03.tar")
+    webdataset.Source(f"{bucket}/set/x-03.tar")
