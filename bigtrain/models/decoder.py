@@ -97,6 +97,7 @@ class Model(nn.Module):
   logits_multiplier: float = 1.0  # Factor of the logits.
   logits_softcap: float | None = None  # Logits x: cap * tanh(x / cap).
   dropout: float = 0.0  # Rate after the embedding and on branches.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
   # Of kernels; those that write to the stream have init_std / sqrt(2 N).
   init_std: float = 0.02
@@ -338,6 +339,7 @@ def _read(model: Model) -> None:
   options.check_fields(
     model,
     "dropout",
+    "drop_path",
     posemb=POSEMBS,
     pool=POOLS,
     norm=causal_block.NORMS,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import settings
-from bigtrain.models.layers import options
+from bigtrain.models.layers import encoder, options
 from bigtrain.models.published import conversions, stage_families, tables
 
 # Blocks in each of the four stages.
@@ -66,10 +66,11 @@ class Model(nn.Module):
   # and timm's "bit_torch".
   norm: str = "batch"
   groups: int = 32  # Number of groups of a group norm.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
-    options.check_fields(self, version=VERSIONS, norm=NORMS)
+    options.check_fields(self, "drop_path", version=VERSIONS, norm=NORMS)
     if isinstance(self.depth, int):
       options.check_fields(self, depth=DEPTHS)
     if not int(64 * self.width):
@@ -103,10 +104,13 @@ class Model(nn.Module):
     x_BHWD = nn.max_pool(x_BHWD, (3, 3), (2, 2), padding)
 
     block = BlockV1 if self.version == 1 else BlockV2
-    for stage, num_blocks in enumerate(stage_depths(self), 1):
+    depths = stage_depths(self)
+    rates = iter(np.linspace(0.0, self.drop_path, sum(depths)).tolist())
+    for stage, num_blocks in enumerate(depths, 1):
       for i in range(1, num_blocks + 1):
         stride = 2 if i == 1 and stage > 1 else 1
         name = f"stage{stage}_block{i}"
+        layers = layers._replace(drop_path=next(rates))
         x_BHWD = block(channels, stride, layers, name=name)(x_BHWD)
       channels *= 2
     if self.version == 2:
@@ -132,6 +136,7 @@ class Layers(NamedTuple):
   groups: int
   train: bool
   dtype: str
+  drop_path: float = 0.0
 
   def conv(
     self, channels: int, size: int, stride: int, name: str, **kwargs: Any
@@ -164,6 +169,11 @@ class Layers(NamedTuple):
     return nn.BatchNorm(
       not self.train, momentum=0.9, name=f"bn{name}", **shared
     )
+
+  def drop(self, y_BHWD: jax.Array, block: nn.Module) -> jax.Array:
+    if not self.train or not self.drop_path:
+      return y_BHWD
+    return encoder.drop_path(y_BHWD, self.drop_path, block.make_rng("dropout"))
 
 
 class Conv(nn.Conv):
@@ -202,7 +212,7 @@ class BlockV1(nn.Module):
     if self.stride != 1 or x_BHWD.shape[-1] != 4 * C:
       x_BHWD = conv(4 * C, 1, self.stride, name="conv_proj")(x_BHWD)
       x_BHWD = norm("_proj")(x_BHWD)
-    return nn.relu(x_BHWD + y_BHWD)
+    return nn.relu(x_BHWD + self.layers.drop(y_BHWD, self))
 
 
 class BlockV2(nn.Module):
@@ -226,7 +236,8 @@ class BlockV2(nn.Module):
     y_BHWD = conv(C, 3, self.stride, name="conv2")(y_BHWD)
     y_BHWD = nn.relu(norm("3")(y_BHWD))
     zeros = nn.initializers.zeros
-    return x_BHWD + conv(4 * C, 1, 1, name="conv3", kernel_init=zeros)(y_BHWD)
+    y_BHWD = conv(4 * C, 1, 1, name="conv3", kernel_init=zeros)(y_BHWD)
+    return x_BHWD + self.layers.drop(y_BHWD, self)
 
 
 # Names in releases of BiT, of big_vision and of the paper.

@@ -55,6 +55,8 @@ class Model(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   init_scale: float = 1.0  # Of the initial variance; 0.1 suits experts.
   dropout: float = 0.0  # After embeddings and norms, in MLPs, on branches.
+  # Of the last blocks of encoder and decoder; grows linearly from 0.
+  drop_path: float = 0.0
   scan: bool = False  # Whether a compiled block loops over stacked layers.
   attention: str = "auto"  # A name in attention_backends.NAMES.
   remat_policy: str = "none"  # A name in remat.POLICIES.
@@ -81,8 +83,9 @@ class Model(nn.Module):
       "token_embedding", nn.initializers.normal(1.0), (V, D)
     )
     blocks = options.pick(t5_stack.Options, self)
-    self.encoder = t5_stack.Stack(blocks, self.depth, two_sided=True)
-    self.decoder = t5_stack.Stack(blocks, self.decoder_depth, two_sided=False)
+    self.encoder = t5_stack.Stack(blocks, two_sided=True)
+    blocks = blocks._replace(depth=self.decoder_depth)
+    self.decoder = t5_stack.Stack(blocks, two_sided=False)
     if not self.tied_head:
       init = nn.initializers.normal(blocks.std(D))
       self.head = kernels.Kernel((D, V), init=init)
@@ -249,7 +252,7 @@ def _check(model: Model) -> None:
       f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
       f"less than twice max_distance={model.max_distance}."
     )
-  options.check_fields(model, "dropout", mlp=MLPS)
+  options.check_fields(model, "dropout", "drop_path", mlp=MLPS)
 
 
 _DIMS = {

@@ -60,6 +60,7 @@ class Model(nn.Module):
   mlm_head: bool = False  # Whether it predicts the tokens, and pools nothing.
   head_bias: bool = True  # Whether the head has a bias.
   dropout: float = 0.0  # Rate in the MLPs and on residual branches.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   scan: bool = False  # Whether a compiled block loops over stacked layers.
   attention: str = "auto"  # A name in attention_backends.NAMES.
   remat_policy: str = "none"  # A name in remat.POLICIES.
@@ -68,7 +69,8 @@ class Model(nn.Module):
   def __post_init__(self) -> None:
     options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))
     options.check_sizes(self, (*vit.SIZES, "vocab_size"))
-    options.check_fields(self, "dropout", pool_type=POOL_TYPES, mlp=vit.MLPS)
+    rates = "dropout", "drop_path"
+    options.check_fields(self, *rates, pool_type=POOL_TYPES, mlp=vit.MLPS)
     if self.pool_type == "eos" and self.eos_id is None:
       raise settings.ConfigError(
         "config.model.eos_id: missing; pool_type='eos' needs it."
@@ -117,6 +119,7 @@ class Model(nn.Module):
     x_BLD = encoder.Encoder(
       options.pick(encoder.Options, self),
       depth=self.depth,
+      drop_path=self.drop_path,
       final_norm=not self.post_norm,
       scan=self.scan,
       remat_policy=self.remat_policy,

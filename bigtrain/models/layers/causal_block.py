@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  encoder,
   kv_cache,
   masks,
   mlp,
@@ -54,6 +55,7 @@ class Options(NamedTuple):
   residual_multiplier: float
   attention: str
   dropout: float
+  drop_path: float
   init_std: float
   dtype: str
   # Numbers in `Tables` and in the cache, see layer_kinds.py.
@@ -105,6 +107,9 @@ class Block(nn.Module):
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if options.residual_multiplier != 1:
         y_BLD *= options.residual_multiplier
+      if train and options.drop_path:
+        rate = options.drop_path * layer / max(1, options.depth - 1)
+        y_BLD = encoder.drop_path(y_BLD, rate, self.make_rng("dropout"))
       return x_BLD + y_BLD
 
     def before(x_BLD: jax.Array, name: str) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  encoder,
   kv_cache,
   masks,
   mlp,
@@ -26,6 +27,7 @@ from bigtrain.models.layers import (
 class Options(NamedTuple):
   """Options of a stack and its blocks: fields of models.t5.Model."""
 
+  depth: int
   num_heads: int
   head_dim: int
   mlp_dim: int
@@ -36,6 +38,7 @@ class Options(NamedTuple):
   norm_eps: float
   init_scale: float
   dropout: float
+  drop_path: float
   attention: str
   scan: bool
   remat_policy: str
@@ -110,8 +113,14 @@ class Block(nn.Module):
     norm = functools.partial(
       nn.RMSNorm, epsilon=options.norm_eps, dtype=options.dtype
     )
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
     attend = functools.partial(attention.Attention, _attention(options, D))
+
+    def drop(y_BLD: jax.Array) -> jax.Array:
+      y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+      if train and options.drop_path:
+        rate = options.drop_path * layer / max(1, options.depth - 1)
+        y_BLD = encoder.drop_path(y_BLD, rate, self.make_rng("dropout"))
+      return y_BLD
 
     y_BLD = norm(name="attention_norm")(x_BLD)
     y_BLD, past = attend(name="attention")(
@@ -149,7 +158,6 @@ class Stack(nn.Module):
   """The blocks of an encoder, where positions see later ones, or a decoder."""
 
   options: Options
-  depth: int
   two_sided: bool
 
   @nn.compact
@@ -187,7 +195,7 @@ class Stack(nn.Module):
       self,
       Block,
       moe.kinds(options),
-      self.depth,
+      options.depth,
       (drop(x_BLD), state),
       bias,
       mask,
