@@ -3,8 +3,8 @@
 Several are a dict by name, and so are their models and variables. The variables
 are split over the devices by config.sharding, under the names
 "teacher/params/...". They are no part of the train state: every start loads
-them, and checkpoints leave them out. A teacher with ema=True is the average in
-the state of the model itself, and has no variables here.
+them, and checkpoints leave them out. With ema=True, a teacher is the average in
+the state, and has no variables here.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,9 +43,8 @@ def from_config(
       raise settings.ConfigError(
         f"{part.path}.ema=True: expected config.ema_decay, such as 0.999."
       )
-    return Teacher(
-      parts.model(config)[1], {"teacher": {}}, lambda: {"teacher": {}}
-    )
+    _, model = parts.model(config)
+    return Teacher(model, {"teacher": {}}, lambda: {"teacher": {}})
   if "model_name" not in part:
     of = lambda x: from_config(config, task, batch_spec, mesh, seed, x)
     several = {name: of(part[name]) for name in part}

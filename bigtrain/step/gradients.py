@@ -38,16 +38,13 @@ _STEP_SUMS = "step_sums"
 
 
 def frozen(state: Mapping[str, Any]) -> dict[str, Variables]:
-  """The entries FROZEN of a state.
-
-  A teacher that has no variables of its own is the average in "ema".
-  """
+  """The entries FROZEN of a state; a teacher without variables is its "ema"."""
   result = {name: state[name] for name in FROZEN if name in state}
   if "teacher" in result and "ema" in state:
-    own = {"params": state["ema"], **state.get("mutable", {})}
-    own |= {name: result[name] for name in ("base",) if name in result}
-    fill = {name: each or own for name, each in result["teacher"].items()}
-    result["teacher"] = fill or own
+    own = {**result, **state.get("mutable", {}), "params": state["ema"]}
+    teachers = own.pop("teacher")
+    filled = {name: each or own for name, each in teachers.items()}
+    result["teacher"] = filled or own
   return result
 
 

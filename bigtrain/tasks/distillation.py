@@ -2,9 +2,8 @@
 
 As in Beyer et al. 2021, arxiv.org/abs/2106.05237: all models see the same
 mixed images, and the loss is a distance of their logits alone. `config.teacher`
-is one teacher, or several by name; they are not trained. As a mean teacher
-(Tarvainen & Valpola 2017, arxiv.org/abs/1703.01780) it is the average of the
-student's parameters, and the loss has the labels too, with `label_weight`.
+is one teacher, or several by name; they are not trained. With ema=True and
+`label_weight` it is a mean teacher, arxiv.org/abs/1703.01780.
 
 Legend: B batch, H height, W width, C classes.
 
@@ -15,7 +14,6 @@ sees that one, such as the same view at its own resolution, blended in the same
 way. "shapes" are of the student's image, see models.vit.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,13 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, model_flops
-from bigtrain.losses import (
-  cross_entropy,
-  distances,
-  forward,
-  mixup,
-  teachers,
-)
+from bigtrain.losses import cross_entropy, distances, forward, mixup, teachers
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
@@ -88,11 +80,10 @@ def loss_fn(
   }
   loss_B = sum(shares[name] * losses[f"{name}_loss"] for name in taught)
   if label_weight:
-    xent = functools.partial(cross_entropy.softmax_xent, logits_BC)
+    xent = lambda labels: cross_entropy.softmax_xent(logits_BC, labels)
     labels = batch["labels"]
     xent_B = mix.losses(image, labels, xent) if mix else xent(labels)
-    loss_B += label_weight * xent_B
-    losses["label_loss"] = xent_B
+    loss_B, losses["label_loss"] = loss_B + label_weight * xent_B, xent_B
   teacher_BC = _ensemble(taught)
   per_example: dict[str, Any] = {
     "loss": loss_B,

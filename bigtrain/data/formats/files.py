@@ -104,53 +104,47 @@ class Reader:
 
   def __init__(self) -> None:
     self._handles = handles(_Descriptor)
+    self._last: tuple[str, Any] = "", None  # Path and handle.
 
   def read(self, path: str, offset: int, size: int) -> bytes:
-    return self._local(path, [(offset, size)])[0]
+    try:
+      last = self._last
+      if last[0] != path:
+        last = self._last = path, self._handles.get(path)
+      fd = last[1].fd
+      data = os.pread(fd, size, offset)
+      # Signals and network file systems can cause short reads.
+      while len(data) < size:
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+          break
+        data += more
+    except OSError as e:
+      raise DataError(f"{path}, byte {offset}: {e.strerror}.") from e
+    return data
 
   def read_all(
     self, ranges: Sequence[tuple[str, Sequence[tuple[int, int]]]]
   ) -> list[tuple[list[bytes], bytes]]:
-    """Reads neighbouring (offset, size) of files; objects have a version.
-
-    Parts of a file are apart, as slicing them would copy them again; those of
-    an object are one request.
-    """
-    remote = [
+    """Reads (offset, size) of neighbours; also returns versions of objects."""
+    spans = [
       (path, min(parts)[0], sum(max(parts)) - min(parts)[0])
       for path, parts in ranges
       if paths.is_remote(path)
     ]
     try:
-      versions = iter(stores.read_ranges(remote)) if remote else iter(())
+      versions = iter(stores.read_ranges(spans))  # One request for each object.
     except OSError as e:
       raise DataError(f"{e.filename}: {e.strerror}.") from e
     result = []
     for path, parts in ranges:
-      if not paths.is_remote(path):
-        result.append((self._local(path, parts), b""))
-        continue
-      content, version = next(versions)
-      begin = min(parts)[0]
-      apart = [(content or b"")[x - begin : x - begin + n] for x, n in parts]
+      if paths.is_remote(path):
+        (content, version), begin = next(versions), min(parts)[0]
+        whole = content or b""
+        apart = [whole[x - begin : x - begin + n] for x, n in parts]
+      else:
+        apart, version = [self.read(path, *part) for part in parts], b""
       result.append((apart, version))
-    return result
-
-  def _local(self, path: str, parts: Sequence[tuple[int, int]]) -> list[bytes]:
-    result, offset = [], parts[0][0]
-    try:
-      handle = self._handles.get(path)
-      for offset, size in parts:
-        data = os.pread(handle.fd, size, offset)
-        # Signals and network file systems can cause short reads.
-        while len(data) < size:
-          more = os.pread(handle.fd, size - len(data), offset + len(data))
-          if not more:
-            break
-          data += more
-        result.append(data)
-    except OSError as e:
-      raise DataError(f"{path}, byte {offset}: {e.strerror}.") from e
     return result
 
 

@@ -22,7 +22,6 @@ from bigtrain.settings import DataError
 
 HEADER = tarfile.BLOCKSIZE
 _NAME = re.compile(r"(?:\./)?((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
-_SMALL = 4096  # Bytes.
 _DAMAGED = 1 << 32  # In place of a checksum, to which nothing is equal.
 
 
@@ -127,29 +126,16 @@ def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-  """Returns (start, size) of what `members` takes of rows of `Index.rows`.
-
-  The data of large members are apart from their headers: to slice them from one
-  read would copy them into new memory, which takes as long as reading them.
-  """
-  result = []
-  for start, size, _ in rows:
-    if size <= _SMALL:
-      result.append((start - HEADER, HEADER + size))
-    else:
-      result += [(start - HEADER, HEADER), (start, size)]
-  return result
+  """Returns (start, size) of headers and data, apart: a slice is a copy."""
+  return [x for at, n, _ in rows for x in ((at - HEADER, HEADER), (at, n))]
 
 
 def members(
   contents: Sequence[bytes], rows: Sequence[Sequence[int]]
 ) -> list[bytes]:
   """Returns the data of rows of `Index.rows`, from the contents of `parts`."""
-  result, each = [], iter(contents)
-  for _, size, checksum in rows:
-    header = next(each)
-    data = header[HEADER:] if size <= _SMALL else next(each)
-    if zlib.crc32(data[-HEADER:], zlib.crc32(header[:HEADER])) != checksum:
+  result = list(contents[1::2])
+  for header, data, (_, _, checksum) in zip(contents[::2], result, rows):
+    if zlib.crc32(data[-HEADER:], zlib.crc32(header)) != checksum:
       raise DataError("damaged, or not the member of which the index was made.")
-    result.append(data)
   return result
