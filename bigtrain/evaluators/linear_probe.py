@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import scipy.optimize
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import metrics, settings, sharding
@@ -136,12 +137,22 @@ class Evaluator:
     data = placed(x_ND, 0), placed(y_N, -1)
 
     def fit(l2: float, start: np.ndarray) -> np.ndarray:
+      def shared(flat: np.ndarray, ended: bool) -> tuple[np.ndarray, Any]:
+        """Those of process 0: the rounding of others would lead elsewhere."""
+        values = flat.reshape(start.shape).astype(np.float32), np.int32(ended)
+        weights, ended = multihost_utils.broadcast_one_to_all(values)
+        return np.asarray(weights), ended
+
       def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weights = flat.reshape(start.shape).astype(np.float32)
+        weights, _ = shared(flat, False)
         result = self._gradient(weights, scale, np.float32(l2), *data)
         loss, gradient = jax.device_get(result)
         return float(loss), gradient.astype(np.float64).ravel()
 
+      if jax.process_index():
+        while not (given := shared(start, False))[1]:
+          self._gradient(given[0], scale, np.float32(l2), *data)
+        return given[0]
       result = scipy.optimize.minimize(
         loss_and_gradient,
         start.ravel(),
@@ -151,7 +162,7 @@ class Evaluator:
       )
       if result.nit >= self._max_steps:
         logging.warning("%s: l2=%g: not converged.", self._path, l2)
-      return result.x.reshape(start.shape)
+      return shared(result.x, True)[0]
 
     return fit
 
