@@ -39,10 +39,8 @@ def from_config(
   if not part:
     return Teacher(None, {}, dict)
   if part.get("ema") is True:
-    if config.get("ema_decay") is None:
-      raise settings.ConfigError(
-        f"{part.path}.ema=True: expected config.ema_decay, such as 0.999."
-      )
+    key = f"config.ema_decay, of which {part.path}.ema=True is the average"
+    settings.check_number(key, config.get("ema_decay"), least=0, below=1)
     _, model = parts.model(config)
     return Teacher(model, {"teacher": {}}, lambda: {"teacher": {}})
   if "model_name" not in part:

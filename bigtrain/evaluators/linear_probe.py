@@ -137,11 +137,10 @@ class Evaluator:
     data = placed(x_ND, 0), placed(y_N, -1)
 
     def fit(l2: float, start: np.ndarray) -> np.ndarray:
-      def shared(flat: np.ndarray, ended: bool) -> tuple[np.ndarray, Any]:
+      def shared(flat: np.ndarray, ended: bool) -> Any:
         """Those of process 0: the rounding of others would lead elsewhere."""
-        values = flat.reshape(start.shape).astype(np.float32), np.int32(ended)
-        weights, ended = multihost_utils.broadcast_one_to_all(values)
-        return np.asarray(weights), ended
+        both = flat.reshape(start.shape).astype(np.float32), np.int32(ended)
+        return jax.device_get(multihost_utils.broadcast_one_to_all(both))
 
       def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
         weights, _ = shared(flat, False)

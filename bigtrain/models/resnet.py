@@ -104,9 +104,9 @@ class Model(nn.Module):
     x_BHWD = nn.max_pool(x_BHWD, (3, 3), (2, 2), padding)
 
     block = BlockV1 if self.version == 1 else BlockV2
-    depths = stage_depths(self)
-    rates = iter(np.linspace(0.0, self.drop_path, sum(depths)).tolist())
-    for stage, num_blocks in enumerate(depths, 1):
+    num_all = sum(stage_depths(self))
+    rates = iter(np.linspace(0.0, self.drop_path, num_all).tolist())
+    for stage, num_blocks in enumerate(stage_depths(self), 1):
       for i in range(1, num_blocks + 1):
         stride = 2 if i == 1 and stage > 1 else 1
         name = f"stage{stage}_block{i}"

@@ -55,8 +55,7 @@ class Model(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   init_scale: float = 1.0  # Of the initial variance; 0.1 suits experts.
   dropout: float = 0.0  # After embeddings and norms, in MLPs, on branches.
-  # Of the last blocks of encoder and decoder; grows linearly from 0.
-  drop_path: float = 0.0
+  drop_path: float = 0.0  # Of the last blocks; grows linearly from 0.
   scan: bool = False  # Whether a compiled block loops over stacked layers.
   attention: str = "auto"  # A name in attention_backends.NAMES.
   remat_policy: str = "none"  # A name in remat.POLICIES.

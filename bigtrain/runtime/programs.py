@@ -79,8 +79,7 @@ class Programs:
       return lambda: _eager(fn, options.get("out_shardings"))
     if self.compiler_options:
       options["compiler_options"] = self.compiler_options
-    # Else programs of different arguments would have the same text.
-    options["keep_unused"] = share
+    options["keep_unused"] = share  # So that the text tells which are used.
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)

@@ -47,36 +47,35 @@ class Cache:
   ):
     self._load, self._capacity, self._on_reload = load, capacity, on_reload
     self._lock = threading.Lock()
-    self._values = collections.OrderedDict[Any, futures.Future[Any]]()
-    self._loaded: dict[Any, tuple[Any, int]] = {}
+    self._loading: dict[Any, futures.Future[Any]] = {}
+    self._loaded = collections.OrderedDict[Any, tuple[Any, int]]()
     self._evicted: set[Any] = set()
 
   def get(self, key: Any) -> Any:
     with self._lock:
-      if key in self._loaded:  # Much quicker than the result of a future.
-        self._values.move_to_end(key)
+      if key in self._loaded:
+        self._loaded.move_to_end(key)
         return self._loaded[key][0]
-      future = self._values.get(key)
+      future = self._loading.get(key)
       ours = future is None
       if future is None:
-        future = self._values[key] = futures.Future()
+        future = self._loading[key] = futures.Future()
     if not ours:
       return future.result()
     try:
       value, size = self._load(key)
     except BaseException as e:
       with self._lock:
-        del self._values[key]
+        del self._loading[key]
       future.set_exception(e)
       raise
     future.set_result(value)
     with self._lock:
+      del self._loading[key]
       self._loaded[key] = value, size
-      for old in [k for k in self._values if k in self._loaded and k != key]:
-        if sum(n for _, n in self._loaded.values()) <= self._capacity:
-          break
-        del self._values[old], self._loaded[old]
-        self._evicted.add(old)
+      sizes = lambda: (size for _, size in self._loaded.values())
+      while sum(sizes()) > self._capacity and len(self._loaded) > 1:
+        self._evicted.add(self._loaded.popitem(last=False)[0])
       reloaded = key in self._evicted
     if reloaded:
       self._on_reload()
