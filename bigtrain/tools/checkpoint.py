@@ -5,6 +5,7 @@
   python -m bigtrain.tools.checkpoint export PATH OUT.npz --prefix=params
   python -m bigtrain.tools.checkpoint export PATH FOLDER --format=hf
   python -m bigtrain.tools.checkpoint export PATH OUT --format=stablehlo
+  python -m bigtrain.tools.checkpoint export PATH OUT --format=onnx
   python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
@@ -171,17 +172,18 @@ def main(argv: Sequence[str]) -> int:
     print(f"{written}: {count} arrays")
     return 0
   # These import jax, which `show` and `verify` do without.
-  from bigtrain.inference import stablehlo
+  from bigtrain.inference import serving
   from bigtrain.tools import checkpoint_export
 
   path, out, step = args.path, args.out, args.step
   weights = args.prefix or "params"
   if args.format == "peft":
     count, size = checkpoint_export.to_peft(path, out, weights, step)
-  elif args.format == "stablehlo":
-    count, size = stablehlo.export(
+  elif args.format in serving.FORMATS:
+    count, size = serving.export(
       path,
       out,
+      format=args.format,
       step=step,
       weights=weights,
       pred=args.pred,

@@ -1,6 +1,7 @@
-"""Exports a predict function as StableHLO, for serving without this program.
+"""Exports a predict function for serving without this program.
 
-The file holds the function and its parameters. It needs jax alone:
+The file holds the function and its parameters, as ONNX, by the library
+jax2onnx, or as StableHLO, which needs jax alone:
 
   from jax import export
   exported = export.deserialize(open("model.stablehlo", "rb").read())
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
@@ -25,6 +27,7 @@ from bigtrain.files import paths
 from bigtrain.inference import ops, saved
 from bigtrain.settings import ConfigError
 
+FORMATS = ("stablehlo", "onnx")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The first one that the task has is exported, unless another one is named.
 _PREDS = ("caption", "generate", "logits", "image", "pre_logits")
@@ -34,6 +37,7 @@ def export(
   path: str,
   out: str,
   *,
+  format: str = "stablehlo",
   step: int | None = None,
   weights: str = "params",
   pred: str = "",
@@ -51,6 +55,7 @@ def export(
   fns = task.predict_fns(model)
   pred = pred or next((name for name in _PREDS if name in fns), "")
   settings.check_choice("--pred", pred, fns)
+  settings.check_choice("--format", format, FORMATS)
   for platform in platforms:
     settings.check_choice("--platforms", platform, PLATFORMS)
   if batch_size is not None:
@@ -68,25 +73,28 @@ def export(
   try:
     jax.eval_shape(fn, specs)  # Finds the features that the function reads.
     specs = {name: specs[name] for name in sorted(read)}
-    exported = jax_export.export(jax.jit(fn), platforms=platforms)(specs)
-    content = exported.serialize()
+    if format == "onnx":
+      content, outputs = _onnx(fn, specs)
+      platforms = ()
+    else:
+      exported = jax_export.export(jax.jit(fn), platforms=platforms)(specs)
+      content = bytes(exported.serialize())
+      outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
   except ConfigError:
     raise
   except Exception as e:
     reason = " ".join(str(e).split())[:300]
     size = "" if batch_size else " Give --batch_size for a fixed one."
     raise ConfigError(
-      f"export: {pred} cannot be exported for {', '.join(platforms)}: "
-      f"{reason}.{size}"
+      f"export: {pred} cannot be exported as {format}: {reason}.{size}"
     ) from e
-  outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
   about = {
     "step": checkpoint.step,
     "pred": pred,
     "options": options,
     "inputs": _described(specs),
     "outputs": _described(dict(trees.flatten_with_names(outputs))),
-    "platforms": list(exported.platforms),
+    **({"platforms": [*platforms]} if platforms else {}),
     **_about_data(checkpoint),
   }
   with paths.replacing(out, "wb") as file:
@@ -94,6 +102,24 @@ def export(
   with paths.replacing(f"{out}.json") as file:
     file.write(settings.to_json(about, indent=2) + "\n")
   return len(jax.tree.leaves(variables)), os.path.getsize(out)
+
+
+def _onnx(fn: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
+  """The content of the file, and specs of the outputs.
+
+  jax2onnx replaces functions of jax.numpy and flax by operators, but does not
+  know all of their arguments, so it gets the traced primitives instead.
+  """
+  jax2onnx = settings.import_package("jax2onnx", "onnx", "'bigtrain[onnx]'")
+  traced, outputs = jax.make_jaxpr(fn, return_shape=True)(specs)
+  model = jax2onnx.to_onnx(
+    jax.extend.core.jaxpr_as_fun(traced),
+    list(specs.values()),
+    model_name="bigtrain",
+    input_names=list(specs),
+    output_names=list(_described(dict(trees.flatten_with_names(outputs)))),
+  )
+  return model.SerializeToString(), outputs
 
 
 def _about_data(checkpoint: saved.Saved) -> dict[str, Any]:

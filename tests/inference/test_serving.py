@@ -11,7 +11,7 @@ from support import processes
 from support.saved_models import TOWER, saved
 
 import bigtrain
-from bigtrain.inference import stablehlo
+from bigtrain.inference import serving
 from bigtrain.tools import checkpoint
 
 _SERVE = """
@@ -63,6 +63,31 @@ def test_jax_alone_runs_an_export(picture_run, tmp_path, capsys):
   }
 
 
+def test_onnx_runtime_runs_an_export(picture_run, tmp_path):
+  runtime = pytest.importorskip("onnxruntime", reason="needs bigtrain[onnx]")
+  pytest.importorskip("jax2onnx", reason="needs bigtrain[onnx]")
+  run = str(picture_run / "runs" / "mine")
+  out = str(tmp_path / "m.onnx")
+  assert checkpoint.main(["export", run, out, "--format=onnx"]) == 0
+  image = np.random.default_rng(0).normal(size=(3, 6, 6, 3)).astype(np.float32)
+  session = runtime.InferenceSession(out)
+  (actual,) = session.run(None, {"image": image})
+  expected = bigtrain.load(run).run("logits", {"image": image})
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+  with open(f"{out}.json") as file:
+    about = json.load(file)
+  assert about["inputs"]["image"]["shape"] == ["b", 6, 6, 3]
+  assert "platforms" not in about
+
+
+def test_onnx_without_the_package(picture_run, tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "jax2onnx", None)
+  run, out = str(picture_run / "runs" / "mine"), str(tmp_path / "m.onnx")
+  assert checkpoint.main(["export", run, out, "--format=onnx"]) == 2
+  error = capsys.readouterr().err
+  assert "pip install 'bigtrain[onnx]'" in error
+
+
 @pytest.mark.parametrize(
   "words, message",
   [
@@ -104,7 +129,7 @@ def test_any_batch_size_of_transformers(tmp_path):
   for name, (config, features) in configs.items():
     reference = saved(tmp_path / name, config, **features)
     out = str(tmp_path / f"{name}.stablehlo")
-    stablehlo.export(str(tmp_path / name), out, pred="logits")
+    serving.export(str(tmp_path / name), out, pred="logits")
     with open(out, "rb") as file:
       exported = export.deserialize(file.read())
     for size in (1, 3):
