@@ -7,7 +7,7 @@ Command: python -m bigtrain.main --workdir=runs/llama_70b \
   With init=FOLDER (the published model.safetensors) training continues from
   those weights.
 Hardware: 512 H100. tools.plan --choose --compiler=gpu puts this mesh first,
-with 73 of 80 GB. Or 256 TPU v5p with the state over all of them, which is the
+with 74 of 80 GB. Or 256 TPU v5p with the state over all of them, which is the
 default: 30 GB per chip with --config.microbatches=2 as the only option.
 Result: not measured by us. The 70B of the paper was trained on 15 trillion
 tokens.

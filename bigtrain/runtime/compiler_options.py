@@ -11,13 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import settings
 
+# jax 0.12 has other names; 0.11 was not tried.
+_PIPELINED: dict[tuple[int, ...], tuple[str, Any]] = {
+  (0, 10): ("xla_gpu_enable_pipelined_", True),
+  (0, 12): ("xla_gpu_pipeline_", "COLLECTIVE_PIPELINING_MODE_ON"),
+}
+
 OURS: dict[str, dict[str, Any]] = {
   "cpu": {},
-  "gpu": {},
+  # A loop starts the transfers of a layer in the round before, or ends them in
+  # the next: 92% of llama_8b's bytes pass beside products in place of 69%.
+  "gpu": {
+    name + kind: value
+    for version, (name, value) in _PIPELINED.items()
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    if jax.__version_info__[:2] == version
+  },
   "tpu": {
     # Under fsdp XLA replaces a gather of weights and the product that uses them
     # by a loop of small products, between which it passes on parts of the
@@ -45,13 +58,8 @@ def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _complaint(mesh: Mesh, options: Mapping[str, Any]) -> str:
-  # A device of this process, or any device if all of them are absent.
-  index = jax.process_index()
-  devices = list(mesh.devices.flat)
-  device = next((d for d in devices if d.process_index == index), devices[0])
-  one = jax.ShapeDtypeStruct(
-    (), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
-  )
+  whole = NamedSharding(mesh, PartitionSpec())
+  one = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
   lowered = jax.jit(lambda x: x + 1).lower(one)
   try:
     lowered.compile(compiler_options=dict(options))

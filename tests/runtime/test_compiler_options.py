@@ -26,13 +26,23 @@ def test_the_config_overrides_and_removes_our_options(monkeypatch):
   ) == {"xla_cpu_enable_fast_math": True, "xla_backend_optimization_level": 1}
 
 
+def test_this_version_of_jax_knows_the_options_for_gpus():
+  options = compiler_options.OURS["gpu"]
+  assert len(options) == 3
+  jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
+
+
 @pytest.mark.parametrize(
   "name, value", [("xla_no_such", 1), ("xla_cpu_enable_fast_math", "often")]
 )
 def test_the_compiler_checks_options_before_training(name, value):
   message = re.escape(f"config.compiler_options.{name}={value!r}: ")
+  options = {"xla_backend_optimization_level": 1, name: value}
   with pytest.raises(settings.ConfigError, match=message):
-    read(**{"xla_backend_optimization_level": 1, name: value})
+    read(**options)
+  with jax.set_mesh(sharding.make_mesh()):  # As in a run.
+    with pytest.raises(settings.ConfigError, match=message):
+      read(**options)
 
 
 @pytest.mark.parametrize("mode", ["compiled", "checked"])
