@@ -104,17 +104,12 @@ def model(config: settings.Config) -> tuple[Any, Any]:
   cls = module.Model
   if rules := logical_axes(config):
     cls = _with_rules(cls, f"{config.path}.logical_axes", rules)
-  if rules := config.get("quantize"):
-    cls = _layers("quantized").model(cls, rules, f"{config.path}.quantize")
   # A teacher has none, so there the key is an error.
   if config.path == "config" and config.get("adapters"):
-    if rules:
-      raise settings.ConfigError(
-        "config.adapters: not together with config.quantize; "
-        "config.adapters.base quantizes the base."
-      )
     given = config.kwargs("adapters")
     module, cls = _layers("lora").adapted(module, cls, given, "config.adapters")
+  if rules := config.get("quantize"):  # Outermost, so that adapters are not.
+    cls = _layers("quantized").model(cls, rules, f"{config.path}.quantize")
   return module, cls(**options)
 
 

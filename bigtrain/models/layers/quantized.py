@@ -80,7 +80,8 @@ class _Layers:
     context: nn.module.InterceptorContext,
   ) -> Any:
     layer = context.module
-    if not isinstance(layer, nn.Dense | nn.DenseGeneral):
+    is_dense = isinstance(layer, nn.Dense | nn.DenseGeneral)
+    if not is_dense or not layer.path:  # A copy, by lora.py, has its product.
       return call(*args, **kwargs)
     name = _name(layer.path)
     number = self._rule(name)

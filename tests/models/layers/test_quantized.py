@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from models.layers import test_lora
 
 import bigtrain
 from bigtrain import main, parts, settings
@@ -160,6 +161,26 @@ def test_mistakes_are_errors_before_anything_compiles(
   with pytest.raises(ConfigError, match=message):
     main.train(tiny_config({"quantize": rules}), str(tmp_path / "run"))
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, dict(base="int8")])
+def test_adapters_add_to_the_products_of_their_base(options):
+  """Near the model with merged adapters, in float32."""
+  config, exact, variables, inputs = test_lora.made("llama", **options)
+  config = settings.Config(config | dict(quantize=[(".*", "fp8")]))
+  _, model = parts.model(config)
+  apply = jax.jit(lambda v: model.apply(v, *inputs)[0])
+  products = re.findall(
+    r"dot_general.*f8E4M3FN", apply.lower(variables).as_text()
+  )
+  assert len(products) == 7  # Of a block; the head is left out.
+  want = exact.apply(variables, *inputs)[0]
+  got, scale = apply(variables), np.abs(want).max()
+  np.testing.assert_allclose(got / scale, want / scale, atol=0.06)
+  without = jax.tree.map(jnp.zeros_like, variables["params"])
+  off = apply({**variables, "params": without})
+  assert np.abs(off - want).max() > 0.3 * scale
 
 
 @pytest.mark.slow
