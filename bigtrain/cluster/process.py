@@ -49,6 +49,13 @@ class Preempted(Exception):
   """A signal ended the run; the state, if any, is saved."""
 
 
+def num_cores() -> int:
+  """Number of cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
 def catch_signals() -> None:
   """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 

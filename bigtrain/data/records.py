@@ -74,11 +74,12 @@ class Source(row_files.Rows):
     return [self._at(i, self._example, x) for i, x in zip(indices, records)]
 
   def _example(self, record: bytes) -> dict[str, Any]:
+    from google.protobuf.message import DecodeError
     from tensorflow.core.example import example_pb2
 
     try:
       features = example_pb2.Example.FromString(record).features.feature
-    except Exception as e:  # A DecodeError of protobuf.
+    except DecodeError as e:
       hint = f"features=({_RAW!r},) leaves records as they are"
       raise DataError(f"not a tf.train.Example; {hint}.") from e
     row = {}

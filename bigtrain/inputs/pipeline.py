@@ -9,7 +9,6 @@ thread puts them onto the devices a few steps ahead:
 There is no state between steps, so a checkpoint stores none.
 """
 
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -257,8 +256,7 @@ def make_engine(
   if num_threads is not None:
     key = f"{path}.num_threads"
     settings.check_number(key, num_threads, least=1, whole=True)
-  has_affinity = hasattr(os, "sched_getaffinity")
-  cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+  cores = process.num_cores()
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
     from bigtrain.inputs.tf_engine import TfEngine
 

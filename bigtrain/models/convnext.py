@@ -21,51 +21,26 @@ from bigtrain.models.layers import encoder, mlp, options
 from bigtrain.models.published import stage_families
 from bigtrain.sharding import batches
 
-VARIANTS: dict[str, dict[str, Any]] = {
-  size: dict(
-    depths=(3, 3, third, 3), widths=tuple(width * 2**i for i in range(4))
-  )
-  for size, width, third in (
-    *(("tiny", 96, 9), ("small", 96, 27), ("base", 128, 27)),
-    *(("large", 192, 27), ("xlarge", 256, 27), ("huge", 352, 27)),
-  )
-}
+VARIANTS = options.variants("convnext")
 
 
 class Model(nn.Module):
-  """The model. After construction no DERIVED field is None.
+  """The model. After construction no DERIVED field is None."""
 
-  Attributes:
-    num_classes: C; None for a model without a head.
-    variant: a name in VARIANTS, such as "tiny".
-    version: 1, or 2 for global response normalization.
-    depths, widths: number of blocks and D of each stage.
-    patch_size: pixels on the side of a patch of the first stage.
-    mlp: activation, "gelu_erf" or another one without a gate.
-    norm_eps: added to the variance in the last norm.
-    layer_scale: see encoder.Encoder.
-    drop_path: rate of stochastic depth in the last block, 0 in the first.
-    dtype: dtype of the computation.
-  """
-
-  num_classes: int | None = None
-  variant: str | None = None
-  version: int = 1
-  depths: Sequence[int] = options.DERIVED
-  widths: Sequence[int] = options.DERIVED
-  patch_size: int = 4
-  mlp: str = "gelu_erf"
-  norm_eps: float = 1e-6
-  layer_scale: float | None = None
-  drop_path: float = 0.0
-  dtype: str = "float32"
+  num_classes: int | None = None  # C; None for a model without a head.
+  variant: str | None = None  # A name in VARIANTS, such as "tiny".
+  version: int = 1  # 1, or 2 for global response normalization.
+  depths: Sequence[int] = options.DERIVED  # Number of blocks of each stage.
+  widths: Sequence[int] = options.DERIVED  # D of each stage.
+  patch_size: int = 4  # Pixels on the side of a patch of the first stage.
+  mlp: str = "gelu_erf"  # Activation; or another one without a gate.
+  norm_eps: float = 1e-6  # Added to the variance in the last norm.
+  layer_scale: float | None = None  # See encoder.Encoder.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
+  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
-    if self.variant is not None:
-      key = "config.model.variant"
-      settings.check_choice(key, self.variant, VARIANTS)
-      sizes = VARIANTS[self.variant].items()
-      options.set_fields(self, {n: getattr(self, n) or x for n, x in sizes})
+    options.take_variant(self, VARIANTS)
     if len(self.depths or ()) != len(self.widths or (0,)):
       raise settings.ConfigError(
         f"config.model.depths={self.depths}: expected as many as widths, "

@@ -29,50 +29,29 @@ _dense: Any = functools.partial(nn.DenseGeneral, kernel_init=_INIT)
 
 
 class Model(nn.Module):
-  """The model. After construction no DERIVED field is None.
+  """The model. After construction no DERIVED field is None."""
 
-  Attributes:
-    num_classes: number of classes; None for a model without a head.
-    variant: a name in VARIANTS, such as "tiny".
-    version: 1 or 2.
-    depths, num_heads: number of blocks and H of each stage.
-    width: D of the first stage; each next one has twice as many.
-    patch_size: pixels on the side of a patch of the first stage.
-    window: patches on the side of a window, at most the stage's grid.
-    image_size: pixels on a side, by which version 2 knows the grids.
-    pretrained_windows: windows in which the biases of version 2 were trained,
-      of each stage; 0 for `window`.
-    mlp_ratio: hidden width of the MLPs, divided by D.
-    mlp: activation, "gelu_erf" or another one without a gate.
-    qkv_bias: whether queries, keys (of version 1) and values have biases.
-    norm_eps: added to the variance in norms of blocks and the last one.
-    drop_path: rate of stochastic depth in the last block, 0 in the first.
-    dtype: dtype of the computation.
-  """
-
-  num_classes: int | None = None
-  variant: str | None = None
-  version: int = 1
-  depths: Sequence[int] = options.DERIVED
-  width: int = options.DERIVED
-  num_heads: Sequence[int] = options.DERIVED
-  patch_size: int = 4
-  window: int = 7
-  image_size: int | None = None
+  num_classes: int | None = None  # None for a model without a head.
+  variant: str | None = None  # A name in VARIANTS, such as "tiny".
+  version: int = 1  # 1 or 2.
+  depths: Sequence[int] = options.DERIVED  # Number of blocks of each stage.
+  width: int = options.DERIVED  # D of the first stage; then twice as many.
+  num_heads: Sequence[int] = options.DERIVED  # H of each stage.
+  patch_size: int = 4  # Pixels on the side of a patch of the first stage.
+  window: int = 7  # Patches on the side of one, at most the stage's grid.
+  image_size: int | None = None  # Pixels; tells version 2 the grids.
+  # Windows in which the biases of version 2 were trained, of each stage; 0 for
+  # `window`.
   pretrained_windows: Sequence[int] | None = (0, 0, 0, 0)
-  mlp_ratio: float = 4.0
-  mlp: str = "gelu_erf"
-  qkv_bias: bool = True
-  norm_eps: float = 1e-5
-  drop_path: float = 0.0
-  dtype: str = "float32"
+  mlp_ratio: float = 4.0  # Hidden width of the MLPs, divided by D.
+  mlp: str = "gelu_erf"  # Activation; or another one without a gate.
+  qkv_bias: bool = True  # Of queries, keys (of version 1) and values.
+  norm_eps: float = 1e-5  # Added to the variance in norms from the blocks on.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
+  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
-    if self.variant is not None:
-      key = "config.model.variant"
-      settings.check_choice(key, self.variant, VARIANTS)
-      sizes = VARIANTS[self.variant].items()
-      options.set_fields(self, {n: getattr(self, n) or x for n, x in sizes})
+    options.take_variant(self, VARIANTS)
     heads, width = self.num_heads or (0,), self.width or 0
     if len(self.depths or ()) != len(heads) or any(
       not width or not n or width * 2**i % n for i, n in enumerate(heads)
@@ -257,11 +236,7 @@ DIMS = {
 }
 
 
-def param_dims(model: Model) -> dims.Table:
-  del model
-  return DIMS
-
-
+param_dims = dims.of_all(DIMS)
 from_published = functools.partial(
   stage_families.read, stage_families.SWIN, DIMS
 )

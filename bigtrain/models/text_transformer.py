@@ -202,10 +202,6 @@ DIMS = {
 }
 
 
-def param_dims(model: Model) -> dims.Table:
-  del model
-  return DIMS
-
-
+param_dims = dims.of_all(DIMS)
 to_published = functools.partial(bert_families.PUBLISHED.export, DIMS)
 published_fields = bert_families.PUBLISHED.fields

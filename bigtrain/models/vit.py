@@ -31,35 +31,7 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, vit_families
 
-
-class Size(NamedTuple):
-  """The sizes of a variant."""
-
-  width: int
-  depth: int
-  mlp_dim: int
-  num_heads: int
-  token_mlp_dim: int | None = None
-
-
-VARIANTS = {
-  "mu": Size(32, 1, 128, 2),
-  "Ti": Size(192, 12, 768, 3),
-  "S": Size(384, 12, 1536, 6),
-  "M": Size(512, 12, 2048, 8),
-  "B": Size(768, 12, 3072, 12),
-  "L": Size(1024, 24, 4096, 16),
-  "So400m": Size(1152, 27, 4304, 16),
-  "H": Size(1280, 32, 5120, 16),
-  "g": Size(1408, 40, 6144, 16),
-  "G": Size(1664, 48, 8192, 16),
-  "Mixer-mu": Size(32, 1, 128, 1, 16),
-  "Mixer-S": Size(512, 8, 2048, 1, 256),
-  "Mixer-B": Size(768, 12, 3072, 1, 384),
-  "Mixer-L": Size(1024, 24, 4096, 1, 512),
-  "Mixer-H": Size(1280, 32, 5120, 1, 640),
-}
-
+VARIANTS = options.variants("vit")
 SIZES = ("width", "depth", "mlp_dim", "num_heads")
 POSEMBS = ("learn", "sincos2d", "none")
 POOL_TYPES = ("gap", "map", "tok", "tok_gap", "none")
@@ -524,7 +496,7 @@ def variant_sizes(variant: str) -> dict[str, Any]:
   name, slash, patch = str(variant).partition("/")
   choices = [known + slash + patch for known in VARIANTS]
   settings.check_choice("config.model.variant", variant, choices)
-  values: dict[str, Any] = VARIANTS[name]._asdict()
+  values = dict(VARIANTS[name])
   if slash:
     if not patch.isdigit():
       raise settings.ConfigError(
@@ -638,10 +610,6 @@ DIMS = {
 }
 
 
-def param_dims(model: Model) -> dims.Table:
-  del model
-  return DIMS
-
-
+param_dims = dims.of_all(DIMS)
 to_published = functools.partial(vit_families.PUBLISHED.export, DIMS)
 published_fields = vit_families.PUBLISHED.fields

@@ -12,40 +12,48 @@ _PREFIX = "--config."
 
 # {tool, or command of a tool: {argument: its options, or its help}}.
 _LISTED = settings.read_table(__file__, "arguments.toml")
-_TYPES = {"int": int, "float": float}
+_NAMED: dict[str, Any] = {
+  "int": int,
+  "float": float,
+  "yes_or_no": argparse.BooleanOptionalAction,
+}
 
 
 class Plain(argparse.ArgumentParser):
-  """An argument parser whose --help begins with the docstring of a tool."""
+  """A parser of a tool's arguments in arguments.toml, with more of some.
 
-  def __init__(self, tool: str = "", doc: str | None = None, **options: Any):
+  Its --help begins with the docstring of the tool.
+  """
+
+  def __init__(
+    self,
+    tool: str = "",
+    doc: str | None = None,
+    more: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+  ):
     if tool:  # Else a command of a tool.
       options |= {"prog": f"python -m bigtrain.tools.{tool}"}
       options |= {"description": doc}
       options["formatter_class"] = argparse.RawDescriptionHelpFormatter
     super().__init__(**options)
+    if tool in _LISTED:
+      self.add_listed(tool, more or {})
 
-  def add_listed(self, tool: str, **more: Mapping[str, Any]) -> None:
-    """Adds a tool's arguments in arguments.toml, with more options of some."""
+  def add_listed(
+    self, tool: str, more: Mapping[str, Mapping[str, Any]] | None = None
+  ) -> None:
     for name, entry in _LISTED[tool].items():
       options = dict(entry) if isinstance(entry, dict) else {"help": entry}
-      options |= more.get(name.strip("-"), {})
-      if (kind := options.get("type")) in _TYPES:
-        options["type"] = _TYPES[kind]
-      self.add(name, **options)
-
-  def add(
-    self, name: str, help: str, default: Any = None, **options: Any
-  ) -> None:
-    """Adds an argument; a default gives its type and ends its help."""
-    if "action" not in options:
-      if default is not None:
+      options |= (more or {}).get(name.strip("-"), {})
+      for field in {"type", "action"} & set(options):
+        options[field] = _NAMED.get(options[field], options[field])
+      default = options.get("default")
+      if default is not None and "action" not in options:
         options.setdefault("type", type(default))
-      if default not in (None, "") and "(default: " not in help:
-        help += " (default: %(default)s)"
-    if default is not None:
-      options["default"] = default
-    self.add_argument(*name.split(), help=help, **options)
+        if default != "" and "(default: " not in options["help"]:
+          options["help"] += " (default: %(default)s)"
+      self.add_argument(*name.split(), **options)
 
 
 class Parser(Plain):
@@ -54,10 +62,10 @@ class Parser(Plain):
   It hands the flags of jax and absl to their owners, see jax_flags.py.
   """
 
-  def __init__(self, tool: str, doc: str | None, *, changes_config: bool):
+  def __init__(self, *of_tool: Any, changes_config: bool):
     epilog = "--config.KEY=VALUE changes the config, as for bigtrain.main."
     epilog = epilog if changes_config else ""
-    super().__init__(tool, doc, epilog=epilog, allow_abbrev=False)
+    super().__init__(*of_tool, epilog=epilog, allow_abbrev=False)
     self._changes_config = changes_config
 
   def error(self, message: str) -> NoReturn:

@@ -261,7 +261,6 @@ def _teacher(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("evaluate", __doc__, changes_config=True)
-  parser.add_listed("evaluate")
   args, changes = parser.parse(argv)
   process.join_job(settings.Config({}))
   several = args.all_checkpoints or args.follow

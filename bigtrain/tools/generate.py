@@ -222,7 +222,6 @@ def _generate_ids(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("generate", __doc__, changes_config=False)
-  parser.add_listed("generate")
   args, _ = parser.parse(argv)
   if not args.chat:
     sys.stdout.write(args.prompt)

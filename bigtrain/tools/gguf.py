@@ -171,7 +171,6 @@ def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("gguf", __doc__, changes_config=False)
-  parser.add_listed("gguf")
   args, _ = parser.parse(argv)
   convert(**vars(args))
   return 0

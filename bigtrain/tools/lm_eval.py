@@ -170,7 +170,6 @@ class _Methods:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("lm_eval", __doc__, changes_config=False)
-  parser.add_listed("lm_eval")
   args, _ = parser.parse(argv)
   names = ("step", "weights", "tokenizer", "batch_size", "max_length", "bos")
   options = {name: getattr(args, name) for name in names}

@@ -172,7 +172,6 @@ def _rows(
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Plain("merge_tokens", __doc__)
-  parser.add_listed("merge_tokens")
   args = vars(parser.parse_args(argv))
   for name in ("min_tokens", "max_tokens", "shard_tokens"):
     if args[name] is not None and args[name] < 1:

@@ -247,9 +247,9 @@ def _read_text(path: str) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("predict", __doc__, changes_config=False)
   methods = f"{', '.join(_FIELDS)} (default: what the run was trained for)"
-  parser.add_listed("predict", method={"help": methods})
+  more = {"method": {"help": methods}}
+  parser = arguments.Parser("predict", __doc__, more, changes_config=False)
   args, _ = parser.parse(argv)
   jax_flags.use_compile_cache(True)
   predictor = load.load(

@@ -219,8 +219,7 @@ def _without_sections(doc: str) -> str:
 def _table(model: str, variants: Mapping[str, Any]) -> str:
   lines = [f'config.model_name = "{model}", config.model.variant:', ""]
   for name, fields in variants.items():
-    values = fields._asdict() if hasattr(fields, "_asdict") else fields
-    shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    shown = ", ".join(f"{key}={value!r}" for key, value in fields.items())
     lines += textwrap.wrap(f"{name}: {shown}", _WIDTH, subsequent_indent="    ")
   return "\n".join(lines)
 

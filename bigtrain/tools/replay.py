@@ -107,7 +107,6 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("replay", __doc__, changes_config=True)
-  parser.add_listed("replay")
   args, changes = parser.parse(argv)
   difference = replay(args.workdir, args.step, changes)
   print(difference or f"Up to step {args.step}, all bits are the same.")

@@ -129,7 +129,6 @@ def _ago(secs: float) -> str:
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Plain("runs", __doc__)
-  parser.add_listed("runs")
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)
   if not os.path.isdir(folder):

@@ -166,7 +166,6 @@ def _workdir_of(command: Sequence[str]) -> str:
 def main(argv: Sequence[str]) -> int:
   usage = "%(prog)s [options] -- COMMAND ..."
   parser = arguments.Plain("supervise", __doc__, usage=usage)
-  parser.add_listed("supervise")
   parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
   args = parser.parse_args(argv)
   command = args.command[args.command[:1] == ["--"] :]

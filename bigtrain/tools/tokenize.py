@@ -12,7 +12,6 @@ Exit codes: 0; 2 for a wrong argument, or a wrong document, whose file and line
 the message names; 1 otherwise.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -32,6 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
+from bigtrain.cluster import process
 from bigtrain.data.formats import documents, token_files, token_writer
 from bigtrain.files import paths
 from bigtrain.pp import tokenizers
@@ -308,29 +308,11 @@ def _clean(folder: str) -> None:
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("tokenize", __doc__)
-  add = parser.add
-  files = "files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst"
-  add("inputs", files, nargs="+")
-  codec = "'bytes', or path of a tokenizer's file or folder"
-  add("--tokenizer", codec, required=True)
-  folder = "folder for the token files: a new one, or one to continue"
-  add("--output", folder, required=True)
-  add("--key", "field with the text in .jsonl and .parquet", "text")
-  kind = "format of the inputs; auto goes by the name"
-  add("--format", kind, "auto", choices=("auto", *documents.FORMATS))
-  flag = argparse.BooleanOptionalAction
-  end = "end each document with the end token (default: --eos)"
-  add("--eos", end, True, action=flag)
-  begin = "start each document with the begin token (default: --no-bos)"
-  add("--bos", begin, False, action=flag)
-  add("--skip_errors", "largest number of unusable documents to skip", 0)
-  add("--shard_mb", "MiB of input per shard", 256)
-  cores = os.cpu_count() or 1
-  if hasattr(os, "sched_getaffinity"):
-    cores = len(os.sched_getaffinity(0))
-  number = f"number of processes (default: one per core, {cores})"
-  add("--processes", number, cores)
+  more: dict[str, dict[str, Any]] = {
+    "format": {"choices": ("auto", *documents.FORMATS)},
+    "processes": {"default": process.num_cores()},
+  }
+  parser = arguments.Plain("tokenize", __doc__, more)
   args = vars(parser.parse_args(argv))
   args["shard_bytes"] = args.pop("shard_mb") << 20
   for name in ("shard_bytes", "processes"):

@@ -96,7 +96,8 @@ def test_mixers_have_the_published_number_of_parameters(variant):
   "variant", [name for name in vit.VARIANTS if "Mixer" not in name]
 )
 def test_numbers_of_parameters_match_a_count_by_hand(variant):
-  D, depth, F, _, _ = vit.VARIANTS[variant]
+  sizes = vit.VARIANTS[variant]
+  D, depth, F = sizes["width"], sizes["depth"], sizes["mlp_dim"]
   norm, attention, mlp = 2 * D, 4 * (D * D + D), D * F + F + F * D + D
   expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8, their positions.
   expected += depth * (attention + mlp + 2 * norm) + norm

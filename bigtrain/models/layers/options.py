@@ -1,7 +1,6 @@
 """Checks of the fields of models; the messages name them as config keys."""
 
-import pathlib
-import tomllib
+import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,9 +17,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def variants(model_name: str) -> dict[str, dict[str, Any]]:
   """{variant: values of fields} of a model, from models/variants.toml."""
-  file = pathlib.Path(__file__).parent.with_name("variants.toml")
+  folder = os.path.dirname(__file__)
+  listed = settings.read_table(folder, "variants.toml")[model_name]
   result: dict[str, dict[str, Any]] = {}
-  for name, values in tomllib.loads(file.read_text())[model_name].items():
+  for name, values in listed.items():
     result[name] = {}
     for other in values.pop("like", ()):
       result[name] |= result[other]
@@ -33,6 +33,14 @@ def set_fields(model: Any, values: Mapping[str, Any]) -> None:
   """Sets fields in __post_init__, before Linen's own setter works."""
   for name, value in values.items():
     object.__setattr__(model, name, value)
+
+
+def take_variant(model: Any, variants: Mapping[str, Mapping[str, Any]]) -> None:
+  """Sets the fields that are None as config.model.variant says, if any."""
+  if model.variant is not None:
+    settings.check_choice("config.model.variant", model.variant, variants)
+    sizes = variants[model.variant].items()
+    set_fields(model, {n: getattr(model, n) or x for n, x in sizes})
 
 
 def pick(cls: Any, fields: Any, **others: Any) -> Any:

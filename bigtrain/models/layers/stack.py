@@ -139,7 +139,10 @@ def _loop(
       run_loop = functools.partial(
         _in_stages, modules[0], schedule, keeps, common
       )
-    return run_loop(parent, name, starts, carry, shared)
+    carry, (reports, sums) = run_loop(parent, name, starts, carry, shared)
+    for collection, value in sums.items():
+      parent.put_variable(collection, name, value)
+    return carry, reports
   cls, args = in_loop(first)
   looped = nn.scan(
     cls,
@@ -203,7 +206,10 @@ def _in_turns(
   carry: Any,
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """The loop over periods, one for each of the modules in a turn."""
+  """The loop over periods, one for each of the modules in a turn.
+
+  Returns, as `_in_stages`, (carry, (reports, sums to put into variables)).
+  """
   variables, key = _inputs(parent, name)
   calls = [_as_function(module, parent, name) for module in modules]
   leaves, treedef = jax.tree.flatten((variables, starts))
@@ -220,10 +226,7 @@ def _in_turns(
 
   by_turn = [w.reshape(-1, len(calls), *w.shape[1:]) for w in leaves]
   carry, outputs = jax.lax.scan(turn, carry, by_turn)
-  reports, sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-  for collection, value in sums.items():
-    parent.put_variable(collection, name, value)
-  return carry, reports
+  return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
 def _in_stages(
@@ -249,12 +252,10 @@ def _in_stages(
     carry, outputs = call(variables, key, carry, starts[index], *shared)
     return jax.tree.leaves(carry)[0], outputs
 
-  x, (reports, sums) = stages.run(
+  x, outputs = stages.run(
     layer, moe.merged, variables, key, x, shared, common, schedule, policy
   )
-  for collection, value in sums.items():
-    parent.put_variable(collection, name, value)
-  return jax.tree.unflatten(treedef, [x]), reports
+  return jax.tree.unflatten(treedef, [x]), outputs
 
 
 class _Layers(NamedTuple):

@@ -195,26 +195,23 @@ def _features(text: str) -> dict[str, str]:
   return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-def _parser() -> arguments.Parser:
-  parser = arguments.Parser("plan", __doc__, changes_config=True)
-  parser.add_listed(
-    "plan",
-    devices={"type": _numbers},
-    fsdp={"type": _fsdp_sizes},
-    sequence={"type": _numbers},
-    tensor={"type": _numbers},
-    hardware={"help": f"one of {', '.join(hardware.TABLE)}"},
-    microbatch={"type": _number},
-    features={"type": _features},
-    compile_up_to={"default": _MOST_SIMULATED},
-    efficiency={"default": estimate.EFFICIENCY},
-  )
-  return parser
+_ARGUMENTS: dict[str, dict[str, Any]] = dict(
+  devices={"type": _numbers},
+  fsdp={"type": _fsdp_sizes},
+  sequence={"type": _numbers},
+  tensor={"type": _numbers},
+  hardware={"help": f"one of {', '.join(hardware.TABLE)}"},
+  microbatch={"type": _number},
+  features={"type": _features},
+  compile_up_to={"default": _MOST_SIMULATED},
+  efficiency={"default": estimate.EFFICIENCY},
+)
 
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  args, changes = _parser().parse(argv)
+  parser = arguments.Parser("plan", __doc__, _ARGUMENTS, changes_config=True)
+  args, changes = parser.parse(argv)
   args.hardware = hardware.known_name(args.hardware)
   common = dict(
     hardware_name=args.hardware,

@@ -76,7 +76,6 @@ def write(
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Plain("report", __doc__)
-  parser.add_listed("report")
   args = parser.parse_args(argv)
   workdirs = [paths.absolute(workdir) for workdir in args.workdir]
   only = workdirs[0] if len(workdirs) == 1 else ""

@@ -28,7 +28,6 @@ from bigtrain.tools.sweep import local, results, slurm, variants
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("sweep", __doc__, changes_config=True)
-  parser.add_listed("sweep")
   args, changes = parser.parse(argv)
   if args.jobs is not None and args.jobs < 1:
     raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
