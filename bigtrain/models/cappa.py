@@ -263,10 +263,5 @@ def from_published(
 
 
 def param_dims(model: Model) -> dims.Table:
-  return {
-    **dims.under("encoder/", vit.param_dims(_encoder(model, parent=None))),
-    "pos_embedding_decoder": "1 positions -> D",
-    "decoder/EmbedTargets/embedding": "V -> D",
-    **layer_dims.head("decoder/LogitsDense"),
-    **layer_dims.LAYERS,
-  }
+  encoder = vit.param_dims(_encoder(model, parent=None))
+  return dims.under("encoder/", encoder) | layer_dims.of_module("cappa")

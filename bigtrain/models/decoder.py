@@ -396,13 +396,7 @@ def _check_numbers(model: Model) -> None:
       settings.check_number(f"config.model.{name}", value, above=0)
 
 
-_DIMS = {
-  "token_embedding": "V -> D",
-  "pos_embedding": "positions -> D",
-  **layer_dims.head("head"),
-  **layer_dims.head("score"),
-  **layer_dims.LAYERS,
-}
+_DIMS = layer_dims.of_module("decoder")
 
 
 def param_dims(model: Model) -> dims.Table:

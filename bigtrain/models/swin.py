@@ -224,16 +224,7 @@ def _direction(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-DIMS = {
-  "conv_patch/kernel": "height width channels -> D",
-  r"merge\d/kernel": "D -> D",
-  ".*/relative_bias": "positions -> H",
-  ".*/logit_scale": "H 1; 1",
-  ".*/bias_mlp_0/kernel": "coordinates -> hidden",
-  ".*/bias_mlp_1/kernel": "hidden -> H",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
+DIMS = layer_dims.of_module("swin")
 
 
 param_dims = dims.of_all(DIMS)

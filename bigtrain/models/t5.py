@@ -254,12 +254,7 @@ def _check(model: Model) -> None:
   options.check_fields(model, "dropout", "drop_path", mlp=MLPS)
 
 
-_DIMS = {
-  "token_embedding": "V -> D",
-  "(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
+_DIMS = layer_dims.of_module("t5")
 
 
 def param_dims(model: Model) -> dims.Table:

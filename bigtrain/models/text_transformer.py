@@ -190,16 +190,7 @@ def from_published(
   return flat
 
 
-DIMS = {
-  "Embed_0/embedding": "V -> D",
-  "pos_embedding": "1 positions -> D",
-  "MAPHead_0/probe": "1 1 D",
-  "token_types/embedding": "types -> D",
-  "(pre_logits|mlm_dense)/kernel": "D -> D",
-  "mlm_bias": "V",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
+DIMS = layer_dims.of_module("text_transformer")
 
 
 param_dims = dims.of_all(DIMS)

@@ -598,16 +598,7 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {renumber(name): value for name, value in renamed.items()}
 
 
-DIMS = {
-  "embedding/kernel": "height width channels -> D",
-  "pos_embedding": "1 patches -> D",
-  "cls|MAPHead_0/probe": "1 1 D",
-  "registers": "1 positions -> D",
-  "(.*/)?relative_bias/table": "positions -> H",
-  "pre_logits/kernel": "D -> D",
-  **layer_dims.head("head"),
-  **layer_dims.LAYERS,
-}
+DIMS = layer_dims.of_module("vit")
 
 
 param_dims = dims.of_all(DIMS)

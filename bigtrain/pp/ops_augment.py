@@ -1,6 +1,7 @@
 """Augmentations beside RandAugment; those of colours take uint8 RGB images."""
 
 import math
+import pathlib
 from typing import Any
 
 from bigtrain.pp import randaug, registry, xp
@@ -8,18 +9,9 @@ from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 from bigtrain.settings import check_number
 
-# The policies of the authors' TensorFlow implementation: an operation, its
-# probability in tenths and its magnitude, twice.
-_IMAGENET = """
-Equalize 8 1 ShearY 8 4, Color 4 9 Equalize 6 3, Color 4 1 Rotate 6 8,
-Solarize 8 3 Equalize 4 7, Solarize 4 2 Solarize 6 2, Color 2 0 Equalize 8 8,
-Equalize 4 8 SolarizeAdd 8 3, ShearX 2 9 Rotate 6 8, Color 6 1 Equalize 10 2,
-Invert 4 9 Rotate 6 0, Equalize 10 9 ShearY 6 3, Color 4 7 Equalize 6 0,
-Posterize 4 6 AutoContrast 4 7, Solarize 6 8 Color 6 9, Solarize 2 4 Rotate 8 9,
-Rotate 10 7 TranslateY 8 9, ShearX 0 0 Solarize 8 4, ShearY 8 0 Color 6 4,
-Color 10 0 Rotate 6 2, Equalize 8 4 Equalize 0 8, Color 8 6 Rotate 4 5,
-Equalize 10 4 AutoContrast 6 2, ShearY 4 7 SolarizeAdd 6 7,
-Posterize 8 2 Solarize 6 10, Solarize 6 8 Equalize 6 1"""
+# The policies of the authors' TensorFlow implementation, one a line: an
+# operation, its probability in tenths and its magnitude, twice.
+_IMAGENET = pathlib.Path(__file__).with_name("autoaugment.txt")
 
 
 @registry.register("autoaugment")
@@ -38,7 +30,7 @@ def autoaugment(key: str = "image", key_result: str | None = None) -> Op:
   def change(image: Any, u: Any) -> Any:
     branches = [
       lambda policy=policy: branch(image, policy, u)
-      for policy in _IMAGENET.split(",")
+      for policy in _IMAGENET.read_text().splitlines()
     ]
     return tf.switch_case(tf.cast(u[0] * len(branches), tf.int32), branches)
 

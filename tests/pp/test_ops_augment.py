@@ -68,7 +68,7 @@ def test_three_augment_draws_one_of_three():
 
 
 def test_autoaugments_policies_are_timms():
-  words = ops_augment._IMAGENET.replace(",", " ").split()
+  words = ops_augment._IMAGENET.read_text().split()
   ours = [words[i : i + 3] for i in range(0, len(words), 3)]
   pairs = [ours[i : i + 2] for i in range(0, len(ours), 2)]
   theirs = [str(x).replace("YRel", "Y").split() for x in EXPECTED["policies"]]

@@ -7,28 +7,14 @@ answer is the first sentence of its documentation.
 import importlib
 import inspect
 import itertools
+import pathlib
 import re
 import types
 from collections.abc import Iterator
 from typing import Any
 
-# Modules that can be imported anywhere and do nothing then.
-_MODULES = """
-abc argparse array ast asyncio base64 bisect builtins bz2 calendar cmath code
-codecs collections colorsys configparser contextlib copy csv dataclasses
-datetime decimal difflib dis email enum fileinput filecmp fnmatch fractions
-ftplib functools gc getopt gettext glob graphlib gzip hashlib heapq hmac html
-http imaplib importlib inspect io ipaddress itertools json keyword linecache
-locale logging lzma mailbox marshal math mimetypes multiprocessing netrc
-numbers operator os pathlib pickle pkgutil platform plistlib poplib pprint
-pstats queue quopri random re reprlib runpy sched secrets select selectors
-shelve shlex shutil signal smtplib socket socketserver sqlite3 ssl stat
-statistics string struct subprocess symtable sys tarfile tempfile textwrap
-threading time timeit token tokenize trace traceback tracemalloc types typing
-unicodedata unittest urllib.parse urllib.request uuid warnings wave weakref
-xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipapp zipfile zlib
-zoneinfo
-""".split()
+# Names of modules that can be imported anywhere and do nothing then.
+_MODULES = pathlib.Path(__file__).with_name("pydoc_modules.txt")
 _SENTENCE = re.compile(r"(.+?[.!?])(\s|$)")
 _TEST_EVERY = 10
 _KINDS = (
@@ -62,7 +48,7 @@ def rows(
 def _questions() -> Iterator[tuple[str, str, str]]:
   """Yields (name and signature, first sentence, a later one or "")."""
   seen = set[int]()  # Modules import functions from each other.
-  for name in _MODULES:
+  for name in _MODULES.read_text().split():
     try:
       module = importlib.import_module(name)
     except ImportError:  # Not in every Python.

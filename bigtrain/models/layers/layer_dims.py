@@ -1,36 +1,17 @@
-"""Dimensions of the parameters of this package's layers; see dims.py."""
+"""Dimensions of the parameters of this package's models and their layers."""
 
-from bigtrain import dims
+import os
+
+from bigtrain import dims, settings
 from bigtrain.models.layers.moe import Options
 
-LAYERS = {
-  r"(.*/)?query/kernel": "D -> H K",
-  r"(.*/)?query/bias": "H K",
-  r"(.*/)?(key|value)/kernel": "D -> G K",
-  r"(.*/)?(key|value)/bias": "G K",
-  r"(.*/)?out/kernel": "H K -> D",
-  r"(.*/)?attention/sinks": "H",
-  r"(.*/)?(moe/router|shared_gate)/kernel": "D -> E",
-  r"(.*/)?moe/router/bias": "E",
-  r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
-  r"(.*/)?moe/(up|gate)/bias": "E; F",
-  r"(.*/)?moe/down/kernel": "E; F -> D",
-  r"(.*/)?moe/down/bias": "E; D",
-  r"(.*/)?(up|gate|Dense_0)/kernel": "D -> F",
-  r"(.*/)?(up|gate|Dense_0)/bias": "F",
-  r"(.*/)?(down|Dense_1)/kernel": "F -> D",
-  r"(.*/)?(scale|bias|layer_scale_\d)": "D",
-}
-
-# Before LAYERS, for norms over all heads together.
-PROJECTION_NORMS = {
-  r"(.*/)?query_norm/scale": "H K",
-  r"(.*/)?key_norm/scale": "G K",
-}
+_TABLES = settings.read_table(os.path.dirname(__file__), "dims.toml")
+LAYERS: dict[str, str] = _TABLES["layers"]
+PROJECTION_NORMS: dict[str, str] = _TABLES["projection_norms"]
 
 
-def head(name: str) -> dict[str, str]:
-  return {f"{name}/kernel": "D -> V", f"{name}/bias": "V"}
+def of_module(name: str) -> dict[str, str]:
+  return {**_TABLES[name], **LAYERS}
 
 
 def with_experts(table: dims.Table, options: Options | None) -> dims.Table:
