@@ -112,23 +112,13 @@ def generate(
 
   With `whole`, all that `sample` returns.
   """
+  prompts = step_fn, cache, prompt_BL, prompt_len_B
   common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start, rules=rules)
   if num_beams is not None:
-    return beam_search(
-      step_fn,
-      cache,
-      prompt_BL,
-      prompt_len_B,
-      max_new=max_new,
-      num_beams=num_beams,
-      length_penalty=length_penalty,
-      **common,
-    )[0]
+    common |= dict(num_beams=num_beams, length_penalty=length_penalty)
+    return beam_search(*prompts, max_new=max_new, **common)[0]
   samples = sample(
-    step_fn,
-    cache,
-    prompt_BL,
-    prompt_len_B,
+    *prompts,
     max_len=prompt_BL.shape[1] + max_new,
     rng=jax.random.key(seed) if temperature else None,
     ids_B=ids_B,

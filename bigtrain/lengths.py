@@ -1,7 +1,6 @@
 """Lengths with units, and the steps at which a run logs, saves and ends."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from bigtrain import settings
@@ -18,12 +17,7 @@ class Units:
 
   def to_steps(self, amount: float, unit: str, key: str) -> int:
     """Whole steps in `amount` units: rounded, and at least one unless 0."""
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-      raise settings.ConfigError(f"{key}: expected a number, got {amount!r}.")
-    if not 0 <= amount < math.inf:
-      raise settings.ConfigError(
-        f"{key}: expected a finite number of at least 0, got {amount!r}."
-      )
+    settings.check_number(key, amount, least=0)
     epoch, tokens = self.examples_per_epoch, self.tokens_per_example
     scale = {
       "steps": 1,

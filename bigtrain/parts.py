@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 import pkgutil
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -250,16 +249,9 @@ def _with_rules(
 
     return nn.nowrap(call)
 
-  members = {
-    "__module__": cls.__module__,
-    "__qualname__": cls.__qualname__,
-    "__doc__": cls.__doc__,
-    "apply": under_rules(cls.apply),
-    "init_with_output": under_rules(cls.init_with_output),
-  }
-  return types.new_class(
-    cls.__name__, (cls,), exec_body=lambda body: body.update(members)
-  )
+  names = ("apply", "init_with_output")
+  members = {name: under_rules(getattr(cls, name)) for name in names}
+  return _layers("options").subclass(cls, members)
 
 
 def with_published_sizes(config: settings.Config) -> settings.Config:

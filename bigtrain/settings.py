@@ -397,6 +397,8 @@ def check_number(
   limits = {"at least": least, "at most": most, "above": above, "below": below}
   given = [f"{words} {n}" for words, n in limits.items() if n is not None]
   kind = "a whole number" if whole else "a number"
+  if number and not math.isfinite(value):
+    kind = "a finite number"
   expected = f"{kind} {' and '.join(given)}".rstrip()
   raise error(f"{path}: expected {expected}, got {value!r}.")
 

@@ -55,6 +55,12 @@ class Plain(argparse.ArgumentParser):
           options["help"] += " (default: %(default)s)"
       self.add_argument(*name.split(), **options)
 
+  def add_commands(self, tool: str) -> None:
+    commands = self.add_subparsers(dest="command", required=True)
+    for name, text in _LISTED["commands"][tool].items():
+      command = commands.add_parser(name, help=text, description=text)
+      command.add_listed(f"{tool} {name}")
+
 
 class Parser(Plain):
   """A parser with one-line errors, and --config.KEY=VALUE if wanted.

@@ -93,25 +93,6 @@ def verify(
   return {directory: integrity.verify(directory) for directory in directories}
 
 
-_COMMANDS = {
-  "show": "Prints the tree of arrays with shapes, dtypes and sizes.",
-  "verify": "Reads every byte and lists all damaged arrays.",
-  "export": "Writes arrays to one .npz or .safetensors file, or to a folder in "
-  "a published layout.",
-  "import": "Writes a checkpoint of T5X or big_vision, or a file of "
-  "parameters, as a checkpoint of a new workdir.",
-}
-
-
-def _parser() -> arguments.Plain:
-  parser = arguments.Plain("checkpoint", __doc__)
-  commands = parser.add_subparsers(dest="command", required=True)
-  for name, text in _COMMANDS.items():
-    command = commands.add_parser(name, help=text, description=text)
-    command.add_listed(f"checkpoint {name}")
-  return parser
-
-
 def _check(args: argparse.Namespace) -> None:
   args.path = paths.absolute(args.path)
   if args.command in ("import", "export"):
@@ -156,7 +137,9 @@ def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  args = _parser().parse_args(argv)
+  parser = arguments.Plain("checkpoint", __doc__)
+  parser.add_commands("checkpoint")
+  args = parser.parse_args(argv)
   _check(args)
   if args.command == "show":
     print(show(args.path, args.step, args.depth))

@@ -5,6 +5,7 @@ heads, K head width, Q = K / 2.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,23 +19,8 @@ from flax.core import FrozenDict
 from bigtrain import settings
 from bigtrain.models.layers import options
 
-# {"type" of rope_scaling: (required keys, values of the others)}.
-_SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-  "linear": (("factor",), {}),
-  "llama3": (
-    ("factor", "low_freq_factor", "high_freq_factor", "original_len"),
-    {},
-  ),
-  "yarn": (
-    ("factor", "original_len"),
-    dict(beta_fast=32.0, beta_slow=1.0, truncate=True)
-    | dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor")),
-  ),
-  "longrope": (
-    ("short_factor", "long_factor", "original_len"),
-    dict(factor=None, attention_factor=None),
-  ),
-}
+_FOLDER = os.path.dirname(__file__)
+_SCALINGS = settings.read_table(_FOLDER, "rope_scalings.toml")
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
@@ -175,7 +161,8 @@ def read_scaling(
   if kind not in _SCALINGS:
     hint = settings.did_you_mean(str(kind), _SCALINGS)
     raise settings.ConfigError(f"{key}: unknown type in {given!r}.{hint}")
-  required, optional = _SCALINGS[kind]
+  required, names = _SCALINGS[kind]["required"], _SCALINGS[kind].get("optional")
+  optional = dict.fromkeys(names or ()) | _SCALINGS[kind].get("defaults", {})
   for name in given:
     if name not in ("type", *required, *optional):
       hint = settings.did_you_mean(name, (*required, *optional))
@@ -187,7 +174,7 @@ def read_scaling(
       f"{key}: type {kind!r} takes {', '.join(required)}; missing: "
       f"{', '.join(missing)}."
     )
-  scaling = dict(optional) | dict(given)
+  scaling = optional | dict(given)
   if kind == "longrope":
     for name in ("short_factor", "long_factor"):
       scaling[name] = tuple(scaling[name])

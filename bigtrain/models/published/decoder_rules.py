@@ -3,6 +3,7 @@
 Each rule reads keys into fields of models.decoder and writes them again.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,21 +14,17 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 _SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-# Options of scaled rotary embeddings, {ours: theirs}; _OPTIONAL may lack.
 _ORIGINAL = "original_max_position_embeddings"
-_OPTIONAL = (
-  *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-  "attention_factor",
-)
-_OWN_NAMES = {
-  "linear": ("factor",),
-  "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-  "yarn": ("factor", *_OPTIONAL),
-  "longrope": ("short_factor", "long_factor", "factor", "attention_factor"),
+_FOLDER = os.path.dirname(__file__)
+_TYPES = settings.read_table(_FOLDER, "rope_scalings.toml")
+# Options of scaled rotary embeddings, {type: {ours: theirs}}.
+_SCALINGS = {
+  kind: {
+    name: _ORIGINAL if name == "original_len" else name
+    for name in (*x["required"], *x.get("optional", ()), *x.get("defaults", ()))
+  }
+  for kind, x in _TYPES.items()
 }
-_SCALINGS = {kind: {n: n for n in names} for kind, names in _OWN_NAMES.items()}
-for _kind in ("llama3", "yarn", "longrope"):
-  _SCALINGS[_kind]["original_len"] = _ORIGINAL
 
 
 def canonical(values: Mapping[str, Any], neutral: Mapping[str, Any]) -> Any:
@@ -82,8 +79,7 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   given = layer["rope_scaling"] or {}
   scaling = {name: x for name, x in given.items() if x is not None}
   kind = scaling.get("type")
-  if kind == "yarn":
-    scaling = dict(beta_fast=32.0, beta_slow=1.0, truncate=True) | scaling
+  scaling = _TYPES.get(str(kind), {}).get("defaults", {}) | scaling
   if kind == "longrope" and "factor" not in scaling:
     scaling["factor"] = fields["max_len"] / scaling["original_len"]
   return {**layer, "rope_scaling": scaling or None}
@@ -314,7 +310,7 @@ def _scaling(
     elif value is None and ours == "factor" and kind in ("yarn", "longrope"):
       original = values.get(_ORIGINAL, length)
       value = config["max_position_embeddings"] / original
-    elif value is None and ours not in _OPTIONAL:
+    elif value is None and ours in _TYPES[kind]["required"]:
       raise config.error(f"{theirs}: missing beside rope_type={kind!r}.")
     if value is not None:
       result[ours] = value

@@ -8,8 +8,6 @@ that is read in both directions: config.json to a model's fields, and back.
 import json
 import math
 import os
-import pathlib
-import tomllib
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -166,25 +164,21 @@ def load(
   name: str, rules: types.ModuleType, families: Mapping[str, Family] = {}
 ) -> tuple[dict[str, Family], dict[str, tables.Table]]:
   """Reads the families and tables of a file beside this one."""
-  return parse(_text(name), rules, families)
-
-
-def _text(name: str) -> str:
-  return pathlib.Path(__file__).with_name(f"{name}.toml").read_text()
+  sections = settings.read_table(__file__, f"{name}.toml")
+  return parse(sections, rules, families)
 
 
 def parse(
-  text: str,
+  sections: dict[str, Any],
   rules: types.ModuleType,
   families: Mapping[str, Family],
   arrays: Mapping[str, tables.Table] = {},
 ) -> tuple[dict[str, Family], dict[str, tables.Table]]:
-  """Returns TOML's families and tables, which may refer to those given.
+  """Returns a file's families and tables, which may refer to those given.
 
   A section is the arguments of `Family.but`: `like` names the base, "null" is
   None, and {rule = "name", ...} calls a function of `rules`.
   """
-  sections = tomllib.loads(text)
   functions = dict(vars(rules), choice=choice, classes=classes, inverse=inverse)
   families, arrays, own = {**families}, {**arrays}, {}
   for name, rows in sections.pop("arrays", {}).items():
@@ -233,7 +227,7 @@ def _built(
 
 # Keys of any family: those that change no output of a model, such as the file's
 # own, of training and generation; and those of which models compute one value.
-_COMMON = _built(tomllib.loads(_text("families")), {}, {})
+_COMMON = _built(settings.read_table(__file__, "families.toml"), {}, {})
 _HARMLESS = frozenset(_COMMON["harmless"].split())
 
 

@@ -31,7 +31,9 @@ def text(
     (name.ljust(names) + "".join(cell.rjust(width) for cell in cells)).rstrip()
     for name, *cells in lines
   ]
-  return "\n".join([head, "", *table, "", *_notes(hardware_name, rows)])
+  target = hardware.find(hardware_name)
+  notes = _filled("notes.jinja", rows=rows, target=target)
+  return "\n".join([head, "", *table, "", *notes])
 
 
 def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
@@ -41,11 +43,8 @@ def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
     axes += ["sequence", "tensor"]
   if any(r["pipeline"] > 1 for r in rows):
     axes.insert(1, "pipeline")
-  environment = jinja2.Environment(trim_blocks=True)
-  environment.filters |= {"gb": gb, "number": _number, "pflop": _pflop}
-  path = pathlib.Path(__file__).with_name("table.jinja")
-  template = environment.from_string(path.read_text())
-  filled = template.render(
+  return _filled(
+    "table.jinja",
     rows=rows,
     axes=axes,
     efficiency=efficiency,
@@ -58,7 +57,14 @@ def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
     has_formula=lambda kind, key: any(key in r[kind] for r in rows),
     has_cycles=any(r["cycles"] for r in rows),
   )
-  return filled.splitlines()
+
+
+def _filled(name: str, **values: Any) -> list[str]:
+  """The lines of a template beside this module."""
+  environment = jinja2.Environment(trim_blocks=True)
+  environment.filters |= {"gb": gb, "number": _number, "pflop": _pflop}
+  path = pathlib.Path(__file__).with_name(name)
+  return environment.from_string(path.read_text()).render(values).splitlines()
 
 
 def _groups(rows: Sequence[_Row]) -> Iterator[str]:
@@ -67,36 +73,6 @@ def _groups(rows: Sequence[_Row]) -> Iterator[str]:
   for row in rows:
     for sent in (row["sent_by_axis"], row["formula_by_axis"]):
       yield from (axes for axes, nbytes in sent.items() if nbytes > least)
-
-
-def _notes(hardware_name: str, rows: Sequence[_Row]) -> list[str]:
-  target = hardware.find(hardware_name)
-  beyond = ""
-  if target.network_bandwidth:
-    beyond = f", {target.network_bandwidth / 1e9:g} GB/s to other domains"
-  notes = [
-    f"A domain is {target.domain} devices. Bandwidth of a device: "
-    f"{target.link_bandwidth / 1e9:g} GB/s within its domain{beyond}. "
-    f"Peak: {target.peak_flops / 1e12:g} TFLOP/s. Source: {target.source}."
-  ]
-  others = {
-    "The compiler's cycles leave out kernels (Pallas). Transfers take their "
-    "bytes at the bandwidth above.": any(row["cycles"] for row in rows),
-    "The GPU's compiler estimates no times: the seconds follow from the "
-    "executed FLOPs, or from its products if they are more.": any(
-      row["products"] for row in rows
-    ),
-    "Temporary memory is planned by XLA's CPU compiler; compilers for "
-    "accelerators plan it differently.": all(
-      row["compiler"] == "cpu" for row in rows
-    ),
-    "Figures 'from N' are extrapolated from a program that was compiled for "
-    "N devices.": any(row["figures"].startswith("from") for row in rows),
-    "The trip count of some loops is unknown: their traffic counts once.": any(
-      row["unknown_loops"] for row in rows
-    ),
-  }
-  return notes + [note for note, applies in others.items() if applies]
 
 
 def _pflop(flops: float | None) -> str:
