@@ -209,15 +209,5 @@ def _rouge(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   }
 
 
-_METRICS = {
-  "exact": _exact,
-  "exact_match": _exact_match,
-  "squad": _squad,
-  "accuracy": _accuracy,
-  "matthews": _matthews,
-  "pearson": _pearson,
-  "spearman": _spearman,
-  "bleu": _bleu,
-  "cider": _cider,
-  "rouge": _rouge,
-}
+_ALL = (_exact, _exact_match, _squad, _accuracy, _matthews, _pearson, _spearman)
+_METRICS = {fn.__name__[1:]: fn for fn in (*_ALL, _bleu, _cider, _rouge)}

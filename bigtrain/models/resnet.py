@@ -9,7 +9,6 @@ https://arxiv.org/abs/1912.11370, has group norms and standardised kernels.
 Axes: B batch, H rows, W columns, D channels, C classes.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -240,22 +239,6 @@ class BlockV2(nn.Module):
     return x_BHWD + self.layers.drop(y_BHWD, self)
 
 
-# Names in releases of BiT, of big_vision and of the paper.
-_NAMES = {
-  "^resnet/": "",
-  r"^root_block/(standardized_conv2d(_\d+)?|conv_root)/": "conv_root/",
-  "^(norm-pre-head|group_norm)/": "gn_final/",
-  "^head/conv2d/": "head/",
-  r"^block(\d)/unit0*(\d+)/": r"stage\1_block\2/",
-  r"/a/proj/standardized_conv2d(_\d+)?/": "/conv_proj/",
-  r"/([abc])/standardized_conv2d(_\d+)?/": r"/conv\1/",
-  "/([abc])/group_norm/": r"/gn\1/",
-  **{f"/(conv|gn){x}/": rf"/\g<1>{i}/" for i, x in enumerate("abc", 1)},
-  "/gamma$": "/scale",
-  "/beta$": "/bias",
-}
-
-
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
@@ -266,8 +249,7 @@ def from_published(
     return converted
   result = {}
   for name, value in flat.items():
-    for old, new in _NAMES.items():
-      name = re.sub(old, new, name)
+    name = conversions.renamed("bit", name)
     # Some have more axes, of size 1.
     fits = name in like and np.squeeze(value).shape == like[name].shape
     result[name] = np.squeeze(value) if fits else value

@@ -559,21 +559,11 @@ def _fit_posemb(
   flat["pos_embedding"] = posemb_1PD
 
 
-# Names in the releases of MLP-Mixers.
-_MIXER = {
-  "^MixerBlock_": "Transformer/encoderblock_",
-  "/channel_mixing/": "/MlpBlock_0/",
-  "^pre_head_layer_norm/": "Transformer/encoder_norm/",
-  "^stem/": "embedding/",
-}
-
-
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
-    for old, new in _MIXER.items():
-      name = re.sub(old, new, name)
+    name = conversions.renamed("mixer", name)
     if re.fullmatch(r"Transformer/(posembed_input/)?pos_embedding", name):
       name = "pos_embedding"
     elif "probe" in flat and name.startswith(("probe", *kinds)):

@@ -173,16 +173,17 @@ def _one_cycle(
   return value
 
 
-DECAYS: dict[str, Callable[..., _Decay]] = {
-  "constant": _constant,
-  "cosine": _cosine,
-  "linear": _linear,
-  "polynomial": _polynomial,
-  "rsqrt": _rsqrt,
-  "stair": _stair,
-  "wsd": _wsd,
-  "one_cycle": _one_cycle,
-}
+_ALL = (
+  _constant,
+  _cosine,
+  _linear,
+  _polynomial,
+  _rsqrt,
+  _stair,
+  _wsd,
+  _one_cycle,
+)
+DECAYS: dict[str, Callable[..., _Decay]] = {fn.__name__[1:]: fn for fn in _ALL}
 _NAMES = (*DECAYS, "pieces")
 # Arguments of decays with a unit.
 _LENGTHS = ("timescale", "shift", "decay", "peak")

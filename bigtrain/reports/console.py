@@ -18,21 +18,13 @@ from typing import Any
 
 from absl import logging
 
+from bigtrain import settings
+
+_NAMES = settings.read_table(__file__, "names.toml")
 # Names in a training row that are not the task's metrics.
-FIGURES = frozenset(
-  """step lr grad_norm grad_norm_last loss_last param_norm update_norm
-  stats_steps examples_seen tokens_seen epoch progress examples_per_sec
-  tokens_per_sec examples_per_sec_per_device tokens_per_sec_per_device step_secs
-  data_wait_fraction mfu device_hours eta_secs host_rss_bytes device_peak_bytes
-  compile_secs ckpt_stall_secs ckpt_write_secs model_flops_per_step
-  update_alias_bytes update_argument_bytes update_output_bytes update_peak_bytes
-  update_temporary_bytes restarts""".split()
-)
+FIGURES = frozenset(_NAMES["figures"].split())
 # First parts of names of training that have several.
-PREFIXES = frozenset(
-  """account epoch examples_seen grad_norm grad_rms lr update_rms weight_max
-  weight_rms weight_update_divided_by_weight_rms""".split()
-)
+PREFIXES = frozenset(_NAMES["prefixes"].split())
 _MAX_METRICS = 5  # Shown of a training row.
 _MAX_RESULTS = 12  # Shown of an evaluation row.
 _MAX_ROWS = 8  # Shown in a notebook.

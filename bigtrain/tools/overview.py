@@ -7,16 +7,13 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from bigtrain import tools
+from bigtrain import settings, tools
 from bigtrain.settings import ConfigError
 from bigtrain.tools import exits
 
 _VERSION = pkgutil.resolve_name("bigtrain:__version__")
 _USAGE = pathlib.Path(__file__).with_name("overview.txt")
-_KINDS = (
-  *("tasks", "models", "variants", "ops", "sources", "evaluators"),
-  *("optimizers", "schedules", "hooks", "configs"),
-)
+_KINDS = settings.read_table(__file__, "reference.toml")
 
 
 def programs() -> dict[str, str]:

@@ -17,28 +17,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bigtrain import parts
+from bigtrain import parts, settings
 from bigtrain.optim import optimizers, schedules
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError, did_you_mean
 
-# Kinds that are modules: the folder, and the attribute that takes arguments.
-_MODULES = {
-  "tasks": ("tasks", "loss_fn"),
-  "models": ("models", "Model"),
-  "sources": ("data", "Source"),
-  "evaluators": ("evaluators", "Evaluator"),
-  "hooks": ("hooks", "Hook"),
-}
-KINDS = (*_MODULES, "variants", "ops", "optimizers", "schedules", "configs")
-# Arguments that the program passes.
-_GIVEN = {
-  "tasks": ("variables", "batch", "rng", "model", "train"),
-  "models": ("parent", "name"),
-  "evaluators": ("predict_fn", "batches", "context"),
-  "hooks": ("context",),
-  "schedules": ("total",),
-}
+KINDS = settings.read_table(__file__, "reference.toml")
 _NAMES = "names of the feature and of the result, by default `key`."
 # The same for most ops.
 _OF_OPS = {"key": _NAMES, "key_result": _NAMES}
@@ -52,8 +36,7 @@ def names(kind: str) -> dict[str, str]:
   """Returns {name: first line of its docstring} of a kind."""
   if kind not in KINDS:
     raise ConfigError(f"list {kind}: unknown.{did_you_mean(kind, KINDS)}")
-  if kind in _MODULES:
-    folder, _ = _MODULES[kind]
+  if folder := KINDS[kind].get("folder"):
     modules = {
       name: importlib.import_module(f"bigtrain.{folder}.{name}")
       for name in parts.module_names(folder)
@@ -119,16 +102,16 @@ def explain(kind: str, name: str) -> str:
     main = [n for n in functions if n.name == "get_config"]
     docs = [ast.get_docstring(tree), *(ast.get_docstring(n) for n in main)]
     return "\n\n".join(filter(None, docs))
-  given = _GIVEN.get(kind, ())
-  if kind not in _MODULES:
+  given = tuple(KINDS[kind].get("given", ()))
+  if "folder" not in KINDS[kind]:
     fn = _functions(kind)[name]
     about = _without_sections(inspect.getdoc(fn) or known[name])
     if kind == "schedules":
       about = textwrap.fill(known[name], _WIDTH)
     return "\n\n".join(filter(None, [about, arguments(fn, given)]))
-  folder, attribute = _MODULES[kind]
+  folder = KINDS[kind]["folder"]
   module = importlib.import_module(f"bigtrain.{folder}.{name}")
-  target = getattr(module, attribute)
+  target = getattr(module, KINDS[kind]["attribute"])
   texts = [inspect.getdoc(module) or ""]
   if kind != "tasks":
     texts.append(_without_sections(inspect.getdoc(target) or ""))

@@ -4,6 +4,7 @@ Axes: P patches, D model width.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from bigtrain import settings
 
+_RENAMES = settings.read_table(__file__, "renames.toml")
 # Values of config.model_init.convert.posemb_align.
 POSEMB_ALIGN = ("centers", "corners", "bicubic", "antialiased_bicubic")
 
@@ -44,6 +46,12 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     if any(name.startswith(prefix) for name in values):
       return {name.removeprefix(prefix): v for name, v in values.items()}
   return values
+
+
+def renamed(release: str, name: str) -> str:
+  for pattern, ours in _RENAMES[release].items():
+    name = re.sub(pattern, ours, name)
+  return name
 
 
 def below(prefix: str, flat: Mapping[str, Any]) -> dict[str, Any]:
