@@ -53,11 +53,13 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
   return f" There are: {shown}."
 
 
-def check_choice(key: str, value: Any, options: Iterable[str]) -> Any:
+def check_choice(
+  key: str, value: Any, options: Iterable[str], problem: str = "unknown"
+) -> Any:
   if value in (options := tuple(options)):
     return value
   hint = did_you_mean(str(value), options)
-  raise ConfigError(f"{key}: unknown {value!r}.{hint}")
+  raise ConfigError(f"{key}: {problem} {value!r}.{hint}")
 
 
 def regex(key: str, pattern: Any) -> re.Pattern[str]:

@@ -25,7 +25,11 @@ from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
 from bigtrain.models.published.conversions import Remark, describe
 from bigtrain.optim import patterns
-from bigtrain.settings import ConfigError, check_kwargs, did_you_mean
+from bigtrain.settings import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+)
 
 # (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
 # the model's names and shapes, as far as possible, or remarks in their place.
@@ -248,11 +252,8 @@ def check_published(
       )
     return
   for name in source.allow_changed:
-    if name not in fields:
-      raise ConfigError(
-        f"{key}.allow_changed: {fields.path} does not determine {name!r}."
-        f"{did_you_mean(name, fields)}"
-      )
+    problem = f"{fields.path} does not determine"
+    check_choice(f"{key}.allow_changed", name, fields, problem)
   messages = fields.contradictions(model, arrays, f"{path}.model")
   may_differ = any(getattr(source, field) for field in ALLOWED)
   wrong = [

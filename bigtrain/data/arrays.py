@@ -16,7 +16,7 @@ import numpy as np
 
 from bigtrain import hashing
 from bigtrain.data.formats import files, splits
-from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice
 
 _UNREADABLE = (ValueError, OSError, RuntimeError)  # Encrypted: RuntimeError.
 _DIGITS_TRAIN_FRACTION = 0.8
@@ -116,9 +116,7 @@ def _check_keys(
   keys: Sequence[str], available: Iterable[str], name: str
 ) -> None:
   for key in keys:
-    if key not in available:
-      hint = did_you_mean(key, available)
-      raise ConfigError(f"arrays: {name} has no array {key!r}.{hint}")
+    check_choice(f"arrays: {name}", key, available, "no array")
 
 
 def _length(arrays: Mapping[str, np.ndarray], name: str) -> int:

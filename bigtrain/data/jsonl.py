@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bigtrain.data.formats import documents, files, row_files
-from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice
 
 
 class Source(row_files.Rows):
@@ -50,9 +50,8 @@ class Source(row_files.Rows):
     self._image_key, self._image_is = image_key, image_is
     sample = [self._load(i) for i in self._first()]
     names = sample[0] if fields is None else fields
-    if image_key is not None and image_key not in sample[0]:
-      hint = did_you_mean(image_key, sample[0])
-      raise ConfigError(f"{self.where(0)}: no field {image_key!r}.{hint}")
+    if image_key is not None:
+      check_choice(self.where(0), image_key, sample[0], "no field")
     names = [n for n in names if n != image_key]
     if image_key is not None and "image" in names:
       raise ConfigError(

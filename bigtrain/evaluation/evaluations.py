@@ -201,9 +201,8 @@ def from_config(
     log_steps = lengths.steps(options, "log", units, path=path)
     part = options.pop("weights", "params")
     begins = options.pop("at_start", at_start)
-    if part not in weights:
-      hint = settings.did_you_mean(part, weights)
-      raise ConfigError(f"{path}.weights: the state has no {part!r}.{hint}")
+    problem = "the state has no"
+    settings.check_choice(f"{path}.weights", part, weights, problem)
     entry_context = context._replace(
       name=name, variables=weights[part], class_names=names
     )
@@ -228,11 +227,8 @@ def _predict_fn(
     return lambda variables, batch: {
       one: fn(variables, batch) for one, fn in each.items()
     }
-  if name not in predict_fns:
-    hint = settings.did_you_mean(name, predict_fns)
-    raise ConfigError(
-      f"{path}.pred: the task has no predict function {name!r}.{hint}"
-    )
+  problem = "the task has no predict function"
+  settings.check_choice(f"{path}.pred", name, predict_fns, problem)
   fn = predict_fns[name]
   settings.check_kwargs(fn, options, f"{path}.pred_kw", ("variables", "batch"))
 

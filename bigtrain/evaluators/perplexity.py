@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import check_choice
 from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
@@ -22,11 +22,8 @@ class Evaluator:
 
     def outputs(variables: Variables, batch: Batch) -> Metrics:
       result = predict_fn(variables, batch)
-      if "loss" not in result:
-        raise ConfigError(
-          f"{path}.pred: expected a predict function that returns "
-          f"'loss'.{did_you_mean('loss', result)}"
-        )
+      problem = "expected a predict function that returns"
+      check_choice(f"{path}.pred", "loss", result, problem)
       return result
 
     self._outputs = batches.map(outputs)

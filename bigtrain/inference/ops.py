@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bigtrain.inference import saved
 from bigtrain.inputs import sources
 from bigtrain.pp import parse, registry, tokenizers
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_choice
 
 _CALLER = "bigtrain.load"
 
@@ -100,11 +100,9 @@ def _candidates(
 ) -> Iterator[tuple[str, str]]:
   """Yields (location, ops) of a config, the best first."""
   evals = config.get("evals", {})
-  if evaluation is not None and evaluation not in evals:
-    raise ConfigError(
-      f"{_CALLER}: evaluation={evaluation!r}: the run has no such "
-      f"evaluation.{did_you_mean(evaluation, evals)}"
-    )
+  if evaluation is not None:
+    problem = "the run has no evaluation"
+    check_choice(f"{_CALLER}: evaluation", evaluation, evals, problem)
 
   def rank(name: str) -> tuple[int, str]:
     pred = evals[name].get("pred")

@@ -16,7 +16,7 @@ import optax
 from bigtrain import parts, settings, trees
 from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import ConfigError, check_choice, did_you_mean
 
 _FACTS = settings.read_table(__file__, "optimizers.toml")
 REFUSED, _CONFIG_KEYS = _FACTS["refused"], _FACTS["config_keys"]
@@ -120,9 +120,7 @@ def _constructor(
       f"{key}.name: {name!r} is not supported: {REFUSED[name]}."
     )
   optimizers = constructors()
-  if name not in optimizers:
-    hint = did_you_mean(name, optimizers)
-    raise ConfigError(f"{key}.name: unknown optimizer {name!r}.{hint}")
+  check_choice(f"{key}.name", name, optimizers, "unknown optimizer")
   return optimizers[name]
 
 

@@ -127,11 +127,8 @@ class Context:
     """Asks for evaluations of the present state, by default for all."""
     self._check_asks()
     for name in names:
-      if name not in self._run.evaluations:
-        hint = settings.did_you_mean(name, self._run.evaluations)
-        raise ConfigError(
-          f"{self.path}: there is no evaluation {name!r}.{hint}"
-        )
+      known, problem = self._run.evaluations, "there is no evaluation"
+      settings.check_choice(self.path, name, known, problem)
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:

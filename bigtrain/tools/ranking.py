@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import check_choice
 
 # Endings of the metrics that compare runs unless one is named, best first.
 _PREFERRED = ("acc", "exact", "loss")
@@ -43,10 +43,8 @@ def choose(
   names: Iterable[str], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
   names = sorted(set(names) - {"step"})
-  if metric and names and metric not in names:
-    raise ConfigError(
-      f"--metric={metric}: no run has it.{did_you_mean(metric, names)}"
-    )
+  if metric and names:
+    check_choice("--metric", metric, names, "no run has")
   metric = metric or default_metric(names)
   return metric, mode or mode_of(metric)
 

@@ -12,7 +12,7 @@ from bigtrain.data.formats import files, row_files
 from bigtrain.settings import (
   ConfigError,
   DataError,
-  did_you_mean,
+  check_choice,
   import_package,
 )
 
@@ -149,9 +149,7 @@ def find_features(
 ) -> dict[str, Feature]:
   features: dict[str, Feature] = {}
   for name in schema.names if columns is None else columns:
-    if name not in schema.names:
-      hint = did_you_mean(name, schema.names)
-      raise ConfigError(f"{path} has no column {name!r}.{hint}")
+    check_choice(path, name, schema.names, "no column")
     features |= _features(schema.field(name).type, (name,))
   if not features:
     raise ConfigError(f"{path}: columns={columns!r}: expected at least one.")

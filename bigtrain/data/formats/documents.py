@@ -236,9 +236,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
     pa.parquet.ParquetFile(part.path) as file,
   ):
     names = file.schema_arrow.names
-    if key not in names:
-      hint = did_you_mean(key, names)
-      raise ConfigError(f"{part.path}: no column {key!r}.{hint}")
+    check_choice(part.path, key, names, "no column")
     for group in range(part.start, part.stop):
       batches = file.iter_batches(row_groups=[group], columns=[key])
       texts = (text for batch in batches for text in batch[0].to_pylist())

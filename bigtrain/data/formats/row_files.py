@@ -14,7 +14,7 @@ import numpy as np
 
 from bigtrain.data.formats import files, splits
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
 
 # Number of rows that determine types and shapes; all others must match.
 _NUM_SAMPLED = 64
@@ -61,9 +61,7 @@ class Rows:
     """Returns the types of features; `key` is the argument that has names."""
     spec = {}
     for name in names:
-      if name not in rows[0]:
-        hint = did_you_mean(name, rows[0])
-        raise ConfigError(f"{self.where(0)}: no field {name!r}.{hint}")
+      check_choice(self.where(0), name, rows[0], "no field")
       arrays = [self._at(i, _array, row, name) for i, row in enumerate(rows)]
       kind = _type(arrays)
       if kind is None:

@@ -158,9 +158,7 @@ def read_scaling(
   if given is None:
     return None
   kind = given.get("type") if isinstance(given, Mapping) else None
-  if kind not in _SCALINGS:
-    hint = settings.did_you_mean(str(kind), _SCALINGS)
-    raise settings.ConfigError(f"{key}: unknown type in {given!r}.{hint}")
+  kind = settings.check_choice(f"{key}.type", kind, _SCALINGS)
   required, names = _SCALINGS[kind]["required"], _SCALINGS[kind].get("optional")
   optional = dict.fromkeys(names or ()) | _SCALINGS[kind].get("defaults", {})
   for name in given:

@@ -130,9 +130,9 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
         f"{key}[{i}]: expected (regex, 'int8' | 'fp8' | None), got {rule!r}."
       )
     regex, precision = rule
-    if precision is not None and precision not in _DTYPES:
-      hint = did_you_mean(str(precision), _DTYPES)
-      raise ConfigError(f"{key}[{i}]: unknown precision {precision!r}.{hint}")
+    if precision is not None:
+      problem = "unknown precision"
+      settings.check_choice(f"{key}[{i}]", precision, _DTYPES, problem)
     result.append((settings.regex(f"{key}[{i}]", regex), precision))
   return result
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.files import paths
 from bigtrain.reports import console, record, rows
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.settings import check_choice
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 
@@ -158,11 +158,9 @@ def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
 def check_evaluation(metric: str | None, config: dict[str, Any]) -> None:
   evaluation, slash, _ = (metric or "").partition("/")
   evals = config.get("evals") or {}
-  if slash and evaluation not in evals:
-    hint = did_you_mean(evaluation, evals)
-    raise ConfigError(
-      f"--metric={metric}: the config has no evaluation {evaluation!r}.{hint}"
-    )
+  if slash:
+    problem = "the config has no evaluation"
+    check_choice(f"--metric={metric}", evaluation, evals, problem)
 
 
 def _texts(entry: Entry, keys: Sequence[str]) -> list[str]:
