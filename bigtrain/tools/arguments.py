@@ -19,6 +19,23 @@ _NAMED: dict[str, Any] = {
 }
 
 
+def split_at_commas(text: str) -> list[str]:
+  """Splits at commas outside of brackets and quotes."""
+  parts, depth, quote = [""], 0, ""
+  for letter in text:
+    if quote:
+      quote = "" if letter == quote else quote
+    elif letter in "'\"":
+      quote = letter
+    else:
+      depth += (letter in "([{") - (letter in ")]}")
+    if letter == "," and not depth and not quote:
+      parts.append("")
+    else:
+      parts[-1] += letter
+  return parts
+
+
 class Plain(argparse.ArgumentParser):
   """A parser of a tool's arguments in arguments.toml, with more of some.
 

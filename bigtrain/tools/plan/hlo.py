@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain.tools.arguments import split_at_commas
+
 
 class Op(NamedTuple):
   """An operation, from a line of the text."""
@@ -148,7 +150,7 @@ def _parse(name: str, text: str) -> Op:
   rest = text[end:].lstrip()
   begin = rest.index("(")
   close = _closing(rest, begin)
-  parts = map(_NAME.search, _split(rest[begin + 1 : close]))
+  parts = map(_NAME.search, split_at_commas(rest[begin + 1 : close]))
   operands = [match[1] for match in parts if match]
   return Op(name, text[:end], rest[:begin], operands, rest[close + 1 :])
 
@@ -157,7 +159,7 @@ def _element(name: str, computation: Computation) -> Op:
   """The operation that gets an element of a tuple: jax 0.12's "tuple#2"."""
   whole, _, index = name.rpartition("#")
   of_whole = computation.get(whole) or _element(whole, computation)
-  types = _split(of_whole.type[1:-1])
+  types = split_at_commas(of_whole.type[1:-1])
   return Op(name, types[int(index)], "get-tuple-element", [whole], "")
 
 
@@ -169,17 +171,6 @@ def _closing(text: str, start: int) -> int:
     if not depth:
       return start + match.start()
   raise ValueError(f"no closing parenthesis in {text[:80]!r}")
-
-
-def _split(text: str) -> list[str]:
-  """Splits at commas outside of brackets."""
-  parts, depth, begin = [], 0, 0
-  for i, letter in enumerate(text):
-    depth += (letter in "([{") - (letter in ")]}")
-    if letter == "," and not depth:
-      parts.append(text[begin:i])
-      begin = i + 1
-  return [*parts, text[begin:]]
 
 
 # Collectives. The text is the partitioner's output, because later passes differ

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bigtrain import settings
 from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.tools.arguments import split_at_commas
 
 _LONGEST = 80  # Characters of a name; file systems allow 255.
 
@@ -66,7 +67,7 @@ def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
   for item in items:
     key, _, text = item.partition("=")
     key = key.removeprefix("config.")
-    values = _split(text)
+    values = split_at_commas(text)
     if not key or not all(values):
       raise ConfigError(
         f"--grid {item}: expected KEY=VALUE,VALUE, such as lr=1e-4,3e-4."
@@ -75,22 +76,6 @@ def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
       raise ConfigError(f"--grid {item}: {key} is in two grids; join them.")
     grid[key] = values
   return grid
-
-
-def _split(text: str) -> list[str]:
-  parts, depth, quote = [""], 0, ""
-  for letter in text:
-    if quote:
-      quote = "" if letter == quote else quote
-    elif letter in "'\"":
-      quote = letter
-    else:
-      depth += (letter in "([{") - (letter in ")]}")
-    if letter == "," and not depth and not quote:
-      parts.append("")
-    else:
-      parts[-1] += letter
-  return parts
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
