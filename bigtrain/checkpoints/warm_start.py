@@ -25,11 +25,7 @@ from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.files import paths
 from bigtrain.models.published.conversions import Remark, describe
 from bigtrain.optim import patterns
-from bigtrain.settings import (
-  ConfigError,
-  check_choice,
-  check_kwargs,
-)
+from bigtrain.settings import ConfigError, check_choice, check_kwargs
 
 # (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
 # the model's names and shapes, as far as possible, or remarks in their place.
