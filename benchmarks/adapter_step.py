@@ -13,7 +13,6 @@ lacks them.
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +64,7 @@ def main() -> None:
           f"{peer.ready['parameters']}."
         )
     calls: dict[str, Callable[[], Any]] = {
-      "ours": lambda: timed(ours.run, steps)
+      "ours": lambda: measure.timed_with_cpu(ours.run, steps)
     }
     for how, peer in peers.items():
       calls[how] = functools.partial(peer.run, steps)
@@ -82,13 +81,6 @@ def main() -> None:
       measure.report(1, label, ratios, target=">= 1.0")
   secs = [turn[0] / steps for turn in turns["ours"]]
   measure.report(1, f"step: {name}", secs, unit="s")
-
-
-def timed(run: Callable[[int], Any], steps: int) -> tuple[float, float]:
-  """Returns the seconds that steps took, and the CPU's."""
-  cpu_secs = time.process_time()
-  secs = run(steps)
-  return secs, time.process_time() - cpu_secs
 
 
 def _config(model: dict[str, int], length: int, batch_size: int) -> Any:

@@ -75,14 +75,15 @@ def main() -> None:
   state = jax.jit(init)()
   batch = jax.device_put(batch)
 
-  def run(steps: int) -> float:
+  def run(steps: int) -> tuple[float, float]:
     nonlocal state
     jax.block_until_ready(state)
-    start_secs = time.perf_counter()
+    start_secs, start_cpu_secs = time.perf_counter(), time.process_time()
     for _ in range(steps):
       state, measured = program(state, rng, batch)
     jax.block_until_ready((state, measured))
-    return time.perf_counter() - start_secs
+    cpu_secs = time.process_time() - start_cpu_secs
+    return time.perf_counter() - start_secs, cpu_secs
 
   peer_process.serve(ready, run)
 

@@ -8,9 +8,9 @@ BIG_VISION=folder adds a checkout of big_vision. TORCH_PYTHON names an
 interpreter with torch and timm, if this one lacks them.
 """
 
+import functools
 import os
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks import measure, peer_process
@@ -112,16 +112,16 @@ def main() -> None:
   for name in names:
     if name in sizes.cases:
       case = _CASES[name](sizes.cases[name], sizes.dtype)
-      _compare(case, sizes.steps, ">= 1.0" if on_cpu else ">= 1.1", args)
+      _compare(case, sizes.steps, on_cpu, args)
 
 
-def _compare(case: Case, steps: int, of_torch: str, args: Any) -> None:
+def _compare(case: Case, steps: int, on_cpu: bool, args: Any) -> None:
   import jax
 
   from benchmarks import program
 
   started: dict[str, peer_process.Peer] = {}
-  targets = {"big_vision": ">= 1.1", "torch": of_torch}
+  targets = {"big_vision": ">= 1.1", "torch": ">= 1.0" if on_cpu else ">= 1.1"}
   try:
     for peer, start in dict(
       big_vision=start_big_vision, torch=_start_torch
@@ -147,23 +147,32 @@ def _compare(case: Case, steps: int, of_torch: str, args: Any) -> None:
           f"{case.name}: {number} parameters, but the model of {peer} has "
           f"{process.ready['parameters']}."
         )
-    runs = {"ours": ours.run} | {p: s.run for p, s in started.items()}
+    ours_alone = dict(ours=ours.run)
     if case.without is not None:
-      runs["without"] = program.build(case.without).run
-
-    def turn(run: Callable[[int], float]) -> Callable[[], float]:
-      return lambda: run(steps) / steps
-
-    calls = {name: turn(run) for name, run in runs.items()}
-    secs = measure.interleave(calls, args.repeats)
+      ours_alone["without"] = program.build(case.without).run
+    runs = {p: s.run for p, s in started.items()}
+    for what, run in ours_alone.items():
+      runs[what] = functools.partial(measure.timed_with_cpu, run)
+    calls = {p: functools.partial(run, steps) for p, run in runs.items()}
+    turns = measure.interleave(calls, args.repeats)
   finally:
     for process in started.values():
       process.close()
+  secs, cpu_secs = (
+    {what: [turn[k] / steps for turn in x] for what, x in turns.items()}
+    for k in range(2)
+  )
   for peer, process in started.items():
     how = process.ready.get("how")
-    label = f"step rate, ours / {f'{peer} {how}' if how else peer}: {case.name}"
+    label = f"{peer} {how}" if how else peer
+    target = targets[peer]
     values = measure.ratios(secs[peer], secs["ours"])
-    measure.report(1, label, values, target=targets[peer])
+    name = f"step rate, ours / {label}: {case.name}"
+    measure.report(1, name, values, target=target)
+    if on_cpu:
+      values = measure.ratios(cpu_secs[peer], cpu_secs["ours"])
+      name = f"CPU time of a step, {label}'s / ours: {case.name}"
+      measure.report(1, name, values, target=target)
   if case.without is not None:
     values = measure.ratios(secs["ours"], secs["without"])
     measure.report(1, f"step, {case.name}", values, target="<= 1.05")
