@@ -44,7 +44,7 @@ def array(name: str, step: int) -> np.ndarray:
   return values.astype(np.float32)
 
 
-def _adafactor(path: str):
+def load(path: str):
   """The module, with the two modules that it imports from T5X in short."""
   import flax.struct
 
@@ -74,7 +74,7 @@ def _adafactor(path: str):
 
 
 def main() -> None:
-  module = _adafactor(sys.argv[1])
+  module = load(sys.argv[1])
   import jax.numpy as jnp
 
   rules = module.standard_logical_factor_rules()

@@ -6,10 +6,13 @@ big_vision   NAME.bv-000001000/params~img~head~kernel/.zarray ...
 T5X          MODEL_DIR/checkpoint_1000/checkpoint, and target.encoder...kernel/
              The file has the tree of the state in flax's msgpack format, with
              small arrays themselves and tensorstore specs of the others.
+Orbax        MODEL_DIR/checkpoint_1000/state/target.encoder...kernel/.zarray
+             T5X's other way; "." is in place of "/". Such folders are inside a
+             database since 2023: MODEL_DIR/checkpoint_1000/state/manifest.ocdbt
 
-Both layouts are of zarr's second version, see google-research/big_vision,
-utils.py, and google-research/t5x, checkpoints.py. An array is read when it is
-indexed, and only the part that is needed.
+All are of zarr's second version, see google-research/big_vision, utils.py, and
+google-research/t5x, checkpoints.py. An array is read when it is indexed, and
+only the part that is needed.
 """
 
 import json
@@ -28,6 +31,7 @@ _T5X_FILE = "checkpoint"
 _T5X_STEP = re.compile(r"checkpoint_(\d+)")
 _BV_STEP = re.compile(r".*-(\d{9,})(-tmp)?")
 _METADATA = ".zarray"
+_ORBAX = "state"
 
 
 class Stored:
@@ -80,12 +84,16 @@ def find(path: str, step: int | None = None) -> str | None:
     int(match[1]): os.path.join(path, entry)
     for entry in _names(path)
     if (match := _T5X_STEP.fullmatch(entry))
-    and os.path.isfile(os.path.join(path, entry, _T5X_FILE))
+    and _is_t5x(os.path.join(path, entry))
   }
   if steps:
     return _of_step(path, steps, max(steps) if step is None else step)
-  is_t5x = os.path.isfile(os.path.join(path, _T5X_FILE))
-  return path if is_t5x or _array_names(path) else None
+  return path if _is_t5x(path) or _array_names(path) else None
+
+
+def _is_t5x(path: str) -> bool:
+  files = (_T5X_FILE, f"{_ORBAX}/{_T5X_FILE}", f"{_ORBAX}/_METADATA")
+  return any(os.path.isfile(os.path.join(path, name)) for name in files)
 
 
 def _of_step(path: str, steps: Mapping[int, str], step: int) -> str:
@@ -112,23 +120,29 @@ def open_folder(path: str) -> Folder:
   file = path if os.path.isfile(path) else os.path.join(path, _T5X_FILE)
   if os.path.isfile(file):
     return _open_t5x(file)
+  if _is_t5x(path):
+    return _open_orbax(path)
   arrays = {
-    name.replace("~", "/"): _open(os.path.join(path, name))
+    name.replace("~", "/"): _open(_folder(path, name))
     for name in _array_names(path)
   }
   match = _BV_STEP.fullmatch(os.path.basename(path.rstrip("/")))
   return Folder(arrays, int(match[1]) if match else 0, path)
 
 
-def _open(path: str, dtype: Any = None) -> Stored:
+def _folder(*path: str) -> dict[str, Any]:
+  return {"driver": "file", "path": os.path.join(*path, "")}
+
+
+def _open(place: Mapping[str, Any], dtype: Any = None) -> Stored:
   import tensorstore as ts
 
-  with open(os.path.join(path, _METADATA)) as file:
-    fill_value = json.load(file).get("fill_value")
+  kvstore = ts.KvStore.open(place).result()
+  fill_value = json.loads(kvstore[_METADATA]).get("fill_value")
   store = ts.open(
     {
       "driver": "zarr",
-      "kvstore": {"driver": "file", "path": path},
+      "kvstore": place,
       # Without a fill value every chunk has been written, so a missing file
       # is damage, and its zeros would be taken for parameters.
       "fill_missing_data_reads": fill_value is not None,
@@ -138,6 +152,24 @@ def _open(path: str, dtype: Any = None) -> Stored:
     context=integrity.tensorstore_context(),
   ).result()
   return Stored(store, store.dtype.numpy_dtype if dtype is None else dtype)
+
+
+def _open_orbax(path: str) -> Folder:
+  import tensorstore as ts
+
+  base = _folder(path, _ORBAX)
+  names = _array_names(base["path"])
+  if not names:
+    base = {"driver": "ocdbt", "base": base, "path": ""}
+    keys = ts.KvStore.open(base).result().list().result()
+    ends = f"/{_METADATA}".encode()
+    names = sorted(k.removesuffix(ends).decode() for k in keys if ends in k)
+  arrays = {
+    name.replace(".", "/"): _open({**base, "path": f"{base['path']}{name}/"})
+    for name in names
+  }
+  step = arrays.get("state/step")
+  return Folder(arrays, int(step[()]) if step is not None else 0, path)
 
 
 def _open_t5x(file: str) -> Folder:
@@ -164,7 +196,8 @@ def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
     # Before tensorstore had bfloat16, T5X wrote it as uint16.
     words = node.get("dtype", node.get("metadata", {}).get("dtype"))
     is_half = words in ("uint16", "<u2")
-    arrays[name] = _open(path, ml_dtypes.bfloat16 if is_half else None)
+    half = ml_dtypes.bfloat16 if is_half else None
+    arrays[name] = _open(_folder(path), half)
   elif isinstance(node, Mapping):
     for key, child in node.items():
       _collect(child, f"{name}/{key}" if name else str(key), folder, arrays)
