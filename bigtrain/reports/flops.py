@@ -87,7 +87,7 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
   elif name == "shard_map":
     return inner * _num_shards(params)
   elif name == "pallas_call":
-    return inner * _grid_size(params["grid_mapping"].grid)
+    return _kernel_flops(inner, params)
   return inner
 
 
@@ -114,13 +114,16 @@ def _num_shards(params: dict[str, Any]) -> int:
   return math.prod(sizes[a] for a in axes if a in sizes)
 
 
-def _grid_size(grid: tuple[Any, ...]) -> int:
+def _kernel_flops(inner: Any, params: dict[str, Any]) -> Any:
+  grid, estimate = params["grid_mapping"].grid, params["cost_estimate"]
   if all(isinstance(n, int) for n in grid):
-    return math.prod(grid)
+    return inner * math.prod(grid)
+  if estimate is not None:
+    return estimate.flops  # As the kernel's author has it.
   logging.warning(
     "FLOPs: a Pallas kernel has a dynamic grid; it is counted once."
   )
-  return 1
+  return inner
 
 
 def _shape(var: Any) -> tuple[int, ...]:

@@ -140,7 +140,9 @@ def dropless(
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
   args = (x_BLD, routing, keep_BLJF, real_BL)
   E = weights["up"].shape[0]
-  serve = functools.partial(_serve_all, experts._replace(key=None), E)
+  kernels = moe_experts.by_kernels(len(x_BLD))
+  experts = experts._replace(key=None, kernels=kernels)
+  serve = functools.partial(_serve_all, experts, E)
   split = _split_of(x_BLD, experts.dim, E, axis)
   if split is None:
     return serve(None, weights, *args)
@@ -167,6 +169,7 @@ def dropless(
     mesh=split.mesh,
     in_specs=(specs, split.stream, split.rows, masks, split.rows),
     out_specs=split.stream,
+    check_vma=not kernels,
   )(weights, *args)
 
 
@@ -191,7 +194,7 @@ def _serve_all(
     keep_tJF = keep_blJF.reshape(b * l, J, -1)
   args = experts, x_tD, expert_tJ, keep_tJF, weights
   if split is None or split.axis is None:
-    y_tJD = moe_experts.run_in_blocks(*args)
+    y_tJD = moe_experts.run(*args)
   else:
     y_tJD = _through_exchange(split.axis, split.ways, E, *args)
   y = y_tJD.reshape(b, l, J, D)
@@ -245,9 +248,8 @@ def _through_exchange(
     bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
     keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
   x_RD, received_R1 = x_nQD.reshape(n * Q, -1), received_nQ.reshape(n * Q, 1)
-  y_R1D = moe_experts.run_in_blocks(
-    experts, x_RD, received_R1, keep_R1F, weights, useful=K
-  )
+  args = experts, x_RD, received_R1, keep_R1F, weights
+  y_R1D = moe_experts.run(*args, useful=K)
   y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
   y_KD = moe_experts.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
   return y_KD.reshape(t, J, -1)

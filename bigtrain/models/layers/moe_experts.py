@@ -1,4 +1,7 @@
-"""The experts of a layer, on a device's tokens in blocks of one expert each.
+"""The experts of a layer, on a device's tokens, sorted by expert.
+
+On TPUs, kernels of jax's Pallas library (megablox) multiply groups of rows of
+any size. Elsewhere rows are in blocks of one expert each.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
@@ -32,6 +35,7 @@ class Experts(NamedTuple):
   rate: float
   key: jax.Array | None
   clip: mlp.Clip | None = None
+  kernels: bool = False  # Whether kernels may multiply.
 
   def keep(self, *shape: int) -> jax.Array | None:
     if self.key is None:
@@ -83,7 +87,20 @@ class _Static(NamedTuple):
     return model_flops.share(self.rows, x_NTD.shape[0] * x_NTD.shape[1])
 
 
-def run_in_blocks(
+# Rows, and columns of both sides, that a kernel multiplies at once.
+_TILES = 512, 1024, 1024
+
+# Whether the kernels run on any device, slowly: for tests.
+_INTERPRET = False
+
+
+def by_kernels(batch_size: int) -> bool:
+  """Whether kernels may serve a layer; XLA cannot split them."""
+  whole = sharding.splits(batch_size) and not sharding.in_stage()
+  return sharding.device()[0] == "tpu" and whole
+
+
+def run(
   experts: Experts,
   x_tD: jax.Array,
   expert_tJ: jax.Array,
@@ -92,24 +109,80 @@ def run_in_blocks(
   *,
   useful: int | None = None,
 ) -> jax.Array:
-  """Sorts rows into blocks, and applies the experts.
+  """Sorts rows by expert, and applies the experts.
 
   Args:
     expert_tJ: int, experts of each token; E for none.
-    useful: expected number of choices with an expert, if not all; then empty
-      blocks are skipped.
+    useful: expected number of choices with an expert, if not all; then the
+      products of others are skipped.
 
   Returns:
     [t, J, D]; any finite numbers for no expert, with a gradient of zero.
   """
   J = expert_tJ.shape[1]
-  E = weights["up"].shape[0]
-  R = expert_tJ.size
-  T = block_size(useful or R, E)
-  N = R // T + E  # As many blocks as R rows need at most.
+  E, R = len(weights["up"]), expert_tJ.size
   expert_R = expert_tJ.reshape(R)
   order_R = jnp.argsort(expert_R, stable=True)
   sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
+  kernels = experts.kernels and R % _TILES[0] == 0
+  sort = _groups if kernels else _blocks
+  choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E, useful)
+  # Empty slots have any token, whose result is not used. The last of blocks is
+  # empty: a choice without an expert has it.
+  x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
+  keep = None
+  if keep_tJF is not None:
+    keep = jnp.take(
+      keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
+    ).reshape(*shape, -1)
+  y = experts.run(x_SD.reshape(*shape, -1), weights, products, keep)
+  y_SD = y.reshape(len(x_SD), -1)
+  y_RD = rows(y_SD, back_R, choice_S[None], Zeros(False, not kernels))
+  return y_RD.reshape(*expert_tJ.shape, -1)
+
+
+# Each slot's choice, R for none; each choice's slot; shape of slots; products.
+_Sorted = tuple[jax.Array, jax.Array, tuple[int, ...], Products]
+
+
+def _groups(
+  expert_R: jax.Array,
+  order_R: jax.Array,
+  sizes_E: jax.Array,
+  useful: int | None,
+) -> _Sorted:
+  """One slot for each choice. Kernels multiply groups of slots."""
+  from jax.experimental.pallas.ops.tpu import megablox
+
+  R = len(order_R)
+  back_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(R))
+  sorted_R = jnp.take(expert_R, order_R)
+  inside_R1 = (jnp.arange(R) < jnp.sum(sizes_E))[:, None]
+  # Kernels do not write the rows after the last group. Padding, with a gradient
+  # of zero, belongs to it.
+  if useful is None:
+    sizes_E = sizes_E.at[-1].add(R - jnp.sum(sizes_E))
+  written = lambda x: x if useful is None else jnp.where(inside_R1, x, 0)
+
+  def times(x_RD: jax.Array, kernel_EDF: jax.Array) -> jax.Array:
+    args = written(x_RD), kernel_EDF, sizes_E, x_RD.dtype, _TILES
+    with model_flops.share(useful or R, R):
+      return written(megablox.gmm(*args, interpret=_INTERPRET))
+
+  products = Products(times, lambda bias_EF: _of_rows(bias_EF, sorted_R))
+  return order_R, back_R, (R,), products
+
+
+def _blocks(
+  expert_R: jax.Array,
+  order_R: jax.Array,
+  sizes_E: jax.Array,
+  useful: int | None,
+) -> _Sorted:
+  """Blocks of one expert each; empty ones are skipped if `useful`."""
+  R, E = len(order_R), len(sizes_E)
+  T = block_size(useful or R, E)
+  N = R // T + E  # As many blocks as R rows need at most.
   blocks_E = -(-sizes_E // T)
   ends_E = jnp.cumsum(blocks_E)
   # Of the sorted rows: the place in the blocks, or beyond them for padding.
@@ -123,31 +196,19 @@ def run_in_blocks(
   expert_N = jnp.minimum(expert_N, E - 1)
   choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
   back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
-  # Empty slots have any token, whose result is not used. There are more slots
-  # than choices, and the last slot is empty: a choice without an expert has it.
-  x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
-  keep = None
-  if keep_tJF is not None:
-    keep = jnp.take(
-      keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
-    ).reshape(N, T, -1)
   static = _Static(useful or R, useful is not None)
   products = Products(
     lambda x, kernel: _times(static, x, kernel, expert_N, used_N),
-    lambda bias_EF: _of_blocks(bias_EF, expert_N),
+    lambda bias_EF: _of_rows(bias_EF, expert_N)[:, None],
   )
-  y_NTD = experts.run(x_SD.reshape(N, T, -1), weights, products, keep)
-  y_SD = y_NTD.reshape(N * T, -1)
-  y_RD = rows(y_SD, back_R, choice_S[None], Zeros(results=False))
-  return y_RD.reshape(*expert_tJ.shape, -1)
+  return choice_S, back_R, (N, T), products
 
 
-def _of_blocks(bias_EF: jax.Array, expert_N: jax.Array) -> jax.Array:
-  """Each block's bias, by a product, whose gradient is no scatter."""
-  mark_NE = jax.nn.one_hot(expert_N, bias_EF.shape[0], dtype=bias_EF.dtype)
+def _of_rows(bias_EF: jax.Array, expert_X: jax.Array) -> jax.Array:
+  """Each row's or block's bias, by a product, whose gradient is no scatter."""
+  mark_XE = jax.nn.one_hot(expert_X, bias_EF.shape[0], dtype=bias_EF.dtype)
   with model_flops.share(0, 1):
-    bias_NF = jnp.matmul(mark_NE, bias_EF, precision="highest")
-  return bias_NF[:, None]
+    return jnp.matmul(mark_XE, bias_EF, precision="highest")
 
 
 class Zeros(NamedTuple):
@@ -227,25 +288,18 @@ def _times_backward(
 ) -> tuple[jax.Array | None, ...]:
   x_NTD, kernel_EDF, expert_N, used_N = args
 
-  # On TPUs the larger dimension comes first, as a gather of kernels over `fsdp`
-  # leaves it: they would copy each sum to swap the two. CPUs take longer so.
-  smaller_first = kernel_EDF.shape[1] < kernel_EDF.shape[2]
-  swap = smaller_first and sharding.device()[0] == "tpu"
-  like_EFD = jnp.swapaxes(kernel_EDF, 1, 2) if swap else kernel_EDF
-
   # One expert's sum is float32; the array of all sums has the kernel's dtype.
   def add_block(sums: Any, block: Any) -> Any:
-    sum_FD, sums_EFD = sums
+    sum_DF, sums_EDF = sums
     x_TD, grad_TF, e, first, used = block
 
     def add() -> Any:
-      left, right = (grad_TF, x_TD) if swap else (x_TD, grad_TF)
-      product_FD = jnp.matmul(left.T, right, preferred_element_type=jnp.float32)
-      added_FD = jnp.where(first, 0.0, sum_FD) + product_FD
-      added_EFD = jax.lax.dynamic_update_index_in_dim(
-        sums_EFD, added_FD.astype(sums_EFD.dtype), e, axis=0
+      product_DF = jnp.matmul(x_TD.T, grad_TF, preferred_element_type="float32")
+      added_DF = jnp.where(first, 0.0, sum_DF) + product_DF
+      added_EDF = jax.lax.dynamic_update_index_in_dim(
+        sums_EDF, added_DF.astype(sums_EDF.dtype), e, axis=0
       )
-      return (added_FD, added_EFD), grad_TF @ kernel_EDF[e].T
+      return (added_DF, added_EDF), grad_TF @ kernel_EDF[e].T
 
     if not static.skips:
       return add()
@@ -253,12 +307,11 @@ def _times_backward(
     return jax.lax.cond(used, add, skip)
 
   first_N = jnp.diff(expert_N, prepend=-1) != 0
-  zeros = jnp.zeros_like(like_EFD[0], jnp.float32), jnp.zeros_like(like_EFD)
+  zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
   with static.counted(x_NTD):
-    (_, sums_EFD), x_grad_NTD = jax.lax.scan(
+    (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
       add_block, zeros, (x_NTD, grad_NTF, expert_N, first_N, used_N)
     )
-  kernel_grad_EDF = jnp.swapaxes(sums_EFD, 1, 2) if swap else sums_EFD
   return x_grad_NTD, kernel_grad_EDF, None, None
 
 
