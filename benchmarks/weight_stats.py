@@ -1,9 +1,9 @@
-"""Benchmark 3, second part: overhead of weight statistics.
+"""Benchmark 3, second part: overhead of statistics.
 
-Compares the compiled updates with weight_stats="per_param" and "none", in
-blocks of the steps between two rows, so that each block computes the statistics
-once. Measures the loop as in loop_overhead.py too, with all options of the
-update on.
+Compares the compiled updates with weight_stats="per_param" and "none", and with
+activation_stats=".*" and without, in blocks of the steps between two rows, so
+that each block computes the statistics once. Measures the loop as in
+loop_overhead.py too, with all options of the update on.
 """
 
 from typing import Any
@@ -36,13 +36,16 @@ def main() -> None:
 
 
 def _steps(name: str, config: Any, quick: bool, repeats: int) -> None:
-  details = ("per_param",) if quick else ("global", "per_param")
+  activations = "none, activation_stats .*"
+  details = ("per_param",) if quick else ("global", "per_param", activations)
   if quick:  # Halves the time to compile.
     config.optimizer = dict(name="sgd")
   programs = {}
   for detail in ("none", *details):
-    config.weight_stats = detail
+    config.weight_stats = detail.partition(",")[0]
+    config.activation_stats = ".*" if detail == activations else ""
     programs[detail] = program.build(config)
+  config.activation_stats = ""
   secs = measure.interleave(
     {
       detail: lambda built=built: built.run(config.log_steps)

@@ -56,7 +56,14 @@ from bigtrain.runtime import (
   programs,
 )
 from bigtrain.runtime.run import Run
-from bigtrain.step import gradients, guard, initial, norms, running_metrics
+from bigtrain.step import (
+  activations,
+  gradients,
+  guard,
+  initial,
+  norms,
+  running_metrics,
+)
 from bigtrain.step.norms import NamedScalars
 from bigtrain.step.running_metrics import RunningMetrics
 from bigtrain.types import Batch, TrainState, Variables
@@ -214,11 +221,13 @@ def _train(
 
   # =============================== Update =====================================
 
+  stats_fns = activations.loss_fns(config, task, variants, frozen_teacher.model)
   compute_gradients = gradients.from_config(
     config,
     task,
     variants,
     loss_fns,
+    stats_fns=stats_fns,
     trainable=optimizer.trainable,
     mesh=mesh,
   )
@@ -294,7 +303,8 @@ def _train(
   rollout = rollouts.Rollout(
     config, task, model, train_input, loss_args(batch_spec)[0], mesh
   )
-  metrics_spec, _ = jax.eval_shape(loss_fns[0], *loss_args(rollout.spec))
+  for_row = (stats_fns or loss_fns)[0]
+  metrics_spec, _ = jax.eval_shape(for_row, *loss_args(rollout.spec))
   hparams_spec = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     hparams_of(0),

@@ -8,7 +8,7 @@ not. A metric whose arrays are all zero has no values and changes nothing.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -164,7 +164,44 @@ class Histogram:
     return cls(counts, parts[0].low, parts[0].high)
 
 
-_KINDS = (Sum, Last, Max, Min, Histogram)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ArrayStats:
+  """Statistics of N arrays: of their finite values, and the share of others."""
+
+  sums: Any  # [N, 4]: of values, of their squares, of others, of all.
+  largest: Any  # [N], of absolute values.
+  names: Sequence[str] = dataclasses.field(metadata={"static": True})
+
+  @classmethod
+  def of(cls, x: jax.Array) -> Self:
+    """Of one array, without N."""
+    finite = jnp.isfinite(x)
+    x = jnp.where(finite, x.astype(jnp.float32), 0.0)
+    others, size = jnp.sum(~finite, dtype=jnp.float32), jnp.float32(x.size)
+    sums = jnp.stack([jnp.sum(x), jnp.sum(x * x), others, size])
+    return cls(sums, jnp.max(jnp.abs(x)), ())
+
+  def merge(self, other: Self) -> Self:
+    largest = jnp.maximum(self.largest, other.largest)
+    return type(self)(self.sums + other.sums, largest, self.names)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> dict[str, float]:
+    parts, result = list(parts), {}
+    sums = np.sum([np.asarray(p.sums, np.float64) for p in parts], axis=0)
+    largest = np.max([p.largest for p in parts], axis=0)
+    for name, row, top in zip(parts[0].names, sums.tolist(), largest.tolist()):
+      total, square, others, size = row
+      if size:
+        count = max(size - others, 1.0)
+        result[f"mean/{name}"] = total / count
+        result[f"rms/{name}"] = math.sqrt(square / count)
+        result[f"max/{name}"], result[f"nonfinite/{name}"] = top, others / size
+    return result
+
+
+_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
@@ -279,10 +316,13 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for name, metric in batch.items():
       parts.setdefault(name, []).append(metric)
   values = {name: _host_value(metrics) for name, metrics in parts.items()}
+  several = {name: x for name, x in values.items() if isinstance(x, dict)}
   return {
     name: value
     for name, value in values.items()
-    if value or not isinstance(parts[name][0], Faults)
+    if name not in several and (value or not isinstance(parts[name][0], Faults))
+  } | {
+    f"{name}_{key}": x for name in several for key, x in several[name].items()
   }
 
 

@@ -16,13 +16,13 @@ from bigtrain.settings import ConfigError
 # Keys that do not affect what a run learns. All others do: seed, input, batch
 # size, model, optimizer, schedule, length.
 _HARMLESS = """
-  allow_changes ckpt_* debug_nans debug_shapes device_memory_bytes eager
-  eval_at_start eval_only cluster compile_cache compiler_options evals
-  expect_* hooks input.cache input.num_threads input.prefetch
-  input.skip_errors keep_* local_ckpt_* log_* logical_axes mesh max_nonfinite
-  model_init nonfinite opt_memory opt_sharding peak_flops_per_device resume
-  save_at_start sharding spikes stop_at_* teacher.logical_axes tensorboard
-  transfer_guard wandb watchdog weight_stats
+  activation_stats allow_changes ckpt_* debug_nans debug_shapes
+  device_memory_bytes eager eval_at_start eval_only cluster compile_cache
+  compiler_options evals expect_* hooks input.cache input.num_threads
+  input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes mesh
+  max_nonfinite model_init nonfinite opt_memory opt_sharding
+  peak_flops_per_device resume save_at_start sharding spikes stop_at_*
+  teacher.logical_axes tensorboard transfer_guard wandb watchdog weight_stats
 """.split()
 
 

@@ -22,6 +22,10 @@ import jax.numpy as jnp
 from bigtrain import settings, sharding
 from bigtrain.models.layers import moe, remat, stages
 
+# Collections that modules write while they run. The second has statistics of
+# activations, see step.activations.
+_WRITTEN = (moe.STEP_SUMS, "activation_stats")
+
 
 class _Period(nn.Module):
   blocks: tuple[Any, ...]
@@ -146,7 +150,7 @@ def _loop(
   cls, args = in_loop(first)
   looped = nn.scan(
     cls,
-    variable_axes={"params": 0, moe.STATE: 0, moe.STEP_SUMS: 0},
+    variable_axes=dict.fromkeys(("params", moe.STATE, *_WRITTEN), 0),
     split_rngs={"params": True, "dropout": True},
     in_axes=(0, *[nn.broadcast] * len(shared)),
     length=layers.periods,
@@ -171,13 +175,13 @@ def _as_function(
   module: nn.Module, parent: nn.Module, name: str
 ) -> Callable[..., Any]:
   """(variables, key of dropout, carry, ...) -> (carry, (report, sums))."""
-  writes = parent.is_mutable_collection(moe.STEP_SUMS)
+  mutable = [name for name in _WRITTEN if parent.is_mutable_collection(name)]
 
   def call(variables: Any, key: Any, *args: Any) -> Any:
     scope = flax.core.Scope(
       variables,
       rngs={} if key is None else {"dropout": key},
-      mutable=[moe.STEP_SUMS] if writes else [],
+      mutable=mutable,
       path=(*parent.path, name),  # As adapters know it.
     )
     with scope.temporary():
@@ -192,7 +196,7 @@ def _inputs(parent: nn.Module, name: str) -> tuple[Any, Any]:
   variables = {
     collection: content[name]
     for collection, content in parent.variables.items()
-    if name in content and collection != moe.STEP_SUMS
+    if name in content and collection not in _WRITTEN
   }
   key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
   return variables, key

@@ -24,7 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import model_flops, settings, sharding, trees
 
 _AXIS = "pipeline"
 _INPUT = "layer_input"  # Name of a layer's activations, which are kept.
@@ -112,8 +112,12 @@ def run(
   )(variables, sharding.to_microbatches(x, schedule), arrays)
   flat = lambda y: y.reshape(len(y), depth, *y.shape[4:])
   reports, sums = jax.tree.map(flat, outputs)
-  sums = jax.tree.map(lambda y: jnp.sum(y, axis=0), sums)
+  sums = trees.map_with_names(_merged, sums)
   return sharding.from_microbatches(x_Mb, schedule), (merge(reports), sums)
+
+
+def _merged(name: str, y: jax.Array) -> jax.Array:
+  return (jnp.max if name.endswith("largest") else jnp.sum)(y, axis=0)
 
 
 def _without_weights(run_part: Any, policy: Callable[..., bool]) -> Any:
