@@ -2,7 +2,7 @@
 
 1. The newest valid checkpoint of the run: on the hosts (local_checkpoints.py)
    or in the workdir.
-2. config.resume: the full state of another run.
+2. config.resume: the full state of another run, also of T5X or big_vision.
 3. config.model_init: parameters only.
 4. The seed.
 """
@@ -18,6 +18,7 @@ from bigtrain.checkpoints import (
   averages,
   changes,
   folders,
+  foreign_state,
   local_checkpoints,
   restore,
   warm_start,
@@ -104,7 +105,8 @@ def start(
 
   hosts = local if from_local else None
   result = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
-  if result is None and options.resume:
+  foreign = options.resume and foreign_state.find(options.resume)
+  if result is None and options.resume and not foreign:
     result = _continue(options.resume, state_spec, check_origin)
   if result is None:
     shardings = jax.tree.map(lambda x: x.sharding, state_spec)
@@ -114,14 +116,21 @@ def start(
     compiled = lower("init", init_state, word, out_shardings=shardings)
     state = process.Background(lambda: compiled()(word), "init").result()
     result = Start(state, HostState(), 0, "from scratch", False)
-    if options.model_init:
+    if foreign:
+      _load_model(state, foreign, state_spec, model_module, "config.resume")
+      opt = config.get("optimizer", {})
+      step = foreign_state.load(state, foreign, state_spec, model_module, opt)
+      how = f"continued from step {step} of {options.resume}"
+      result = result._replace(step=step, how=how)
+    elif options.model_init:
       how = f"parameters from {options.model_init}"
       result = result._replace(how=how)
     if base and begin:
       begin(state)
       state |= {"ema": ema.init(state["params"])} if "ema" in state else {}
-    elif options.model_init:
-      _load_model(state, options.model_init, state_spec, model_module)
+    elif options.model_init and not foreign:
+      key = "config.model_init"
+      _load_model(state, options.model_init, state_spec, model_module, key)
   if local is not None:
     local.begin(result.step, result.saved_step)
   elif jax.process_index() == 0:
@@ -171,12 +180,12 @@ def _continue(
 
 
 def _load_model(
-  state: dict[str, Any], source: Any, state_spec: Any, model_module: Any
+  state: dict[str, Any], source: Any, state_spec: Any, module: Any, key: str
 ) -> None:
   like = evaluated(state_spec)["params"]
   init = lambda: evaluated(state)["params"]
   loaded = warm_start.load_variables(
-    source, like, init=init, module=model_module
+    source, like, init=init, module=module, key=key
   )
   state["params"] = loaded.pop("params")
   if loaded:

@@ -126,7 +126,7 @@ def load_params(
     read = file.parts or file.read
     values = values or read([names[name] for name in wanted])
     loaded = {
-      name: _place(values[name if name in values else names[name]], spec)
+      name: place(values[name if name in values else names[name]], spec)
       for name, spec in wanted.items()
     }
   if fresh:
@@ -368,7 +368,7 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
   return ConfigError(text)
 
 
-def _place(value: Any, spec: Any) -> jax.Array:
+def place(value: Any, spec: Any) -> jax.Array:
   # Values that are mapped from a file, or assembled from parts of it, are read
   # here: only the shares of this process's devices.
   return jax.make_array_from_callback(

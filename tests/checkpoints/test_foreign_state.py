@@ -1,0 +1,166 @@
+"""config.resume with states of T5X and big_vision: the next step is theirs."""
+
+import functools
+import tarfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoints.test_jax_folders import ARCHIVE, T5, VIT
+
+from bigtrain import sharding, trees
+from bigtrain.checkpoints import foreign_state, warm_start
+from bigtrain.lengths import Units
+from bigtrain.models import t5, vit
+from bigtrain.optim import chain, views
+from bigtrain.settings import Config, ConfigError
+
+# What tests/golden/make_old_checkpoints.py trained with.
+MIN_SIZE = dict(min_dim_size_to_factor=4)
+T5X_CONFIG = dict(
+  lr=0.01,
+  schedule=dict(decay_type="constant"),
+  optimizer=dict(name="adafactor", momentum=0.9, lr_inside=True, **MIN_SIZE),
+)
+BV_CONFIG = dict(
+  lr=0.01,
+  wd=0.01,
+  schedule=[("head/bias", None), (".*", dict(decay_type="cosine"))],
+)
+STORED = dict(moment_arithmetic="stored")
+ADAFACTOR = dict(name="big_vision_adafactor", **MIN_SIZE, **STORED)
+ADAM = dict(name="scale_by_adam", mu_dtype="bfloat16", **STORED)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory):
+  """Folder with the unpacked checkpoints."""
+  folder = tmp_path_factory.mktemp("old")
+  with tarfile.open(ARCHIVE) as archive:
+    archive.extractall(folder, filter="data")
+  return folder
+
+
+def of_t5(scan, **changes):
+  inputs = np.ones((1, 3), int), np.ones((1, 2), int)
+  return _run(t5, t5.Model(**T5, scan=scan), inputs, T5X_CONFIG, changes)
+
+
+def of_vit(optimizer, scan, **changes):
+  model = vit.Model(**VIT, rep_size=True, pool_type="tok", scan=scan)
+  image = np.zeros((1, 8, 8, 3), "float32")
+  config = BV_CONFIG | dict(optimizer=optimizer)
+  return _run(vit, model, (image,), config, changes)
+
+
+def _run(module, model, inputs, config, changes):
+  """Returns (the module, the optimizer, the spec of its state)."""
+  init = functools.partial(model.init, jax.random.key(0), *inputs)
+  params = jax.eval_shape(init)["params"]
+  config = Config(config | changes)
+  units = Units(batch_size=1, examples_per_epoch=1, total_steps=24)
+  seen = views.of_model(module, model, params)
+  optimizer = chain.make(config, params, units, seen)
+
+  def state():
+    params = init()["params"]
+    trained, _ = trees.partition(params, optimizer.trainable)
+    opt = optimizer.tx.init(trained)
+    return {"params": params, "opt": opt, "step": jnp.int32(0)}
+
+  rules = [(".*", "fsdp(min_size=1)")]
+  mesh = sharding.make_mesh(fsdp=-1)
+  spec = sharding.state_spec(jax.eval_shape(state), mesh, rules)
+  return module, optimizer, spec
+
+
+def load(path, run, **optimizer):
+  """The parameters, the optimizer's state and the step."""
+  module, _, spec = run
+  source = foreign_state.find(str(path))
+  convert = module.from_published
+  params, _ = warm_start.load_params(source, spec["params"], convert=convert)
+  state = {"params": params}
+  optimizer = T5X_CONFIG["optimizer"] | optimizer
+  foreign_state.load(state, source, spec, module, optimizer)
+  return state
+
+
+def next_params(path, run, golden):
+  """Ours and theirs after the next step, by our names."""
+  module, optimizer, spec = run
+  state = load(path, run)
+  step = int(state["step"])
+  like = dict(trees.flatten_with_names(spec["params"]))
+
+  def ours(flat):
+    flat = module.from_published(flat, like)
+    return {n: flat[n][(slice(None),) * x.ndim] for n, x in like.items()}
+
+  theirs = {n[5:]: golden[n] for n in golden if n.startswith("next/")}
+  grads = {}
+  for name, x in theirs.items():
+    rng = np.random.default_rng([step, *name.encode()])
+    grads[name] = rng.normal(size=x.shape).astype(np.float32)
+  grads, _ = trees.partition(trees.from_flat(ours(grads)), optimizer.trainable)
+  trained, _ = trees.partition(state["params"], optimizer.trainable)
+  hparams = optimizer.hparams(step)
+  update = functools.partial(optimizer.tx.update, step=step, hparams=hparams)
+  updates, opt = jax.jit(update)(grads, state["opt"], trained)
+  assert {
+    int(x) for n, x in trees.flatten_with_names(opt) if x.shape == ()
+  } == {step + 1}
+  after = dict(trees.flatten_with_names(optax.apply_updates(trained, updates)))
+  return after, ours(theirs), step
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("where", ["t5x"])
+def test_the_next_step_of_t5x(old, where, scan):
+  golden = np.load(old / "t5x.npz")
+  after, expected, step = next_params(old / where, of_t5(scan), golden)
+  assert step == 1000
+  for name, value in after.items():
+    np.testing.assert_allclose(
+      value, expected[name], rtol=1e-6, atol=1e-7, err_msg=name
+    )
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+  "where, optimizer", [("big_vision", ADAFACTOR), ("big_vision_adam", ADAM)]
+)
+def test_the_next_step_of_big_vision(old, where, optimizer, scan):
+  golden = np.load(old / f"{where}.npz")
+  run = of_vit(optimizer, scan)
+  after, expected, step = next_params(old / f"{where}.bv", run, golden)
+  assert step == 12
+  assert "head/bias" not in after  # Frozen.
+  for name, value in after.items():
+    np.testing.assert_allclose(
+      value, expected[name], rtol=1e-6, atol=1e-7, err_msg=name
+    )
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    (dict(name="adafactor", **MIN_SIZE), "expected 3 moments.*found 4"),
+    (dict(name="adam"), "expected 2 moments, 0/mu, 0/nu .*found 4"),
+    (T5X_CONFIG["optimizer"] | dict(min_dim_size_to_factor=8), "it has no 0/v"),
+    (T5X_CONFIG["optimizer"] | dict(lr_inside=False), "lr_inside=True"),
+  ],
+)
+def test_other_optimizers_are_refused(old, changes, message):
+  run = of_t5(False, optimizer=changes)
+  with pytest.raises(ConfigError, match=f"config.resume: .*{message}"):
+    load(old / "t5x", run, **changes)
+
+
+def test_other_parameters_are_refused(old):
+  """A frozen parameter has no moments."""
+  run = of_vit(ADAM, False, schedule=dict(decay_type="cosine"))
+  with pytest.raises(ConfigError, match="it has no 0/mu/head/bias"):
+    load(old / "big_vision_adam.bv", run)
