@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGE_OF_MODULE = {
   "absl": "absl-py",
+  "google": "protobuf",
   "PIL": "pillow",
   "mlflow": "mlflow-skinny",
   "sklearn": "scikit-learn",

@@ -83,7 +83,7 @@ def test_nothing_is_written_into_the_run(run, files):
   [
     (dict(step=7), r"no checkpoint of step 7; there are 30"),
     (dict(weights="ema"), r"weights='ema': not in the checkpoint.*params"),
-    (dict(evaluation="vall"), r"evaluation='vall'.*mean 'val'"),
+    (dict(evaluation="vall"), r"evaluation 'vall'.*mean 'val'"),
     (dict(pp="decode|rezise(6)"), r"unknown op 'rezise'.*mean 'resize'"),
     (dict(pp="decode|inception_crop(6)"), r"pp draws random numbers"),
     (dict(pp="decode|resize(6)|drop('image')"), r"pp drops it"),

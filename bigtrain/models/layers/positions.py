@@ -158,7 +158,7 @@ def read_scaling(
   if given is None:
     return None
   kind = given.get("type") if isinstance(given, Mapping) else None
-  kind = settings.check_choice(f"{key}.type", kind, _SCALINGS)
+  kind = settings.check_choice(key, kind, _SCALINGS, "unknown type")
   required, names = _SCALINGS[kind]["required"], _SCALINGS[kind].get("optional")
   optional = dict.fromkeys(names or ()) | _SCALINGS[kind].get("defaults", {})
   for name in given:
