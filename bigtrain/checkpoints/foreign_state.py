@@ -46,14 +46,20 @@ def load(
   if len(steps - {0}) != 1:
     raise ConfigError(f"{key}: expected one number of updates, found {steps}.")
   step = np.int32(max(steps))
-  theirs = {n[7:]: x for n, x in arrays.items() if n.startswith("params/")}
+  theirs = {
+    name.removeprefix("params/"): x
+    for name, x in arrays.items()
+    if name.startswith("params/")
+  }
   ours = dict(trees.flatten_with_names(like["params"]))
-  num = [sum(int(np.prod(x.shape)) for x in t.values()) for t in (ours, theirs)]
-  if num[0] != num[1]:  # Such as position embeddings of another resolution.
-    raise ConfigError(f"{key}: expected {num[0]} parameters, found {num[1]}.")
+  size = lambda tree: sum(int(np.prod(x.shape)) for x in tree.values())
+  if size(ours) != size(theirs):  # Perhaps positions of another resolution.
+    raise ConfigError(
+      f"{key}: expected {size(ours)} parameters, found {size(theirs)}."
+    )
   specs = trees.flatten_with_names(like["opt"])
   wanted = _grouped({n: x for n, x in specs if not n.endswith("count")}, ours)
-  # big_vision names the fields of optax's states by their numbers.
+  # In big_vision the names are numbers: indices of fields in optax's states.
   found = _grouped(
     {n: x for n, x in opt.items() if x.dtype != np.int32}, theirs
   )
@@ -145,7 +151,7 @@ def _repeated(row: Any, column: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 def _reduced(pair: Any, shape: tuple[int, ...], *, later: bool) -> np.ndarray:
   """One of a pair, without dimensions along which it repeats."""
-  found: dict[Any, Any] = {}  # Several if rows and columns are as many.
+  found: dict[Any, Any] = {}  # Two entries if the shape is square.
   for x in pair:
     same = [d for d in range(x.ndim) if (x == x.take([0], d)).all()]
     for dims in itertools.combinations(same, x.ndim - len(shape)):

@@ -97,8 +97,10 @@ def test_autoaugment_applies_each_operation_with_its_probability():
 def test_every_policy_runs():
   rng = np.random.default_rng(0)
   for k in range(25):
-    u = np.concatenate([[(k + 0.5) / 25], rng.random(11)])
-    apply("autoaugment()", u * np.where(np.arange(12) % 4 == 0, 0.3, 1))
+    u = rng.random(12) * np.where(np.arange(12) % 4 == 0, 0.3, 1)
+    u[0] = (k + 0.5) / 25  # The number of the policy.
+    out = np.asarray(apply("autoaugment()", u))
+    assert (out.shape, out.dtype) == (IMAGE.shape, IMAGE.dtype)
 
 
 def boxes(number):

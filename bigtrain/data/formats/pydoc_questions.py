@@ -25,6 +25,7 @@ _KINDS = (
 )
 SPLITS = ("train", "test", "all")
 _ROW = ("prompt", "completion")
+_PAIR = ("prompt", "chosen", "rejected")
 
 
 def rows(
@@ -32,13 +33,11 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """Yields (place, row) of one of SPLITS; "test" is every tenth row.
 
-  With `preferences`, rows have a second, worse answer: a later sentence of the
-  same documentation, which speaks of a detail.
+  With `preferences`, only rows that have a second, worse answer: a later
+  sentence of the same docstring, which describes a detail.
   """
-  names = ("prompt", "chosen", "rejected") if preferences else _ROW
-  found = sorted(_questions())
-  if preferences:
-    found = [q for q in found if q[2]]
+  names = _PAIR if preferences else _ROW
+  found = [x for x in sorted(_questions()) if x[2] or not preferences]
   for i, question in enumerate(found):
     is_test = i % _TEST_EVERY == _TEST_EVERY - 1
     if split in ("all", "test" if is_test else "train"):
@@ -84,6 +83,6 @@ def _question(name: str, value: Any) -> Iterator[tuple[str, str, str]]:
     return
   first, *later = [x for x, _ in itertools.chain(*sentences)]
   if len(first) > 10:
-    words = (x for x in later if len(x) > 10 and x[0].isalpha())
+    details = (x for x in later if len(x) > 10 and x[0].isalpha())
     prompt = f"{name.removeprefix('builtins.')}{signature}\n"
-    yield prompt, first, next(words, "")
+    yield prompt, first, next(details, "")
