@@ -37,7 +37,7 @@ def model_of(folder, values):
 @pytest.mark.slow
 def test_a_new_family_costs_a_table_and_a_test(tmp_path):
   (code,) = re.findall(
-    r"```python\n(from bigtrain.models.published import.*?)```",
+    r"```python\n(import tomllib\n\nfrom bigtrain.*?)```",
     DOCS.read_text(),
     re.DOTALL,
   )
