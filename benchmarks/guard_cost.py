@@ -54,10 +54,16 @@ def _build(config: Any, policy: str) -> program.Program:
 
 
 def _take_new(
-  self: Any, verdict: Any, state: Any, advance: Any, log_norms: Any
+  self: Any,
+  verdict: Any,
+  state: Any,
+  advance: Any,
+  *,
+  log_norms: Any,
+  no_norms: Any,
 ) -> Any:
   """Replaces Guard.run: takes every step."""
-  del self, verdict, state
+  del self, verdict, state, no_norms
   return advance(log_norms is not False)
 
 
