@@ -70,6 +70,10 @@ def _of_vector(words: np.ndarray, stride: int) -> Sums:
   return total % _MODULUS, weighted * stride % _MODULUS
 
 
+def bounds(index: Place, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+  """(start, stop) of an index in each dimension of an array of `shape`."""
+  return tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+
+
 def explicit(index: Place, shape: Sequence[int]) -> Place:
-  """An index in an array of `shape`, with starts and stops for None."""
-  return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape))
+  return tuple(slice(*each) for each in bounds(index, shape))

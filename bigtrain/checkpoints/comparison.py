@@ -72,7 +72,7 @@ def replicas(tree: Any) -> str:
 
 def _places(x: jax.Array) -> tuple[dict[jax.Device, str], dict[str, set[int]]]:
   places: dict[jax.Device, str] = {
-    device: str([(s.start, s.stop) for s in checksums.explicit(index, x.shape)])
+    device: str(checksums.bounds(index, x.shape))
     for device, index in x.sharding.devices_indices_map(x.shape).items()
   }
   holders: dict[str, set[int]] = collections.defaultdict(set)

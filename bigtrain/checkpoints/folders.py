@@ -204,16 +204,6 @@ def find(path: str, step: int | None = None) -> str:
   return directories[step]
 
 
-def checked_step(path: str, step: int | None) -> int | None:
-  """Returns --step of a tool; ConfigError if there is no such checkpoint."""
-  if step is not None and step not in (steps := find_all(path)):
-    raise ConfigError(
-      f"--step={step}: no such checkpoint; {path} has "
-      f"{', '.join(map(str, steps))}."
-    )
-  return step
-
-
 def find_named(path: str, step: int | None, key: str) -> str:
   """`find` for a path that a user typed; raises ConfigError."""
   path = paths.absolute(path)

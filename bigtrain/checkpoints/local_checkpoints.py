@@ -312,7 +312,7 @@ class LocalCheckpoints:
     about = {**manifest.writer, "run": self._run, "token": token}
     manifest = dataclasses.replace(manifest, writer=about)
     shards = {
-      (piece.name, _bounds(piece.place)): one
+      (piece.name, tuple((s.start, s.stop) for s in piece.place)): one
       for piece, one in zip(pieces, sums, strict=True)
     }
     final = self._path(manifest.step)
@@ -413,7 +413,7 @@ def _needed(like: Any) -> Iterable[Key]:
     shape = tuple(spec.shape)
     indices = spec.sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
-      keys[name, _bounds(checksums.explicit(index, shape))] = None
+      keys[name, checksums.bounds(index, shape)] = None
   return keys
 
 
@@ -422,10 +422,6 @@ def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
   for file, index in arrays[name].chunks():
     if all(s.start < hi and lo < s.stop for s, (lo, hi) in zip(index, place)):
       yield f"{name}/{file}"
-
-
-def _bounds(place: Iterable[slice]) -> tuple[tuple[int, int], ...]:
-  return tuple((s.start, s.stop) for s in place)
 
 
 def _key(name: str, place: Iterable[Iterable[int]]) -> Key:

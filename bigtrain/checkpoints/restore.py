@@ -225,9 +225,7 @@ def _reads(spec: Any) -> list[_Read]:
   devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
   index_of = sharding_of(spec).addressable_devices_indices_map(shape)
   for device, index in index_of.items():
-    place = checksums.explicit(index, shape)
-    bounds = tuple((s.start, s.stop) for s in place)
-    devices_of.setdefault(bounds, []).append(device)
+    devices_of.setdefault(checksums.bounds(index, shape), []).append(device)
   box = tuple(
     (min(lo for lo, _ in each), max(hi for _, hi in each))
     for each in zip(*devices_of)

@@ -8,7 +8,6 @@ bool, and lists arrays. Lists of strings, such as captions, may have any length.
 
 import base64
 import binascii
-import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -67,7 +66,7 @@ class Source(row_files.Rows):
     if self._image_key is None:
       return lines
     return [
-      {**line, "image": self._at(i, self._image, line, i)}
+      {**line, "image": self._at(i, self._image_of, line, i)}
       for i, line in zip(indices, lines)
     ]
 
@@ -85,7 +84,7 @@ class Source(row_files.Rows):
     raw = self._reader.read(path, start, stop - start)
     return self._at(index, documents.json_object, raw)
 
-  def _image(self, line: dict[str, Any], index: int) -> bytes:
+  def _image_of(self, line: dict[str, Any], index: int) -> bytes:
     key, value = self._image_key, line.get(self._image_key or "")
     if not isinstance(value, str):
       expected = f"a string ({self._image_is})"
@@ -97,12 +96,7 @@ class Source(row_files.Rows):
         return base64.b64decode(value, validate=True)
       except binascii.Error as e:
         raise DataError(f"field {key!r} is not base64: {e}.") from e
-    folder = os.path.dirname(self._position(index)[0])
-    try:
-      with open(os.path.join(folder, value), "rb", buffering=0) as f:
-        return f.read()
-    except (OSError, ValueError) as e:
-      raise DataError(f"image {value!r}: {e}.") from e
+    return self._image(index, value)
 
 
 def scan_lines(path: str) -> np.ndarray:

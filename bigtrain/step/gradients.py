@@ -251,14 +251,15 @@ def make(
     batch = with_keys(batch, rng)
     fixed = frozen(state)
 
+    def variables_of(trained: Params, mutable: Variables) -> Variables:
+      return {"params": trees.merge(trained, others), **mutable, **fixed}
+
     def of_microbatch(
       trained: Params, mutable: Variables, batch: Batch, rng: jax.Array
     ) -> tuple[Params, Metrics, Variables]:
 
       def summed_loss(trained: Params) -> Any:
-        params = trees.merge(trained, others)
-        variables = {"params": params, **mutable, **fixed}
-        sums, new_mutable = loss_fn(variables, batch, rng)
+        sums, new_mutable = loss_fn(variables_of(trained, mutable), batch, rng)
         return sums["loss"][0] * _loss_factor(scale, sums), (sums, new_mutable)
 
       grads, (sums, mutable) = jax.grad(summed_loss, has_aux=True)(trained)
@@ -274,16 +275,7 @@ def make(
         )
       else:
         grads, sums, mutable = _in_two_passes(
-          two_pass,
-          scale,
-          trained,
-          others,
-          fixed,
-          mutable,
-          batch,
-          xs,
-          rng,
-          mesh,
+          two_pass, scale, trained, variables_of, mutable, batch, xs, rng, mesh
         )
     # To divide the loss in place of the gradients makes a step of a ViT 3 %
     # faster on a CPU, and by the compiler 1.6 % slower on 16 chips of TPU v5e.
@@ -341,8 +333,7 @@ def _in_two_passes(
   two_pass: TwoPassLoss,
   loss_scale: jax.Array | None,
   trained: Params,
-  others: Params,
-  fixed: Variables,
+  variables_of: Callable[[Params, Variables], Variables],
   mutable: Variables,
   batch: Batch,
   xs: Any,
@@ -353,8 +344,7 @@ def _in_two_passes(
 
   def embed(trained: Any, mutable: Any, x: Any) -> Any:
     i, part = x
-    params = trees.merge(trained, others)
-    variables = {"params": params, **mutable, **fixed}
+    variables = variables_of(trained, mutable)
     return two_pass.embed_fn(variables, part, jax.random.fold_in(rng, i))
 
   def first_pass(mutable: Any, x: Any) -> Any:
@@ -362,8 +352,8 @@ def _in_two_passes(
     return mutable, embeddings
 
   def summed_loss(trained: Any, embeddings: Any) -> Any:
-    params = trees.merge(trained, others)
-    params = trees.merge(params, fixed.get("base", {}))
+    variables = variables_of(trained, {})
+    params = trees.merge(variables["params"], variables.get("base", {}))
     sums = two_pass.loss_fn(params, embeddings, batch)
     return sums["loss"][0] * _loss_factor(loss_scale, sums), sums
 

@@ -9,8 +9,8 @@
   python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
-`show` and `verify` do not import jax. The PATH of `import` is a checkpoint of
-T5X or big_vision, or whatever else config.model_init reads.
+`show` and `verify` do not import jax. The PATH of `import` is whatever
+config.model_init reads, such as a checkpoint of T5X or big_vision.
 
 Exit codes: 0; 1 for a checkpoint that is damaged or cannot be read; 2 for a
 wrong argument.
@@ -101,7 +101,8 @@ def _check(args: argparse.Namespace) -> None:
     return  # Finds PATH itself: NAME.bv need not exist.
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
-  folders.checked_step(args.path, args.step)
+  if args.step is not None:
+    folders.find_named(args.path, args.step, args.command)
   if args.command == "export":
     if args.layout and not args.format:
       args.format = "hf"

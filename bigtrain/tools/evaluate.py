@@ -62,7 +62,7 @@ def evaluate(
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
-  directory = folders.find(workdir, folders.checked_step(workdir, step))
+  directory = folders.find_named(workdir, step, "--workdir")
   return _judge(config, directory, output)[0]
 
 
@@ -142,20 +142,20 @@ def _judge(
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
-    specs = dict(trees.flatten_with_names(state_spec))
-    state = _load(directory, saved, specs)
+    state = restore.read_tree(directory, saved, state_spec)
     frozen = {}
     if config.get("adapters"):
       about, plain = saved.host_state.base, config.to_dict()
       frozen["base"] = trained.load_base(plain, about, state["params"], mesh)
-      state_spec["base"] = sharding.with_shardings(frozen["base"])
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
       parts.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
-      weights=start.evaluated({**state_spec, **teaching.spec}),
+      weights=start.evaluated(
+        {**state_spec, **sharding.with_shardings(frozen), **teaching.spec}
+      ),
     )
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
@@ -177,16 +177,10 @@ def _judge(
     def judge(directory: str) -> dict[str, Any]:
       saved = folders.read_manifest(directory)
       with jax.set_mesh(mesh):
-        return row_of(_load(directory, saved, specs), saved.step)
+        state = restore.read_tree(directory, saved, state_spec)
+        return row_of(state, saved.step)
 
     return row_of(state, saved.step), judge
-
-
-def _load(
-  directory: str, saved: manifest.Manifest, specs: dict[str, Any]
-) -> Any:
-  arrays = restore.load(directory, saved, dict(zip(specs, specs)), specs)
-  return trees.from_flat(arrays)
 
 
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:

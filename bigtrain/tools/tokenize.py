@@ -32,10 +32,10 @@ from multiprocessing import connection
 from typing import Any
 
 from bigtrain.cluster import process
-from bigtrain.data.formats import documents, token_files, token_writer
+from bigtrain.data.formats import documents, files, token_files, token_writer
 from bigtrain.files import paths
 from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError, did_you_mean
+from bigtrain.settings import ConfigError, DataError
 from bigtrain.tools import arguments, exits
 
 _PLAN = "plan.json"
@@ -93,11 +93,11 @@ def _plan(
         f"--{name}: the tokenizer {tokenizer!r} has no such token; give "
         f"--no-{name}."
       )
-  files = [file for pattern in inputs for file in _find(pattern)]
-  for file, count in collections.Counter(files).items():
+  found = files.find(inputs, "inputs")
+  for file, count in collections.Counter(found).items():
     if count > 1:
       raise ConfigError(f"{file}: given twice.")
-  all_parts = (documents.parts(file, format, shard_bytes) for file in files)
+  all_parts = (documents.parts(file, format, shard_bytes) for file in found)
   parts = list(itertools.chain.from_iterable(all_parts))
   plan = dict(
     format=token_files.FORMAT,
@@ -111,22 +111,9 @@ def _plan(
     bos_id=tokens.bos_id if bos else None,
     dtype="uint16" if tokens.vocab_size <= 1 << 16 else "uint32",
     options=dict(key=key, format=format, shard_bytes=shard_bytes),
-    sources=[_fingerprint(file) for file in files],
+    sources=[_fingerprint(file) for file in found],
   )
   return plan, documents.grouped(parts, shard_bytes)
-
-
-def _find(pattern: str) -> list[str]:
-  path = os.path.expanduser(pattern)
-  if os.path.isfile(path):
-    return [path]
-  files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-  if not files:
-    folder, name = os.path.split(path)
-    names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    hint = did_you_mean(name, names)
-    raise ConfigError(f"{paths.absolute(pattern)}: no such file.{hint}")
-  return files
 
 
 def _fingerprint(path: str) -> dict[str, Any]:

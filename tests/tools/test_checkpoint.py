@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_not_exported(workdir, tmp_path, capsys):
     (["verify", "{w}/no"], "no: no such file or directory"),
     (
       ["show", "{w}", "--step=3"],
-      "--step=3: no such checkpoint",
+      "show: {w}: no checkpoint of step 3; there are 100",
     ),
     (
       ["export", "{w}", "{w}/x.pt"],

@@ -120,7 +120,9 @@ class Rows(row_files.Rows):
     feature = self._features[name]
     value = table.column(name)[row].as_py()
     if feature.image and value is not None:
-      value = self._image(value, index)
+      path, value = value["path"], value["bytes"]
+      if value is None and path is not None:
+        value = self._at(index, self._image, index, os.fsdecode(path))
     holes = isinstance(value, list) and None in value
     if value is None or holes:
       null = "null in part" if holes else "null"
@@ -130,18 +132,6 @@ class Rows(row_files.Rows):
     if feature.kind is not bytes:
       return np.asarray(value, feature.kind)
     return files.objects(value)
-
-  def _image(self, value: dict[str, Any], index: int) -> bytes | None:
-    if value["bytes"] is not None or value["path"] is None:
-      return value["bytes"]
-    folder = os.path.dirname(self._paths[self._position(index)[0]])
-    path = os.path.join(folder, os.fsdecode(value["path"]))
-    try:
-      with open(path, "rb", buffering=0) as f:
-        return f.read()
-    except (OSError, ValueError) as e:
-      where = self.where(index)
-      raise DataError(f"{where}: cannot read the image {path}: {e}.") from e
 
 
 def find_features(

@@ -141,6 +141,15 @@ class Rows:
     file, row = self._shards.locate(np.asarray(indices) + self._start)
     return list(zip(file.tolist(), row.tolist()))
 
+  def _image(self, index: int, name: str) -> bytes:
+    """Returns an image whose path is relative to the file of an example."""
+    folder = os.path.dirname(self._paths[self._places([index])[0][0]])
+    try:
+      with open(os.path.join(folder, name), "rb", buffering=0) as f:
+        return f.read()
+    except (OSError, ValueError) as e:
+      raise DataError(f"image {name!r}: {e}.") from e
+
   def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
     try:
       return fn(*args)
