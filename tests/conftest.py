@@ -62,6 +62,16 @@ def tiny_config(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def old_runs(tmp_path_factory):
+  """Folder with checkpoints that T5X and big_vision wrote."""
+  from support import old_runs
+
+  folder = tmp_path_factory.mktemp("old")
+  old_runs.unpack(folder)
+  return folder
+
+
+@pytest.fixture(scope="session")
 def session_folder(tmp_path_factory):
   """A folder shared by all workers of the test session."""
   folder = tmp_path_factory.getbasetemp()

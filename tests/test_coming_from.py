@@ -15,7 +15,6 @@ import pathlib
 import pickle
 import re
 import struct
-import tarfile
 from typing import NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ import ml_collections
 import numpy as np
 import optax
 import pytest
-from support import compile_cache
+from support import compile_cache, old_runs
 
 from bigtrain import lengths, main, parts, settings, tools, trees
 from bigtrain.models import decoder as decoder_lib
@@ -165,8 +164,7 @@ def folder(tmp_path_factory):
   ):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(text)
-  with tarfile.open(ROOT / "tests/golden/old_checkpoints.tar.gz") as archive:
-    archive.extractall(folder, filter="data")
+  old_runs.unpack(folder)
   return folder
 
 

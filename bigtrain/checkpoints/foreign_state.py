@@ -1,4 +1,4 @@
-"""Optimizer states of T5X and big_vision, for config.resume.
+"""Optimizer states of T5X, Mesh TF and big_vision, for config.resume.
 
 Moments are converted as the parameters are. Those of Adafactor's rows and
 columns are first repeated to the parameter's shape; ours are the same numbers
@@ -38,8 +38,7 @@ def load(
   """Sets the optimizer's state and the step of a train state."""
   key = f"{_KEY}: {source['path']}"
   file = parameter_files.open_file(**source, prefix="", key=_KEY)
-  arrays = (file.parts or file.read)(list(file.specs))
-  arrays = _as_in_big_vision(arrays, optimizer, key)
+  arrays = _as_in_big_vision(file.read(list(file.specs)), optimizer, key)
   opt = {name: x for name, x in arrays.items() if name.startswith("opt/")}
   counts = [x for x in opt.values() if x.dtype == np.int32]
   steps = {int(x[()]) for x in counts} | {file.step}

@@ -2,7 +2,8 @@
 
 1. The newest valid checkpoint of the run: on the hosts (local_checkpoints.py)
    or in the workdir.
-2. config.resume: the full state of another run, also of T5X or big_vision.
+2. config.resume: the full state of another run, also of T5X, Mesh TF or
+   big_vision.
 3. config.model_init: parameters only.
 4. The seed.
 """

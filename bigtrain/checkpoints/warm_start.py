@@ -103,7 +103,7 @@ def load_params(
     )
   if convert is not None and not fits:
     arrays = file.read(list(names.values()))
-    before = {new: arrays[old] for new, old in names.items()}
+    before = {new: arrays[old][...] for new, old in names.items()}
     available = values = dict(convert(dict(before), specs, **source.convert))
     converted = {n for n in values if values[n] is not before.get(n)}
   lines += _compare(available, specs, converted)
@@ -123,8 +123,7 @@ def load_params(
     sources = {name: places[names[name]] for name in wanted}
     loaded = restore.load(directory, manifest, sources, wanted)
   else:
-    read = file.parts or file.read
-    values = values or read([names[name] for name in wanted])
+    values = values or file.read([names[name] for name in wanted])
     loaded = {
       name: place(values[name if name in values else names[name]], spec)
       for name, spec in wanted.items()

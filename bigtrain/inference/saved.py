@@ -212,7 +212,7 @@ def variables(
     )
     specs = _placed(file.specs, weights, mesh)
     arrays = {
-      name: jax.device_put(value, specs[name].sharding)
+      name: jax.device_put(value[...], specs[name].sharding)
       for name, value in file.read([*specs]).items()
     }
   tree = trees.from_flat(arrays)

@@ -1,14 +1,15 @@
-"""config.resume with states of T5X and big_vision: the next step is theirs."""
+"""config.resume with others' states: the next step is theirs."""
 
 import functools
-import tarfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from checkpoints.test_jax_folders import ARCHIVE, T5, VIT
+from checkpoints.test_jax_folders import T5, VIT, arrays_of
+from support import cases, mesh_tensorflow
 
 from bigtrain import sharding, trees
 from bigtrain.checkpoints import foreign_state, warm_start
@@ -34,18 +35,9 @@ ADAFACTOR = dict(name="big_vision_adafactor", **MIN_SIZE, **STORED)
 ADAM = dict(name="scale_by_adam", mu_dtype="bfloat16", **STORED)
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-  """Folder with the unpacked checkpoints."""
-  folder = tmp_path_factory.mktemp("old")
-  with tarfile.open(ARCHIVE) as archive:
-    archive.extractall(folder, filter="data")
-  return folder
-
-
-def of_t5(scan, **changes):
+def of_t5(scan, sizes=T5, **changes):
   inputs = np.ones((1, 3), int), np.ones((1, 2), int)
-  return _run(t5, t5.Model(**T5, scan=scan), inputs, T5X_CONFIG, changes)
+  return _run(t5, t5.Model(**sizes, scan=scan), inputs, T5X_CONFIG, changes)
 
 
 def of_vit(optimizer, scan, **changes):
@@ -76,6 +68,13 @@ def _run(module, model, inputs, config, changes):
   return module, optimizer, spec
 
 
+def assert_close(after, expected):
+  for name, value in after.items():
+    np.testing.assert_allclose(
+      value, expected[name], rtol=1e-6, atol=1e-7, err_msg=name
+    )
+
+
 def load(path, run, **optimizer):
   """The parameters, the optimizer's state and the step."""
   module, _, spec = run
@@ -86,6 +85,11 @@ def load(path, run, **optimizer):
   optimizer = T5X_CONFIG["optimizer"] | optimizer
   foreign_state.load(state, source, spec, module, optimizer)
   return state
+
+
+def gradient(name, shape, step):
+  rng = np.random.default_rng([step, *name.encode()])
+  return rng.normal(size=shape).astype(np.float32)
 
 
 def next_params(path, run, golden):
@@ -100,10 +104,7 @@ def next_params(path, run, golden):
     return {n: flat[n][(slice(None),) * x.ndim] for n, x in like.items()}
 
   theirs = {n[5:]: golden[n] for n in golden if n.startswith("next/")}
-  grads = {}
-  for name, x in theirs.items():
-    rng = np.random.default_rng([step, *name.encode()])
-    grads[name] = rng.normal(size=x.shape).astype(np.float32)
+  grads = {name: gradient(name, x.shape, step) for name, x in theirs.items()}
   grads, _ = trees.partition(trees.from_flat(ours(grads)), optimizer.trainable)
   trained, _ = trees.partition(state["params"], optimizer.trainable)
   hparams = optimizer.hparams(step)
@@ -116,32 +117,59 @@ def next_params(path, run, golden):
   return after, ours(theirs), step
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("where", ["t5x"])
-def test_the_next_step_of_t5x(old, where, scan):
-  golden = np.load(old / "t5x.npz")
-  after, expected, step = next_params(old / where, of_t5(scan), golden)
+@pytest.mark.parametrize("scan", cases.quick([False, True], True))
+def test_the_next_step_of_t5x(old_runs, scan):
+  golden = np.load(old_runs / "t5x.npz")
+  after, expected, step = next_params(old_runs / "t5x", of_t5(scan), golden)
   assert step == 1000
-  for name, value in after.items():
-    np.testing.assert_allclose(
-      value, expected[name], rtol=1e-6, atol=1e-7, err_msg=name
+  assert_close(after, expected)
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_a_state_in_orbax_folders_is_the_same(old_runs, tmp_path, use_ocdbt):
+  """T5X gives Orbax this tree of its state, see checkpoints.py there."""
+  flat = arrays_of(old_runs / "t5x")
+  tree = trees.from_flat({name: x[...] for name, x in flat.items()})
+  tree["state"]["step"] = np.int32(1000)
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)
+  with ocp.Checkpointer(handler) as checkpointer:
+    checkpointer.save(tmp_path / "checkpoint_1000" / "state", tree)
+  run = of_t5(False)
+  state, expected = load(tmp_path, run), load(old_runs / "t5x", run)
+  jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+def test_the_next_step_of_mesh_tensorflow(tmp_path):
+  """Its T5 has square matrices, where rows and columns could be exchanged."""
+  sizes = T5 | dict(head_dim=4, depth=1, decoder_depth=1)
+  least, step = MIN_SIZE["min_dim_size_to_factor"], 1000
+  optimizer = dict(name="adafactor", **MIN_SIZE)
+  run = of_t5(False, sizes, optimizer=optimizer)
+  arrays, golden = {}, {}
+  for name, shape in mesh_tensorflow.shapes(**sizes).items():
+    arrays[name] = gradient(name, shape, 0)
+    square = gradient(name, shape, 1) ** 2
+    arrays |= mesh_tensorflow.slots(name, square, least)
+    grad = gradient(name, shape, step)
+    golden[f"next/{name}"] = mesh_tensorflow.next_value(
+      name, arrays, grad, step, T5X_CONFIG["lr"], least
     )
+  path = tmp_path / f"model.ckpt-{step}"
+  mesh_tensorflow.write(path, arrays, step)
+  assert_close(*next_params(path, run, golden)[:2])
 
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
   "where, optimizer", [("big_vision", ADAFACTOR), ("big_vision_adam", ADAM)]
 )
-def test_the_next_step_of_big_vision(old, where, optimizer, scan):
-  golden = np.load(old / f"{where}.npz")
+def test_the_next_step_of_big_vision(old_runs, where, optimizer, scan):
+  golden = np.load(old_runs / f"{where}.npz")
   run = of_vit(optimizer, scan)
-  after, expected, step = next_params(old / f"{where}.bv", run, golden)
+  after, expected, step = next_params(old_runs / f"{where}.bv", run, golden)
   assert step == 12
   assert "head/bias" not in after  # Frozen.
-  for name, value in after.items():
-    np.testing.assert_allclose(
-      value, expected[name], rtol=1e-6, atol=1e-7, err_msg=name
-    )
+  assert_close(after, expected)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +181,14 @@ def test_the_next_step_of_big_vision(old, where, optimizer, scan):
     (T5X_CONFIG["optimizer"] | dict(lr_inside=False), "lr_inside=True"),
   ],
 )
-def test_other_optimizers_are_refused(old, changes, message):
+def test_other_optimizers_are_refused(old_runs, changes, message):
   run = of_t5(False, optimizer=changes)
   with pytest.raises(ConfigError, match=f"config.resume: .*{message}"):
-    load(old / "t5x", run, **changes)
+    load(old_runs / "t5x", run, **changes)
 
 
-def test_other_parameters_are_refused(old):
+def test_other_parameters_are_refused(old_runs):
   """A frozen parameter has no moments."""
   run = of_vit(ADAM, False, schedule=dict(decay_type="cosine"))
   with pytest.raises(ConfigError, match="it has no 0/mu/head/bias"):
-    load(old / "big_vision_adam.bv", run)
+    load(old_runs / "big_vision_adam.bv", run)

@@ -1,8 +1,6 @@
 """Checkpoints that big_vision and T5X wrote themselves; jax reads ours."""
 
-import pathlib
 import shutil
-import tarfile
 
 import jax
 import numpy as np
@@ -15,7 +13,6 @@ from bigtrain.checkpoints.manifest import DamagedError
 from bigtrain.models import t5, vit
 from bigtrain.settings import ConfigError
 
-ARCHIVE = pathlib.Path(__file__).parents[1] / "golden/old_checkpoints.tar.gz"
 T5 = dict(
   vocab_size=24,
   width=8,
@@ -32,21 +29,16 @@ VIT = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-  """Folder with the unpacked checkpoints."""
-  folder = tmp_path_factory.mktemp("old")
-  with tarfile.open(ARCHIVE) as archive:
-    archive.extractall(folder, filter="data")
-  return folder
-
-
 def spec_of(model, *inputs):
   """Parameters of the model, split over all devices."""
   mesh = sharding.make_mesh(fsdp=-1)
   shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)
   rules = [(".*", "fsdp(min_size=1)")]
   return sharding.state_spec(shapes["params"], mesh, rules)
+
+
+def arrays_of(path):
+  return jax_folders.open_folder(jax_folders.find(str(path))).arrays
 
 
 def load(source, spec, module):
@@ -58,20 +50,22 @@ def load(source, spec, module):
   "where",
   ["t5x", "t5x/checkpoint_1000", "t5x_ocdbt", "t5x_zarr/checkpoint_1000"],
 )
-def test_a_checkpoint_of_t5x_gives_its_logits(old, scan, where):
+def test_a_checkpoint_of_t5x_gives_its_logits(old_runs, scan, where):
   if scan and where != "t5x":
     return
-  golden = np.load(old / "t5x.npz")
+  golden = np.load(old_runs / "t5x.npz")
   inputs = golden["source"], golden["target"]
   model = t5.Model(**T5, scan=scan)
-  params = load(str(old / where), spec_of(model, *inputs), t5)
+  params = load(str(old_runs / where), spec_of(model, *inputs), t5)
   logits, _ = model.apply({"params": params}, *inputs)
   np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
 
 
-def test_stacked_layers_of_t5x(old):
+def test_stacked_layers_of_t5x(old_runs):
   """scalable_t5 stacks the layers along the second axis."""
-  flat = jax_folders.open_folder(str(old / "t5x" / "checkpoint_1000")).arrays
+  flat = jax_folders.open_folder(
+    str(old_runs / "t5x" / "checkpoint_1000")
+  ).arrays
   flat = {
     name.removeprefix("target/"): array[...]
     for name, array in flat.items()
@@ -96,11 +90,11 @@ def test_stacked_layers_of_t5x(old):
 
 
 @pytest.mark.parametrize("where", ["bv", "bv-000000012", "npz"])
-def test_a_checkpoint_of_big_vision_gives_its_logits(old, tmp_path, where):
-  golden = np.load(old / "big_vision.npz")
-  path = old / f"big_vision.{where}"
+def test_a_checkpoint_of_big_vision_gives_its_logits(old_runs, tmp_path, where):
+  golden = np.load(old_runs / "big_vision.npz")
+  path = old_runs / f"big_vision.{where}"
   if where == "npz":  # The older format of a single host: all in one file.
-    folder = jax_folders.open_folder(str(old / "big_vision.bv-000000012"))
+    folder = jax_folders.open_folder(str(old_runs / "big_vision.bv-000000012"))
     path = tmp_path / "checkpoint.npz"
     np.savez(path, **{name: x[...] for name, x in folder.arrays.items()})
   model = vit.Model(**VIT, rep_size=True, pool_type="tok")
@@ -109,13 +103,13 @@ def test_a_checkpoint_of_big_vision_gives_its_logits(old, tmp_path, where):
   np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
 
 
-def test_all_arrays_of_a_state_with_their_step(old):
-  folder = jax_folders.open_folder(str(old / "big_vision.bv-000000012"))
+def test_all_arrays_of_a_state_with_their_step(old_runs):
+  folder = jax_folders.open_folder(str(old_runs / "big_vision.bv-000000012"))
   assert folder.step == folder.arrays["opt/1/0/0/0"][()] == 12
   moment = folder.arrays["opt/1/0/2/1/head/kernel"]
   assert moment.dtype == "bfloat16" and moment.shape == (16, 5)
   np.testing.assert_array_equal(moment[2:4], moment[...][2:4])
-  path = jax_folders.find(str(old / "t5x"))
+  path = jax_folders.find(str(old_runs / "t5x"))
   folder = jax_folders.open_folder(path)
   assert folder.step == 1000
   # This array is in the msgpack file itself.
@@ -124,9 +118,11 @@ def test_all_arrays_of_a_state_with_their_step(old):
 
 
 @pytest.mark.parametrize("name", ["t5x_ocdbt", "t5x_zarr"])
-def test_all_arrays_that_t5x_wrote_through_orbax(old, name):
-  expected = jax_folders.open_folder(jax_folders.find(str(old / "t5x"))).arrays
-  folder = jax_folders.open_folder(jax_folders.find(str(old / name)))
+def test_all_arrays_that_t5x_wrote_through_orbax(old_runs, name):
+  expected = jax_folders.open_folder(
+    jax_folders.find(str(old_runs / "t5x"))
+  ).arrays
+  folder = jax_folders.open_folder(jax_folders.find(str(old_runs / name)))
   assert folder.step == 1000
   # To keep the archive small, they have no moments.
   assert folder.arrays.keys() == {
@@ -136,19 +132,19 @@ def test_all_arrays_that_t5x_wrote_through_orbax(old, name):
     np.testing.assert_array_equal(array[...], expected[name][...], strict=True)
 
 
-def test_other_steps_missing_files_and_damage(old, tmp_path):
+def test_other_steps_missing_files_and_damage(old_runs, tmp_path):
   model = vit.Model(**VIT, rep_size=True, pool_type="tok")
   spec = spec_of(model, np.zeros((1, 8, 8, 3), "float32"))
-  path = str(old / "big_vision.bv")
+  path = str(old_runs / "big_vision.bv")
   assert load(dict(path=path, step=12), spec, vit)
   with pytest.raises(ConfigError, match="no checkpoint of step 13 .* are 12"):
     load(dict(path=path, step=13), spec, vit)
   with pytest.raises(ConfigError, match="no checkpoint of step 7"):
-    load(dict(path=str(old / "t5x"), step=7), spec, vit)
+    load(dict(path=str(old_runs / "t5x"), step=7), spec, vit)
   with pytest.raises(ConfigError, match="no checkpoint of step 7 .* are 1000"):
-    load(dict(path=str(old / "t5x_ocdbt"), step=7), spec, vit)
+    load(dict(path=str(old_runs / "t5x_ocdbt"), step=7), spec, vit)
   database = tmp_path / "checkpoint_5"
-  shutil.copytree(old / "t5x_ocdbt" / "checkpoint_1000", database)
+  shutil.copytree(old_runs / "t5x_ocdbt" / "checkpoint_1000", database)
   shutil.rmtree(database / "state" / "d")
   with pytest.raises((ValueError, DamagedError), match="NOT_FOUND"):
     for array in jax_folders.open_folder(str(database)).arrays.values():

@@ -1,11 +1,7 @@
 """`tools.checkpoint import`: what T5X and big_vision wrote becomes a run."""
 
-import pathlib
-import tarfile
-
 import jax
 import numpy as np
-import pytest
 from jax.experimental.array_serialization import serialization
 
 import bigtrain
@@ -15,7 +11,6 @@ from bigtrain.checkpoints.foreign import jax_folders
 from bigtrain.tools import checkpoint as tool
 from bigtrain.tools import evaluate
 
-ARCHIVE = pathlib.Path(__file__).parents[1] / "golden/old_checkpoints.tar.gz"
 CONFIG = """
 def get_config():
   data = dict(type="arrays", path={data!r})
@@ -35,21 +30,12 @@ def get_config():
 """
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-  """Folder with the unpacked checkpoints."""
-  folder = tmp_path_factory.mktemp("old")
-  with tarfile.open(ARCHIVE) as archive:
-    archive.extractall(folder, filter="data")
-  return folder
-
-
-def test_all_arrays_of_t5x_and_jax_reads_them(old, tmp_path, capsys):
+def test_all_arrays_of_t5x_and_jax_reads_them(old_runs, tmp_path, capsys):
   out = str(tmp_path / "out")
-  assert tool.main(["import", str(old / "t5x"), out]) == 0
+  assert tool.main(["import", str(old_runs / "t5x"), out]) == 0
   assert "checkpoints/00001000: " in capsys.readouterr().out
   assert tool.main(["verify", out]) == 0
-  given = jax_folders.open_folder(str(old / "t5x/checkpoint_1000"))
+  given = jax_folders.open_folder(str(old_runs / "t5x/checkpoint_1000"))
   directory = folders.find(out)
   assert folders.read_manifest(directory).arrays.keys() == {
     *given.arrays,
@@ -69,12 +55,12 @@ def test_all_arrays_of_t5x_and_jax_reads_them(old, tmp_path, capsys):
   for name, array in zip(names, arrays):
     assert array.sharding == split
     np.testing.assert_array_equal(array, given.arrays[name][...])
-  assert tool.main(["import", str(old / "t5x"), out]) == 2
+  assert tool.main(["import", str(old_runs / "t5x"), out]) == 2
   assert "already has checkpoints" in capsys.readouterr().err
 
 
-def test_a_model_of_big_vision_becomes_a_run(old, tmp_path, capsys):
-  golden = np.load(old / "big_vision.npz")
+def test_a_model_of_big_vision_becomes_a_run(old_runs, tmp_path, capsys):
+  golden = np.load(old_runs / "big_vision.npz")
   labels = golden["logits"].argmax(1).astype("int32")
   data = tmp_path / "data.npz"
   np.savez(
@@ -83,13 +69,13 @@ def test_a_model_of_big_vision_becomes_a_run(old, tmp_path, capsys):
   config = tmp_path / "config.py"
   config.write_text(CONFIG.format(data=str(data)))
   out = str(tmp_path / "out")
-  words = ["import", str(old / "big_vision.bv"), out, f"--config={config}"]
+  words = ["import", str(old_runs / "big_vision.bv"), out, f"--config={config}"]
   assert tool.main(words) == 0, capsys.readouterr().err
   results = evaluate.evaluate(out)
   assert results["step"] == 12 and results["val/acc"] == 1.0
   model = bigtrain.load(out)
   assert model.step == 12
-  words[1] = str(old / "t5x")
+  words[1] = str(old_runs / "t5x")
   words[2] = f"{out}2"
   assert tool.main(words) == 2
   assert "does not fit the model" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Folders of arrays that other jax programs wrote with tensorstore.
+"""Arrays that other programs wrote with tensorstore or TensorFlow.
 
 big_vision   NAME.bv-000001000/params~img~head~kernel/.zarray ...
              jax's GlobalAsyncCheckpointManager writes a folder for each array;
@@ -9,42 +9,56 @@ T5X          MODEL_DIR/checkpoint_1000/checkpoint, and target.encoder...kernel/
 Orbax        MODEL_DIR/checkpoint_1000/state/target.encoder...kernel/.zarray
              T5X's other way; "." is in place of "/". Such folders are inside a
              database since 2023: MODEL_DIR/checkpoint_1000/state/manifest.ocdbt
+Mesh TF      MODEL_DIR/model.ckpt-1000.index, and model.ckpt-1000.data-...
+             T5's checkpoints before T5X, one array for each variable and slot.
+             Here they are in the trees of T5X, under their own names.
 
-All are of zarr's second version, see google-research/big_vision, utils.py, and
-google-research/t5x, checkpoints.py. An array is read when it is indexed, and
-only the part that is needed.
+The folders are of zarr's second version, see google-research/big_vision,
+utils.py, and google-research/t5x, checkpoints.py and checkpoint_importer.py. An
+array is read when it is indexed; from tensorstore, only the part that is
+needed.
 """
 
+import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from bigtrain import settings
 from bigtrain.checkpoints import integrity
 from bigtrain.checkpoints.manifest import DamagedError
 
 _T5X_FILE = "checkpoint"
-_T5X_STEP = re.compile(r"checkpoint_(\d+)")
+_INDEX = ".index"
+_STEP = re.compile(r"checkpoint_(\d+)|.*\.ckpt-(\d+)\.index")
 _BV_STEP = re.compile(r".*-(\d{9,})(-tmp)?")
 _METADATA = ".zarray"
 _ORBAX = "state"
+_ZERO: Any = np.int64(0)  # Of a state that does not tell its step.
+_SLOT = re.compile("(.*)_slot_(vr|vc|v|m)")
+# Of equal dimensions, Mesh TF takes the mean over the first one for "vr", and
+# T5X over the second one for "v_row".
+_T5X_SLOTS = dict(vr="v_col", vc="v_row", v="v", m="m")
 
 
 class Stored:
-  """An array in a tensorstore, read by indexing it."""
+  """An array in a file, read by indexing it."""
 
-  def __init__(self, store: Any, dtype: Any):
-    self._store = store
+  def __init__(
+    self, read: Callable[[Any], Any], shape: Sequence[int], dtype: Any
+  ):
+    self._read = read
     self.dtype = np.dtype(dtype)
-    self.shape = tuple(store.shape)
+    self.shape = tuple(shape)
 
   def __getitem__(self, index: Any) -> np.ndarray:
     try:
-      values = np.asarray(self._store[index].read().result())
+      values = np.asarray(self._read(index))
     except ValueError as e:
       raise DamagedError(f"damaged: {e}") from e
     return values if values.dtype == self.dtype else values.view(self.dtype)
@@ -55,14 +69,14 @@ class Folder(NamedTuple):
 
   arrays: dict[str, Any]
   step: int
-  path: str
 
 
 def find(path: str, step: int | None = None) -> str | None:
   """Returns the folder or file of a checkpoint; None if `path` has no such one.
 
   `path` is NAME.bv or one of its folders; a model directory of T5X, one of its
-  checkpoints, or that checkpoint's file. By default the newest step is found.
+  checkpoints, or that checkpoint's file; or one of Mesh TF, or a checkpoint in
+  it. By default the newest step is found.
   """
   folder, name = os.path.split(path.rstrip("/"))
   last = f"{path}-LAST"
@@ -76,16 +90,19 @@ def find(path: str, step: int | None = None) -> str | None:
       if entry.startswith(f"{name}-") and (match := _BV_STEP.fullmatch(entry))
     }
     return _of_step(path, steps, step)
+  prefix = path.removesuffix(_INDEX)
+  if os.path.isfile(prefix + _INDEX):
+    return prefix
   if os.path.isfile(path) and name == _T5X_FILE:
     return path
   if not os.path.isdir(path):
     return None
-  steps = {
-    int(match[1]): os.path.join(path, entry)
-    for entry in _names(path)
-    if (match := _T5X_STEP.fullmatch(entry))
-    and _is_t5x(os.path.join(path, entry))
-  }
+  steps = {}
+  for name in _names(path):
+    entry = os.path.join(path, name.removesuffix(_INDEX))
+    match = _STEP.fullmatch(name)
+    if match and (match[2] or _is_t5x(entry)):
+      steps[int(match[1] or match[2])] = entry
   if steps:
     return _of_step(path, steps, max(steps) if step is None else step)
   return path if _is_t5x(path) or _array_names(path) else None
@@ -115,6 +132,8 @@ def _array_names(folder: str) -> list[str]:
 
 
 def open_folder(path: str) -> Folder:
+  if os.path.isfile(path + _INDEX):
+    return _open_tensorflow(path)
   if not os.path.exists(path):
     raise ValueError(f"no such file or directory: {path}")
   file = path if os.path.isfile(path) else os.path.join(path, _T5X_FILE)
@@ -127,7 +146,7 @@ def open_folder(path: str) -> Folder:
     for name in _array_names(path)
   }
   match = _BV_STEP.fullmatch(os.path.basename(path.rstrip("/")))
-  return Folder(arrays, int(match[1]) if match else 0, path)
+  return Folder(arrays, int(match[1]) if match else 0)
 
 
 def _folder(*path: str) -> dict[str, Any]:
@@ -151,7 +170,8 @@ def _open(place: Mapping[str, Any], dtype: Any = None) -> Stored:
     read=True,
     context=integrity.tensorstore_context(),
   ).result()
-  return Stored(store, store.dtype.numpy_dtype if dtype is None else dtype)
+  dtype = store.dtype.numpy_dtype if dtype is None else dtype
+  return Stored(lambda i: store[i].read().result(), store.shape, dtype)
 
 
 def _open_orbax(path: str) -> Folder:
@@ -168,8 +188,7 @@ def _open_orbax(path: str) -> Folder:
     name.replace(".", "/"): _open({**base, "path": f"{base['path']}{name}/"})
     for name in names
   }
-  step = arrays.get("state/step")
-  return Folder(arrays, int(step[()]) if step is not None else 0, path)
+  return Folder(arrays, int(arrays.get("state/step", _ZERO)[()]))
 
 
 def _open_t5x(file: str) -> Folder:
@@ -183,8 +202,8 @@ def _open_t5x(file: str) -> Folder:
   arrays: dict[str, Any] = {}
   # Since version 2 of the format the state is below "optimizer".
   _collect(tree.get("optimizer", tree), "", folder, arrays)
-  step = arrays.get("state/step", arrays.get("step", 0))
-  return Folder(arrays, int(np.asarray(step[()] if step else 0)), folder)
+  step = arrays.get("state/step", arrays.get("step", _ZERO))
+  return Folder(arrays, int(step[()]))
 
 
 def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
@@ -203,3 +222,26 @@ def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
       _collect(child, f"{name}/{key}" if name else str(key), folder, arrays)
   elif node is not None and not isinstance(node, str):
     arrays[name] = np.asarray(node)
+
+
+def _open_tensorflow(prefix: str) -> Folder:
+  tf = settings.import_package("tensorflow", prefix, "tensorflow-cpu")
+
+  def call(function: Callable[[str], Any], name: str) -> Any:
+    try:
+      return function(name)
+    except (tf.errors.OpError, IndexError) as e:  # The latter: cut off.
+      raise ValueError(f"{prefix}: {e}") from e
+
+  reader = call(tf.train.load_checkpoint, prefix)
+  get = functools.partial(call, reader.get_tensor)
+  dtypes = reader.get_variable_to_dtype_map()
+  arrays = {}
+  for name, shape in sorted(reader.get_variable_to_shape_map().items()):
+    place = f"target/{name}"
+    if slot := _SLOT.fullmatch(name):
+      place = f"state/param_states/{slot[1]}/{_T5X_SLOTS[slot[2]]}"
+    dtype = dtypes[name].as_numpy_dtype
+    read = lambda index, name=name: get(name)[index]
+    arrays[place] = Stored(read, shape, dtype)
+  return Folder(arrays, int(arrays.pop("target/global_step", _ZERO)[()]))

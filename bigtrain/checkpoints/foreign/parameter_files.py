@@ -9,7 +9,7 @@ import logging
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +37,10 @@ class File(NamedTuple):
   """Arrays that can be read, by names without the prefix."""
 
   specs: dict[str, jax.ShapeDtypeStruct]
-  read: Callable[[Sequence[str]], dict[str, np.ndarray]]
+  read: Callable[[Sequence[str]], dict[str, Any]]  # Some when indexed.
   # (directory, manifest, {name: full name}) of checkpoints of this program.
   checkpoint: tuple[str, Manifest, dict[str, str]] | None = None
   step: int = 0
-  # Like `read`, for arrays that are read when they are indexed.
-  parts: Callable[[Sequence[str]], dict[str, Any]] | None = None
 
 
 def open_file(
@@ -75,6 +73,12 @@ def open_file(
     except (ValueError, OSError) as e:
       raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   if not path.endswith((".npz", ".safetensors")) and not published:
+    if os.path.isfile(path):
+      raise ConfigError(
+        f"{key}: {path}: expected a folder, an .npz or a .safetensors file. "
+        "Pickled objects, such as PyTorch's .pth, may run code: "
+        "docs/checkpoints.md shows how PyTorch writes their tensors again."
+      )
     directory = folders.find_named(path, step, key)
     return _open_checkpoint(directory, choose, as_stored=prefix == "")
   if step is not None:
@@ -96,8 +100,7 @@ def open_file(
       arrays = {name: stored[full] for name, full in choose(stored).items()}
   except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
     raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
-  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-  return File(specs, lambda names: {name: arrays[name] for name in names})
+  return _of_arrays(arrays)
 
 
 def _open_checkpoint(
@@ -132,12 +135,12 @@ def _open_checkpoint(
 def _open_folder(path: str, choose: _Choose) -> File:
   folder = jax_folders.open_folder(path)
   arrays = {n: folder.arrays[full] for n, full in choose(folder.arrays).items()}
-  return File(
-    {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()},
-    read=lambda names: {name: arrays[name][...] for name in names},
-    step=folder.step,
-    parts=lambda names: {name: arrays[name] for name in names},
-  )
+  return _of_arrays(arrays, folder.step)
+
+
+def _of_arrays(arrays: Mapping[str, Any], step: int = 0) -> File:
+  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+  return File(specs, lambda names: {n: arrays[n] for n in names}, step=step)
 
 
 def _load_npz(path: str, choose: _Choose, key: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """T5, T5 1.1, mT5 and Switch Transformers: their config.json and their arrays.
 
-Keys, defaults and names of arrays follow Hugging Face's transformers, or T5X.
+Keys and defaults follow transformers, and names also T5X or Mesh TensorFlow.
 """
 
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 
 from bigtrain import dims
 from bigtrain.models.published import encoder_rules, families, tables
+from bigtrain.models.published.conversions import renamed
 from bigtrain.models.published.families import Family
 from bigtrain.models.published.tables import Entry
 
@@ -21,16 +22,15 @@ LAYOUTS = {
 # Copies of the embedding.
 _COPIES = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
 # A table in the released files of version 1.0.
-_UNUSED = (
-  "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-)
+_UNUSED = "decoder.block.*EncDecAttention.relative_attention_bias.*"
 
 
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
   layouts = {name: family.arrays for name, family in LAYOUTS.items()}
-  layouts |= {name: _ARRAYS[name] for name in ("t5x_1_0", "t5x_1_1")}
+  layouts |= {n: x for n, x in _ARRAYS.items() if n.endswith(("1_0", "1_1"))}
+  flat = {renamed("mesh_tensorflow", name): x for name, x in flat.items()}
   return tables.load(
     layouts,
     _unstacked(flat),

@@ -148,7 +148,7 @@ def with_names_of_file(
 def _find(
   tables: Mapping[str, Table], names: Iterable[str], like: Mapping[str, Any]
 ) -> str | None:
-  form = lambda name: re.sub(r"\d+|\{[ie]\}", "#", name)
+  form = lambda name: re.sub(r"\d+|\{[ie].*?\}", "#", name)
   forms = {form(name) for name in names}
   parsed = {name: blocks.parse_name(name, _BLOCK) for name in like}
   ours = {x.stack + x.rest if x else name for name, x in parsed.items()}
