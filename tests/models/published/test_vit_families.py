@@ -7,6 +7,7 @@ their outputs, and the gradients of the sum of these times fixed weights.
 import functools
 import itertools
 import json
+import re
 import shutil
 
 import jax
@@ -113,6 +114,25 @@ def test_features(family):
   close(outputs["last_hidden_state"], patches, 1e-5)
   if "pooler_output" in expected:
     close(outputs["pooler_output"], expected["pooler_output"], 1e-5)
+
+
+def test_deit_3_by_the_names_of_its_authors(tmp_path):
+  """Theirs differ from timm's in the layer scales, see docs/checkpoints.md."""
+  folder = VISION / "timm_deit3"
+  model, expected = opened(folder), reference("timm_deit3")
+  arrays = safetensors_files.read(str(folder))
+  theirs = {re.sub(r"ls(\d)\.gamma", r"gamma_\1", n): arrays[n] for n in arrays}
+  assert theirs.keys() >= {"blocks.0.gamma_1", "blocks.1.gamma_2"}
+  file = tmp_path / "deit_3_small_224_21k.safetensors"
+  specs = {n: (x.shape, x.dtype.name) for n, x in theirs.items()}
+  safetensors_files.write(str(file), specs, theirs.values(), {})
+  rename = [(r"(.*)\.gamma_(\d)", r"\1.ls\2.gamma")]
+  source = dict(path=str(file), rename=rename)
+  params, _ = warm_start.load_params(
+    source, like_of(model), convert=vit.from_published
+  )
+  logits, _ = model.apply({"params": params}, expected["image"])
+  close(logits, expected["pooler_output"], 1e-5)
 
 
 @pytest.mark.parametrize("family", TWO_TOWERS)
