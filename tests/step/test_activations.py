@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tiny import net
 
 from bigtrain import main, metrics, settings, trees
-from bigtrain.models import vit
+from bigtrain.models import two_towers, vit
+from bigtrain.models.published import conversions
 
 _SIZES = dict(patch_size=4, width=16, depth=2, mlp_dim=24, num_heads=2)
 _MODEL = dict(num_classes=10, head_zeroinit=False, **_SIZES)
@@ -57,11 +59,15 @@ def reference(tiny_config, tmp_path_factory):
   return workdir, _run(tiny_config, workdir)
 
 
-def _by_hand(params, image):
+def _by_hand(model, workdir, **inputs):
   """{(statistic, module): value} of everything that a module returns first."""
-  model = vit.Model(**_MODEL)
+  arrays = tiny.arrays(workdir, 0)
+  params = conversions.below("params/", arrays)
   _, variables = model.apply(
-    {"params": params}, image, capture_intermediates=True, mutable=True
+    {"params": trees.from_flat(params)},
+    **inputs,
+    capture_intermediates=True,
+    mutable=True,
   )
   expected = {}
   for name, x in trees.flatten_with_names(variables["intermediates"]):
@@ -76,21 +82,33 @@ def _by_hand(params, image):
   return expected
 
 
-def test_statistics_of_every_module_equal_those_by_hand(reference, tiny_config):
-  workdir, rows = reference
-  arrays = tiny.arrays(workdir, 0)
-  params = {
-    name.removeprefix("params/"): x
-    for name, x in arrays.items()
-    if name.startswith("params/")
-  }
-  with np.load(tiny_config()["input"]["data"]["path"]) as data:
-    expected = _by_hand(trees.from_flat(params), data["image"])
-  got = _stats(rows[1])
+def _assert_close(got, expected):
   assert got.keys() == expected.keys()
-  assert len(got) == 4 * 34
   for name, value in expected.items():
-    assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def image(tiny_config):
+  with np.load(tiny_config()["input"]["data"]["path"]) as data:
+    return data["image"]
+
+
+def test_statistics_equal_those_by_hand(image, tiny_config, tmp_path):
+  changes = {"model_name": "tiny.net", "model": dict(num_classes=10)}
+  main.train(
+    tiny_config(_CHANGES | changes | {"total_steps": 1}), str(tmp_path)
+  )
+  got = _stats(tiny.rows(tmp_path)[1])
+  _assert_close(got, _by_hand(net.Model(num_classes=10), tmp_path, image=image))
+
+
+@pytest.mark.slow
+def test_statistics_of_every_module_equal_those_by_hand(reference, image):
+  workdir, rows = reference
+  got = _stats(rows[1])
+  assert len(got) == 4 * 34
+  _assert_close(got, _by_hand(vit.Model(**_MODEL), workdir, image=image))
   # Those of the row's own step alone.
   assert _stats(rows[2]) != got
 
@@ -123,9 +141,74 @@ def test_the_same_however_the_model_runs(
   for step, expected in reference[1].items():
     expected = _stats(expected)
     got = {(s, _unrolled(n)): x for (s, n), x in _stats(rows[step]).items()}
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-      assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
+    _assert_close(got, expected)
+
+
+_SPREAD = {"microbatches": 2, "mesh": dict(replica=2, fsdp=4)}
+
+
+@pytest.mark.slow
+def test_gsam_reports_the_unperturbed_parameters(
+  reference, tiny_config, tmp_path
+):
+  gsam = dict(rho_max=0.5, alpha=0.5)
+  rows = _run(tiny_config, tmp_path, gsam=gsam, **_SPREAD)
+  expected = reference[1]
+  _assert_close(_stats(rows[1]), _stats(expected[1]))
+  assert _stats(rows[2])["mean", "model"] != pytest.approx(
+    _stats(expected[2])["mean", "model"], rel=1e-3
+  )
+
+
+@pytest.mark.slow
+def test_adapters_that_are_still_zero(reference, tiny_config, tmp_path):
+  workdir, expected = reference
+  adapters = dict(targets=".*/(query|Dense_0)/kernel", rank=2)
+  init = dict(path=str(workdir), step=0)
+  rows = _run(
+    tiny_config, tmp_path, model_init=init, adapters=adapters, **_SPREAD
+  )
+  _assert_close(_stats(rows[1]), _stats(expected[1]))
+  assert _stats(rows[2]) != _stats(rows[1])
+
+
+@pytest.mark.slow
+def test_flexivit_reports_the_size_of_the_step(image, tiny_config, tmp_path):
+  sizes, model = (1, 4), dict(depth=1, seqhw=2, posemb_grid=2)
+  flexi = dict(seqhw=dict(values=sizes))
+  rows = _run(tiny_config, tmp_path, model, flexi=flexi, **_SPREAD)
+  got, drawn = _stats(rows[1]), []
+  for size in sizes:
+    of_size = vit.Model(**_MODEL | model | dict(seqhw=size))
+    expected = _by_hand(of_size, tmp_path, image=image)
+    drawn.append(got["rms", "model"] == pytest.approx(expected["rms", "model"]))
+    if drawn[-1]:
+      _assert_close(got, expected)
+  assert sum(drawn) == 1
+
+
+@pytest.mark.slow
+def test_contrastive_microbatches(image, tiny_config, tmp_path):
+  labels = np.random.default_rng(0).integers(1, 9, (len(image), 5))
+  np.savez(tmp_path / "texts.npz", image=image, labels=labels.astype(np.int32))
+  sizes = dict(width=16, depth=1, mlp_dim=24, num_heads=2)
+  model = dict(
+    image=dict(sizes, patch_size=4, pool_type="tok"),
+    text=dict(sizes, vocab_size=9),
+    out_dim=8,
+  )
+  changes = {
+    "task": "contrastive",
+    "input.data.path": str(tmp_path / "texts.npz"),
+    "model_name": "two_towers",
+    "model": model,
+  }
+  config = tiny_config(_CHANGES | changes | _SPREAD)
+  main.train(config, str(tmp_path / "run"))
+  got = _stats(tiny.rows(tmp_path / "run")[1])
+  towers = two_towers.Model(**model)
+  expected = _by_hand(towers, tmp_path / "run", image=image, text=labels)
+  _assert_close(got, expected)
 
 
 def test_the_share_that_is_not_finite_and_the_others():
