@@ -56,42 +56,32 @@ _QUICK = Sizes(
     decoder=dict(width=64, depth=1, vocab_size=64, length=8, batch_size=2),
   ),
 )
-_CPU = Sizes(
-  3,
-  "float32",
-  dict(
-    vit=_image(96, 8, variant="S/16"),
-    decoder=dict(width=384, depth=6, vocab_size=50_304, length=256)
-    | dict(batch_size=2),
-    captioner=dict(variant="S/16", depth=6, decoder_depth=3)
-    | _image(64, 8, vocab_size=32_000, length=32),
-    llama=dict(width=512, depth=6, num_kv_heads=2, vocab_size=32_000)
-    | dict(length=256, batch_size=2),
-    dinov2=_image(98, 8),
-    convnext=_image(128, 8),
-    mixer=_image(224, 4),
-    bit=_image(128, 8),
-    rope=_image(224, 4),
+# Options of each case: those of all machines, of CPUs, of GPUs.
+_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
+  vit=(dict(variant="S/16"), _image(96, 8), _image(224, 256)),
+  decoder=(
+    dict(vocab_size=50_304),
+    dict(width=384, depth=6, length=256, batch_size=2),
+    dict(width=768, depth=12, length=1024, batch_size=16),
   ),
-)
-_GPU = Sizes(
-  20,
-  "bfloat16",
-  dict(
-    vit=_image(224, 256, variant="S/16"),
-    decoder=dict(width=768, depth=12, vocab_size=50_304, length=1024)
-    | dict(batch_size=16),
-    captioner=dict(variant="S/16", depth=12, decoder_depth=6)
-    | _image(224, 128, vocab_size=32_000, length=64),
-    llama=dict(width=1024, depth=12, num_kv_heads=4, vocab_size=32_000)
-    | dict(length=1024, batch_size=16),
-    dinov2=_image(224, 256),
-    convnext=_image(224, 128),
-    mixer=_image(224, 256),
-    bit=_image(224, 128),
-    rope=_image(224, 256),
+  captioner=(
+    dict(variant="S/16", vocab_size=32_000),
+    _image(64, 8, depth=6, decoder_depth=3, length=32),
+    _image(224, 128, depth=12, decoder_depth=6, length=64),
   ),
+  llama=(
+    dict(vocab_size=32_000),
+    dict(width=512, depth=6, num_kv_heads=2, length=256, batch_size=2),
+    dict(width=1024, depth=12, num_kv_heads=4, length=1024, batch_size=16),
+  ),
+  dinov2=({}, _image(98, 8), _image(224, 256)),
+  convnext=({}, _image(128, 8), _image(224, 128)),
+  mixer=({}, _image(224, 4), _image(224, 256)),
+  bit=({}, _image(128, 8), _image(224, 128)),
+  rope=({}, _image(224, 4), _image(224, 256)),
 )
+_CPU = Sizes(3, "float32", {n: a | b for n, (a, b, _) in _OPTIONS.items()})
+_GPU = Sizes(20, "bfloat16", {n: a | b for n, (a, _, b) in _OPTIONS.items()})
 
 
 def main() -> None:
