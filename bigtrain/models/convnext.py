@@ -17,7 +17,7 @@ import numpy as np
 
 from bigtrain import settings
 from bigtrain.models import vit
-from bigtrain.models.layers import encoder, mlp, options
+from bigtrain.models.layers import encoder, kernels, mlp, options, patches
 from bigtrain.models.published import stage_families
 from bigtrain.sharding import batches
 
@@ -60,15 +60,14 @@ class Model(nn.Module):
       "encoded" (B, H, W, D) and "pre_logits" (B, D)).
     """
     norm = functools.partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
-    conv = functools.partial(nn.Conv, padding="VALID", dtype=self.dtype)
+    conv = functools.partial(patches.conv, dtype=self.dtype)
     rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()
-    p = (self.patch_size,) * 2
-    x_BHWD = conv(self.widths[0], p, p, name="conv_patch")(image)
+    x_BHWD = conv(self.widths[0], self.patch_size, name="conv_patch")(image)
     x_BHWD = norm(name="patch_norm")(x_BHWD)
     for stage, D in enumerate(self.widths, 1):
       if stage > 1:
         x_BHWD = norm(name=f"down{stage}_norm")(x_BHWD)
-        x_BHWD = conv(D, (2, 2), (2, 2), name=f"conv_down{stage}")(x_BHWD)
+        x_BHWD = conv(D, 2, name=f"conv_down{stage}")(x_BHWD)
       for i in range(1, self.depths[stage - 1] + 1):
         of_block = (self.version, self.mlp, self.layer_scale, self.dtype)
         y_BHWD = Block(*of_block, name=f"stage{stage}_block{i}")(x_BHWD)
@@ -146,7 +145,8 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x_BHWD: jax.Array) -> jax.Array:
     D = x_BHWD.shape[-1]
-    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    product = kernels.product
+    dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general=product)
     y = nn.Conv(
       D,
       (7, 7),

@@ -20,7 +20,7 @@ import numpy as np
 
 from bigtrain import dims, settings
 from bigtrain.models import vit
-from bigtrain.models.layers import encoder, layer_dims, mlp, options
+from bigtrain.models.layers import encoder, layer_dims, mlp, options, patches
 from bigtrain.models.published import stage_families
 
 VARIANTS = options.variants("swin")
@@ -77,12 +77,12 @@ class Model(nn.Module):
       dict of "encoded" (B, R, C, D) and "pre_logits" (B, D)).
     """
     norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-    conv = functools.partial(nn.Conv, dtype=self.dtype, name="conv_patch")
     rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()
     p = self.patch_size
     pad = [(0, -n % p) for n in image.shape[1:3]]
-    x_BRCD = conv(self.width, (p, p), (p, p), pad)(image)
-    x_BRCD = norm(1e-5, name="patch_norm")(x_BRCD)
+    image = jnp.pad(image, [(0, 0), *pad, (0, 0)])
+    conv = patches.conv(self.width, p, dtype=self.dtype, name="conv_patch")
+    x_BRCD = norm(1e-5, name="patch_norm")(conv(image))
     names = ("version", "window", "mlp_ratio", "mlp", "qkv_bias", "norm_eps")
     of_all: Any = {name: getattr(self, name) for name in (*names, "dtype")}
     for stage, depth in enumerate(self.depths, 1):

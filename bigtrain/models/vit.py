@@ -26,6 +26,7 @@ from bigtrain.models.layers import (
   layer_dims,
   masks,
   options,
+  patches,
   pooling,
   positions,
 )
@@ -430,9 +431,8 @@ class PatchEmbedding(nn.Module):
         f"config.model.{'seqhw' if self.seqhw else 'patch_size'}: patches of "
         f"{p}x{q} pixels do not tile an image of {height}x{width}."
       )
-    x = jnp.asarray(image, self.dtype)
-    x = x.reshape(B, h, p, w, q, channels).transpose(0, 1, 3, 2, 4, 5)
-    x = x.reshape(B, h * w, p * q * channels)
+    x = patches.cut(jnp.asarray(image, self.dtype), (p, q))
+    x = x.reshape(B, h * w, -1)
     return self._project(x, channels, (p, q)), (h, w)
 
   def _project(

@@ -14,7 +14,7 @@ def initializer(std: float | None) -> Any:
 
 
 class Kernel(nn.Module):
-  """Parameters "kernel" and "bias", as far as they have shapes, for callers."""
+  """Parameters "kernel" and "bias" for callers; without a shape, left out."""
 
   kernel: tuple[int, ...] | None
   bias: tuple[int, ...] | None = None
@@ -28,6 +28,17 @@ class Kernel(nn.Module):
     if self.bias:
       result["bias"] = self.param("bias", nn.initializers.zeros, self.bias)
     return result
+
+
+def product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> Any:
+  """dot_general of a dense layer, as one product of matrices.
+
+  With x [B, L, D], XLA on CPUs takes up to four times as long for the gradient
+  of a kernel (D, F) as with x [B L, D].
+  """
+  rows, last_with_first = x.reshape(-1, len(kernel)), (((1,), (0,)), ((), ()))
+  y = jax.lax.dot_general(rows, kernel, last_with_first, **options)
+  return y.reshape(*x.shape[:-1], -1)
 
 
 def logits(x_BLD: jax.Array, kernel_DV: jax.Array) -> jax.Array:
