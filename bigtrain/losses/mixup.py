@@ -24,7 +24,7 @@ class Mix(NamedTuple):
   is_cut: jax.Array | bool = False
 
   def weights(self, image: jax.Array) -> jax.Array:
-    """Share of each image in its own pixels: (H, W, 1), or () for mixup."""
+    """An image's share of its blended pixels: (H, W, 1), or () for mixup."""
     if self.center_2 is None:
       return self.share
     half = jnp.sqrt(1 - self.share) / 2
@@ -36,7 +36,7 @@ class Mix(NamedTuple):
     return jnp.where(self.is_cut, outside_HW, self.share)[..., None]
 
   def images(self, image: jax.Array) -> jax.Array:
-    """Blends images (B, H, W, C); the same way at another resolution."""
+    """Blends images (B, H, W, C), at any resolution in the same way."""
     weight = self.weights(image)
     mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
     return mixed.astype(image.dtype)
@@ -44,11 +44,9 @@ class Mix(NamedTuple):
   def losses(
     self, image: jax.Array, labels: jax.Array, loss: Callable[..., jax.Array]
   ) -> jax.Array:
-    """The loss of blended labels, for one that is linear in the labels."""
-    share = jnp.mean(self.weights(image))
-    return share * loss(labels) + (1 - share) * loss(
-      jnp.roll(labels, 1, axis=0)
-    )
+    """The loss of blended labels, for a loss that is linear in the labels."""
+    share, others = jnp.mean(self.weights(image)), jnp.roll(labels, 1, axis=0)
+    return share * loss(labels) + (1 - share) * loss(others)
 
 
 def apply(
@@ -91,7 +89,7 @@ def draw(
   rng: jax.Array, alpha: float, cutmix_alpha: float, cutmix_prob: float
 ) -> Mix:
   # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
-  # jax.random.beta draws the same, in a program of 1,300 instructions more.
+  # jax.random.beta draws the same, with 1,300 more instructions.
   gammas = jax.vmap(jax.random.loggamma, (0, None))
   beta = lambda key, a: jax.nn.softmax(gammas(jax.random.split(key), a))
   if not cutmix_alpha:

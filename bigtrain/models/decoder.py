@@ -90,7 +90,7 @@ class Model(nn.Module):
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
-  query_scale: Any = None  # Options of positions.query_scale, by position.
+  query_scale: Any = None  # Options of positions.QueryScale, by position.
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.

@@ -34,7 +34,7 @@ def adafactor(
   eps: float = 1e-30,
   factored: bool = True,
 ) -> optax.GradientTransformation:
-  """Builds Adafactor as T5X has it. Without matrices in the views: optax's.
+  """Builds Adafactor as in T5X; without matrices in the views, as in optax.
 
   Args:
     views: by name of the parameters. Where the rows of a view are None, the
@@ -53,10 +53,7 @@ def adafactor(
     eps: added to squared gradients.
     factored: whether second moments are factored at all.
   """
-
-  def decay(t: jax.Array) -> jax.Array:
-    return 1.0 - t**-decay_rate
-
+  decay = lambda t: 1.0 - t**-decay_rate
   least = min_dim_size_to_factor if factored else math.inf
   stages = [_scale_by_factored_rms(views, least, decay, decay_offset, eps)]
   if clipping_threshold is not None:
@@ -96,11 +93,8 @@ def big_vision_adafactor(
       momentum.
     momentum, dtype_momentum: see `adafactor`.
   """
-
-  def decay(t: jax.Array) -> jax.Array:
-    return jnp.minimum(beta2_cap, 1.0 - t**-decay_rate)
-
-  # Each stage keeps its place in the state, also where it does nothing.
+  decay = lambda t: jnp.minimum(beta2_cap, 1.0 - t**-decay_rate)
+  # Each stage keeps its place in the state, even where it does nothing.
   clip = ema = optax.identity()
   if clipping_threshold:
     clip = _clip_by_rms(views, clipping_threshold)
@@ -136,8 +130,8 @@ def _scale_by_factored_rms(
 ) -> optax.GradientTransformation:
   """Divides gradients by the roots of their second moments.
 
-  The state is laid out as in optax.scale_by_factored_rms: of a matrix with
-  factors `v` is unused, elsewhere `v_row` and `v_col` are.
+  The state is laid out as in optax.scale_by_factored_rms: a factored
+  matrix does not use `v`, and others do not use `v_row` and `v_col`.
   """
 
   def init_leaf(name: str, p: jax.Array) -> tuple[jax.Array, ...]:

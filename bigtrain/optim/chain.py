@@ -37,9 +37,9 @@ from bigtrain.types import Params
 class Optimizer(NamedTuple):
   """An optimizer for the trainable parameters."""
 
-  # Over the trainable parameters ALONE. Its update also takes `step`, updates
-  # before this one; `hparams`, by default of the step, with the "seed" of
-  # stochastic rounding; and `loss`, a (sum, weight).
+  # Over the trainable parameters ALONE. Its update also takes `step`, the count
+  # of earlier updates; `hparams`, those of the step by default, with the "seed"
+  # of stochastic rounding; and `loss`, a (sum, weight).
   tx: optax.GradientTransformationExtraArgs
   hparams: Callable[[int], dict[str, Any]]
   trainable: Any  # Nested dicts of bools with the structure of the parameters.
@@ -131,7 +131,7 @@ def _multiplied(recipe: Recipe, grads: Params) -> Params:
 def _clipped(
   grads: Params, members: set[str], limit: float, kind: str, norm: Any
 ) -> Params:
-  """Clips a group; `norm` is of all gradients as they are, if it is known."""
+  """Clips a group; `norm` is that of all unclipped gradients, if known."""
   named = trees.flatten_with_names(grads)
   group = [g for name, g in named if name in members]
   if not group:  # The whole group is frozen.
@@ -152,7 +152,6 @@ def _clipped(
 def _with_decay(
   recipe: Recipe, grads: Params, params: Params, wd: Mapping[str, Any]
 ) -> Params:
-
   def add(name: str, g: jax.Array, p: jax.Array) -> jax.Array:
     leaf = recipe.leaves[name]
     if leaf.wd_mult is None:

@@ -27,28 +27,12 @@ Wrap = Callable[
 ]
 
 
-def _schedule_free(**kwargs: Any) -> Wrap:
-  return lambda inner, learning_rate: optax.contrib.schedule_free(
-    inner, learning_rate, **kwargs
-  )
-
-
-def _mechanize(**kwargs: Any) -> Wrap:
-  return lambda inner, _: optax.contrib.mechanize(inner, **kwargs)
-
-
-def _reduce_on_plateau(**kwargs: Any) -> Wrap:
-  scale = optax.contrib.reduce_on_plateau(**kwargs)
-  return lambda inner, _: optax.chain(inner, scale)
-
-
-# (the function of optax with the arguments, from these to the wrapper).
-_WRAPPERS: dict[str, tuple[Callable[..., Any], Callable[..., Wrap]]] = {
-  "schedule_free": (optax.contrib.schedule_free, _schedule_free),
-  "schedule_free_adamw": (optax.contrib.schedule_free, _schedule_free),
-  "schedule_free_sgd": (optax.contrib.schedule_free, _schedule_free),
-  "mechanize": (optax.contrib.mechanize, _mechanize),
-  "reduce_on_plateau": (optax.contrib.reduce_on_plateau, _reduce_on_plateau),
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+  "schedule_free": optax.contrib.schedule_free,
+  "schedule_free_adamw": optax.contrib.schedule_free,
+  "schedule_free_sgd": optax.contrib.schedule_free,
+  "mechanize": optax.contrib.mechanize,
+  "reduce_on_plateau": optax.contrib.reduce_on_plateau,
 }
 NAMES = tuple(_WRAPPERS)
 
@@ -78,14 +62,23 @@ def split(
       f"{key}.base_optimizer: expected the dict of an optimizer, such as "
       f"dict(name='adam'), got {base!r}."
     )
-  fn, make = _WRAPPERS[name]
+  fn = _WRAPPERS[name]
   given = ("base_optimizer", "learning_rate")
   settings.check_kwargs(fn, options, key, given=given)
   if fn is optax.contrib.schedule_free:
     b1 = options.get("b1", 0.9)
     settings.check_number(f"{key}.b1", b1, above=0, most=1)
   try:
-    wrap = make(**options)
+    wrap = _wrapper(fn, options)
   except (TypeError, ValueError) as e:
     raise ConfigError(f"{key}: {name} rejects {options}: {e}.") from e
   return {**kept, **base}, wrap
+
+
+def _wrapper(fn: Callable[..., Any], options: Mapping[str, Any]) -> Wrap:
+  if fn is optax.contrib.reduce_on_plateau:
+    scale = fn(**options)
+    return lambda inner, _: optax.chain(inner, scale)
+  if fn is optax.contrib.mechanize:
+    return lambda inner, _: fn(inner, **options)
+  return lambda inner, learning_rate: fn(inner, learning_rate, **options)

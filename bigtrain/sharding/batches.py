@@ -15,12 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from bigtrain.settings import ConfigError, check_number
-from bigtrain.sharding.mesh import (
-  BATCH_AXES,
-  Schedule,
-  in_words,
-  schedule_of,
-)
+from bigtrain.sharding.mesh import BATCH_AXES, Schedule, in_words, schedule_of
 
 _FREE = PartitionSpec.UNCONSTRAINED
 _STAGES = {"pipeline", "replica"}  # Axes of the shard_map that is a stage.
@@ -66,9 +61,8 @@ def schedule(batch_size: int) -> Schedule | None:
 
 def _groups() -> int:
   """Number of parts of a batch that pass different devices of a stage."""
-  return math.prod(
-    jax.sharding.get_abstract_mesh().shape[a] for a in BATCH_AXES
-  )
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def to_microbatches(x: jax.Array, by: Schedule) -> jax.Array:

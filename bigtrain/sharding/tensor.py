@@ -123,10 +123,8 @@ def length_axis(mesh: Any, x: jax.Array) -> str | None:
 def stream_spec(mesh: Any, x: jax.Array) -> PartitionSpec:
   axes = tuple(a for a in ("sequence", "tensor") if mesh.shape.get(a, 1) > 1)
   ways = math.prod(mesh.shape[axis] for axis in axes)
-  if axes and x.shape[1] % ways == 0:
-    return PartitionSpec(batches.batch_axes(mesh), axes)
-  length = length_axis(mesh, x)
-  return PartitionSpec(batches.batch_axes(mesh), *([length] if length else []))
+  length = length_axis(mesh, x) if not axes or x.shape[1] % ways else axes
+  return PartitionSpec(batches.batch_axes(mesh), length)
 
 
 def axes_of_length(spec: PartitionSpec) -> tuple[str, ...]:
@@ -165,9 +163,8 @@ def _summed(y_TBLD: jax.Array) -> jax.Array:
   """Adds up the parts of [T, B, L, D]; the inverse of `_spread`."""
   mesh = batches.ambient(y_TBLD.shape[1])
   spec = stream_spec(mesh, y_TBLD[0])
-  parts = PartitionSpec(
-    "tensor", batches.batch_axes(), length_axis(mesh, y_TBLD[0])
-  )
+  length = length_axis(mesh, y_TBLD[0])
+  parts = PartitionSpec("tensor", batches.batch_axes(), length)
   return jax.shard_map(
     lambda y: scattered(y[0], spec), in_specs=parts, out_specs=spec
   )(y_TBLD)
@@ -195,8 +192,7 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
   out = stream_spec(mesh, ids_BL)
   of_ids = out
   if by_rows:  # The devices of a `tensor` group have the same tokens.
-    length = length_axis(mesh, ids_BL)
-    of_ids = PartitionSpec(batches.batch_axes(), *([length] if length else []))
+    of_ids = PartitionSpec(batches.batch_axes(), length_axis(mesh, ids_BL))
   over = (*batches.batch_axes(), *axes_of_length(of_ids))
   copied = tuple(axis for axis in over if (axis,) not in parts.values())
   tokens = ids_BL.size // math.prod(mesh.shape[axis] for axis in over)

@@ -46,7 +46,7 @@ class Options(NamedTuple):
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
   qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
   qkv_clip: float | None = None  # Largest size of an entry.
-  sinks: bool = False  # Whether each softmax has a learned logit without value.
+  sinks: bool = False  # Whether each softmax has a learned logit with no value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
   softcap: float | None = None  # Scores s become softcap * tanh(s / softcap).
@@ -62,8 +62,8 @@ class Attention(nn.Module):
   """Attention of the positions of x to the positions of y.
 
   Parameters as in flax's MultiHeadDotProductAttention: query (D, H, K), key and
-  value (D, G, K), out (H, K, D); besides, query_norm and key_norm, scales of
-  (K,) or of all heads, and sinks (H,).
+  value (D, G, K), out (H, K, D); also query_norm and key_norm, scales of (K,)
+  or of all heads, and sinks (H,).
   """
 
   options: Options
@@ -88,7 +88,7 @@ class Attention(nn.Module):
       x_BLD: stream of the queries; None to write keys and values only. It may
         have a multiple of y's rows: successive rows of x share a row of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
-      query_scale_BL: factors of the rotated queries, see positions.query_scale.
+      query_scale_BL: factors of the rotated queries, see positions.QueryScale.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
@@ -182,7 +182,7 @@ class Attention(nn.Module):
     rope: positions.Rotation | None,
     query_scale_BL: jax.Array | None,
   ) -> tuple[Any, Any, Any]:
-    """Normalized, clipped, rotated and scaled; without x or y, None stays."""
+    """Normalizes, clips, rotates and scales; what is None stays None."""
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = qkv
     if not options.qk_norm_after_rope:

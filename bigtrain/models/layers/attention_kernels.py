@@ -31,7 +31,7 @@ _TOKAMAX: tuple[str, ...] = ("mosaic",)
 # A block is a whole number of the lanes of a vector register.
 _LANES = 128
 
-# Numbers of segments: positions that nobody sees, and padding of the length.
+# Numbers of segments: positions that no query sees, and padding of the length.
 _HIDDEN, _PADDING = -1, -2
 
 
@@ -54,7 +54,7 @@ def attend_by_splash(
     mask: masks.Mask,
   ) -> jax.Array:
     sinks_GR = None if sinks_B1GR is None else sinks_B1GR[0, 0]
-    # Traced, its tables are not put on devices, which may be absent.
+    # In a trace its tables are not put on devices, which may be absent.
     compute = jax.jit(functools.partial(kernel, heads=math.prod(q.shape[2:4])))
     counted = L * mask.reach(S)
     own = Inputs(q * scale, k, v, mask, sinks_GR=sinks_GR)
@@ -247,19 +247,14 @@ def attend_by_tokamax(
 def _attend_locally(
   kernel: Callable[..., jax.Array], inputs: Inputs, scale: float
 ) -> jax.Array:
-  def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: masks.Mask
-  ) -> jax.Array:
-    return _with_matrix(kernel, Inputs(q, k, v, mask), scale)
-
-  q, k, v, mask, _, _ = inputs
-  return sharding.split_batch(attend, q, k, v, mask, by_heads=3)
+  attend = lambda *arrays: _with_matrix(kernel, Inputs(*arrays), scale)
+  return sharding.split_batch(attend, *inputs[:4], by_heads=3)
 
 
 def _with_matrix(
   kernel: Callable[..., jax.Array], inputs: Inputs, scale: float
 ) -> jax.Array:
-  """Of the mask all but an order becomes a matrix of L x S booleans."""
+  """Turns the mask, except its order, into a matrix of L x S booleans."""
   q_BLGRK, k_BSGK, v_BSGK, mask, _, _ = inputs
   B, L, G, R, K = q_BLGRK.shape
   S = k_BSGK.shape[1]

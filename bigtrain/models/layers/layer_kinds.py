@@ -32,7 +32,7 @@ class Layers(NamedTuple):
   first: tuple[causal_block.Options, ...]  # Options of the leading layers.
   # Options of the layers that repeat after them.
   period: tuple[causal_block.Options, ...]
-  # By the numbers in the options.
+  # The numbers in the options are indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
   # Number and shapes of the arrays in the cache of keys and values.
@@ -48,10 +48,7 @@ class Layers(NamedTuple):
     """`lengths`: one for each token's text (B, L), or one for all texts."""
     return causal_block.Tables(
       tuple(rope.rotation(positions_BL, lengths) for rope in self.ropes),
-      tuple(
-        positions.query_scale(positions_BL, *scale)
-        for scale in self.query_scales
-      ),
+      tuple(scale.factors(positions_BL) for scale in self.query_scales),
     )
 
   def experts(self) -> moe.Options | None:

@@ -199,7 +199,13 @@ class QueryScale(NamedTuple):
 
   beta: float
   original_len: int
-  log: str = "log"
+  log: str = "log"  # Or "log1p": positions count from 1, as in Llama 4.
+
+  def factors(self, positions_BL: jax.Array) -> jax.Array:
+    """1 + beta * log(1 + floor(position / original_len)), as in Ministral 3."""
+    first = 1.0 if self.log == "log1p" else 0.0
+    passed_BL = (positions_BL.astype(jnp.float32) + first) / self.original_len
+    return 1.0 + self.beta * jnp.log1p(jnp.floor(passed_BL))
 
 
 def read_query_scale(given: Any, key: str) -> QueryScale | None:
@@ -230,19 +236,6 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   if dims == x_BLHK.shape[-1]:
     return rotated
   return jnp.concatenate([rotated, x_BLHK[..., dims:]], axis=-1)
-
-
-def query_scale(
-  positions_BL: jax.Array, beta: float, original_len: int, log: str = "log"
-) -> jax.Array:
-  """Factors by which queries grow beyond the length of a model's training.
-
-  1 + beta * log(1 + floor(position / original_len)), as in Ministral 3. With
-  `log` "log1p" positions count from 1, as in Llama 4.
-  """
-  first = 1.0 if log == "log1p" else 0.0
-  passed_BL = (positions_BL.astype(jnp.float32) + first) / original_len
-  return 1.0 + beta * jnp.log1p(jnp.floor(passed_BL))
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:

@@ -202,7 +202,7 @@ def test_options_are_those_of_the_definition(name):
   x_BLD = jnp.asarray(rng.normal(size=(B, L, D)), jnp.float32)
   position_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
   omega_Q = positions.frequencies(6, 100.0)
-  scale_BL = positions.query_scale(position_BL, beta=0.3, original_len=4)
+  scale_BL = positions.QueryScale(0.3, 4).factors(position_BL)
   np.testing.assert_allclose(
     scale_BL[0, ::4], 1 + 0.3 * np.log([1, 2, 3]), rtol=1e-6
   )

@@ -93,8 +93,8 @@ def test_longrope_chooses_by_the_length_of_a_text():
 
 def test_queries_grow_beyond_the_length_of_the_training():
   at = jnp.asarray([[0, 15, 16, 40]])
-  plain = positions.query_scale(at, *positions.QueryScale(0.1, 16))
+  plain = positions.QueryScale(0.1, 16).factors(at)
   expected = 1 + 0.1 * np.log([1, 1, 2, 3])
   np.testing.assert_allclose(plain[0], expected, rtol=1e-6)
-  shifted = positions.query_scale(at, *positions.QueryScale(0.1, 16, "log1p"))
+  shifted = positions.QueryScale(0.1, 16, "log1p").factors(at)
   np.testing.assert_allclose(shifted[0, 1], 1 + 0.1 * np.log(2), rtol=1e-6)
