@@ -1,7 +1,7 @@
 """The frozen base of a run with config.adapters; see models/layers/lora.py.
 
-Every start loads it from config.model_init, like a teacher. Checkpoints do not
-have it but a digest of its arrays, and refuse another base.
+Every start loads it from config.model_init, like a teacher. Checkpoints have
+only a digest of its arrays, and refuse another base.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class Base:
     return {"base": self._loaded.base}
 
   def begin(self, state: TrainState) -> None:
-    """Completes a new state: parameters in full, and norms of DoRA."""
+    """Adds to a new state what trains in full, and DoRA's norms."""
     others = dict(self._loaded.others)
     params = trees.flatten_with_names(others.pop("params", {}))
     if others:
@@ -73,7 +73,7 @@ def from_config(
   rules: sharding.Rules,
   mesh: Mesh,
 ) -> Base:
-  """Reads config.model_init; without it, a base for tests is from the seed."""
+  """Reads config.model_init; without it, draws a base for tests by the seed."""
   if not hasattr(model, "adapters"):
     return Base(model, {}, lambda: Loaded({}, {}, {}))
   source = config.get("model_init")
@@ -141,14 +141,14 @@ def load(
 
 
 def about(base: Mapping[str, Any]) -> dict[str, Any]:
-  """`saved` of `Loaded`, of arrays by name."""
+  """The field `saved` of `Loaded`, for a base {name: array}."""
   named = sorted(base.items())
   arrays = {name: [str(x.dtype), list(x.shape)] for name, x in named}
   return {"digest": _digest(named), "arrays": arrays}
 
 
 def _digest(named: Sequence[tuple[str, jax.Array]]) -> str:
-  """A hash of arrays and their names, whatever devices have them."""
+  """A hash of arrays and their names, however devices share them."""
   by_device = device_checksums.start(named)()
   own = {}
   for name, x in named:

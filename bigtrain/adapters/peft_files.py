@@ -46,8 +46,8 @@ _PLAIN: dict[str, Any] = dict(
 class _Part(NamedTuple):
   """A kernel of ours in a module.
 
-  It is at `stack` of its layers and experts; `inputs` [I] are its numbers of
-  the module's inputs, and the module's outputs `place` are its `outputs`.
+  `stack` is its index among layers and experts. Input i of the module is its
+  input `inputs[i]`; output `place[i]` of the module is its output `outputs[i]`.
   """
 
   kernel: str
@@ -125,7 +125,7 @@ def write(
 
   Args:
     params: what trains, by name.
-    config: entries of adapter_config.json that the model decides.
+    config: entries of adapter_config.json that depend on the model.
   """
   arrays: dict[str, np.ndarray] = {}
   ranks: dict[str, int] = {}

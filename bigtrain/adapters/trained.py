@@ -83,7 +83,7 @@ def base_of(
   own: Mapping[str, Any],
   expected: Mapping[str, Any],
 ) -> Params:
-  """The part of a base that does not train with `params`, once checked.
+  """Checks a base; returns the part that does not train with `params`.
 
   Args:
     own: description of the base in its checkpoint; {} for a plain model.
@@ -94,7 +94,7 @@ def base_of(
   flat = {name: x for name, x in flat.items() if name not in in_full}
   if not own and all(hasattr(x, "dtype") for x in flat.values()):
     own = frozen_base.about(flat)
-  # The digest is of arrays of a dtype.
+  # The digest depends on the arrays' dtype.
   if expected and own and own["arrays"] == expected["arrays"]:
     changes.check_base(expected, own)
   return trees.from_flat(flat)

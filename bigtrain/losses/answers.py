@@ -34,9 +34,9 @@ def log_probs(
 ) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
   """Log-probabilities [B, K, L] of "targets", 0 where "loss_mask" is.
 
-  These have no gradient. The function beside them, (loss, its gradient by
-  them) -> loss, makes them weights of the tokens' losses, whose gradients never
-  need all logits at once.
+  These have no gradient. The second result, (loss, its gradient with respect to
+  them) -> loss, turns that gradient into weights of the tokens' losses, so that
+  all logits never exist at once.
   """
   mask_BKL = batch["loss_mask"] != 0
   _, out = model.apply(variables, **inputs(batch), head=False, train=False)
@@ -63,7 +63,7 @@ def reference(
   option: str,
   given: bool = False,
 ) -> tuple[Any, Variables]:
-  """(model, variables) of the reference that an option wants."""
+  """(model, variables) of the reference that an option needs."""
   if teacher is not None:
     return teacher, variables["teacher"]
   names = trees.names(variables["params"])

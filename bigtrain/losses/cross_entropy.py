@@ -1,8 +1,7 @@
 """Cross-entropy of each example in float32; the caller weights and reduces.
 
 Axes: C classes; `...` any leading axes. Labels are class numbers [...] or class
-probabilities [..., C]. Class numbers outside of [0, C) give NaN, also in
-padding.
+probabilities [..., C]. Class numbers outside [0, C) give NaN, even in padding.
 """
 
 from typing import Any
@@ -33,8 +32,8 @@ def softmax_xent(
       the C - 1 other classes, as in big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
-    axis_name: axis of a shard_map over which the logits' classes are split, but
-      not class numbers. Devices exchange a few numbers for each loss.
+    axis_name: axis of a shard_map over which the logits' classes are split;
+      class numbers are not. Devices exchange a few numbers for each loss.
   """
   settings.check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
@@ -87,7 +86,7 @@ def sigmoid_xent(
   if label_smoothing:
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
-  # With abs(logits) the gradient would be wrong at 0, where zero heads start.
+  # abs(logits) would have a wrong gradient at 0, where heads of zeros start.
   softplus = jax.nn.softplus
   losses = labels * softplus(-logits) + (1 - labels) * softplus(logits)
   return jnp.sum(losses, axis=-1) + invalid

@@ -1,4 +1,4 @@
-"""Applies a model in a loss, in an evaluation of it, and for its features."""
+"""Applies a model: in a loss, to evaluate that loss, and for features."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def apply(
   collect: tuple[str, ...] = (),
   **kwargs: Any,
 ) -> tuple[Any, Variables]:
-  """Returns (output, mutable collections), which only training changes."""
+  """Returns (output, mutable collections); only training changes the latter."""
   mutable = [name for name in variables if name != "params"]
   out, new = model.apply(
     variables,

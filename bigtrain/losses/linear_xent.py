@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from bigtrain import model_flops, settings, sharding
 from bigtrain.losses import cross_entropy
 
-# Most elements of logits, and of a kernel's gradient, at a time: 256 MiB each.
+# Most logits, and elements of a kernel's gradient, at a time: 256 MiB each.
 _LOGITS_AT_A_TIME = 2**26
 _PRODUCT_AT_A_TIME = 2**26
 
@@ -52,7 +52,7 @@ def linear_softmax_xent(
     chunk: positions of each example at a time; need not divide L. 0 is all of
       them, None is `default_chunk`.
     dtype: dtype of the products' operands; by default the hidden states'.
-      Results are float32; the kernel's gradient is summed over devices in it.
+      Results are float32; devices sum the kernel's gradient in this dtype.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the mesh that the batch is split over, evenly; by default that of
       jax.set_mesh. The kernel is gathered once and its gradient summed over
@@ -109,8 +109,8 @@ def _over_mesh(
   by_class = tensor > 1 and V % tensor == 0
   if by_class:
     options = options._replace(axis_name="tensor")
-  # The devices of a group share the positions, if these divide. In a `tensor`
-  # group, each has a part of the vocabulary, and all have the same positions.
+  # The devices of a group split the positions, if evenly. In a `tensor` group
+  # all have the same positions, and each a part of the vocabulary.
   stream = sharding.stream_spec(mesh, args.hidden_BLD)
   shared = sharding.axes_of_length(stream)
   if by_class:
@@ -120,7 +120,7 @@ def _over_mesh(
   by_token: Any = PartitionSpec(batch_axes, *length)
   summed = (*batch_axes, *shared)
   copied = tuple(axis for axis in summed if axis != "fsdp")
-  # The dimension of the kernel that fsdp splits, if one divides.
+  # The dimension of the kernel that fsdp splits, if it divides one.
   dim = None
   if fsdp > 1 and V % fsdp == 0 and not by_class:
     dim = 1
@@ -128,7 +128,7 @@ def _over_mesh(
     dim = 0
 
   def on_device(args: _Args) -> TokenLosses:
-    # Each device uses a copy of its own from here on; the transposes sum the
+    # From here on each device uses its own copy; the transposes sum the
     # copies' gradients over the devices, once, and in the dtype of the products
     # as for other weights.
     kernel_DV = args.kernel_DV.astype(options.dtype)

@@ -1,7 +1,7 @@
 """Losses over all pairs of a global batch of images and texts.
 
-Each device goes through the columns (all embeddings of one side) in chunks for
-its own rows (of the other). Only b x K logits exist at a time, never B x B.
+For its own rows (embeddings of one side) each device goes through the columns
+(all embeddings of the other) in chunks. Only b x K logits exist at a time.
 
 Axes: B global batch, b examples of one device, m columns of an example, C all
 columns, K columns of a chunk, E embedding.
@@ -67,7 +67,7 @@ def softmax(
   """Computes CLIP's loss of each example, arXiv 2103.00020, like `sigmoid`.
 
   The mean of the cross-entropies of its image among texts and its text among
-  images. Negatives are texts of no image.
+  images. Negatives are texts that belong to no image.
   """
 
   def chunk_fn(

@@ -1,10 +1,10 @@
 """Losses of two answers to a prompt, from the log-probabilities of both.
 
-A pair has an answer that is chosen and one that is rejected, in this order in
-an axis of 2. Methods with a reference compare each answer's log-probability
+A pair is a chosen answer and a rejected one, in this order along an axis of
+size 2. Methods with a reference compare each answer's log-probability
 with that of a frozen model. Constants follow TRL's trainers.
 
-Legend: B pairs.
+Axes: B pairs.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Pairs(NamedTuple):
   sums_B2: jax.Array
   tokens_B2: jax.Array  # Numbers of tokens; 0 for an absent answer, as in KTO.
   reference_B2: jax.Array | None = None  # If the method has a reference.
-  drift: jax.Array | float = 0.0  # Of kto: log-ratio of mismatched answers.
+  drift: jax.Array | float = 0.0  # For kto: log-ratio of mismatched answers.
 
   @property
   def ratio_B2(self) -> jax.Array:
@@ -34,14 +34,14 @@ class Pairs(NamedTuple):
 
 
 class Options(NamedTuple):
-  """Options of the losses, by TRL's and the papers' letters."""
+  """Options of the losses, named as in TRL and the papers."""
 
   beta: float = 0.1  # Inverse strength of the reference, or of the margin.
-  label_smoothing: float = 0.0  # Share of pairs with a wrong order.
+  label_smoothing: float = 0.0  # Assumed share of swapped pairs.
   gamma: float = 0.5  # Margin of simpo.
   sft: float = 0.0  # Weight of the chosen answer's loss, a mean over tokens.
-  desirable: float = 1.0  # Weight of kto's chosen answers; then of the others.
-  undesirable: float = 1.0
+  desirable: float = 1.0  # Weight of kto's chosen answers.
+  undesirable: float = 1.0  # Weight of its rejected ones.
 
   def smoothed(self, x_B: jax.Array) -> jax.Array:
     e = self.label_smoothing
@@ -84,16 +84,16 @@ def _kto(p: Pairs, o: Options) -> jax.Array:
 
 
 WITH_REFERENCE: dict[str, _Loss] = {
-  # DPO, arXiv 2305.18290; with label smoothing its cDPO.
+  # DPO, arXiv 2305.18290; with label smoothing, cDPO.
   "sigmoid": lambda p, o: o.smoothed(o.beta * _margin(p.ratio_B2)),
   "sigmoid_norm": lambda p, o: o.smoothed(o.beta * _margin(p.mean(p.ratio_B2))),
-  # arXiv 2310.12036, of means over tokens.
+  # arXiv 2310.12036, with means over tokens.
   "ipo": lambda p, o: (_margin(p.mean(p.ratio_B2)) - 1 / (2 * o.beta)) ** 2,
   # SLiC, arXiv 2305.10425.
   "hinge": lambda p, o: _relu(1 - o.beta * _margin(p.ratio_B2)),
   "robust": _robust,  # arXiv 2403.00409.
-  # arXiv 2408.06266: the chosen answers are better than the model's own
-  # (equation 7), or worse (8).
+  # arXiv 2408.06266, for chosen answers that are better than the model's own
+  # (equation 7), or worse (equation 8).
   "apo_zero": lambda p, o: 1 - _margin(_sigmoid(o.beta * p.ratio_B2)),
   "apo_down": lambda p, o: (
     _sigmoid(o.beta * p.ratio_B2[:, 0])
@@ -132,15 +132,14 @@ def read_options(
   for name, value in result._asdict().items():
     settings.check_number(f"{key}.{name}", value, least=0)
   settings.check_number(f"{key}.beta", result.beta, above=0)
-  most = 0.5
   settings.check_number(
-    f"{key}.label_smoothing", result.label_smoothing, least=0, below=most
+    f"{key}.label_smoothing", result.label_smoothing, least=0, below=0.5
   )
   return result
 
 
 def losses(kind: str, pairs: Pairs, options: Options) -> jax.Array:
-  """Loss of each pair; of kto the sum over the pair's answers."""
+  """Loss of each pair; for kto, the sum over the pair's answers."""
   loss_B = (WITH_REFERENCE | WITHOUT_REFERENCE)[kind](pairs, options)
   if not options.sft:
     return loss_B
@@ -150,6 +149,6 @@ def losses(kind: str, pairs: Pairs, options: Options) -> jax.Array:
 def reward_losses(
   reward_B2: jax.Array, margin_B: jax.Array | float = 0.0, center: float = 0.0
 ) -> jax.Array:
-  """Bradley and Terry's loss of a reward model, arXiv 2312.09244's centred."""
+  """Bradley and Terry's loss of a reward model; `center`: arXiv 2312.09244."""
   loss_B = -_log_sigmoid(_margin(reward_B2) - margin_B)
   return loss_B + center * jnp.sum(reward_B2, axis=1) ** 2

@@ -31,8 +31,8 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (sum, weight) of the loss over prompts with weights.
 
-  `beta` is the weight of the divergence from the reference; in RLOO of an
-  answer's log-ratio, which is taken from its reward.
+  `beta` is the weight of the divergence from the reference; in RLOO, of an
+  answer's log-ratio, which is subtracted from its reward.
   """
   log_prob_BGL = jnp.where(mask_BGL, log_prob_BGL, 0.0)
   stopped_BGL = jax.lax.stop_gradient(log_prob_BGL)
@@ -41,7 +41,7 @@ def loss(
     reward_BG -= beta * jnp.sum(stopped_BGL - reference_BGL, axis=2)
   advantage_BG = reward_BG - jnp.mean(reward_BG, axis=1, keepdims=True)
   if kind == "rloo":
-    # Against the mean of the others, for the ratio of whole answers.
+    # Relative to the mean of the other answers; one ratio for a whole answer.
     G = reward_BG.shape[1]
     advantage_BG *= G / (G - 1)
     ratio_BG = jnp.exp(jnp.sum(log_prob_BGL - stopped_BGL, axis=2))

@@ -23,7 +23,7 @@ def by_name(
 def weights_of(
   names: Collection[str], weights: Mapping[str, float] | None, key: str
 ) -> Mapping[str, float]:
-  """The weights of a config, by default of the mean of all teachers."""
+  """The teachers' weights in a config; by default all have the same."""
   weights = weights or dict.fromkeys(names, 1 / len(names))
   if {*weights} != {*names}:
     raise settings.ConfigError(

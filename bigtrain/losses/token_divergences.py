@@ -1,4 +1,4 @@
-"""Divergences of a student's next tokens from those of its teachers.
+"""Divergences of a student's next-token predictions from its teachers'.
 
 Axes: B batch, L length, K chunk of L, D width, V vocabulary, k likely tokens.
 A teacher is (arrays [B, L, ...], the function from a chunk to its logits).
@@ -61,8 +61,8 @@ def taught(
   """The loss of (hidden states, targets, weights), see losses/linear_xent.py.
 
   Args:
-    nll: weight of the cross-entropy, which is the loss of the result's tokens.
-    weights: of the teachers by name; by default of their mean.
+    nll: weight of the cross-entropy, which is `loss_BL` of the result anyway.
+    weights: the teachers' weights by name; by default all have the same.
   """
   key = "config.loss.distill"
   settings.check_number(f"{key}.beta", beta, least=0, most=1)

@@ -98,7 +98,7 @@ class TokenTask(NamedTuple):
   """Functions that tasks on text have in common."""
 
   inputs: Callable[[Batch], Batch]  # The model's arguments.
-  weights: Callable[[Batch], jax.Array]  # [B, L], of the "targets".
+  weights: Callable[[Batch], jax.Array]  # The targets', [B, L].
 
   def loss_fn(
     self,
@@ -245,7 +245,7 @@ def head_losses(
   variables: Variables, model: Any, temperature: float = 1.0, **options: Any
 ) -> Callable[..., linear_xent.TokenLosses]:
   """linear_softmax_xent of a model's head: (hidden, targets, weights)."""
-  # Dividing the logits divides all that they are made of.
+  # Dividing all that the logits are made of divides the logits.
   divide = lambda x: x if x is None or temperature == 1 else x / temperature
   kernel_DV, *others = _head(variables, model)
   bias_V, softcap = map(divide, others)
@@ -278,7 +278,7 @@ def _head(variables: Variables, model: Any) -> tuple[jax.Array, Any, Any]:
 def real_positions(
   weight_BL: jax.Array, segments_BL: jax.Array | None = None
 ) -> jax.Array:
-  """Bool [B, L]: a target with a loss is here, or later in the document."""
+  """Bool [B, L]: whether a document has a target with a loss here or later."""
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)
   next_BL = jax.lax.cummin(own_BL, axis=1, reverse=True)

@@ -98,7 +98,7 @@ def _one(spec: Any, view: View) -> jax.ShapeDtypeStruct:
 
 
 def _shared(tx: optax.GradientTransformation, state: Any, key: str) -> set[str]:
-  """Names of the state that belong to no parameter, such as counts."""
+  """Names of state that belongs to no parameter, such as counts."""
   shared = dict(trees.flatten_with_names(jax.eval_shape(tx.init, {})))
   for name, spec in shared.items():
     if jnp.issubdtype(spec.dtype, jnp.floating):

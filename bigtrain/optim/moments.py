@@ -118,7 +118,7 @@ def without_own_dtypes(
 
 @jax.jit
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-  """Rounds float32 to bfloat16 without bias, equally on any mesh."""
+  """Rounds float32 to bfloat16 without bias, in the same way on any mesh."""
   # A bfloat16 is the upper half of a float32. Adding a uniform number to the
   # lower half carries into the upper half with the right probability.
   noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)

@@ -95,7 +95,7 @@ def base_optimizer(
       f"{key}.name: expected a function that returns an "
       f"optax.GradientTransformation, but {name!r} returned {tx!r}."
     )
-  # scale_by_* returns directions uphill; the state has the names as in adam.
+  # scale_by_* returns uphill directions; its state has names as in adam.
   if name.rpartition(".")[2].startswith("scale_by_"):
     tx = optax.chain(tx, optax.scale(-1.0))
   if arrays == "parameters" or "views" in parameters or name == "muon":

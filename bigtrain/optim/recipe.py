@@ -51,8 +51,8 @@ class Recipe(NamedTuple):
   def hparams(self, step: int) -> dict[str, dict[str, np.float32]]:
     """{"lr" or "wd": {schedule: value}} of the update after `step` updates.
 
-    The values lack multipliers. The name of a single schedule is "lr", of each
-    of several "lr/<regex>". A wrapper counts updates from 1: for it "next_lr".
+    The values do not include multipliers. A single schedule is named "lr", one
+    of several "lr/<regex>". A wrapper counts updates from 1: it has "next_lr".
     """
     result: dict[str, dict[str, np.float32]] = {"lr": {}, "wd": {}}
     for name, schedule in self.schedules.items():

@@ -23,7 +23,7 @@ _INNER = {"D", "H", "G", "K", "F"}
 
 
 class View(NamedTuple):
-  """What the dimensions of an array are. Each dimension is in one tuple."""
+  """What the dimensions of an array mean. Each dimension is in one tuple."""
 
   # Dimensions that number separate arrays, such as layers and experts.
   stack: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ ARRAYS = ("parameters", "layers", "matrices")
 def seen(
   views: Mapping[str, View], shapes: Mapping[str, tuple[int, ...]], arrays: str
 ) -> dict[str, View]:
-  """Views for an optimizer: "layers" lack rows, "parameters" stacks as well."""
+  """Views for an optimizer: "layers" have no rows, "parameters" no stacks."""
   if arrays == "matrices":
     return dict(views)
   stacks = {name: views[name].stack for name in shapes}

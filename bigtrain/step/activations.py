@@ -1,7 +1,7 @@
 """Statistics of activations in rows: config.activation_stats.
 
-A log step computes its loss once more, without gradients, and records there
-what modules return. Without the key the program of the step stays as it is.
+A log step computes its loss once more, without gradients, and records what
+modules return. Without the key the program of the step does not change.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from bigtrain.metrics import ArrayStats
 from bigtrain.settings import Config, ConfigError
 from bigtrain.types import LossFn
 
-_KEY = "activation_stats"  # Also of a collection; models.layers.stack knows it.
+_KEY = "activation_stats"  # Also names a collection, see models.layers.stack.
 _METHOD = "__call__"
 
 

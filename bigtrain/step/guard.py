@@ -248,10 +248,10 @@ def explain(
   gradients: Callable[[Any, Any], Any],
   rollout: Callable[[Any, int], Any],
 ) -> NotFinite:
-  """The error for a step that was not finite, by computing it again.
+  """Finds why a step was not finite, by computing it again.
 
-  The next batch on the same state, the one before the step, shows whether the
-  cause is in this batch; if not, skipping would not help.
+  The next batch, on the state before the step, shows whether the cause is in
+  this batch; if not, skipping would not help. Returns the error to raise.
   """
 
   @jax.jit
@@ -300,11 +300,11 @@ def explain(
 def _is_good(
   inspect: Callable[[Any, Any], Any], state: Any, batches: Any
 ) -> bool | None:
-  """Whether the next of some batches is finite; None if it cannot be made."""
+  """Whether a step of the next batch is finite; None without a next batch."""
   try:
     batch = next(batches)
   except settings.ConfigError:
     if jax.process_count() > 1:
-      raise  # The other processes inspect it and would wait.
+      raise  # The other processes would wait for this one.
     return None
   return bool(jax.device_get(inspect(state, batch)[-1]))

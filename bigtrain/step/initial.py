@@ -27,7 +27,7 @@ class InitialVariables:
     return jax.eval_shape(self._boxed, self._seed)
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
-    """The variables without boxes and base; of config.seed by default."""
+    """The variables without boxes and base; config.seed is the default."""
     variables = self._unboxed(seed)
     return {name: x for name, x in variables.items() if name != "base"}
 

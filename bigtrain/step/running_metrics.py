@@ -1,8 +1,8 @@
 """Running metrics: metrics merged on the device between two log steps.
 
 They pass through every update beside the state, so the loop waits for none of
-them. Checkpoints store them, so a resumed run logs the same as an undisturbed
-one.
+them. Checkpoints store them, so a resumed run logs the same as an
+uninterrupted one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,9 +62,9 @@ def add_step(
   log_norms: jax.Array | bool = False,
   step_norms: norms.NamedScalars | None = None,
 ) -> RunningMetrics:
-  """Adds step number `step`, from 1, which follows a log step if `after_log`.
+  """Adds the step `step` (from 1), which follows a log step if `after_log`.
 
-  Of the scalars in `last` a log step reports the newest value. `log_norms` says
+  A log step reports the newest value of scalars in `last`. `log_norms` says
   whether `step_norms` were computed, if the step is good.
   """
   # Tasks may give a weight as a Python float.

@@ -5,8 +5,8 @@
 A step is a spike if its loss or its gradient norm is more than `z` standard
 deviations above the mean. Mean and variance are exponential averages over
 about `window` steps; the first `window` steps of a run are never spikes. A
-spike enters the averages only up to the limit, so that one spike hides no
-other, and a level that stays high becomes normal after some steps.
+spike enters the averages only up to the limit, so that one spike does
+not hide another, and a level that stays high becomes normal after some steps.
 
   "warn"  The state takes the step.
   "skip"  The state stays as it was, and training continues with the next batch.

@@ -1,9 +1,9 @@
 """The backends of attention: what each can compute, and which one is used.
 
 "xla" multiplies all queries with all keys, "blockwise" block by block, in plain
-JAX. "ring" does too, while devices that share an example pass its keys and
-values in a ring. The others are kernels: "splash" of jax's Pallas library for
-TPUs, "cudnn" of NVIDIA's, and "tokamax" of that package, for GPUs.
+JAX. "ring" does the same, while the devices that share an example pass its keys
+and values around a ring. The others are kernels: "splash" of jax's Pallas
+library for TPUs, "cudnn" of NVIDIA's and "tokamax" of that package for GPUs.
 """
 
 import importlib.util
@@ -96,12 +96,12 @@ class Backend(NamedTuple):
   """Reasons against and for a backend; None if there are none."""
 
   unsupported_because: Callable[[Call], str | None]
-  # For a call that it supports: better than all later ones.
+  # For a call that it supports: why it is better than all later ones.
   best_because: Callable[[Call], str | None]
 
 
 def choose(name: str, call: Call) -> str:
-  """The backend of that name or, for "auto", the best; notes it."""
+  """Returns the backend of that name or, for "auto", the best; logs it."""
   backends = _BACKENDS.items()
   unsupported = {other: x.unsupported_because(call) for other, x in backends}
   if name != "auto":
@@ -152,9 +152,9 @@ def _cudnn_unsupported_because(call: Call) -> str | None:
   if reason := _gpu_unsupported_because(call, 8.0):
     return reason
   if call.width % 8 or call.width > 128:
-    return f"heads need a multiple of 8 up to 128 as width, not {call.width}"
+    return f"the head width must be a multiple of 8 up to 128, not {call.width}"
   if call.softcap:
-    return "it caps no scores"
+    return "it cannot cap scores"
   return _inputs_unsupported_because(call)
 
 
@@ -220,7 +220,7 @@ _BACKENDS = {
   "cudnn": Backend(
     _cudnn_unsupported_because, lambda call: "the fastest on an NVIDIA GPU"
   ),
-  # Not measured, so only by its name.
+  # Not measured, so "auto" does not choose it.
   "tokamax": Backend(_tokamax_unsupported_because, lambda call: None),
   "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
   "xla": Backend(

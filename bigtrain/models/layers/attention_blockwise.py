@@ -28,7 +28,7 @@ _BLOCK, _BLOCK_ON_CPU = 512, 256
 # Not -inf: the difference of two of them must not be NaN.
 _MASKED = -1e30
 
-# Number of a block: of numpy before the run, an array in a loop.
+# Number of a block: numpy's outside of loops, an array in a loop.
 Index = jax.Array | int
 
 
@@ -74,7 +74,7 @@ class Order(NamedTuple):
 class Blocks:
   """Blocks of queries and positions, and the scores of a pair of them.
 
-  Of the blocks, `pairs` (numbers of queries', positions') have a score that the
+  `pairs` are the (block of queries, block of positions) with a score that the
   causal order does not mask. A head has `computed` scores, of which model FLOPs
   count `counted`.
   """
@@ -188,7 +188,7 @@ class Schedule:
     return Blocks(static, inputs, order)
 
   def pass_on(self, arrays: Any) -> Any:
-    """Exchanges the keys' arrays of a step for the next step's."""
+    """Exchanges a step's arrays of keys for those of the next step."""
     return arrays
 
 
@@ -365,7 +365,7 @@ def _forward(
   sums: Any = None
   kv = inputs.k_BSGK, inputs.v_BSGK
   for step in range(steps):
-    # Sent before the step that needs them, behind the present one.
+    # Sent during this step, for the next one.
     passed = schedule.pass_on(kv) if step + 1 < steps else kv
     blocks = schedule.blocks(step, inputs)
     q_N = blocks.of_queries(inputs.q)
@@ -407,7 +407,7 @@ def _backward(
       dbias_GRT = jax.tree.map(jnp.zeros_like, blocks.bias_GRT)
       grads = Gradients(zeros[0], zeros[1], zeros[2], dbias_GRT)
     grads = _add_gradients(blocks, grads, queries, k_M, v_M)
-    # With their keys, and home after the last step.
+    # They travel with their keys, and are home after the last step.
     dk_M, dv_M = schedule.pass_on((grads.dk_M, grads.dv_M))
     grads = grads._replace(dk_M=dk_M, dv_M=dv_M)
     kv = passed

@@ -4,7 +4,7 @@ Each device has a run of an example's queries, keys and values. Keys and values
 are gathered, or pass from device to device in a ring, as in Ring Attention,
 https://arxiv.org/abs/2310.01889. Later causal queries see more positions. So
 devices exchange parts of their queries first, and in a ring of their keys: of 2
-n parts, device i takes i and 2 n - 1 - i, and so as many scores as the others.
+n parts, device i takes i and 2 n - 1 - i, which makes their work equal.
 
 Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions;
 n devices.
@@ -50,7 +50,8 @@ class Plan(NamedTuple):
   order: masks.Mask
   # Whether keys and values pass in a ring; otherwise they are gathered.
   ring: bool
-  # Whether devices have an early and a late part of the queries, and of a ring.
+  # Whether devices have an early and a late part of the queries and, in a ring,
+  # of the keys.
   balanced: bool
   block_q: int
   block_k: int
@@ -310,7 +311,7 @@ def _blockwise(
 
 
 def _owners(ways: int) -> list[list[tuple[int, int]]]:
-  """Who sends its first part to whom, and its second one."""
+  """Pairs of devices (from, to), for each one's first and its second part."""
   owner = lambda part: min(part, 2 * ways - 1 - part)
   return [[(i, owner(2 * i + half)) for i in range(ways)] for half in (0, 1)]
 

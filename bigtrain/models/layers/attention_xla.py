@@ -77,7 +77,7 @@ class _Arrays(NamedTuple):
 def _powers(
   scores: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Powers of scores relative to the largest, that score, and their sum."""
+  """Exponentials of scores minus the largest one, this score, and their sum."""
   largest = jnp.max(scores, axis=-1, keepdims=True)
   if sinks is not None:
     largest = jnp.maximum(largest, sinks)
@@ -90,7 +90,7 @@ def _powers(
 
 
 class _Static(NamedTuple):
-  """What is known before the run; `reach` of the positions are attended to."""
+  """What is known before the run; a query attends to `reach` positions."""
 
   scale: float
   reach: int

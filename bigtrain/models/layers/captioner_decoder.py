@@ -51,7 +51,7 @@ class Block(nn.Module):
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
-    """`source` is patches (b, P, E), or their cache."""
+    """`source` is the patches (b, P, E), or their cache."""
     options = self.options
     x_BLD, cache = carry
 

@@ -58,7 +58,7 @@ class Options(NamedTuple):
   drop_path: float
   init_std: float
   dtype: str
-  # Numbers in `Tables` and in the cache, see layer_kinds.py.
+  # Indices into `Tables` and the cache, see layer_kinds.py.
   rope: int | None
   query_scale: int | None
   cache: int
@@ -73,7 +73,7 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-  """What layers compute from positions, once for all of a kind."""
+  """What layers compute from positions, once for all layers of a kind."""
 
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]

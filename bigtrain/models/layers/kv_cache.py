@@ -30,7 +30,7 @@ class Cache(NamedTuple):
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # See Ring; beside one, no token replaces one that was read before.
+  # As in Ring; None if no layer has a Ring.
   read_B: jax.Array | None = None
 
   @property
@@ -45,7 +45,7 @@ class Cache(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Cache", View]:
-    """Writes the positions from `start`; None: they see no earlier ones."""
+    """Writes the positions from `start`; if None, they see no earlier ones."""
     late_B, at = None, 0 if start is None else start
     if self.read_B is not None and k_BLGK.shape[1] == 1:
       late_B = start >= self.read_B
@@ -63,14 +63,14 @@ class Cache(NamedTuple):
 class Ring(NamedTuple):
   """Keys and values of the last S positions, p in place p modulo S.
 
-  Prompts of a batch are read together, and then token by token from the end of
-  the shortest. So a row keeps what it has read, up to `read_B`, and takes a
-  token only if it comes later.
+  One call reads the prompts of a batch; the calls after it read all rows token
+  by token from the end of the shortest prompt. A row ignores the tokens before
+  `read_B` among these, which it has read already.
   """
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # Number of positions of each row that were read in calls for several.
+  # How many positions of each row were read by calls with several positions.
   read_B: jax.Array
 
   def extend(
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Ring", View]:
-    """Writes keys and values; queries see them and, with a start, others."""
+    """Writes keys and values; with a start, queries see earlier ones too."""
     S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
     if L == 1:
       late_B = start >= self.read_B
@@ -95,7 +95,7 @@ class Ring(NamedTuple):
 
     B = k_BLGK.shape[0]
     is_first, start = start is None, 0 if start is None else start
-    last_S = start - S + jnp.arange(S)  # Positions before those of the call.
+    last_S = start - S + jnp.arange(S)  # The S positions before the call.
     real_BS = jnp.broadcast_to(
       jnp.pad(last_S >= 0, (0, L), constant_values=True), (B, S + L)
     )
@@ -123,7 +123,7 @@ class Ring(NamedTuple):
     return new, View(k_BSGK, v_BSGK, mask, S)
 
   def _positions(self, end_B: jax.Array) -> jax.Array:
-    """Position in each place, the last one before `end_B`; below 0 if none."""
+    """The last position before `end_B` in each place; negative if none."""
     S = self.k_BNSGK.shape[2]
     last_B1 = end_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(S)) % S
@@ -196,7 +196,7 @@ def of_layers(
   kind_N: Sequence[int],
   dtype: str,
 ) -> Caches:
-  """Returns empty caches of layers that are of these kinds, by number."""
+  """Returns empty caches; `kind_N` has the number of each layer's kind."""
   sizes = [min(kind.window or length, length) for kind in kinds]
   rings = any(size < length for size in sizes)
   groups: list[Cache | Ring] = []

@@ -11,11 +11,11 @@ A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
 https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
 `dora` scales each output to a learned norm (2402.09353). W A B is never formed
 in a dense layer, so the base has no gradient. Heads and experts, whose products
-are not of a flax layer, use the merged kernel.
+no flax layer computes, use the merged kernel.
 
 The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs) and
-perhaps lora_magnitude (outputs) beside where the kernel would be, behind any
-dimensions of layers and experts; "base" has all other parameters.
+perhaps lora_magnitude (outputs) in place of the kernel, with any dimensions of
+layers and experts in front; "base" has all other parameters.
 """
 
 import functools
@@ -58,7 +58,8 @@ class Options(NamedTuple):
   rslora: bool = False
   dora: bool = False
   train: Any = ()  # Parameters that train in full, such as a head.
-  # Dtype of the base, or that of kernels in `quantized` beside bfloat16.
+  # Dtype of the base. With int8 or nf4, kernels that do not match `quantized`,
+  # and other parameters, are bfloat16.
   base: str = "float32"
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
   double_quantization: bool = False  # Of the scales of blocks as well.
@@ -155,7 +156,7 @@ def in_full(params: Any) -> Any:
 
 
 def unquantized(base: Any) -> Any:
-  """A base, of arrays or of ShapeDtypeStructs, with whole arrays."""
+  """A dequantized base, of arrays or of ShapeDtypeStructs."""
 
   def whole(x: Any) -> Any:
     if not isinstance(x, Quantized):
@@ -332,7 +333,7 @@ class Layers:
     if not isinstance(result, Mapping) or _KERNEL not in result:
       raise ConfigError(
         f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
-        "or experts; expected kernels of such."
+        "or experts; expected a kernel of one of these."
       )
     return result
 

@@ -17,7 +17,7 @@ class Mask:
   """Conditions for a query to attend to a position; all of them must hold.
 
   There is no matrix of L x S booleans: kernels compute the part that a block
-  needs. A query that attends to nothing has a finite output without a meaning.
+  needs. A query that attends to nothing has a finite but meaningless output.
   """
 
   causal: bool = struct.field(pytree_node=False, default=False)

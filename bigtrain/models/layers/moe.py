@@ -56,7 +56,7 @@ class Options(NamedTuple):
   top_k: int = 2  # Number of experts per token.
   # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
-  every: int = 1  # Period of the layers with experts, the last of it.
+  every: int = 1  # Period of layers; the last one has experts.
   # An expert takes up to this times L * top_k / E tokens of a row, if not all.
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None  # Outside of training, if given.

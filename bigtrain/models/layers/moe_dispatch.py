@@ -265,7 +265,7 @@ def with_capacity(
   serve: str | None,
   axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Drops beyond C tokens of a row and expert; returns the dropped share."""
+  """Drops tokens beyond C of a row and expert; returns the dropped share."""
   B, L, _ = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]

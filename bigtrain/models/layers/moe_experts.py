@@ -63,7 +63,7 @@ class Experts(NamedTuple):
 
 
 class Products(NamedTuple):
-  """How rows meet their experts: times(x, kernel) + spread(bias)."""
+  """How experts apply to rows: times(x, kernel) + spread(bias)."""
 
   times: Callable[[jax.Array, jax.Array], jax.Array]
   spread: Callable[[jax.Array], jax.Array]
@@ -127,8 +127,8 @@ def run(
   kernels = experts.kernels and R % _TILES[0] == 0
   sort = _groups if kernels else _blocks
   choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E, useful)
-  # Empty slots have any token, whose result is not used. The last of blocks is
-  # empty: a choice without an expert has it.
+  # Empty slots have any token, whose result is not used. The last block is
+  # empty, for choices without an expert.
   x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
   keep = None
   if keep_tJF is not None:
@@ -182,7 +182,7 @@ def _blocks(
   """Blocks of one expert each; empty ones are skipped if `useful`."""
   R, E = len(order_R), len(sizes_E)
   T = block_size(useful or R, E)
-  N = R // T + E  # As many blocks as R rows need at most.
+  N = R // T + E  # The most blocks that R rows can need.
   blocks_E = -(-sizes_E // T)
   ends_E = jnp.cumsum(blocks_E)
   # Of the sorted rows: the place in the blocks, or beyond them for padding.

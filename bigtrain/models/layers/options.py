@@ -9,7 +9,7 @@ from flax.core import FrozenDict
 from bigtrain import settings
 from bigtrain.models.layers import attention_backends, remat
 
-# Default of fields that others determine: None until the construction.
+# Default of fields that others determine: None until construction.
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -115,8 +115,8 @@ class _Layers:
       if number not in names.values():
         hint = did_you_mean(pattern.pattern, names)
         raise ConfigError(
-          f"{self._key}[{number}]: {pattern.pattern!r} decides about no dense "
-          f"layer.{hint}"
+          f"{self._key}[{number}]: {pattern.pattern!r} is not the first match "
+          f"of any dense layer.{hint}"
         )
 
 

@@ -4,13 +4,13 @@ With P stages and R rounds, the layers are R x P parts of k, and stage s has the
 parts r P + s of all rounds r. The M microbatches of a batch follow each other
 through the stages, and come back to the first one in the next round. In each of
 R M + P - 1 ticks, every stage runs one part on one microbatch and sends the
-result on; in P - 1 of them a stage works on nothing (Huang et al. 2019,
+result on; in P - 1 of them a stage is idle (Huang et al. 2019,
 https://arxiv.org/abs/1811.06965; rounds: https://arxiv.org/abs/2104.04473).
 
 Microbatches before their next round wait in a ring over all stages. A stage has
 n = M / P of its places, and each tick moves one of them to the stage before. At
 first, place j of stage s has the microbatch that enters in tick s n + j. Inputs
-and outputs are so split over the stages as the batch is outside of them.
+and outputs are split over the stages as the batch is outside of them.
 """
 
 import functools
@@ -165,7 +165,7 @@ def _on_stage(
     # Stages that wait compute with real numbers, and so with finite ones.
     carry = x_nb[0], x_nb
     (_, ring_nb), outputs = jax.lax.scan(tick, carry, jnp.arange(ticks))
-  # The last ticks moved places that nothing enters from any more.
+  # The last ticks moved places from which nothing enters any more.
   turns = [max(0, math.ceil((P - 1 - j) / n)) for j in range(n)]
   ring_nb = jnp.stack([_moved(x, by) for x, by in zip(ring_nb, turns)])
   valid = lambda y: jax.lax.dynamic_slice_in_dim(y, stage, R * M)

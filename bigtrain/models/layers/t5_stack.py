@@ -84,7 +84,7 @@ class DecodingState(NamedTuple):
 
 
 class Source(NamedTuple):
-  """Encoder's output, or None if its keys and values are cached; its mask."""
+  """The encoder's output (None if its keys and values are cached) and mask."""
 
   encoded_BSD: jax.Array | None
   mask: masks.Mask
