@@ -19,6 +19,7 @@ from support.saved_states import path_of
 
 from bigtrain import trees
 from bigtrain.checkpoints import checkpointer, warm_start
+from bigtrain.checkpoints.foreign import parameter_files
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint_export
@@ -148,3 +149,10 @@ def test_missing_and_broken_files_are_refused(tmp_path, workdir, npz):
   empty = tmp_path / "empty"
   empty.mkdir()
   refused(str(empty), "not a checkpoint", CheckpointError)
+
+
+def test_pickled_tensors_are_refused_with_what_to_do(tmp_path):
+  file = tmp_path / "deit_3_small_224_21k.pth"
+  file.write_bytes(b"PK")
+  with pytest.raises(ConfigError, match=r"\.pth: expected .* PyTorch's \.pth"):
+    parameter_files.open_file(str(file), step=None, prefix=None, key="x")
