@@ -270,11 +270,11 @@ def has_order(scores: Any) -> Any:
   return abs(scores.max(axis=-1)) < np.inf
 
 
-def num_nonfinite(*rows: np.ndarray) -> float:
-  """Number of rows of arrays [N, ...] with a value that is not finite."""
-  return float(
-    sum(np.sum(~np.isfinite(x.reshape(len(x), -1)).all(1)) for x in rows)
-  )
+def nonfinite(*arrays: np.ndarray) -> dict[str, float]:
+  """The number of rows of [N, ...] with a value that is not finite, if any."""
+  rows = (np.isfinite(x.reshape(len(x), -1)).all(1) for x in arrays)
+  number = sum(float(np.sum(~finite)) for finite in rows)
+  return {"nonfinite": number} if number else {}
 
 
 def top_k_accuracies(

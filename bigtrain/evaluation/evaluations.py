@@ -23,6 +23,8 @@ from bigtrain.types import Batch, PredictFn, Variables
 
 # Keys of an entry that `from_config` reads; the others are options.
 _KEYS = "at_start enabled log_steps pred pred_kw type weights".split()
+# Limits of a number of something, for an evaluator's LIMITS.
+COUNT: dict[str, Any] = dict(least=1, whole=True)
 # Arguments that the program passes to evaluators with such parameters.
 _GIVEN = ("predict_fn", "batches", "context")
 
@@ -239,6 +241,13 @@ def _predict_fn(
   return predict_fn
 
 
+def batches_of(parameters: Mapping[str, inspect.Parameter]) -> type[Batches]:
+  """The class of an evaluator's argument `batches`."""
+  given: Any = getattr(parameters.get("batches"), "annotation", None)
+  is_own = isinstance(given, type) and issubclass(given, Batches)
+  return given if is_own else Batches
+
+
 def _bind(
   module: Any,
   predict_fn: PredictFn,
@@ -246,7 +255,8 @@ def _bind(
   options: Mapping[str, Any],
 ) -> Callable[[], Any]:
   parameters = inspect.signature(module.Evaluator).parameters
-  fields = {field.name for field in dataclasses.fields(Batches)} - {"context"}
+  batches_class = batches_of(parameters)
+  fields = {x.name for x in dataclasses.fields(batches_class)} - {"context"}
   batch_names = fields - {*parameters} if "batches" in parameters else set()
   own_options = dict(options)
   batch_options = {k: own_options.pop(k) for k in options if k in batch_names}
@@ -258,15 +268,20 @@ def _bind(
     others=(*_KEYS, *batch_names),
   )
   if "batches" in parameters:
-    settings.check_kwargs(Batches, batch_options, context.path, ("context",))
+    path, others = context.path, ("context",)
+    settings.check_kwargs(batches_class, batch_options, path, others)
   _check_batches(options, context)
+  for name, limits in getattr(module, "LIMITS", {}).items():
+    several = isinstance(default := parameters[name].default, tuple)
+    check = check_numbers if several else settings.check_number
+    check(f"{context.path}.{name}", options.get(name, default), **limits)
   if hasattr(module, "check"):
     module.check(options, context, context.path)
 
   def build() -> Any:
     given: dict[str, Any] = {"predict_fn": predict_fn, "context": context}
     if "batches" in parameters:
-      given["batches"] = Batches(context, **batch_options)
+      given["batches"] = batches_class(context, **batch_options)
     asked = {k: v for k, v in given.items() if k in parameters}
     return module.Evaluator(**asked, **own_options)
 
@@ -323,8 +338,7 @@ def check_classes(
     labels.check_order(names, own, f"{path}.class_names")
   texts = [labels.fill(p, names[:1], f"{path}.{key}")[0] for p in prompts]
   class_tokens(texts, options["pp_text"], context)
-  top_k = options.get("top_k", (1, 5))
-  check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+  check_numbers(f"{path}.top_k", options.get("top_k", (1, 5)), **COUNT)
 
 
 def class_tokens(

@@ -3,6 +3,7 @@
 Legend: N examples, D features.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,54 +21,60 @@ from bigtrain.types import Batch, PredictFn, Variables
 Examples = tuple[np.ndarray, np.ndarray]
 
 
-def of_splits(
-  predict_fn: PredictFn,
-  batches: Batches,
-  test_data: Mapping[str, Any],
-  num_test_examples: int | None,
-  label_key: str,
-  score: Callable[[Examples, Examples], dict[str, float]],
-) -> Callable[[Variables], dict[str, float]]:
-  """Scores the features of training and test examples that have a label.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Splits(Batches):
+  """Training examples, and test examples, which are preprocessed alike."""
 
-  The predict function returns features [B, ...] or, of several layers, a dict
-  of them; then the results are "<layer>/<metric>".
-  """
+  test_data: Mapping[str, Any]  # Source of the test examples.
+  # Name of the classes, int [B], or [B, H, W] of pixels; negative for none.
+  label_key: str = "label"
+  num_test_examples: int | None = None  # From the start; all by default.
 
-  def outputs(variables: Variables, batch: Batch) -> Any:
-    label = batch[label_key]
+  def scores(
+    self,
+    predict_fn: PredictFn,
+    score: Callable[[Examples, Examples], dict[str, float]],
+  ) -> Callable[[Variables, int], dict[str, float]]:
+    """The `run` that scores features of the examples with a label.
 
-    def of_layer(x: jax.Array) -> jax.Array:
-      # Labels of pixels are for features of patches.
-      shape = x.shape if label.ndim > 1 else (x.shape[0], -1)
-      return x.astype(jnp.float32).reshape(shape)
+    The predict function returns features [B, ...] or, of several layers, a dict
+    of them; then the results are "<layer>/<metric>".
+    """
 
-    return jax.tree.map(of_layer, predict_fn(variables, batch)), label
+    def outputs(variables: Variables, batch: Batch) -> Any:
+      label = batch[self.label_key]
 
-  # Any classes: a probe has a head of its own.
-  batches = batches.labelled(label_key, None)
-  test_batches = batches.replace(data=test_data, num_examples=num_test_examples)
-  collect = [split.collect(outputs) for split in (batches, test_batches)]
+      def of_layer(x: jax.Array) -> jax.Array:
+        # Labels of pixels are for features of patches.
+        shape = x.shape if label.ndim > 1 else (x.shape[0], -1)
+        return x.astype(jnp.float32).reshape(shape)
 
-  def scores(variables: Variables) -> dict[str, float]:
-    splits: list[dict[str, Examples]] = []
-    for features, labels in (split(variables) for split in collect):
-      real_N = (labels >= 0).reshape(len(labels), -1).any(1)
-      if not real_N.any():
-        raise DataError(f"{batches.context.path}: no example has a label.")
-      real = labels[real_N].astype(np.int32)
-      layers = trees.flatten_with_names(features)
-      splits.append({name: (x[real_N], real) for name, x in layers})
-    results: dict[str, float] = {}
-    for name, train in splits[0].items():
-      test = splits[1][name]
-      values = score(train, test)
-      if nonfinite := metrics.num_nonfinite(train[0], test[0]):
-        values["nonfinite"] = nonfinite
-      results |= {f"{name}/{k}" if name else k: v for k, v in values.items()}
-    return results
+      return jax.tree.map(of_layer, predict_fn(variables, batch)), label
 
-  return scores
+    # Any classes: a probe has a head of its own.
+    train = self.labelled(self.label_key, None)
+    test = train.replace(
+      data=self.test_data, num_examples=self.num_test_examples
+    )
+    collect = [split.collect(outputs) for split in (train, test)]
+
+    def run(variables: Variables, step: int) -> dict[str, float]:
+      splits: list[dict[str, Examples]] = []
+      for features, labels in (split(variables) for split in collect):
+        real_N = (labels >= 0).reshape(len(labels), -1).any(1)
+        if not real_N.any():
+          raise DataError(f"{self.context.path}: no example has a label.")
+        real = labels[real_N].astype(np.int32)
+        layers = trees.flatten_with_names(features)
+        splits.append({name: (x[real_N], real) for name, x in layers})
+      results: dict[str, float] = {}
+      for name, train in splits[0].items():
+        test = splits[1][name]
+        values = score(train, test) | metrics.nonfinite(train[0], test[0])
+        results |= {f"{name}/{k}" if name else k: v for k, v in values.items()}
+      return results
+
+    return run
 
 
 def of_all(

@@ -16,6 +16,7 @@ the first three arguments that it names, and the options of the config's entry:
   context      name, workdir, mesh and more, see evaluations.Context
 
 `run` returns on every process the same numbers, media of reports.media and
-metrics.Histograms. An optional `check(options, context, path)` raises
-ConfigError when the program starts, without opening the data.
+metrics.Histograms. When the program starts, numbers are checked by an optional
+table LIMITS, {option: limits of settings.check_number}, and other options by an
+optional `check(options, context, path)`, which does not open the data.
 """

@@ -57,9 +57,7 @@ class Evaluator:
           f"{len(own[a])}."
         )
       results[f"{a}:{b}" if a or b else "cka"] = linear_cka(own[a], others[b])
-    if nonfinite := metrics.num_nonfinite(*own.values()):
-      results["nonfinite"] = nonfinite
-    return results
+    return results | metrics.nonfinite(*own.values())
 
 
 def linear_cka(x: np.ndarray, y: np.ndarray) -> float:

@@ -25,13 +25,13 @@ _LOSSES = {
 }
 
 
+LIMITS = {"top_k": evaluations.COUNT}
+LIMITS |= {"calibration_bins": dict(least=0, whole=True)}
+
+
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   loss = options.get("loss", "softmax_xent")
   settings.check_choice(f"{path}.loss", loss, _LOSSES)
-  top_k = options.get("top_k", (1, 5))
-  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
-  bins = options.get("calibration_bins", 0)
-  settings.check_number(f"{path}.calibration_bins", bins, least=0, whole=True)
   label_key = options.get("label_key", "labels")
   evaluations.check_class_names(options, context, label_key)
 

@@ -9,30 +9,24 @@ P penalties.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, settings, sharding
+from bigtrain import metrics, sharding
 from bigtrain.evaluation import evaluations, features
-from bigtrain.evaluation.evaluations import Batches, Context
-from bigtrain.evaluation.features import Examples
+from bigtrain.evaluation.features import Examples, Splits
 from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn, Variables
+from bigtrain.types import PredictFn
 
 _MAX_TUNING = 4096  # Examples on which a penalty is chosen.
 
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  shots, l2 = options.get("shots", (1, 5, 10)), options.get("l2", (1024.0,))
-  evaluations.check_numbers(f"{path}.shots", shots, least=1, whole=True)
-  evaluations.check_numbers(f"{path}.l2", l2, above=0)
-  seeds = options.get("seeds", 3)
-  settings.check_number(f"{path}.seeds", seeds, least=1, whole=True)
+LIMITS = dict.fromkeys(("shots", "seeds"), evaluations.COUNT)
+LIMITS |= {"l2": dict(above=0)}
 
 
 class Evaluator:
@@ -46,36 +40,23 @@ class Evaluator:
   Args:
     predict_fn: (variables, batch) -> features [B, ...], or a dict of them with
       results "<layer>/5shot".
-    test_data: source of the test examples, preprocessed like the others.
     shots: numbers of examples per class; a smaller class gives all it has.
     l2: penalties on the squared weights, summed over the shots.
     seeds: number of times the shots are drawn.
-    label_key: name of the classes, int [B]; negative ones do not count.
-    num_test_examples: number of test examples, from the start; all by default.
   """
 
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: Batches,
+    batches: Splits,
     *,
-    test_data: Mapping[str, Any],
     shots: Sequence[int] = (1, 5, 10),
     l2: Sequence[float] = (1024.0,),
     seeds: int = 3,
-    label_key: str = "label",
-    num_test_examples: int | None = None,
   ):
     self._path, mesh = batches.context.path, batches.context.mesh
     self._shots, self._l2, self._seeds = shots, l2, seeds
-    self._results = features.of_splits(
-      predict_fn,
-      batches,
-      test_data,
-      num_test_examples,
-      label_key,
-      self._accuracies,
-    )
+    self.run = batches.scores(predict_fn, self._accuracies)
     replicated = sharding.replicated(mesh)
     self._fit = jax.jit(
       _fit,
@@ -84,9 +65,6 @@ class Evaluator:
       out_shardings=replicated,
     )
     self._hits = features.by_rows(_hits, mesh)
-
-  def run(self, variables: Variables, step: int) -> dict[str, float]:
-    return self._results(variables)
 
   def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
     (x_ND, y_N), results = train, {}

@@ -44,9 +44,7 @@ class Evaluator:
       f"{name}/fid" if name else "fid": frechet_distance(x_ND, others[name])
       for name, x_ND in own.items()
     }
-    if nonfinite := metrics.num_nonfinite(*own.values(), *others.values()):
-      results["nonfinite"] = nonfinite
-    return results
+    return results | metrics.nonfinite(*own.values(), *others.values())
 
 
 def frechet_distance(x_ND: np.ndarray, x_MD: np.ndarray) -> float:

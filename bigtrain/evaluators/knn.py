@@ -4,27 +4,20 @@ Legend: Q queries, N training examples, D features, K neighbours, C classes.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, settings
+from bigtrain import metrics
 from bigtrain.evaluation import evaluations, features
-from bigtrain.evaluation.evaluations import Batches, Context
-from bigtrain.evaluation.features import Examples
+from bigtrain.evaluation.features import Examples, Splits
 from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn, Variables
+from bigtrain.types import PredictFn
 
-
-def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  for name, default in dict(k=(10, 20, 100, 200), top_k=(1, 5)).items():
-    values = options.get(name, default)
-    evaluations.check_numbers(f"{path}.{name}", values, least=1, whole=True)
-  temperature = options.get("temperature", 0.07)
-  settings.check_number(f"{path}.temperature", temperature, above=0)
+LIMITS = dict.fromkeys(("k", "top_k"), evaluations.COUNT)
+LIMITS |= {"temperature": dict(above=0)}
 
 
 class Evaluator:
@@ -35,40 +28,24 @@ class Evaluator:
   never right.
 
   Args:
-    test_data: source of the test examples, preprocessed like the others.
     k: numbers of neighbours.
     temperature: of the vote; the lower, the more the nearest ones count.
     top_k: numbers: right is a class among this many with the most votes.
-    label_key: name of the classes, int [B]; negative ones do not count.
-    num_test_examples: number of test examples, from the start; all by default.
   """
 
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: Batches,
+    batches: Splits,
     *,
-    test_data: Mapping[str, Any],
     k: Sequence[int] = (10, 20, 100, 200),
     temperature: float = 0.07,
     top_k: Sequence[int] = (1, 5),
-    label_key: str = "label",
-    num_test_examples: int | None = None,
   ):
     self._path, self._k, self._top_k = batches.context.path, k, top_k
     vote = functools.partial(self._hits, temperature)
     self._vote = features.by_rows(vote, batches.context.mesh, num_rows=256)
-    self._results = features.of_splits(
-      predict_fn,
-      batches,
-      test_data,
-      num_test_examples,
-      label_key,
-      self._accuracies,
-    )
-
-  def run(self, variables: Variables, step: int) -> dict[str, float]:
-    return self._results(variables)
+    self.run = batches.scores(predict_fn, self._accuracies)
 
   def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
     if max(self._k) > len(train[0]):

@@ -6,7 +6,7 @@ h x w patches.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,22 +18,17 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import metrics, settings, sharding
+from bigtrain import metrics, sharding
 from bigtrain.evaluation import evaluations, features
-from bigtrain.evaluation.evaluations import Batches, Context
-from bigtrain.evaluation.features import Examples
+from bigtrain.evaluation.features import Examples, Splits
 from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn, Variables
+from bigtrain.types import PredictFn
 
 _SLICE_ROWS = 8192  # Training examples whose logits exist at the same time.
 
 
-def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  evaluations.check_numbers(f"{path}.l2", options.get("l2", (1.0,)), least=0)
-  steps = options.get("max_steps", 1000)
-  settings.check_number(f"{path}.max_steps", steps, least=1, whole=True)
-  top_k = options.get("top_k", (1, 5))
-  evaluations.check_numbers(f"{path}.top_k", top_k, least=1, whole=True)
+LIMITS = dict.fromkeys(("max_steps", "top_k"), evaluations.COUNT)
+LIMITS |= {"l2": dict(least=0)}
 
 
 class Evaluator:
@@ -50,34 +45,26 @@ class Evaluator:
   occur, and "acc" of pixels.
 
   Args:
-    test_data: source of the test examples, preprocessed like the others.
     l2: penalties.
     max_steps: limit of the steps of one fit.
     top_k: numbers k: right is a class among the k most likely ones.
     ignore: label that does not count, such as 255, beside negative ones.
-    label_key: name of the labels, int [B] or [B, H, W].
-    num_test_examples: number of test examples, from the start; all by default.
   """
 
   def __init__(
     self,
     predict_fn: PredictFn,
-    batches: Batches,
+    batches: Splits,
     *,
-    test_data: Mapping[str, Any],
     l2: Sequence[float] = (1.0,),
     max_steps: int = 1000,
     top_k: Sequence[int] = (1, 5),
     ignore: int | None = None,
-    label_key: str = "label",
-    num_test_examples: int | None = None,
   ):
     self._path, mesh = batches.context.path, batches.context.mesh
     self._l2 = sorted(l2, reverse=True)
     self._max_steps, self._ignore = max_steps, ignore
-    self._results = features.of_splits(
-      predict_fn, batches, test_data, num_test_examples, label_key, self._score
-    )
+    self.run = batches.scores(predict_fn, self._score)
     replicated = sharding.replicated(mesh)
     spec = PartitionSpec(None, sharding.batch_axes(mesh))
     self._slices = NamedSharding(mesh, spec)
@@ -89,9 +76,6 @@ class Evaluator:
     of_examples = functools.partial(_of_examples, top_k)
     self._of_examples = features.by_rows(of_examples, mesh)
     self._of_pixels = features.by_rows(_of_pixels, mesh, num_rows=16)
-
-  def run(self, variables: Variables, step: int) -> dict[str, float]:
-    return self._results(variables)
 
   def _score(self, train: Examples, test: Examples) -> dict[str, float]:
     train, test = ((x, self._real(y)) for x, y in (train, test))

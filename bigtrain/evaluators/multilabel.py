@@ -9,17 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 from bigtrain.settings import ConfigError
 from bigtrain.types import Batch, PredictFn, Variables
 
+LIMITS = {"threshold": dict(least=0, most=1)}
+
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  threshold = options.get("threshold", 0.5)
-  settings.check_number(f"{path}.threshold", threshold, least=0, most=1)
   label_key = options.get("label_key", "labels")
   evaluations.check_class_names(options, context, label_key)
 

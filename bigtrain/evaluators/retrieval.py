@@ -3,7 +3,7 @@
 Legend: B batch, n texts of an image, Q queries, A answers, E embedding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,13 +12,10 @@ import numpy as np
 
 from bigtrain import metrics
 from bigtrain.evaluation import evaluations, features
-from bigtrain.evaluation.evaluations import Batches, Context
+from bigtrain.evaluation.evaluations import Batches
 from bigtrain.types import Batch, PredictFn, Variables
 
-
-def check(options: Mapping[str, Any], context: Context, path: str) -> None:
-  at = options.get("at", (1, 5, 10))
-  evaluations.check_numbers(f"{path}.at", at, least=1, whole=True)
+LIMITS = {"at": evaluations.COUNT}
 
 
 class Evaluator:
@@ -73,9 +70,7 @@ class Evaluator:
       for direction, rank in ranks.items()
       for k in self._at
     }
-    if nonfinite := metrics.num_nonfinite(images[0], texts[0]):
-      results["nonfinite"] = nonfinite
-    return results
+    return results | metrics.nonfinite(images[0], texts[0])
 
 
 def _ranks(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bigtrain import parts, settings
+from bigtrain.evaluation import evaluations
 from bigtrain.optim import optimizers, schedules
 from bigtrain.pp import parse, registry
 from bigtrain.settings import ConfigError, did_you_mean
@@ -116,6 +117,10 @@ def explain(kind: str, name: str) -> str:
   if kind != "tasks":
     texts.append(_without_sections(inspect.getdoc(target) or ""))
     texts.append(arguments(target, given))
+    if kind == "evaluators":
+      own = evaluations.batches_of(inspect.signature(target).parameters)
+      shared = inspect.signature(evaluations.Batches).parameters
+      texts.append(arguments(own, tuple(shared)))
   else:
     texts.append("config.loss:\n" + arguments(target, given))
     for pred, fn in module.predict_fns(None).items():
@@ -149,7 +154,10 @@ def arguments(fn: Callable[..., Any], given: tuple[str, ...] = ()) -> str:
 def _of_fields(cls: type) -> dict[str, str]:
   """Returns {field: the comment beside it or above it}."""
   result, above = {}, ""
-  for line in inspect.getsource(cls).splitlines():
+  others = ("builtins", "flax")
+  of_ours = lambda x: x.__module__.partition(".")[0] not in others
+  classes = [*filter(of_ours, cls.__mro__)]
+  for line in "".join(map(inspect.getsource, classes[::-1])).splitlines():
     if match := re.fullmatch(r"  (\w+): [^#]*(?:# (.*))?", line):
       result[match[1]] = match[2] or above
     above = f"{above} {line.strip('# ')}" if line.startswith("  # ") else ""
