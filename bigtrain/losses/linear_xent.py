@@ -60,14 +60,9 @@ def linear_softmax_xent(
   """
   if chunk is not None:
     settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
-  options = _Options(
-    chunk,
-    dtype or hidden_BLD.dtype,
-    label_smoothing,
-    label_smoothing_over,
-    z_loss,
-    softcap,
-  )
+  smoothing, dtype = label_smoothing, dtype or hidden_BLD.dtype
+  of_softmax = smoothing, label_smoothing_over, z_loss, softcap
+  options = _Options(chunk, dtype, *of_softmax)
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
   args = _Args(

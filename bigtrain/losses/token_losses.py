@@ -69,28 +69,17 @@ def model_losses(
   *,
   model: Any,
   train: bool = False,
-  chunk: int | None = None,
-  label_smoothing: float = 0.0,
-  label_smoothing_over: str = "all",
-  z_loss: float = 0.0,
   head: Callable[..., linear_xent.TokenLosses] | None = None,
+  **options: Any,
 ) -> ModelLosses:
   (_, out), mutable = forward.apply(
     model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
   )
-  head = head or head_losses(
-    variables,
-    model,
-    chunk=chunk,
-    label_smoothing=label_smoothing,
-    label_smoothing_over=label_smoothing_over,
-    z_loss=z_loss,
-  )
+  head = head or head_losses(variables, model, **options)
   losses = head(out["pre_logits"], targets_BL, weight_BL)
-  loss = losses.total, jnp.sum(weight_BL)
-  accuracy = metrics.pair(losses.correct_BL, weight_BL)
-  by_token = {"loss": loss, "accuracy": accuracy}
-  _, loss_BL, correct_BL = losses
+  total, loss_BL, correct_BL = losses
+  accuracy = metrics.pair(correct_BL, weight_BL)
+  by_token = {"loss": (total, jnp.sum(weight_BL)), "accuracy": accuracy}
   return ModelLosses(by_token, loss_BL, correct_BL, out.get("moe"), mutable)
 
 
@@ -149,18 +138,10 @@ class TokenTask(NamedTuple):
       settings.check_kwargs(taught, options, "config.loss.distill")
       logits = _head_logits(own, model)
       head = taught(logits, known, model.vocab_size, chunk, **options)
-    losses = self.losses(
-      own,
-      batch,
-      head=head,
-      rng=rng,
-      model=model,
-      train=train,
-      chunk=chunk,
-      label_smoothing=label_smoothing,
-      label_smoothing_over=label_smoothing_over,
-      z_loss=z_loss,
-    )
+    smoothing: Any = dict(label_smoothing=label_smoothing, z_loss=z_loss)
+    smoothing |= dict(label_smoothing_over=label_smoothing_over)
+    of_step: Any = dict(rng=rng, model=model, train=train, chunk=chunk)
+    losses = self.losses(own, batch, head=head, **of_step, **smoothing)
     result = losses.with_experts(load_balance, router_z, load_balance_over)
     if "loss_mask" in batch:
       count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)

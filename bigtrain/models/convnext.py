@@ -53,12 +53,7 @@ class Model(nn.Module):
   def __call__(
     self, image: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Classifies images (B, height, width, channels).
-
-    Returns:
-      (float32 logits (B, C), or the pooled features without a head; a dict of
-      "encoded" (B, H, W, D) and "pre_logits" (B, D)).
-    """
+    """Classifies images as models.vit does; "encoded" is (B, H, W, D)."""
     norm = functools.partial(nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
     conv = functools.partial(patches.conv, dtype=self.dtype)
     rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()

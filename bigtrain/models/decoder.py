@@ -336,16 +336,9 @@ def _read(model: Model) -> None:
   optional = ("max_len", "window", "num_classes")
   given = [name for name in optional if getattr(model, name) is not None]
   options.check_sizes(model, (*sizes, *given))
-  options.check_fields(
-    model,
-    "dropout",
-    "drop_path",
-    posemb=POSEMBS,
-    pool=POOLS,
-    norm=causal_block.NORMS,
-    norm_at=causal_block.NORMS_AT,
-    mlp=mlp.KINDS,
-  )
+  choices: Any = dict(posemb=POSEMBS, pool=POOLS, mlp=mlp.KINDS)
+  choices |= dict(norm=causal_block.NORMS, norm_at=causal_block.NORMS_AT)
+  options.check_fields(model, "dropout", "drop_path", **choices)
   _check_numbers(model)
   if model.posemb == "learn" and model.max_len is None:
     raise settings.ConfigError(

@@ -83,12 +83,7 @@ class Model(nn.Module):
   def __call__(
     self, image: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Classifies images (B, height, width, channels).
-
-    Returns:
-      (float32 logits (B, C), or the pooled features without a head; a dict of
-      "encoded" (B, H, W, D), and "pre_logits" (B, D), its average).
-    """
+    """Classifies images as models.vit does; "encoded" is (B, H, W, D)."""
     channels = int(64 * self.width)
     norm = NORMS[self.norm]
     layers = Layers(self.norm, self.groups, train, self.dtype)

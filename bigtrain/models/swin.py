@@ -70,12 +70,7 @@ class Model(nn.Module):
   def __call__(
     self, image: jax.Array, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Classifies images (B, height, width, channels).
-
-    Returns:
-      (float32 logits (B, classes), or the pooled features without a head; a
-      dict of "encoded" (B, R, C, D) and "pre_logits" (B, D)).
-    """
+    """Classifies images as models.vit does; "encoded" is (B, R, C, D)."""
     norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
     rates = np.linspace(0.0, self.drop_path, sum(self.depths)).tolist()
     p = self.patch_size
@@ -225,8 +220,6 @@ def _direction(x: jax.Array) -> jax.Array:
 
 
 DIMS = layer_dims.of_module("swin")
-
-
 param_dims = dims.of_all(DIMS)
 from_published = functools.partial(
   stage_families.read, stage_families.SWIN, DIMS

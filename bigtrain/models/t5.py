@@ -62,12 +62,9 @@ class Model(nn.Module):
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
+    names = (*VARIANTS["t5_base"], "decoder_depth")
     values = options.filled(
-      self,
-      VARIANTS,
-      (*VARIANTS["t5_base"], "decoder_depth"),
-      default="t5_1_1",
-      example="t5_1_1_base",
+      self, VARIANTS, names, default="t5_1_1", example="t5_1_1_base"
     )
     options.set_fields(self, dict(decoder_depth=values["depth"]) | values)
     _check(self)

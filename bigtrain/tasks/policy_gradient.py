@@ -61,10 +61,8 @@ def rollout(
       f"the model's max_len={model.max_len} without the prompts' length={P}."
     )
   repeat = lambda x: jnp.repeat(x, G, axis=0)
-  place, length_X1 = (
-    jnp.arange(P + max_new),
-    repeat(batch["prompt_length"])[:, None],
-  )
+  place = jnp.arange(P + max_new)
+  length_X1 = repeat(batch["prompt_length"])[:, None]
   text_XT, log_probs_XT = language_modeling.generate(
     variables,
     {

@@ -69,16 +69,9 @@ def loss_fn(
     larger reward), "margin" and rewards; the mutable collections).
   """
   del rng, train
-  options = preferences.read_options(
-    kind,
-    "config.loss",
-    sft,
-    beta=beta,
-    label_smoothing=label_smoothing,
-    gamma=gamma,
-    desirable=desirable,
-    undesirable=undesirable,
-  )
+  numbers = dict(beta=beta, gamma=gamma, label_smoothing=label_smoothing)
+  numbers |= dict(desirable=desirable, undesirable=undesirable)
+  options = preferences.read_options(kind, "config.loss", sft, **numbers)
   own = {name: x for name, x in variables.items() if name != "teacher"}
   weight_B = metrics.example_weights(batch, batch["tokens"])
   mutable = {k: x for k, x in own.items() if k not in ("params", *_FROZEN)}

@@ -16,6 +16,7 @@ depends neither on the devices nor on the microbatches.
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from bigtrain.models.layers import (
 SERVE = ("position", "choice")
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
+
+_LIMITS = settings.read_table(os.path.dirname(__file__), "limits.toml")["moe"]
 
 # Collections: selection biases, and the numbers of choices that change them.
 STATE = "router_state"
@@ -108,27 +111,9 @@ def read(
 ) -> Options | None:
   if given is None or isinstance(given, Options):
     return given
-  size: dict[str, Any] = dict(least=1, whole=True)
-  share: dict[str, Any] = dict(least=0, below=1)
-  positive: dict[str, Any] = dict(above=0)
-  moe = options.read_tuple(
-    Options,
-    given,
-    key,
-    num_experts=size,
-    every=size,
-    jitter=share,
-    shared_experts=dict(least=0, whole=True),
-    router_init_std=dict(least=0),
-    capacity_factor=positive,
-    eval_capacity_factor=positive,
-    scale=positive,
-    bias_rate=dict(least=0),
-    mlp_dim=size,
-    shared_dim=size,
-    dropout=share,
-  )
-  settings.check_number(f"{key}.top_k", moe.top_k, most=moe.num_experts, **size)
+  moe = options.read_tuple(Options, given, key, **_LIMITS)
+  limits = dict(least=1, most=moe.num_experts)
+  settings.check_number(f"{key}.top_k", moe.top_k, whole=True, **limits)
   settings.check_choice(f"{key}.score", moe.score, SCORES)
   _check_together(moe, key)
   if moe.groups is not None:

@@ -21,11 +21,6 @@ from bigtrain.models.published.families import Family
 FAMILIES, _ARRAYS = families.load(
   "bert_families", encoder_rules, vit_families.FAMILIES
 )
-_IGNORED = {
-  r".*position_ids": "a constant that the model computes",
-  r"(cls\.predictions|lm_head)\.decoder\..*": "the embedding, and the bias",
-  r"cls\.seq_relationship\..*": "only for training",
-}
 
 
 def load(
@@ -41,7 +36,7 @@ def load(
     .replace("classifier.dense", "pooler.dense"): x
     for name, x in flat.items()
   }
-  ignored = dict(_IGNORED)
+  ignored = dict(families.IGNORED["bert"])
   if "mlm_bias" not in like:
     ignored[r"(cls|lm_head)\..*"] = "of the prediction of tokens"
   if "pre_logits/kernel" not in like:

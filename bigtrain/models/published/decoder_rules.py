@@ -113,11 +113,8 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
 
 def heads() -> Rule:
   """Heads of keys and values, and the width of heads, that may be absent."""
-  num, key_heads, width = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-  )
+  num, key_heads = "num_attention_heads", "num_key_value_heads"
+  width = "head_dim"
   return Rule(
     {key_heads: None, width: None},
     lambda config: {
@@ -429,25 +426,13 @@ def query_scalar(default: int) -> Rule:
   return converted("attention_scale", key, default, read, write)
 
 
-def expert_width() -> Rule:
-  """The width of MLPs where all of them are experts."""
-  key = "intermediate_size"
-
-  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    moe = fields["moe"][0]
-    return {key: fields["mlp_dim"][0] if moe is None else moe["mlp_dim"]}
-
-  return Rule({key: None}, lambda config: {"mlp_dim": config[key]}, write)
-
-
-def dense_width() -> Rule:
-  """The width of MLPs of layers without experts."""
+def mlp_width() -> Rule:
+  """The width of MLPs, and of experts where all layers have some."""
   key = "intermediate_size"
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     dense = [width for width in fields["mlp_dim"] if width is not None]
-    # Any number where all layers have experts.
-    return {key: [*dense, fields["width"]][0]}
+    return {key: [*dense, (fields["moe"][0] or {}).get("mlp_dim")][0]}
 
   return Rule({key: None}, lambda config: {"mlp_dim": config[key]}, write)
 

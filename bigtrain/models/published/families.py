@@ -17,6 +17,7 @@ from bigtrain.models.published import layer_patterns, tables, timm
 from bigtrain.models.published.layer_patterns import ByLayer
 
 FILE = "config.json"
+IGNORED = settings.read_table(__file__, "ignored.toml")
 
 
 class Rule(NamedTuple):

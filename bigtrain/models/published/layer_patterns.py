@@ -9,20 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Fields that a kind of layer may override, and neutral values of them.
-FIELDS: dict[str, Any] = dict(
-  window=None,
-  posemb="rope",
-  rope_theta=1e4,
-  rope_scaling=None,
-  rope_fraction=1.0,
-  num_heads=None,
-  num_kv_heads=None,
-  head_dim=None,
-  mlp_dim=None,
-  moe=None,
-  query_scale=None,
-  attention_scale=None,
-)
+FIELDS: dict[str, Any] = dict(posemb="rope", rope_theta=1e4, rope_fraction=1.0)
+FIELDS |= dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
+FIELDS |= dict.fromkeys(("window", "moe", "attention_scale"))
+FIELDS |= dict.fromkeys(("rope_scaling", "query_scale"))
 
 
 class ByLayer(tuple[Any, ...]):

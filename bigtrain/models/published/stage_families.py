@@ -53,10 +53,6 @@ _ALL, _ = families.load("stage_families", encoder_rules, vit_families.FAMILIES)
 BIT = _layouts("bit")
 CONVNEXT = _layouts("convnext", "convnextv2")
 SWIN = _layouts("swin", "swinv2")
-_IGNORED = {
-  r".*\.relative_(position_index|coords_table)": "the model computes it",
-  r"embeddings\.mask_token": "only for masked training",
-}
 
 
 def load(
@@ -71,7 +67,9 @@ def load(
   kinds = "|".join(layouts.families)
   names = {re.sub(f"^({kinds})[.]", "", name): x for name, x in flat.items()}
   arrays = {name: x.arrays for name, x in layouts.families.items()}
-  return tables.load(arrays, names, like, param_dims, ignored=_IGNORED)
+  return tables.load(
+    arrays, names, like, param_dims, ignored=families.IGNORED["stages"]
+  )
 
 
 def read(

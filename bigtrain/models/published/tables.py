@@ -43,25 +43,7 @@ class Entry(NamedTuple):
 
 Table = Sequence[Entry]
 Shapes = Mapping[str, Sequence[int]]
-
-
-_Ends = tuple[str, str, dict[str, Any]]
-_LINEAR: _Ends = (".weight", "/kernel", dict(transposed=True))
-_BIAS: _Ends = (".bias", "/bias", {})
-# {kind of a row: endings of the published name and of ours, fields of Entry}.
-_KINDS: dict[str, list[_Ends]] = {
-  "plain": [("", "", {})],  # A vector, or a matrix (inputs, outputs).
-  **{f"{n}d": [("", "", dict(ndim=n))] for n in range(5)},
-  "transposed": [("", "", dict(transposed=True))],
-  "interleaved": [("", "", dict(interleaved=True))],
-  "linear": [_LINEAR],  # A torch.nn.Linear without a bias.
-  "dense": [_LINEAR, _BIAS],
-  "conv1d": [(".weight", "/kernel", {}), _BIAS],  # Of GPT-2.
-  "conv": [(".weight", "/kernel", dict(convolution=True)), _BIAS],
-  "norm": [(".weight", "/scale", {}), _BIAS],
-  "flax_dense": [("/kernel", "/kernel", {}), ("/bias", "/bias", {})],
-  "flax_norm": [("/scale", "/scale", {}), ("/bias", "/bias", {})],
-}
+_KINDS = settings.read_table(__file__, "kinds.toml")
 
 
 def parse(rows: str, known: Mapping[str, Table]) -> Table:

@@ -19,7 +19,6 @@ _PARTS, _ = families.load(
 )
 FAMILIES = {name: _PARTS[name] for name in ("clip", "siglip", "siglip2")}
 _PATCHES = "vision_model.embeddings.patch_embedding"
-_IGNORED = {r".*\.position_ids": "a constant that the model computes"}
 
 
 def load(
@@ -30,6 +29,8 @@ def load(
   of_patches = kernel is not None and len(kernel.shape) == 2
   names = [n for n in FAMILIES if of_patches == (n == "siglip2")]
   arrays = {name: FAMILIES[name].arrays for name in names}
-  result = tables.load(arrays, flat, like, param_dims, ignored=_IGNORED)
+  result = tables.load(
+    arrays, flat, like, param_dims, ignored=families.IGNORED["two_towers"]
+  )
   known = result is not None and "txt/Embed_0/embedding" in result
   return result if known and "txt/Embed_0/embedding" not in flat else None

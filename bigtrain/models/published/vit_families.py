@@ -21,11 +21,6 @@ _PREFIXES = (
   *("vit.", "dinov2.", "dinov2_with_registers.", "beit.", "model."),
   "timm_model.",
 )
-_IGNORED = {
-  r"embeddings\.mask_token": "only for masked training",
-  r"decoder\..*": "of masked training, not of the encoder",
-  r".*\.relative_position_index": "a constant that the model computes",
-}
 
 
 def load(
@@ -41,7 +36,7 @@ def load(
     {name: flat[full] for name, full in names.items()},
     like,
     param_dims,
-    ignored=_IGNORED,
+    ignored=families.IGNORED["vit"],
   )
   if result is None or "embedding/kernel" not in result:
     return None
