@@ -263,9 +263,15 @@ def siglip():
   )
 
 
+def coca():
+  config, loss = cappa(), dict(kind="softmax", caption_weight=2.0)
+  return config | dict(model_name="coca", task="contrastive", loss=loss)
+
+
 def config_of(row):
   """The config that a row's lines belong to."""
   special = {"CapPa:": cappa, "SigLIP:": siglip, "ViT:": vit, "Swin": vit}
+  special |= dict.fromkeys(("`model.coca`", "`loss.nce_loss`"), coca)
   word = row.there.split()[0]
   if word in special:
     return special[word]()

@@ -172,6 +172,7 @@ SPECS = [
   "vit_s16_i1k:data_dir=sets",
   "cappa:B/16,parallel=0.5,res=256,tokenizer=bytes,data_dir=sets",
   "cap:B/16,res=256,tokenizer=bytes,data_dir=sets",
+  "coca:L/14,res=224,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "siglip:L/16,res=256,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "lit:init=a/l_16.npz,variant=L/16,loss=softmax,res=256,data_dir=sets",
   "lit:tokenizer=bytes",

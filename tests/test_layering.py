@@ -87,11 +87,13 @@ RULES = {
   "hashing": set(),
 }
 # Packages whose modules a config names: these do not import one another. A ViT
-# is also the image tower of captioners and of image-text models, a policy is a
-# language model, and prompts are rows without answers.
+# is also the image tower of captioners and of image-text models, CoCa learns
+# captions and pairs, a policy is a language model, and prompts are rows without
+# answers.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
   *("models.vit", "models.text_transformer", "data.arrays"),
+  *("models.cappa", "tasks.captioning"),
   *("tasks.language_modeling", "data.supervised"),
 )
 # Configs share these: cap.py differs from cappa.py in one key, and

@@ -95,6 +95,8 @@ FIRST_LOSS = {
   "cap": (_TOKENS, 1e-3),
   "clippo": (0.7, 0.6),  # Made-up pictures of both kinds are alike.
   "cappa": (_TOKENS, 1e-3),
+  # Two times the captions' loss, and that of 16 pairs.
+  "coca": (2 * math.log(64_000) + math.log(16), 0.2),
   "digits": (math.log(10), 1e-3),
   "dinov2_finetune": (math.log(37), 1e-3),
   "digits_captions": (_BYTES, 1e-3),
@@ -277,7 +279,7 @@ def test_vit_i21k_trains_on_prepared_data(data_dir, tmp_path):
 
 
 @pytest.mark.configs
-@pytest.mark.parametrize("name", ["cappa", "cap"])
+@pytest.mark.parametrize("name", ["cappa", "cap", "coca"])
 def test_captioners_train_on_prepared_data(name, data_dir, tmp_path):
   config = load(f"{name}:runlocal,data_dir={data_dir}")
   config["loss"]["chunk"] = 64

@@ -40,12 +40,32 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
   def loss(variables: Variables, batch: Any, **options: Any) -> Metrics:
     return loss_fn(variables, batch, None, train=False, **given, **options)[0]
 
-  result: Any = loss
-  signature = inspect.signature(loss_fn)
   hidden = {"rng", "train", *given}
-  names = [name for name in signature.parameters if name not in hidden]
-  parameters = [signature.parameters[name] for name in names]
-  result.__signature__ = signature.replace(parameters=parameters)
+  parameters = inspect.signature(loss_fn).parameters.items()
+  result: Any = loss
+  own = [x for name, x in parameters if name not in hidden]
+  result.__signature__ = inspect.Signature(own)
+  return result
+
+
+def whole_loss_fn(
+  embed_fn: Callable[..., Any], embeddings_loss_fn: Callable[..., Metrics]
+) -> Any:
+  """The loss_fn of both halves, see step.gradients.TwoPassLoss."""
+
+  def loss_fn(
+    variables: Variables, *args: Any, model: Any, train: bool, **options: Any
+  ) -> tuple[Metrics, Variables]:
+    z, mutable = embed_fn(variables, *args, model=model, train=train)
+    params = trees.merge(variables["params"], variables.get("base", {}))
+    return embeddings_loss_fn(params, z, args[0], **options), mutable
+
+  result: Any = loss_fn
+  halves = [inspect.signature(fn) for fn in (embed_fn, embeddings_loss_fn)]
+  first, others = (half.parameters.values() for half in halves)
+  options = [x for x in others if x.kind is x.KEYWORD_ONLY]
+  result.__signature__ = inspect.Signature([*first, *options])
+  result.__doc__ = embeddings_loss_fn.__doc__
   return result
 
 

@@ -21,6 +21,7 @@ from bigtrain import dims, settings
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
+  encoder,
   kernels,
   kv_cache,
   layer_dims,
@@ -43,44 +44,30 @@ class States(NamedTuple):
     return kernels.logits(self.hidden_BLD, kernel_DV) + self.bias_V
 
 
-class Model(nn.Module):
-  """Captioner. The encoder's fields are described in models/vit.py.
-
-  Attributes:
-    variant, patch_size, width, depth, mlp_dim, num_heads: the encoder's.
-    dropout, drop_path: the encoder's.
-    decoder_width, decoder_depth, decoder_mlp_dim: the encoder's if None.
-  """
+class Captioner(encoder.Fields):
+  """What captioners share. Sizes and rates are the encoder's, a ViT."""
 
   vocab_size: int  # V.
   max_len: int = 64  # Largest number of tokens of a text.
-  variant: str | None = None
-  patch_size: Any = None
-  width: int | None = None
-  depth: int | None = None
-  mlp_dim: int | None = None
-  num_heads: int | None = None
+  patch_size: Any = None  # Height and width in pixels, or one for both.
   posemb: str = "learn"  # "learn" or "sincos2d", in encoder and decoder.
-  dropout: float = 0.0
-  drop_path: float = 0.0
-  decoder_width: int = options.DERIVED
-  decoder_depth: int = options.DERIVED
-  decoder_mlp_dim: int = options.DERIVED
+  decoder_width: int = options.DERIVED  # D; the encoder's if None.
+  decoder_depth: int = options.DERIVED  # The encoder's if None.
+  decoder_mlp_dim: int = options.DERIVED  # The encoder's if None.
   decoder_num_heads: int = options.DERIVED  # Must divide D.
   decoder_dropout: float = 0.0  # Rate in the decoder.
   decoder_bias: bool = True  # Whether its MLPs and layer norms have biases.
-  mask_token: bool = False  # Whether token V is one, for parallel prediction.
-  scan: bool = False  # Whether a compiled block loops over stacked layers.
-  attention: str = "auto"  # A name in attention_backends.NAMES.
-  remat_policy: str = "none"  # A name in remat.POLICIES.
-  dtype: str = "float32"  # Of activations; parameters and logits are float32.
+
+  # Of CapPa and of CoCa alone: token V; what reads a text before the decoder.
+  mask_token = False
+  text_depth, num_class_tokens = 0, 0
 
   def __post_init__(self) -> None:
-    encoder = _encoder(self, parent=None)
+    of_image = encoder_of(self, parent=None)
     sizes = [f"decoder_{name}" for name in vit.SIZES]
     missing = [name for name in sizes if getattr(self, name) is None]
     options.set_fields(
-      self, {n: getattr(encoder, n.removeprefix("decoder_")) for n in missing}
+      self, {n: getattr(of_image, n.removeprefix("decoder_")) for n in missing}
     )
     options.check_sizes(self, ("vocab_size", "max_len", *sizes))
     if self.decoder_width % self.decoder_num_heads:
@@ -92,47 +79,31 @@ class Model(nn.Module):
     super().__post_init__()
 
   def setup(self) -> None:
-    self.encoder = _encoder(self)
-    options = captioner_decoder.Options(
-      width=self.decoder_width,
-      mlp_dim=self.decoder_mlp_dim,
-      num_heads=self.decoder_num_heads,
-      dropout=self.decoder_dropout,
-      use_bias=self.decoder_bias,
-      attention=self.attention,
-      dtype=self.dtype,
-    )
-    self.decoder = captioner_decoder.Decoder(
-      options,
-      num_embeddings=self.vocab_size + self.mask_token,
-      vocab_size=self.vocab_size,
-      depth=self.decoder_depth,
-      scan=self.scan,
-      remat_policy=self.remat_policy,
-    )
-    L, D = self.max_len, self.decoder_width
+    self.encoder = encoder_of(self)
+    self.decoder = self.make_decoder(self.decoder_depth)
+    L, D = self.max_len + self.num_class_tokens, self.decoder_width
     if self.posemb == "learn":
       init = nn.initializers.normal(D**-0.5)
       self.posemb_1LD = self.param("pos_embedding_decoder", init, (1, L, D))
     else:
       self.posemb_1LD = jnp.asarray(positions.sincos_2d((1, L), D))
 
-  def __call__(
-    self,
-    image: jax.Array,
-    text: jax.Array,
-    *,
-    train: bool = False,
-    **parallel: jax.Array | None,
-  ) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns the logits (B, L, V), and `encode`'s dict with "states".
-
-    `image` is (B, height, width, channels) and `text` int (B, L) up to max_len;
-    the other arguments go to `decode`.
-    """
-    out: dict[str, Any] = self.encode(image, train=train)
-    out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
-    return out["states"].logits(), out
+  @nn.nowrap
+  def make_decoder(
+    self, depth: int, **others: Any
+  ) -> captioner_decoder.Decoder:
+    sizes = [f"decoder_{name}" for name in ("width", "mlp_dim", "num_heads")]
+    own = {n: getattr(self, n) for n in (*sizes, "decoder_dropout")}
+    own = {n.removeprefix("decoder_"): x for n, x in own.items()}
+    own |= dict(use_bias=self.decoder_bias, **others)
+    return captioner_decoder.Decoder(
+      options.pick(captioner_decoder.Options, self, **own),
+      num_embeddings=self.vocab_size + self.mask_token,
+      vocab_size=self.vocab_size,
+      depth=depth,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+    )
 
   def states(
     self,
@@ -150,6 +121,76 @@ class Model(nn.Module):
   ) -> dict[str, jax.Array]:
     """Returns the ViT's dict: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
     return self.encoder(image, train=train)[1]
+
+  @nn.nowrap
+  def tokens_before(self, text: jax.Array) -> jax.Array:
+    """The tokens (B, L) before each of a text's, 0 at first."""
+    if (L := text.shape[1]) > self.max_len:
+      raise settings.ConfigError(
+        f"config.model.max_len: {self.max_len} is less than the {L} tokens of "
+        "a text."
+      )
+    return jnp.pad(text, ((0, 0), (1, 0)))[:, :-1]
+
+  def factors(self, *args: Any, **kwargs: Any) -> States:
+    (hidden_BLD, head), _ = self.decoder(*args, **kwargs)
+    return States(hidden_BLD, *head)
+
+  def begin(self, encoded_BPE: jax.Array, num_tokens: int) -> tuple[Any, Any]:
+    """Returns the caches `source`, of the images, and `caches` of `step`."""
+    B, P, _ = encoded_BPE.shape
+    H = self.decoder_num_heads
+
+    def empty(length: int, depth: int) -> kv_cache.Cache:
+      K = self.decoder_width // H
+      return kv_cache.empty(B, depth, length, H, K, self.dtype)
+
+    depths = self.decoder_depth, self.text_depth
+    _, source = self.decoder(None, encoded_BPE, cache=empty(P, depths[0]))
+    return source, [empty(num_tokens, n) if n else None for n in depths]
+
+  def step(
+    self, source: Any, caches: Any, token_B: jax.Array, position: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Returns (float32 logits (B, V) of the token at `position`, new caches).
+
+    `token_B` come before it, 0 at first. B may be a multiple of the images.
+    """
+    x, (cache, of_text) = token_B[:, None], caches
+    posemb: Any = self.posemb_1LD
+    posemb = jax.lax.dynamic_slice_in_dim(posemb, position, 1, 1)
+    if self.text_depth:
+      (x, _), of_text = self.text(
+        x, None, posemb, cache=of_text, start=position
+      )
+      posemb = 0.0
+    (hidden_B1D, head), cache = self.decoder(
+      x, source, posemb, cache=cache, start=position
+    )
+    return States(hidden_B1D, *head).logits()[:, 0], [cache, of_text]
+
+
+class Model(Captioner):
+  """Cap, or with a mask token CapPa."""
+
+  mask_token: bool = False  # Whether token V is one, for parallel prediction.
+
+  def __call__(
+    self,
+    image: jax.Array,
+    text: jax.Array,
+    *,
+    train: bool = False,
+    **parallel: jax.Array | None,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns the logits (B, L, V), and `encode`'s dict with "states".
+
+    `image` is (B, height, width, channels) and `text` int (B, L) up to max_len;
+    the other arguments go to `decode`.
+    """
+    out: dict[str, Any] = self.encode(image, train=train)
+    out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
+    return out["states"].logits(), out
 
   def decode(
     self,
@@ -170,13 +211,7 @@ class Model(nn.Module):
       masked_BL: bool, whether the input of a position is the mask token in such
         an example, or the token itself; all masked if None.
     """
-    L = text.shape[1]
-    if L > self.max_len:
-      raise settings.ConfigError(
-        f"config.model.max_len: {self.max_len} is less than the {L} tokens of "
-        "a text."
-      )
-    tokens_BL = jnp.pad(text, ((0, 0), (1, 0)))[:, :-1]
+    tokens_BL, L = self.tokens_before(text), text.shape[1]
     mask = masks.Mask(causal=True)
     if parallel_B is not None:
       if not self.mask_token:
@@ -188,48 +223,15 @@ class Model(nn.Module):
         inputs_BL = jnp.where(masked_BL, self.vocab_size, text)
       tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
       mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
-    (hidden_BLD, head), _ = self.decoder(
-      tokens_BL, encoded_BPE, self.posemb_1LD[:, :L], mask=mask, train=train
+    posemb_1LD = self.posemb_1LD[:, :L]
+    return self.factors(
+      tokens_BL, encoded_BPE, posemb_1LD, mask=mask, train=train
     )
-    return States(hidden_BLD, *head)
-
-  def begin(
-    self, encoded_BPE: jax.Array, num_tokens: int
-  ) -> tuple[kv_cache.Cache, kv_cache.Cache]:
-    """Returns the caches `source`, of the images, and `cache` of `step`."""
-    B, P, _ = encoded_BPE.shape
-    H = self.decoder_num_heads
-
-    def empty(length: int) -> kv_cache.Cache:
-      K = self.decoder_width // H
-      return kv_cache.empty(B, self.decoder_depth, length, H, K, self.dtype)
-
-    _, source = self.decoder(None, encoded_BPE, cache=empty(P))
-    assert source is not None
-    return source, empty(num_tokens)
-
-  def step(
-    self,
-    source: kv_cache.Cache,
-    cache: kv_cache.Cache,
-    token_B: jax.Array,
-    position: jax.Array,
-  ) -> tuple[jax.Array, kv_cache.Cache]:
-    """Returns (float32 logits (B, V) of the token at `position`, new cache).
-
-    `token_B` come before it, 0 at first. B may be a multiple of the images.
-    """
-    posemb_11D = jax.lax.dynamic_slice_in_dim(self.posemb_1LD, position, 1, 1)
-    (hidden_B1D, head), new_cache = self.decoder(
-      token_B[:, None], source, posemb_11D, cache=cache, start=position
-    )
-    assert new_cache is not None
-    return States(hidden_B1D, *head).logits()[:, 0], new_cache
 
 
-def _encoder(model: Model, **kwargs: Any) -> vit.Model:
+def encoder_of(model: Captioner, **kwargs: Any) -> vit.Model:
   sizes = ("variant", "patch_size", *vit.SIZES)
-  others = ("posemb", "dropout", "drop_path", "scan", "attention")
+  others = ("posemb", "mlp", "dropout", "drop_path", "scan", "attention")
   fields = (*sizes, *others, "remat_policy", "dtype")
   return vit.Model(**{name: getattr(model, name) for name in fields}, **kwargs)
 
@@ -241,7 +243,7 @@ def from_published(
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
   flat = conversions.normalise(flat)
-  encoder = vit.from_published(
+  of_image = vit.from_published(
     conversions.below("encoder/", flat),
     conversions.below("encoder/", like),
     posemb_align=posemb_align,
@@ -259,9 +261,9 @@ def from_published(
       for n, v in decoder.items()
     }
   decoder = blocks.restack_blocks(decoder, like, block=block, separator="")
-  return {f"encoder/{n}": v for n, v in encoder.items()} | decoder
+  return {f"encoder/{n}": v for n, v in of_image.items()} | decoder
 
 
 def param_dims(model: Model) -> dims.Table:
-  encoder = vit.param_dims(_encoder(model, parent=None))
-  return dims.under("encoder/", encoder) | layer_dims.of_module("cappa")
+  of_image = vit.param_dims(encoder_of(model, parent=None))
+  return dims.under("encoder/", of_image) | layer_dims.of_module("cappa")

@@ -33,15 +33,10 @@ from bigtrain.models.published import bert_families
 POOL_TYPES = ("last", "first", "eos", "gap", "max", "map")
 
 
-class Model(nn.Module):
+class Model(encoder.Fields):
   """Text tower. After construction no size is None."""
 
   num_classes: int | None = None  # C; None for a model without a head.
-  variant: str | None = None  # Name of a ViT's sizes, such as "B".
-  width: int = options.DERIVED  # D.
-  depth: int = options.DERIVED  # Number of blocks.
-  mlp_dim: int = options.DERIVED  # By default the variant's or 4 D.
-  num_heads: int = options.DERIVED  # Number of attention heads; must divide D.
   vocab_size: int = 32_000  # Number of token ids.
   # "last" position (which must not be cut off: tokenize with eos="sticky"),
   # "first" position, "eos", the first token `eos_id`, "gap" global average,
@@ -50,7 +45,6 @@ class Model(nn.Module):
   eos_id: int | None = None  # Id of the token that ends a text.
   causal: bool = False  # Whether a position attends to no later one.
   norm_eps: float = 1e-6  # Added to the variance in norms.
-  mlp: str = "gelu"  # A name in vit.MLPS.
   post_norm: bool = False  # Whether norms follow embeddings and residuals.
   token_types: int = 0  # Number of kinds of tokens, such as two sentences.
   max_len: int | None = None  # Number of positions; by default the texts' L.
@@ -59,12 +53,6 @@ class Model(nn.Module):
   rep_size: bool = False  # Whether a tanh layer of width D precedes the head.
   mlm_head: bool = False  # Whether it predicts the tokens, and pools nothing.
   head_bias: bool = True  # Whether the head has a bias.
-  dropout: float = 0.0  # Rate in the MLPs and on residual branches.
-  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
-  scan: bool = False  # Whether a compiled block loops over stacked layers.
-  attention: str = "auto"  # A name in attention_backends.NAMES.
-  remat_policy: str = "none"  # A name in remat.POLICIES.
-  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
     options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))
@@ -116,15 +104,9 @@ class Model(nn.Module):
       norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="embed_norm")
       x_BLD = nn.Dropout(self.dropout)(norm(x_BLD), deterministic=not train)
     real_BL = None if self.pad_id is None else text != self.pad_id
-    x_BLD = encoder.Encoder(
-      options.pick(encoder.Options, self),
-      depth=self.depth,
-      drop_path=self.drop_path,
-      final_norm=not self.post_norm,
-      scan=self.scan,
-      remat_policy=self.remat_policy,
-      name="Encoder_0",
-    )(x_BLD, mask=masks.Mask(causal=self.causal, real_BS=real_BL), train=train)
+    mask = masks.Mask(causal=self.causal, real_BS=real_BL)
+    of_text = encoder.of_fields(self, "Encoder_0", not self.post_norm)
+    x_BLD = of_text(x_BLD, mask=mask, train=train)
     if self.mlm_head:
       return self._mlm_logits(x_BLD, embed), {"encoded": x_BLD}
     x_BD = self._pool(x_BLD, text).astype(jnp.float32)
@@ -157,14 +139,7 @@ class Model(nn.Module):
       return jnp.mean(x_BLD, axis=1, dtype=jnp.float32, where=real)
     if self.pool_type == "max":
       return jnp.max(x_BLD, axis=1)
-    return pooling.MAPHead(
-      self.mlp_dim,
-      self.num_heads,
-      self.norm_eps,
-      self.mlp,
-      self.dtype,
-      name="MAPHead_0",
-    )(x_BLD)
+    return pooling.map_head(self)(x_BLD)[:, 0]
 
 
 def from_published(
@@ -191,8 +166,6 @@ def from_published(
 
 
 DIMS = layer_dims.of_module("text_transformer")
-
-
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(bert_families.PUBLISHED.export, DIMS)
 published_fields = bert_families.PUBLISHED.fields

@@ -20,6 +20,7 @@ import numpy as np
 
 from bigtrain import dims, parts, settings
 from bigtrain.models import text_transformer, vit
+from bigtrain.models.layers import pooling
 from bigtrain.models.published import (
   bert_families,
   conversions,
@@ -27,9 +28,6 @@ from bigtrain.models.published import (
   two_tower_families,
   vit_families,
 )
-
-# Added to norms, so that an embedding of zeros stays zero and has a gradient.
-_EPSILON = 1e-8
 
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
 # Of the towers that published files have.
@@ -92,7 +90,7 @@ class Model(nn.Module):
             built[own] = model(**options, name=own)
           z_BE, tower_out = built[own](x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
-        embedded[name] = normalise(z_BE)
+        embedded[name] = pooling.normalise(z_BE)
     init = nn.initializers.constant(math.log(self.temperature_init))
     t_1 = self.param("t", init, (1,))
     out["t"] = jnp.exp(t_1)
@@ -142,12 +140,6 @@ def _named(key: str) -> Iterator[None]:
     yield
   except settings.ConfigError as e:
     raise settings.ConfigError(str(e).replace("config.model", key)) from e
-
-
-def normalise(z_BE: jax.Array) -> jax.Array:
-  z_BE = z_BE.astype(jnp.float32)
-  square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
-  return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)
 
 
 def from_published(

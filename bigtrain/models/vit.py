@@ -41,22 +41,16 @@ RELATIVE_BIASES = (None, "layer", "shared")
 SITES = ("qkv", "qv", "out", "mlp", "patch")
 
 
-class Model(nn.Module):
+class Model(encoder.Fields):
   """ViT. After construction no size is None."""
 
   num_classes: int | None = None  # C; None for a model without a head.
-  # Name of sizes in VARIANTS, perhaps with a patch size, such as "B/16" or "B".
-  variant: str | None = None
   # Height and width of a patch in pixels, or one number for both.
   patch_size: int | Sequence[int] | None = None
   # Rows and columns of patches into which an image of any size is cut; the
   # patch kernel is resized (FlexiViT, https://arxiv.org/abs/2212.08013). None
   # for patches of patch_size.
   seqhw: int | None = None
-  width: int = options.DERIVED  # D.
-  depth: int = options.DERIVED  # Number of blocks.
-  mlp_dim: int = options.DERIVED  # By default the variant's or 4 D.
-  num_heads: int = options.DERIVED  # Number of attention heads; must divide D.
   token_mlp_dim: int | None = None  # See encoder.Encoder; "Mixer-B" has one.
   class_token: bool | None = None  # By default if it is pooled.
   # Number of tokens without a meaning of their own
@@ -77,8 +71,6 @@ class Model(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   pre_norm: bool = False  # Whether a norm precedes the blocks, as in CLIP.
   norm_pooled: bool = False  # Whether the last norm follows pooling, as BEiT's.
-  # "gelu" (its tanh form), "gelu_erf", "gelu_quick" or "swiglu".
-  mlp: str = "gelu"
   # Whether all projections have biases, or those that do: "qkv" (or "qv"),
   # "out", "mlp", "patch".
   use_bias: Any = True
@@ -87,12 +79,6 @@ class Model(nn.Module):
   head_zeroinit: bool = True  # Whether the head's kernel starts at zero.
   head_bias: bool = True  # Whether the head has a bias.
   head_bias_init: float = 0.0  # log(1 / C) suits sigmoid losses.
-  dropout: float = 0.0  # After the embedding, in MLPs and on branches.
-  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
-  scan: bool = False  # Whether a compiled block loops over stacked layers.
-  attention: str = "auto"  # A name in attention_backends.NAMES.
-  remat_policy: str = "none"  # A name in remat.POLICIES.
-  dtype: str = "float32"  # Of activations; parameters and features are float32.
 
   def __post_init__(self) -> None:
     values = sizes(self, ("patch_size", *SIZES, "token_mlp_dim"), "B/16")
@@ -103,15 +89,9 @@ class Model(nn.Module):
       values["posemb_grid"] = _two("posemb_grid", self.posemb_grid)
     options.set_fields(self, values)
     options.check_sizes(self, SIZES)
-    options.check_fields(
-      self,
-      "dropout",
-      "drop_path",
-      posemb=POSEMBS,
-      pool_type=POOL_TYPES,
-      relative_bias=RELATIVE_BIASES,
-      mlp=MLPS,
-    )
+    choices: Any = dict(posemb=POSEMBS, pool_type=POOL_TYPES, mlp=MLPS)
+    choices |= dict(relative_bias=RELATIVE_BIASES)
+    options.check_fields(self, "dropout", "drop_path", **choices)
     settings.check_number(
       "config.model.registers", self.registers, least=0, whole=True
     )
@@ -231,17 +211,11 @@ class Model(nn.Module):
         self.num_heads, grid, name="relative_bias"
       )()
     grid_of_layers = grid if self.relative_bias == "layer" else None
-    return encoder.Encoder(
-      options.pick(
-        encoder.Options, self, bias=self.use_bias, relative_grid=grid_of_layers
-      ),
-      depth=self.depth,
-      drop_path=self.drop_path,
-      final_norm=not self.norm_pooled,
-      scan=self.scan,
-      remat_policy=self.remat_policy,
-      name="Transformer",
-    )(
+    others = dict(bias=self.use_bias, relative_grid=grid_of_layers)
+    of_image = encoder.of_fields(
+      self, "Transformer", not self.norm_pooled, **others
+    )
+    return of_image(
       x_BLD,
       rope=self._rotation(grid, prefix, train),
       mask=mask,
@@ -337,15 +311,7 @@ class Model(nn.Module):
   ) -> jax.Array:
     x_BPD = x_BLD[:, prefix:]
     if self.pool_type == "map":
-      mask = masks.Mask(real_BS=real_BP)
-      return pooling.MAPHead(
-        self.mlp_dim,
-        self.num_heads,
-        self.norm_eps,
-        self.mlp,
-        self.dtype,
-        name="MAPHead_0",
-      )(x_BPD, mask)
+      return pooling.map_head(self)(x_BPD, masks.Mask(real_BS=real_BP))[:, 0]
     if self.pool_type == "tok":
       return x_BLD[:, 0]
     if self.pool_type == "none":
@@ -392,9 +358,7 @@ def _rope(model: Model) -> Rope | None:
 def _bias_sites(given: bool | Sequence[str]) -> tuple[str, ...]:
   if isinstance(given, bool):
     return ("qkv", "out", "mlp", "patch") if given else ()
-  for site in given:
-    settings.check_choice("config.model.use_bias", site, SITES)
-  return tuple(given)
+  return options.read_names("config.model.use_bias", given, SITES)
 
 
 class PatchEmbedding(nn.Module):
@@ -589,8 +553,6 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 DIMS = layer_dims.of_module("vit")
-
-
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(vit_families.PUBLISHED.export, DIMS)
 published_fields = vit_families.PUBLISHED.fields

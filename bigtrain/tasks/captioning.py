@@ -59,6 +59,12 @@ def token_weights(batch: Batch, labels: jax.Array, pad_id: int) -> jax.Array:
   return weight_BL * metrics.example_weights(batch, labels)[:, None]
 
 
+def token_losses(states: Any, *args: Any, **kwargs: Any) -> Any:
+  """linear_softmax_xent from what the model's `states` returns."""
+  factors, kwargs["bias_V"] = states[:2], states.bias_V
+  return linear_xent.linear_softmax_xent(*factors, *args, **kwargs)
+
+
 def loss_fn(
   variables: Variables,
   batch: Batch,
@@ -111,17 +117,9 @@ def loss_fn(
     total_B = jnp.sum(weight_BL, axis=1)
     share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
     total_weight = jnp.sum((total_B != 0).astype(jnp.float32))
-  losses = linear_xent.linear_softmax_xent(
-    states.hidden_BLD,
-    states.kernel_DV,
-    labels,
-    share_BL,
-    chunk=chunk,
-    bias_V=states.bias_V,
-    label_smoothing=label_smoothing,
-    label_smoothing_over=label_smoothing_over,
-    z_loss=z_loss,
-  )
+  smoothing: Any = dict(label_smoothing=label_smoothing, z_loss=z_loss)
+  smoothing |= dict(label_smoothing_over=label_smoothing_over, chunk=chunk)
+  losses = token_losses(states, labels, share_BL, **smoothing)
   return {
     "loss": (losses.total, total_weight),
     "token_accuracy": metrics.pair(losses.correct_BL, weight_BL),
@@ -184,9 +182,7 @@ def score(
   def score_chunk(tokens_KL: jax.Array) -> jax.Array:
     text = jnp.broadcast_to(tokens_KL, (B, K, L)).reshape(B * K, L)
     states = model.apply(variables, encoded, text, method="decode")
-    factors = states.hidden_BLD, states.kernel_DV
-    xent = linear_xent.linear_softmax_xent
-    losses = xent(*factors, text, chunk=chunk, bias_V=states.bias_V)
+    losses = token_losses(states, text, chunk=chunk)
     loss_BL = jnp.where(text == pad_id, 0.0, losses.loss_BL)
     return -jnp.sum(loss_BL, axis=1).reshape(B, K)
 

@@ -10,7 +10,10 @@ the halves of loss_fn: embed_fn, which treats examples independently, and
 embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
-[1] is the logarithm of the logits' scale, and "b" [1], if any, their bias.
+[1] is the logarithm of the logits' scale, and "b" [1], if any, their bias. A
+contrastive captioner (CoCa, https://arxiv.org/abs/2205.01917) has "states" in
+the dict, and the methods that tasks/captioning.py names; its texts are captions
+that are padded with 0.
 """
 
 from typing import Any, Literal
@@ -18,9 +21,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, trees
+from bigtrain import metrics
 from bigtrain.losses import forward, pairwise
-from bigtrain.settings import ConfigError, check_choice
+from bigtrain.settings import ConfigError, check_choice, check_number
+from bigtrain.tasks import captioning
 from bigtrain.types import Batch, Metrics, Params, PredictFn, Variables
 
 KINDS = ("sigmoid", "softmax")
@@ -35,9 +39,7 @@ def image_inputs(batch: Batch) -> Batch:
   return {"image": batch["image"], **optional}
 
 
-def vocab_sizes(model: Any) -> dict[str, int]:
-  size = getattr(model, "vocab_size", None)
-  return {} if size is None else {"labels": size}
+vocab_sizes = captioning.vocab_sizes
 
 
 def embed_fn(
@@ -48,11 +50,22 @@ def embed_fn(
   model: Any,
   train: bool,
 ) -> tuple[dict[str, jax.Array], Any]:
-  """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections."""
-  (image_BE, text_BE, _), mutable = forward.apply(
+  """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections.
+
+  Of captions also "captions" [B], the mean of the losses of all, because only
+  their total has a gradient, and "hits" [B], the numbers of right tokens.
+  """
+  (image_BE, text_BE, out), mutable = forward.apply(
     model, variables, rng, train, **inputs(batch)
   )
-  return {"image": image_BE, "text": text_BE}, mutable
+  result = {"image": image_BE, "text": text_BE}
+  if "states" in out:
+    labels, B = batch["labels"], len(batch["labels"])
+    weight_BL = captioning.token_weights(batch, labels, 0)
+    losses = captioning.token_losses(out["states"], labels, weight_BL)
+    result["captions"] = jnp.broadcast_to(losses.total / B, (B,))
+    result["hits"] = jnp.sum(losses.correct_BL * weight_BL, axis=1)
+  return result, mutable
 
 
 def embeddings_loss_fn(
@@ -62,6 +75,7 @@ def embeddings_loss_fn(
   *,
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
+  caption_weight: float = 0.0,
 ) -> Metrics:
   """Computes the loss of the whole global batch from its embeddings.
 
@@ -70,54 +84,57 @@ def embeddings_loss_fn(
       over all texts. "softmax" (CLIP): the mean of the cross-entropies of an
       image among the texts and of its text among the images.
     chunk: pairs of each image at a time, see losses/pairwise.py.
+    caption_weight: of the mean cross-entropy of captions' tokens, which is
+      added; CoCa's is 2, with "softmax".
 
   Returns:
     Metrics "loss"; "accuracy", the share of images that no other text scores
-    higher with; the logits' "temperature" and, if sigmoid, "bias".
+    higher with; the logits' "temperature" and, if sigmoid, "bias"; of captions
+    "token_accuracy" and both terms, "contrastive_loss" and "caption_loss".
   """
   check_choice("config.loss.kind", kind, KINDS)
   image_BE, text_BE = embeddings["image"], embeddings["text"]
   weight_B = metrics.example_weights(batch, image_BE)
   scale = jnp.exp(params["t"][0])
-  scalars = {"temperature": scale}
+  scalars, args = {"temperature": scale}, [scale]
+  loss_of: Any = pairwise.softmax
   if kind == "sigmoid":
     if "b" not in params:
       raise ConfigError(
         "config.model.bias_init: the sigmoid loss needs a bias, such as -10."
       )
     scalars["bias"] = params["b"][0]
-    loss_B, correct_B = pairwise.sigmoid(
-      image_BE, text_BE, scale, scalars["bias"], weight_B=weight_B, chunk=chunk
-    )
-  else:
-    loss_B, correct_B = pairwise.softmax(
-      image_BE, text_BE, scale, weight_B=weight_B, chunk=chunk
-    )
-  of_examples = {"loss": loss_B, "accuracy": correct_B}
-  result = {n: metrics.pair(x_B, weight_B) for n, x_B in of_examples.items()}
+    args, loss_of = [scale, scalars["bias"]], pairwise.sigmoid
+  loss_B, correct_B = loss_of(
+    image_BE, text_BE, *args, weight_B=weight_B, chunk=chunk
+  )
+  values = {"loss": loss_B, "accuracy": correct_B}
   for name, value in scalars.items():
-    value_B = jnp.broadcast_to(jax.lax.stop_gradient(value), loss_B.shape)
-    result[name] = metrics.pair(value_B, weight_B)
+    fixed = jax.lax.stop_gradient(value)
+    values[name] = jnp.broadcast_to(fixed, loss_B.shape)
+  result = {n: metrics.pair(x_B, weight_B) for n, x_B in values.items()}
+  check_number("config.loss.caption_weight", caption_weight, least=0)
+  if "captions" in embeddings:
+    total, number = result["contrastive_loss"] = result["loss"]
+    tokens = jnp.sum(captioning.token_weights(batch, batch["labels"], 0))
+    captions = jnp.sum(embeddings["captions"])
+    mean = captions / jnp.maximum(tokens, 1.0)
+    result["loss"] = total + caption_weight * number * mean, number
+    result["caption_loss"] = captions, tokens
+    result["token_accuracy"] = jnp.sum(embeddings["hits"]), tokens
+  elif caption_weight:
+    raise ConfigError(
+      f"config.loss.caption_weight={caption_weight}: expected a model that "
+      "writes captions, such as config.model_name='coca'."
+    )
   return result
 
 
-def loss_fn(
-  variables: Variables,
-  batch: Batch,
-  rng: jax.Array | None,
-  *,
-  model: Any,
-  train: bool,
-  kind: Literal["sigmoid", "softmax"] = "sigmoid",
-  chunk: int = 1024,
-) -> tuple[Metrics, Variables]:
-  z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
-  params = trees.merge(variables["params"], variables.get("base", {}))
-  return embeddings_loss_fn(params, z, batch, kind=kind, chunk=chunk), mutable
+loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators, by name.
+  """Returns functions for evaluators, by name; of captioners also theirs.
 
   "embed" returns {"image": [B, E], "text": [B, E]}, or only one if the batch
   lacks a feature; "labels" [B, n, L] give "text" [B, n, E]. "image" and "text"
@@ -145,4 +162,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
   loss = forward.metrics_fn(loss_fn, model=model)
   pre_logits = forward.layers_fn(model, image_inputs, "img/pre_logits")
   fns: tuple[PredictFn, ...] = (embed, image, text, loss)
-  return {fn.__name__: fn for fn in fns} | {"pre_logits": pre_logits}
+  own = {fn.__name__: fn for fn in fns} | {"pre_logits": pre_logits}
+  if not hasattr(model, "decode"):
+    return own
+  return captioning.predict_fns(model) | own

@@ -101,20 +101,7 @@ def _unit(x: jax.Array) -> jax.Array:
   return x / jnp.linalg.norm(x + 1e-30, axis=-1, keepdims=True)
 
 
-def loss_fn(
-  variables: Variables,
-  batch: Batch,
-  rng: jax.Array | None,
-  *,
-  model: Any,
-  train: bool,
-  temperature: float = 0.05,
-  widths: Sequence[int] = (),
-  chunk: int = 1024,
-) -> tuple[Metrics, Variables]:
-  z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
-  options: Any = dict(temperature=temperature, widths=widths, chunk=chunk)
-  return embeddings_loss_fn(None, z, batch, **options), mutable
+loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -9,6 +9,7 @@ from golden import make_two_towers, make_vit
 from bigtrain import metrics, trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.models import two_towers
+from bigtrain.models.layers import pooling
 from bigtrain.settings import ConfigError
 from bigtrain.tasks import contrastive
 
@@ -229,10 +230,10 @@ def test_token_ids_outside_the_vocabulary_give_nan():
 
 def test_embeddings_are_float32_of_length_1_with_finite_gradients():
   z = jnp.asarray([[3.0, 4.0], [0.0, 0.0]], jnp.bfloat16)
-  normalised = two_towers.normalise(z)
+  normalised = pooling.normalise(z)
   assert normalised.dtype == jnp.float32
   np.testing.assert_allclose(normalised, [[0.6, 0.8], [0, 0]], rtol=1e-6)
-  grad = jax.grad(lambda z: two_towers.normalise(z).sum())(jnp.zeros((1, 2)))
+  grad = jax.grad(lambda z: pooling.normalise(z).sum())(jnp.zeros((1, 2)))
   assert np.isfinite(grad).all()
 
 

@@ -69,7 +69,7 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
       if "scan" in part:
         part["scan"] = False
       part.pop("remat_policy", None)
-  if config["model_name"] == "cappa":
+  if config["model_name"] in ("cappa", "coca"):
     model["decoder_dropout"] = dropout
     if small:
       model["decoder_depth"] = 1

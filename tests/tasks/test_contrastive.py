@@ -12,7 +12,7 @@ from golden import make_losses
 from support import processes
 
 from bigtrain import metrics, parts, sharding
-from bigtrain.models import two_towers
+from bigtrain.models.layers import pooling
 from bigtrain.reports import writers
 from bigtrain.settings import ConfigError
 from bigtrain.step import gradients as gradients_lib
@@ -38,12 +38,12 @@ class Towers(nn.Module):
     out = {}
     if image is not None:
       out["img/pre_logits"] = image.reshape(len(image), -1)
-      z_image = two_towers.normalise(
+      z_image = pooling.normalise(
         nn.Dense(8, name="img")(out["img/pre_logits"])
       )
     if text is not None:
       rows = nn.Embed(self.vocab_size, 8, name="txt")(text)
-      z_text = two_towers.normalise(jnp.tanh(rows).sum(1))
+      z_text = pooling.normalise(jnp.tanh(rows).sum(1))
     self.param("t", nn.initializers.constant(np.log(4.0)), (1,))
     self.param("b", nn.initializers.constant(-2.0), (1,))
     return z_image, z_text, out

@@ -1,4 +1,4 @@
-"""The decoder of captioners: a transformer with cross-attention.
+"""The decoder of captioners: a transformer, with cross-attention or without.
 
 Submodules are named as in the published CapPa checkpoints.
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from bigtrain.models.layers import (
   attention,
@@ -34,6 +35,8 @@ class Options(NamedTuple):
   # never do; the final layer norm and output layer always do.
   use_bias: bool
   dtype: str
+  mlp: str = "gelu"  # A name in mlp.KINDS.
+  cross: bool = True  # Whether there is cross-attention.
 
 
 class Block(nn.Module):
@@ -75,17 +78,18 @@ class Block(nn.Module):
     )
     x_BLD = x_BLD + drop(y_BLD)
 
-    y_BLD = norm(name="LayerNorm2")(x_BLD)
-    if isinstance(source, kv_cache.Cache):
-      y_BLD, _ = cross(y_BLD, None, cache=source, layer=layer)
-    else:
-      y_BLD, _ = cross(y_BLD, source)
-    x_BLD = x_BLD + drop(y_BLD)
+    if options.cross:
+      y_BLD = norm(name="LayerNorm2")(x_BLD)
+      if isinstance(source, kv_cache.Cache):
+        y_BLD, _ = cross(y_BLD, None, cache=source, layer=layer)
+      else:
+        y_BLD, _ = cross(y_BLD, source)
+      x_BLD = x_BLD + drop(y_BLD)
 
     y_BLD = norm(name="LayerNorm3")(x_BLD)
     of_mlp = mlp.Options(
       options.mlp_dim,
-      "gelu",
+      options.mlp,
       use_bias=options.use_bias,
       dropout=options.dropout,
       dtype=options.dtype,
@@ -96,7 +100,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Token embeddings, a stack of blocks, a layer norm and an output layer."""
+  """Token embeddings, blocks and, after cross-attention, norm and logits."""
 
   options: Options
   num_embeddings: int  # Number of rows of the embedding table.
@@ -108,10 +112,11 @@ class Decoder(nn.Module):
   @nn.compact
   def __call__(
     self,
-    tokens_BL: jax.Array | None,
+    tokens: jax.Array | None,
     source: Any,
     posemb_1LD: jax.Array | float = 0.0,
     *,
+    last_11D: jax.Array | None = None,
     mask: masks.Mask = masks.Mask(causal=True),
     cache: kv_cache.Cache | None = None,
     start: Any = 0,
@@ -119,17 +124,25 @@ class Decoder(nn.Module):
   ) -> tuple[Any, kv_cache.Cache | None]:
     """Reads texts; or, with a cache, their next positions or the source.
 
+    Args:
+      tokens: int (B, L), or the states (B, L, D) of another decoder.
+      last_11D: an embedding that follows the tokens'.
+
     Returns:
       ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
-      layer), the new cache); None for the first without tokens.
+      layer, None without cross-attention), the new cache); None for the first
+      without tokens.
     """
-    x_BLD = None
-    if tokens_BL is not None:
+    x_BLD = tokens
+    if tokens is not None and tokens.ndim == 2:
       init, width = nn.initializers.normal(1.0), self.options.width
-      embed = nn.Embed(
+      x_BLD = nn.Embed(
         self.num_embeddings, width, embedding_init=init, name="EmbedTargets"
-      )
-      x_BLD = (embed(tokens_BL) + posemb_1LD).astype(self.options.dtype)
+      )(tokens)
+      if last_11D is not None:
+        last_B1D = jnp.broadcast_to(last_11D, (len(tokens), 1, width))
+        x_BLD = jnp.concatenate([x_BLD, last_B1D], axis=1)
+      x_BLD = (x_BLD + posemb_1LD).astype(self.options.dtype)
     (x_BLD, cache), _ = stack.run(
       self,
       Block,
@@ -147,6 +160,8 @@ class Decoder(nn.Module):
     )
     if x_BLD is None:
       return None, cache
+    if not self.options.cross:
+      return (x_BLD, None), cache
     norm = nn.LayerNorm(dtype=self.options.dtype, name="LayerNorm")
     D, V, zeros = self.options.width, self.vocab_size, nn.initializers.zeros
     head = kernels.Kernel((D, V), (V,), zeros, name="LogitsDense")()

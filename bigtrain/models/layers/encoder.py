@@ -15,7 +15,31 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention, masks, mlp, positions, stack
+from bigtrain.models.layers import (
+  attention,
+  masks,
+  mlp,
+  options,
+  positions,
+  stack,
+)
+
+
+class Fields(nn.Module, kw_only=True):
+  """Fields of models with an encoder; sizes that are None are the variant's."""
+
+  variant: str | None = None  # Of a ViT, such as "B", or "B/16" with patches.
+  width: int = options.DERIVED  # D.
+  depth: int = options.DERIVED  # N, number of blocks.
+  mlp_dim: int = options.DERIVED  # By default the variant's or 4 D.
+  num_heads: int = options.DERIVED  # Number of attention heads; must divide D.
+  mlp: str = "gelu"  # "gelu" (tanh), "gelu_erf", "gelu_quick" or "swiglu".
+  dropout: float = 0.0  # In MLPs, on branches, and after a ViT's embedding.
+  drop_path: float = 0.0  # Of the last block; grows linearly from 0.
+  scan: bool = False  # Whether a compiled block loops over stacked layers.
+  attention: str = "auto"  # A name in attention_backends.NAMES.
+  remat_policy: str = "none"  # A name in remat.POLICIES.
+  dtype: str = "float32"  # Of activations; parameters and results are float32.
 
 
 class Options(NamedTuple):
@@ -37,6 +61,18 @@ class Options(NamedTuple):
   token_mlp_dim: int | None = None
   post_norm: bool = False  # Whether norms follow the residual additions.
   dtype: str = "float32"
+
+
+def of_fields(
+  model: Fields, name: str, final_norm: bool, **others: Any
+) -> "Encoder":
+  fields = ("depth", "drop_path", "scan", "remat_policy")
+  return Encoder(
+    options.pick(Options, model, **others),
+    final_norm=final_norm,
+    name=name,
+    **{field: getattr(model, field) for field in fields},
+  )
 
 
 class Block(nn.Module):

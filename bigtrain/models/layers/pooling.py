@@ -1,7 +1,10 @@
-"""Attention pooling of an encoder's output.
+"""Attention pooling of an encoder's output, and embeddings on a sphere.
 
-Axes: B batch, L length, D model width.
+Axes: B batch, L length, N queries, D model width, E width of an encoder or of
+an embedding.
 """
+
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,30 +14,54 @@ from bigtrain.models.layers import attention, kernels, masks, mlp
 
 
 class MAPHead(nn.Module):
-  """Set Transformer's pooling (https://arxiv.org/abs/1810.00825), an MLP."""
+  """Set Transformer's pooling (https://arxiv.org/abs/1810.00825), an MLP.
+
+  With mlp=None, that of CoCa (https://arxiv.org/abs/2205.01917): no MLP.
+  """
 
   mlp_dim: int | None = None
   num_heads: int = 12
   norm_eps: float = 1e-6
-  mlp: str = "gelu"
+  mlp: str | None = "gelu"
   dtype: str = "float32"
+  num_queries: int = 1
+  width: int | None = None  # Of the queries; by default of the encoder.
 
   @nn.compact
   def __call__(
-    self, x_BLD: jax.Array, mask: masks.Mask = masks.Mask()
+    self, x_BLE: jax.Array, mask: masks.Mask = masks.Mask()
   ) -> jax.Array:
-    B, _, D = x_BLD.shape
-    probe_11D = self.param("probe", kernels.xavier, (1, 1, D))
-    probe_B1D = jnp.broadcast_to(probe_11D, (B, 1, D))
-    x_B1D, _ = attention.Attention(
-      attention.Options(self.num_heads, dtype=self.dtype),
+    B, D = len(x_BLE), self.width or x_BLE.shape[-1]
+    N, H = self.num_queries, self.num_heads
+    probe_1ND = self.param("probe", kernels.xavier, (1, N, D))
+    probe_BND = jnp.broadcast_to(probe_1ND, (B, N, D))
+    x_BND, _ = attention.Attention(
+      attention.Options(H, head_dim=D // H, dtype=self.dtype),
       name="MultiHeadDotProductAttention_0",
-    )(probe_B1D, x_BLD, mask=mask)
+    )(probe_BND, x_BLE, mask=mask)
     norm = nn.LayerNorm(self.norm_eps, self.dtype, name="LayerNorm_0")
-    y_B1D = norm(x_B1D)
+    y_BND = norm(x_BND)
+    if self.mlp is None:
+      return y_BND
     F = self.mlp_dim or 4 * D
     options = mlp.Options(
       F, self.mlp, use_bias=True, dtype=self.dtype, names=mlp.VIT_NAMES
     )
-    y_B1D = mlp.Mlp(options, name="MlpBlock_0")(y_B1D)
-    return (x_B1D + y_B1D)[:, 0]
+    return x_BND + mlp.Mlp(options, name="MlpBlock_0")(y_BND)
+
+
+def map_head(fields: Any) -> MAPHead:
+  """The pooling of a model with encoder.Fields and `norm_eps`."""
+  names = ("mlp_dim", "num_heads", "norm_eps", "mlp", "dtype")
+  values = {name: getattr(fields, name) for name in names}
+  return MAPHead(**values, name="MAPHead_0")
+
+
+# Added to norms, so that an embedding of zeros stays zero and has a gradient.
+_EPSILON = 1e-8
+
+
+def normalise(z_BE: jax.Array) -> jax.Array:
+  z_BE = z_BE.astype(jnp.float32)
+  square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
+  return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)

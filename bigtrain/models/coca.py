@@ -1,0 +1,131 @@
+"""Contrastive captioner (CoCa), https://arxiv.org/abs/2205.01917.
+
+Learned queries pool the patches of a ViT. A causal decoder reads a text and,
+after it, a class token, which gives the text's embedding; the decoder of
+captions goes on from its states, and attends to the pooled image.
+
+Axes: B batch, P patches, N queries, L length of a text, D width of the decoders
+and of what is pooled, E embedding, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain import dims, settings
+from bigtrain.models import cappa, vit
+from bigtrain.models.layers import layer_dims, masks, options, pooling
+
+POOLS = ("cascade", "parallel")
+
+
+class Model(cappa.Captioner):
+  """CoCa. 0 is the padding of texts, and the token before the first."""
+
+  text_depth: int = options.DERIVED  # Of the first decoder; decoder_depth.
+  num_queries: int = 256  # N, of the captions.
+  # The embedding's query attends to what those of the captions have pooled,
+  # "cascade", or beside them to the patches, "parallel".
+  pool: str = "cascade"
+  out_dim: int = 512  # E.
+  temperature_init: float = 1 / 0.07  # Scale of the logits; its log is learned.
+
+  num_class_tokens = 1
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.text_depth is None:
+      options.set_fields(self, {"text_depth": self.decoder_depth})
+    options.check_sizes(self, ("text_depth", "num_queries", "out_dim"))
+    options.check_fields(self, pool=POOLS)
+    key = "config.model.temperature_init"
+    settings.check_number(key, self.temperature_init, above=0)
+
+  def setup(self) -> None:
+    super().setup()
+    D, parallel = self.decoder_width, self.pool == "parallel"
+    self.text = self.make_decoder(self.text_depth, cross=False)
+    self.cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
+    sizes: Any = dict(num_heads=self.decoder_num_heads, width=D)
+    sizes |= dict(mlp=None, dtype=self.dtype)
+    N = self.num_queries + parallel
+    self.caption_pool = pooling.MAPHead(num_queries=N, **sizes)
+    if not parallel:
+      self.contrastive_pool = pooling.MAPHead(**sizes)
+    self.text_norm = nn.LayerNorm()
+    self.image_head = nn.Dense(self.out_dim, use_bias=False)
+    self.text_head = nn.Dense(self.out_dim, use_bias=False)
+    init = nn.initializers.constant(math.log(self.temperature_init))
+    self.t_1 = self.param("t", init, (1,))
+
+  def __call__(
+    self,
+    image: jax.Array | None = None,
+    text: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array | None, jax.Array | None, dict[str, Any]]:
+    """Embeds images (B, height, width, channels), texts int (B, L), or both.
+
+    Returns:
+      (image_BE, text_BE, out): float32 embeddings of length 1, or None without
+      that input; the results of `encode` as "img/...", "t", of both "states".
+    """
+    out: dict[str, Any] = {"t": jnp.exp(self.t_1)}
+    image_BE = text_BE = None
+    if image is not None:
+      of_image = self.encode(image, train=train)
+      out |= {f"img/{name}": x for name, x in of_image.items()}
+      image_BE = pooling.normalise(self.image_head(of_image["pre_logits"]))
+    if text is not None:
+      text_BLD, cls_BD = self._read(text, train)
+      text_BE = pooling.normalise(self.text_head(self.text_norm(cls_BD)))
+      if image is not None:
+        source = of_image["encoded"]
+        out["states"] = self.factors(text_BLD, source, train=train)
+    return image_BE, text_BE, out
+
+  def encode(
+    self, image: jax.Array, *, train: bool = False
+  ) -> dict[str, jax.Array]:
+    """Returns the ViT's dict, with "patches" for its "encoded" (B, P, width).
+
+    "encoded" (B, N, D) and "pre_logits" (B, D) are pooled by queries.
+    """
+    out = super().encode(image, train=train)
+    pooled = self.caption_pool(out["encoded"])
+    one = self.contrastive_pool(pooled) if self.pool == "cascade" else pooled
+    one_BD = one[:, -1].astype(jnp.float32)
+    own = dict(encoded=pooled[:, : self.num_queries], pre_logits=one_BD)
+    return {**out, "patches": out["encoded"], **own}
+
+  def decode(
+    self, encoded_BND: jax.Array, text: jax.Array, *, train: bool = False
+  ) -> cappa.States:
+    text_BLD, _ = self._read(text, train)
+    return self.factors(text_BLD, encoded_BND, train=train)
+
+  def _read(self, text: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
+    """States of the tokens before a text's (B, L, D), and of the class (B, D).
+
+    The first token and the class token, which are at the ends, are no padding.
+    """
+    ends = (0, 0), (1, 1)
+    real_BS = jnp.pad(text[:, :-1] != 0, ends, constant_values=True)
+    (x_BSD, _), _ = self.text(
+      self.tokens_before(text),
+      None,
+      self.posemb_1LD[:, : real_BS.shape[1]],
+      last_11D=self.cls_11D,
+      mask=masks.Mask(causal=True, real_BS=real_BS),
+      train=train,
+    )
+    return x_BSD[:, :-1], x_BSD[:, -1]
+
+
+def param_dims(model: Model) -> dims.Table:
+  encoder = vit.param_dims(cappa.encoder_of(model, parent=None))
+  return dims.under("encoder/", encoder) | layer_dims.of_module("coca")
