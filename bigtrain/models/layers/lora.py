@@ -397,6 +397,29 @@ class Shape(NamedTuple):
     return cls(shape[:start], shape[start:end], shape[end:], arrays)
 
 
+def _times_b(low: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+  """low @ B, with a gradient of B that transposes the narrow `low`.
+
+  jax transposes the wide gradient of the outputs: a tenth of a step on CPUs.
+  """
+
+  @jax.custom_vjp
+  def times(low: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.tensordot(low, b, 1, **options)
+
+  def backward(
+    kept: tuple[jax.Array, jax.Array], grads: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    low, b = kept
+    rows = tuple(range(low.ndim - 1))
+    rank_last = jnp.moveaxis(b, 0, -1)
+    grad_low = jnp.tensordot(grads, rank_last, b.ndim - 1, **options)
+    return grad_low, jnp.tensordot(low, grads, (rows, rows), **options)
+
+  times.defvjp(lambda low, b: (times(low, b), (low, b)), backward)
+  return times(low, b)
+
+
 def _low_rank(
   product: Callable[..., jax.Array],
   factors: Mapping[str, jax.Array],
@@ -414,9 +437,7 @@ def _low_rank(
       keep = jax.random.bernoulli(key, 1 - rate, x.shape)
       x = jnp.where(keep, x / (1 - rate), 0)
     low = jax.lax.dot_general(x, a, numbers, **options)
-    last_with_first = (((low.ndim - 1,), (0,)), ((), ()))
-    low = jax.lax.dot_general(low, b, last_with_first, **options)
-    y = y + low
+    y = y + _times_b(low, b, **options)
     if MAGNITUDE in factors:
       norm = norms(kernel, factors[A], factors[B], 1.0)
       y = y * (factors[MAGNITUDE] / norm).astype(y.dtype)
