@@ -84,7 +84,7 @@ def test_the_evaluate_tool_explains_mistakes(finished, tmp_path, capsys):
   _, workdir = finished
   for arguments, message in (
     ([f"--workdir={tmp_path}"], "with a config.json"),
-    ([f"--workdir={workdir}", "--step=5"], "has 0, 3, 6"),
+    ([f"--workdir={workdir}", "--step=5"], "step 5; there are 0, 3, 6"),
     ([f"--workdir={workdir}", "--config.evals.val.top_kk=1"], "top_k"),
     ([f"--workdir={workdir}", "here"], "unknown argument"),
     ([], "required: --workdir"),

@@ -71,7 +71,7 @@ def golden():
 )
 def test_variants_have_the_published_number_of_parameters(variant, published):
   scan = variant != "Ti/16"  # One compiled block, and so a quick test.
-  model = vit.Model(1000, variant, pool_type="tok", scan=scan)
+  model = vit.Model(1000, variant=variant, pool_type="tok", scan=scan)
   # The published models also have a position embedding of the class token.
   assert num_params(model) + model.width == published
 
@@ -88,7 +88,7 @@ MIXERS = {"S/16": 18_528_264, "B/16": 59_880_472, "L/16": 208_196_168}
 
 @pytest.mark.parametrize("variant", MIXERS)
 def test_mixers_have_the_published_number_of_parameters(variant):
-  model = vit.Model(1000, f"Mixer-{variant}", scan=True)
+  model = vit.Model(1000, variant=f"Mixer-{variant}", scan=True)
   assert num_params(model) == MIXERS[variant]
 
 
@@ -102,7 +102,7 @@ def test_numbers_of_parameters_match_a_count_by_hand(variant):
   expected = (8 * 8 * 3 * D + D) + 16 * D  # Patches of 8, their positions.
   expected += depth * (attention + mlp + 2 * norm) + norm
   expected += D * 10 + 10
-  model = vit.Model(10, f"{variant}/8", scan=variant != "B")
+  model = vit.Model(10, variant=f"{variant}/8", scan=variant != "B")
   assert num_params(model, size=32) == expected
 
 
