@@ -80,10 +80,10 @@ def test_a_checkpoint_that_the_run_removes_is_skipped(
   main.train(tiny_config(changes), str(workdir))
   load = evaluate.restore.load
 
-  def too_late(directory, *args):
+  def too_late(directory, *args, **options):
     if directory.endswith("04") and os.path.exists(directory):
       shutil.rmtree(directory)
-    return load(directory, *args)
+    return load(directory, *args, **options)
 
   monkeypatch.setattr(evaluate.restore, "load", too_late)
   assert list(tool(workdir, all_checkpoints=True)) == [2, 6]
