@@ -58,7 +58,7 @@ def load(
     )
   specs = trees.flatten_with_names(like["opt"])
   wanted = _grouped({n: x for n, x in specs if not n.endswith("count")}, ours)
-  # In big_vision the names are numbers: indices of fields in optax's states.
+  # big_vision names them by the index of each field in optax's states.
   found = _grouped(
     {n: x for n, x in opt.items() if x.dtype != np.int32}, theirs
   )
@@ -149,7 +149,7 @@ def _repeated(row: Any, column: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _reduced(pair: Any, shape: tuple[int, ...], *, later: bool) -> np.ndarray:
-  """One of a pair, without dimensions along which it repeats."""
+  """The one of a pair that has `shape` without its repeated dimensions."""
   found: dict[Any, Any] = {}  # Two entries if the shape is square.
   for x in pair:
     same = [d for d in range(x.ndim) if (x == x.take([0], d)).all()]

@@ -1,6 +1,6 @@
 """Losses of two answers to a prompt, from the log-probabilities of both.
 
-A pair is a chosen answer and a rejected one, in this order along an axis of
+A pair holds a chosen and a rejected answer, in that order, along an axis of
 size 2. Methods with a reference compare each answer's log-probability
 with that of a frozen model. Constants follow TRL's trainers.
 

@@ -203,7 +203,7 @@ class Model(Captioner):
   ) -> States:
     """Runs the decoder; the factors of its logits.
 
-    With M texts an image there are M B rows, those of the first image first.
+    With M texts per image there are M B rows, grouped by image.
 
     Args:
       text: int (B, L), L up to max_len.

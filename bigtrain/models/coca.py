@@ -25,10 +25,10 @@ POOLS = ("cascade", "parallel")
 class Model(cappa.Captioner):
   """CoCa. 0 is the padding of texts, and the token before the first."""
 
-  text_depth: int = options.DERIVED  # Of the first decoder; decoder_depth.
-  num_queries: int = 256  # N, of the captions.
-  # The embedding's query attends to what those of the captions have pooled,
-  # "cascade", or beside them to the patches, "parallel".
+  text_depth: int = options.DERIVED  # Of the text's decoder; decoder_depth.
+  num_queries: int = 256  # N, for the captions.
+  # What the embedding's query attends to: the output of the captions' queries,
+  # "cascade", or the patches, as they do, "parallel".
   pool: str = "cascade"
   out_dim: int = 512  # E.
   temperature_init: float = 1 / 0.07  # Scale of the logits; its log is learned.

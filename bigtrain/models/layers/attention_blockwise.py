@@ -188,7 +188,7 @@ class Schedule:
     return Blocks(static, inputs, order)
 
   def pass_on(self, arrays: Any) -> Any:
-    """Exchanges a step's arrays of keys for those of the next step."""
+    """Swaps the keys of this step for those of the next."""
     return arrays
 
 

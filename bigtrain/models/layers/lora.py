@@ -177,7 +177,7 @@ def check(model: nn.Module) -> None:
 
 
 def with_factors(table: dims.Table) -> dict[str, str]:
-  """Adds dimensions of the factors to those of the kernels.
+  """Returns the kernels' dimensions and, beside them, their factors'.
 
   >>> with_factors({".*/up/kernel": "D -> F"})[".*/up/lora_b"]
   'rank -> F'
