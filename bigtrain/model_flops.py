@@ -35,6 +35,8 @@ def counts_as(
 
   Kernels skip pairs that a mask hides; model FLOPs count the mathematics.
   """
+  if mathematics == computed:
+    return contextlib.nullcontext()
   return jax.named_scope(f"model_flops_{mathematics}_of_{computed}")
 
 

@@ -285,9 +285,8 @@ def attend(
       sinks=sinks_H is not None,
     )
     backend = attention_backends.choose(backend, call)
-  grouped = q.ndim == 5 or H != G
   sinks_GR = None if sinks_H is None else sinks_H.reshape(G, H // G)
-  compute = functools.partial(_attend_by, backend, scale, softcap, grouped)
+  compute = functools.partial(_attend_by, backend, scale, softcap)
   q_BLGRK = q.reshape(B, L, G, H // G, K)
   inputs = Inputs(q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
   if ways == 1:
@@ -302,15 +301,11 @@ def _attend_by(
   backend: str,
   scale: float,
   softcap: float | None,
-  grouped: bool,
   inputs: Inputs,
   start: jax.Array | int | None,
 ) -> jax.Array:
   """Attends on a device with all keys, up to a reshape of the output."""
   if backend == "xla":
-    B, L, G, _, K = inputs.q.shape
-    if not grouped:
-      inputs = inputs._replace(q=inputs.q.reshape(B, L, G, K))
     return attention_xla.attend(inputs, start, scale=scale, softcap=softcap)
   if backend == "cudnn":
     return attention_kernels.attend_by_cudnn(inputs, scale=scale)

@@ -14,7 +14,7 @@ from bigtrain.models.layers import masks
 class Inputs(NamedTuple):
   """What backends attend with; a tree of arrays."""
 
-  q: jax.Array  # (B, L, G, R, K), or for "xla" (B, L, H, K) if G = H.
+  q: jax.Array  # (B, L, G, R, K).
   k_BSGK: jax.Array
   v_BSGK: jax.Array
   mask: masks.Mask

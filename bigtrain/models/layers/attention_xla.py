@@ -3,7 +3,6 @@
 Axes: see attention_inputs.py.
 """
 
-import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import model_flops
+from bigtrain import model_flops, sharding
 from bigtrain.models.layers import positions, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 
@@ -22,46 +21,48 @@ _MASKED = -1e30
 def attend(
   inputs: Inputs, start: Any, *, scale: float, softcap: float | None
 ) -> jax.Array:
-  """Attends with queries (B, L, H, K), or (B, L, G, R, K) in groups."""
-  q, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
-  L, S = q.shape[1], k_BSGK.shape[1]
-  grouped = q.ndim == 5
+  """Returns means of values (B, L, G, R, K), or (B, L, G, K) where R = 1."""
+  q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
+  (_, L, G, R, _), S = q_BLGRK.shape, k_BSGK.shape[1]
   mask_BLS = mask.matrix(L, S, 0 if start is None else start)
-  static = _Static(scale, mask.reach(S), S)
+  half = q_BLGRK.dtype in (jnp.bfloat16, jnp.float16)
   # The scores of a single query are few.
-  if (
-    q.dtype in (jnp.bfloat16, jnp.float16)
-    and start is bias is softcap is None
-    and not grouped
-    and L > 1
-  ):
+  if half and start is bias is softcap is None and R == 1 and L > 1:
     sinks_H = None if sinks_GR is None else sinks_GR[:, 0]
-    arrays = _Arrays(q, k_BSGK, v_BSGK, mask_BLS, sinks_H)
-    return _attend_in_half(static, arrays)
-  heads, kv_heads = ("gr", "g") if grouped else ("h", "h")
-  with static.in_window():
-    product = f"bl{heads}k,bs{kv_heads}k->b{heads}ls"
-    wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = wide(product, q, k_BSGK)
-  scores *= scale
+    arrays = _Arrays(q_BLGRK[:, :, :, 0], k_BSGK, v_BSGK, mask_BLS, sinks_H)
+    return _attend_in_half(_Static(scale, mask.reach(S), S), arrays)
   if isinstance(bias, positions.BiasByDistance):
     bias = bias.matrix(L, S)
   if bias is not None:
-    scores += bias.reshape(1, *scores.shape[1:])
-  if softcap is not None:
-    scores = softcap * jnp.tanh(scores / softcap)
-  if mask_BLS is not None:
-    visible = jnp.expand_dims(mask_BLS, [*range(1, scores.ndim - 2)])
-    scores = jnp.where(visible, scores, _MASKED)
-  if sinks_GR is None:
-    weights = jax.nn.softmax(scores, axis=-1)
-  else:
-    sinks = sinks_GR.reshape(*scores.shape[1:-2], 1, 1)
-    powers, _, total = _powers(scores, sinks)
-    weights = powers / total
-  weights = weights.astype(q.dtype)
-  with static.in_window():
-    return jnp.einsum(f"b{heads}ls,bs{kv_heads}k->bl{heads}k", weights, v_BSGK)
+    bias = bias.reshape(1, G, R, L, S)
+  # On CPUs XLA would transpose scores if heads were not first. There, half of a
+  # long text saves more by leaving out later keys than another program costs.
+  q_BGRLK = jnp.moveaxis(q_BLGRK, 1, -2)
+  in_order = start is None and mask.in_order and sharding.device()[0] == "cpu"
+  blocks = 2 if in_order and L >= 128 else 1
+  means = []
+  for i in range(blocks):
+    rows = slice(i * L // blocks, (i + 1) * L // blocks)
+    seen = slice(rows.stop if blocks > 1 else S)
+    einsum = _Static(scale, mask.reach(S), seen.stop).einsum
+    scores = einsum(
+      "bgrlk,bsgk->bgrls", q_BGRLK[..., rows, :], k_BSGK[:, seen], jnp.float32
+    )
+    scores *= scale
+    if bias is not None:
+      scores += bias[..., rows, seen]
+    if softcap is not None:
+      scores = softcap * jnp.tanh(scores / softcap)
+    if mask_BLS is not None:
+      scores = jnp.where(mask_BLS[:, None, None, rows, seen], scores, _MASKED)
+    if sinks_GR is None:
+      weights = jax.nn.softmax(scores, axis=-1)
+    else:
+      powers, _, total = _powers(scores, sinks_GR[..., None, None])
+      weights = powers / total
+    weights = weights.astype(q_BLGRK.dtype)
+    means.append(einsum("bgrls,bsgk->bgrlk", weights, v_BSGK[:, seen]))
+  return jnp.moveaxis(jnp.concatenate(means, axis=-2), -2, 1)
 
 
 class _Arrays(NamedTuple):
@@ -96,9 +97,12 @@ class _Static(NamedTuple):
   reach: int
   positions: int
 
-  def in_window(self) -> contextlib.AbstractContextManager[Any]:
-    """Marks products: positions outside of a window are not model FLOPs."""
-    return model_flops.share(self.reach, self.positions)
+  def einsum(
+    self, subscripts: str, x: jax.Array, y: jax.Array, dtype: Any = None
+  ) -> jax.Array:
+    """A product; positions outside of a window are not model FLOPs."""
+    with model_flops.counts_as(self.reach, self.positions):
+      return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,10 +113,7 @@ def _attend_in_half(static: _Static, arrays: _Arrays) -> jax.Array:
 
 def _half_scores(static: _Static, arrays: _Arrays) -> jax.Array:
   q_BLHK, k_BSHK, _, mask_BLS, _ = arrays
-  with static.in_window():
-    scores_BHLS = jnp.einsum(
-      "blhk,bshk->bhls", q_BLHK, k_BSHK, preferred_element_type=jnp.float32
-    )
+  scores_BHLS = static.einsum("blhk,bshk->bhls", q_BLHK, k_BSHK, jnp.float32)
   scores_BHLS *= static.scale
   if mask_BLS is None:
     return scores_BHLS
@@ -128,8 +129,7 @@ def _half_forward(
     None if sinks_H is None else sinks_H[:, None, None],
   )
   weights_BHLS = (powers_BHLS / sum_BHL1).astype(arrays.q_BLHK.dtype)
-  with static.in_window():
-    o_BLHK = jnp.einsum("bhls,bshk->blhk", weights_BHLS, arrays.v_BSHK)
+  o_BLHK = static.einsum("bhls,bshk->blhk", weights_BHLS, arrays.v_BSHK)
   o_BLHK, log_sum_BHL = checkpoint_name(
     (o_BLHK, (largest_BHL1 + jnp.log(sum_BHL1))[..., 0]), remat.ATTENTION
   )
@@ -159,15 +159,13 @@ def _half_backward(
   # As a sum over S it would be another pass over two matrices.
   mean_BLH = jnp.sum(wide(grad_BLHK) * wide(o_BLHK), axis=-1)
   mean_BHL1 = jnp.swapaxes(mean_BLH, 1, 2)[..., None]
-  with static.in_window():
-    gains_BHLS = jnp.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
+  gains_BHLS = static.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
   change = wide(weights_BHLS) * (wide(gains_BHLS) - mean_BHL1)
   change_BHLS = (change * static.scale).astype(half)
   dsinks_H = sinks_gradient(sinks_H, log_sum_BHL, mean_BHL1[..., 0])
-  with static.in_window():
-    dq_BLHK = jnp.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK)
-    dk_BSHK = jnp.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK)
-    dv_BSHK = jnp.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK)
+  dq_BLHK = static.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK)
+  dk_BSHK = static.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK)
+  dv_BSHK = static.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK)
   return (_Arrays(dq_BLHK, dk_BSHK, dv_BSHK, None, dsinks_H),)
 
 
