@@ -205,7 +205,7 @@ def find(path: str, step: int | None = None) -> str:
 
 
 def find_named(path: str, step: int | None, key: str) -> str:
-  """`find` for a path that a user typed; raises ConfigError."""
+  """`find` for a path that a user typed; a ConfigError names `key`."""
   path = paths.absolute(path)
   try:
     if not paths.exists(path):
@@ -213,12 +213,15 @@ def find_named(path: str, step: int | None, key: str) -> str:
     return find(path, step)
   except DamagedError:
     raise
-  except CheckpointError as e:
+  except (CheckpointError, ConfigError) as e:
     raise ConfigError(f"{key}: {e}") from e
 
 
 def find_all(path: str) -> dict[int, str]:
-  """{step: directory} of the checkpoints at a path, ascending; never {}."""
+  """{step: directory} of the checkpoints at a path, ascending; never {}.
+
+  ConfigError if it is neither a workdir nor, by its name, a checkpoint.
+  """
   path = paths.absolute(path)
   try:
     inside = _names_at(path) if paths.is_remote(path) else os.listdir(path)
@@ -227,6 +230,12 @@ def find_all(path: str) -> dict[int, str]:
   if os.path.basename(path) == FOLDER:
     path, inside = os.path.dirname(path), [FOLDER]
   if FOLDER not in inside or MANIFEST_FILE in inside:
+    name = os.path.basename(path)
+    if MANIFEST_FILE not in inside and not STEP.match(name):
+      raise ConfigError(
+        f"{path}: neither a workdir nor a checkpoint: it has no {FOLDER}/ and "
+        f"no {MANIFEST_FILE}."
+      )
     return {read_manifest(path).step: path}
   directories = listing(path).checkpoints
   if not directories:

@@ -23,7 +23,8 @@ class Evaluator:
     def outputs(variables: Variables, batch: Batch) -> Metrics:
       result = predict_fn(variables, batch)
       problem = "expected a predict function that returns"
-      check_choice(f"{path}.pred", "loss", result, problem)
+      names = result if isinstance(result, Mapping) else ()
+      check_choice(f"{path}.pred", "loss", names, problem)
       return result
 
     self._outputs = batches.map(outputs)

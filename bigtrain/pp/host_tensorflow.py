@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,8 @@ from bigtrain.settings import ConfigError, import_package
 
 @functools.cache
 def load() -> Any:
+  # Else it prints about its build and its threads' ends; errors are raised.
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   tf = import_package("tensorflow", "input: preprocessing", "tensorflow-cpu")
   for kind in ("GPU", "TPU"):
     try:

@@ -5,7 +5,6 @@ Handlers of signals and logs are as before when a run has ended.
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 import threading
@@ -37,8 +36,6 @@ def session() -> Iterator[None]:
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
     if console.in_notebook():
       at_end.enter_context(_messages())
-      # TensorFlow prints about its build and about GPUs when it is imported.
-      os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
       yield
     except process.Preempted as e:

@@ -5,3 +5,26 @@ Each tool is one module or package with a `main`. overview and reference are
 checkpoint; arguments, exits and ranking to several tools. Tools may import
 everything except configs; only `python -m bigtrain` imports them.
 """
+
+import _thread
+import sys
+import threading
+from typing import Any
+
+
+def _on_error(kind: type[BaseException], *error: Any) -> None:
+  if kind is not KeyboardInterrupt:
+    return sys.__excepthook__(kind, *error)
+  print("interrupted", file=sys.stderr)
+  sys.exit(130)
+
+
+def _on_unraisable(error: Any) -> None:
+  """Repeats Ctrl-C if it came within a callback, whose errors are ignored."""
+  if error.exc_type is not KeyboardInterrupt:
+    return sys.__unraisablehook__(error)
+  threading.Timer(0.1, _thread.interrupt_main).start()
+
+
+if sys.argv[:1] == ["-m"]:  # A tool starts: Ctrl-C may come while it imports.
+  sys.excepthook, sys.unraisablehook = _on_error, _on_unraisable

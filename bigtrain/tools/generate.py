@@ -223,11 +223,12 @@ def _generate_ids(
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("generate", __doc__, changes_config=False)
   args, _ = parser.parse(argv)
-  if not args.chat:
-    sys.stdout.write(args.prompt)
+  # The prompt is printed with the first piece: errors come before it.
+  shown = "" if args.chat else args.prompt
   for piece in generate(**vars(args)):
-    sys.stdout.write(piece)
+    sys.stdout.write(shown + piece)
     sys.stdout.flush()
+    shown = ""
   print()
   return 0
 

@@ -40,8 +40,10 @@ _OF_MACHINE = re.compile(
 )
 
 
-def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
-  """Computes a step again; returns the first difference, "" without one."""
+def replay(
+  workdir: str, step: int, changes: Sequence[str] = ()
+) -> tuple[str, str]:
+  """Computes a step again; returns (first difference or "", what is equal)."""
   import bigtrain.main  # Takes seconds.
 
   workdir = paths.absolute(workdir)
@@ -65,12 +67,17 @@ def replay(workdir: str, step: int, changes: Sequence[str] = ()) -> str:
   with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
     bigtrain.main.train(config, folder)
     own = {row["step"]: row for row in rows.read_rows(folder)}
-    for number in sorted(s for s in own if earlier < s <= step):
-      if what := _first_metric(number, own[number], written.get(number, {})):
-        return what
-    if step in saved:
-      return _first_array(step, workdir, folder)
-  return ""
+    both = sorted(s for s in own if earlier < s <= step and s in written)
+    for number in both:
+      if what := _first_metric(number, own[number], written[number]):
+        return what, ""
+    steps = ", ".join(map(str, both))
+    equal = f"No metric differs in the rows of steps {steps}" if both else ""
+    if step not in saved:
+      return "", f"{equal}; step {step} has no checkpoint."
+    equal = f"{equal}, and no" if equal else "No"
+    equal += f" bit in the checkpoint of step {step}."
+    return _first_array(step, workdir, folder), equal
 
 
 def _first_metric(
@@ -108,8 +115,8 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
 def main(argv: Sequence[str]) -> int:
   parser = arguments.Parser("replay", __doc__, changes_config=True)
   args, changes = parser.parse(argv)
-  difference = replay(args.workdir, args.step, changes)
-  print(difference or f"Up to step {args.step}, all bits are the same.")
+  difference, equal = replay(args.workdir, args.step, changes)
+  print(difference or equal)
   return process.EXIT_ERROR if difference else process.EXIT_OK
 
 

@@ -1,7 +1,9 @@
 """Perplexity and bits per byte."""
 
 import math
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,13 +59,18 @@ def test_summary_without_bytes_and_of_a_model_that_diverged():
   assert math.isnan(results["bits_per_byte"])
 
 
-def test_a_predict_function_without_loss_is_refused():
+@pytest.mark.parametrize(
+  ("result", "hint"),
+  [({"los": (1.0, 1.0)}, " Did you mean 'los'?"), (jnp.ones(4), "")],
+)
+def test_a_predict_function_without_loss_is_refused(result, hint):
   evaluator = evaluating.build(
     "perplexity",
-    lambda variables, batch: {"los": (jnp.ones(()), jnp.ones(()))},
+    lambda variables, batch: jax.tree.map(jnp.asarray, result),
     data=dict(type="text", name="pydoc", split="test[:8]", length=8),
   )
-  with pytest.raises(ConfigError, match="'loss'"):
+  expected = f"pred: expected a predict function that returns 'loss'.{hint}"
+  with pytest.raises(ConfigError, match=rf"{re.escape(expected)}(\n|$)"):
     evaluator.run({}, 1)
 
 

@@ -60,7 +60,6 @@ def test_messages_appear_in_a_notebook(monkeypatch, capsys):
   shell = types.SimpleNamespace(kernel=object())
   ipython = types.SimpleNamespace(get_ipython=lambda: shell)
   monkeypatch.setitem(sys.modules, "IPython", ipython)
-  monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
   logger = absl_logging.get_absl_logger()
   before = logger.handlers[:], logger.propagate, absl_logging.get_verbosity()
   absl_logging.set_verbosity(absl_logging.WARNING)

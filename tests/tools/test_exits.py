@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from support import processes
 
 from bigtrain.checkpoints.manifest import DamagedError
 from bigtrain.settings import ConfigError
@@ -28,6 +29,32 @@ def test_errors_are_one_line(error, code, line, capsys):
 
   assert main(["--x"]) == code
   assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    "signal.raise_signal(signal.SIGINT)",
+    # Python ignores exceptions of these callbacks; jax has one.
+    """
+gc.callbacks.append(lambda *_: signal.raise_signal(signal.SIGINT))
+gc.collect()
+gc.callbacks.clear()
+time.sleep(60)
+""",
+  ],
+)
+def test_ctrl_c_while_a_tool_imports(code, tmp_path):
+  (tmp_path / "numpy.py").write_text(f"import gc, signal, time\n{code}")
+  ended = subprocess.run(
+    [sys.executable, "-m", "bigtrain.tools.report", "."],
+    cwd=tmp_path,  # Python looks here first.
+    env=processes.environment(),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 
 def test_other_exceptions_pass():

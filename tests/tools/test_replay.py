@@ -32,8 +32,19 @@ def files(workdir):
 def test_the_same_machine_computes_the_same(run, capsys):
   before = files(run)
   assert tool.main([str(run), "--step=6"]) == 0
-  assert "Up to step 6, all bits are the same." in capsys.readouterr().out
-  assert tool.replay(str(run), 2) == ""  # From scratch, and only rows.
+  assert capsys.readouterr().out.endswith(
+    "No metric differs in the rows of steps 6, and no bit in the checkpoint "
+    "of step 6.\n"
+  )
+  # From scratch, and only rows, none of them of the step.
+  path = run / "metrics.jsonl"
+  content = path.read_text()
+  try:
+    path.write_text(content.splitlines(keepends=True)[0])
+    equal = "No metric differs in the rows of steps 1; step 2 has no checkp"
+    assert tool.replay(str(run), 2) == ("", f"{equal}oint.")
+  finally:
+    path.write_text(content)
   assert files(run) == before
 
 
@@ -52,7 +63,7 @@ def test_the_first_difference_is_printed(run, capsys):
   try:
     path.write_text("")
     changes = ("seed=1", "allow_changes=True")
-    text = tool.replay(str(run), 6, changes)
+    text, _ = tool.replay(str(run), 6, changes)
   finally:
     path.write_text(content)
   assert text.startswith("step 6: array 'opt/") and "other bits" in text
