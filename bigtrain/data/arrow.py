@@ -93,7 +93,6 @@ def _find(path: Any, split: str | None) -> list[str]:
 
 
 def _saved(folder: str, split: str | None) -> list[str]:
-  """Returns the files of a split of a folder of the library `datasets`."""
   contents = {}
   for name in ("state.json", "dataset_dict.json", "dataset_info.json"):
     if os.path.isfile(file := os.path.join(folder, name)):

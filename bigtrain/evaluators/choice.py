@@ -3,6 +3,7 @@
 Legend: B batch, L tokens of a window.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,15 +82,16 @@ class Evaluator:
       spec[key]  # Raises ConfigError if the feature is missing.
     rows: list[dict[str, np.ndarray]] = []
     self._metrics = metrics
-    make = window if "inputs" not in context.vocab_sizes else pair_window
+    make: Any = functools.partial(window, coder, length, delimiter, bos)
+    if "inputs" in context.vocab_sizes:
+      make = functools.partial(pair_window, coder, length)
     self._choices: list[list[str]] = []
     self._answers: list[int] = []
     for i in range(min(num_examples or len(source), len(source))):
       example = source.read(np.asarray([i]))
       try:
         text, choices, answer = _question(*[example[key][0] for key in keys])
-        for choice in choices:
-          rows.append(make(coder, length, delimiter, bos, text, choice))
+        rows += [make(text, choice) for choice in choices]
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -194,12 +196,7 @@ def window(
 
 
 def pair_window(
-  tokenizer: tokenizers.Tokenizer,
-  length: int,
-  delimiter: str,
-  bos: bool,
-  text: str,
-  choice: str,
+  tokenizer: tokenizers.Tokenizer, length: int, text: str, choice: str
 ) -> dict[str, np.ndarray]:
   """`inputs` and `targets` int32 [L] of an encoder-decoder, padded with 0."""
   end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]

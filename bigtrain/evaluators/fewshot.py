@@ -59,10 +59,7 @@ class Evaluator:
     self.run = batches.scores(predict_fn, self._accuracies)
     replicated = sharding.replicated(mesh)
     self._fit = jax.jit(
-      _fit,
-      static_argnums=2,
-      in_shardings=replicated,
-      out_shardings=replicated,
+      _fit, static_argnums=2, in_shardings=replicated, out_shardings=replicated
     )
     self._hits = features.by_rows(_hits, mesh)
 

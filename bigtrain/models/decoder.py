@@ -186,7 +186,6 @@ class Model(nn.Module):
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
       return self._class_logits(out["pre_logits"]), out
-    D, V = self.width, self.vocab_size
     kernel = None if self.tied_head else (D, V)
     bias = (V,) if "head" in self.use_bias else None
     if kernel or bias:
@@ -194,7 +193,6 @@ class Model(nn.Module):
     return self._logits(x_BLD, weights) if head else None, out
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
-    """The representation of each text, see `pool`."""
     real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
@@ -375,14 +373,11 @@ def _check_numbers(model: Model) -> None:
     raise settings.ConfigError(
       f"config.model.norm_offset: expected 0 or 1, got {model.norm_offset!r}."
     )
-  if model.embed_multiplier != "sqrt_width":
-    if isinstance(model.embed_multiplier, str):
-      settings.check_choice(
-        "config.model.embed_multiplier", model.embed_multiplier, ["sqrt_width"]
-      )
-    settings.check_number(
-      "config.model.embed_multiplier", model.embed_multiplier, above=0
-    )
+  key, multiplier = "config.model.embed_multiplier", model.embed_multiplier
+  if isinstance(multiplier, str):
+    settings.check_choice(key, multiplier, ["sqrt_width"])
+  else:
+    settings.check_number(key, multiplier, above=0)
   optional = ("qkv_clip", "attention_softcap", "logits_softcap")
   for name in ("residual_multiplier", "logits_multiplier", *optional):
     if (value := getattr(model, name)) is not None or name not in optional:
@@ -402,7 +397,6 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Reads the layouts of decoder_families.py, or another `scan`."""
   converted = decoder_families.load(flat, like, _DIMS)
   return converted or blocks.restack_blocks(flat, like, block="blocks")
 

@@ -181,10 +181,7 @@ class Block(nn.Module):
       scale = self.param("logit_scale", init, (H, 1, 1))
       scale = jnp.exp(jnp.minimum(scale, math.log(100)))
     scores = jnp.einsum(
-      "bnlhk,bnshk->bnhls",
-      q_BNLHK,
-      k_BNSHK,
-      preferred_element_type=jnp.float32,
+      "bnlhk,bnshk->bnhls", q_BNLHK, k_BNSHK, preferred_element_type=jnp.float32
     )
     scores = scores * scale + self._bias_HLS()
     if far_NLS is not None:  # transformers adds -100, in version 2 twice.

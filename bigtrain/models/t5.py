@@ -261,7 +261,6 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Reads T5s of other programs, Switch Transformers, or another `scan`."""
   flat = conversions.normalise(flat)
   converted = t5_families.load(flat, like, _DIMS)
   return converted or blocks.restack_blocks(flat, like, block="blocks")

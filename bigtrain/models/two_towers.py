@@ -31,10 +31,8 @@ from bigtrain.models.published import (
 
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
 # Of the towers that published files have.
-_DIMS = {
-  **dims.under("img/", vit.DIMS),
-  **dims.under("txt/", text_transformer.DIMS),
-}
+_DIMS = dims.under("img/", vit.DIMS)
+_DIMS |= dims.under("txt/", text_transformer.DIMS)
 
 
 class Model(nn.Module):
@@ -179,7 +177,6 @@ def param_dims(model: Model) -> dims.Table:
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Comparable fields of a model: all those of its towers."""
   out_dim = values.get("out_dim")
   pair = (out_dim,) * 2 if isinstance(out_dim, int) else tuple(out_dim or ())
   result = {

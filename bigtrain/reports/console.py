@@ -250,7 +250,6 @@ class _Table(_Progress):
 
 
 def in_notebook() -> bool:
-  """Whether this process is the kernel of a notebook, such as Colab."""
   ipython = sys.modules.get("IPython")
   shell = ipython.get_ipython() if ipython else None
   return hasattr(shell, "kernel")
@@ -295,7 +294,6 @@ def metric_names(row: Mapping[str, Any]) -> list[str]:
 
 
 def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats the results in a row; empty without results."""
   results = [
     f"{name} {number(value)}"
     for name, value in row.items()

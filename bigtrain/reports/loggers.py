@@ -17,9 +17,7 @@ import numpy as np
 from bigtrain import settings
 from bigtrain.files import paths
 from bigtrain.reports import media
-
-Row = dict[str, Any]
-
+from bigtrain.reports.rows import Row
 
 _SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
 # First parts of names of training that have several.

@@ -159,10 +159,7 @@ class ImageFile(NamedTuple):
 
   content: bytes
   caption: str
-
-  @property
-  def width(self) -> int:
-    return int(struct.unpack(">I", self.content[16:20])[0])
+  width: int
 
 
 def read(workdir: str, path: str) -> Any:
@@ -179,7 +176,7 @@ def read(workdir: str, path: str) -> Any:
   except (OSError, ValueError):
     return None
   if suffix == ".png":
-    return ImageFile(data, png_caption(data))
+    return ImageFile(data, png_caption(data), int.from_bytes(data[16:20]))
   if suffix == ".jsonl":
     return Table([json.loads(line) for line in data.splitlines()], path)
   return json.loads(data) if suffix == ".json" else Text(data.decode(), path)

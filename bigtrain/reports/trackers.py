@@ -27,6 +27,8 @@ def check(name: str, options: Mapping[str, Any]) -> None:
 class _Tracker:
   """A run of W&B or trackio, which a restart in the same workdir continues."""
 
+  _text: Callable[[str], Any]
+
   def __init__(self, setup: loggers.Setup, library: Any, **options: Any):
     options["config"] = {**setup.config, **options.get("config", {})}
     self._setup, self._library = setup, library
@@ -49,9 +51,6 @@ class _Tracker:
       return library.Image(pixels, caption=value.caption or None)
     counts, _ = loggers.bins(value)
     return library.Histogram(np_histogram=(counts, value.edges))
-
-  def _text(self, text: str) -> Any:
-    raise NotImplementedError
 
   def flush(self) -> None:
     """Does nothing: the library decides when to write."""

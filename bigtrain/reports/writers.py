@@ -30,7 +30,6 @@ _PATIENCE_SECS = 120.0  # With a call of a logger, such as W&B's login.
 
 
 def read_options(config: settings.Config) -> dict[str, Any]:
-  """Reads config.tensorboard, wandb, mlflow and trackio for `Writers`."""
   options: dict[str, Any] = {"tensorboard": config.get("tensorboard", True)}
   for name in ("wandb", "mlflow", "trackio"):
     given = config.get(name)

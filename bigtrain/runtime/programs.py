@@ -174,7 +174,6 @@ class Programs:
 
 
 def from_config(config: settings.Config, mesh: Mesh) -> Programs:
-  """Reads eager, debug_nans, compiler_options and device_memory_bytes."""
   flags: Any = jax.config  # Such as --jax_debug_nans.
   debugs = flags.jax_debug_nans or flags.jax_debug_infs
   checked = config.get("debug_nans", False) or debugs

@@ -29,12 +29,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import dims, settings, trees
-from bigtrain.settings import (
-  ConfigError,
-  check_choice,
-  check_kwargs,
-  check_number,
-)
+from bigtrain.settings import ConfigError
 from bigtrain.sharding import memory
 from bigtrain.sharding.batches import replicated
 
@@ -180,7 +175,7 @@ def _axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
 
 def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
   """Splits the largest free dimension that divides, unless one is given."""
-  check_number("min_size", min_size, whole=True, error=TypeError)
+  settings.check_number("min_size", min_size, whole=True, error=TypeError)
   if dim is not None:
     return _on("fsdp", dim)
 
@@ -206,7 +201,7 @@ def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
 
 
 def _on(axis: str, dim: int) -> Layout:
-  check_number("dim", dim, whole=True, error=TypeError)
+  settings.check_number("dim", dim, whole=True, error=TypeError)
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     at = dim + len(shape) if dim < 0 else dim
@@ -299,10 +294,10 @@ def _parse_layout(text: str, key: str) -> Layout:
   first, last = [], []
   named_axes: set[str] = set()
   for name, args, kwargs in parsed:
-    make = _LAYOUTS[check_choice(key, name, _LAYOUTS)]
+    make = _LAYOUTS[settings.check_choice(key, name, _LAYOUTS)]
     signature = inspect.signature(make)
     given = list(signature.parameters)[: len(args)]
-    check_kwargs(make, kwargs, f"{key}.{name}", given=given)
+    settings.check_kwargs(make, kwargs, f"{key}.{name}", given=given)
     try:
       signature.bind(*args, **kwargs)
       layout = make(*args, **kwargs)
@@ -352,9 +347,7 @@ _OVER_TENSOR = {"H": True, "F": True, "G": False, "V": False}
 
 
 def place(
-  table: dims.Table,
-  shapes: Mapping[str, Shape],
-  sizes: Mapping[str, int],
+  table: dims.Table, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> dict[str, tuple[Shape, Placed]]:
   """{name: (shape, axes by dimension)} by the model's own rules."""
   splits = {name: _splits(table, name, x) for name, x in shapes.items()}

@@ -102,7 +102,7 @@ def test_an_encoder_decoder_reads_the_context_as_its_inputs(tmp_path):
     scores = [-NATS[row].sum(dtype=np.float64) for row in ids]
     hits.append(np.argmax(scores) == question["answer"])
   assert results["acc"] == results["accuracy"] == np.mean(hits)
-  row = choice.pair_window(BYTES, 8, " ", False, "What?", "no")
+  row = choice.pair_window(BYTES, 8, "What?", "no")
   assert BYTES.decode(row["inputs"][:5]) == "What?"
   assert row["inputs"].tolist()[5:] == [BYTES.eos_id, 0, 0]
   assert row["targets"].tolist() == [
@@ -111,7 +111,7 @@ def test_an_encoder_decoder_reads_the_context_as_its_inputs(tmp_path):
     *[0] * 5,
   ]
   with pytest.raises(ValueError, match="choice of 9 tokens does not fit"):
-    choice.pair_window(BYTES, 8, " ", False, "", "x" * 8)
+    choice.pair_window(BYTES, 8, "", "x" * 8)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain import settings
 from bigtrain.data.formats import files, row_files
-from bigtrain.settings import (
-  ConfigError,
-  DataError,
-  check_choice,
-  import_package,
-)
+from bigtrain.settings import ConfigError, DataError
 
 _TEXT = (
   "string large_string string_view binary large_binary binary_view".split()
@@ -34,7 +30,7 @@ class Feature(NamedTuple):
 def import_pyarrow() -> Any:
   by, install = "reading Parquet and Arrow files", "'bigtrain[parquet]'"
   for name in (".compute", ".ipc", ".parquet", ""):
-    pa = import_package(f"pyarrow{name}", by, install)
+    pa = settings.import_package(f"pyarrow{name}", by, install)
   return pa
 
 
@@ -56,6 +52,8 @@ class Rows(row_files.Rows):
   file's size.
   """
 
+  _table: Callable[[int, int], Any]
+
   def _open_tables(
     self,
     kind: str,
@@ -76,9 +74,6 @@ class Rows(row_files.Rows):
     self._features = find_features(schema, columns, f"{kind}: {self._paths[0]}")
     self.spec = {n: (f.kind, f.shape) for n, f in self._features.items()}
     self.class_names = class_names(schema)
-
-  def _table(self, file: int, part: int) -> Any:
-    raise NotImplementedError
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     batch = {}
@@ -139,7 +134,7 @@ def find_features(
 ) -> dict[str, Feature]:
   features: dict[str, Feature] = {}
   for name in schema.names if columns is None else columns:
-    check_choice(path, name, schema.names, "no column")
+    settings.check_choice(path, name, schema.names, "no column")
     features |= _features(schema.field(name).type, (name,))
   if not features:
     raise ConfigError(f"{path}: columns={columns!r}: expected at least one.")

@@ -1,8 +1,4 @@
-"""Sources of rows: values as in JSON, whose types come from the first rows.
-
-Strings become bytes (UTF-8), integers int64, other numbers float32, booleans
-bool, and lists arrays. Lists of strings, such as captions, may have any length.
-"""
+"""Sources of rows: values as in JSON, whose types come from the first rows."""
 
 import functools
 import json
@@ -114,7 +110,6 @@ class Rows:
     return batch
 
   def _check(self, indices: np.ndarray) -> None:
-    """Refuses files that have changed since they were opened."""
     first = {file: i for i, (file, _) in zip(indices, self._places(indices))}
     for file, i in first.items():
       if not paths.is_remote(self._paths[file]):

@@ -9,6 +9,7 @@ import os
 import struct
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from bigtrain.data.formats import files
@@ -21,18 +22,12 @@ _OVERHEAD = _HEADER.size + _FOOTER.size
 _ERRORS = (IndexError, OSError, ValueError, RuntimeError)
 
 
-def _crc32c() -> Any:
-  package = import_package("google_crc32c", "TFRecord", "google-crc32c")
-  return package.value
-
-
 def _masked(crc: int) -> int:
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def scan(path: str) -> np.ndarray:
   """Returns the offsets of N records and the file size, int64 [N + 1]."""
-  crc32c = _crc32c()
   starts, at = [], 0
   with open(path, "rb") as f:
     size = os.fstat(f.fileno()).st_size
@@ -42,7 +37,7 @@ def scan(path: str) -> np.ndarray:
       if len(header) < _HEADER.size:
         raise _truncated(path, at)
       data_size, crc = _HEADER.unpack(header)
-      if _masked(crc32c(header[:8])) != crc:
+      if _masked(google_crc32c.value(header[:8])) != crc:
         raise DataError(
           f"{path}, byte {at}: damaged record (the checksum of its length "
           "does not match); the start of the next record is unknown."
@@ -63,7 +58,6 @@ class TFRecordFiles:
 
   def __init__(self, paths: list[str]):
     self._paths = paths
-    self._crc32c = _crc32c()
     self._reader = files.Reader()
     self._offsets = files.offsets(paths, scan)
     self.counts = [len(o) - 1 for o in self._offsets]
@@ -77,7 +71,7 @@ class TFRecordFiles:
     footer = self._reader.read(path, stop - _FOOTER.size, _FOOTER.size)
     if len(data) < size or len(footer) < _FOOTER.size:
       raise _truncated(path, start)
-    if (_masked(self._crc32c(data)),) != _FOOTER.unpack(footer):
+    if (_masked(google_crc32c.value(data)),) != _FOOTER.unpack(footer):
       where = self.where(file, record)
       raise DataError(f"{where}: damaged record (its checksum does not match).")
     return data

@@ -94,7 +94,6 @@ class Block(nn.Module):
     options = self.options
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
-      """What a branch adds to the stream."""
       if options.layer_scale is not None:
         init = nn.initializers.constant(options.layer_scale)
         name, shape = f"layer_scale_{number}", y_BLD.shape[-1:]

@@ -52,7 +52,6 @@ class Layers(NamedTuple):
     )
 
   def experts(self) -> moe.Options | None:
-    """Options of the experts in a layer that has some."""
     return next(iter(self._experts()), None)
 
   def bias_rate(self) -> float:
@@ -83,7 +82,6 @@ class Layers(NamedTuple):
 
 
 def read_names(model: Any) -> dict[str, Any]:
-  """Returns the checked values of `kinds`, `layers` and `first_layers`."""
   kinds = model.kinds or {}
   if not isinstance(kinds, Mapping):
     raise settings.ConfigError(

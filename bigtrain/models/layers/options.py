@@ -50,7 +50,6 @@ def pick(cls: Any, fields: Any, **others: Any) -> Any:
 
 
 def subclass(cls: type, members: Mapping[str, Any]) -> type:
-  """A subclass of the same name, with other members."""
   names = ("__module__", "__qualname__", "__doc__")
   own = {name: getattr(cls, name) for name in names}
   return type(cls.__name__, (cls,), {**own, **members})

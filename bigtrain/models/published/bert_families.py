@@ -26,7 +26,6 @@ FAMILIES, _ARRAYS = families.load(
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts published arrays; None for a file in another layout."""
   names = {
     name.removeprefix("bert.")
     .removeprefix("roberta.")

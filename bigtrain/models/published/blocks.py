@@ -108,12 +108,11 @@ def restack_blocks(
     if parsed is None or new.get(key, old[key]) == old[key]:
       result[name] = value
       continue
-    numbered: dict[int, np.ndarray] = {}
-    if parsed.layer is not None:
-      numbered[parsed.layer] = value
-    else:
+    if parsed.layer is None:
       layers = old[key].layers(parsed.place, len(value))
-      numbered |= dict(zip(layers, value))
+      numbered = dict(zip(layers, value))
+    else:
+      numbered = {parsed.layer: value}
     for layer, value_i in numbered.items():
       place = new[key].stacked_at(layer)
       if place is None:

@@ -34,7 +34,6 @@ _PREFIXES = (
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts published arrays to our names and shapes."""
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.

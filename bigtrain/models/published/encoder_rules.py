@@ -7,29 +7,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain import settings
 from bigtrain.models.published import conversions, families
-from bigtrain.models.published.families import (
-  ConfigJson,
-  Family,
-  Rule,
-  choice,
-  converted,
-)
+from bigtrain.models.published.families import ConfigJson, Family, Rule
 
-_GELUS = {
-  "gelu": "gelu_erf",
-  "gelu_pytorch_tanh": "gelu",
-  "gelu_tanh": "gelu",
-  "gelu_new": "gelu",
-  "quick_gelu": "gelu_quick",
-}
+_GELUS = settings.read_table(__file__, "gelus.toml")
 _SITES = ("qkv", "out", "mlp", "patch")
 
 
 def patch() -> Rule:
   read = lambda size: tuple(size) if isinstance(size, list) else (size, size)
   write = lambda sizes: sizes[0] if len({*sizes}) == 1 else sizes
-  return converted("patch_size", "patch_size", 16, read, write)
+  return families.converted("patch_size", "patch_size", 16, read, write)
 
 
 def image_size() -> Rule:
@@ -110,7 +99,7 @@ def biases(**sites: str) -> Rule:
 
 def layer_scale(key: str, value: float) -> Rule:
   read = lambda x: x or value
-  return converted("layer_scale", key, value, read, lambda x: x)
+  return families.converted("layer_scale", key, value, read, lambda x: x)
 
 
 def dinov2_width() -> Rule:
@@ -245,7 +234,7 @@ def timm_positions() -> Rule:
 
 
 def timm_pooling() -> Rule:
-  pools = choice(
+  pools = families.choice(
     "pool_type", "global_pool", dict(token="tok", avg="gap", map="map")
   )
 
@@ -319,7 +308,7 @@ def towers(vision: Family, text: Family) -> Rule:
 
 def clip_dim() -> Rule:
   read, write = lambda x: (x, x), lambda pair: pair[0]
-  return converted("out_dim", "projection_dim", 512, read, write)
+  return families.converted("out_dim", "projection_dim", 512, read, write)
 
 
 def siglip_dim() -> Rule:

@@ -87,7 +87,6 @@ class Family(NamedTuple):
   def read(
     self, path: str, values: Mapping[str, Any], unread: Collection[str] = ()
   ) -> "dict[str, Field]":
-    """Returns the fields of config.json's values, without `unread` keys."""
     values = {self.aliases.get(key, key): x for key, x in values.items()}
     config = ConfigJson(path, {**self.absent(), **values})
     method = (values.get("quantization_config") or {}).get("quant_method")
@@ -135,7 +134,6 @@ class Family(NamedTuple):
     }
 
   def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a model's canonical fields."""
     first = lambda x: x[0] if isinstance(x, ByLayer) else x
     config = {
       "architectures": [self.architecture],

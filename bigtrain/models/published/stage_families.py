@@ -61,7 +61,6 @@ def load(
   like: Mapping[str, Any],
   param_dims: dims.Table = DIMS,
 ) -> dict[str, Any] | None:
-  """Converts published arrays; None for a file in another layout."""
   if not any(re.search(r"\b(stages|layers)\.", name) for name in flat):
     return None
   kinds = "|".join(layouts.families)

@@ -56,7 +56,6 @@ def _unstacked(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Comparable fields of a model."""
   moe = values.get("moe")
   if moe is not None and not isinstance(moe, Mapping):
     moe = moe._asdict() | {"normalize": moe.normalizes()}

@@ -111,11 +111,8 @@ def load(
     if entry is None:
       continue
     get = functools.partial(_get, params, arrays, used, entry, place.name)
-    if place.stacked:
-      value = _stack([get({"i": i}) for i in place.layers])
-    else:
-      value = get({"i": place.layers[0]})
-    result[name] = value
+    values = [get({"i": i}) for i in place.layers]
+    result[name] = _stack(values) if place.stacked else values[0]
   result |= {name: x for name, x in arrays.items() if name not in used}
   return result | remarks
 
@@ -151,12 +148,11 @@ def _compare(
   for name in names:
     if name not in flat or original not in flat:
       continue
-    remark = Remark("merged", f"equals {original}")
+    remarks[name] = Remark("merged", f"equals {original}")
     if not _equal(flat[name], flat[original]):
       array = conversions.describe(flat[name])
       text = f"{array}, which differs from {original}; {advice}"
-      remark = Remark("unused", text)
-    remarks[name] = remark
+      remarks[name] = Remark("unused", text)
   return remarks
 
 
@@ -201,8 +197,7 @@ def _places(shapes: Shapes) -> dict[str, _Place]:
     if block.layer is not None:
       places[name] = _Place(table_name, (block.layer,), False)
     else:
-      layout = layouts[block.key]
-      layers = layout.layers(block.place, shape[0])
+      layers = layouts[block.key].layers(block.place, shape[0])
       places[name] = _Place(table_name, tuple(layers), True)
   return places
 

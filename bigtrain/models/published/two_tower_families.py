@@ -24,7 +24,6 @@ _PATCHES = "vision_model.embeddings.patch_embedding"
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts published arrays; None for a file in another layout."""
   kernel = flat.get(f"{_PATCHES}.weight")
   of_patches = kernel is not None and len(kernel.shape) == 2
   names = [n for n in FAMILIES if of_patches == (n == "siglip2")]

@@ -26,7 +26,6 @@ _PREFIXES = (
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts published arrays; None for a file in another layout."""
   prefixes = [x for x in _PREFIXES if any(n.startswith(x) for n in flat)]
   names = {name: name for name in flat}
   for prefix in prefixes:
@@ -44,7 +43,6 @@ def load(
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Comparable fields of a model."""
   rope = values.get("rope")
   if rope is not None and not isinstance(rope, Mapping):
     rope = {name: x for name, x in rope._asdict().items() if x}

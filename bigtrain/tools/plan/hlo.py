@@ -179,12 +179,8 @@ def _closing(text: str, start: int) -> int:
 # reduce-scatter but an all-reduce and a slice, which GPU and TPU compilers fuse
 # into a reduce-scatter, so that pair counts as one.
 
-KINDS = (
-  "all-gather",
-  "reduce-scatter",
-  "all-reduce",
-  "all-to-all",
-  "collective-permute",
+KINDS = tuple(
+  "all-gather reduce-scatter all-reduce all-to-all collective-permute".split()
 )
 _OTHER_NAMES = {
   "ragged-all-to-all": "all-to-all",
@@ -445,8 +441,6 @@ def cycles(
 
 @dataclasses.dataclass
 class _CycleReader:
-  """Adds up the costs of a program."""
-
   module: Module
   clock_hertz: float
   flops_per_cycle: float

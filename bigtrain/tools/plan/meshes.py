@@ -4,21 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import sharding
+from bigtrain import settings, sharding
 from bigtrain.data.formats import windows
 from bigtrain.settings import ConfigError
 
 AXES = sharding.AXES
 
-# Features of common image data sets. Preprocessing ops report others that they
-# need.
-_USUAL_FEATURES = {
-  "image": "jpeg[375,500,3]",
-  "label": "int64",
-  "labels": "int64[?]",
-  "text": "text",
-  "captions/text": "text[?]",
-}
+_USUAL_FEATURES = settings.read_table(__file__, "features.toml")
 
 # {"devices", the axes, "batch_size", "microbatches"}.
 Mesh = dict[str, int]

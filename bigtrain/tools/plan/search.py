@@ -97,7 +97,6 @@ Compile = Callable[[Candidate, float], dict[str, Any] | None]
 def candidates(
   config: Mapping[str, Any], devices: int, traced: Sizes, target: Hardware
 ) -> list[Candidate]:
-  """Returns all ways to run a config with its own batch."""
   size = config["input"]["batch_size"]
   policies = POLICIES if traced.has_remat_policy else [None]
   of_model = estimate.blocks(config)

@@ -37,7 +37,6 @@ def text(
 
 
 def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
-  """The lines of table.jinja."""
   axes = list(sharding.BATCH_AXES)
   if not all(r["sequence"] == r["tensor"] == 1 for r in rows):
     axes += ["sequence", "tensor"]

@@ -8,14 +8,9 @@ from typing import Any
 
 from bigtrain import settings
 from bigtrain.reports import console
+from bigtrain.tools.report import panels
 from bigtrain.tools.report.charts import FROM_ZERO
-from bigtrain.tools.report.panels import (
-  ACCOUNT_COLORS,
-  ACCOUNT_NAMES,
-  Panel,
-  Run,
-  panels,
-)
+from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -28,7 +23,7 @@ _STYLE = pathlib.Path(__file__).with_name("curves.mplstyle")
 _SIZE = (5.2, 3.3)  # Inches per panel.
 
 
-def _draw(ax: Any, panel: Panel) -> None:
+def _draw(ax: Any, panel: panels.Panel) -> None:
   for s in panel.series:
     style: dict[str, Any] = dict(color=s.color, linestyle=s.line)
     if len(s.values) <= 30:  # Few enough for markers.
@@ -121,7 +116,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
   from matplotlib.figure import Figure
 
   figures = []
-  for panel in panels(runs):
+  for panel in panels.panels(runs):
     figure = Figure(figsize=_SIZE, layout="constrained")
     _draw(figure.subplots(), panel)
     figures.append((panel.name, figure))
@@ -137,7 +132,7 @@ def _overview(runs: Sequence[Run]) -> Any:
   """Draws up to six panels in two rows, for a README."""
   from matplotlib.figure import Figure
 
-  shown = panels(runs)
+  shown = panels.panels(runs)
   # Loss and evaluations come first; speed and learning rate always fit.
   last = [p for p in shown if p.title in ("Throughput", "Learning rate")]
   shown = [p for p in shown if p not in last][: 6 - len(last)] + last

@@ -78,7 +78,7 @@ def _time(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def _facts(run: Run) -> dict[str, str]:
   newest = run.starts[-1] if run.starts else {}
-  accounts = run.accounts()
+  spent = sum(run.accounts().values())
   devices = newest.get("devices")
   flops = run.last("model_flops_per_step")
   speed = [f"{w}_per_sec" for w in ("tokens", "examples")]
@@ -91,9 +91,7 @@ def _facts(run: Run) -> dict[str, str]:
     "Examples seen": markup.number(run.last("examples_seen"), ",.0f"),
     "Tokens seen": markup.number(run.last("tokens_seen"), ",.0f"),
     "Devices": f"{devices} x {newest.get('device_kind')}" if devices else "",
-    "Wall-clock time": console.duration(sum(accounts.values()))
-    if accounts
-    else "",
+    "Wall-clock time": console.duration(spent) if spent else "",
     "Device hours": markup.number(run.last("device_hours")),
     "Restarts": markup.number(run.last("restarts") or 0, ",.0f"),
     "Model GFLOPs per step": markup.number(flops and flops * 1e-9),
