@@ -17,7 +17,8 @@ class Units:
 
   def to_steps(self, amount: float, unit: str, key: str) -> int:
     """Whole steps in `amount` units: rounded, and at least one unless 0."""
-    settings.check_number(key, amount, least=0)
+    most = 100 if unit == "percent" else None
+    settings.check_number(key, amount, least=0, most=most)
     epoch, tokens = self.examples_per_epoch, self.tokens_per_example
     scale = {
       "steps": 1,

@@ -264,7 +264,8 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
     config.path: plain,
     f"{config.path}.teacher": plain.get("teacher"),
   }
-  if "model_name" not in (teachers := plain.get("teacher") or {}):
+  teachers = config.kwargs("teacher") if plain.get("teacher") else {}
+  if "model_name" not in teachers:
     parts |= {f"{config.path}.teacher.{n}": x for n, x in teachers.items()}
   for path, part in parts.items():
     model = part.get("model") if isinstance(part, dict) else None

@@ -41,7 +41,11 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
   """
   options = sorted(set(map(str, options)))
   by_lower_case = {option.lower(): option for option in options}
-  near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1)
+  typed = str(name).lower()
+  # "max_steps" and "epochs" are other programs' names of a run's length.
+  total = "total_" + re.sub("^(num|max)_", "", typed)
+  near = [o for o in by_lower_case if o == total or sorted(o) == sorted(typed)]
+  near = near or difflib.get_close_matches(typed, by_lower_case, n=1)
   near = [by_lower_case[option] for option in near]
   if not near:  # Abbreviations and longer forms: "lr" against "lr_mults".
     near = [o for o in options if o.startswith(str(name)) and name][:1]
@@ -155,7 +159,8 @@ class Config:
 
   def misspelled(self, key: str) -> str:
     unused = [k for k in self._data if k not in self._asked]
-    near = difflib.get_close_matches(key, unused, n=1)
+    # Above the likeness of two keys of the program, as log_ and total_steps.
+    near = difflib.get_close_matches(key, unused, n=1, cutoff=0.75)
     return f" (is {self.path}.{near[0]} a misspelling of it?)" if near else ""
 
   def __getattr__(self, key: str) -> Any:
@@ -206,7 +211,10 @@ class Config:
     for key, value in self._data.items():
       if key not in self._asked:
         # Names in the config count too: the command line may have meant one.
-        hint = did_you_mean(key, self._asked)
+        inside = [k for k in flatten(self._data) if k.endswith(f".{key}")]
+        inside.sort(key=lambda name: name.count("."))
+        names = inside[:1] or self._asked
+        hint = did_you_mean(inside[0] if inside else key, names)
         lines.append(f"{self.path}.{key}: unknown key.{hint}")
       elif isinstance(value, dict) and key not in self._whole:
         lines += self.get(key).unread()
@@ -363,7 +371,7 @@ def _typed(text: str, old: Any, where: str) -> Any:
       return type(old)(value)
   elif isinstance(old, list | tuple) and isinstance(value, list | tuple):
     return type(old)(value)
-  elif isinstance(old, dict) and isinstance(value, dict | str):
+  elif isinstance(old, dict) and isinstance(value, dict | list | tuple | str):
     return value
   kind = type(old).__name__
   raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")

@@ -69,7 +69,13 @@ MISSPELLED = [
   ({"schedule": None, "shedule": {}}, r"config.shedule: .* mean 'schedule'"),
   ({"keep_ckpt": 3}, r"config.keep_ckpt: .* mean 'keep_ckpts'"),
   ({"grad_clip_nrm": 1.0}, r"config.grad_clip_nrm: .* 'grad_clip_norm'"),
+  ({"num_epochs": 3}, r"config.num_epochs: .* mean 'total_epochs'"),
+  ({"batch_size": 4}, r"config.batch_size: .* mean 'input.batch_size'"),
   # Required keys.
+  (
+    {"total_steps": None, "log_steps": 2},
+    r"config.total_steps: missing; give",
+  ),
   ({"total_steps": None, "totl_steps": 6}, r"config.total_steps.*totl_steps"),
   ({"task": None, "tsk": "x"}, r"config.task: missing .is config.tsk a mis"),
   ({"input": None, "inputs": {}}, r"config.input: missing .is config.inputs"),
@@ -95,6 +101,10 @@ MISSPELLED = [
   ),
   ({"watchdog": dict(stp_secs=9)}, r"config.watchdog.stp_secs: .*'step_secs'"),
   # In an evaluator.
+  (
+    {"evals.vall": dict(num_examples=5)},
+    r"config.evals.vall: has no type and no pred. Did you mean 'val'",
+  ),
   ({"evals.val.topk": [1]}, r"config.evals.val.topk: .* mean 'top_k'"),
   ({"evals.val.wieghts": "ema"}, r"evals.val.wieghts: .* mean 'weights'"),
   ({"evals.val.enabld": True}, r"evals.val.enabld: .* mean 'enabled'"),
@@ -130,6 +140,7 @@ UNKNOWN = [
     {"pp_modules": ("tiny.ops",), "input.pp": "drop('id')"},
     r"config.pp_modules: cannot import 'tiny.ops'",
   ),
+  ({"optimizer.name": "adma"}, r"config.optimizer.*'adma'.* mean 'adam'"),
   ({"optimizer.name": "adm"}, r"config.optimizer.*'adm'.* mean 'adam'"),
   ({"schedule.decay_type": "cosin"}, r"decay_type: .* mean 'cosine'"),
   ({"sharding": [(".*", "fsd")]}, r"config.sharding.0.: .* mean 'fsdp'"),
@@ -199,6 +210,15 @@ UNFIT = [
   ({"mesh": dict(replica=3)}, r"config.mesh: replica=3 .* there are 8 devices"),
   ({"input.data.slice": "[:0]"}, r"config.input.data: .*no example"),
   ({"input.data.path": "x.npz"}, r"config.input.data: .*x.npz.*no such file"),
+  ({"evals.val.batch_size": 0}, r"val.batch_size: expected .* at least 1"),
+  ({"evals.val.num_examples": -1}, r"num_examples: expected .* at least 1"),
+  ({"peak_flops_per_device": "x"}, r"peak_flops_per_device: expected a number"),
+  ({"sharding": "replicated"}, r"config.sharding: .* list .* 'replicated'"),
+  ({"teacher": "x"}, r"config.teacher: expected a dict .* 'x'"),
+  (
+    {"ema_decay": 0.9, "ema_start_percent": 200},
+    r"config.ema_start_percent: expected .* at most 100, got 200",
+  ),
   ({"evals.val": 3}, r"config.evals.val: expected a dict"),
   ({"total_epochs": 2}, r"total_steps and config.total_epochs: give .* once"),
   ({"total_steps": 0}, r"config.total_steps"),

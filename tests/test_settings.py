@@ -310,6 +310,7 @@ BASE = dict(
     ("sizes=3,4", "sizes", (3, 4)),
     ("none=5", "none", 5),
     ("none=word", "none", "word"),
+    ("model=[('a', None)]", "model", [("a", None)]),
     ("model={'depth': 2}", "model", {"depth": 2}),
     ("added=0.5", "added", 0.5),
   ],

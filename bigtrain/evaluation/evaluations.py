@@ -189,12 +189,15 @@ def from_config(
     if isinstance(sizes.get(feature), parts.ClassCount)
   }
   at_start = config.get("eval_at_start", False)
-  for name in config.get("evals", {}):
+  for name in config.get("evals") or {}:
     options = config.evals.kwargs(name)
     if not options.pop("enabled", True):
       continue
     path = f"config.evals.{name}"
     required = settings.Config(options, path)
+    if not {"type", "pred"} & {*options}:  # Perhaps a change of another one.
+      hint = settings.did_you_mean(name, {*config.evals} - {name})
+      raise settings.ConfigError(f"{path}: has no type and no pred.{hint}")
     kind, pred = required["type"], required["pred"]
     module = parts.find_module("evaluators", kind, f"{path}.type")
     del options["type"], options["pred"]
@@ -299,6 +302,11 @@ def _check_batches(options: Mapping[str, Any], context: Context) -> None:
       vocab_sizes=context.vocab_sizes,
       path=path,
     )
+  for name in ("batch_size", "num_examples"):
+    if options.get(name) is not None:
+      settings.check_number(
+        f"{path}.{name}", options[name], least=1, whole=True
+      )
   if size := options.get("batch_size"):
     sharding.check_batch(size, context.mesh, f"{path}.batch_size")
 

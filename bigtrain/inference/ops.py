@@ -99,7 +99,7 @@ def _candidates(
   option: str,
 ) -> Iterator[tuple[str, str]]:
   """Yields (location, ops) of a config, the best first."""
-  evals = config.get("evals", {})
+  evals = config.get("evals") or {}
   if evaluation is not None:
     problem = "the run has no evaluation"
     check_choice(f"{_CALLER}: evaluation", evaluation, evals, problem)
@@ -209,14 +209,14 @@ def pred_kw(
   config: Mapping[str, Any], pred: str, evaluation: str | None
 ) -> dict[str, Any]:
   """Options of a predict function, from the run's first evaluation with it."""
-  for name, entry in sorted(config.get("evals", {}).items()):
+  for name, entry in sorted((config.get("evals") or {}).items()):
     if entry.get("pred") == pred and evaluation in (None, name):
       return dict(entry.get("pred_kw", {}))
   return {}
 
 
 def evaluated_names(config: Mapping[str, Any]) -> Sequence[str] | str:
-  for _, entry in sorted(config.get("evals", {}).items()):
+  for _, entry in sorted((config.get("evals") or {}).items()):
     if "class_names" in entry:
       return entry["class_names"]
   raise ConfigError(

@@ -27,7 +27,7 @@ from absl import logging
 from jax.extend import core as jex_core
 
 from bigtrain import model_flops, settings
-from bigtrain.settings import Config
+from bigtrain.settings import Config, check_number
 
 _Share = Callable[[str], fractions.Fraction]
 
@@ -207,7 +207,9 @@ _TERA = settings.read_table(__file__, "peak_flops.toml")
 
 
 def read_peak_flops(config: Config, device: Any) -> float | None:
-  return config.get("peak_flops_per_device") or peak_flops(device)
+  if (given := config.get("peak_flops_per_device")) is not None:
+    check_number("config.peak_flops_per_device", given, above=0)
+  return given or peak_flops(device)
 
 
 def peak_flops(device: Any) -> float | None:

@@ -227,7 +227,7 @@ def from_config(
 def _check_evaluations(
   hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
 ) -> None:
-  evals = list(config.get("evals", {}))
+  evals = list(config.get("evals") or {})
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")
     if slash and prefix not in (*evals, *hook_names, *console.PREFIXES):

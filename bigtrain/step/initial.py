@@ -105,6 +105,10 @@ def sharding_rules(
     pattern = f"(.*/)?{re.escape(re.sub('^(params|base)/', '', name))}"
     rules.append((pattern, layout))
   given = config.get("sharding", sharding.DEFAULT_RULES)
+  if not isinstance(given, list | tuple):
+    raise settings.ConfigError(
+      f"config.sharding: expected a list of (regex, layout), got {given!r}."
+    )
   params = trees.merge(boxed["params"], boxed.get("base", {}))
   named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
   param_shapes = {name: tuple(x.shape) for name, x in named}

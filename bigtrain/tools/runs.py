@@ -9,6 +9,7 @@ stopped, before its last step; failed, with an error; lost: its process is gone
 without an end.
 """
 
+import itertools
 import os
 import shlex
 import sys
@@ -139,6 +140,10 @@ def main(argv: Sequence[str]) -> int:
       f"{args.folder}: contains no run: no folder with run.json and "
       "config.json."
     )
+  if args.metric:
+    written = itertools.chain(*map(rows.read_rows, workdirs))
+    names = {name for row in written for name in row}
+    ranking.choose(names, args.metric, args.mode)
   lines = [describe(path, args.metric, args.mode) for path in workdirs]
   print(table(lines, time.time()))
   return 0

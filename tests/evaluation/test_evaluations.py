@@ -122,6 +122,7 @@ def test_no_data_is_opened_before_the_evaluation_is_due(tmp_path):
 
 def test_a_disabled_entry_is_not_checked():
   assert from_config({"a": entry(enabled=False, type="unheard_of")}) == []
+  assert from_config(None) == []  # --config.evals=None switches all off.
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,13 @@ def test_states(folder, capsys):
 
 
 @pytest.mark.parametrize(
-  "name, message", [("none", "no such folder"), ("runs/empty", "no run")]
+  "arguments, message",
+  [
+    ("none", "no such folder"),
+    ("runs/empty", "no run"),
+    ("runs --metric=val/accc", "Did you mean 'val/acc'?"),
+  ],
 )
-def test_mistakes_give_a_one_line_error(folder, capsys, name, message):
-  assert tool.main([name]) == 2
+def test_mistakes_give_a_one_line_error(folder, capsys, arguments, message):
+  assert tool.main(arguments.split()) == 2
   assert message in capsys.readouterr().err
