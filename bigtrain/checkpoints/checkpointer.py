@@ -294,8 +294,7 @@ class Checkpointer:
   def _commit(
     self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
   ) -> None:
-    problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
-    if problems:
+    if problems := integrity.inspect(job.tmp, self._manifest(job, job.arrays)):
       hint = " Do all hosts see the same workdir?" * (jax.process_count() > 1)
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"

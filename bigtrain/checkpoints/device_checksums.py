@@ -79,13 +79,8 @@ def _program(
     return _sum(x, tuple(starts), shape)[None]
 
   # Devices with the same shard give results of their own.
-  of_shards = jax.shard_map(
-    of_shard,
-    mesh=mesh,
-    in_specs=spec,
-    out_specs=PartitionSpec(mesh.axis_names),
-    check_vma=False,
-  )
+  specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.axis_names))
+  of_shards = jax.shard_map(of_shard, mesh=mesh, check_vma=False, **specs)
   return jax.jit(lambda x: of_shards(on_device(x)))
 
 

@@ -345,8 +345,8 @@ class LocalCheckpoints:
     self._off = True
     logging.warning(
       "This process keeps no more local checkpoints, and its earlier ones are "
-      "removed: %s. The workdir's are not affected.",
-      disk.reason(error, self._root),
+      f"removed: {disk.reason(error, self._root)}. The workdir's are not "
+      "affected."
     )
     _remove(self._own)
 

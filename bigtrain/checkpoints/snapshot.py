@@ -151,12 +151,9 @@ def _make_plan(
     holders = choices[chosen[name]]
     for _, device in holders:
       load[device] = load.get(device, 0) + x.nbytes // len(holders)
-    arrays[name] = Array.describe(
-      x.shape,
-      x.dtype,
-      _block_shape(x, choices, chosen[name]),
-      _sharding_json(x.sharding),
-    )
+    block = _block_shape(x, choices, chosen[name])
+    layout = _sharding_json(x.sharding)
+    arrays[name] = Array.describe(x.shape, x.dtype, block, layout)
   sources, pieces = [], []
   for i, (name, x) in enumerate(named):
     if isinstance(x, jax.Array):

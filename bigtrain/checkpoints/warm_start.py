@@ -95,11 +95,9 @@ def load_params(
     available[name].shape == tuple(specs[name].shape) for name in available
   )
   if source.convert:
+    takes = convert or (lambda flat, like: like)
     check_kwargs(
-      convert or (lambda flat, like: like),
-      source.convert,
-      f"{key}.convert",
-      given=("flat", "like"),
+      takes, source.convert, f"{key}.convert", given=("flat", "like")
     )
   if convert is not None and not fits:
     arrays = file.read(list(names.values()))
@@ -116,7 +114,6 @@ def load_params(
       f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
       f"initialisation: {', '.join(sorted(fresh))}"
     )
-
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
   if file.checkpoint and not values:
     directory, manifest, places = file.checkpoint
@@ -144,7 +141,6 @@ def load_variables(
   module: Any,
   key: str = "config.model_init",
 ) -> dict[str, Any]:
-
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: x for name, x in variables.items() if name != "params"}
     return {**variables["params"], **rest}
@@ -239,11 +235,9 @@ def check_published(
   if fields is None:
     if not any("/" in name for name in arrays):  # Not names of ours.
       logging.warning(
-        "%s: there is no config.json beside %s, so its number of heads, its "
-        "rotary embeddings and the like cannot be compared with %s.model.",
-        key,
-        file,
-        path,
+        f"{key}: there is no config.json beside {file}, so its number of heads,"
+        " its rotary embeddings and the like cannot be compared with "
+        f"{path}.model."
       )
     return
   for name in source.allow_changed:

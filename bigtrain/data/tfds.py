@@ -141,11 +141,8 @@ def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _import_tfds() -> Any:
   host_tensorflow.load()  # Keeps TensorFlow off the accelerators.
-  return settings.import_package(
-    "tensorflow_datasets",
-    "tfds: reading it",
-    "tensorflow-datasets importlib_resources",
-  )
+  by, packages = "tfds: reading it", "tensorflow-datasets importlib_resources"
+  return settings.import_package("tensorflow_datasets", by, packages)
 
 
 def _builder(

@@ -99,11 +99,9 @@ class Source:
     self._windows = windows.Selected(plan, "", slice, "tokens")
     self._maps = files.handles(lambda name: self._by_name[name].map())
     self._by_name = {shard.path: shard for shard in self._shards}
+    knows_bytes = self._bytes_per_token is not None
     self.spec = windows.spec(
-      length,
-      segments=self._segments,
-      last=last,
-      num_bytes=self._bytes_per_token is not None,
+      length, segments=self._segments, last=last, num_bytes=knows_bytes
     )
 
   def _read_manifest(

@@ -85,11 +85,8 @@ class Evaluator:
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
     values = metrics.host_values(self._outputs(variables))
     if "confidence" in values:
-      values["ece"] = calibration_error(
-        values["confidence"].counts,
-        values.pop("_hits").counts,
-        values.pop("_confidences").counts,
-      )
+      sums = [values.pop(name).counts for name in ("_hits", "_confidences")]
+      values["ece"] = calibration_error(values["confidence"].counts, *sums)
     return values
 
 

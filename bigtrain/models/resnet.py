@@ -185,16 +185,18 @@ class Conv(nn.Conv):
     return value / (jnp.sqrt(variance_D) + of_std)
 
 
-class BlockV1(nn.Module):
+class _Block(nn.Module):
+  channels: int
+  stride: int
+  layers: Layers
+
+
+class BlockV1(_Block):
   """Convolutions 1x1, 3x3, 1x1, normalised after each.
 
   The last scale starts at zero, so that the block starts as its shortcut:
   https://arxiv.org/abs/1706.02677.
   """
-
-  channels: int
-  stride: int
-  layers: Layers
 
   @nn.compact
   def __call__(self, x_BHWD: jax.Array) -> jax.Array:
@@ -209,16 +211,12 @@ class BlockV1(nn.Module):
     return nn.relu(x_BHWD + self.layers.drop(y_BHWD, self))
 
 
-class BlockV2(nn.Module):
+class BlockV2(_Block):
   """Convolutions 1x1, 3x3, 1x1, normalised before each.
 
   The last convolution starts at zero. A zero scale would stay zero: the ReLU
   that follows has no gradient there.
   """
-
-  channels: int
-  stride: int
-  layers: Layers
 
   @nn.compact
   def __call__(self, x_BHWD: jax.Array) -> jax.Array:

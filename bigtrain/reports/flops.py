@@ -58,8 +58,7 @@ def mfu(
 def _flops(jaxpr: Any, share: _Share) -> fractions.Fraction:
   total = fractions.Fraction(0)
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    flops = _eqn_flops(eqn, share)
-    if flops:  # Most operations have none.
+    if flops := _eqn_flops(eqn, share):  # Most operations have none.
       # The name stacks of nested jaxprs begin anew.
       total += flops * share(str(eqn.source_info.name_stack))
   return total

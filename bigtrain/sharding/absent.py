@@ -101,7 +101,6 @@ def tell_cudnn(description: str) -> None:
 
   major, minor, patch = numbers("dnn_version_info")
   capability = numbers("cuda_compute_capability")[:2]
-
   asked = lambda text: [int(n) for n in text.split(".")]
   cudnn.check_cudnn_version = lambda: major * 10_000 + minor * 100 + patch
   cudnn.check_compute_capability = lambda text: capability >= asked(text)

@@ -22,22 +22,15 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from bigtrain import settings
 from bigtrain.settings import Config, ConfigError, check_kwargs, check_number
 from bigtrain.sharding import absent
 
 BATCH_AXES = ("replica", "fsdp")
 AXES = ("replica", "pipeline", "fsdp", "sequence", "tensor")
 
-# What an axis sends over the network between slices in each step, for the
-# warning; "part" is (n - 1) / n.
-_TRAFFIC = {
-  "fsdp": "in each microbatch, a device sends 3 x {part:.2f} x the bytes of "
-  "the parameters of its tensor group",
-  "sequence": "every attention sends 2 x {part:.2f} x its keys and values, and "
-  "every step 2 x {part:.2f} x the gradients of a device",
-  "tensor": "every block sends 8 x {part:.2f} x its activations (tokens x "
-  "width), 4 forward and 4 backward",
-}
+# What an axis sends between slices, for the warning.
+_TRAFFIC = settings.read_table(__file__, "traffic.toml")
 
 
 class Schedule(NamedTuple):

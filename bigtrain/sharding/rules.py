@@ -84,11 +84,8 @@ def with_shardings(shapes: Any, shardings: Any = None) -> Any:
   """Specs of arrays or shapes with shardings, by default the arrays' own."""
   if shardings is None:
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    shardings,
-  )
+  spec = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(spec, shapes, shardings)
 
 
 def state_shardings(

@@ -65,8 +65,7 @@ def tokenize(
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
   os.makedirs(output, exist_ok=True)
   with _locked(output):
-    finished = _start(output, plan)
-    if finished is not None:
+    if (finished := _start(output, plan)) is not None:
       return finished
     recipe = token_writer.Recipe(
       tokenizer, plan["dtype"], plan["eos_id"], plan["bos_id"], skip_errors

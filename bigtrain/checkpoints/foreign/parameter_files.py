@@ -64,12 +64,12 @@ def open_file(
   published = safetensors_files.is_folder(path)
   if not paths.is_remote(path):
     try:
-      folder = jax_folders.find(path, step)
-      if folder is not None:
-        opened = _open_folder(folder, choose)
-        if step in (None, opened.step):
-          return opened
-        raise ValueError(f"it is of step {opened.step}, not {step}")
+      if (folder := jax_folders.find(path, step)) is not None:
+        stored, saved_step = jax_folders.open_folder(folder)
+        arrays = {name: stored[full] for name, full in choose(stored).items()}
+        if step in (None, saved_step):
+          return _of_arrays(arrays, saved_step)
+        raise ValueError(f"it is of step {saved_step}, not {step}")
     except (ValueError, OSError) as e:
       raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
   if not path.endswith((".npz", ".safetensors")) and not published:
@@ -116,8 +116,7 @@ def _open_checkpoint(
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
     stored = [full_names[name] for name in names]
-    problems = integrity.inspect(directory, manifest, stored)
-    if problems:
+    if problems := integrity.inspect(directory, manifest, stored):
       raise DamagedError(f"{directory}: damaged: {problems[0]}.")
     parts = [
       (full_names[name], (slice(None),) * len(arrays[name].shape))
@@ -130,12 +129,6 @@ def _open_checkpoint(
   if averaged and not as_stored:
     return File(specs, read, step=manifest.step)
   return File(specs, read, (directory, manifest, full_names), manifest.step)
-
-
-def _open_folder(path: str, choose: _Choose) -> File:
-  folder = jax_folders.open_folder(path)
-  arrays = {n: folder.arrays[full] for n, full in choose(folder.arrays).items()}
-  return _of_arrays(arrays, folder.step)
 
 
 def _of_arrays(arrays: Mapping[str, Any], step: int = 0) -> File:
@@ -179,11 +172,9 @@ def _full_names(
     else:
       others[full_name.split("/")[0]] += 1
   if others:
+    skipped = ", ".join(f"{name} ({n})" for name, n in others.items())
     logging.info(
-      "%s: only arrays of the tree %r are read; skipped: %s.",
-      key,
-      tree,
-      ", ".join(f"{name} ({n})" for name, n in others.items()),
+      f"{key}: only arrays of the tree {tree!r} are read; skipped: {skipped}."
     )
   return full_names
 

@@ -49,12 +49,10 @@ def read(path: str) -> dict[str, np.ndarray]:
   arrays: dict[str, np.ndarray] = {}
   for name in sorted(set(file_of.values())):
     of_file = _read_file(os.path.join(path, name))
-    twice = sorted(set(arrays) & set(of_file))
-    if twice:
+    if twice := sorted(set(arrays) & set(of_file)):
       raise ValueError(f"{twice[0]!r} is in several files of {INDEX}")
     arrays |= of_file
-  missing = sorted(set(file_of) - set(arrays))
-  if missing:
+  if missing := sorted(set(file_of) - set(arrays)):
     raise ValueError(f"{missing[0]!r} of {INDEX} is in none of its files")
   return arrays
 

@@ -212,10 +212,8 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
   with arrow_columns.errors(f"{path}: cannot open it") as pa:
     metadata = pa.parquet.read_metadata(path)
-  sizes = [
-    metadata.row_group(i).total_byte_size
-    for i in range(metadata.num_row_groups)
-  ]
+  groups = map(metadata.row_group, range(metadata.num_row_groups))
+  sizes = [group.total_byte_size for group in groups]
   rows = [Part(path, "parquet", "", i, i + 1, n) for i, n in enumerate(sizes)]
   return [
     group[0]._replace(

@@ -93,8 +93,7 @@ class _OpenBins:
     filled = fits[:whole]
     bins = [_ranges(self._start[filled], self._count[filled], each[:whole])]
     self._room[filled] -= each[:whole] * size
-    left = number - (int(placed[whole - 1]) if whole else 0)
-    if left:
+    if left := number - (int(placed[whole - 1]) if whole else 0):
       bins.append(self._split(int(fits[whole]), size, left))
     keep = self._room >= self._smallest
     self._start, self._count = self._start[keep], self._count[keep]

@@ -84,16 +84,13 @@ class ArrayRecordFiles:
   """The records of several ArrayRecord files; `counts` for each file."""
 
   def __init__(self, paths: list[str]):
-    array_record_module = import_package(
-      "array_record.python.array_record_module",
-      "ArrayRecord",
-      "'bigtrain[tfds]'",
-    )
+    name = "array_record.python.array_record_module"
+    module = import_package(name, "ArrayRecord", "'bigtrain[tfds]'")
 
     def open_file(path: str) -> Any:
       try:
         # Read-ahead does not help random access.
-        reader = array_record_module.ArrayRecordReader(
+        reader = module.ArrayRecordReader(
           path,
           options="readahead_buffer_size:0",
           file_reader_buffer_size=1 << 15,

@@ -78,13 +78,9 @@ def cached(
   `encode` makes the ids of (row, its place), and `key` is a hash of what it
   depends on; `rows_of` yields (place, row) of a file or of another input.
   """
-  stats = [os.stat(name) if os.path.isfile(name) else None for name in inputs]
-  sizes = [
-    (os.path.basename(n), s and s.st_size) for n, s in zip(inputs, stats)
-  ]
-  times = [
-    (os.path.realpath(n), s and s.st_mtime_ns) for n, s in zip(inputs, stats)
-  ]
+  stats = [(n, os.stat(n) if os.path.isfile(n) else None) for n in inputs]
+  sizes = [(os.path.basename(n), s and s.st_size) for n, s in stats]
+  times = [(os.path.realpath(n), s and s.st_mtime_ns) for n, s in stats]
   digest = files.digest(*sizes, key)
   folder = os.path.join(os.path.dirname(files.cache_folder()), "rows")
   name = files.digest(sys.version, *times, *sizes, key)
@@ -122,10 +118,8 @@ def _write(
   if not prompts:
     raise DataError(f"{', '.join(inputs)}: no rows.")
   logging.info(
-    "%d rows with %d tokens, of which %d have a loss.",
-    len(prompts),
-    starts[-1],
-    num_trained,
+    f"{len(prompts)} rows with {starts[-1]} tokens, of which {num_trained} "
+    "have a loss."
   )
   with paths.replacing(stem + ".npz", "wb") as f:
     np.savez(

@@ -152,7 +152,6 @@ class Attention(nn.Module):
         )
       K = D // H
     G = options.num_kv_heads or H
-
     in_keys = "qkv" in options.bias
     in_others = in_keys or "qv" in options.bias
     dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)

@@ -254,7 +254,6 @@ class Sums(NamedTuple):
 def _add_values(
   blocks: Blocks, sums: Sums, q_N: jax.Array, k_M: jax.Array, v_M: jax.Array
 ) -> Sums:
-
   def add(sums: Sums, pair: Any) -> tuple[Sums, None]:
     n, m = pair
     scores, visible = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)

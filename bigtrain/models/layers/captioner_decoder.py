@@ -57,7 +57,6 @@ class Block(nn.Module):
     """`source` is the patches (b, P, E), or their cache."""
     options = self.options
     x_BLD, cache = carry
-
     dtype, use_bias = options.dtype, options.use_bias
     norm = functools.partial(nn.LayerNorm, dtype=dtype, use_bias=use_bias)
     drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)

@@ -166,8 +166,7 @@ def _check(
     raise settings.ConfigError(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
-  if values["attention_scale"] is not None:
-    scale = values["attention_scale"]
+  if (scale := values["attention_scale"]) is not None:
     settings.check_number(f"{key}.attention_scale", scale, above=0)
   scale = values["query_scale"]
   scale = positions.read_query_scale(scale, f"{key}.query_scale")

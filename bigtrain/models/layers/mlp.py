@@ -97,7 +97,6 @@ class Mlp(nn.Module):
   def __call__(self, x_BLD: jax.Array, train: bool = False) -> jax.Array:
     options = self.options
     up, down = options.names
-
     # Hidden units over the mesh axis `tensor`, if any.
     columns = rows = None
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:

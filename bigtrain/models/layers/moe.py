@@ -196,8 +196,7 @@ def mlp_or_experts(
   expert = dense._replace(dim=dim, use_bias="experts" in use_bias)
   layer = Moe(experts, expert, "router" in use_bias, name="moe")
   y_BLD, stats = layer(x_BLD, real_BL, train)
-  width = experts.shared_width(dense.dim)
-  if width:
+  if width := experts.shared_width(dense.dim):
     shared = mlp.Mlp(dense._replace(dim=width), name="shared_experts")
     z_BLD = shared(x_BLD, train)
     if experts.shared_gate:

@@ -19,8 +19,7 @@ from flax.core import FrozenDict
 from bigtrain import settings
 from bigtrain.models.layers import options
 
-_FOLDER = os.path.dirname(__file__)
-_SCALINGS = settings.read_table(_FOLDER, "rope_scalings.toml")
+_SCALINGS = settings.read_table(os.path.dirname(__file__), "rope_scalings.toml")
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:

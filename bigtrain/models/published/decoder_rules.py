@@ -15,8 +15,7 @@ _SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 _ORIGINAL = "original_max_position_embeddings"
-_FOLDER = os.path.dirname(__file__)
-_TYPES = settings.read_table(_FOLDER, "rope_scalings.toml")
+_TYPES = settings.read_table(os.path.dirname(__file__), "rope_scalings.toml")
 # Options of scaled rotary embeddings, {type: {ours: theirs}}.
 _SCALINGS = {
   kind: {

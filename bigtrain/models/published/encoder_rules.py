@@ -71,7 +71,6 @@ def use(
   `pool_type` is that of {stem}ForImageClassification; `features` and `rep_size`
   are of {stem}Model, which has no classes.
   """
-
   classes = families.classes(stem, "Image")
 
   def read(config: ConfigJson) -> dict[str, Any]:
@@ -323,7 +322,6 @@ def siglip_dim() -> Rule:
 
 
 def bert_use(stem: str) -> Rule:
-
   def read(config: ConfigJson) -> dict[str, Any]:
     name = str((config.get("architectures") or [""])[0]).removeprefix(stem)
     mlm = name in ("ForMaskedLM", "ForPreTraining")

@@ -332,8 +332,7 @@ def export(
       if all(layer in sources.get(ours, ()) for ours in entry.ours):
         tensors += _tensors(params, entry, layer)
   used = {name for tensor in tensors for name, _ in tensor.parts}
-  unused = sorted(set(shapes) - used)
-  if unused:
+  if unused := sorted(set(shapes) - used):
     raise settings.ConfigError(
       f"{key}: the layout has no place for {', '.join(unused[:3])}."
     )

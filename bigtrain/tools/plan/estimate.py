@@ -106,7 +106,6 @@ def row(
 
 
 def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
-
   def traits(of: Mapping[str, int]) -> tuple[Any, ...]:
     ways = meshes.batch_ways(of)
     at_once = of["batch_size"] / (ways * of["microbatches"])
@@ -311,11 +310,9 @@ def schedule_of(
   if of["pipeline"] == 1:
     return sharding.Schedule(1, 1, 1)
   given = config.get("mesh", {})
-  asked = sharding.Schedule(
-    of["pipeline"],
-    given.get("pipeline_rounds", 1),
-    given.get("pipeline_microbatches", 0),
-  )
+  rounds = given.get("pipeline_rounds", 1)
+  at_once = given.get("pipeline_microbatches", 0)
+  asked = sharding.Schedule(of["pipeline"], rounds, at_once)
   groups = of["microbatches"] * of["replica"] * of["fsdp"]
   return asked.split(of["batch_size"] // groups) or asked._replace(
     microbatches=of["pipeline"]

@@ -51,8 +51,7 @@ class Op(NamedTuple):
 
   @property
   def branches(self) -> list[str]:
-    match = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
-    if match:
+    if match := re.search(r"branch_computations=\{([^}]*)\}", self.attributes):
       return [n.strip().lstrip("%") for n in match[1].split(",")]
     names = ("true_computation", "false_computation")
     return [name for name in map(self.called, names) if name]

@@ -121,8 +121,7 @@ def without_data(
     entries[f"input.mixture.{name}.data"] = entry.get("data")
   changes = []
   for key, data in entries.items():
-    made_up = features or (_features(data) if data else None)
-    if made_up:
+    if made_up := features or (_features(data) if data else None):
       size = dict(num_examples=num_examples)
       source = dict(type="synthetic", features=dict(made_up), **size)
       changes.append(f"{key}={source!r}")

@@ -120,8 +120,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     figure = Figure(figsize=_SIZE, layout="constrained")
     _draw(figure.subplots(), panel)
     figures.append((panel.name, figure))
-  timed = sum(bool(run.accounts()) for run in runs)
-  if timed:
+  if timed := sum(bool(run.accounts()) for run in runs):
     figure = Figure(figsize=(2 * _SIZE[0], 1.2 + 0.45 * timed))
     _draw_time(figure.subplots(), runs)
     figures.append(("time", figure))
