@@ -128,13 +128,14 @@ def variants(config: settings.Config, model: Any) -> list[Variant]:
   """
   if not config.get("flexi"):
     return [Variant("", model)]
+  names = model.__dataclass_fields__.keys() - {"name", "parent"}
   return [
     Variant(
       "_".join(f"{field}={value}" for field, value in fields.items()),
       model.clone(**fields),
       share,
     )
-    for fields, share in draws(config, model.__dataclass_fields__)
+    for fields, share in draws(config, names)
   ]
 
 
@@ -333,7 +334,7 @@ class Features(dict[str, Any]):
   def __missing__(self, name: str) -> Any:
     features = [feature for feature in self if not feature.startswith("_")]
     raise settings.ConfigError(
-      f"{self.path}: the examples have no feature {name!r}."
+      f"{self.path}: after pp, the examples have no feature {name!r}."
       f"{settings.did_you_mean(name, features)}"
     )
 

@@ -288,7 +288,9 @@ def call(path: str, name: str) -> Any:
     sys.path.append(folder)
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
   if spec is None or spec.loader is None:
-    raise ConfigError(f"--config={file}: cannot be imported.")
+    raise ConfigError(
+      f"--config={file}: expected a .py file or a run's config.json."
+    )
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
@@ -307,8 +309,10 @@ def call(path: str, name: str) -> Any:
 
 def _nearest(file: str) -> str:
   as_module = file.removesuffix(".py").replace(".", os.sep) + ".py"
-  if os.path.isfile(as_module):  # "configs.digits", as for imports.
-    return f" Did you mean {as_module!r}?"
+  # "configs.digits", as for imports, or only "digits".
+  for guess in (as_module, os.path.join("configs", as_module)):
+    if os.path.isfile(guess):
+      return f" Did you mean {guess!r}?"
   folder = os.path.dirname(file) or "."
   names = os.listdir(folder) if os.path.isdir(folder) else []
   configs = [name for name in names if name.endswith((".py", ".json"))]

@@ -207,7 +207,7 @@ UNFIT = [
   ),
   ({"evals.val.batch_size": 12}, r"config.evals.val.batch_size=12 .* 8 and"),
   ({"microbatches": 4}, r"config.microbatches=4: .* nearest .* is 2"),
-  ({"mesh": dict(replica=3)}, r"config.mesh: replica=3 .* there are 8 devices"),
+  ({"mesh": dict(replica=3)}, r"config.mesh: replica=3 .* devices is 8"),
   ({"input.data.slice": "[:0]"}, r"config.input.data: .*no example"),
   ({"input.data.path": "x.npz"}, r"config.input.data: .*x.npz.*no such file"),
   ({"evals.val.batch_size": 0}, r"val.batch_size: expected .* at least 1"),

@@ -3,6 +3,7 @@
 import math
 import re
 
+import flax.linen as nn
 import jax
 import pytest
 
@@ -132,3 +133,14 @@ def test_jax_transforms_batches_of_features():
   assert doubled == {"a": 2.0, "b": 4.0}
   with pytest.raises(ConfigError, match="config.input: .* 'c'"):
     doubled["c"]
+
+
+class _Model(nn.Module):
+  features: int
+
+
+def test_drawn_fields_of_a_model_are_not_flaxs():
+  cfg = settings.Config({"flexi": {"x": {"values": [1, 2]}}})
+  message = r"config\.flexi: unknown 'x'\. There are: features\.$"
+  with pytest.raises(ConfigError, match=message):
+    parts.variants(cfg, _Model(features=4))

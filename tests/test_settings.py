@@ -32,6 +32,12 @@ def test_a_config_named_as_a_module_is_suggested(tmp_path, monkeypatch):
   for typed in ("exp.mine", "exp/mine"):
     with pytest.raises(ConfigError, match=r"Did you mean 'exp/mine\.py'"):
       settings.load(typed)
+  (tmp_path / "exp").rename(tmp_path / "configs")
+  with pytest.raises(ConfigError, match=r"Did you mean 'configs/mine\.py'"):
+    settings.load("mine")
+  (tmp_path / "notes.md").touch()
+  with pytest.raises(ConfigError, match=r"notes\.md: expected a \.py file or"):
+    settings.load("notes.md")
 
 
 def test_a_config_may_import_its_neighbour(tmp_path, monkeypatch):

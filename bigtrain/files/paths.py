@@ -99,9 +99,11 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
         file.flush()
         os.fsync(file.fileno())
       os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
       with contextlib.suppress(OSError):
         os.unlink(temporary)
+      if isinstance(e, OSError) and e.filename == temporary:
+        e.filename = path  # The name that the user knows.
       raise
     return
   with tempfile.TemporaryFile(mode + "+", encoding=encoding) as file:

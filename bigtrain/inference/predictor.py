@@ -62,6 +62,10 @@ class Predictor:
     padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
     self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]
 
+  def __repr__(self) -> str:
+    task, can = self.config["task"], ", ".join(self.can)
+    return f"<Predictor {task}, step {self.step}; can {can}>"
+
   @property
   def params(self) -> Params:
     return self.variables["params"]

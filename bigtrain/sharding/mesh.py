@@ -135,8 +135,8 @@ def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
   total = math.prod(filled.values())
   if total != len(devices):
     raise ConfigError(
-      f"config.mesh: {in_words(filled)} = {total}, but there are "
-      f"{len(devices)} devices{_nearest(sizes, len(devices))}."
+      f"config.mesh: {in_words(filled)} = {total}, but the number "
+      f"of devices is {len(devices)}{_nearest(sizes, len(devices))}."
     )
   return filled
 

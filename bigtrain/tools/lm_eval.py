@@ -1,6 +1,6 @@
 """Evaluates a language model with the lm-evaluation-harness.
 
-  pip install lm_eval
+  pip install 'bigtrain[lm_eval]'
   python -m bigtrain.tools.lm_eval runs/mine --tasks=arc_easy,lambada_openai
   python -m bigtrain.tools.lm_eval runs/mine --tasks=my_task \\
       --include_path=my_tasks/ --output=scores.json
@@ -51,7 +51,7 @@ def model(
       tokenizer has no begin token). An empty context always does.
   """
   package = import_package(
-    "lm_eval.api.model", "bigtrain.tools.lm_eval", "lm_eval"
+    "lm_eval.api.model", "bigtrain.tools.lm_eval", "'bigtrain[lm_eval]'"
   )
   predictor = load.load(path, **options)
   if not {"score", "generate"} <= set(predictor.preds):

@@ -11,6 +11,7 @@ without an end.
 
 import itertools
 import os
+import re
 import shlex
 import sys
 import time
@@ -56,7 +57,7 @@ def describe(
   newest = {name: value for row in written for name, value in row.items()}
   info = record.read_json(os.path.join(workdir, "run.json")) or {}
   starts = info.get("starts") or [{}]
-  command = starts[-1].get("command", [])
+  command = shlex.join(starts[-1].get("command", []))
   signs = [os.path.join(workdir, name) for name in _SIGNS]
   alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
   metric = metric or ranking.default_metric(newest)
@@ -68,7 +69,7 @@ def describe(
     f"{metric} {best.value:.4g} @ {best.step}" if best else "",
     alive,
     workdir,
-    shlex.join(command),
+    re.sub(r"^\S*bigtrain/main\.py", "python -m bigtrain.main", command),
   )
 
 

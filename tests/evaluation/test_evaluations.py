@@ -229,7 +229,7 @@ def test_results_are_replicated():
 
 def test_a_missing_feature_is_reported_with_the_nearest_one():
   batches = evaluations.Batches(evaluating.context(), DATA)
-  message = "evals.val: the examples have no feature 'label'.* mean 'labels'"
+  message = "evals.val: after pp, .* no feature 'label'.* mean 'labels'"
   with pytest.raises(ConfigError, match=message):
     batches.map(lambda variables, batch: batch["label"])({})
 

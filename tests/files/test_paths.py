@@ -70,3 +70,10 @@ def test_urls_of_object_stores_keep_their_parts():
   assert paths.absolute("gs://bucket/~/two words") == "gs://bucket/~/two words"
   with pytest.raises(ConfigError, match="'s4'; expected a folder, gs://"):
     paths.absolute("s4://bucket/run")
+
+
+def test_an_error_of_a_file_has_its_name_and_not_a_temporary_one(tmp_path):
+  path = str(tmp_path / "gone" / "x.json")
+  with pytest.raises(FileNotFoundError) as e, paths.replacing(path):
+    pass
+  assert e.value.filename == path

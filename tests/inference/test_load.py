@@ -120,6 +120,8 @@ def test_unusable_pictures(model, picture, message):
 
 
 def test_a_model_says_what_it_cannot_do(model):
+  assert repr(model).startswith("<Predictor classification, step ")
+  assert repr(model).endswith("; can embed_images, classify>")
   assert model.can == ["embed_images", "classify"]
   with pytest.raises(ConfigError, match=r"cannot do this; it can embed_images"):
     model.caption("a.png")

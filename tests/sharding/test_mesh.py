@@ -37,8 +37,11 @@ def test_mesh_of_given_devices():
 @pytest.mark.parametrize(
   "sizes, message",
   [
-    (dict(replica=3), "replica=3 x fsdp=2 = 6, but there are 8 devices"),
-    (dict(replica=1, fsdp=4), "= 4, but .* 8 devices; .*: replica=2 or fsdp=8"),
+    (dict(replica=3), "replica=3 x fsdp=2 = 6, but the number of devices is 8"),
+    (
+      dict(replica=1, fsdp=4),
+      "= 4, but .* devices is 8; .*: replica=2 or fsdp=8",
+    ),
     (
       dict(tensor=3),
       "tensor=3 = 6, .*; the nearest .*: tensor=2 or tensor=4",
@@ -48,7 +51,7 @@ def test_mesh_of_given_devices():
       "replica=2 x fsdp=1 x sequence=2 x tensor=3 = 12, .*: tensor=2",
     ),
     (dict(tensor=0), r"config\.mesh\.tensor: expected .* got 0"),
-    (dict(replica=-1, fsdp=16), "= 16, but there are 8 devices"),
+    (dict(replica=-1, fsdp=16), "= 16, but the number of devices is 8"),
     (dict(replica=-1, fsdp=-1), "only one of replica and fsdp can be -1"),
     (dict(replica=0), r"config\.mesh\.replica: expected .* got 0"),
     (dict(fsdp="all"), r"config\.mesh\.fsdp: expected .* got 'all'"),

@@ -292,7 +292,7 @@ def test_vocab_sizes():
     (
       {"labels": None},
       {},
-      "config.input: the examples have no feature 'labels'",
+      "config.input: after pp, the examples have no feature 'labels'",
     ),
     ({"image": None}, {}, "no feature 'image'"),
     ({"b": None}, {}, "bias_init: the sigmoid loss needs a bias"),

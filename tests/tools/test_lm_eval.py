@@ -42,7 +42,7 @@ metric_list: [{{metric: acc}}]
 
 def test_without_the_package(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
-  with pytest.raises(settings.ConfigError, match="pip install lm_eval"):
+  with pytest.raises(settings.ConfigError, match=r"bigtrain\[lm_eval\]"):
     tool.model(tmp_path)
 
 

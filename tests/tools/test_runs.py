@@ -16,7 +16,7 @@ def folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   for name in ("a", "b/c"):
     written_runs.write_run(str(tmp_path / "runs" / name))
-  info = {"starts": [{"command": ["main.py", "--config=x y.py"]}]}
+  info = {"starts": [{"command": ["/a/bigtrain/main.py", "--config=x y.py"]}]}
   (tmp_path / "runs" / "a" / "run.json").write_text(json.dumps(info))
   (tmp_path / "runs" / "empty").mkdir()
   return tmp_path / "runs"
@@ -40,7 +40,7 @@ def test_one_line_a_run(folder, capsys):
   first, second = table(capsys, "runs")
   assert first[:3] == ["finished", "400 (100%)", "val/acc 0.8 @ 400"]
   assert first[3].endswith(" s ago")
-  assert first[4:] == ["runs/a", "main.py '--config=x y.py'"]
+  assert first[4:] == ["runs/a", "python -m bigtrain.main '--config=x y.py'"]
   assert second[3:5] == ["1 h ago", "runs/b/c"]
   (line,) = table(capsys, "runs/a", "--metric=loss", "--mode=min")
   assert line[2] == "loss 0.05 @ 400"

@@ -32,7 +32,7 @@ def split_name(text: str, key: str) -> tuple[str, str]:
 def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
   """Returns (the split's value, its slice) of "train[:80%]"."""
   name, part = split_name(text, key)
-  check_choice(f"{key}={text!r}", name, splits)
+  check_choice(key, name, splits)
   return splits[name], part
 
 

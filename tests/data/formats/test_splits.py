@@ -52,3 +52,9 @@ def test_split_name():
   assert splits.split_name("train[:80%]", "key") == ("train", "[:80%]")
   assert splits.split_name("train", "key") == ("train", "")
   assert splits.split_name("[1:]", "key") == ("", "[1:]")
+
+
+def test_an_unknown_split_is_named_once():
+  message = r"^data: split: unknown 'tets'\. Did you mean 'test'\?$"
+  with pytest.raises(ConfigError, match=message):
+    splits.choose("tets[:5]", {"train": 1, "test": 2}, "data: split")
