@@ -72,7 +72,7 @@ def replay(
       if what := _first_metric(number, own[number], written[number]):
         return what, ""
     steps = ", ".join(map(str, both))
-    equal = f"No metric differs in the rows of steps {steps}" if both else ""
+    equal = f"No metric differs in the rows (step {steps})" if both else ""
     if step not in saved:
       return "", f"{equal}; step {step} has no checkpoint."
     equal = f"{equal}, and no" if equal else "No"

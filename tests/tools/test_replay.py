@@ -33,7 +33,7 @@ def test_the_same_machine_computes_the_same(run, capsys):
   before = files(run)
   assert tool.main([str(run), "--step=6"]) == 0
   assert capsys.readouterr().out.endswith(
-    "No metric differs in the rows of steps 6, and no bit in the checkpoint "
+    "No metric differs in the rows (step 6), and no bit in the checkpoint "
     "of step 6.\n"
   )
   # From scratch, and only rows, none of them of the step.
@@ -41,7 +41,7 @@ def test_the_same_machine_computes_the_same(run, capsys):
   content = path.read_text()
   try:
     path.write_text(content.splitlines(keepends=True)[0])
-    equal = "No metric differs in the rows of steps 1; step 2 has no checkp"
+    equal = "No metric differs in the rows (step 1); step 2 has no checkp"
     assert tool.replay(str(run), 2) == ("", f"{equal}oint.")
   finally:
     path.write_text(content)
