@@ -8,6 +8,7 @@ Legend: B batch, C classes, E embedding, L length.
 
 import collections
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -299,12 +300,17 @@ class Predictor:
     options = {"eos_id": tokenizer.eos_id, **self._saved.generation, **options}
     if self._is_seq2seq and options["eos_id"] is None:
       del options["eos_id"]
+    # A prompt may end in the token 0, the default padding.
+    pads = inspect.signature(self._fns["generate"]).parameters
+    if not self._is_seq2seq and "pad_id" in pads:
+      options = {"pad_id": -1, **options}
+    pad_id = options.get("pad_id", 0)
     ends = decoding.eos_ids(options.get("eos_id", tokenizer.eos_id))
 
     def call(items: Sequence[Any]) -> list[Any]:
       rows = [self._prompt(text) for text in items]
       length = self._prompt_length(max(map(len, rows)), options)
-      ids_BL = np.zeros((len(rows), length), np.int32)
+      ids_BL = np.full((len(rows), length), pad_id, np.int32)
       for padded, row in zip(ids_BL, rows):
         padded[: len(row)] = row
       batch: dict[str, Any] = {

@@ -156,7 +156,8 @@ class _Methods:
   ) -> tuple[list[str], dict[str, Any]]:
     """(stop texts, options of the predict function `generate`)."""
     until = given.get("until") or []
-    options: dict[str, Any] = {}
+    # Greedy, even if the folder of a published model asks for samples.
+    options: dict[str, Any] = {"temperature": 0.0}
     if given.get("do_sample", given.get("temperature", 0) > 0):
       options = {name: x for name, x in given.items() if name in _SAMPLING}
       options.setdefault("temperature", 1.0)

@@ -100,6 +100,13 @@ def test_rules_of_generation_are_the_folders(model, folder, tmp_path, capsys):
   assert capsys.readouterr().out != f"{prompt}{result['text']}\n"
 
 
+def test_a_prompt_may_end_in_the_token_0(model):
+  for prompt in ([64, 5, 7, 0], [64, 20, 0, 0]):
+    result = model.generate([prompt, [64]], max_new=6, scores=True)[0]
+    # The scores are of one pass over the whole text.
+    assert result["greedy"] and result["tokens"]
+
+
 def test_chat_puts_messages_into_the_models_template(model, folder, capsys):
   messages = [{"role": "user", "content": "w5 w7"}]
   ids = [64, 5, 7, 65]

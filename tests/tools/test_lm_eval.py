@@ -137,7 +137,10 @@ def test_rolling_log_likelihoods_of_long_texts(harness, model, by_hand):
     assert value == pytest.approx(total, rel=1e-5)
 
 
-def test_texts_are_generated_up_to_a_stop(harness, model, by_hand):
+def test_texts_are_generated_up_to_a_stop(harness, model, by_hand, monkeypatch):
+  # The harness asks for greedy decoding, whatever the folder's default is.
+  saved = model.predictor._saved
+  monkeypatch.setitem(saved.generation, "temperature", 9.0)
   prompts = ["once", "upon a time"]
   given = {"until": [], "max_gen_toks": 6}
   expected = []
