@@ -122,7 +122,7 @@ def supervised(
 
   Args:
     loss: "assistant" for all answers, "last" for the last one, "all" for every
-      token.
+      token but answers of weight 0.
     first: number of the first message whose answer may have a loss.
     **options: of `Template.render`.
 
@@ -142,13 +142,14 @@ def supervised(
     messages, tools, **options
   ):
     raise DataError(f"tools: the template {template.name} does not write them.")
-  if loss == "all":
-    return ids, np.ones(len(ids), bool)
-  trained = np.zeros(len(ids), bool)
+  for i, message in enumerate(messages):
+    if (weight := message.get("weight")) not in (None, 0, 1):
+      raise DataError(f"message {i}: weight: expected 0 or 1, got {weight!r}.")
+  trained = np.full(len(ids), loss == "all")
   turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
   turns = [i for i in turns if i >= first]
   for i in turns[-1:] if loss == "last" else turns:
-    if not messages[i].get("weight", 1):
+    if (messages[i].get("weight") == 0) != (loss == "all"):
       continue
     prompt = ids_of(i, prompt=True)
     turn = ids_of(i + 1) if i + 1 < len(messages) else ids
@@ -165,8 +166,9 @@ def supervised(
         "Templates that drop earlier thoughts do so; loss='last' trains only "
         "the last answer, and template= takes another."
       )
-    _check_end(tokenizer, ids[start:stop], i)
-    trained[start:stop] = True
+    if loss != "all":
+      _check_end(tokenizer, ids[start:stop], i)
+    trained[start:stop] = loss != "all"
   return ids, trained
 
 

@@ -57,7 +57,7 @@ from bigtrain.settings import (
 )
 
 # Increase it when the tokens of a row change.
-_VERSION = 1
+_VERSION = 2
 _KEYS = ("messages", "prompt", "text")
 _SHOWN_TOKENS = 1000
 _NUM_SAMPLED = 1000
@@ -416,8 +416,9 @@ class Encoder:
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
     try:
       result = self._encode(row)
-      weight = check_number("weight", row.get("weight", 1.0), least=0)
-    except ConfigError as e:
+      weight = 1.0 if row.get("weight") is None else row["weight"]
+      check_number("weight", weight, least=0)
+    except (ConfigError, ValueError, TypeError) as e:
       raise DataError(f"{where}: {e}") from e
     first = result.prompt if self._pairs else 1
     if not result.trained[first:].any():
@@ -464,8 +465,8 @@ class Encoder:
         after = coder.encode(answer)
       inputs = [*begin, *before]
       ids = [*inputs, *after, *end]
-    trained = np.arange(len(ids)) >= len(inputs)
-    return Row(np.asarray(ids, np.int32), len(inputs), trained)
+    trained = (np.arange(len(ids)) >= len(inputs)) | (self._loss == "all")
+    return Row(np.asarray(ids, np.int32), int(trained.argmax()), trained)
 
   def _messages(self, row: Mapping[str, Any], messages: Any, first: int) -> Row:
     if isinstance(self._template, ConfigError):

@@ -9,8 +9,8 @@ Axes: B batch, L length; 2 answers, chosen and rejected.
 
 A batch has
   "tokens", "targets": int [B, 2, L], prompt and answer; the token after each.
-  "loss_mask": [B, 2, L], 1 for the targets in the answer. KTO's answers may be
-    absent, with a mask of 0.
+  "loss_mask": [B, 2, L], for the targets in the answer the weight of the pair.
+    KTO's answers may be absent, with a mask of 0.
   "reference": optional float [B, 2], log-probabilities of the answers by a
     reference, computed before.
   "margin": optional float [B], least difference of the rewards.
@@ -74,6 +74,7 @@ def loss_fn(
   options = preferences.read_options(kind, "config.loss", sft, **numbers)
   own = {name: x for name, x in variables.items() if name != "teacher"}
   weight_B = metrics.example_weights(batch, batch["tokens"])
+  weight_B *= jnp.max(batch["loss_mask"], axis=(1, 2))
   mutable = {k: x for k, x in own.items() if k not in ("params", *_FROZEN)}
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
@@ -97,9 +98,9 @@ def loss_fn(
     return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
 
   log_prob_B2L, with_gradient = answers.log_probs(model, own, batch, chunk)
-  sums_B2 = jnp.sum(log_prob_B2L * batch["loss_mask"], axis=2)
+  sums_B2 = jnp.sum(log_prob_B2L, axis=2)
   (loss, pairs), grad_B2 = jax.value_and_grad(total, has_aux=True)(sums_B2)
-  loss = with_gradient(loss, grad_B2[..., None] * batch["loss_mask"])
+  loss = with_gradient(loss, grad_B2[..., None])
   number = jnp.sum(weight_B)
   if kind == "kto":  # TRL's mean is over answers.
     number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
@@ -166,7 +167,7 @@ def _scores(
   """[B, 2], log-probabilities of the answers, without a gradient."""
   variables = jax.lax.stop_gradient(variables)
   log_prob_B2L, _ = answers.log_probs(model, variables, batch, chunk)
-  return jnp.sum(log_prob_B2L * batch["loss_mask"], axis=2)
+  return jnp.sum(log_prob_B2L, axis=2)
 
 
 def _drift(

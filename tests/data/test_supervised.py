@@ -83,6 +83,11 @@ def test_a_completion_has_a_loss_and_its_prompt_does_not(tmp_path):
   assert with_bos.fingerprint() != source.fingerprint()
 
 
+def test_every_token_of_two_texts_has_a_loss_if_asked_for(tmp_path):
+  source = make(tmp_path, PAIRS[:1], loss="all")
+  assert texts(source) == [("0", "+1=x<eos>")]
+
+
 def test_plain_text_is_trained_as_a_whole(tmp_path):
   assert texts(make(tmp_path, [{"text": "abc"}])) == [("a", "bc<eos>")]
   source = make(tmp_path, [{"text": "abc"}], bos=True)
@@ -121,6 +126,8 @@ def test_weights_of_rows(tmp_path):
     make(tmp_path, [{**PAIRS[0], "weight": w} for w in (2, 0.5)])
   )
   assert sorted(set(batch["loss_mask"].ravel())) == [0, 0.5, 2]
+  batch = everything(make(tmp_path, [{**PAIRS[0], "weight": None}]))
+  assert set(batch["loss_mask"].ravel()) == {0, 1}
   with pytest.raises(DataError, match="line 1: weight: expected a number"):
     make(tmp_path, [{**PAIRS[0], "weight": "2"}])
 
@@ -254,6 +261,8 @@ def test_what_is_too_long_is_an_error_or_a_choice_with_a_count(
   [
     ({"prompt": "a", "completion": ""}, None),
     ({"messages": CHAT[:1]}, "line 2: no token has a loss: .*Hello"),
+    ({"messages": CHAT, "tools": "no json"}, "line 2: .*char 0"),
+    ({"text": "\ud800"}, "line 2: .*must be str"),
     ({"messages": []}, "line 2: messages: expected a list"),
     ({"messages": [{"rol": "user"}]}, "line 2: message 0: expected dict.role="),
     ({"prompt": "a"}, "line 2: prompt and completion: expected two texts"),

@@ -175,6 +175,33 @@ def test_rewards_are_those_of_whole_texts():
     preference.rewards({"params": params_of(0)}, batch, model=MODEL)
 
 
+def test_weights_of_rows_multiply_their_losses():
+  batch, kind = batch_of(), "orpo"
+  options = preferences.read_options(kind, "", None)
+  weight_B = np.array([1, 2, 0, 0.5], np.float32)
+  mask = batch["loss_mask"]
+  weighted = {**batch, "loss_mask": mask * weight_B[:, None, None]}
+
+  def ours(params):
+    total, number = preference.loss_fn(
+      {"params": params}, weighted, None, model=MODEL, train=True, kind=kind
+    )[0]["loss"]
+    return total / number
+
+  def plain(params):
+    sums_B2 = sums_of({"params": params}, batch)
+    pairs = preferences.Pairs(sums_B2, mask.sum(2))
+    loss_B = preferences.losses(kind, pairs, options)
+    return jnp.sum(weight_B * loss_B) / weight_B.sum()
+
+  value, grads = jax.jit(jax.value_and_grad(ours))(params_of(0))
+  want, expected = jax.jit(jax.value_and_grad(plain))(params_of(0))
+  np.testing.assert_allclose(value, want, rtol=2e-6)
+  size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+  for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(x / size, y / size, atol=2e-6)
+
+
 def test_losses_add_up_over_microbatches():
   batch = {k: np.asarray(x) for k, x in batch_of().items()}
   variables = {"params": params_of(0), "teacher": REFERENCE}
