@@ -78,7 +78,7 @@ def read_lines(files: Sequence[str], keys: Sequence[str]) -> dict[str, Any]:
   """{path:line: object} of .jsonl files, with texts as values of the keys."""
   found: dict[str, Any] = {}
   for path in files:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
       for number, line in enumerate(file, 1):
         name = f"{path}:{number}"
         try:
@@ -98,8 +98,8 @@ def shard_of(spec: str, output: str) -> tuple[slice, str]:
   match = re.fullmatch(r"(\d+)/(\d+)", spec)
   if not match or int(match[1]) >= int(match[2]):
     raise ConfigError(f"--shard={spec}: expected i/n with i from 0 to n - 1.")
-  stem, dot, suffix = output.rpartition(".")
-  name = f"{stem}-{match[1]}-of-{match[2]}{dot}{suffix}" if dot else output
+  stem, suffix = os.path.splitext(output)
+  name = f"{stem}-{match[1]}-of-{match[2]}{suffix}" if suffix else output
   return slice(int(match[1]), None, int(match[2])), name
 
 
@@ -127,32 +127,46 @@ class Rows:
     output = paths.absolute(output)
     if not os.path.isdir(os.path.dirname(output)):
       raise ConfigError(f"--output={output}: no such folder.")
-    self._file = open(output, "a+", encoding="utf-8", newline="")
+    # The last row may end within a character.
+    self._file = open(
+      output, "a+", encoding="utf-8", errors="surrogateescape", newline=""
+    )
     self._file.seek(0)
     text = self._file.read()
     whole = text[: text.rfind("\n") + 1]
-    if whole != text:  # The earlier call was killed while it wrote.
-      self._file.truncate(len(whole.encode()))
-    if self._csv and not whole:
-      self._file.write(",".join(self._fields) + "\n")
-    for row in self._parse(whole, output):
-      self.done.add(row["path"])
-      if int(row["step"]) != step:
+    while self._csv and whole.count('"') % 2:  # Cut in a text with quotes.
+      whole = whole[: whole.rfind("\n", 0, -1) + 1]
+    for path, of_step in self._parse(whole, text[len(whole) :], output):
+      self.done.add(path)
+      if of_step != step:
         raise ConfigError(
-          f"--output={output}: has rows of step {row['step']}, but the "
+          f"--output={output}: has rows of step {of_step}, but the "
           f"checkpoint is of step {step}: give another file."
         )
+    if whole != text:  # The earlier call was killed while it wrote.
+      self._file.truncate(len(whole.encode(errors="surrogateescape")))
+    if self._csv and not whole:
+      self._file.write(",".join(self._fields) + "\n")
 
-  def _parse(self, text: str, output: str) -> Iterator[dict[str, Any]]:
+  def _parse(
+    self, text: str, rest: str, output: str
+  ) -> Iterator[tuple[str, int]]:
+    """Yields path and step of each row; `rest` is an unfinished row."""
+    begin = ",".join(self._fields) if self._csv else '{"path": "'
     try:
+      if not text and rest[: len(begin)] != begin[: len(rest)]:
+        raise ValueError(f"expected it to begin with {begin}")
       if not self._csv:
-        yield from map(json.loads, text.splitlines())
+        for line in filter(None, text.split("\n")):
+          row = json.loads(line)
+          yield row["path"], int(row["step"])
         return
       reader = csv.DictReader(io.StringIO(text))
       if text and reader.fieldnames != self._fields:
         raise ValueError(f"expected the columns {', '.join(self._fields)}")
-      yield from reader
-    except (ValueError, KeyError, csv.Error) as e:
+      for row in reader:
+        yield row["path"], int(row["step"])
+    except (ValueError, KeyError, TypeError, csv.Error) as e:
       raise ConfigError(
         f"--output={output}: not an output of this tool: {e}."
       ) from e

@@ -9,6 +9,7 @@ import pytest
 from support import saved_models
 
 import bigtrain
+from bigtrain import settings
 from bigtrain.tools import predict as tool
 
 
@@ -68,6 +69,44 @@ def test_a_second_call_continues_the_output(
   # All rows are there.
   assert call(*words) == 0
   assert out.read_text() == text and seen == [7, 9]
+
+
+def rows_of(path, *added):
+  rows = tool.Rows(str(path), 1, ("text",))
+  rows.write([{"path": name, "step": 1, "text": x} for name, x in added])
+  return rows
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_texts_with_ends_of_lines_are_continued(tmp_path, kind):
+  out = tmp_path / f"out.{kind}"
+  added = [(name, f'"{name}"\n\u2028x\x85\u2029\n,y\n') for name in "abc"]
+  rows_of(out, *added)
+  whole = out.read_bytes()
+  last = whole.rfind(b"c,1" if kind == "csv" else b'{"path": "c"')
+  for size in range(last, len(whole)):
+    out.write_bytes(whole[:size])
+    rows = rows_of(out)
+    assert rows.done == {"a", "b"}
+    rows.write([{"path": "c", "step": 1, "text": added[2][1]}])
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize(
+  "text", ['{"prompt": "a"}\n{"prompt"', '{"prompt": "a"}', "[1]\n2", "1\n"]
+)
+def test_another_file_is_not_changed(tmp_path, kind, text):
+  out = tmp_path / f"out.{kind}"
+  out.write_text(text)
+  with pytest.raises(settings.ConfigError, match="not an output of this tool"):
+    rows_of(out)
+  assert out.read_text() == text
+
+
+def test_names_of_shards():
+  assert tool.shard_of("1/4", "runs.v1/out")[1] == "runs.v1/out"
+  assert tool.shard_of("1/4", "a.b/o.csv")[1] == "a.b/o-1-of-4.csv"
 
 
 def _spy(predict, seen):
@@ -247,11 +286,14 @@ def test_mistakes_in_lines(run, texts_run, questions, tmp_path, capsys):
   path, _ = questions
   bad = tmp_path / "bad.jsonl"
   bad.write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+  latin = tmp_path / "latin.jsonl"
+  latin.write_bytes(b'{"prompt": "\xe9"}\n')
   good = tmp_path / "good.jsonl"
   good.write_text('{"prompt": "a"}\n')
   for words, message in (
     ([folder, path], "questions.jsonl:1: expected a JSON object with prompt"),
     ([folder, bad], "bad.jsonl:2: prompt: expected texts."),
+    ([folder, latin], "latin.jsonl:1: expected a JSON object with prompt"),
     ([folder, good, "--shard=2/2"], "expected i/n with i from 0 to n - 1"),
     ([folder, good, "--options=3"], "--options: expected a JSON object"),
     ([run, bad], "classify reads pictures"),
