@@ -3,6 +3,7 @@
 import contextlib
 import logging as python_logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -54,8 +55,10 @@ def parse(argv: Sequence[str]) -> Arguments:
       rest.append(word)
     elif "=" in word:
       changes.append(word)
+    elif re.match(r"--(config\b|workdir\b|$)", given := next(words, "--")):
+      raise settings.ConfigError(f"{word}: expected a value, as {word}=VALUE.")
     else:
-      changes.append(f"{word}={next(words, '')}")
+      changes.append(f"{word}={given}")
   for name in ("config", "workdir", *_JOB_FLAGS):
     flags.DEFINE_string(name, None, "See --help.", flag_values=values)
   flags.DEFINE_boolean("cleanup", False, "See --help.", flag_values=values)

@@ -460,7 +460,7 @@ def _train(
   saver = checkpointer.Checkpointer(workdir, check_lease, **saving)
   at_end.callback(saver.close)
   clock.restore(started.host.clock, writer.last_alive)
-  run_hooks.restore(started.host.hooks, step, state)
+  run_hooks.restore(started.host.hooks, step, state, frozen_state)
   running = running_metrics.from_host(started.host.tally, running_spec, mesh)
   with phase("compile", step):
     recording.result()
@@ -488,7 +488,8 @@ def _train(
       compute_gradients,
       functools.partial(rollout, variables()),
     )
-    raise step_guard.failure(error, bad_step, saved_step, len(rollbacks))
+    alike = sum(type(e.error) is type(error) for e in rollbacks)
+    raise step_guard.failure(error, bad_step, saved_step, alike)
 
   log = metrics_log.MetricsLog(
     workdir, writer, run_hooks, clock, run.programs, check_finite, facts

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _MISSING = object()
+_NOT_BOOLEANS = ("true", "false", "yes", "no", "on", "off")
+_NOT_TEXTS = {"bool", "int", "float", "None", "NoneType"}
 
 
 class ConfigError(Exception):
@@ -103,7 +105,12 @@ def check_kwargs(
   given: Iterable[str] = (),
   others: Iterable[str] = (),
 ) -> None:
-  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong name."""
+  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong name.
+
+  Texts in place of numbers and booleans are errors too: "no" would be true.
+  """
+  if not isinstance(kwargs, Mapping):
+    raise ConfigError(f"{path}: expected a dict of options, got {kwargs!r}.")
   given = set(given)
   parameters = dict(inspect.signature(fn).parameters)
   takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
@@ -121,6 +128,15 @@ def check_kwargs(
     if name in given or (name not in options and not takes_any):
       raise ConfigError(
         f"{path}.{name}: unknown key.{did_you_mean(name, options | {*others})}"
+      )
+    annotation = getattr(parameters.get(name), "annotation", "")
+    kinds = set(
+      re.findall(r"\w+", getattr(annotation, "__name__", str(annotation)))
+    )
+    if isinstance(kwargs[name], str) and kinds and kinds <= _NOT_TEXTS:
+      kind = "True or False" if "bool" in kinds else "a number"
+      raise ConfigError(
+        f"{path}.{name}: expected {kind}, got {kwargs[name]!r}."
       )
   for name in sorted(options - set(kwargs)):
     if parameters[name].default is inspect.Parameter.empty:
@@ -145,6 +161,11 @@ class Config:
     """Returns the value at `key` or the default; `key` then counts as read."""
     self._asked.add(key)
     value = self._data.get(key, default)
+    words = value.lower() if isinstance(value, str) else ""
+    if isinstance(default, bool) and words in _NOT_BOOLEANS:
+      raise ConfigError(
+        f"{self.path}.{key}: expected True or False, got {value!r}."
+      )
     if not isinstance(value, dict):
       return value
     if key not in self._children:

@@ -84,7 +84,14 @@ def test_the_last_of_two_values_wins(file):
       r"'more' is not a flag. Usage",
     ),
     (["--config={file}", "--workdir=w", "--config.lr=x"], r"config.lr=x: exp"),
-    (["--config={file}", "--workdir=w", "--config.lr"], r"config.lr=: expect"),
+    (
+      ["--config={file}", "--workdir=w", "--config.lr"],
+      r"--config.lr: expected a value, as --config.lr=VALUE",
+    ),
+    (
+      ["--config={file}", "--config.lr", "--workdir=w"],
+      r"--config.lr: expected a value, as --config.lr=VALUE",
+    ),
     (["--config={file}s", "--workdir=w"], r"no such file. .* mean '.*x.py'"),
   ],
 )

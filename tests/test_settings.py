@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import NamedTuple
 
 import flax.linen as nn
 import ml_collections
@@ -75,6 +76,34 @@ def test_check_kwargs_reports_unknown_and_missing_names(fn):
     settings.check_kwargs(fn, {"width": 1, "dept": 1}, "config.model", given)
   with pytest.raises(ConfigError, match=r"config\.model\.width: missing"):
     settings.check_kwargs(fn, {"depth": 1}, "config.model", given)
+
+
+class _Numbers(NamedTuple):
+  on: bool = False
+  rate: float | None = None
+  name: str | int = 1
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"on": "no"}, "config.x.on: expected True or False, got 'no'"),
+    ({"rate": "0.1"}, "config.x.rate: expected a number, got '0.1'"),
+    ([1], r"config.x: expected a dict of options, got \[1\]"),
+  ],
+)
+def test_check_kwargs_rejects_texts_in_place_of_numbers(kwargs, message):
+  settings.check_kwargs(_Numbers, {"name": "no", "rate": None}, "config.x")
+  with pytest.raises(ConfigError, match=message):
+    settings.check_kwargs(_Numbers, kwargs, "config.x")
+
+
+@pytest.mark.parametrize("value", ["no", "False", "on"])
+def test_words_are_no_booleans(value):
+  config = settings.Config({"shuffle": value})
+  with pytest.raises(ConfigError, match="config.shuffle: expected True or Fa"):
+    config.get("shuffle", True)
+  assert settings.Config({"cache": "~/x"}).get("cache", True) == "~/x"
 
 
 def test_check_kwargs_rejects_arguments_that_the_program_passes():

@@ -20,9 +20,10 @@ _HARMLESS = """
   device_memory_bytes eager eval_at_start eval_only cluster compile_cache
   compiler_options evals expect_* hooks input.cache input.num_threads
   input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes mesh
-  max_nonfinite model_init nonfinite opt_memory opt_sharding
+  max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
   peak_flops_per_device resume save_at_start sharding spikes stop_at_*
-  teacher.logical_axes tensorboard transfer_guard wandb watchdog weight_stats
+  teacher.logical_axes tensorboard trackio transfer_guard wandb watchdog
+  weight_stats
 """.split()
 
 

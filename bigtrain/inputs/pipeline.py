@@ -236,7 +236,9 @@ def train_engine(
       stages[0][1],
       seed=seed,
       shuffle=cfg.get("shuffle", True),
-      changes=tuple((step * batch_size, w) for step, w in stages[1:]),
+      changes=tuple(
+        (step * batch_size // repeats, w) for step, w in stages[1:]
+      ),
       repeats=repeats,
       by_step=order.Schedule(ones, shares, drawn_seed) if shares[1:] else None,
     )

@@ -54,7 +54,7 @@ def softmax_xent(
     labels = labels.astype(jnp.float32)
     picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
     total = total_of(jnp.sum(labels, axis=-1), axis_name)
-  if label_smoothing:
+  if _smooths(label_smoothing):
     share, mean = label_smoothing, jnp.mean(logits, axis=-1)
     if axis_name:
       mean = jax.lax.pmean(mean, axis_name)
@@ -67,6 +67,11 @@ def softmax_xent(
   if z_loss:
     loss += z_loss * jnp.square(normaliser + top)
   return loss
+
+
+def _smooths(label_smoothing: float) -> bool:
+  key = "config.loss.label_smoothing"
+  return bool(settings.check_number(key, label_smoothing, least=0, below=1))
 
 
 def sigmoid_xent(
@@ -83,7 +88,7 @@ def sigmoid_xent(
     invalid = _nan_unless_valid(logits, labels)
     labels = label_mask(logits, labels)
   labels = labels.astype(jnp.float32)
-  if label_smoothing:
+  if _smooths(label_smoothing):
     num_classes = logits.shape[-1]
     labels = (1 - label_smoothing) * labels + label_smoothing / num_classes
   # abs(logits) would have a wrong gradient at 0, where heads of zeros start.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain.losses import forward
-from bigtrain.settings import ConfigError
+from bigtrain.settings import ConfigError, check_number
 from bigtrain.types import Variables
 
 
@@ -65,6 +65,8 @@ def apply(
   Returns:
     (output, images that it saw, their blend or None, new mutable collections).
   """
+  for name, value in zip(("mixup_alpha", "cutmix_alpha"), options):
+    check_number(f"config.loss.{name}", value, least=0)
   image: Any = inputs.get("image")
   if not train:
     out, mutable = forward.apply(model, variables, None, False, **inputs)

@@ -383,7 +383,12 @@ class PatchEmbedding(nn.Module):
     """
     p, q = self.patch_size
     if image.ndim == 3:
-      channels = image.shape[-1] // (p * q)
+      channels, rest = divmod(image.shape[-1], p * q)
+      if rest or not channels:
+        raise settings.ConfigError(
+          f"config.model.patch_size: patches of {image.shape[-1]} values are "
+          f"not of {p}x{q} pixels."
+        )
       return self._project(jnp.asarray(image, self.dtype), channels), None
     B, height, width, channels = image.shape
     if self.seqhw is not None:

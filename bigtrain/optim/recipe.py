@@ -136,7 +136,9 @@ def _schedules(
   """({name: schedule}, {parameter: its schedule's name, None if frozen})."""
   key = f"{cfg.path}.schedule"
   default = {"decay_type": "constant"}
-  if isinstance(cfg.get("schedule", default), Config):
+  if (given := cfg.get("schedule", default)) is None:
+    raise ConfigError(f"{key}: expected a dict, or (regex, dict) pairs.")
+  if isinstance(given, Config):
     spec = cfg.kwargs("schedule", default)
     return {"lr": schedules.make(spec, units, key)}, dict.fromkeys(names, "lr")
   pairs = read_pairs(cfg, "schedule", (dict, type(None)), "dict | None")

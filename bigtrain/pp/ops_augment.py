@@ -21,7 +21,8 @@ def autoaugment(key: str = "image", key_result: str | None = None) -> Op:
   def branch(image: Any, policy: str, u: Any) -> Any:
     words = policy.split()
     for word, share, magnitude in (words[:3], words[3:]):
-      run, u = randaug.operations(int(magnitude))[word], u[4:]
+      # AutoAugment moves images further than RandAugment does.
+      run, u = randaug.operations(int(magnitude), 250)[word], u[4:]
       sign = tf.where(u[1] < 0.5, -1.0, 1.0)
       changed = lambda x=image, sign=sign, u=u, run=run: run(x, sign, u[2:4])
       image = tf.cond(u[0] * 10 < int(share), changed, lambda x=image: x)

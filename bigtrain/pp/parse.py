@@ -41,6 +41,7 @@ def parse(
   The modules are imported first and register ops. With `defer_errors`, an op
   that cannot be made, perhaps for want of its file, is an error when called.
   """
+  modules = [modules] if isinstance(modules, str) else modules
   for module in (*_OWN_MODULES, *modules):
     _import(module)
   if not isinstance(spec, str):

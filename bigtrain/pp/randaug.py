@@ -75,7 +75,9 @@ def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
   )
 
 
-def operations(magnitude: float) -> dict[str, Operation]:
+def operations(
+  magnitude: float, most_pixels: int = 100
+) -> dict[str, Operation]:
   level = magnitude / 10
   factor = level * 1.8 + 0.1
   # Oddity: wraps around beyond a byte, as numpy does in the reference, so that
@@ -85,7 +87,7 @@ def operations(magnitude: float) -> dict[str, Operation]:
   bits = min(max(int(level * 4), 1), 8)
   addition = int(level * 110)
   pad = int(level * 40)
-  degrees, shear, pixels = level * 30, level * 0.3, level * 100
+  degrees, shear, pixels = level * 30, level * 0.3, level * most_pixels
   return {
     "AutoContrast": lambda x, sign, u: autocontrast(x),
     "Equalize": lambda x, sign, u: equalize(x),

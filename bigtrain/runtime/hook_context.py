@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from bigtrain import settings
 from bigtrain.settings import ConfigError
-from bigtrain.step import guard
+from bigtrain.step import gradients, guard
 from bigtrain.types import PredictFn, TrainState, Variables
 
 _MOST_ROLLBACKS = 3
@@ -49,6 +49,7 @@ class Run:
   evaluations: Sequence[str] = ()
   step: int = 0
   state: TrainState = dataclasses.field(default_factory=dict)
+  frozen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   saved_step: int | None = None  # Step of the newest checkpoint.
   values: dict[str, float] | None = None
   scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,7 +92,8 @@ class Context:
 
   def variables(self, weights: str = "params") -> Variables:
     state = self._run.state
-    return {"params": state[weights], **state.get("mutable", {})}
+    frozen = gradients.frozen({**state, **self._run.frozen})
+    return {"params": state[weights], **state.get("mutable", {}), **frozen}
 
   @property
   def values(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.settings import ConfigError
 from bigtrain.step import guard, running_metrics
 from bigtrain.step.running_metrics import RunningMetrics
-from bigtrain.types import PredictFn, TrainState
+from bigtrain.types import PredictFn, TrainState, Variables
 
 _METHODS = (
   "before_train before_step around_update after_step after_row before_save "
@@ -166,10 +166,18 @@ class Hooks:
     }
 
   def restore(
-    self, saved: Mapping[str, Any], step: int, state: TrainState
+    self,
+    saved: Mapping[str, Any],
+    step: int,
+    state: TrainState,
+    frozen: Mapping[str, Variables] | None = None,
   ) -> None:
-    """Restores the result of `state`; older versions saved fewer keys."""
+    """Restores the result of `state`; older versions saved fewer keys.
+
+    `frozen` has what steps use beside the state: a teacher, a base.
+    """
     self._run.step, self._run.state = step, state
+    self._run.frozen = frozen or {}
     if not saved:
       return
     self._run.saved_step = step

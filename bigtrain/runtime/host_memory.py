@@ -9,16 +9,16 @@ from bigtrain.runtime import jax_flags
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-_MMAP_FROM_BYTES = 2**30
+_MMAP_FROM_BYTES = 2**31 - 1  # The most that mallopt takes.
 _GROW_BYTES = 2**26
 
 
 def keep_freed() -> bool:
-  """Makes glibc's malloc keep freed blocks below 1 GiB; False if it cannot.
+  """Makes glibc's malloc keep freed blocks below 2 GiB; False if it cannot.
 
   By default large blocks are mapped and unmapped one by one, and XLA's CPU
   backend, which allocates its temporaries anew for every step, would fault in
-  all pages again: a third of a small model's step (docs/benchmarks.md). Only
+  all pages again: a quarter to a third of a step (docs/benchmarks.md). Only
   malloc's main arena holds blocks above 64 MiB, and only for the main thread,
   so programs run in that one. Call this before the first use of devices.
   """
@@ -31,5 +31,5 @@ def keep_freed() -> bool:
   return bool(
     mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES)
     and mallopt(_M_TOP_PAD, _GROW_BYTES)
-    and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    and mallopt(_M_TRIM_THRESHOLD, -1)
   )

@@ -63,6 +63,8 @@ def from_config(config: settings.Config) -> LossScale | None:
   options = {} if value is True else config.kwargs("loss_scale", default)
   settings.check_kwargs(LossScale, options, "config.loss_scale")
   scale = LossScale(**options)
+  key = "config.loss_scale.growth_steps"
+  settings.check_number(key, scale.growth_steps, least=1, whole=True)
   if not (0 < scale.least <= scale.init <= scale.most and scale.factor > 1):
     raise settings.ConfigError(
       "config.loss_scale: expected 0 < least <= init <= most and factor > 1, "

@@ -188,7 +188,7 @@ def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
   for change in changes:
     settings.override(plain, change)
   # Schedules are ignored here: without training data, epochs have no length.
-  for entry in plain.get("evals", {}).values():
+  for entry in (plain.get("evals") or {}).values():
     for unit in lengths.UNITS:
       entry.pop(f"log_{unit}", None)
   return settings.Config(plain)
@@ -234,7 +234,7 @@ def _teacher(
   The first such evaluation gives the shapes of the teacher's inputs.
   """
   without = parts.predict_fns(config, task, model)
-  for name, entry in config.to_dict().get("evals", {}).items():
+  for name, entry in (config.to_dict().get("evals") or {}).items():
     if not config.get("teacher") or not entry.get("enabled", True):
       continue
     preds = entry.get("pred", ())

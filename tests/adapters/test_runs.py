@@ -194,3 +194,27 @@ def test_a_quantized_base_is_its_dequantized_one(base, kind, tmp_path):
 def test_mistakes_are_named(base, options, message, tmp_path):
   with pytest.raises(settings.ConfigError, match=message):
     main.train(config_of(base[0], **options), str(tmp_path / "run"))
+
+
+class Classifies:
+  """A hook that applies a predict function in each row."""
+
+  losses: list[float] = []
+
+  def __init__(self, context):
+    self._context = context
+
+  def after_row(self, step, row):
+    del step, row
+    context = self._context
+    batch = {name: np.ones((8, 16), np.int32) for name in ("tokens", "targets")}
+    predict = context.predict_fns["perplexity"]
+    result = predict(context.variables(), batch)
+    self.losses.append(float(np.sum(jax.tree.leaves(result)[0])))
+
+
+def test_hooks_predict_with_the_base(base, tmp_path):
+  hook = dict(type=f"{__name__}.Classifies")
+  config = config_of(base[0]) | dict(total_steps=1, ckpt_steps=1)
+  main.train(config | dict(hooks=dict(x=hook)), str(tmp_path / "x"))
+  assert len(Classifies.losses) == 1 and np.isfinite(Classifies.losses[0])

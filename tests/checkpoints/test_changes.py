@@ -42,6 +42,8 @@ def test_lists_are_compared_as_a_whole():
     ("stop_at_percent", True),
     ("input.prefetch", True),
     ("weight_stats", True),
+    ("mlflow.experiment", True),
+    ("trackio", True),
     ("seed", False),
     ("input.batch_size", False),
     ("input.pp", False),
@@ -84,6 +86,7 @@ def test_files_with_changed_content_are_refused(caplog):
   for allowed in ((), None, ["c4"], "lr"):
     with pytest.raises(settings.ConfigError, match=r"c4.model: .*abc.*def"):
       changes.check_files(old, new, allowed)
+  caplog.clear()
   with caplog.at_level(logging.INFO, logger="absl"):
     for allowed in (True, "c4.model", ["lr", "c4.model"]):
       changes.check_files(old, new, allowed)

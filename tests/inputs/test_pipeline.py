@@ -178,6 +178,10 @@ def test_changing_weights_keep_batches_a_function_of_the_step():
       "epoch/digits": (16 * step - count) / 1438,
       "epoch/small": count / 20,
     }
+  # Pairs of rows with one example change at the same steps.
+  repeated = make_train(mixture=changing_mixture(), repeats=2)
+  of_small = [(repeated.order(step).source == 1).sum() for step in range(9)]
+  assert of_small == [0, 0, 0, 4, 8, 12, 16, 16, 16]
   # Resumed at any step, and on two hosts.
   resumed = make_train(mixture=changing_mixture())
   for step in (3, 5, 8):

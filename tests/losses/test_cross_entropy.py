@@ -112,6 +112,13 @@ def test_labels_of_a_wrong_shape_are_errors():
     cross_entropy.sigmoid_xent(LOGITS, CLASSES[:2])
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.0, "0.1"])
+def test_a_share_of_a_label_is_below_one(share):
+  logits, labels = jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)
+  with pytest.raises(ConfigError, match="config.loss.label_smoothing: expec"):
+    cross_entropy.softmax_xent(logits, labels, label_smoothing=share)
+
+
 def test_unknown_smoothing_is_an_error():
   message = "config.loss.label_smoothing_over: unknown 'other'. Did you mean"
   with pytest.raises(ConfigError, match=message):

@@ -452,6 +452,7 @@ def test_bfloat16_parameters_keep_their_dtype():
       "config.schedule: matches 1 of 5 parameters, but not body/dense/bias, ",
     ),
     (dict(schedule=[(".*", None)]), "config.schedule: freezes every parameter"),
+    (dict(schedule=None), "config.schedule: expected a dict, or (regex, dict)"),
     (
       dict(schedule=[(".*", dict(decay_type="cosine", warmup=1))]),
       "config.schedule[0].warmup: unknown key of 'cosine'. Did you mean "

@@ -94,6 +94,21 @@ def test_autoaugment_applies_each_operation_with_its_probability():
   np.testing.assert_array_equal(both, sheared)
 
 
+def test_autoaugment_moves_by_the_authors_pixels():
+  """By 250 times a tenth of the magnitude; RandAugment has 100 there."""
+  image = np.arange(300 * 300 * 3, dtype=np.uint32).astype(np.uint8)
+  image = image.reshape(300, 300, 3)
+  # Policy 15 begins with Rotate of magnitude 7, by 21 degrees, always.
+  from bigtrain.pp import randaug
+
+  u = [15.5 / 25, 0, 0, 0, 0.1, 0.9, 0, 0, 0.1, 0.9, 0, 0]
+  moved = apply("autoaugment()", u, image)
+  turned = randaug.rotate(tf.constant(image), 21.0)
+  np.testing.assert_array_equal(
+    moved, randaug.translate(turned, 1.0, 225.0, axis=0)
+  )
+
+
 def test_every_policy_runs():
   rng = np.random.default_rng(0)
   for k in range(25):

@@ -3,6 +3,7 @@
 test_tally.py tests the judgement of single steps.
 """
 
+import contextlib
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import tiny
 
 from bigtrain import main
-from bigtrain.step import guard
+from bigtrain.step import guard, spikes
 
 
 @pytest.fixture
@@ -106,3 +107,21 @@ def test_a_rollback_skips_the_batches(spoilt_config, tmp_path):
   assert list(rows) == [1, 2, 3, 4, 5, 6]
   assert all(math.isfinite(row.get("loss", 0)) for row in rows.values())
   assert tiny.checkpoint_steps(tmp_path) == [4, 6]
+
+
+def test_each_kind_of_rollback_has_its_own_limit():
+  by_spikes = spikes.Spikes(6, 200, "rollback", 10)
+  judge = guard.Guard("rollback", 3, None, True, by_spikes)
+  bad = guard.NotFinite("x")
+  assert isinstance(judge.failure(bad, 50, 40, 2), guard.Rollback)
+  assert judge.failure(bad, 50, 40, 3) is bad
+
+
+def test_rollbacks_of_another_kind_do_not_count(spoilt_config, tmp_path):
+  """`main` passes the number of those like the error."""
+  earlier = guard.Rollback(guard.Spike("y"), 1, 0)
+  config = spoilt_config | {"nonfinite": "rollback", "ckpt_steps": 2}
+  config["max_nonfinite"] = 1
+  with contextlib.ExitStack() as at_end:
+    with pytest.raises(guard.Rollback):
+      main._train(config, str(tmp_path), at_end, [earlier], None)

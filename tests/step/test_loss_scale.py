@@ -12,6 +12,12 @@ from bigtrain import main, metrics, settings, sharding
 from bigtrain.step import gradients, loss_scale
 
 
+def test_a_scale_that_always_grows_is_an_error():
+  config = settings.Config({"loss_scale": {"growth_steps": 0}})
+  with pytest.raises(settings.ConfigError, match="growth_steps: .* at least 1"):
+    loss_scale.from_config(config)
+
+
 def test_the_rule_on_a_random_history():
   rule = loss_scale.LossScale(init=8.0, growth_steps=3, least=1.0, most=32.0)
   state, update = rule.start(), jax.jit(rule.update)

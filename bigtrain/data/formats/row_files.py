@@ -186,7 +186,15 @@ def _value(
   ):
     problem = f"expected shape {shape} as in earlier lines"
     raise DataError(f"field {name!r}: {problem}, got {array.shape}.")
-  return array if kind is bytes else array.astype(kind)
+  if kind is bytes:
+    return array
+  with np.errstate(over="ignore"):
+    result = array.astype(kind)
+  if array.dtype.kind == "f" and (np.isinf(result) & ~np.isinf(array)).any():
+    raise DataError(
+      f"field {name!r}: beyond {result.dtype}: {short(row[name])}."
+    )
+  return result
 
 
 def _array(row: Mapping[str, Any], name: str) -> np.ndarray:
