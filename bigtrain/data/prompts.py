@@ -50,10 +50,15 @@ class Source(supervised.Source):
     if isinstance(rewards, str):
       rewards = [(rewards, 1.0)]
     for each in rewards:
-      if isinstance(each, str) or len(each) != 2:
+      if not isinstance(each, list | tuple) or len(each) != 2:
         raise ConfigError(f"rewards: expected (function, weight), got {each}.")
       parts.find_attribute(each[0], "rewards")
+      settings.check_number(f"rewards: weight of {each[0]}", each[1])
+    if not rewards:
+      raise ConfigError("rewards: expected at least one function.")
     settings.check_number("time_limit", time_limit, above=0)
+    if failed_reward is not None:
+      settings.check_number("failed_reward", failed_reward)
     self._rewards, self._failed = rewards, failed_reward
     self._worker = reward_worker.Worker(time_limit)
     super().__init__(tokenizer, length, loss="last", **options)

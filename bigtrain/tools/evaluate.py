@@ -78,6 +78,8 @@ def evaluate_all(
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
+  if not follow and not folders.steps(workdir):
+    raise ConfigError(f"--workdir={workdir}: there are no checkpoints.")
   judged = {row["step"] for row in rows.read_rows(output)}
   judge = None
   while True:

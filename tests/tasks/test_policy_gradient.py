@@ -409,3 +409,18 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
   assert rows[-1]["reward"] > 2 * rows[0]["reward"] > 0
   assert all(row["log_prob_difference"] < 1e-5 for row in rows)
   assert set(rows[-1]) >= {"zero_advantage", *NAMES} - {"failed_rewards"}
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (dict(rewards=[5]), "rewards: expected .function, weight., got 5"),
+    (dict(rewards=[]), "rewards: expected at least one function"),
+    (dict(rewards=[("math.sqrt", "x")]), "weight of math.sqrt: expected a num"),
+    (dict(failed_reward=float("nan")), "failed_reward: expected a finite num"),
+  ],
+)
+def test_mistakes_in_rewards_are_told(options, message):
+  source = dict(name="arithmetic", split="train", tokenizer="bytes", length=8)
+  with pytest.raises(ConfigError, match=message):
+    prompts.Source(**source | dict(rewards="math.sqrt") | options)

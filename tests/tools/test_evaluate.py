@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 
-from bigtrain import main
+from bigtrain import main, settings
 from bigtrain.reports import rows
 from bigtrain.tools import evaluate
 
@@ -59,6 +59,12 @@ def test_all_checkpoints_and_those_to_come(tiny_config, tmp_path, monkeypatch):
   assert [row["step"] for row in others] == [2, 4, 6, 8]
   for row in others:
     assert row["val/loss"] == own[row["step"]]["val/loss"]
+
+
+def test_all_of_no_checkpoints_is_an_error(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(settings.ConfigError, match="there are no checkpoints"):
+    next(evaluate.evaluate_all(str(tmp_path)))
 
 
 def tool(workdir, all_checkpoints=False, follow=False):

@@ -76,7 +76,10 @@ class Options(NamedTuple):
 def _first(value: _ByName, name: str) -> Any:
   if not isinstance(value, list | tuple):
     return value
-  return next(x for regex, x in value if re.fullmatch(regex, name))
+  for regex, result in value:
+    if re.fullmatch(regex, name):
+      return result
+  raise ConfigError(f"config.adapters: {value} has no match for {name!r}.")
 
 
 def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
@@ -84,12 +87,20 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   options = Options(**given)
   settings.check_choice(f"{key}.base", options.base, BASES)
   check_number(f"{key}.dropout", options.dropout, least=0.0, below=1.0)
-  as_tuple = lambda x: (x,) if isinstance(x, str) else tuple(x)
+  as_tuple = lambda x: (x,) if isinstance(x, str) else tuple(x or ())
   options = options._replace(
     targets=as_tuple(options.targets), train=as_tuple(options.train)
   )
+  if not options.targets and not options.train:
+    raise ConfigError(f"{key}.targets: expected the names of kernels.")
+  quantizes = options.base in block_quantization.KINDS
+  if options.double_quantization and not quantizes:
+    raise ConfigError(f"{key}.double_quantization: base is {options.base!r}.")
   regexes = [*options.targets, *options.train, options.quantized]
-  for field, least, whole in (("rank", 1, True), ("alpha", 0.0, False)):
+  limits: dict[str, Any] = dict(
+    rank=dict(least=1, whole=True), alpha={"above": 0}
+  )
+  for field, limit in limits.items():
     pairs = getattr(options, field)
     pairs = pairs if isinstance(pairs, list | tuple) else [(".*", pairs)]
     for pair in pairs:
@@ -98,7 +109,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
           f"{key}.{field}: expected a number or (regex, number) pairs, got "
           f"{pair!r} in it."
         )
-      check_number(f"{key}.{field}", pair[1], least=least, whole=whole)
+      check_number(f"{key}.{field}", pair[1], **limit)
       regexes.append(pair[0])
   for regex in regexes:
     settings.regex(key, regex)
@@ -256,7 +267,7 @@ class Layers:
     options = self.options
     if options.base not in block_quantization.KINDS or len(shape) < 2:
       return {}
-    if not re.fullmatch(options.quantized, name):
+    if not name.endswith(_KERNEL) or not re.fullmatch(options.quantized, name):
       return {}
     sizes = Shape.of(name, shape, table)
     layers = len(sizes.stack) - sizes.arrays

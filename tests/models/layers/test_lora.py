@@ -93,6 +93,37 @@ def test_initial_factors():
   assert not np.any(up["lora_b"])
 
 
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(targets=[]), "config.adapters.targets: expected the names"),
+    (dict(targets=None), "config.adapters.targets: expected the names"),
+    (dict(alpha=0), "config.adapters.alpha: expected a number above 0"),
+    (dict(dora="no"), "config.adapters.dora: expected True or False"),
+    (dict(rank=[("x", 4)]), "config.adapters: .*'x', 4.* no match for 'block"),
+    (dict(alpha=[("x", 4)]), "config.adapters: .*'x', 4.* no match for 'block"),
+    (dict(double_quantization=True), "double_quantization: base is 'float32'"),
+  ],
+)
+def test_mistakes_are_told(change, message):
+  _, fields, inputs = MODELS["llama"]
+  adapters = dict(targets=".*up/kernel", rank=2) | change
+  config = dict(model_name="decoder", model=fields, adapters=adapters)
+  with pytest.raises(ConfigError, match=message):
+    _, model = parts.model(settings.Config(config))
+    variables = model.init(jax.random.key(0), *inputs)
+    model.apply(variables, *inputs)
+
+
+def test_kernels_alone_are_quantized():
+  _, fields, inputs = MODELS["llama"]
+  adapters = dict(targets=".*up/kernel", rank=2, base="int8", quantized=".*")
+  config = dict(model_name="decoder", model=fields, adapters=adapters)
+  _, model = parts.model(settings.Config(config))
+  variables = model.init(jax.random.key(0), *inputs)
+  assert np.isfinite(model.apply(variables, *inputs)[0]).all()
+
+
 def test_a_kernel_that_no_dense_layer_has_is_refused():
   _, fields, inputs = MODELS["vit"]
   adapters = dict(targets=r"embedding/kernel", rank=2)
