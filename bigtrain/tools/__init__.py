@@ -6,7 +6,7 @@ checkpoint; arguments, exits and ranking to several tools. Tools may import
 everything except configs; only `python -m bigtrain` imports them.
 """
 
-import _thread
+import signal
 import sys
 import threading
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 def _on_error(kind: type[BaseException], *error: Any) -> None:
   if kind is not KeyboardInterrupt:
     return sys.__excepthook__(kind, *error)
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Another may be on its way.
   print("interrupted", file=sys.stderr)
   sys.exit(130)
 
@@ -23,7 +24,8 @@ def _on_unraisable(error: Any) -> None:
   """Repeats Ctrl-C if it came within a callback, whose errors are ignored."""
   if error.exc_type is not KeyboardInterrupt:
     return sys.__unraisablehook__(error)
-  threading.Timer(0.1, _thread.interrupt_main).start()
+  thread = threading.main_thread().ident  # A signal ends its waiting too.
+  threading.Timer(0.1, signal.pthread_kill, (thread, signal.SIGINT)).start()
 
 
 if sys.argv[:1] == ["-m"]:  # A tool starts: Ctrl-C may come while it imports.
