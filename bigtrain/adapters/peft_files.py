@@ -245,6 +245,12 @@ def read(
       raise ConfigError(
         f"{folder}: {CONFIG} has {name}={given!r}; expected {value!r}."
       )
+  init = config.get("init_lora_weights")
+  if isinstance(init, str) and init not in ("gaussian", "eva", "orthogonal"):
+    raise ConfigError(
+      f"{folder}: {CONFIG} has init_lora_weights={init!r}, with which PEFT "
+      "changes the base; its save_pretrained can convert such adapters."
+    )
   file_arrays = _file_arrays(folder)
   modules = dict(published.modules())
   unknown = set(file_arrays) - set(modules)

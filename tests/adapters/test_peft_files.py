@@ -167,11 +167,14 @@ def test_merged_is_unmerged(name):
   assert np.abs(off - want).max() > 1e-2
 
 
-def test_files_with_other_methods_are_refused(tmp_path):
+@pytest.mark.parametrize(
+  ("name", "value"), [("peft_type", "LOHA"), ("init_lora_weights", "pissa")]
+)
+def test_files_with_other_methods_are_refused(name, value, tmp_path):
   config, variables = opened("lora")
   content = json.loads((GOLDEN / "lora" / peft_files.CONFIG).read_text())
-  content["peft_type"] = "LOHA"
+  content[name] = value
   (tmp_path / peft_files.CONFIG).write_text(json.dumps(content))
-  with pytest.raises(settings.ConfigError, match="peft_type='LOHA'"):
+  with pytest.raises(settings.ConfigError, match=f"{name}='{value}'"):
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     trained.read_peft(str(tmp_path), config, variables["base"], mesh)
