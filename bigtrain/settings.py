@@ -24,7 +24,8 @@ from typing import Any
 
 _MISSING = object()
 _NOT_BOOLEANS = ("true", "false", "yes", "no", "on", "off")
-_NOT_TEXTS = {"bool", "int", "float", "None", "NoneType"}
+# Words of annotations without texts, as in "<class 'int'>".
+_NOT_TEXTS = {"class", "bool", "int", "float", "None", "NoneType"}
 
 
 class ConfigError(Exception):
@@ -130,9 +131,7 @@ def check_kwargs(
         f"{path}.{name}: unknown key.{did_you_mean(name, options | {*others})}"
       )
     annotation = getattr(parameters.get(name), "annotation", "")
-    kinds = set(
-      re.findall(r"\w+", getattr(annotation, "__name__", str(annotation)))
-    )
+    kinds = set(re.findall(r"\w+", str(annotation)))
     if isinstance(kwargs[name], str) and kinds and kinds <= _NOT_TEXTS:
       kind = "True or False" if "bool" in kinds else "a number"
       raise ConfigError(

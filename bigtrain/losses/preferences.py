@@ -120,6 +120,13 @@ WITHOUT_REFERENCE: dict[str, _Loss] = {
   ),
 }
 KINDS = (*WITH_REFERENCE, *WITHOUT_REFERENCE)
+# Kinds with an option that the others ignore.
+_KINDS_WITH = dict(
+  label_smoothing="sigmoid sigmoid_norm robust simpo cpo",
+  gamma="simpo",
+  desirable="kto",
+  undesirable="kto",
+)
 
 
 def read_options(
@@ -129,12 +136,13 @@ def read_options(
   settings.check_choice(f"{key}.kind", kind, (*KINDS, "reward"))
   sft = float(kind in ("cpo", "orpo")) if sft is None else sft
   result = Options(sft=sft, **options)
-  for name, value in result._asdict().items():
-    settings.check_number(f"{key}.{name}", value, least=0)
   settings.check_number(f"{key}.beta", result.beta, above=0)
-  settings.check_number(
-    f"{key}.label_smoothing", result.label_smoothing, least=0, below=0.5
-  )
+  for name, value in result._asdict().items():
+    below = 0.5 if name == "label_smoothing" else None
+    settings.check_number(f"{key}.{name}", value, least=0, below=below)
+    kinds = _KINDS_WITH.get(name, kind)
+    if kind not in kinds.split() and value != Options._field_defaults[name]:
+      raise settings.ConfigError(f"{key}.{name}: only of kind {kinds}.")
   return result
 
 

@@ -97,9 +97,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   if options.double_quantization and not quantizes:
     raise ConfigError(f"{key}.double_quantization: base is {options.base!r}.")
   regexes = [*options.targets, *options.train, options.quantized]
-  limits: dict[str, Any] = dict(
-    rank=dict(least=1, whole=True), alpha={"above": 0}
-  )
+  limits: Any = dict(rank=dict(least=1, whole=True), alpha={"above": 0})
   for field, limit in limits.items():
     pairs = getattr(options, field)
     pairs = pairs if isinstance(pairs, list | tuple) else [(".*", pairs)]
