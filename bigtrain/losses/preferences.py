@@ -142,7 +142,7 @@ def read_options(
     settings.check_number(f"{key}.{name}", value, least=0, below=below)
     kinds = _KINDS_WITH.get(name, kind)
     if kind not in kinds.split() and value != Options._field_defaults[name]:
-      raise settings.ConfigError(f"{key}.{name}: only of kind {kinds}.")
+      raise settings.ConfigError(f"{key}.{name}: used only by {kinds}.")
   return result
 
 

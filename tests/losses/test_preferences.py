@@ -66,9 +66,12 @@ def test_the_loss_of_rewards_is_that_of_trl():
     (dict(kind="sigmod"), "config.loss.kind"),
     (dict(kind="ipo", beta=0.0), "config.loss.beta"),
     (dict(kind="robust", label_smoothing=0.5), "label_smoothing"),
-    (dict(kind="ipo", label_smoothing=0.1), "label_smoothing: only of kind si"),
-    (dict(kind="sigmoid", gamma=0.3), "gamma: only of kind simpo"),
-    (dict(kind="orpo", desirable=2.0), "desirable: only of kind kto"),
+    (
+      dict(kind="ipo", label_smoothing=0.1),
+      "label_smoothing: used only by sig",
+    ),
+    (dict(kind="sigmoid", gamma=0.3), "gamma: used only by simpo"),
+    (dict(kind="orpo", desirable=2.0), "desirable: used only by kto"),
   ],
 )
 def test_wrong_options_are_named(options, message):

@@ -21,7 +21,7 @@ _MASKED = -1e30
 def attend(
   inputs: Inputs, start: Any, *, scale: float, softcap: float | None
 ) -> jax.Array:
-  """Returns means of values (B, L, G, R, K), or (B, L, G, K) where R = 1."""
+  """Returns means of values, (B, L, G, R, K) up to a reshape."""
   q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
   (_, L, G, R, _), S = q_BLGRK.shape, k_BSGK.shape[1]
   mask_BLS = mask.matrix(L, S, 0 if start is None else start)

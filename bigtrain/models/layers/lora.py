@@ -95,7 +95,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
     raise ConfigError(f"{key}.targets: expected the names of kernels.")
   quantizes = options.base in block_quantization.KINDS
   if options.double_quantization and not quantizes:
-    raise ConfigError(f"{key}.double_quantization: base is {options.base!r}.")
+    raise ConfigError(f"{key}.double_quantization: the base is not quantized.")
   regexes = [*options.targets, *options.train, options.quantized]
   limits: Any = dict(rank=dict(least=1, whole=True), alpha={"above": 0})
   for field, limit in limits.items():

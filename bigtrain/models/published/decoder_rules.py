@@ -469,7 +469,7 @@ def experts(
 
 
 def sparse_by_step() -> Rule:
-  """Layers with experts: every n-th one, but for a list of others."""
+  """Every n-th layer has experts, except those in a list."""
   step, others = "decoder_sparse_step", "mlp_only_layers"
 
   def read(config: ConfigJson) -> dict[str, Any]:

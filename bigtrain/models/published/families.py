@@ -59,9 +59,9 @@ class Family(NamedTuple):
     without: Collection[str] = (),
     **changes: Any,
   ) -> "Family":
-    """A family like this one; mappings and `harmless` keep what they have.
+    """A copy with changes; given mappings and `harmless` add to its own.
 
-    `without` are names that its keys, constants and rules have no more, or
+    `without` are names that its keys, constants and rules lose, or
     those of whole fields.
     """
     kept = {n: x for n, x in self._asdict().items() if n not in without}
@@ -156,7 +156,7 @@ class Field(NamedTuple):
   in_shapes: bool = False  # Whether the arrays' shapes show another value.
   is_limit: bool = False  # Whether other values change no result.
   unless_array: str | None = None  # A file with this array decides by itself.
-  is_neutral: bool = False  # Whether a model has this value without being told.
+  is_neutral: bool = False  # Whether a model that does not name it has it.
 
 
 def load(
