@@ -228,14 +228,14 @@ def train_engine(
       f"{path}.repeats={repeats}: expected a divisor of {path}.batch_size="
       f"{batch_size}."
     )
-  shares = tuple(share for _, share in drawn)
+  shares, shuffle = tuple(x for _, x in drawn), cfg.get("shuffle", True)
   ones, drawn_seed = (1,) * len(drawn), hashing.stream(seed, -1)
   try:
     schedule = order.Schedule(
       num_examples,
       stages[0][1],
       seed=seed,
-      shuffle=cfg.get("shuffle", True),
+      shuffle=shuffle,
       changes=tuple(
         (step * batch_size // repeats, w) for step, w in stages[1:]
       ),

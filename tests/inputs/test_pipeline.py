@@ -251,6 +251,7 @@ def test_errors_in_mixtures_name_the_key(change, message):
     ({"num_threads": 0}, "at least 1"),
     ({"skip_errors": 0.5}, "whole number"),
     ({"repeats": 3}, "repeats=3: expected a divisor of .*batch_size=16"),
+    ({"shuffle": "no"}, r"^config.input.shuffle: expected True or False"),
     (
       {"pp": "crop({size})", "flexi": {"sizes": {"values": [2]}}},
       "input.flexi: unknown 'sizes'. Did you mean 'size'",
