@@ -257,7 +257,7 @@ class _Torch:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from bigtrain import trees
+    from bigtrain.arrays import trees
 
     self._folder = folder
     on_gpu = torch.cuda.is_available()

@@ -164,7 +164,8 @@ def _tf_crop(encoded: Any, size: int) -> Any:
 
 def pipeline(folder: str, size: int) -> Iterator[Any]:
   """Returns our batches, on the device."""
-  from bigtrain import settings, sharding
+  from bigtrain import sharding
+  from bigtrain.config import settings
   from bigtrain.inputs import pipeline
 
   config = {

@@ -93,7 +93,7 @@ def _save_step_1(config: str, workdir: str, cache: str) -> None:
 
 def _move(saved: str, workdir: str, step: int) -> None:
   """Writes the workdir of a run at another step."""
-  from bigtrain import trees
+  from bigtrain.arrays import trees
   from bigtrain.checkpoints import checkpointer, folders, integrity
   from bigtrain.reports import writers
 

@@ -95,7 +95,8 @@ def _write(folder: str, pictures: str, number: int) -> str:
 
 def _taker(data: Any, step: int, batches: int) -> Callable[[], float]:
   """Measures the CPU time of this number of batches from a step."""
-  from bigtrain import settings, sharding
+  from bigtrain import sharding
+  from bigtrain.config import settings
   from bigtrain.inputs import pipeline
 
   pp = jpegs.TRAIN_PP.format(size=224)

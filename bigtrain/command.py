@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from absl import flags, logging
 
-from bigtrain import settings
 from bigtrain.checkpoints import folders
 from bigtrain.cluster import process
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, paths
 from bigtrain.reports import ending, record
 from bigtrain.runtime import jax_flags
@@ -49,14 +50,14 @@ def parse(argv: Sequence[str]) -> Arguments:
   try:
     words = iter(values.read_flags_from_files(list(argv)))
   except flags.Error as e:
-    raise settings.ConfigError(f"{e}. {_USAGE}") from e
+    raise ConfigError(f"{e}. {_USAGE}") from e
   for word in words:
     if not word.startswith("--config."):
       rest.append(word)
     elif "=" in word:
       changes.append(word)
     elif re.match(r"--(config\b|workdir\b|$)", given := next(words, "--")):
-      raise settings.ConfigError(f"{word}: expected a value, as {word}=VALUE.")
+      raise ConfigError(f"{word}: expected a value, as {word}=VALUE.")
     else:
       changes.append(f"{word}={given}")
   for name in ("config", "workdir", *_JOB_FLAGS):
@@ -66,33 +67,33 @@ def parse(argv: Sequence[str]) -> Arguments:
   try:
     left = values(rest)[1:]
   except flags.Error as e:
-    raise settings.ConfigError(f"{e}. {_USAGE}") from e
+    raise ConfigError(f"{e}. {_USAGE}") from e
   if left:
-    raise settings.ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
+    raise ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
   for name, variable in _JOB_FLAGS.items():
     if values[name].value:
       os.environ[variable] = str(values[name].value)
   for name, optional in {"config": False, "workdir": True}.items():
     value = values[name].value
     if not value and not (optional and value is None):
-      raise settings.ConfigError(f"--{name} is missing. {_USAGE}")
+      raise ConfigError(f"--{name} is missing. {_USAGE}")
   jax_flags.apply(values)
   changes = [change.removeprefix("--config.") for change in changes]
-  config = settings.load(values.config, changes)
+  config = loading.load(values.config, changes)
   ends_early = [
     key
     for key, value in config.items()
     if value and key.startswith(("stop_at_", "eval_only"))
   ]
   if values.cleanup and ends_early:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"--cleanup: with config.{ends_early[0]} the run does not finish; leave "
       "one of them out."
     )
   if values.workdir is not None:
     return Arguments(config, paths.absolute(values.workdir), values.cleanup)
   if values.cleanup:
-    raise settings.ConfigError(
+    raise ConfigError(
       "--cleanup: a run without --workdir keeps no checkpoints; leave it out."
     )
   return Arguments(_without_checkpoints(config), None, False)
@@ -161,7 +162,7 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
     if cleanup and jax.process_index() == 0:
       folders.remove_all(folder)
       message += "\n  --cleanup has removed the checkpoints."
-  except settings.ConfigError as e:
+  except ConfigError as e:
     # No traceback: the mistake is in the config or the data.
     _end(process.EXIT_CONFIG, f"error: {e}", workdir)
   except process.Preempted as e:

@@ -25,24 +25,26 @@ import numpy as np
 import optax
 from absl import logging
 
-from bigtrain import (
-  command,
-  dims,
-  lengths,
-  metrics,
-  parts,
-  settings,
-  sharding,
-  teacher,
-  trees,
-)
-from bigtrain.adapters import frozen_base
+from bigtrain import command, metrics, sharding
+from bigtrain.arrays import dims, trees
+from bigtrain.arrays.types import Batch, TrainState, Variables
 from bigtrain.checkpoints import checkpointer, finished, folders, start
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.cluster import lease, watchdog
+from bigtrain.config import lengths, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.inputs import pipeline, rollouts
+from bigtrain.inputs import pipeline
+from bigtrain.objective import (
+  activations,
+  building,
+  frozen_base,
+  gradients,
+  initial,
+  published_sizes,
+  rollouts,
+  teacher,
+)
 from bigtrain.optim import chain, ema, views
 from bigtrain.reports import chrono, flops, record, writers
 from bigtrain.runtime import (
@@ -56,17 +58,9 @@ from bigtrain.runtime import (
   programs,
 )
 from bigtrain.runtime.run import Run
-from bigtrain.step import (
-  activations,
-  gradients,
-  guard,
-  initial,
-  norms,
-  running_metrics,
-)
+from bigtrain.step import frozen, guard, keys, norms, running_metrics
 from bigtrain.step.norms import NamedScalars
 from bigtrain.step.running_metrics import RunningMetrics
-from bigtrain.types import Batch, TrainState, Variables
 
 # Steps queued on the device: enough to keep it busy, few enough to stop soon.
 _STEPS_IN_FLIGHT = 4
@@ -117,7 +111,7 @@ def _train(
   on_update: OnUpdate | None,
 ) -> Any:
   """The program; `at_end` closes what it opens."""
-  config = parts.with_published_sizes(settings.Config(config))
+  config = published_sizes.with_published_sizes(settings.Config(config))
   plain = config.to_dict()
   host_memory.keep_freed()
   jax_flags.use_compile_cache(config.get("compile_cache", True))
@@ -164,14 +158,16 @@ def _train(
 
   # ============================ Task and model ================================
 
-  task, (model_module, model) = parts.task(config), parts.model(config)
-  vocab_sizes = parts.vocab_sizes(task, model)
+  task, (model_module, model) = building.task(config), building.model(config)
+  vocab_sizes = building.vocab_sizes(task, model)
   train_input.limit_ids(vocab_sizes)
   frozen_teacher = teacher.from_config(config, task, batch_spec, mesh, seed)
-  variants = parts.variants(config, model)
+  variants = building.variants(config, model)
   loss_fns = []
   for variant in variants:
-    loss_fn = parts.loss_fn(config, task, variant.model, frozen_teacher.model)
+    loss_fn = building.loss_fn(
+      config, task, variant.model, frozen_teacher.model
+    )
     loss_fn = jax.jit(debugging.instrument(config, loss_fn))
     loss_fns.append(loss_fn)  # Traced only once.
   init_variables = initial.variables_fn(task, model, batch_spec, seed)
@@ -213,7 +209,7 @@ def _train(
   def hparams_of(step: int) -> dict[str, Any]:
     """Scalars of the update after `step` updates: learning rates and so on."""
     return {
-      "seed": gradients.seed_word(seed),
+      "seed": keys.seed_word(seed),
       "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
       "after_log_step": np.bool_(run.lengths.is_log_step(step)),
       **optimizer.hparams(step),
@@ -353,7 +349,7 @@ def _train(
   )
   console = writers.Console(total_steps, process_index=jax.process_index())
   phase = phases.Phases(limits, console, clock)
-  predict_fns = parts.predict_fns(config, task, model, frozen_teacher.model)
+  predict_fns = building.predict_fns(config, task, model, frozen_teacher.model)
   run_evaluations = evaluations.from_config(
     config,
     predict_fns,
@@ -473,8 +469,8 @@ def _train(
 
   def variables() -> Variables:
     mutable = state.get("mutable", {})
-    frozen = gradients.frozen({**state, **frozen_state})
-    return {"params": state["params"], **mutable, **frozen}
+    fixed = frozen.variables({**state, **frozen_state})
+    return {"params": state["params"], **mutable, **fixed}
 
   def check_finite(fetched: RunningMetrics) -> None:
     """Raises after a bad step, or after too many skipped ones."""

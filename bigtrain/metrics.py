@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, Metrics
+from bigtrain.arrays.types import Batch, Metrics
+from bigtrain.config.errors import ConfigError
 
 Pair = tuple[Any, Any]  # (sum, weight)
 

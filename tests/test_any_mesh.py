@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support import any_mesh
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.models import resnet
 
 # Of the largest number of an array. An array whose numbers are all rounding,

@@ -25,9 +25,13 @@ import optax
 import pytest
 from support import compile_cache, old_runs
 
-from bigtrain import lengths, main, parts, settings, tools, trees
+from bigtrain import main, tools
+from bigtrain.arrays import trees
+from bigtrain.config import lengths, loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder as decoder_lib
 from bigtrain.models import vit as vit_lib
+from bigtrain.objective import building
 from bigtrain.optim import chain, schedules
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -100,8 +104,8 @@ NAMED = sorted(set(re.findall(r"`(configs/\w+\.py(?::[^`]+)?)`", PAGE)))
 
 @pytest.mark.parametrize("spec", NAMED)
 def test_the_named_configs_build(spec):
-  config = settings.Config(settings.load(str(ROOT / spec)))
-  assert parts.task(config) and parts.model(config)
+  config = settings.Config(loading.load(str(ROOT / spec)))
+  assert building.task(config) and building.model(config)
 
 
 def test_the_named_commands_exist():
@@ -654,5 +658,5 @@ def test_clipping_is_that_of_modalities(part):
 def test_a_fresh_state_has_no_offset():
   config = lines_of("T5X", "`adafactor.Adafactor`")
   config.optimizer.decay_offset = 1_000_000
-  with pytest.raises(settings.ConfigError, match="expected config.resume"):
+  with pytest.raises(ConfigError, match="expected config.resume"):
     trained(config)

@@ -5,8 +5,9 @@ import os
 import jax
 import pytest
 
-from bigtrain import command, settings
+from bigtrain import command
 from bigtrain.cluster import process
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.runtime import jax_flags
 
 CONFIG = """
@@ -97,7 +98,7 @@ def test_the_last_of_two_values_wins(file):
 )
 def test_mistakes_are_explained_in_one_line(file, words, message):
   words = [word.format(file=file) for word in words]
-  with pytest.raises(settings.ConfigError, match=message) as error:
+  with pytest.raises(ConfigError, match=message) as error:
     parse(*words)
   assert "\n" not in str(error.value)
 
@@ -178,8 +179,8 @@ def test_a_finished_run_prints_its_results(file, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("error", "code", "last"),
   [
-    (settings.ConfigError("config.x: bad."), 2, "error: config.x: bad."),
-    (settings.DataError("no example"), 2, "error: no example"),
+    (ConfigError("config.x: bad."), 2, "error: config.x: bad."),
+    (DataError("no example"), 2, "error: no example"),
     (process.Preempted("saved step 3"), 75, "preempted: saved step 3"),
     (OSError("disk full"), 1, "error: OSError: disk full"),
     (RuntimeError("hook"), 1, "error: RuntimeError: hook"),

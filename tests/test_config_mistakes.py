@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config.errors import ConfigError
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -31,7 +32,7 @@ def compilations():
 
 def refuse(config, workdir, compilations, message):
   """Asserts that training ends in an error before it compiles or writes."""
-  with pytest.raises(settings.ConfigError) as error:
+  with pytest.raises(ConfigError) as error:
     main.train(config, str(workdir))
   text = str(error.value)
   assert re.search(message, text), text

@@ -10,10 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bigtrain import lengths as lengths_lib
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config import lengths as lengths_lib
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError, check_kwargs
+from bigtrain.config.modules import find_module
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.inputs import labels, sources
+from bigtrain.objective import building
 from bigtrain.optim import chain
 from bigtrain.pp import ops_render, parse
 
@@ -28,12 +33,12 @@ NAMES = sorted(
 def load(spec):
   """The config of "name:arguments"."""
   name, colon, arguments = spec.partition(":")
-  return settings.load(f"{FOLDER / name}.py{colon}{arguments}")
+  return loading.load(f"{FOLDER / name}.py{colon}{arguments}")
 
 
 def model_of(config):
   """The model of a config."""
-  module = parts.find_module("models", config["model_name"], "model_name")
+  module = find_module("models", config["model_name"], "model_name")
   return module.Model(**config["model"])
 
 
@@ -80,7 +85,7 @@ def params_of(config):
   example = example_of(config)
   key = json.dumps([config["model_name"], config["model"], str(example)])
   if key not in _params:
-    task = parts.find_module("tasks", config["task"], "task")
+    task = find_module("tasks", config["task"], "task")
     model, inputs = model_of(config), jax.eval_shape(task.inputs, example)
     variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
     _params[key] = variables["params"]
@@ -227,14 +232,14 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   if "rsqrt" not in str(config["schedule"]):  # rsqrt does not end at 0.
     assert rate(total) == pytest.approx(0, abs=1e-6)
 
-  task = parts.find_module("tasks", config["task"], "task")
+  task = find_module("tasks", config["task"], "task")
   model = model_of(config)
   teacher = model_of(config["teacher"]) if "teacher" in config else None
-  assert parts.loss_fn(tracked, task, model, teacher)
+  assert building.loss_fn(tracked, task, model, teacher)
   mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)
-  predict_fns = parts.predict_fns(tracked, task, model, teacher)
+  predict_fns = building.predict_fns(tracked, task, model, teacher)
   evaluations = evaluators.from_config(
     tracked,
     predict_fns,
@@ -248,8 +253,8 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
     if part["data"]["type"] not in ("text", "tokens", "supervised", "prompts"):
       assert parse.parse(ops_of(part))
     data = dict(part["data"])
-    source = parts.find_module("data", data.pop("type"), "type").Source
-    settings.check_kwargs(source, data, "data")
+    source = find_module("data", data.pop("type"), "type").Source
+    check_kwargs(source, data, "data")
 
 
 def _leaves(config, prefix=""):
@@ -323,7 +328,7 @@ def test_models_of_a_table_have_a_config_file_each(table, name, arguments):
   ],
 )
 def test_wrong_arguments_give_a_one_line_error(spec, message):
-  with pytest.raises(settings.ConfigError, match=message) as e:
+  with pytest.raises(ConfigError, match=message) as e:
     load(spec)
   assert "\n" not in str(e.value)
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain import settings
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from configs import common
 
 SPEC = dict(
@@ -109,13 +110,13 @@ def get_config(arg=None):
 def test_through_the_command_line(tmp_path):
   path = tmp_path / "x.py"
   path.write_text(CONFIG)
-  assert settings.load(str(path)) == {"variant": "B/16", "steps": 100}
-  assert settings.load(f"{path}:S/16,runlocal") == {
+  assert loading.load(str(path)) == {"variant": "B/16", "steps": 100}
+  assert loading.load(f"{path}:S/16,runlocal") == {
     "variant": "S/16",
     "steps": 2,
   }
   with pytest.raises(
-    settings.ConfigError, match=r"x\.py:5: ValueError: .*Did you mean 'runloc"
+    ConfigError, match=r"x\.py:5: ValueError: .*Did you mean 'runloc"
   ) as e:
-    settings.load(f"{path}:runlokal")
+    loading.load(f"{path}:runlokal")
   assert "\n" not in str(e.value)

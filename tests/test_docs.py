@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from bigtrain import main, parts, settings
+from bigtrain import main
+from bigtrain.config import modules, settings
 from bigtrain.pp import registry
 from configs import digits
 
@@ -50,8 +51,8 @@ def test_every_op_task_and_evaluator_is_documented():
   ]  # Other tests register ops too.
   for name in (
     *ops,
-    *parts.module_names("evaluators"),
-    *parts.module_names("tasks"),
+    *modules.module_names("evaluators"),
+    *modules.module_names("tasks"),
   ):
     assert f"`{name}`" in text, name
 

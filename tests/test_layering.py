@@ -17,74 +17,47 @@ ROOT = pathlib.Path(__file__).parent.parent
 # the same as in the picture in docs/architecture.md: nothing imports a package
 # above its own. Modules that a config names (tasks, models, evaluators, data,
 # hooks) are found by name; only tools may import one of them directly.
-_BASE = {"settings", "trees", "hashing", "dims"}
-_ARRAYS = _BASE | {"sharding", "metrics", "model_flops"}
+_BASE = {"arrays", "config"}
+_ARRAYS = _BASE | {"metrics", "sharding"}
 RULES = {
   "__main__": {"tools"},
   "tools": None,  # Anything.
   "main": _ARRAYS
-  | {"adapters", "checkpoints", "cluster", "command", "evaluation", "files"}
-  | {"inputs"}
-  | {"lengths", "optim", "parts", "reports", "runtime", "step", "teacher"},
-  "command": {
-    "checkpoints",
-    "cluster",
-    "files",
-    "reports",
-    "runtime",
-    "settings",
-    "step",
-  },
-  "evaluators": _ARRAYS
-  | {"evaluation", "files", "inputs", "losses", "parts", "pp", "reports"},
-  "evaluation": _ARRAYS | {"files", "inputs", "lengths", "parts", "pp"},
-  "hooks": {"checkpoints", "cluster", "files", "parts", "runtime", "settings"},
-  "reports": _ARRAYS | {"files", "lengths"},
-  "checkpoints": _ARRAYS
-  | {"cluster", "files", "lengths", "models.published", "optim", "parts"}
-  | {"step"},
-  "adapters": _ARRAYS
-  | {"checkpoints", "cluster", "files", "models.layers", "parts", "step"},
-  "teacher": {"checkpoints", "parts", "settings", "sharding", "step"},
-  "runtime": {
-    "lengths",
-    "cluster",
-    "files",
-    "parts",
-    "reports",
-    "settings",
-    "step",
-  },
+  | {"checkpoints", "cluster", "command", "evaluation", "files", "inputs"}
+  | {"objective", "optim", "reports", "runtime", "step"},
   "inference": _ARRAYS
-  | {"adapters"}
-  | {"chat", "checkpoints", "decoding", "files", "inputs", "parts", "pp"}
-  | {"models.published"},
-  "inputs": _ARRAYS
-  | {"cluster", "data.formats", "files", "lengths", "parts", "pp"},
-  "data": _BASE | {"chat", "data.formats", "files", "parts", "pp"},
-  "data.formats": _BASE | {"files", "pp"},
-  "chat": {"files", "pp", "settings"},
-  "tasks": _ARRAYS | {"decoding", "losses", "step"},
-  "models": _ARRAYS | {"models.layers", "models.published", "parts"},
-  "models.published": _BASE,
+  | {"checkpoints", "files", "inputs", "models.published", "objective", "pp"}
+  | {"text"},
+  "evaluators": _ARRAYS
+  | {"evaluation", "files", "inputs", "losses", "pp", "reports", "text"},
+  "evaluation": _ARRAYS | {"files", "inputs", "pp", "text"},
+  "objective": _ARRAYS
+  | {"checkpoints", "cluster", "files", "inputs", "models.layers", "step"},
+  "command": _BASE
+  | {"checkpoints", "cluster", "files", "reports", "runtime", "step"},
+  "hooks": _BASE | {"checkpoints", "cluster", "files", "runtime"},
+  "inputs": _ARRAYS | {"cluster", "data.formats", "files", "pp", "text"},
+  "data": _BASE | {"data.formats", "files", "pp", "text"},
+  "data.formats": _BASE | {"files", "text"},
+  "checkpoints": _ARRAYS
+  | {"cluster", "files", "models.layers", "models.published", "optim", "step"},
+  "runtime": _BASE | {"cluster", "files", "reports", "step"},
+  "tasks": _ARRAYS | {"losses", "step", "text"},
+  "models": _ARRAYS | {"models.layers", "models.published"},
   "models.layers": _ARRAYS,
-  "step": _ARRAYS | {"parts"},
+  "models.published": _BASE,
+  "pp": _BASE | {"files", "text"},
+  "text": _BASE | {"files"},
+  "reports": _ARRAYS | {"files"},
+  "step": _ARRAYS,
   "losses": _ARRAYS,
-  "optim": _BASE | {"lengths", "parts", "sharding"},
-  "pp": _BASE | {"files"},
-  "cluster": {"files", "settings"},
-  "files": {"settings"},
-  "decoding": {"settings"},
-  "parts": {"settings", "trees"},
-  "lengths": {"settings"},
-  "metrics": {"settings", "trees"},
-  "sharding": {"dims", "model_flops", "settings", "trees"},
-  "dims": set(),
-  "model_flops": set(),
-  "settings": set(),
-  "types": set(),
-  "trees": set(),
-  "hashing": set(),
+  "optim": _BASE | {"sharding"},
+  "cluster": _BASE | {"files"},
+  "files": _BASE,
+  "metrics": _BASE,
+  "sharding": _BASE,
+  "config": set(),
+  "arrays": set(),
 }
 # Packages whose modules a config names: these do not import one another. A ViT
 # is also the image tower of captioners and of image-text models, CoCa learns
@@ -142,8 +115,6 @@ def _package(module):
 
 
 def _allowed(importer, imported):
-  if imported == "types":
-    return True
   if importer.startswith("configs"):
     return re.fullmatch(_OF_CONFIGS, imported) is not None
   if imported.startswith("configs"):
@@ -173,8 +144,8 @@ def _graph():
     ("tasks.captioning", "losses.token_losses", True),
     ("tasks.captioning", "tasks.classification", False),
     ("tasks.captioning", "models.vit", False),
-    ("tasks.distillation", "step.gradients", True),
-    ("losses.distances", "step.gradients", False),
+    ("tasks.text_embedding", "step.frozen", True),
+    ("losses.distances", "step.frozen", False),
     ("models.cappa", "models.layers.attention", True),
     ("models.cappa", "models.vit", True),
     ("models.vit", "models.resnet", False),
@@ -182,12 +153,14 @@ def _graph():
     ("evaluators.mean", "tasks.classification", False),
     ("evaluators.mean", "metrics", True),
     ("checkpoints.restore", "main", False),
-    ("checkpoints.restore", "trees", True),
+    ("checkpoints.restore", "arrays.trees", True),
     ("checkpoints.restore", "models.vit", False),
-    ("trees", "checkpoints.restore", False),
+    ("arrays.trees", "checkpoints.restore", False),
     ("pp.ops_basic", "inputs.pipeline", False),
     ("configs.digits", "configs.common", True),
-    ("configs.digits", "settings", False),
+    ("configs.digits", "config.settings", False),
+    ("main", "objective.gradients", True),
+    ("tasks.captioning", "objective.gradients", False),
     ("tools.plan.plan", "main", True),
   ],
 )
@@ -197,20 +170,20 @@ def test_rules_match_the_design(importer, imported, allowed):
 
 def test_imports_are_recognised():
   source = """
-import bigtrain.trees
-from bigtrain import settings, sharding as s
+import bigtrain.arrays.trees
+from bigtrain import metrics, sharding as s
 from bigtrain.models import vit
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 def f():
   from configs.common import parse_arg
 """
   assert sorted(_imports(source)) == [
+    "arrays.trees",
+    "config.errors",
     "configs.common",
+    "metrics",
     "models.vit",
-    "settings",
-    "settings",
     "sharding",
-    "trees",
   ]
 
 

@@ -16,7 +16,8 @@ import pytest
 import tiny
 from golden import make_losses
 
-from bigtrain import main, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
 from bigtrain.models import vit
 from bigtrain.tools import evaluate
 

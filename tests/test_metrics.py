@@ -14,8 +14,9 @@ from hypothesis import strategies
 from tiny import evaluating
 
 from bigtrain import main, metrics, sharding
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients, running_metrics
+from bigtrain.config.errors import ConfigError
+from bigtrain.objective import gradients
+from bigtrain.step import running_metrics
 from bigtrain.step.guard import Verdict
 
 B, STEPS, LOW, HIGH, BINS = 16, 5, -4.0, 4.0, 8

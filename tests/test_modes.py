@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, settings
+from bigtrain import main
 from bigtrain.checkpoints import start
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.tools import evaluate
 
@@ -142,7 +144,7 @@ def test_cooldown_from_a_checkpoint_of_another_run(
     "evals": {},
   }
   config = tiny_config(EVERYTHING | cooldown)
-  with pytest.raises(settings.ConfigError, match=r"config.total_steps: 6 -> 5"):
+  with pytest.raises(ConfigError, match=r"config.total_steps: 6 -> 5"):
     main.train(config, str(tmp_path))
   config["allow_changes"] = ["schedule", "total_steps"]
   main.train(config, str(tmp_path))
@@ -206,7 +208,7 @@ def test_the_loop_runs_without_implicit_transfers(tiny_config, tmp_path):
   with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
     main.train(tiny_config(changes | {"hooks": hooks}), str(tmp_path / "bad"))
   config = tiny_config({"transfer_guard": "disalow"})
-  with pytest.raises(settings.ConfigError, match="mean 'disallow'"):
+  with pytest.raises(ConfigError, match="mean 'disallow'"):
     main.train(config, str(tmp_path / "typo"))
 
 
@@ -230,7 +232,7 @@ def test_each_evaluation_decides_whether_it_runs_at_the_start(
 
 def test_the_config_json_of_a_run_repeats_it(finished, tmp_path):
   _, workdir = finished
-  config = settings.load(str(workdir / "config.json"))
+  config = loading.load(str(workdir / "config.json"))
   main.train(config, str(tmp_path))
   assert tiny.rows(tmp_path) == tiny.rows(workdir)
   tiny.assert_same(tiny.arrays(tmp_path), tiny.arrays(workdir))

@@ -9,7 +9,8 @@ import tensorflow as tf
 import tiny
 from support.array_inputs import assert_equal, fetch
 
-from bigtrain import main, settings, sharding
+from bigtrain import main, sharding
+from bigtrain.config import settings
 from bigtrain.inputs import pipeline
 from bigtrain.models import vit
 

@@ -14,9 +14,10 @@ import pytest
 import tiny
 from support import cases
 
-from bigtrain import command, main, settings
+from bigtrain import command, main
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config import loading, settings
 from bigtrain.inputs import labels
 from bigtrain.models import decoder
 from bigtrain.pp import parse, registry
@@ -262,7 +263,7 @@ def test_generate_finds_the_model(place, language_model, capsys, typed):
 def test_plan_finds_the_config(place, monkeypatch, capsys, typed):
   place(typed).with_suffix(".py").write_text("def get_config(): return {}")
   # All of the plan that reads the config's file.
-  monkeypatch.setattr(plan, "plan", lambda path, *_, **__: settings.load(path))
+  monkeypatch.setattr(plan, "plan", lambda path, *_, **__: loading.load(path))
   monkeypatch.setattr(plan.table, "text", lambda *_: "the plan")
   assert plan.main([f"--config={typed.rstrip('/')}.py"]) == 0
   assert "the plan" in capsys.readouterr().out

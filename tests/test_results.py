@@ -4,13 +4,14 @@ import pathlib
 
 import pytest
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config import loading
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
 
 def train(name, workdir, **changes):
-  config = settings.load(str(CONFIGS / f"{name}.py"))
+  config = loading.load(str(CONFIGS / f"{name}.py"))
   config.update(changes)
   return main.train(config, str(workdir))
 

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from support import compile_cache, main_forks
 
-from bigtrain import command, main, parts, settings, trees
+from bigtrain import command, main
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.foreign import parameter_files
+from bigtrain.config import loading
+from bigtrain.config.modules import find_module
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 # These hold what other configs share, and have no arguments of their own.
@@ -32,7 +35,7 @@ SPECS = sorted(
 def load(spec):
   """The config of "name:arguments"."""
   name, _, arguments = spec.partition(":")
-  return settings.load(f"{FOLDER / name}.py:{arguments}")
+  return loading.load(f"{FOLDER / name}.py:{arguments}")
 
 
 def read_rows(workdir):
@@ -315,7 +318,7 @@ def test_siglip_trains_on_prepared_data(data_dir, tmp_path):
 @pytest.mark.configs
 def test_lit_keeps_the_image_tower_of_init(data_dir, tmp_path):
   model = load("lit:runlocal")["model"]["image"]
-  vit = parts.find_module("models", "vit", "").Model(**model, num_classes=3)
+  vit = find_module("models", "vit", "").Model(**model, num_classes=3)
   image = jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
   shapes = jax.eval_shape(vit.init, jax.random.key(0), image)["params"]
   rng = np.random.default_rng(0)
@@ -406,7 +409,7 @@ def test_digits_obeys_the_command_line(tmp_path):
   assert [*listing.checkpoints] == [3, 5]
   saved = json.loads((tmp_path / "config.json").read_text())
   assert saved["seed"] == 7 and saved["mesh"] == {"replica": 2, "fsdp": 4}
-  module = parts.find_module("models", config["model_name"], "model_name")
+  module = find_module("models", config["model_name"], "model_name")
   image = jax.ShapeDtypeStruct((1, 8, 8, 1), jnp.float32)
   model = module.Model(**config["model"])
   shapes = jax.eval_shape(model.init, jax.random.key(0), image)["params"]

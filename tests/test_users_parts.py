@@ -5,7 +5,8 @@ import pytest
 import tiny
 from tiny import mine
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config.errors import ConfigError
 
 
 def test_every_part_can_come_from_a_users_module(tiny_config, tmp_path):
@@ -73,5 +74,5 @@ def test_arrays_in_memory_can_be_trained_on_and_resumed(tiny_config, tmp_path):
   tiny.assert_same(tiny.arrays(whole), tiny.arrays(resumed))
   other = {**data["arrays"], "image": np.zeros((80, 8, 8, 1), np.float32)}
   config["input"]["data"] = dict(type="arrays", arrays=other)
-  with pytest.raises(settings.ConfigError, match=r"input.data.arrays.image:"):
+  with pytest.raises(ConfigError, match=r"input.data.arrays.image:"):
     main.train(config, str(resumed))

@@ -54,7 +54,8 @@ def read(
 def evaluation_form(params: Any, opt: Any) -> Any:
   import jax
 
-  from bigtrain import sharding, trees
+  from bigtrain import sharding
+  from bigtrain.arrays import trees
 
   state = dict(trees.flatten_with_names({"params": params, "opt": opt}))
   pairs = averaged(state)

@@ -10,8 +10,8 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain import settings
-from bigtrain.settings import ConfigError
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 
 # Keys that do not affect what a run learns. All others do: seed, input, batch
 # size, model, optimizer, schedule, length.

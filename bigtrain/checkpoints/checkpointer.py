@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
   checksums,
   folders,
@@ -38,9 +39,15 @@ from bigtrain.checkpoints.manifest import (
   Manifest,
 )
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_keys,
+  check_number,
+)
+from bigtrain.config.lengths import Lengths
 from bigtrain.files import disk, objects, paths
-from bigtrain.lengths import Lengths
-from bigtrain.settings import ConfigError
 
 
 def read_options(
@@ -70,9 +77,9 @@ def read_options(
 
 def _read_dtypes(config: settings.Config) -> dict[str, str]:
   dtypes = config.kwargs("ckpt_dtype")
-  settings.check_keys("config.ckpt_dtype", dtypes, ("params", "ema", "opt"))
+  check_keys("config.ckpt_dtype", dtypes, ("params", "ema", "opt"))
   for tree, dtype in dtypes.items():
-    settings.check_choice(f"config.ckpt_dtype.{tree}", dtype, ("bfloat16",))
+    check_choice(f"config.ckpt_dtype.{tree}", dtype, ("bfloat16",))
   return dtypes
 
 
@@ -133,9 +140,7 @@ class Checkpointer:
     write here (lease.Lease.check).
     """
     self._workdir = workdir
-    self._keep = settings.check_number(
-      "config.keep_ckpts", keep, least=0, whole=True
-    )
+    self._keep = check_number("config.keep_ckpts", keep, least=0, whole=True)
     self._dtypes = dtypes or {}
     self._keep_every_steps = keep_every_steps
     self._local = local

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checksums, device_checksums
 from bigtrain.cluster import process
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain import settings
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.checkpoints.manifest import MANIFEST_FILE, CheckpointError
 from bigtrain.cluster import process
+from bigtrain.config import settings
 from bigtrain.files import paths
 
 _FILE = "finished.json"

@@ -34,8 +34,8 @@ from bigtrain.checkpoints.manifest import (
   DamagedError,
   Manifest,
 )
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, objects, paths
-from bigtrain.settings import ConfigError
 
 FOLDER = "checkpoints"
 STEP = re.compile(r"\d{8,}")

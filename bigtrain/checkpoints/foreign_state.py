@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import jax_folders, parameter_files
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError
 
 # In the order of our Adafactor's state.
 _T5X = re.compile("state/param_states/(.*)/(?:(v_row)|(v_col)|(v)|(m))")

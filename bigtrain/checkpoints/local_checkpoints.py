@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
   changes,
   checksums,
@@ -51,8 +51,9 @@ from bigtrain.checkpoints.manifest import (
   Manifest,
 )
 from bigtrain.cluster import process, transfers
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, paths
-from bigtrain.settings import ConfigError
 
 RECORD = "local_ckpts.json"
 _STORED = "stored"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checksums, folders, integrity
 from bigtrain.checkpoints.manifest import (
   Array,
@@ -22,7 +22,7 @@ from bigtrain.checkpoints.manifest import (
   Manifest,
 )
 from bigtrain.cluster import process
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # An array up to this size is read at once and then cut up for the devices.
 _WHOLE_BYTES = 2**30

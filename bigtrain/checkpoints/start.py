@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bigtrain import settings
 from bigtrain.checkpoints import (
   averages,
   changes,
@@ -26,8 +25,9 @@ from bigtrain.checkpoints import (
 )
 from bigtrain.checkpoints.manifest import DamagedError, HostState
 from bigtrain.cluster import process
+from bigtrain.config import settings
 from bigtrain.optim import ema
-from bigtrain.step import gradients
+from bigtrain.step import frozen, keys
 
 
 class StartOptions(NamedTuple):
@@ -113,7 +113,7 @@ def start(
     shardings = jax.tree.map(lambda x: x.sharding, state_spec)
     # Traced here, because the ambient mesh belongs to this thread; compiled and
     # run in another.
-    word = gradients.seed_word(seed)
+    word = keys.seed_word(seed)
     compiled = lower("init", init_state, word, out_shardings=shardings)
     state = process.Background(lambda: compiled()(word), "init").result()
     result = Start(state, HostState(), 0, "from scratch", False)
@@ -205,7 +205,7 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   weights = {"params": averages.evaluation_form(state["params"], opt)}
   if "ema" in state:
     weights["ema"] = state["ema"]
-  rest = gradients.frozen(state)
+  rest = frozen.variables(state)
   return {
     name: {"params": params, **state.get("mutable", {}), **rest}
     for name, params in weights.items()

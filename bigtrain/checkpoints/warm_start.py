@@ -18,14 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders, restore
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
+from bigtrain.config import errors
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_keys,
+  check_kwargs,
+)
 from bigtrain.files import paths
 from bigtrain.models.published.conversions import Remark, describe
 from bigtrain.optim import patterns
-from bigtrain.settings import ConfigError, check_choice, check_kwargs
 
 # (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
 # the model's names and shapes, as far as possible, or remarks in their place.
@@ -188,7 +194,7 @@ def read_source(
   if not isinstance(spec, Mapping):
     raise ConfigError(f"{key}: expected a path or a dict, got {spec!r}.")
   check_kwargs(Source, spec, key)
-  settings.check_keys(key, spec, spec if allowed is None else allowed)
+  check_keys(key, spec, spec if allowed is None else allowed)
   source = Source(**spec)
   if not isinstance(source.path, str) or not source.path:
     raise ConfigError(f"{key}.path: expected a path, got {source.path!r}.")
@@ -205,7 +211,7 @@ def read_source(
         f"{key}.{field}: expected a list of regexes, got {regexes!r}."
       )
     for regex in regexes:
-      settings.regex(f"{key}.{field}", regex)
+      errors.regex(f"{key}.{field}", regex)
   return source
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from bigtrain.cluster import channel
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # Same as jax's: above the ports that operating systems assign by themselves.
 _FIRST_PORT = 61440

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from bigtrain.cluster import process
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import objects, paths
-from bigtrain.settings import ConfigError
 
 FILE = "lease.json"
 

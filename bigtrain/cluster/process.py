@@ -20,7 +20,7 @@ from bigtrain.cluster.channel import Event, JobError
 
 if TYPE_CHECKING:
   from bigtrain.cluster import launchers
-  from bigtrain.settings import Config
+  from bigtrain.config.settings import Config
 
 __all__ = ["Event", "JobError"]
 
@@ -128,19 +128,19 @@ def join_job(config: "Config") -> None:
   """
   import jax
 
-  from bigtrain import settings
   from bigtrain.cluster import launchers
+  from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 
   options = config.kwargs("cluster")
-  settings.check_kwargs(hub.Times, options, "config.cluster")
+  check_kwargs(hub.Times, options, "config.cluster")
   for name, value in options.items():
-    settings.check_number(f"config.cluster.{name}", value, above=0)
+    check_number(f"config.cluster.{name}", value, above=0)
   times = hub.Times(**options)
 
   def check(name: str, count: int) -> None:
     expected = config.get(f"expect_{name}")
     if expected not in (None, count):
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.expect_{name}={expected}: the job has {count}."
       )
 
@@ -218,7 +218,7 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
   """Raises ConfigError on all processes if config, code or packages differ."""
   if not job.joined:
     return
-  from bigtrain import settings
+  from bigtrain.config.errors import ConfigError
 
   own = [f"{name}={value!r}" for name, value in sorted(identity().items())]
   by_process = gather(own, "identity")
@@ -229,7 +229,7 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
     if missing := sorted(first - set(values)):
       problems.append(f"process 0 has {', '.join(missing)}")
   if problems:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"the processes of this job differ: {'; '.join(problems)}."
     )
 

@@ -20,8 +20,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import settings
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import check_keys, check_number
 from bigtrain.files import paths
 
 # Seconds, generous: ending a healthy run is worse than ending a hung one late.
@@ -42,10 +43,10 @@ def read_limits(config: settings.Config) -> dict[str, float] | None:
     return None
   limits = {f"{phase}_secs": secs for phase, secs in LIMITS.items()}
   given = config.kwargs("watchdog")
-  settings.check_keys("config.watchdog", given, limits)
+  check_keys("config.watchdog", given, limits)
   for key, value in given.items():
     name = f"config.watchdog.{key}"
-    limits[key] = settings.check_number(name, value, above=0)
+    limits[key] = check_number(name, value, above=0)
   return {phase: limits[f"{phase}_secs"] for phase in LIMITS}
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files, splits
-from bigtrain.settings import ConfigError, DataError, check_choice
 
 _UNREADABLE = (ValueError, OSError, RuntimeError)  # Encrypted: RuntimeError.
 _DIGITS_TRAIN_FRACTION = 0.8

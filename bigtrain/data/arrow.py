@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import arrow_columns, files
-from bigtrain.settings import ConfigError, DataError, check_choice
 
 # The end of a stream of record batches.
 _END = b"\xff\xff\xff\xff\0\0\0\0"

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.data import arrays
 from bigtrain.data.formats import files
-from bigtrain.settings import ConfigError, check_number
 
 WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.data.formats import files, splits
-from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
 

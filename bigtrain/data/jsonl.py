@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import documents, files, row_files
-from bigtrain.settings import ConfigError, DataError, check_choice
 
 
 class Source(row_files.Rows):

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.data.formats import arrow_columns, files
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, check_number
 
 
 class Source(arrow_columns.Rows):

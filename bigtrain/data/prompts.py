@@ -13,10 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import parts, settings
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_kwargs,
+  check_number,
+)
+from bigtrain.config.modules import find_attribute
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, reward_worker
-from bigtrain.settings import ConfigError, DataError
 
 _EMPTY = {"role": "assistant", "content": ""}
 
@@ -46,19 +51,19 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
-    settings.check_kwargs(supervised.Source, options, "prompts", given)
+    check_kwargs(supervised.Source, options, "prompts", given)
     if isinstance(rewards, str):
       rewards = [(rewards, 1.0)]
     for each in rewards:
       if not isinstance(each, list | tuple) or len(each) != 2:
         raise ConfigError(f"rewards: expected (function, weight), got {each}.")
-      parts.find_attribute(each[0], "rewards")
-      settings.check_number(f"rewards: weight of {each[0]}", each[1])
+      find_attribute(each[0], "rewards")
+      check_number(f"rewards: weight of {each[0]}", each[1])
     if not rewards:
       raise ConfigError("rewards: expected at least one function.")
-    settings.check_number("time_limit", time_limit, above=0)
+    check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
-      settings.check_number("failed_reward", failed_reward)
+      check_number("failed_reward", failed_reward)
     self._rewards, self._failed = rewards, failed_reward
     self._worker = reward_worker.Worker(time_limit)
     super().__init__(tokenizer, length, loss="last", **options)

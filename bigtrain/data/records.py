@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data.formats import files, row_files, tfrecord
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, DataError
 
 _RAW = "record"
 _DTYPES = {"int64_list": np.int64, "float_list": np.float32}

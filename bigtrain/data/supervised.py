@@ -6,7 +6,7 @@
 Rows of .jsonl and .parquet files, also as .gz and .zst, have one of
 
 - `messages`: a list of dict(role=..., content=...), with `tools` beside it if
-  there are any, written by a chat template (bigtrain/chat.py).
+  there are any, written by a chat template (bigtrain/text/chat.py).
 - `prompt` and `completion`: two texts, or two lists of messages.
 - `text`: a text, all of which has a loss.
 - `chosen` and `rejected`, with `preferences=True`: two completions, after
@@ -36,7 +36,13 @@ from typing import Any, Literal
 import numpy as np
 from absl import logging
 
-from bigtrain import chat
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_choice,
+  check_number,
+  did_you_mean,
+)
 from bigtrain.data.formats import (
   arithmetic,
   documents,
@@ -47,14 +53,7 @@ from bigtrain.data.formats import (
   token_rows,
 )
 from bigtrain.data.formats.token_rows import Row
-from bigtrain.pp import tokenizers
-from bigtrain.settings import (
-  ConfigError,
-  DataError,
-  check_choice,
-  check_number,
-  did_you_mean,
-)
+from bigtrain.text import chat, tokenizers
 
 # Increase it when the tokens of a row change.
 _VERSION = 2

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.data.formats import files
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, check_choice, check_number
 
 _FEATURE = re.compile(
   r"\s*(?P<kind>\w+)\s*(?:\[(?P<shape>[\d\s,?]*)\])?\s*(?:<\s*(?P<bound>\d+))?\s*"

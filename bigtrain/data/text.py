@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files, splits, windows
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError, check_choice
+from bigtrain.text import tokenizers
 
 _SHIFT = 3
 _BEGIN = 1

@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  did_you_mean,
+  import_package,
+)
 from bigtrain.data.formats import files, splits, tfrecord
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError, DataError
 
 
 class Source:
@@ -142,7 +146,7 @@ def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _import_tfds() -> Any:
   host_tensorflow.load()  # Keeps TensorFlow off the accelerators.
   by, packages = "tfds: reading it", "tensorflow-datasets importlib_resources"
-  return settings.import_package("tensorflow_datasets", by, packages)
+  return import_package("tensorflow_datasets", by, packages)
 
 
 def _builder(
@@ -155,7 +159,7 @@ def _builder(
       if not os.path.isdir(builder_dir):
         raise files.missing(builder_dir, "tfds: builder_dir", "folder")
       versions = glob.glob("*/dataset_info.json", root_dir=builder_dir)
-      hint = settings.did_you_mean("", map(os.path.dirname, versions))
+      hint = did_you_mean("", map(os.path.dirname, versions))
       raise ConfigError(
         f"tfds: builder_dir={builder_dir!r}: no dataset_info.json; expected "
         f"the folder of a version.{hint}"
@@ -172,7 +176,7 @@ def _builder(
       data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     )
     prepared = os.listdir(folder) if os.path.isdir(folder) else []
-    hint = settings.did_you_mean(str(name), prepared)
+    hint = did_you_mean(str(name), prepared)
     if name in prepared:  # Another version or config than the library expects.
       hint = f" Set builder_dir to the folder of a version in {name!r}."
     raise ConfigError(

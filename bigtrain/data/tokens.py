@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.data.formats import files, token_files, windows
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError, check_number
+from bigtrain.text import tokenizers
 
 
 class Source:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.data.formats import documents, files, row_files, tar_files
-from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _KNOWN = {"image": "jpg;jpeg;png;webp;gif;bmp", "label": "cls", "text": "txt"}
 _INTEGERS = ("cls", "class", "count", "index", "inx", "id")

@@ -14,12 +14,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import lengths, parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays.types import Batch, ClassCount, PredictFn, Variables
+from bigtrain.config import lengths, settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_keys,
+  check_kwargs,
+  check_number,
+  did_you_mean,
+)
+from bigtrain.config.modules import find_module
 from bigtrain.files import paths
 from bigtrain.inputs import eval_input, labels
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, PredictFn, Variables
+from bigtrain.inputs.checks import Features
+from bigtrain.text import tokenizers
 
 # Keys of an entry that `from_config` reads; the others are options.
 _KEYS = "at_start enabled log_steps pred pred_kw type weights".split()
@@ -107,7 +117,7 @@ class Batches:
     context = self.context
 
     def fn_of_features(variables: Variables, batch: Batch) -> Any:
-      return fn(variables, parts.Features(batch, context.path))
+      return fn(variables, Features(batch, context.path))
 
     replicated = sharding.replicated(context.mesh)
     if context.compile is None or context.variables is None:
@@ -186,7 +196,7 @@ def from_config(
   names = {
     feature: names
     for feature, names in context.class_names.items()
-    if isinstance(sizes.get(feature), parts.ClassCount)
+    if isinstance(sizes.get(feature), ClassCount)
   }
   at_start = config.get("eval_at_start", False)
   for name in config.get("evals") or {}:
@@ -196,10 +206,10 @@ def from_config(
     path = f"config.evals.{name}"
     required = settings.Config(options, path)
     if not {"type", "pred"} & {*options}:  # Perhaps a change of another one.
-      hint = settings.did_you_mean(name, {*config.evals} - {name})
-      raise settings.ConfigError(f"{path}: has no type and no pred.{hint}")
+      hint = did_you_mean(name, {*config.evals} - {name})
+      raise ConfigError(f"{path}: has no type and no pred.{hint}")
     kind, pred = required["type"], required["pred"]
-    module = parts.find_module("evaluators", kind, f"{path}.type")
+    module = find_module("evaluators", kind, f"{path}.type")
     del options["type"], options["pred"]
     pred_kw = options.pop("pred_kw", {})
     predict_fn = _predict_fn(predict_fns, pred, pred_kw, path)
@@ -207,7 +217,7 @@ def from_config(
     part = options.pop("weights", "params")
     begins = options.pop("at_start", at_start)
     problem = "the state has no"
-    settings.check_choice(f"{path}.weights", part, weights, problem)
+    check_choice(f"{path}.weights", part, weights, problem)
     entry_context = context._replace(
       name=name, variables=weights[part], class_names=names
     )
@@ -224,7 +234,7 @@ def _predict_fn(
   path: str,
 ) -> PredictFn:
   if not isinstance(name, str):  # Several, each with its options.
-    settings.check_keys(f"{path}.pred_kw", options, name)
+    check_keys(f"{path}.pred_kw", options, name)
     each = {
       one: _predict_fn(predict_fns, one, options.get(one, {}), path)
       for one in name
@@ -233,12 +243,12 @@ def _predict_fn(
       one: fn(variables, batch) for one, fn in each.items()
     }
   problem = "the task has no predict function"
-  settings.check_choice(f"{path}.pred", name, predict_fns, problem)
+  check_choice(f"{path}.pred", name, predict_fns, problem)
   fn = predict_fns[name]
-  settings.check_kwargs(fn, options, f"{path}.pred_kw", ("variables", "batch"))
+  check_kwargs(fn, options, f"{path}.pred_kw", ("variables", "batch"))
 
   def predict_fn(variables: Variables, batch: Batch, **more: Any) -> Any:
-    features = parts.Features(batch, path)
+    features = Features(batch, path)
     return fn(variables, features, **{**options, **more})
 
   return predict_fn
@@ -263,7 +273,7 @@ def _bind(
   batch_names = fields - {*parameters} if "batches" in parameters else set()
   own_options = dict(options)
   batch_options = {k: own_options.pop(k) for k in options if k in batch_names}
-  settings.check_kwargs(
+  check_kwargs(
     module.Evaluator,
     own_options,
     context.path,
@@ -272,11 +282,11 @@ def _bind(
   )
   if "batches" in parameters:
     path, others = context.path, ("context",)
-    settings.check_kwargs(batches_class, batch_options, path, others)
+    check_kwargs(batches_class, batch_options, path, others)
   _check_batches(options, context)
   for name, limits in getattr(module, "LIMITS", {}).items():
     several = isinstance(default := parameters[name].default, tuple)
-    check = check_numbers if several else settings.check_number
+    check = check_numbers if several else check_number
     check(f"{context.path}.{name}", options.get(name, default), **limits)
   if hasattr(module, "check"):
     module.check(options, context, context.path)
@@ -304,9 +314,7 @@ def _check_batches(options: Mapping[str, Any], context: Context) -> None:
     )
   for name in ("batch_size", "num_examples"):
     if options.get(name) is not None:
-      settings.check_number(
-        f"{path}.{name}", options[name], least=1, whole=True
-      )
+      check_number(f"{path}.{name}", options[name], least=1, whole=True)
   if size := options.get("batch_size"):
     sharding.check_batch(size, context.mesh, f"{path}.batch_size")
 
@@ -360,7 +368,7 @@ def check_numbers(path: str, values: Any, **limits: Any) -> None:
   if not isinstance(values, list | tuple) or not values:
     raise ConfigError(f"{path}: expected a list of numbers, got {values!r}.")
   for value in values:
-    settings.check_number(path, value, **limits)
+    check_number(path, value, **limits)
 
 
 def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import metrics, sharding, trees
+from bigtrain import metrics, sharding
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import DataError
 from bigtrain.evaluation.evaluations import Batches
-from bigtrain.settings import DataError
-from bigtrain.types import Batch, PredictFn, Variables
 
 # Features [N, D] and labels int [N], or of patches and pixels: [N, ...].
 Examples = tuple[np.ndarray, np.ndarray]

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import parts, settings
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.config.errors import ConfigError, DataError, check_choice
+from bigtrain.config.modules import find_attribute
 
 Texts = Sequence[str]
 
@@ -37,9 +37,9 @@ _PACKAGES = {
 def check(key: str, metrics: Iterable[str]) -> None:
   for name in metrics:
     if "." in str(name):
-      parts.find_attribute(name, key)
+      find_attribute(name, key)
     else:
-      settings.check_choice(key, name, _METRICS)
+      check_choice(key, name, _METRICS)
     if name in _PACKAGES:
       check_package(key, *_PACKAGES[name])
 
@@ -62,7 +62,7 @@ def compute(
   results: dict[str, float] = {}
   for name in names:
     if "." in name:
-      value = parts.find_attribute(name, "metrics")(samples, references)
+      value = find_attribute(name, "metrics")(samples, references)
       own = {name.rpartition(".")[2]: value}
       results |= value if isinstance(value, dict) else own
     else:

@@ -17,6 +17,6 @@ the first three arguments that it names, and the options of the config's entry:
 
 `run` returns on every process the same numbers, media of reports.media and
 metrics.Histograms. When the program starts, numbers are checked by an optional
-table LIMITS, {option: limits of settings.check_number}, and other options by an
+table LIMITS, {option: limits of check_number}, and other options by an
 optional `check(options, context, path)`, which does not open the data.
 """

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import check_number
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
-from bigtrain.types import Batch, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -21,7 +21,7 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   metrics = options.get("metrics", ("exact",))
   text_metrics.check(f"{path}.metrics", metrics)
   num_images = options.get("num_images", 40)
-  settings.check_number(f"{path}.num_images", num_images, least=0, whole=True)
+  check_number(f"{path}.num_images", num_images, least=0, whole=True)
   if num_images:
     text_metrics.check_package(f"{path}.num_images", "matplotlib", "report")
 
@@ -33,7 +33,7 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
-    tokenizer: tokenizer of the captions, see pp/tokenizers.py.
+    tokenizer: tokenizer of the captions, see text/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L] or [B, R, L].
     metrics: as of the evaluator `generate`.
     image_key: name of the images for the picture, with any range of values.

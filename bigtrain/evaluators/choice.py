@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import metrics, parts
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import checks, sources
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
-from bigtrain.types import Batch, PredictFn, Variables
+from bigtrain.inputs.checks import Features
+from bigtrain.text import tokenizers
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -40,7 +41,7 @@ class Evaluator:
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
     data: source of questions, such as dict(type="jsonl", path="arc.jsonl").
     length: tokens of a window. Only the end of a longer context is used.
-    tokenizer: tokenizer of the model, see pp/tokenizers.py.
+    tokenizer: tokenizer of the model, see text/tokenizers.py.
     context_key, choices_key: names of the text and of the choices after it.
     answer_key: name of the number of the right choice, counted from 0.
     delimiter: text between context and choice.
@@ -77,7 +78,7 @@ class Evaluator:
       )
     keys = context_key, choices_key, answer_key
     source = sources.make_source(data, f"{path}.data")
-    spec = parts.Features(source.spec, path)
+    spec = Features(source.spec, path)
     for key in keys:
       spec[key]  # Raises ConfigError if the feature is missing.
     rows: list[dict[str, np.ndarray]] = []

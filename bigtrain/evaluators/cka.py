@@ -10,11 +10,11 @@ import math
 import numpy as np
 
 from bigtrain import metrics
+from bigtrain.arrays.types import PredictFn, Variables
+from bigtrain.config.errors import DataError
 from bigtrain.evaluation import features
 from bigtrain.evaluation.evaluations import Batches
 from bigtrain.files import paths
-from bigtrain.settings import DataError
-from bigtrain.types import PredictFn, Variables
 
 
 class Evaluator:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, settings
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import check_choice
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.losses import cross_entropy
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 # {name: (loss of logits and labels, probabilities of logits)}.
 _LOSSES = {
@@ -31,7 +32,7 @@ LIMITS |= {"calibration_bins": dict(least=0, whole=True)}
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
   loss = options.get("loss", "softmax_xent")
-  settings.check_choice(f"{path}.loss", loss, _LOSSES)
+  check_choice(f"{path}.loss", loss, _LOSSES)
   label_key = options.get("label_key", "labels")
   evaluations.check_class_names(options, context, label_key)
 

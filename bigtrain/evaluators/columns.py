@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from bigtrain.arrays.types import Batch, PredictFn, Variables
 from bigtrain.evaluation.evaluations import Batches
 from bigtrain.files import paths
-from bigtrain.types import Batch, PredictFn, Variables
 
 
 class Evaluator:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics, sharding
+from bigtrain.arrays.types import PredictFn
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
-from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn
 
 _MAX_TUNING = 4096  # Examples on which a penalty is chosen.
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from bigtrain import metrics
+from bigtrain.arrays.types import PredictFn, Variables
 from bigtrain.evaluation import features
 from bigtrain.evaluation.evaluations import Batches
-from bigtrain.types import PredictFn, Variables
 
 
 class Evaluator:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -28,7 +28,7 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> generated tokens, int [B, T].
-    tokenizer: tokenizer of all texts, see pp/tokenizers.py.
+    tokenizer: tokenizer of all texts, see text/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].
     reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
       needed for metrics.

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics
+from bigtrain.arrays.types import PredictFn
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
-from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn
 
 LIMITS = dict.fromkeys(("k", "top_k"), evaluations.COUNT)
 LIMITS |= {"temperature": dict(above=0)}

@@ -19,10 +19,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bigtrain import metrics, sharding
+from bigtrain.arrays.types import PredictFn
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
-from bigtrain.settings import ConfigError
-from bigtrain.types import PredictFn
 
 _SLICE_ROWS = 8192  # Training examples whose logits exist at the same time.
 

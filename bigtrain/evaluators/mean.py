@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, PredictFn, Variables
 
 LIMITS = {"threshold": dict(least=0, most=1)}
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import check_choice
 from bigtrain.evaluation import evaluations
-from bigtrain.settings import check_choice
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 class Evaluator:

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.evaluation.evaluations import Batches
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 class Evaluator:

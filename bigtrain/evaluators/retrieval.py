@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics
+from bigtrain.arrays.types import Batch, PredictFn, Variables
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.evaluations import Batches
-from bigtrain.types import Batch, PredictFn, Variables
 
 LIMITS = {"at": evaluations.COUNT}
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import parts, trees
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Batch, ClassCount, PredictFn, Variables
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.types import Batch, PredictFn, Variables
 
 
 class Evaluator:
@@ -39,7 +39,7 @@ class Evaluator:
       return {"predictions": predict_fn(variables, batch), **features}
 
     for name, size in self._context.vocab_sizes.items():
-      if isinstance(size, parts.ClassCount):  # A test set may have no labels.
+      if isinstance(size, ClassCount):  # A test set may have no labels.
         batches = batches.labelled(name, size)
     self._outputs = batches.replace(cache=cache).collect(outputs)
 

@@ -6,11 +6,17 @@ Legend: B batch, C classes, L length.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import metrics, parts
+from bigtrain import metrics
+from bigtrain.arrays.types import (
+  Batch,
+  ClassCount,
+  Metrics,
+  PredictFn,
+  Variables,
+)
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import labels
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -52,7 +58,7 @@ class Evaluator:
       weight_B = metrics.labelled_weights(batch, label_B)
       return metrics.top_k_accuracies(scores_BC, label_B, weight_B, top_k)
 
-    num_classes = parts.ClassCount(len(names), f"{path}.class_names")
+    num_classes = ClassCount(len(names), f"{path}.class_names")
     self._accuracies = batches.labelled(label_key, num_classes).map(accuracies)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:

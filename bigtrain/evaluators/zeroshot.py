@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import metrics, parts, sharding
+from bigtrain import metrics, sharding
+from bigtrain.arrays.types import (
+  Batch,
+  ClassCount,
+  Metrics,
+  PredictFn,
+  Variables,
+)
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import labels
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -93,7 +99,7 @@ class Evaluator:
       batch_size=min(batches.batch_size or context.batch_size, most),
     )
     self._texts = text_batches.collect(text_embeddings)
-    num_classes = parts.ClassCount(C, f"{path}.class_names")
+    num_classes = ClassCount(C, f"{path}.class_names")
     image_batches = batches.labelled(label_key, num_classes)
     self._images = image_batches.map(image_embeddings)
     replicated = sharding.replicated(context.mesh)

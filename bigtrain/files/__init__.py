@@ -2,5 +2,5 @@
 
 Open paths.py first: it has one interface for both, and objects.py is its client
 for object stores. Any package may import this one; it imports only
-bigtrain.settings, and tensorstore when an object store is used.
+bigtrain.config, and tensorstore when an object store is used.
 """

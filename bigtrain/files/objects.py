@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # URL scheme -> tensorstore driver.
 SCHEMES = {"gs": "gcs", "s3": "s3"}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import parts
+from bigtrain.config.modules import find_attribute
 from bigtrain.runtime.hook_context import Context
 
 
@@ -16,7 +16,7 @@ class Hook:
   """
 
   def __init__(self, function: str, *, context: Context, **kwargs: Any):
-    self._function = parts.find_attribute(function, f"{context.path}.function")
+    self._function = find_attribute(function, f"{context.path}.function")
     self._kwargs, self._context = kwargs, context
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config.errors import check_number
 from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 
 
@@ -35,9 +35,9 @@ class Hook:
     context: Context,
   ):
     path = context.path
-    settings.check_number(f"{path}.patience", patience, least=2, whole=True)
-    settings.check_number(f"{path}.atol", atol, least=0)
-    settings.check_number(f"{path}.rtol", rtol, least=0)
+    check_number(f"{path}.patience", patience, least=2, whole=True)
+    check_number(f"{path}.atol", atol, least=0)
+    check_number(f"{path}.rtol", rtol, least=0)
     self._sign = sign(mode, f"{path}.mode")
     self._metric = WatchedMetric(metric)
     self._patience, self._atol, self._rtol = patience, atol, rtol

@@ -13,10 +13,11 @@ cases only the ops run that the feature depends on, so labels are not needed.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.inference import saved
 from bigtrain.inputs import sources
-from bigtrain.pp import parse, registry, tokenizers
-from bigtrain.settings import ConfigError, check_choice
+from bigtrain.pp import parse, registry
+from bigtrain.text import tokenizers
 
 _CALLER = "bigtrain.load"
 

@@ -16,12 +16,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from bigtrain import decoding, parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays.types import Batch, PaddedIds, Params, Variables
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+)
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
-from bigtrain.pp import registry, tokenizers
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, PaddedIds, Params, Variables
+from bigtrain.inputs.checks import Features
+from bigtrain.objective import building
+from bigtrain.pp import registry
+from bigtrain.text import decoding, tokenizers
 
 _EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
 # Prompts are padded to one of few lengths, so that few programs compile.
@@ -49,16 +58,16 @@ class Predictor:
       data = checkpoint.data
       self.config = ops.with_tokenizer(self.config, data, given.tokenizer)
     config = settings.Config(self.config)
-    self.task = parts.task(config)
-    _, self.model = parts.model(config)
+    self.task = building.task(config)
+    _, self.model = building.model(config)
     self._fns = self.task.predict_fns(self.model)
     self._compiled: dict[str, Callable[..., Any]] = {}
-    settings.check_number("batch_size", batch_size, least=1, whole=True)
+    check_number("batch_size", batch_size, least=1, whole=True)
     self._ways = sharding.batch_ways(mesh)
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
     # Whether the model reads "inputs" and writes "targets".
-    sizes = parts.vocab_sizes(self.task, self.model)
+    sizes = building.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
     padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
     self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]
@@ -473,13 +482,13 @@ class Predictor:
     return jax.tree.map(lambda *x: np.concatenate(x), *results)
 
   def _compile(self, pred: str, options: dict[str, Any]) -> Callable[..., Any]:
-    fn = self._fns[settings.check_choice("run: pred", pred, self._fns)]
-    settings.check_kwargs(fn, options, pred, ("variables", "batch"))
+    fn = self._fns[check_choice("run: pred", pred, self._fns)]
+    check_kwargs(fn, options, pred, ("variables", "batch"))
     key = f"{pred} {sorted(options.items())!r}"
     if key not in self._compiled:
 
       def of_features(variables: Variables, batch: Batch) -> Any:
-        return fn(variables, parts.Features(batch, "run"), **options)
+        return fn(variables, Features(batch, "run"), **options)
 
       self._compiled[key] = jax.jit(
         of_features, out_shardings=sharding.replicated(self.mesh)
@@ -519,7 +528,7 @@ def _until_end(
 def _ranked(
   scores_BC: np.ndarray, names: Sequence[str], top_k: int
 ) -> list[dict[str, Any]]:
-  settings.check_number("top_k", top_k, least=1, whole=True)
+  check_number("top_k", top_k, least=1, whole=True)
   results = []
   for row in scores_BC:
     best = np.argsort(-row, kind="stable")[:top_k]

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.files import paths
 from bigtrain.inference.ops import Chain
 from bigtrain.pp import host_tensorflow, registry
-from bigtrain.settings import ConfigError, DataError
 
 
 class Pictures:

@@ -12,16 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from bigtrain import chat, parts, settings, sharding, trees
-from bigtrain.adapters import peft_files, trained
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
   averages,
   folders,
   restore,
   warm_start,
 )
-from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
+from bigtrain.checkpoints.foreign import (
+  parameter_files,
+  peft_files,
+  safetensors_files,
+)
 from bigtrain.checkpoints.manifest import Manifest
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.files import paths
 from bigtrain.models.published import (
   families,
@@ -30,8 +36,8 @@ from bigtrain.models.published import (
   two_tower_families,
   vit_families,
 )
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.objective import building, published_sizes, trained_adapters
+from bigtrain.text import chat, tokenizers
 
 # Sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
@@ -151,7 +157,9 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
     "model": options,
     "model_init": {"path": path, "allow_unread": [*allow_unread]},
   }
-  config = parts.with_published_sizes(settings.Config(config)).to_dict()
+  config = published_sizes.with_published_sizes(
+    settings.Config(config)
+  ).to_dict()
   has_tokenizer = any(
     os.path.isfile(os.path.join(path, name)) for name in tokenizers.NAMES
   )
@@ -220,7 +228,9 @@ def variables(
   result = {"params": params, **tree.get("mutable", {})}
   if saved.config.get("adapters") and saved.manifest and with_base:
     about = saved.manifest.host_state.base
-    result["base"] = trained.load_base(saved.config, about, params, mesh)
+    result["base"] = trained_adapters.load_base(
+      saved.config, about, params, mesh
+    )
   return result
 
 
@@ -231,7 +241,7 @@ def with_adapter(
   path = paths.absolute(path)
   base = loaded.get("base", loaded["params"])
   if peft_files.is_folder(path):
-    config, params = trained.read_peft(path, saved.config, base, mesh)
+    config, params = trained_adapters.read_peft(path, saved.config, base, mesh)
   else:
     other = find(path, None, "adapter")
     if not other.config.get("adapters"):
@@ -241,7 +251,7 @@ def with_adapter(
     params = given["params"]
     own = saved.manifest.host_state.base if saved.manifest else {}
     expected = other.manifest.host_state.base if other.manifest else {}
-    base = trained.base_of(params, base, own, expected)
+    base = trained_adapters.base_of(params, base, own, expected)
   return saved._replace(config=config), {
     **loaded,
     "params": params,
@@ -256,7 +266,7 @@ def _published_variables(
     raise ConfigError(
       f"weights={weights!r}: expected 'params' of a published model."
     )
-  module, model = parts.model(settings.Config(saved.config))
+  module, model = building.model(settings.Config(saved.config))
   example = _example(saved)
   shapes = dict(jax.eval_shape(model.init, jax.random.key(0), *example))
   shapes["params"] = jax.tree.map(

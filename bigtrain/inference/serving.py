@@ -22,10 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  import_package,
+)
 from bigtrain.files import paths
 from bigtrain.inference import ops, saved
-from bigtrain.settings import ConfigError
+from bigtrain.inputs.checks import Features
+from bigtrain.objective import building
 
 FORMATS = ("stablehlo", "onnx")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -50,16 +59,16 @@ def export(
   """
   checkpoint = saved.find(path, step, "export")
   config = settings.Config(checkpoint.config)
-  task = parts.task(config)
-  _, model = parts.model(config)
+  task = building.task(config)
+  _, model = building.model(config)
   fns = task.predict_fns(model)
   pred = pred or next((name for name in _PREDS if name in fns), "")
-  settings.check_choice("--pred", pred, fns)
-  settings.check_choice("--format", format, FORMATS)
+  check_choice("--pred", pred, fns)
+  check_choice("--format", format, FORMATS)
   for platform in platforms:
-    settings.check_choice("--platforms", platform, PLATFORMS)
+    check_choice("--platforms", platform, PLATFORMS)
   if batch_size is not None:
-    settings.check_number("--batch_size", batch_size, least=1, whole=True)
+    check_number("--batch_size", batch_size, least=1, whole=True)
   options = ops.pred_kw(checkpoint.config, pred, None)
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
   variables = jax.device_get(saved.variables(checkpoint, weights, mesh))
@@ -110,7 +119,7 @@ def _onnx(fn: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
   jax2onnx replaces functions of jax.numpy and flax by operators, but does not
   know all of their arguments, so it gets the traced primitives instead.
   """
-  jax2onnx = settings.import_package("jax2onnx", "onnx", "'bigtrain[onnx]'")
+  jax2onnx = import_package("jax2onnx", "onnx", "'bigtrain[onnx]'")
   traced, outputs = jax.make_jaxpr(fn, return_shape=True)(specs)
   model = jax2onnx.to_onnx(
     jax.extend.core.jaxpr_as_fun(traced),
@@ -133,7 +142,7 @@ def _about_data(checkpoint: saved.Saved) -> dict[str, Any]:
   return {name: value for name, value in about.items() if value is not None}
 
 
-class _Recorded(parts.Features):
+class _Recorded(Features):
   """Features that note which of them are read."""
 
   def __init__(self, batch: Mapping[str, Any], read: set[str]):

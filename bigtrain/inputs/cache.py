@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.files import disk
-from bigtrain.settings import ConfigError, DataError
 
 _NUM_SAMPLED = 256
 # Size of a bytes object without its content, plus the reference to it.

@@ -4,15 +4,16 @@ A device does not refuse an id beyond a table: the result is NaN, or the
 embedding of another token.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
-from bigtrain.parts import ClassCount
+from bigtrain.arrays.types import ClassCount
+from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
 
 # {feature: (dtype, shape)} of one example, with jax's dtypes.
 Spec = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -135,3 +136,34 @@ def _unchanged(op: Op, features: Mapping[str, Any]) -> list[tuple[str, str]]:
     return []
   origins = {name: name for name in features} | op.origins
   return [(name, x) for name, x in origins.items() if x and x in features]
+
+
+class Features(dict[str, Any]):
+  """A batch for tasks and evaluators; a missing feature is a ConfigError."""
+
+  def __init__(
+    self, batch: Mapping[str, Any] | Iterable[tuple[str, Any]], path: str
+  ):
+    super().__init__(batch)
+    self.path = path
+
+  def __missing__(self, name: str) -> Any:
+    features = [feature for feature in self if not feature.startswith("_")]
+    raise ConfigError(
+      f"{self.path}: after pp, the examples have no feature {name!r}."
+      f"{did_you_mean(name, features)}"
+    )
+
+
+def _flatten_features(features: Features) -> tuple[list[tuple[Any, Any]], Any]:
+  names = tuple(sorted(features))
+  children = [(jax.tree_util.DictKey(name), features[name]) for name in names]
+  return children, (names, features.path)
+
+
+# jax takes an unregistered subclass of dict for a leaf.
+jax.tree_util.register_pytree_with_keys(
+  Features,
+  _flatten_features,
+  lambda aux, values: Features(zip(aux[0], values), aux[1]),
+)

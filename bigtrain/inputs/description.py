@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import DataError
 from bigtrain.inputs import labels
 from bigtrain.inputs.checks import Spec
 from bigtrain.inputs.engine import Part
 from bigtrain.pp import registry
-from bigtrain.settings import DataError
 
 # Number of pictures of which the range of values is measured.
 _NUM_MEASURED = 64

@@ -17,14 +17,13 @@ import jax
 import numpy as np
 from absl import logging
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.arrays.types import ClassCount, PaddedIds
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import checks, order
 from bigtrain.inputs.checks import Spec
-from bigtrain.parts import ClassCount
 from bigtrain.pp.host_tensorflow import one_line
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError
-from bigtrain.types import PaddedIds
 
 Batch = dict[str, np.ndarray]
 Batches = Generator[Batch, None, None]

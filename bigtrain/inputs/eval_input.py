@@ -9,7 +9,8 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import check_number
 from bigtrain.inputs import checks, order, pipeline, sources
 from bigtrain.inputs.cache import fits
 from bigtrain.inputs.engine import Batch, Batches, Engine, Part
@@ -89,7 +90,7 @@ def make_eval(
   source = sources.make_source(data, f"{path}.data")
   if num_examples is None:
     num_examples = len(source)
-  settings.check_number(
+  check_number(
     f"{path}.num_examples", num_examples, least=1, most=len(source), whole=True
   )
   ops = sources.parse_ops(pp, pp_modules, f"{path}.pp")

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, sources
 from bigtrain.pp import parse, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 # Number of names that a message lists.
 _NUM_SHOWN = 5

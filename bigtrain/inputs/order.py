@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bigtrain import hashing
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, DataError
 
 _MIN_BLOCK = 4096
 _MAX_BLOCK = 1 << 24

@@ -16,15 +16,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import hashing, lengths, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import hashing
 from bigtrain.cluster import process
+from bigtrain.config import lengths, settings
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.data.formats import files
 from bigtrain.inputs import checks, description, order, sources, weights
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import Batches, Engine, NumpyEngine, Part, Plan
 from bigtrain.inputs.transfer import Placement, Prefetch
-from bigtrain.pp import registry, tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.pp import registry
+from bigtrain.text import tokenizers
 
 # Beyond this, numpy threads only contend for the interpreter's lock.
 _MAX_NUMPY_THREADS = 2
@@ -192,7 +195,7 @@ def train_engine(
 ) -> tuple[Engine, order.Schedule]:
   path, batch_size = cfg.path, cfg.batch_size
   cache = cfg.get("cache", "none")
-  settings.check_choice(f"{path}.cache", cache, ("none", "raw"))
+  check_choice(f"{path}.cache", cache, ("none", "raw"))
   parts, given = [], []
   entries = sources.entries(cfg)
   drawn = sources.draws(cfg, entries)
@@ -257,7 +260,7 @@ def make_engine(
 ) -> Engine:
   if num_threads is not None:
     key = f"{path}.num_threads"
-    settings.check_number(key, num_threads, least=1, whole=True)
+    check_number(key, num_threads, least=1, whole=True)
   cores = process.num_cores()
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
     from bigtrain.inputs.tf_engine import TfEngine

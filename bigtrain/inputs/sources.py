@@ -5,9 +5,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bigtrain import parts, settings
+from bigtrain.config import flexi, settings
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_keys,
+  check_kwargs,
+)
+from bigtrain.config.modules import find_module
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError, DataError
 
 
 @contextlib.contextmanager
@@ -37,10 +43,10 @@ def find_source(
     raise ConfigError(f"{key}.type: missing; it names a module of data/.")
   arguments = {k: v for k, v in options.items() if k != "type"}
   name = options["type"]
-  module = parts.find_module("data", name, f"{key}.type")
+  module = find_module("data", name, f"{key}.type")
   if not hasattr(module, "Source"):
     raise ConfigError(f"{key}.type={name!r}: the module has no Source.")
-  settings.check_kwargs(module.Source, arguments, key, others=("type",))
+  check_kwargs(module.Source, arguments, key, others=("type",))
   return module, arguments
 
 
@@ -63,7 +69,7 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
         f"{key}: expected dict(data=..., weight=...), got {options!r}."
       )
     entry = {"pp": pp, **options}
-    settings.check_keys(key, entry, ("data", "pp", "weight"))
+    check_keys(key, entry, ("data", "pp", "weight"))
     for option in ("data", "weight"):
       if option not in entry:
         raise ConfigError(f"{key}.{option}: missing.")
@@ -76,7 +82,7 @@ def draws(
 ) -> list[tuple[dict[str, Any], float]]:
   """The values that steps draw for {names} in the ops, see parts.draws."""
   names = re.findall(r"{(\w+)}", " ".join(str(x["pp"]) for x in of.values()))
-  return [draw for draw in parts.draws(cfg, names) if draw[1]]
+  return [draw for draw in flexi.draws(cfg, names) if draw[1]]
 
 
 def fill(spec: str, values: Mapping[str, Any]) -> str:

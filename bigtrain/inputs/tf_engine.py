@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import files
 from bigtrain.inputs import engine
 from bigtrain.inputs.engine import Batch, Features, Part
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError
 
 # Rows per call from the graph into Python: enough to amortize the call, few
 # enough for reads to overlap.

@@ -11,8 +11,8 @@ import bisect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import lengths
-from bigtrain.settings import ConfigError, check_choice, check_number
+from bigtrain.config import lengths
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 
 _MAX_STAGES = 256
 

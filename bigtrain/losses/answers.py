@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import trees
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Batch, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, Variables
 
 
 def inputs(batch: Batch) -> dict[str, jax.Array]:

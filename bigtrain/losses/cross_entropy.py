@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain.config.errors import check_choice, check_number
 
 # Values of config.loss.label_smoothing_over.
 SMOOTHING_OVER = ("all", "others")
@@ -35,7 +35,7 @@ def softmax_xent(
     axis_name: axis of a shard_map over which the logits' classes are split;
       class numbers are not. Devices exchange a few numbers for each loss.
   """
-  settings.check_choice(
+  check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
   )
   logits = logits.astype(jnp.float32)
@@ -71,7 +71,7 @@ def softmax_xent(
 
 def _smooths(label_smoothing: float) -> bool:
   key = "config.loss.label_smoothing"
-  return bool(settings.check_number(key, label_smoothing, least=0, below=1))
+  return bool(check_number(key, label_smoothing, least=0, below=1))
 
 
 def sigmoid_xent(

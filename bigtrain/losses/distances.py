@@ -7,7 +7,8 @@ From Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et al.
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, settings
+from bigtrain import metrics
+from bigtrain.config.errors import ConfigError, check_choice
 
 KINDS = ("kl", "hard", "l2", "euclidean", "logsoftmax_euclidean")
 # Keeps the gradient of a square root finite where both are equal.
@@ -30,9 +31,9 @@ def distance(
       the smoothed label; "l2": squared Euclidean distance; "euclidean";
       "logsoftmax_euclidean", between log-probabilities.
   """
-  settings.check_choice("config.loss.distance", kind, KINDS)
+  check_choice("config.loss.distance", kind, KINDS)
   if student_BC.shape != teacher_BC.shape:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.teacher.model: expected {student_BC.shape[-1]} classes, as the "
       f"student has, got {teacher_BC.shape[-1]}."
     )

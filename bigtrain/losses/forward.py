@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import trees
-from bigtrain.settings import check_choice
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import check_choice
 
 
 def apply(
@@ -51,7 +51,7 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
 def whole_loss_fn(
   embed_fn: Callable[..., Any], embeddings_loss_fn: Callable[..., Metrics]
 ) -> Any:
-  """The loss_fn of both halves, see step.gradients.TwoPassLoss."""
+  """The loss_fn of both halves, see objective.gradients.TwoPassLoss."""
 
   def loss_fn(
     variables: Variables, *args: Any, model: Any, train: bool, **options: Any

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
+from bigtrain.config.errors import check_number
 from bigtrain.losses import cross_entropy
 
 # Most logits, and elements of a kernel's gradient, at a time: 256 MiB each.
@@ -59,7 +61,7 @@ def linear_softmax_xent(
       devices once; XLA alone would do both for each chunk.
   """
   if chunk is not None:
-    settings.check_number("config.loss.chunk", chunk, least=0, whole=True)
+    check_number("config.loss.chunk", chunk, least=0, whole=True)
   smoothing, dtype = label_smoothing, dtype or hidden_BLD.dtype
   of_softmax = smoothing, label_smoothing_over, z_loss, softcap
   options = _Options(chunk, dtype, *of_softmax)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from bigtrain.arrays.types import Variables
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.losses import forward
-from bigtrain.settings import ConfigError, check_number
-from bigtrain.types import Variables
 
 
 class Mix(NamedTuple):

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
+from bigtrain.config.errors import check_number
 
 # Logit of padding; finite, as gradients of padding alone must be 0, not NaN.
 _PADDING_LOGIT = -1e30
@@ -117,7 +119,7 @@ def _over_chunks(
   A row has m columns, of which the first matches it. Adds "right" and "wrong",
   the largest logits of matching and other columns.
   """
-  settings.check_number("config.loss.chunk", chunk, least=1, whole=True)
+  check_number("config.loss.chunk", chunk, least=1, whole=True)
   if weight_B is None:
     weight_B = jnp.ones(len(rows_BE), jnp.float32)
   body = functools.partial(_scan_chunks, chunk_fn, chunk)

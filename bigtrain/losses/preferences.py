@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 
 
 class Pairs(NamedTuple):
@@ -133,16 +133,16 @@ def read_options(
   kind: str, key: str, sft: float | None, **options: float
 ) -> Options:
   """Checks the options of a loss; `sft` is 1 for cpo and orpo by default."""
-  settings.check_choice(f"{key}.kind", kind, (*KINDS, "reward"))
+  check_choice(f"{key}.kind", kind, (*KINDS, "reward"))
   sft = float(kind in ("cpo", "orpo")) if sft is None else sft
   result = Options(sft=sft, **options)
-  settings.check_number(f"{key}.beta", result.beta, above=0)
+  check_number(f"{key}.beta", result.beta, above=0)
   for name, value in result._asdict().items():
     below = 0.5 if name == "label_smoothing" else None
-    settings.check_number(f"{key}.{name}", value, least=0, below=below)
+    check_number(f"{key}.{name}", value, least=0, below=below)
     kinds = _KINDS_WITH.get(name, kind)
     if kind not in kinds.split() and value != Options._field_defaults[name]:
-      raise settings.ConfigError(f"{key}.{name}: used only by {kinds}.")
+      raise ConfigError(f"{key}.{name}: used only by {kinds}.")
   return result
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from bigtrain import settings
-from bigtrain.types import Variables
+from bigtrain.arrays.types import Variables
+from bigtrain.config.errors import ConfigError
 
 
 def by_name(
@@ -26,7 +26,7 @@ def weights_of(
   """The teachers' weights in a config; by default all have the same."""
   weights = weights or dict.fromkeys(names, 1 / len(names))
   if {*weights} != {*names}:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}: expected weights of {', '.join(names)}, got {weights}."
     )
   return weights

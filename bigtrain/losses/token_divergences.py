@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.losses import cross_entropy, linear_xent
 from bigtrain.losses.teachers import weights_of
 
@@ -65,11 +65,11 @@ def taught(
     weights: the teachers' weights by name; by default all have the same.
   """
   key = "config.loss.distill"
-  settings.check_number(f"{key}.beta", beta, least=0, most=1)
-  settings.check_number(f"{key}.temperature", temperature, above=0)
+  check_number(f"{key}.beta", beta, least=0, most=1)
+  check_number(f"{key}.temperature", temperature, above=0)
   weights = weights_of(teachers, weights, f"{key}.weights")
   if beta == 1 and "file" in teachers:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.beta={beta}: expected less than 1 with a file of likely tokens."
     )
 

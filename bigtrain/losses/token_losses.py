@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, model_flops, settings, trees
+from bigtrain import metrics
+from bigtrain.arrays import model_flops, trees
+from bigtrain.arrays.types import Batch, Metrics, Variables
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+)
 from bigtrain.losses import forward, linear_xent, teachers, token_divergences
-from bigtrain.types import Batch, Metrics, Variables
 
 
 class ModelLosses(NamedTuple):
@@ -39,7 +46,7 @@ class ModelLosses(NamedTuple):
     (arXiv 2202.08906, equation 5).
     """
     key = "config.loss.load_balance_over"
-    settings.check_choice(key, load_balance_over, ("layers", "all"))
+    check_choice(key, load_balance_over, ("layers", "all"))
     if self.expert_stats is None:
       return self.metrics
     nll, weight = self.metrics["loss"]
@@ -129,13 +136,13 @@ class TokenTask(NamedTuple):
     own = {name: x for name, x in variables.items() if name != "teacher"}
     known, head = self._teachers(variables, batch, model, teacher), None
     if (label_smoothing or z_loss) if known else distill is not None:
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.loss.distill: expected config.teacher, or teacher_ids and "
         "teacher_logits in the data, and neither label_smoothing nor z_loss."
       )
     if known:
       taught, options = token_divergences.taught, distill or {}
-      settings.check_kwargs(taught, options, "config.loss.distill")
+      check_kwargs(taught, options, "config.loss.distill")
       logits = _head_logits(own, model)
       head = taught(logits, known, model.vocab_size, chunk, **options)
     smoothing: Any = dict(label_smoothing=label_smoothing, z_loss=z_loss)
@@ -157,7 +164,7 @@ class TokenTask(NamedTuple):
     result: dict[str, token_divergences.Teacher] = {}
     for name, each, fixed in teachers.by_name(teacher, variables):
       key, size = f"config.teacher: vocab_size of {name!r}", model.vocab_size
-      settings.check_number(key, each.vocab_size, least=size, most=size)
+      check_number(key, each.vocab_size, least=size, most=size)
       with model_flops.share(1, 3):  # Without a backward pass.
         _, out = each.apply(fixed, **self.inputs(batch), head=False)
       result[name] = out["pre_logits"], _head_logits(fixed, each)

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   captioner_decoder,
@@ -71,7 +72,7 @@ class Captioner(encoder.Fields):
     )
     options.check_sizes(self, ("vocab_size", "max_len", *sizes))
     if self.decoder_width % self.decoder_num_heads:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
         f"divide the decoder's width {self.decoder_width}."
       )
@@ -126,7 +127,7 @@ class Captioner(encoder.Fields):
   def tokens_before(self, text: jax.Array) -> jax.Array:
     """The tokens (B, L) before each of a text's, 0 at first."""
     if (L := text.shape[1]) > self.max_len:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.max_len: {self.max_len} is less than the {L} tokens of "
         "a text."
       )
@@ -215,7 +216,7 @@ class Model(Captioner):
     mask = masks.Mask(causal=True)
     if parallel_B is not None:
       if not self.mask_token:
-        raise settings.ConfigError(
+        raise ConfigError(
           "config.model.mask_token: parallel prediction needs it to be True."
         )
       inputs_BL: Any = self.vocab_size

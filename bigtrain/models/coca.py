@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import check_number
 from bigtrain.models import cappa, vit
 from bigtrain.models.layers import layer_dims, masks, options, pooling
 
@@ -42,7 +43,7 @@ class Model(cappa.Captioner):
     options.check_sizes(self, ("text_depth", "num_queries", "out_dim"))
     options.check_fields(self, pool=POOLS)
     key = "config.model.temperature_init"
-    settings.check_number(key, self.temperature_init, above=0)
+    check_number(key, self.temperature_init, above=0)
 
   def setup(self) -> None:
     super().setup()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
 from bigtrain.models.layers import encoder, kernels, mlp, options, patches
 from bigtrain.models.published import stage_families
@@ -42,7 +42,7 @@ class Model(nn.Module):
   def __post_init__(self) -> None:
     options.take_variant(self, VARIANTS)
     if len(self.depths or ()) != len(self.widths or (0,)):
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.depths={self.depths}: expected as many as widths, "
         f"{self.widths}, or a variant such as 'tiny'."
       )

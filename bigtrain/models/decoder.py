@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   causal_block,
   kernels,
@@ -215,7 +217,7 @@ class Model(nn.Module):
   ) -> jax.Array:
     L = x_BLD.shape[1]
     if self.max_len is not None and L > self.max_len:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.max_len={self.max_len} is too short for texts of {L} "
         "tokens."
       )
@@ -263,7 +265,7 @@ class Model(nn.Module):
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """The matrix (D, V) that gives logits, with their multiplier."""
     if self.num_classes is not None:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.num_classes={self.num_classes}: expected None for a "
         "task that predicts tokens."
       )
@@ -288,7 +290,7 @@ class Model(nn.Module):
 
   def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
     if self.max_len is not None and max_len > self.max_len:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
         "(config.model.max_len)."
       )
@@ -300,12 +302,12 @@ class Model(nn.Module):
 
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if segments is not None:
-    raise settings.ConfigError(
+    raise ConfigError(
       "prefix: expected one text a row, got packed rows (segments)."
     )
   layers = layer_kinds.of_model(model)
   if any(cache.window for cache in layers.caches):
-    raise settings.ConfigError(
+    raise ConfigError(
       "prefix: expected layers that see all positions, got config.model.window."
     )
 
@@ -339,11 +341,9 @@ def _read(model: Model) -> None:
   options.check_fields(model, "dropout", "drop_path", **choices)
   _check_numbers(model)
   if model.posemb == "learn" and model.max_len is None:
-    raise settings.ConfigError(
-      "config.model.max_len: missing; posemb='learn' needs it."
-    )
+    raise ConfigError("config.model.max_len: missing; posemb='learn' needs it.")
   if model.parallel and model.norm_at != "pre":
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.model.norm_at: expected 'pre' with parallel=True, got "
       f"{model.norm_at!r}."
     )
@@ -353,7 +353,7 @@ def _read(model: Model) -> None:
   if isinstance(qk_norm, bool):
     qk_norm = "head" if qk_norm else None
   if qk_norm is not None:
-    settings.check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
+    check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
   values = layer_kinds.read_names(model) | dict(
     use_bias=options.read_names(
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
@@ -370,18 +370,18 @@ def _read(model: Model) -> None:
 
 def _check_numbers(model: Model) -> None:
   if model.norm_offset not in (0, 1):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.model.norm_offset: expected 0 or 1, got {model.norm_offset!r}."
     )
   key, multiplier = "config.model.embed_multiplier", model.embed_multiplier
   if isinstance(multiplier, str):
-    settings.check_choice(key, multiplier, ["sqrt_width"])
+    check_choice(key, multiplier, ["sqrt_width"])
   else:
-    settings.check_number(key, multiplier, above=0)
+    check_number(key, multiplier, above=0)
   optional = ("qkv_clip", "attention_softcap", "logits_softcap")
   for name in ("residual_multiplier", "logits_multiplier", *optional):
     if (value := getattr(model, name)) is not None or name not in optional:
-      settings.check_number(f"config.model.{name}", value, above=0)
+      check_number(f"config.model.{name}", value, above=0)
 
 
 _DIMS = layer_dims.of_module("decoder")

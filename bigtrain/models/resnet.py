@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import encoder, options
 from bigtrain.models.published import conversions, stage_families, tables
 
@@ -73,7 +73,7 @@ class Model(nn.Module):
     if isinstance(self.depth, int):
       options.check_fields(self, depth=DEPTHS)
     if not int(64 * self.width):
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.model.width: expected a factor for 64, 128, 256 and 512 "
         f"channels, got {self.width!r}."
       )

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
 from bigtrain.models.layers import encoder, layer_dims, mlp, options, patches
 from bigtrain.models.published import stage_families
@@ -56,7 +57,7 @@ class Model(nn.Module):
     if len(self.depths or ()) != len(heads) or any(
       not width or not n or width * 2**i % n for i, n in enumerate(heads)
     ):
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.num_heads={self.num_heads}: expected as many as depths, "
         f"{self.depths}, that divide the width, {self.width}, twice the width, "
         "and so on; or a variant such as 'tiny'."

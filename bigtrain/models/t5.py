@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.models.layers import (
   kernels,
   kv_cache,
@@ -115,7 +117,7 @@ class Model(nn.Module):
       (B, L, D), "encoded" (B, S, D), and "moe", the experts' statistics).
     """
     if (inputs_segments is None) != (targets_segments is None):
-      raise settings.ConfigError(
+      raise ConfigError(
         "Expected both inputs_segments and targets_segments, or neither."
       )
     before_BL = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
@@ -242,9 +244,9 @@ class Model(nn.Module):
 
 def _check(model: Model) -> None:
   options.check_sizes(model, (*_NEEDED, "decoder_depth", "head_dim", "mlp_dim"))
-  settings.check_number("config.model.init_scale", model.init_scale, above=0)
+  check_number("config.model.init_scale", model.init_scale, above=0)
   if model.num_buckets < 4 or model.max_distance <= model.num_buckets // 2:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.model.num_buckets={model.num_buckets}: expected at least 4, and "
       f"less than twice max_distance={model.max_distance}."
     )

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   encoder,
@@ -60,7 +61,7 @@ class Model(encoder.Fields):
     rates = "dropout", "drop_path"
     options.check_fields(self, *rates, pool_type=POOL_TYPES, mlp=vit.MLPS)
     if self.pool_type == "eos" and self.eos_id is None:
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.model.eos_id: missing; pool_type='eos' needs it."
       )
     super().__post_init__()
@@ -93,7 +94,7 @@ class Model(encoder.Fields):
       x_BLD += nn.Embed(self.token_types, D, name="token_types")(kinds)
     first, rows = self.first_position, self.max_len or L
     if first + L > max(rows, L):
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.max_len={rows}: expected at least {first + L} for texts "
         f"of {L} tokens."
       )

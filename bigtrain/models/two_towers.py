@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, parts, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_kwargs, check_number
+from bigtrain.config.modules import find_module
 from bigtrain.models import text_transformer, vit
 from bigtrain.models.layers import pooling
 from bigtrain.models.published import (
@@ -51,7 +53,7 @@ class Model(nn.Module):
 
   def __post_init__(self) -> None:
     key = "config.model.temperature_init"
-    settings.check_number(key, self.temperature_init, above=0)
+    check_number(key, self.temperature_init, above=0)
     self._towers()  # Checks their options.
     super().__post_init__()
 
@@ -107,7 +109,7 @@ class Model(nn.Module):
     dims = self.out_dim
     dims = (dims, dims) if isinstance(dims, int) else tuple(dims)
     if len(dims) != 2:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.out_dim: expected one number or two, got {dims!r}."
       )
     towers = {"img": _tower("image", self.image_model, self.image, dims[0])}
@@ -120,13 +122,13 @@ def _tower(
   kind: str, name: str, options: Mapping[str, Any] | None, out_dim: int | None
 ) -> tuple[type[nn.Module], dict[str, Any]]:
   key = f"config.model.{kind}"
-  module = parts.find_module("models", name, f"{key}_model")
+  module = find_module("models", name, f"{key}_model")
   options = {"num_classes": out_dim, **(options or {})}
   fields = {field.name for field in dataclasses.fields(module.Model)}
   if "head_zeroinit" in fields:
     # An embedding of zeros has no direction.
     options.setdefault("head_zeroinit", False)
-  settings.check_kwargs(module.Model, options, key)
+  check_kwargs(module.Model, options, key)
   with _named(key):
     module.Model(**options, parent=None)
   return module.Model, options
@@ -136,8 +138,8 @@ def _tower(
 def _named(key: str) -> Iterator[None]:
   try:
     yield
-  except settings.ConfigError as e:
-    raise settings.ConfigError(str(e).replace("config.model", key)) from e
+  except ConfigError as e:
+    raise ConfigError(str(e).replace("config.model", key)) from e
 
 
 def from_published(
@@ -169,7 +171,7 @@ def param_dims(model: Model) -> dims.Table:
   modules = {"img": model.image_model, "txt": model.text_model or ""}
   table: dict[str, str] = {}
   for tower, (cls, options) in model._towers().items():
-    module = parts.find_module("models", modules[tower], _KEYS[tower])
+    module = find_module("models", modules[tower], _KEYS[tower])
     if hasattr(module, "param_dims"):
       of_tower = module.param_dims(cls(**options, parent=None))
       table |= dims.under(f"{tower}/", of_tower)

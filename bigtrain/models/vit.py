@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   encoder,
   layer_dims,
@@ -92,30 +93,26 @@ class Model(encoder.Fields):
     choices: Any = dict(posemb=POSEMBS, pool_type=POOL_TYPES, mlp=MLPS)
     choices |= dict(relative_bias=RELATIVE_BIASES)
     options.check_fields(self, "dropout", "drop_path", **choices)
-    settings.check_number(
-      "config.model.registers", self.registers, least=0, whole=True
-    )
+    check_number("config.model.registers", self.registers, least=0, whole=True)
     if self.layer_scale is not None:
-      settings.check_number("config.model.layer_scale", self.layer_scale)
+      check_number("config.model.layer_scale", self.layer_scale)
     pools_class = self.pool_type in ("tok", "tok_gap")
     if self.class_token is None:
       options.set_fields(self, {"class_token": pools_class})
     if not self.class_token and (pools_class or self.relative_bias):
       field = "pool_type" if pools_class else "relative_bias"
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.class_token: {field}={getattr(self, field)!r} needs a "
         "class token."
       )
     if self.seqhw is not None:
-      settings.check_number(
-        "config.model.seqhw", self.seqhw, least=1, whole=True
-      )
+      check_number("config.model.seqhw", self.seqhw, least=1, whole=True)
       if self.posemb == "learn" and self.posemb_grid is None:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"config.model.posemb_grid: missing; seqhw={self.seqhw} needs it."
         )
     if self.relative_bias and self.registers:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.registers={self.registers}: expected none with "
         f"relative_bias={self.relative_bias!r}, which has no bias for them."
       )
@@ -225,11 +222,11 @@ class Model(encoder.Fields):
 
   def _check_patches(self, shapes: jax.Array | None) -> None:
     if shapes is None:
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.input: ready patches, 'image' of [B, P, ...], need 'shapes'."
       )
     if self.posemb == "learn" and self.posemb_grid is None:
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.model.posemb_grid: missing; images of several shapes need it."
       )
     whole = dict(posemb=self.posemb == "sincos2d", rope=self.rope is not None)
@@ -237,7 +234,7 @@ class Model(encoder.Fields):
       whole[name] = bool(getattr(self, name))
     for name, used in whole.items():
       if used:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"config.model.{name}={getattr(self, name)!r}: expected images of "
           "one shape."
         )
@@ -348,7 +345,7 @@ def _rope(model: Model) -> Rope | None:
     Rope, model.rope, key, **limits, jitter=factor, rescale=factor
   )
   if rope is not None and model.width // model.num_heads % 4:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}: the width of a head must be a multiple of 4, got "
       f"{model.width // model.num_heads}."
     )
@@ -385,7 +382,7 @@ class PatchEmbedding(nn.Module):
     if image.ndim == 3:
       channels, rest = divmod(image.shape[-1], p * q)
       if rest or not channels:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"config.model.patch_size: patches of {image.shape[-1]} values are "
           f"not of {p}x{q} pixels."
         )
@@ -396,7 +393,7 @@ class PatchEmbedding(nn.Module):
     h, w = height // p, width // q
     wrong = self.seqhw is not None and (h, w) != (self.seqhw, self.seqhw)
     if height % p or width % q or wrong:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.{'seqhw' if self.seqhw else 'patch_size'}: patches of "
         f"{p}x{q} pixels do not tile an image of {height}x{width}."
       )
@@ -442,7 +439,7 @@ def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
   known = {"token_mlp_dim": None, "mlp_dim": 4 * known.get("width", 0)} | known
   for name in names:
     if name not in known:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.{name}: missing; give it, or a variant such as "
         f"{example!r}."
       )
@@ -454,7 +451,7 @@ def _two(name: str, value: Any) -> tuple[int, int]:
   numbers = numbers * 2 if len(numbers) == 1 else numbers
   whole = all(isinstance(n, int) and n > 0 for n in numbers)
   if not whole or len(numbers) != 2:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.model.{name}: expected a positive whole number or two, got "
       f"{value!r}."
     )
@@ -464,11 +461,11 @@ def _two(name: str, value: Any) -> tuple[int, int]:
 def variant_sizes(variant: str) -> dict[str, Any]:
   name, slash, patch = str(variant).partition("/")
   choices = [known + slash + patch for known in VARIANTS]
-  settings.check_choice("config.model.variant", variant, choices)
+  check_choice("config.model.variant", variant, choices)
   values = dict(VARIANTS[name])
   if slash:
     if not patch.isdigit():
-      raise settings.ConfigError(
+      raise ConfigError(
         "config.model.variant: expected a patch size in pixels after the "
         f"slash, such as '{name}/16', got {variant!r}."
       )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.optim.views import View
 
 # Dimensions of the rows and of the columns of a matrix; None without factors.

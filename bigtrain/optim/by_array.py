@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bigtrain import trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.optim.views import View
-from bigtrain.settings import ConfigError
 
 
 def by_array(

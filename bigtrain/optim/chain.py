@@ -25,13 +25,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bigtrain import sharding, trees
-from bigtrain.lengths import Units
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Params
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
 from bigtrain.optim import optimizers
 from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
-from bigtrain.settings import Config, ConfigError
-from bigtrain.types import Params
 
 
 class Optimizer(NamedTuple):

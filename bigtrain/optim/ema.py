@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import lengths, settings
-from bigtrain.lengths import Units
-from bigtrain.settings import Config
-from bigtrain.types import Params
+from bigtrain.arrays.types import Params
+from bigtrain.config import lengths
+from bigtrain.config.errors import check_number
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
 
 # (average, parameters after an update, updates before it) -> average.
 Ema = Callable[[Params, Params, Any], Params]
@@ -22,7 +23,7 @@ def from_config(cfg: Config, units: Units) -> Ema | None:
   start = lengths.steps(cfg, "ema_start", units) or 0
   if decay is None:
     return None
-  settings.check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)
+  check_number(f"{cfg.path}.ema_decay", decay, least=0, below=1)
   return functools.partial(update, decay=float(decay), start_step=start)
 
 

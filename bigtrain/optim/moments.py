@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, trees
-from bigtrain.settings import ConfigError
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError, check_choice
 
 # Keys of config.optimizer that this module reads.
 KEYS = ("moment_dtype", "moment_rounding")
@@ -84,7 +84,7 @@ def read(
   dtype, rounding = (spec.get(name) for name in KEYS)
   for name, value, known in zip(KEYS, (dtype, rounding), (_DTYPES, _ROUNDINGS)):
     if value is not None:
-      settings.check_choice(f"{key}.{name}", value, known)
+      check_choice(f"{key}.{name}", value, known)
   if rounding == "stochastic" and dtype != "bfloat16":
     raise ConfigError(
       f"{key}.moment_rounding='stochastic': expected "

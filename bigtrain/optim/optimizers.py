@@ -13,10 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from bigtrain import parts, settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  did_you_mean,
+)
+from bigtrain.config.modules import find_attribute
 from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
-from bigtrain.settings import ConfigError, check_choice, did_you_mean
 
 _FACTS = settings.read_table(__file__, "optimizers.toml")
 REFUSED, _CONFIG_KEYS = _FACTS["refused"], _FACTS["config_keys"]
@@ -64,7 +71,7 @@ def base_optimizer(
   for kwarg in options:
     if kwarg in _CONFIG_KEYS:
       raise ConfigError(f"{key}.{kwarg}: use {_CONFIG_KEYS[kwarg]} instead.")
-  settings.check_kwargs(
+  check_kwargs(
     constructor, options, key, given={*_CONFIG_KEYS, "views"}, others=OWN_KEYS
   )
   kwargs = {k: _plain_dtype(k, v, key) for k, v in options.items()}
@@ -78,7 +85,7 @@ def base_optimizer(
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
   level = spec.get("view", _FACTS["views"].get(name, "parameters"))
-  arrays = settings.check_choice(f"{key}.view", level, views.ARRAYS)
+  arrays = check_choice(f"{key}.view", level, views.ARRAYS)
   specs = dict(trees.flatten_with_names(shapes))
   by_name = {name: spec.shape for name, spec in specs.items()}
   seen = views.seen(param_views, by_name, arrays)
@@ -107,7 +114,7 @@ def _constructor(
   name: str, key: str
 ) -> Callable[..., optax.GradientTransformation]:
   if "." in name:
-    constructor = parts.find_attribute(name, f"{key}.name")
+    constructor = find_attribute(name, f"{key}.name")
     if not callable(constructor):
       raise ConfigError(
         f"{key}.name: expected a function that returns an "

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bigtrain.settings import Config, ConfigError, did_you_mean
+from bigtrain.config.errors import ConfigError, did_you_mean
+from bigtrain.config.settings import Config
 
 
 def read_pairs(

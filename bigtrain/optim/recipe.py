@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import settings, trees
-from bigtrain.lengths import Units
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
 from bigtrain.optim import moments, schedules, views, wrappers
 from bigtrain.optim.patterns import first_match, read_pairs
-from bigtrain.settings import Config, ConfigError
 
 _MATRICES = ((".*/(kernel|lora_a|lora_b)$", 1.0),)
 _COUPLINGS = ("schedule", "lr", "gradient")
@@ -74,10 +75,10 @@ def read(
   param_views: Mapping[str, views.View] | None = None,
 ) -> Recipe:
   names = trees.names(params_shapes)
-  lr = float(settings.check_number(f"{cfg.path}.lr", cfg["lr"], least=0))
-  wd = settings.check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)
+  lr = float(check_number(f"{cfg.path}.lr", cfg["lr"], least=0))
+  wd = check_number(f"{cfg.path}.wd", cfg.get("wd", 0.0), least=0)
   coupling = cfg.get("wd_coupling", "schedule")
-  settings.check_choice(f"{cfg.path}.wd_coupling", coupling, _COUPLINGS)
+  check_choice(f"{cfg.path}.wd_coupling", coupling, _COUPLINGS)
   by_name, schedule_of = _schedules(cfg, names, units)
   lr_mults = _multipliers(cfg, "lr_mults", names, 1.0)
   wd_mults = _multipliers(cfg, "wd_mults", names, 0.0, _MATRICES if wd else ())
@@ -97,14 +98,14 @@ def read(
   key = f"{cfg.path}.optimizer"
   options = cfg.kwargs("optimizer", required=True)
   arithmetic = options.get("moment_arithmetic", "float32")
-  settings.check_choice(f"{key}.moment_arithmetic", arithmetic, _ARITHMETIC)
+  check_choice(f"{key}.moment_arithmetic", arithmetic, _ARITHMETIC)
   if options.get("decay_offset") and not cfg.get("resume"):
     raise ConfigError(
       f"{key}.decay_offset: expected config.resume with it, because it is the "
       "step of a restored state; a fresh state counts its updates from 0."
     )
   norm_type = cfg.get("grad_clip_norm_type", "l2")
-  settings.check_choice(f"{cfg.path}.grad_clip_norm_type", norm_type, _NORMS)
+  check_choice(f"{cfg.path}.grad_clip_norm_type", norm_type, _NORMS)
   base, wrap = wrappers.split(options, key)
   param_views = param_views or {}
   return Recipe(
@@ -202,4 +203,4 @@ def _positive(cfg: Config, key: str) -> float | None:
   value = cfg.get(key)
   if value is None:
     return None
-  return float(settings.check_number(f"{cfg.path}.{key}", value, above=0))
+  return float(check_number(f"{cfg.path}.{key}", value, above=0))

@@ -43,9 +43,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from bigtrain import parts, settings
-from bigtrain.lengths import UNITS, Units, steps
-from bigtrain.settings import ConfigError, check_number, did_you_mean
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+  did_you_mean,
+)
+from bigtrain.config.lengths import UNITS, Units, steps
+from bigtrain.config.modules import find_attribute
 
 # Number of updates done so far -> factor of the learning rate.
 Schedule = Callable[[int], float]
@@ -198,7 +204,7 @@ def make(
   if decay_type is None:
     raise ConfigError(f"{path}.decay_type: missing.{did_you_mean('', _NAMES)}")
   if "." not in str(decay_type):
-    settings.check_choice(f"{path}.decay_type", decay_type, _NAMES)
+    check_choice(f"{path}.decay_type", decay_type, _NAMES)
     _check_keys(spec, decay_type, path)
   warmup = steps(spec, "warmup", units, path=path) or 0
   cooldown = steps(spec, "cooldown", units, path=path) or 0
@@ -226,11 +232,11 @@ def make(
 
 def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
   key = f"{path}.decay_type"
-  fn = parts.find_attribute(dotted, key)
+  fn = find_attribute(dotted, key)
   if not callable(fn):
     raise ConfigError(f"{key}: expected a function, got {dotted!r}: {fn!r}.")
   first = next(iter(inspect.signature(fn).parameters), "")
-  settings.check_kwargs(fn, options, path, given=(first,))
+  check_kwargs(fn, options, path, given=(first,))
   value = fn(0.0, **options)
   try:
     finite = math.isfinite(value)
@@ -322,7 +328,7 @@ def _arguments(
     kwargs["total"] = units.total_steps
   if decay_type == "wsd":
     shape = spec.pop("shape", "linear")
-    kwargs["shape"] = settings.check_choice(f"{path}.shape", shape, _SHAPES)
+    kwargs["shape"] = check_choice(f"{path}.shape", shape, _SHAPES)
     total, decay = units.total_steps or 0, kwargs.get("decay", 0)
     if not decay or (decay > total > 1):
       raise ConfigError(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bigtrain import dims, trees
+from bigtrain.arrays import dims, trees
 
 _ATTENTION_INPUT = re.compile(r"(.*/)?(query|key|value)/kernel")
 # Parts of names of first and last layers.

@@ -16,9 +16,8 @@ from typing import Any
 
 import optax
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 from bigtrain.optim import optimizers
-from bigtrain.settings import ConfigError
 
 # (the optimizer, fn(step) -> learning rate) -> the optimizer around it.
 Wrap = Callable[
@@ -64,10 +63,10 @@ def split(
     )
   fn = _WRAPPERS[name]
   given = ("base_optimizer", "learning_rate")
-  settings.check_kwargs(fn, options, key, given=given)
+  check_kwargs(fn, options, key, given=given)
   if fn is optax.contrib.schedule_free:
     b1 = options.get("b1", 0.9)
-    settings.check_number(f"{key}.b1", b1, above=0, most=1)
+    check_number(f"{key}.b1", b1, above=0, most=1)
   try:
     wrap = _wrapper(fn, options)
   except (TypeError, ValueError) as e:

@@ -3,5 +3,6 @@
 Open `registry` first: it defines what an op is and holds every op by name. An
 op registers itself when `parse` imports its module, of those here and those
 listed in `config.pp_modules`. Inputs, evaluation, sources and tools import this
-package; it imports only `bigtrain.files` and `bigtrain.settings`.
+package; it imports only `bigtrain.files`, `bigtrain.text`
+and `bigtrain.config`.
 """

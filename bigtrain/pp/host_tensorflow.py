@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from bigtrain.settings import ConfigError, import_package
+from bigtrain.config.errors import ConfigError, import_package
 
 
 @functools.cache

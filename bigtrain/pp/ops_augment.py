@@ -4,10 +4,10 @@ import math
 import pathlib
 from typing import Any
 
+from bigtrain.config.errors import check_number
 from bigtrain.pp import randaug, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
-from bigtrain.settings import check_number
 
 # The policies of the authors' TensorFlow implementation, one a line: an
 # operation, its probability in tenths and its magnitude, twice.

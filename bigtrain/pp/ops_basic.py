@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.pp import registry, xp
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_choice, check_number
 
 _DTYPES = (
   "bool",

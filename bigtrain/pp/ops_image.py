@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.files import paths
 from bigtrain.pp import ops_basic, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_number
 
 Method = Literal[
   "bilinear",

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.files import paths
 from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError, check_number
 
 
 @registry.register("onehot")

@@ -4,11 +4,11 @@ import functools
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.files import paths
 from bigtrain.pp import registry
 from bigtrain.pp.ops_text import on_texts
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_number
 
 _SIDE, _MIN_WIDTH, _SPACING = 16, 4, 1  # In pixels.
 _MAX_CHARS, _BACKGROUND = 768, 127

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError, check_number
 
 # Features of a window that do not apply to the results.
 _WINDOW_FEATURES = set(

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import dual
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, DataError, check_number
 
 _PUNCTUATION = re.compile(f"[{re.escape(string.punctuation)}]")
 

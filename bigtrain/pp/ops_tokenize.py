@@ -6,10 +6,11 @@ from typing import Literal
 import numpy as np
 from absl import logging
 
-from bigtrain.pp import registry, tokenizers
+from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.pp import registry
 from bigtrain.pp.ops_text import BadText, excerpt, on_texts
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_number
+from bigtrain.text import tokenizers
 
 
 @registry.register("tokenize")

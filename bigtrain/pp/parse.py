@@ -11,8 +11,8 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.pp import registry
-from bigtrain.settings import ConfigError, did_you_mean
 
 # Importing these modules registers bigtrain's own ops. They import tensorflow
 # only when an op needs it.

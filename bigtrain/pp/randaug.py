@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError, check_number
 
 # Fills areas that a moved image leaves behind, and cutouts.
 _GREY = 128

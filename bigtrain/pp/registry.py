@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.config.errors import ConfigError, did_you_mean
 
 Features = dict[str, Any]
 

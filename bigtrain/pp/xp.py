@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.pp.host_tensorflow import tf
-from bigtrain.settings import ConfigError, DataError
 
 _HOST_TYPES = (np.ndarray, np.generic, bytes, str, bool, int, float)
 

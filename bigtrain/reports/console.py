@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain import settings
+from bigtrain.config import settings
 
 _NAMES = settings.read_table(__file__, "names.toml")
 # Names in a training row that are not the task's metrics.

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 
 _KEPT = {
   "metrics": "metrics.jsonl",

@@ -4,7 +4,7 @@ Counted are matrix products, convolutions and attention; a multiply-add counts
 as 2. Elementwise work, reductions and look-ups are not: published model FLOPs
 leave them out. Model FLOPs count the mathematics, whatever implementation runs:
 recomputation, padding and empty slots of experts do not count
-(bigtrain/model_flops.py). Causal attention counts as the full square, as in
+(arrays/model_flops.py). Causal attention counts as the full square, as in
 PaLM (appendix B); a window of w positions counts min(w, L) keys per query.
 
 MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
@@ -26,8 +26,10 @@ import numpy as np
 from absl import logging
 from jax.extend import core as jex_core
 
-from bigtrain import model_flops, settings
-from bigtrain.settings import Config, check_number
+from bigtrain.arrays import model_flops
+from bigtrain.config import settings
+from bigtrain.config.errors import check_number
+from bigtrain.config.settings import Config
 
 _Share = Callable[[str], fractions.Fraction]
 

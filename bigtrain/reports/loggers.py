@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.files import paths
 from bigtrain.reports import media
 from bigtrain.reports.rows import Row

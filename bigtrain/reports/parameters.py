@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import dims, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import dims, trees
+from bigtrain.arrays.types import Params
 from bigtrain.files import paths
-from bigtrain.types import Params
 
 
 @dataclasses.dataclass

@@ -20,9 +20,12 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import dims, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import dims, trees
+from bigtrain.config import choices, settings
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
 from bigtrain.files import paths
-from bigtrain.lengths import Units
 from bigtrain.reports import parameters
 
 _PACKAGES = (
@@ -50,7 +53,7 @@ def read_config(workdir: str, key: str = "") -> dict[str, Any]:
   """The config.json of a run; ConfigError if it has none."""
   config = read_json(os.path.join(workdir, "config.json"))
   if config is None:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}{workdir}: expected the folder of a run, with a config.json."
     )
   return config
@@ -200,8 +203,8 @@ def update(workdir: str, **facts: Any) -> None:
   path = os.path.join(workdir, "run.json")
   content = json.loads(paths.read_bytes(path))
   newest = content["starts"][-1]
-  if choices := settings.choices():
-    facts["auto"] = choices
+  if chosen := choices.choices():
+    facts["auto"] = chosen
   for name, value in facts.items():
     if isinstance(value, Mapping):
       value = {**newest.get(name, {}), **value}

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from bigtrain import settings
+from bigtrain.config.errors import check_kwargs, import_package
 from bigtrain.files import paths
 from bigtrain.reports import loggers, media
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
   install = f"'bigtrain[{name}]'"
-  module = settings.import_package(name, f"config.{name}:", install)
+  module = import_package(name, f"config.{name}:", install)
   target = Mlflow if name == "mlflow" else module.init
   given = ["setup"] if name == "mlflow" else []
-  settings.check_kwargs(target, options, f"config.{name}", given=given)
+  check_kwargs(target, options, f"config.{name}", given=given)
 
 
 class _Tracker:

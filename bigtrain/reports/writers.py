@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.files import disk
 from bigtrain.reports import loggers, media, trackers
 from bigtrain.reports.console import Console

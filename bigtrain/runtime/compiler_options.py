@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 
 # jax 0.12 has other names; 0.11 was not tried.
 _PIPELINED: dict[tuple[int, ...], tuple[str, Any]] = {
@@ -49,8 +50,8 @@ def read(config: settings.Config, mesh: Mesh) -> dict[str, Any]:
   chosen = {k: v for k, v in {**ours, **given}.items() if v is not None}
   for name in (n for n in given if n in chosen):
     if complaint := _complaint(mesh, {name: chosen[name]}):
-      hint = settings.did_you_mean(name, ours) if name not in ours else ""
-      raise settings.ConfigError(
+      hint = did_you_mean(name, ours) if name not in ours else ""
+      raise ConfigError(
         f"config.compiler_options.{name}={chosen[name]!r}: the compiler for "
         f"{device.device_kind} refuses it: {complaint}{hint}"
       )

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.settings import Config, check_choice
+from bigtrain.config.errors import check_choice
+from bigtrain.config.settings import Config
 
 _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 

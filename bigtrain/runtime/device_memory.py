@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import check_number
 from bigtrain.files.disk import size
 
 UPDATE = "update"
@@ -34,7 +35,7 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
   given = config.get("device_memory_bytes")
   if given is not None:
     key = "config.device_memory_bytes"
-    return int(settings.check_number(key, given, least=1, whole=True))
+    return int(check_number(key, given, least=1, whole=True))
   present = set(jax.local_devices())  # Absent devices cannot be asked.
   devices = [device for device in mesh.devices.flat if device in present]
   stats = [device.memory_stats() or {} for device in devices]

@@ -7,10 +7,14 @@ from typing import Any, NamedTuple, NoReturn
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients, guard
-from bigtrain.types import PredictFn, TrainState, Variables
+from bigtrain.arrays.types import PredictFn, TrainState, Variables
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  did_you_mean,
+)
+from bigtrain.step import frozen, guard
 
 _MOST_ROLLBACKS = 3
 
@@ -92,8 +96,8 @@ class Context:
 
   def variables(self, weights: str = "params") -> Variables:
     state = self._run.state
-    frozen = gradients.frozen({**state, **self._run.frozen})
-    return {"params": state[weights], **state.get("mutable", {}), **frozen}
+    fixed = frozen.variables({**state, **self._run.frozen})
+    return {"params": state[weights], **state.get("mutable", {}), **fixed}
 
   @property
   def values(self) -> dict[str, float]:
@@ -130,7 +134,7 @@ class Context:
     self._check_asks()
     for name in names:
       known, problem = self._run.evaluations, "there is no evaluation"
-      settings.check_choice(self.path, name, known, problem)
+      check_choice(self.path, name, known, problem)
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
@@ -141,11 +145,11 @@ class Context:
 
   def check_every(self, steps: int) -> int:
     key = f"{self.path}.every_steps"
-    return settings.check_number(key, steps, least=1, whole=True)
+    return check_number(key, steps, least=1, whole=True)
 
   def check_policy(self, policy: str) -> str:
     key = f"{self.path}.policy"
-    return settings.check_choice(key, policy, ("stop", "rollback"))
+    return check_choice(key, policy, ("stop", "rollback"))
 
   def reject_state(self, reason: str, policy: str) -> NoReturn:
     """Ends the run, on all processes at the same step; nothing more is saved.
@@ -186,12 +190,12 @@ class WatchedMetric:
     if (value is not None or related) and not self._warned:
       self._warned = True
       problem = "is not a number" if value is not None else "is not in the rows"
-      hint = settings.did_you_mean(self.name, self._seen - {"step"})
+      hint = did_you_mean(self.name, self._seen - {"step"})
       logging.warning("config.hooks: metric %r %s.%s", self.name, problem, hint)
     return None
 
 
 def sign(mode: str, path: str) -> float:
   """Factor that makes a decrease the gain: 1 for mode "min", -1 for "max"."""
-  mode = settings.check_choice(path, mode, ("min", "max"))
+  mode = check_choice(path, mode, ("min", "max"))
   return 1.0 if mode == "min" else -1.0

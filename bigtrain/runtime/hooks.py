@@ -14,14 +14,15 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import parts, settings
+from bigtrain.arrays.types import PredictFn, TrainState, Variables
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_kwargs, did_you_mean
+from bigtrain.config.modules import find_attribute, find_module
 from bigtrain.reports import console
 from bigtrain.runtime.hook_context import Context, End, Run, Stop
-from bigtrain.settings import ConfigError
 from bigtrain.step import guard, running_metrics
 from bigtrain.step.running_metrics import RunningMetrics
-from bigtrain.types import PredictFn, TrainState, Variables
 
 _METHODS = (
   "before_train before_step around_update after_step after_row before_save "
@@ -215,12 +216,12 @@ def from_config(
     options = dict(entry)
     kind, key = options.pop("type", None), f"{context.path}.type"
     if isinstance(kind, str) and "." in kind:
-      make = parts.find_attribute(kind, key)
+      make = find_attribute(kind, key)
     else:
-      make = parts.find_module("hooks", kind, key).Hook
+      make = find_module("hooks", kind, key).Hook
     takes_context = "context" in inspect.signature(make).parameters
     given = {"context": context} if takes_context else {}
-    settings.check_kwargs(make, options, context.path, given=given)
+    check_kwargs(make, options, context.path, given=given)
     hooks[name] = make(**options, **given)
     if hasattr(hooks[name], "keep_steps") and config.get("keep_ckpts") == 0:
       raise ConfigError(
@@ -239,7 +240,7 @@ def _check_evaluations(
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")
     if slash and prefix not in (*evals, *hook_names, *console.PREFIXES):
-      hint = settings.did_you_mean(prefix, evals)
+      hint = did_you_mean(prefix, evals)
       logging.warning(
         f"{path}: metric {metric!r}: there is no evaluation {prefix!r}.{hint}"
       )

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from absl import flags, logging
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError
 
 # Module of absl whose flags are taken. Those of absl.app belong to its run().
 _LOGGING = "absl.logging"

@@ -17,8 +17,9 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import compiler_options, device_memory
 
 Program = Callable[..., Any]
@@ -179,7 +180,7 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
   checked = config.get("debug_nans", False) or debugs
   eager = config.get("eager", False) or flags.jax_disable_jit
   if eager and checked:
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.eager=True and config.debug_nans=True: set one of them; the "
       "second also names the operation that made a NaN."
     )

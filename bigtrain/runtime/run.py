@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from bigtrain import settings
-from bigtrain.lengths import Lengths
+from bigtrain.config import settings
+from bigtrain.config.lengths import Lengths
 from bigtrain.runtime.programs import Programs
 
 

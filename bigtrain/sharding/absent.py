@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # GPUs with a description: name -> file.
 GPUS = {p.stem: p for p in pathlib.Path(__file__).parent.glob("*.txtpb")}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from bigtrain.settings import ConfigError, check_number
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.sharding.mesh import BATCH_AXES, Schedule, in_words, schedule_of
 
 _FREE = PartitionSpec.UNCONSTRAINED

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from bigtrain import settings, trees
-from bigtrain.settings import Config, ConfigError, check_choice
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError, check_choice, regex
+from bigtrain.config.settings import Config
 
 _KEY = "config.opt_memory"
 # Smaller arrays stay on the device: a transfer costs more than they save.
@@ -31,7 +32,7 @@ def read_opt_memory(config: Config) -> OptMemory:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
       raise ConfigError(f"{_KEY}: expected (regex, kind), got {pair!r}.")
     check_choice(_KEY, pair[1], ("device", "pinned_host"))
-    settings.regex(_KEY, pair[0])
+    regex(_KEY, pair[0])
   return tuple((pattern, kind) for pattern, kind in pairs)
 
 

@@ -22,8 +22,9 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain import settings
-from bigtrain.settings import Config, ConfigError, check_kwargs, check_number
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_kwargs, check_number
+from bigtrain.config.settings import Config
 from bigtrain.sharding import absent
 
 BATCH_AXES = ("replica", "fsdp")

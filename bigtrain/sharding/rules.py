@@ -28,8 +28,14 @@ import jax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import dims, settings, trees
-from bigtrain.settings import ConfigError
+from bigtrain.arrays import dims, trees
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+  regex,
+)
 from bigtrain.sharding import memory
 from bigtrain.sharding.batches import replicated
 
@@ -172,7 +178,7 @@ def _axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
 
 def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
   """Splits the largest free dimension that divides, unless one is given."""
-  settings.check_number("min_size", min_size, whole=True, error=TypeError)
+  check_number("min_size", min_size, whole=True, error=TypeError)
   if dim is not None:
     return _on("fsdp", dim)
 
@@ -198,7 +204,7 @@ def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
 
 
 def _on(axis: str, dim: int) -> Layout:
-  settings.check_number("dim", dim, whole=True, error=TypeError)
+  check_number("dim", dim, whole=True, error=TypeError)
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     at = dim + len(shape) if dim < 0 else dim
@@ -268,7 +274,7 @@ _LAYOUTS: dict[str, Callable[..., Layout]] = {
 def _rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
   if not isinstance(rule, list | tuple) or len(rule) != 2:
     raise ConfigError(f"{key}: expected (regex, layout), got {rule!r}.")
-  pattern, layout = settings.regex(key, rule[0]), rule[1]
+  pattern, layout = regex(key, rule[0]), rule[1]
   return pattern, layout if callable(layout) else _parse_layout(layout, key)
 
 
@@ -291,10 +297,10 @@ def _parse_layout(text: str, key: str) -> Layout:
   first, last = [], []
   named_axes: set[str] = set()
   for name, args, kwargs in parsed:
-    make = _LAYOUTS[settings.check_choice(key, name, _LAYOUTS)]
+    make = _LAYOUTS[check_choice(key, name, _LAYOUTS)]
     signature = inspect.signature(make)
     given = list(signature.parameters)[: len(args)]
-    settings.check_kwargs(make, kwargs, f"{key}.{name}", given=given)
+    check_kwargs(make, kwargs, f"{key}.{name}", given=given)
     try:
       signature.bind(*args, **kwargs)
       layout = make(*args, **kwargs)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops
+from bigtrain.arrays import model_flops
 from bigtrain.sharding import batches, rules
 
 # As flax's layers call it: (inputs, kernel, dimension numbers, ...).

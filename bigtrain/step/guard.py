@@ -25,12 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import metrics, settings, sharding, trees
+from bigtrain import metrics, sharding
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import TrainState
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.step import loss_scale, spikes
 from bigtrain.step.loss_scale import LossScale
 from bigtrain.step.norms import NamedScalars
 from bigtrain.step.spikes import Spike, Spikes, Statistics
-from bigtrain.types import TrainState
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -229,7 +232,7 @@ def _branch(
 
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
   policy = config.get("nonfinite", "stop")
-  settings.check_choice("config.nonfinite", policy, POLICIES)
+  check_choice("config.nonfinite", policy, POLICIES)
   default = 100 if policy == "skip" else 3
   return Guard(
     policy,
@@ -303,7 +306,7 @@ def _is_good(
   """Whether a step of the next batch is finite; None without a next batch."""
   try:
     batch = next(batches)
-  except settings.ConfigError:
+  except ConfigError:
     if jax.process_count() > 1:
       raise  # The other processes would wait for this one.
     return None

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 
 
 class LossScale(NamedTuple):
@@ -61,12 +62,12 @@ def from_config(config: settings.Config) -> LossScale | None:
   if value is False or value is None:
     return None
   options = {} if value is True else config.kwargs("loss_scale", default)
-  settings.check_kwargs(LossScale, options, "config.loss_scale")
+  check_kwargs(LossScale, options, "config.loss_scale")
   scale = LossScale(**options)
   key = "config.loss_scale.growth_steps"
-  settings.check_number(key, scale.growth_steps, least=1, whole=True)
+  check_number(key, scale.growth_steps, least=1, whole=True)
   if not (0 < scale.least <= scale.init <= scale.most and scale.factor > 1):
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.loss_scale: expected 0 < least <= init <= most and factor > 1, "
       f"got {dict(scale._asdict())}."
     )

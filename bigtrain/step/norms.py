@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, settings, trees
-from bigtrain.types import Params
+from bigtrain import metrics
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Params
+from bigtrain.config import settings
+from bigtrain.config.errors import check_choice
 
 DETAILS = ("none", "global", "per_param", "per_param_mean")
 
@@ -69,7 +72,7 @@ def from_config(
   config: settings.Config, params: Params, trainable: Any
 ) -> LogNorms:
   detail = config.get("weight_stats", "global")
-  settings.check_choice("config.weight_stats", detail, DETAILS)
+  check_choice("config.weight_stats", detail, DETAILS)
   trained, _ = trees.partition(params, trainable)
   compute = lambda p, t: _norms(p, p, t, t, detail)
   named = jax.eval_shape(compute, params, trained)

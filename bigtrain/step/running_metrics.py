@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from bigtrain import metrics, sharding, trees
+from bigtrain import metrics, sharding
+from bigtrain.arrays import trees
+from bigtrain.arrays.types import Metrics
 from bigtrain.step import norms, spikes
 from bigtrain.step.guard import Verdict
-from bigtrain.types import Metrics
 
 RunningMetrics = dict[str, Any]
 

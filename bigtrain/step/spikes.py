@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import check_choice, check_kwargs, check_number
 
 POLICIES = ("warn", "skip", "rollback")
 _WATCHED = ("loss", "gradient norm")
@@ -137,7 +138,7 @@ def from_config(config: settings.Config) -> Spikes | None:
   if not config.get("spikes"):
     return None
   options = config.kwargs("spikes")
-  settings.check_kwargs(_make, options, "config.spikes")
+  check_kwargs(_make, options, "config.spikes")
   return _make(**options)
 
 
@@ -148,12 +149,12 @@ def _make(
   most: int | None = None,
 ) -> Spikes:
   path = "config.spikes"
-  settings.check_choice(f"{path}.policy", policy, POLICIES)
+  check_choice(f"{path}.policy", policy, POLICIES)
   if most is None:
     most = 3 if policy == "rollback" else 100
   return Spikes(
-    float(settings.check_number(f"{path}.z", z, above=0)),
-    settings.check_number(f"{path}.window", window, least=2, whole=True),
+    float(check_number(f"{path}.z", z, above=0)),
+    check_number(f"{path}.window", window, least=2, whole=True),
     policy,
-    settings.check_number(f"{path}.most", most, least=0, whole=True),
+    check_number(f"{path}.most", most, least=0, whole=True),
   )

@@ -7,6 +7,7 @@ padding.
 
 Optional are `vocab_sizes(model)` and `class_counts(model)`, so that the input
 refuses other numbers, and `gradients_fn`, see docs/training.md. Open
-classification.py first. Tasks are loaded by name (parts.py) and no other module
-imports them; they import losses, decoding, step and metrics, never models.
+classification.py first. Tasks are loaded by name (config/modules.py), and no
+other module imports them. They import losses, text, step and metrics, never
+models.
 """

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import forward, linear_xent
-from bigtrain.settings import ConfigError, check_choice, check_number
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:

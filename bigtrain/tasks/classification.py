@@ -17,9 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays.types import (
+  Batch,
+  Metrics,
+  PaddedIds,
+  PredictFn,
+  Variables,
+)
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.losses import cross_entropy, forward, mixup
-from bigtrain.settings import ConfigError, check_choice
-from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
 
 _LOSSES: dict[str, Callable[..., jax.Array]] = {
   "softmax_xent": cross_entropy.softmax_xent,

@@ -5,8 +5,8 @@ Legend: B batch, H height, W width, L length, E embedding.
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
 of the image's text, or [B, H, W, 3] floats, a picture of it. With "shapes"
 [B, 2], "image" has ready patches, see models.vit. The loss compares each image
-with every text of the global batch, so microbatches (step/gradients.py) need
-the halves of loss_fn: embed_fn, which treats examples independently, and
+with every text of the global batch, so microbatches (objective/gradients.py)
+need the halves of loss_fn: embed_fn, which treats examples independently, and
 embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import forward, pairwise
-from bigtrain.settings import ConfigError, check_choice, check_number
 from bigtrain.tasks import captioning
-from bigtrain.types import Batch, Metrics, Params, PredictFn, Variables
 
 KINDS = ("sigmoid", "softmax")
 

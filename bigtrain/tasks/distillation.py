@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, model_flops
+from bigtrain import metrics
+from bigtrain.arrays import model_flops
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.losses import cross_entropy, distances, forward, mixup, teachers
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:

@@ -23,9 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, PredictFn, Variables
 from bigtrain.losses import token_losses
-from bigtrain.types import Batch, PredictFn, Variables
+from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:

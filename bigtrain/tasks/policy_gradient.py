@@ -1,8 +1,8 @@
 """Learns from the rewards of answers that the model writes: GRPO and others.
 
 The losses are in losses/rewards.py. Answers are written with the weights of the
-step (inputs/rollouts.py). The reference that `beta` wants is config.teacher, or
-with config.adapters the base. Dropout is off.
+step (objective/rollouts.py). The reference that `beta` wants is config.teacher,
+or with config.adapters the base. Dropout is off.
 
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
@@ -22,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, model_flops
+from bigtrain import metrics
+from bigtrain.arrays import model_flops
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import answers, rewards
-from bigtrain.settings import ConfigError, check_choice, check_number
 from bigtrain.tasks import language_modeling
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 
 def inputs(batch: Batch) -> Batch:

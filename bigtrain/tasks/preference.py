@@ -22,9 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, model_flops, settings
+from bigtrain import metrics
+from bigtrain.arrays import model_flops
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import answers, forward, preferences, token_losses
-from bigtrain.types import Batch, Metrics, PredictFn, Variables
 
 _FROZEN = ("teacher", "base")
 _LOG_PROBS = ("log_prob/chosen", "log_prob/rejected")
@@ -150,7 +152,7 @@ def _metrics(
 def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   """Rewards of both answers, float32 [B, 2], of their whole texts."""
   if getattr(model, "num_classes", None) != 1:
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.loss.kind='reward': expected config.model.num_classes=1."
     )
   tokens = batch["tokens"][..., :1]

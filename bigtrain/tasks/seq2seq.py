@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import decoding, metrics
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
-from bigtrain.settings import ConfigError
-from bigtrain.types import Batch, PredictFn, Variables
+from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:

@@ -13,10 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics, settings
+from bigtrain import metrics
+from bigtrain.arrays.types import (
+  Batch,
+  Metrics,
+  PaddedIds,
+  PredictFn,
+  Variables,
+)
+from bigtrain.config.errors import check_number
 from bigtrain.losses import forward, pairwise
-from bigtrain.step import gradients
-from bigtrain.types import Batch, Metrics, PaddedIds, PredictFn, Variables
+from bigtrain.step import frozen
 
 _FEATURES = ("query", "positive", "negative")
 
@@ -50,7 +57,7 @@ def embed_fn(
     _, out = model.apply(variables, **texts, head=False, train=train, rngs=rngs)
     z_XE = model.pooled(out["pre_logits"], texts["real"]).astype(jnp.float32)
     result[name] = z_XE.reshape(*ids.shape[:-1], -1)
-  others = ("params", *gradients.FROZEN)
+  others = ("params", *frozen.NAMES)
   return result, {k: x for k, x in variables.items() if k not in others}
 
 
@@ -75,13 +82,13 @@ def embeddings_loss_fn(
     Metrics "loss" and, by the last width, "accuracy": the share of queries
     with no other answer nearer.
   """
-  settings.check_number("config.loss.temperature", temperature, above=0)
+  check_number("config.loss.temperature", temperature, above=0)
   B, E = embeddings["query"].shape
   weight_B = metrics.example_weights(batch, embeddings["query"])
   total_B = jnp.zeros(B)
   for width in widths or (E,):
     key = "config.loss.widths"
-    settings.check_number(key, width, least=1, most=E, whole=True)
+    check_number(key, width, least=1, most=E, whole=True)
     z = {name: _unit(x[..., :width]) for name, x in embeddings.items()}
     wrong = z.get("negative")
     loss_B, correct_B = pairwise.softmax(

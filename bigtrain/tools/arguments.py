@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from bigtrain import settings
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 
 _PREFIX = "--config."
 

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bigtrain.checkpoints import folders, integrity
 from bigtrain.checkpoints.manifest import Array, DamagedError
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, paths
-from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
 
 # Parameters that a model can be exported with.

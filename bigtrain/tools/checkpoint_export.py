@@ -18,18 +18,20 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from bigtrain import chat, parts, settings, sharding
-from bigtrain.adapters import peft_files, trained
+from bigtrain import sharding
 from bigtrain.checkpoints import averages, folders, integrity
-from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.checkpoints.foreign import peft_files, safetensors_files
 from bigtrain.checkpoints.manifest import CheckpointError, Manifest, dtype_of
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.files import paths
 from bigtrain.inference import saved
 from bigtrain.models.published import families
 from bigtrain.models.published.blocks import STATE
 from bigtrain.models.published.tables import Tensor
+from bigtrain.objective import building, trained_adapters
 from bigtrain.reports import record
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.text import chat
 
 
 def to_file(
@@ -74,9 +76,9 @@ def _merged(
   variables = saved.variables(checkpoint, weights, mesh)
   arrays = {
     f"{weights}/{name}": np.asarray(x)
-    for name, x in trained.merged(checkpoint.config, variables).items()
+    for name, x in trained_adapters.merged(checkpoint.config, variables).items()
   }
-  return trained.plain(checkpoint.config), arrays
+  return trained_adapters.plain(checkpoint.config), arrays
 
 
 def to_peft(
@@ -89,7 +91,9 @@ def to_peft(
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
   given = saved.variables(checkpoint, weights, mesh, with_base=False)
   about = checkpoint.manifest.host_state.base
-  count = trained.write_peft(out, checkpoint.config, given["params"], about)
+  count = trained_adapters.write_peft(
+    out, checkpoint.config, given["params"], about
+  )
   return count, os.path.getsize(os.path.join(out, peft_files.ARRAYS))
 
 
@@ -158,7 +162,7 @@ def to_layout(
   config = manifest.host_state.config
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: no config with a model_name is saved.")
-  module, model = parts.model(settings.Config(config))
+  module, model = building.model(settings.Config(config))
   if not hasattr(module, "to_published"):
     raise ConfigError(
       f"--format=hf: the model of {directory} has no published layout."
@@ -170,7 +174,7 @@ def to_layout(
   plain = config
   if config.get("adapters"):
     plain, merged = _merged(path, step, prefix)
-    module, model = parts.model(settings.Config(plain))
+    module, model = building.model(settings.Config(plain))
     names, content = list(merged), {**content, **merged}
     read = lambda slices: (merged[name][index] for name, index in slices)
   full_names = {name.removeprefix(f"{prefix}/"): name for name in names}

@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer, folders, warm_start
 from bigtrain.checkpoints.foreign import parameter_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
+from bigtrain.objective import building, initial, published_sizes
 from bigtrain.reports import record
-from bigtrain.settings import ConfigError
-from bigtrain.step import initial
 
 
 def run(
@@ -31,7 +33,7 @@ def run(
   opened = parameter_files.open_file(path, step=step, prefix="", key="import")
   host = HostState()
   if config:
-    plain = settings.load(config)
+    plain = loading.load(config)
     state = _model_state(plain, dict(path=path, step=step))
     host = HostState(config=record.as_json(plain))
   else:
@@ -48,7 +50,7 @@ def run(
 
 
 def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
-  config = parts.with_published_sizes(settings.Config(plain))
+  config = published_sizes.with_published_sizes(settings.Config(plain))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
     train_input = pipeline.make_train(
@@ -59,8 +61,8 @@ def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
       run=config,
     )
     batch_spec = sharding.batch_spec(train_input.spec, mesh)
-    task = parts.task(config)
-    module, model = parts.model(config)
+    task = building.task(config)
+    module, model = building.model(config)
     init = initial.variables_fn(task, model, batch_spec, config.get("seed", 0))
     rules = initial.sharding_rules(config, init, module, model)
     spec = sharding.state_spec(jax.eval_shape(init), mesh, rules)

@@ -29,17 +29,18 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain import lengths, parts, settings, sharding, teacher, trees
-from bigtrain.adapters import trained
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import averages, folders, manifest, restore, start
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
+from bigtrain.config import lengths, loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
+from bigtrain.objective import building, initial, teacher, trained_adapters
 from bigtrain.reports import media, record, rows
 from bigtrain.runtime import compiler_options, jax_flags, programs
-from bigtrain.settings import ConfigError
-from bigtrain.step import initial
 from bigtrain.tools import arguments, exits, runs
 
 # Folder in the workdir for the files of evaluators: the run has its own ones of
@@ -130,8 +131,8 @@ def _judge(
   with jax.set_mesh(mesh):
     saved = folders.read_manifest(directory)
     xla_options = compiler_options.read(config, mesh)
-    task = parts.task(config)
-    module, model = parts.model(config)
+    task = building.task(config)
+    module, model = building.model(config)
     state_spec = _state_spec(config, module, model, saved.arrays, mesh)
     context = evaluations.Context(
       name="",
@@ -140,7 +141,7 @@ def _judge(
       batch_size=config.input.batch_size,
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
-      vocab_sizes=parts.vocab_sizes(task, model),
+      vocab_sizes=building.vocab_sizes(task, model),
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
@@ -148,11 +149,13 @@ def _judge(
     frozen = {}
     if config.get("adapters"):
       about, plain = saved.host_state.base, config.to_dict()
-      frozen["base"] = trained.load_base(plain, about, state["params"], mesh)
+      frozen["base"] = trained_adapters.load_base(
+        plain, about, state["params"], mesh
+      )
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
-      parts.predict_fns(config, task, model, teaching.model),
+      building.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(
@@ -188,7 +191,7 @@ def _judge(
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
   plain = record.read_config(workdir, "--workdir=")
   for change in changes:
-    settings.override(plain, change)
+    loading.override(plain, change)
   # Schedules are ignored here: without training data, epochs have no length.
   for entry in (plain.get("evals") or {}).values():
     for unit in lengths.UNITS:
@@ -235,7 +238,7 @@ def _teacher(
 
   The first such evaluation gives the shapes of the teacher's inputs.
   """
-  without = parts.predict_fns(config, task, model)
+  without = building.predict_fns(config, task, model)
   for name, entry in (config.to_dict().get("evals") or {}).items():
     if not config.get("teacher") or not entry.get("enabled", True):
       continue

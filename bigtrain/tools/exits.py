@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bigtrain.cluster import process
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 _INTERRUPTED = 128 + signal.SIGINT  # As of a command that a shell runs.
 

@@ -19,13 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import decoding, parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays.types import Variables
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.inference import ops, saved
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.objective import building
 from bigtrain.tasks import language_modeling
+from bigtrain.text import decoding, tokenizers
 from bigtrain.tools import arguments, exits
-from bigtrain.types import Variables
 
 _TASKS = ("language_modeling", "policy_gradient")
 
@@ -49,7 +51,7 @@ def generate(
 
   A beam search yields it at once. `main` describes the arguments.
   """
-  settings.check_choice("--prefix", prefix, saved.WEIGHTS)
+  check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
   sampling, rules = _options(checkpoint.generation, num_beams, given)
   config = checkpoint.config
@@ -63,7 +65,7 @@ def generate(
       f"{checkpoint.path}: a prefix language model reads a prompt as a whole, "
       "not token by token; use bigtrain.load(...).generate."
     )
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
   codec = ops.tokenizer(checkpoint, tokenizer)
   if codec is None:
     raise ConfigError(

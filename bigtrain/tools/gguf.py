@@ -23,10 +23,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bigtrain import settings
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice, import_package
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, check_choice, import_package
 from bigtrain.tools import arguments, exits
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

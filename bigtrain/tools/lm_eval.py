@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from bigtrain.cluster import process
+from bigtrain.config.errors import ConfigError, import_package
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
-from bigtrain.settings import ConfigError, import_package
 from bigtrain.tools import arguments, exits
 
 # The harness's own limit of tokens where a task sets none.

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import parts
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.config.modules import find_attribute
 from bigtrain.data.formats import token_files, token_writer
 from bigtrain.files import paths
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 from bigtrain.tools import arguments, exits
 
 # Fields of a manifest in which all folders agree.
@@ -148,7 +148,7 @@ def _filter(
   sizes_N = spans_N3[:, 2] - spans_N3[:, 1]
   stays_N = (sizes_N >= min_tokens) & (sizes_N <= (max_tokens or sizes_N.max()))
   if keep:
-    function = parts.find_attribute(keep, "--keep")
+    function = find_attribute(keep, "--keep")
     rows = _rows(shards, spans_N3[stays_N])
     stays_N[stays_N] = [bool(function(row)) for row in rows]
   wanted = np.flatnonzero(stays_N)

@@ -7,8 +7,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from bigtrain import settings, tools
-from bigtrain.settings import ConfigError
+from bigtrain import tools
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import exits
 
 _VERSION = pkgutil.resolve_name("bigtrain:__version__")

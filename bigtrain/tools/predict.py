@@ -28,11 +28,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
 from bigtrain.runtime import jax_flags
-from bigtrain.settings import ConfigError, DataError, check_choice
 from bigtrain.tools import arguments, exits
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.settings import check_choice
+from bigtrain.config.errors import check_choice
 
 # Endings of the metrics that compare runs unless one is named, best first.
 _PREFERRED = ("acc", "exact", "loss")

@@ -17,11 +17,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bigtrain import parts, settings
+from bigtrain.config import modules, settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.evaluation import evaluations
 from bigtrain.optim import optimizers, schedules
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError, did_you_mean
 
 KINDS = settings.read_table(__file__, "reference.toml")
 _NAMES = "names of the feature and of the result, by default `key`."
@@ -38,11 +38,11 @@ def names(kind: str) -> dict[str, str]:
   if kind not in KINDS:
     raise ConfigError(f"list {kind}: unknown.{did_you_mean(kind, KINDS)}")
   if folder := KINDS[kind].get("folder"):
-    modules = {
+    imported = {
       name: importlib.import_module(f"bigtrain.{folder}.{name}")
-      for name in parts.module_names(folder)
+      for name in modules.module_names(folder)
     }
-    return {name: _first_line(module) for name, module in modules.items()}
+    return {name: _first_line(module) for name, module in imported.items()}
   if kind == "variants":
     return {name: ", ".join(map(str, v)) for name, v in _variants()}
   if kind == "configs":
@@ -66,7 +66,7 @@ def _functions(kind: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def _variants() -> Iterator[tuple[str, Mapping[str, Any]]]:
-  for name in parts.module_names("models"):
+  for name in modules.module_names("models"):
     module = importlib.import_module(f"bigtrain.models.{name}")
     variants = getattr(module, "VARIANTS", None)
     if variants:

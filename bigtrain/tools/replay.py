@@ -19,12 +19,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import settings
 from bigtrain.checkpoints import folders
 from bigtrain.cluster import process
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
-from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
 
 # Parts of a config that do not change the steps, and cost time or write files.
@@ -63,7 +63,7 @@ def replay(
     config["resume"] = dict(path=workdir, step=earlier)
     config.pop("model_init", None)
   for change in changes:
-    settings.override(config, change)
+    loading.override(config, change)
   with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
     bigtrain.main.train(config, folder)
     own = {row["step"]: row for row in rows.read_rows(folder)}

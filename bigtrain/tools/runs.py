@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import lease
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
-from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits, ranking
 
 # Files that a run writes while it lives.

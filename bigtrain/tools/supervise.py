@@ -27,9 +27,9 @@ from collections.abc import Iterable, Sequence
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.files import paths
 from bigtrain.reports import rows
-from bigtrain.settings import ConfigError, check_number
 from bigtrain.tools import arguments, exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}

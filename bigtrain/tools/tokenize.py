@@ -32,10 +32,10 @@ from multiprocessing import connection
 from typing import Any
 
 from bigtrain.cluster import process
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data.formats import documents, files, token_files, token_writer
 from bigtrain.files import paths
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 from bigtrain.tools import arguments, exits
 
 _PLAN = "plan.json"

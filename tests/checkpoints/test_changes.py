@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from bigtrain import settings
 from bigtrain.checkpoints import changes
+from bigtrain.config.errors import ConfigError
 
 
 def test_differences_compare_leaves_as_json():
@@ -68,7 +68,7 @@ def test_all_refused_keys_are_named_in_one_line(caplog):
   old = {"lr": 0.1, "model": {"width": 8, "depth": 1}, "log_steps": 1}
   new = {"lr": 0.2, "model": {"width": 9, "depth": 1}, "log_steps": 2}
   with caplog.at_level(logging.INFO, logger="absl"):
-    with pytest.raises(settings.ConfigError) as refused:
+    with pytest.raises(ConfigError) as refused:
       check(old, new)
   message = str(refused.value)
   assert "config.lr: 0.1 -> 0.2; config.model.width: 8 -> 9." in message
@@ -84,7 +84,7 @@ def test_files_with_changed_content_are_refused(caplog):
   changes.check_files({}, {"c4.model": "def"}, ())
   new = {"c4.model": "def", "bytes": "x"}
   for allowed in ((), None, ["c4"], "lr"):
-    with pytest.raises(settings.ConfigError, match=r"c4.model: .*abc.*def"):
+    with pytest.raises(ConfigError, match=r"c4.model: .*abc.*def"):
       changes.check_files(old, new, allowed)
   caplog.clear()
   with caplog.at_level(logging.INFO, logger="absl"):
@@ -101,5 +101,5 @@ def test_allow_changes():
   check(old, new, ["a.b", "a.c"])
   check(old, old)
   for allowed in ([], None, False, ["a.b"], ["a.b.c", "a.c"], ["ab"]):
-    with pytest.raises(settings.ConfigError, match=r"config\.a\.[bc]"):
+    with pytest.raises(ConfigError, match=r"config\.a\.[bc]"):
       check(old, new, allowed)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from support.saved_states import like, make_state, path_of, same, save
 
-from bigtrain import lengths as lengths_lib
-from bigtrain import settings
 from bigtrain.checkpoints import checkpointer, folders, restore
 from bigtrain.checkpoints.manifest import CheckpointError, HostState
-from bigtrain.settings import ConfigError
+from bigtrain.config import lengths as lengths_lib
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 
 
 @pytest.fixture

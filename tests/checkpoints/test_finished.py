@@ -2,8 +2,9 @@
 
 import json
 
-from bigtrain import main, settings
+from bigtrain import main
 from bigtrain.checkpoints import finished
+from bigtrain.config import settings
 
 
 def test_any_change_or_damage_makes_the_note_invalid(tiny_config, tmp_path):

@@ -13,7 +13,7 @@ from support.saved_states import like, path_of, save
 
 from bigtrain.checkpoints import folders, integrity, restore
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ _AS_ANOTHER_USER = """
 import os, sys
 from bigtrain.checkpoints import folders
 from bigtrain.checkpoints.manifest import CheckpointError
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 if not os.getuid():
   os.setuid(65534)
 try:

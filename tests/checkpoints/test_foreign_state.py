@@ -11,12 +11,14 @@ import pytest
 from checkpoints.test_jax_folders import T5, VIT, arrays_of
 from support import cases, mesh_tensorflow
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import foreign_state, warm_start
-from bigtrain.lengths import Units
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
 from bigtrain.models import t5, vit
 from bigtrain.optim import chain, views
-from bigtrain.settings import Config, ConfigError
 
 # What tests/golden/make_old_checkpoints.py trained with.
 MIN_SIZE = dict(min_dim_size_to_factor=4)

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import jax_folders
 from bigtrain.checkpoints.manifest import DamagedError
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import t5, vit
-from bigtrain.settings import ConfigError
 
 T5 = dict(
   vocab_size=24,

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from support.saved_states import host_state, like, make_state, same
 
-from bigtrain import main, settings
+from bigtrain import main
 from bigtrain.checkpoints import (
   checkpointer,
   folders,
@@ -20,8 +20,9 @@ from bigtrain.checkpoints import (
   local_checkpoints,
 )
 from bigtrain.checkpoints import start as start_lib
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import programs
-from bigtrain.settings import ConfigError
 
 
 def tier_of(folder, workdir="run", config="config"):

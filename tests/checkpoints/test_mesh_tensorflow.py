@@ -9,7 +9,7 @@ from support import mesh_tensorflow
 
 from bigtrain.checkpoints.foreign import jax_folders
 from bigtrain.checkpoints.manifest import DamagedError
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 STEP = 1_000_000
 UNUSED = "decoder/block_000/layer_001/EncDecAttention/relative_attention_bias"

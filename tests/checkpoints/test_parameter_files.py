@@ -17,11 +17,11 @@ from checkpoints.parameters import (
 )
 from support.saved_states import path_of
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.foreign import parameter_files
 from bigtrain.checkpoints.manifest import DamagedError
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import checkpoint_export
 
 

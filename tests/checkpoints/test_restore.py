@@ -17,7 +17,7 @@ from support.saved_states import (
   save,
 )
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders, integrity, manifest, restore
 from bigtrain.checkpoints.manifest import DamagedError
 

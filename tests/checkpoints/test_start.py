@@ -13,12 +13,16 @@ import tiny
 from models.published import folders
 
 import bigtrain
-from bigtrain import main, parts, settings, trees
+from bigtrain import main
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders as checkpoint_folders
 from bigtrain.checkpoints import restore, start
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import mean
 from bigtrain.inputs import pipeline
+from bigtrain.objective import building
 from bigtrain.runtime import programs
 from bigtrain.tools import checkpoint
 
@@ -286,11 +290,11 @@ def test_a_change_of_the_trajectory_is_refused_naming_the_key(
 ):
   main.train(tiny_config({"stop_at_steps": 3}), str(tmp_path))
   changed = tiny_config({"input.shuffle": False, "lr": 0.1})
-  with pytest.raises(settings.ConfigError) as refused:
+  with pytest.raises(ConfigError) as refused:
     main.train(changed, str(tmp_path))
   assert "config.input.shuffle: None -> false" in str(refused.value)
   assert "config.lr: 0.01 -> 0.1" in str(refused.value)
-  with pytest.raises(settings.ConfigError, match=r"config.lr: 0.01") as refused:
+  with pytest.raises(ConfigError, match=r"config.lr: 0.01") as refused:
     main.train(changed | {"allow_changes": ["input.shuffle"]}, str(tmp_path))
   assert "shuffle" not in str(refused.value)
   # A refused start does not overwrite config.json.
@@ -372,7 +376,7 @@ def test_a_run_resumes_from_rounded_parameters_and_says_so(
 def test_wrong_dtypes_of_checkpoints_are_errors(
   tiny_config, tmp_path, dtypes, message
 ):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     main.train(tiny_config({"ckpt_dtype": dtypes}), str(tmp_path))
 
 
@@ -447,7 +451,7 @@ def test_a_run_from_a_published_folder(tmp_path):
     input=dict(data=dict(type="synthetic", features=features), batch_size=8),
   )
   wrong = dict(variant="llama", vocab_size=61, width=24, depth=2, num_heads=4)
-  with pytest.raises(settings.ConfigError, match="num_heads=4, .* has 6"):
+  with pytest.raises(ConfigError, match="num_heads=4, .* has 6"):
     main.train(config | {"model": wrong}, workdir)
   assert not workdir.exists()
   main.train(config, workdir)
@@ -460,5 +464,5 @@ def test_a_run_from_a_published_folder(tmp_path):
   manifest = checkpoint_folders.read_manifest(
     checkpoint_folders.find(str(workdir), None)
   )
-  _, model = parts.model(settings.Config(manifest.host_state.config))
+  _, model = building.model(settings.Config(manifest.host_state.config))
   assert model.head_dim == 8

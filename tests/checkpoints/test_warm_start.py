@@ -14,9 +14,10 @@ from checkpoints.parameters import (
 )
 from support.saved_states import path_of
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 
 @pytest.fixture

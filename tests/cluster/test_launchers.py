@@ -9,7 +9,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
 from bigtrain.cluster import launchers
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 SLURM = {
   "SLURM_JOB_ID": "4100",

@@ -14,7 +14,7 @@ import pytest
 from support import processes
 
 from bigtrain.cluster import lease
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 _OTHER = "0123abcd"
 _HOLD = """

@@ -131,7 +131,7 @@ _AFTER_JAX = """
 import jax
 index = int(sys.argv[1])
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, index)
-from bigtrain import settings
+from bigtrain.config import settings
 for _ in range(2):
   process.join_job(settings.Config({}))
 print(process.gather(index), process.broadcast(index + 5))

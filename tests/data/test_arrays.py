@@ -7,8 +7,8 @@ import zipfile
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import arrays
-from bigtrain.settings import ConfigError, DataError
 
 
 @pytest.fixture(params=["stored", "compressed"])

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import arrow, parquet
-from bigtrain.settings import ConfigError, DataError
 
 # Made by tests/golden/make_data_files.py.
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "datasets"

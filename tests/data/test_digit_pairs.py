@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import arrays, digit_pairs
-from bigtrain.settings import ConfigError
 
 
 @pytest.fixture(scope="module")

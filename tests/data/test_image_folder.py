@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import image_folder
-from bigtrain.settings import ConfigError, DataError
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import jsonl
-from bigtrain.settings import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import parquet
-from bigtrain.settings import ConfigError, DataError
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 SCHEMA = pa.schema(

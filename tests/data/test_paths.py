@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import prepared_sets, tar_shards, token_corpora
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import sources
-from bigtrain.settings import ConfigError
 
 # {what a user types: the same place below tmp_path}. The working directory is
 # "here [1]", whose name is also a pattern. It has a link to ../there/deep.

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import records
-from bigtrain.settings import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import supervised
 from bigtrain.data.formats import packing
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_masks"
 CODER = tokenizers.get(str(GOLDEN))

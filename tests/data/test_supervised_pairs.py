@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import supervised
 from bigtrain.data.formats import pydoc_questions
-from bigtrain.settings import ConfigError, DataError
 
 _ROWS = [
   {"prompt": "ab", "chosen": "cd", "rejected": "efg"},

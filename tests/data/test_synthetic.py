@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import synthetic
 from bigtrain.inputs import pipeline
-from bigtrain.settings import ConfigError
 
 FEATURES = {
   "tokens": "int32[6] < 11",

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from support import prepared_sets
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import tfds
 from bigtrain.inputs import pipeline
-from bigtrain.settings import ConfigError, DataError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 COUNTS = (4, 7, 5)  # Examples in each file of the train split.

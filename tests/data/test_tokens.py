@@ -5,8 +5,8 @@ import pytest
 from support import token_corpora
 from support.token_corpora import DOCUMENTS, EOS, IDS
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import tokens
-from bigtrain.settings import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

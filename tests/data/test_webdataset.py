@@ -12,11 +12,12 @@ import pytest
 from support import tar_shards
 from support.array_inputs import fetch
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import webdataset
 from bigtrain.data.formats import tar_files
 from bigtrain.inputs import pipeline
-from bigtrain.settings import ConfigError, DataError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "webdataset"
 

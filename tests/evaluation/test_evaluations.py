@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
-from bigtrain import lengths, settings
 from bigtrain.cluster import process
+from bigtrain.config import lengths, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
-from bigtrain.settings import ConfigError
 
 N, C = 21, 7  # Batches of 8: the last has 5 examples.
 RNG = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import pathlib
 
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.evaluation import text_metrics
-from bigtrain.settings import ConfigError, DataError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "text_metrics.py"
 VALUES = json.loads(GOLDEN.with_suffix(".json").read_text())

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from tiny import evaluating
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import text_metrics
 from bigtrain.evaluators import captions
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.text import tokenizers
 
 N = 21  # Batches of 8: the last has 5 examples.
 RNG = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.evaluators import choice
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 
 BYTES = tokenizers.get("bytes")
 # A model that knows only the frequency of each byte.

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
-from bigtrain import lengths, sharding
+from bigtrain import sharding
+from bigtrain.config import lengths
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.config.settings import Config
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluators import cka
-from bigtrain.settings import Config, ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 N = 37

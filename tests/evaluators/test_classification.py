@@ -6,7 +6,7 @@ import pytest
 from tiny.evaluating import build, context
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 N, C = 21, 7  # Batches of 8: the last has 5 examples.
 RNG = np.random.default_rng(0)

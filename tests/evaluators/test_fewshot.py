@@ -6,8 +6,8 @@ import pytest
 from tiny import evaluating
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.evaluators import fewshot
-from bigtrain.settings import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
+from bigtrain.text import tokenizers
 
 BYTES = tokenizers.get("bytes")
 

@@ -7,7 +7,7 @@ from sklearn import neighbors
 from tiny import evaluating
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}

@@ -7,8 +7,8 @@ from sklearn import linear_model, metrics, preprocessing
 from tiny import evaluating
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import linear_probe
-from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tiny.evaluating import build, context
 
-from bigtrain import parts, sharding
+from bigtrain import sharding
+from bigtrain.arrays.types import ClassCount
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import multilabel
-from bigtrain.settings import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_the_table_of_classes(sklearn):
   names = ["cat", "dog", "owl", "none", "all", "rare"]
   of = context(
     class_names={"labels": names},
-    vocab_sizes={"labels": parts.ClassCount(C, "model.num_classes")},
+    vocab_sizes={"labels": ClassCount(C, "model.num_classes")},
   )
   options = dict(per_class=True, trust_class_numbers=True)
   results = build("multilabel", predict, of, data=data(), **options).run({}, 1)
@@ -105,7 +106,7 @@ def test_logits_that_are_not_finite():
 
 def test_mistakes():
   numbers = data(labels=np.zeros(N, np.int32))
-  of = context(vocab_sizes={"labels": parts.ClassCount(C, "model.num_classes")})
+  of = context(vocab_sizes={"labels": ClassCount(C, "model.num_classes")})
   for options, message in (
     (dict(data=numbers), r"label_key: 'labels' has the shape \(8,\); expected"),
     (dict(data=data(), threshold=1.5), r"val.threshold: expected"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import perplexity
-from bigtrain.settings import ConfigError
 
 # A model that knows only the frequency of each byte.
 NATS = np.random.default_rng(0).uniform(1, 6, 259).astype(np.float32)

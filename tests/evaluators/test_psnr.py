@@ -6,7 +6,7 @@ import pytest
 from tiny import evaluating
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 RNG = np.random.default_rng(0)
 N = 37

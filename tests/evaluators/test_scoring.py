@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.text import tokenizers
 
 N = 21  # Batches of 8: the last has 5 examples.
 NAMES = ["a cat", "two dogs", "an eight", "mice", "a whale", "snow"]

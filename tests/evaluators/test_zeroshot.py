@@ -9,8 +9,8 @@ from tensorflow_datasets.datasets.oxford_iiit_pet import (
 from tiny import evaluating
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import labels
-from bigtrain.settings import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}

@@ -18,7 +18,6 @@ from support.saved_states import (
   save,
 )
 
-from bigtrain import settings
 from bigtrain.checkpoints import (
   checkpointer,
   folders,
@@ -28,9 +27,10 @@ from bigtrain.checkpoints import (
 )
 from bigtrain.checkpoints.manifest import CheckpointError, DamagedError
 from bigtrain.cluster import lease, watchdog
+from bigtrain.config import choices
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import objects, paths
 from bigtrain.reports import record, rows
-from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 
@@ -113,7 +113,7 @@ def test_files(workdir, tmp_path):
     file.write(b"\x00")
   assert paths.read_bytes(path) == b"\x00"
   assert record.read_json(f"{workdir}/none.json") is None
-  settings.forget_choices()
+  choices.forget_choices()
   record.write(workdir, {"seed": 1}, {"started": "now"})
   record.update(workdir, programs={"update": {}})
   assert record.read_json(f"{workdir}/config.json") == {"seed": 1}

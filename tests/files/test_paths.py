@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pathlib
 import tempfile
 from typing import Any
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config import loading
 from bigtrain.reports import writers
 
 FILE = pathlib.Path(__file__).with_name("losses.json")
@@ -32,7 +33,7 @@ def make(
     name: name of the config, which is loaded with its argument runlocal.
     **changes: values of config keys to change.
   """
-  config = settings.load(f"configs/{name}.py:runlocal")
+  config = loading.load(f"configs/{name}.py:runlocal")
   config |= dict(total_steps=5, log_steps=1, evals={}, tensorboard=False)
   main.train(config | changes, workdir)
   rows = writers.read_rows(workdir)

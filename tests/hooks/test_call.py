@@ -5,8 +5,8 @@ import sys
 import pytest
 from tiny import hooking
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import hook_context
-from bigtrain.settings import ConfigError
 
 rows_seen = []
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tiny import hooking
 
 from bigtrain import main
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.settings import Config
 from bigtrain.runtime import hooks
-from bigtrain.settings import Config, ConfigError
 
 VALUES = st.one_of(
   st.integers(-4, 4).map(float), st.sampled_from([math.nan, math.inf])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import hooking
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # Small numbers, so that equal values and exact tolerances occur.
 VALUES = st.one_of(

@@ -12,7 +12,7 @@ from tiny import hooking
 
 from bigtrain import main
 from bigtrain.cluster import process
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 from tiny import flips
 
 from bigtrain import main
+from bigtrain.config.errors import ConfigError
+from bigtrain.objective import gradients
 from bigtrain.runtime.hook_context import Corrupt
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
 
 NAME = "params/first/kernel"
 
@@ -83,17 +83,17 @@ def test_a_rollback_ends_bit_equal(train, undisturbed):
 
 
 def test_wrong_gradients_of_one_device(train, monkeypatch, tmp_path):
-  make = gradients_lib.from_config
+  make = gradients.from_config
   counter = itertools.count(1)
 
   def wrong(*args, mesh, **kwargs):
-    gradients = make(*args, mesh=mesh, **kwargs)
+    compute = make(*args, mesh=mesh, **kwargs)
 
     def is_wrong(step):
       return np.int32(step == 3 and next(counter) == 2)
 
     def call(state, batch):
-      grads, pairs, mutable = gradients(state, batch)
+      grads, pairs, mutable = compute(state, batch)
       number = jax.ShapeDtypeStruct((), np.int32)
       wrong = jax.pure_callback(is_wrong, number, state["step"])
 
@@ -113,7 +113,7 @@ def test_wrong_gradients_of_one_device(train, monkeypatch, tmp_path):
 
     return call
 
-  monkeypatch.setattr(gradients_lib, "from_config", wrong)
+  monkeypatch.setattr(gradients, "from_config", wrong)
   with pytest.raises(Corrupt, match="step 4, .*head/bias.* on .*:4"):
     train(hooks(), ckpt_steps=2)
   assert tiny.checkpoint_steps(tmp_path) == [2]

@@ -14,7 +14,7 @@ from support import picture_runs, processes
 from support.saved_models import TOWER, saved
 
 import bigtrain
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.tools import checkpoint
 
 

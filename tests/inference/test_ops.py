@@ -2,8 +2,8 @@
 
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.inference import ops
-from bigtrain.settings import ConfigError
 
 IMAGE = "decode|resize(8)"
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors import numpy
 
 import bigtrain
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import generate as tool
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"

@@ -1,6 +1,7 @@
 """Batches of two processes: a part of a job of support/two_processes.py."""
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
 from bigtrain.inputs import eval_input, pipeline
 
 DATA = {"type": "arrays", "name": "digits", "split": "test[:37]"}

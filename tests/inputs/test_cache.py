@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from support.array_inputs import assert_equal, fetch, make_train, rows_of
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import synthetic
 from bigtrain.files import disk
 from bigtrain.inputs import cache, checks
-from bigtrain.settings import ConfigError
 
 
 def test_each_record_is_read_once(reads, caplog):

@@ -6,10 +6,11 @@ import tiny
 from support import processes
 from support.array_inputs import fetch, make_eval, make_train, rows_of
 
-from bigtrain import main, parts
+from bigtrain import main
+from bigtrain.arrays.types import ClassCount
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import checks
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError, DataError
 from configs import digits_captions
 
 # The source does not know what these ops make of its labels.
@@ -134,7 +135,7 @@ def test_more_classes_than_the_data_have_are_a_warning(caplog):
   for count, warnings in ((16, 0), (18, 1)):
     caplog.clear()
     train_input = make_train(pp="", data=rows_of(16))
-    train_input.limit_ids({"label": parts.ClassCount(count)})
+    train_input.limit_ids({"label": ClassCount(count)})
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == warnings
   assert "16 classes" in messages[0]
@@ -152,7 +153,7 @@ def test_labels_of_another_type_are_refused(tiny_config, tmp_path):
 
 
 def test_only_integers_of_a_limited_feature_are_limited():
-  classes = parts.ClassCount(10)
+  classes = ClassCount(10)
   hot = np.eye(64, 12, dtype=np.int32) * 99
   for data in (rows_of(64, hot=hot), rows_of(64, hot=hot.astype(np.float32))):
     train = make_train("keep('hot')", data=data)
@@ -165,7 +166,7 @@ def test_only_integers_of_a_limited_feature_are_limited():
     fetch(train.start(0, 4))
   assert make_train("keep('label')", data=rows_of(64)).unlimited == ["label"]
   with pytest.raises(DataError, match="row 10: .*'label' is 10, but config.x"):
-    make_eval().limit_ids({"label": parts.ClassCount(10, "config.x")})
+    make_eval().limit_ids({"label": ClassCount(10, "config.x")})
 
 
 def test_ids_of_a_source_are_followed_through_ops():

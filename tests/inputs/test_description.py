@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
 from bigtrain.inputs import pipeline
 
 

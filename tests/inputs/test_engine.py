@@ -14,10 +14,10 @@ from support.array_inputs import (
   rows_of,
 )
 
+from bigtrain.config.errors import DataError
 from bigtrain.data import arrays
 from bigtrain.inputs import pipeline
 from bigtrain.inputs.engine import _row
-from bigtrain.settings import DataError
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from support.array_inputs import assert_equal, fetch, make_eval, rows_of
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import cache
-from bigtrain.settings import ConfigError, DataError
 
 
 def test_examples_are_in_order_padded_and_masked():

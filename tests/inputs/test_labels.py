@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from tiny import evaluating
 
-from bigtrain import lengths, parts, settings
+from bigtrain.arrays.types import ClassCount
+from bigtrain.config import lengths, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.inputs import labels
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
+from bigtrain.text import tokenizers
 
 PP = "decode|resize(6)|copy('label','labels')|keep('image','labels')"
 
@@ -35,7 +36,7 @@ def check(train, val, kind="classification", **options):
     lengths.Units(batch_size=8, total_steps=1),
     evaluating.context(
       name="",
-      vocab_sizes={"labels": parts.ClassCount(9, "model.num_classes")},
+      vocab_sizes={"labels": ClassCount(9, "model.num_classes")},
       class_names=names,
     ),
     {"params": jax.ShapeDtypeStruct((), "float32")},

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import order
-from bigtrain.settings import ConfigError, DataError
 
 SCHEDULED = [
   [1, 0, 1, 1, 1, 0],

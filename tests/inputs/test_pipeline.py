@@ -17,9 +17,9 @@ from support.array_inputs import (
 )
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import arrays
 from bigtrain.inputs import order, pipeline
-from bigtrain.settings import ConfigError, DataError
 
 
 def test_a_batch_applies_ops_to_the_records_of_the_order():
@@ -235,7 +235,7 @@ def test_errors_in_mixtures_name_the_key(change, message):
     ({"batch_size": 0}, "whole number at least 1"),
     ({"data": {"type": "array"}}, "no data module 'array'.*'arrays'"),
     ({"data": {"name": "digits"}}, "input.data.type: missing"),
-    ({"data": {"type": "bigtrain.hashing"}}, "the module has no Source"),
+    ({"data": {"type": "bigtrain.arrays.hashing"}}, "the module has no Source"),
     (
       {"data": {"type": "arrays", "nam": "digits"}},
       "input.data.nam: unknown key. Did you mean 'name'",
@@ -388,7 +388,8 @@ def test_examples_repeat_within_a_batch_with_augmentations_of_their_own():
 def test_array_inputs_never_import_tensorflow_and_do_not_hang_at_exit():
   code = """
 import sys
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
 from bigtrain.inputs import pipeline
 cfg = settings.Config({"data": {"type": "arrays", "name": "digits"},
   "pp": "random_crop(8, pad=1)|value_range(-1, 1, 0, 16)", "batch_size": 32})

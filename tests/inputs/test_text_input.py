@@ -9,10 +9,11 @@ import pyarrow.parquet
 import pytest
 from support import small_tokenizers
 
-from bigtrain import main, settings, sharding
+from bigtrain import main, sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import eval_input, pipeline
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 from configs import digits_captions
 
 NUM_EXAMPLES = 24

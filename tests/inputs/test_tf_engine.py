@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from support.array_inputs import assert_equal, fetch
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import arrays, image_folder
 from bigtrain.inputs import eval_input, pipeline
 from bigtrain.inputs.engine import NumpyEngine
 from bigtrain.inputs.tf_engine import TfEngine
 from bigtrain.pp import registry
-from bigtrain.settings import ConfigError, DataError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 PP = (

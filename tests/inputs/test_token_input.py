@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import lengths as lengths_lib
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import lengths as lengths_lib
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import text
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.inputs import eval_input, pipeline
 from bigtrain.models import decoder
-from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling
 
 
@@ -134,7 +135,8 @@ def test_a_smaller_vocabulary_is_an_error_before_anything_compiles(
 _NO_TENSORFLOW = """
 import sys
 import jax
-from bigtrain import main, settings, sharding
+from bigtrain import main, sharding
+from bigtrain.config import settings
 from bigtrain.inputs import eval_input, pipeline
 mesh = sharding.make_mesh()
 folder = sys.argv[1]
@@ -165,7 +167,8 @@ def test_token_sources_import_nothing_heavy(corpora):
 
 _CONFIGS_WITHOUT_TENSORFLOW = """
 import pathlib, sys
-from bigtrain import main, parts, settings, sharding
+from bigtrain import main, sharding
+from bigtrain.config import loading, modules, settings
 from bigtrain.inputs import eval_input, pipeline
 from bigtrain.tools import tokenize
 folder = pathlib.Path(sys.argv[1])
@@ -182,20 +185,20 @@ for path in sorted(pathlib.Path("configs").glob("*.py")):
   if "tokens" not in path.read_text() or path.stem == "common":
     continue
   key = "data_dir" if "data_dir" in path.read_text() else "data"
-  config = settings.load(f"{path}:{key}={folder}")
+  config = loading.load(f"{path}:{key}={folder}")
   if config["input"]["data"]["type"] != "tokens":
     continue
   num_configs += 1
   config["input"]["batch_size"] = 8
-  parts.find_module("tasks", config["task"], "task")
-  parts.find_module("models", config["model_name"], "model_name")
+  modules.find_module("tasks", config["task"], "task")
+  modules.find_module("models", config["model_name"], "model_name")
   tracked = settings.Config(config)
   train = pipeline.make_train(tracked.input, seed=0, mesh=mesh)
   batches = train.start(0, 1)
   next(batches)
   batches.close()
   options = config["evals"]["val"]
-  parts.find_module("evaluators", options["type"], "type")
+  modules.find_module("evaluators", options["type"], "type")
   evaluation = eval_input.make_eval(
     data=options["data"],
     pp=options.get("pp", ""),

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
 from bigtrain.inputs import weights
-from bigtrain.lengths import Units
-from bigtrain.settings import ConfigError
 
 UNITS = Units(batch_size=10, examples_per_epoch=200, total_steps=100)
 

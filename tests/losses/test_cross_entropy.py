@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import cross_entropy
-from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 7)).astype(np.float32) * 5

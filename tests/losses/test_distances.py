@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import distances
-from bigtrain.settings import ConfigError
 
 RNG = np.random.default_rng(0)
 S, T = RNG.normal(size=(2, 6, 5)) * 3

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import forward
 from bigtrain.models import vit
-from bigtrain.settings import ConfigError
 
 SIZES = dict(width=8, depth=3, mlp_dim=8, num_heads=2, patch_size=2)
 

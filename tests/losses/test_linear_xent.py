@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import cross_entropy, linear_xent
-from bigtrain.settings import ConfigError
 
 
 def chunked_case(batch=8, length=10, width=6, vocabulary=31):

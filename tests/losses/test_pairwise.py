@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import pairwise
-from bigtrain.settings import ConfigError
 
 B, E = 24, 5
 RNG = np.random.default_rng(0)

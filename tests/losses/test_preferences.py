@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import preferences
 
 GOLDEN = json.loads(
@@ -75,5 +75,5 @@ def test_the_loss_of_rewards_is_that_of_trl():
   ],
 )
 def test_wrong_options_are_named(options, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     preferences.read_options(key="config.loss", sft=None, **options)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_divergences
 from bigtrain.losses.token_divergences import from_file
 
@@ -51,9 +51,7 @@ def test_a_file_of_all_tokens_is_the_teacher(beta):
   few = from_file(ids[..., :2], values[..., :2], V)
   loss, grad = jax.value_and_grad(taught)(STUDENT, {"file": few}, **options)
   assert np.isfinite(loss) and np.isfinite(grad).all()
-  with pytest.raises(
-    settings.ConfigError, match="beta=1: expected less than 1"
-  ):
+  with pytest.raises(ConfigError, match="beta=1: expected less than 1"):
     taught(STUDENT, {"file": few}, beta=1)
 
 
@@ -67,5 +65,5 @@ def test_several_teachers_have_weights():
   want = 0.2 * one[0] + 3 * one[1] + 0.5 * nll
   np.testing.assert_allclose(got, want, rtol=1e-6)
   np.testing.assert_allclose(taught(STUDENT, teachers), np.mean(one), rtol=1e-6)
-  with pytest.raises(settings.ConfigError, match="weights of a, b"):
+  with pytest.raises(ConfigError, match="weights of a, b"):
     taught(STUDENT, teachers, weights=dict(a=1.0))

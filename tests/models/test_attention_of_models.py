@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from models.layers import attention_cases
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import cappa, decoder, t5, two_towers
 from bigtrain.models.layers import attention_blockwise
 from bigtrain.reports import flops
@@ -95,9 +96,9 @@ def test_the_error_names_the_tower():
     out_dim=8,
   )
   variables = model.init(jax.random.key(0), IMAGE, TOKENS)
-  with pytest.raises(settings.ConfigError, match="config.model.text.attention"):
+  with pytest.raises(ConfigError, match="config.model.text.attention"):
     model.apply(variables, IMAGE, TOKENS)
-  with pytest.raises(settings.ConfigError, match="mean 'splash'"):
+  with pytest.raises(ConfigError, match="mean 'splash'"):
     decoder.Model(**SIZES, attention="splush")
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import resnet, text_transformer, vit
 from bigtrain.models.layers import encoder
 
@@ -84,5 +85,5 @@ def test_stochastic_depth_of_a_mixer_does_not_rescale():
 def test_a_mixer_takes_images_of_one_shape():
   model = vit.Model(**MIXER)
   patches = jnp.zeros((1, 4, 192))
-  with pytest.raises(settings.ConfigError, match="token_mlp_dim=6"):
+  with pytest.raises(ConfigError, match="token_mlp_dim=6"):
     model.init(jax.random.key(0), patches, shapes=jnp.asarray([[2, 2]]))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from golden import make_cappa, make_vit
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import cappa
 
 SIZES = make_cappa.SIZES
@@ -282,7 +283,7 @@ def test_bfloat16_computation_keeps_float32_logits(case):
   ],
 )
 def test_wrong_options_are_errors(kw, message):
-  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+  with pytest.raises(ConfigError, match=f"config.model.{message}"):
     cappa.Model(**{**KW, **kw})
 
 
@@ -295,7 +296,7 @@ def test_sizes_of_the_decoder_default_to_the_encoders():
 def test_inputs_that_do_not_fit_the_model_are_errors(case):
   model = build("cap")
   variables, image, text, _ = case("cap", model)
-  with pytest.raises(settings.ConfigError, match="max_len: 7 is less"):
+  with pytest.raises(ConfigError, match="max_len: 7 is less"):
     model.apply(variables, image, jnp.ones((3, 8), jnp.int32))
-  with pytest.raises(settings.ConfigError, match="mask_token: parallel"):
+  with pytest.raises(ConfigError, match="mask_token: parallel"):
     model.apply(variables, image, text, parallel_B=jnp.ones(3, bool))

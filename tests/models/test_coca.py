@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import coca
 from bigtrain.tasks import contrastive as task
 
@@ -150,11 +151,11 @@ def test_the_base_model_has_the_published_number_of_parameters():
   ],
 )
 def test_wrong_options_are_errors(fields, message):
-  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+  with pytest.raises(ConfigError, match=f"config.model.{message}"):
     coca.Model(**{**SIZES, **fields})
 
 
 def test_longer_texts_are_errors():
   model, variables = make()
-  with pytest.raises(settings.ConfigError, match="max_len: 6 is less than"):
+  with pytest.raises(ConfigError, match="max_len: 6 is less than"):
     model.apply(variables, IMAGE, jnp.ones((B, L + 1), jnp.int32))

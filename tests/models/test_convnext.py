@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import convnext
 
 TINY = dict(widths=(4, 8), depths=(1, 1), num_classes=3)
@@ -107,5 +108,5 @@ def test_gradients_on_eight_devices_are_those_on_one(sizes):
   ],
 )
 def test_wrong_options_are_errors(options, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     convnext.Model(**options)

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain import parts, settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.models.published import blocks
+from bigtrain.objective import building
 from bigtrain.optim import views as optim_views
 
 V, L = 40, 12
@@ -342,19 +345,19 @@ def test_kinds_can_be_changed_at_the_command_line():
       ),
     )
   )
-  settings.override(config, "model.kinds.local.window=2")
-  settings.override(config, "model.kinds.all.num_kv_heads=2")
+  loading.override(config, "model.kinds.local.window=2")
+  loading.override(config, "model.kinds.all.num_kv_heads=2")
   config = settings.Config(config)
-  _, model = parts.model(config)
+  _, model = building.model(config)
   assert model.kinds["local"]["window"] == 2
   assert model.kinds["all"]["num_kv_heads"] == 2
   config.check_all_read()
   again = json.loads(settings.to_json(config.to_dict()))
-  _, model = parts.model(settings.Config(again))
+  _, model = building.model(settings.Config(again))
   assert model.layers == ("local", "all")
   again["model"]["kinds"]["local"]["windw"] = 2
-  with pytest.raises(settings.ConfigError, match="windw.*'window'"):
-    parts.model(settings.Config(again))
+  with pytest.raises(ConfigError, match="windw.*'window'"):
+    building.model(settings.Config(again))
 
 
 @pytest.mark.slow
@@ -472,15 +475,13 @@ def test_token_ids_outside_the_vocabulary_give_nan():
   ],
 )
 def test_wrong_options_are_errors(changes, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     decoder.Model(**SIZES | changes)
 
 
 def test_texts_that_are_too_long_are_errors():
   model, variables = made("gpt2")
-  with pytest.raises(settings.ConfigError, match="texts of 13 tokens"):
+  with pytest.raises(ConfigError, match="texts of 13 tokens"):
     model.apply(variables, jnp.zeros((1, 13), jnp.int32))
-  with pytest.raises(
-    settings.ConfigError, match="max_len=13: the model has only 12"
-  ):
+  with pytest.raises(ConfigError, match="max_len=13: the model has only 12"):
     model.init_cache(1, 13)

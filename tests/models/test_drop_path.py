@@ -7,6 +7,7 @@ import pytest
 from support import cases
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import (
   convnext,
   decoder,
@@ -17,7 +18,6 @@ from bigtrain.models import (
   vit,
 )
 from bigtrain.models.layers import encoder
-from bigtrain.settings import ConfigError
 
 B, R = 16, 0.6
 _TEXT = dict(vocab_size=11, width=16, depth=3, num_heads=2, mlp_dim=16)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, metrics, parts, settings, sharding, trees
+from bigtrain import main, metrics, sharding
+from bigtrain.arrays import trees
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients
+from bigtrain.objective import building, gradients
 
 _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_flexivit.py"
 _SPEC = importlib.util.spec_from_file_location("make_flexivit", _PATH)
@@ -83,7 +85,7 @@ def test_draws_follow_the_weights(weights):
     dict(flexi=dict(seqhw=values), input=dict(batch_size=8))
   )
   model = vit.Model(5, seqhw=2, posemb_grid=3, **golden.SIZES)
-  variants = parts.variants(config, model)
+  variants = building.variants(config, model)
 
   def loss_of(seqhw):
     return lambda variables, batch, rng: (

@@ -11,7 +11,8 @@ import pytest
 import test_configs
 from support import absent_mesh
 
-from bigtrain import parts
+from bigtrain.config.modules import find_module
+from bigtrain.inputs.checks import Features
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
 # Configs share these two; a student is a model of another config, and so are
@@ -42,8 +43,8 @@ def _shallow(options):
 
 def lower(config, platform, **mesh):
   """The text of a gradient of the config's loss for a platform."""
-  task = parts.find_module("tasks", config["task"], "task")
-  module = parts.find_module("models", config["model_name"], "model_name")
+  task = find_module("tasks", config["task"], "task")
+  module = find_module("models", config["model_name"], "model_name")
   options = config["model"]
   if config["model_name"] != "resnet":  # Its depth is a list of sizes.
     options = _shallow(options)
@@ -59,7 +60,7 @@ def lower(config, platform, **mesh):
   variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
   taught = {}
   if teacher := config.get("teacher"):
-    module = parts.find_module("models", teacher["model_name"], "teacher")
+    module = find_module("models", teacher["model_name"], "teacher")
     taught["teacher"] = module.Model(**_shallow(teacher["model"]))
     image = example.get("teacher_image", example["image"])
     variables["teacher"] = jax.eval_shape(
@@ -69,7 +70,7 @@ def lower(config, platform, **mesh):
   def loss(params, variables, batch, key):
     pairs, _ = task.loss_fn(
       {**variables, "params": params},
-      parts.Features(batch, "config.input"),
+      Features(batch, "config.input"),
       key,
       model=model,
       train=True,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import resnet
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -164,5 +165,5 @@ def test_no_head_gives_features():
   ],
 )
 def test_wrong_options_are_errors(kw, message):
-  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+  with pytest.raises(ConfigError, match=f"config.model.{message}"):
     resnet.Model(**kw)

@@ -10,10 +10,14 @@ import pytest
 from models.published.folders import GOLDEN
 from support import cases
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import swin
+from bigtrain.objective import building, published_sizes
 from bigtrain.optim import views
 
 TINY = dict(width=8, depths=(2, 1), num_heads=(2, 4), num_classes=3)
@@ -165,12 +169,12 @@ def test_a_published_model_trains_on_larger_windows_and_images():
   folder = str(GOLDEN / "published_vision" / "swinv2")
   larger = dict(window=4, image_size=32, pretrained_windows=(3, 3, 2))
   config = dict(model_name="swin", model=dict(published=folder, **larger))
-  with pytest.raises(settings.ConfigError, match="window=4, but config.json"):
-    parts.with_published_sizes(settings.Config(config))
+  with pytest.raises(ConfigError, match="window=4, but config.json"):
+    published_sizes.with_published_sizes(settings.Config(config))
   source = dict(path=folder, allow_changed=[*larger])
   config["model_init"] = source
-  config = parts.with_published_sizes(settings.Config(config))
-  module, model = parts.model(config)
+  config = published_sizes.with_published_sizes(settings.Config(config))
+  module, model = building.model(config)
   warm_start.check_published(source, module, model)
   assert (model.window, model.image_size) == (4, 32)
   flat = safetensors_files.read(folder)
@@ -201,5 +205,5 @@ def test_a_published_model_trains_on_larger_windows_and_images():
   ],
 )
 def test_wrong_options_are_errors(options, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     swin.Model(**options)

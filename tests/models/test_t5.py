@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import t5
 
 V, S, L = 30, 9, 6
@@ -183,11 +184,11 @@ def test_bfloat16_computation_keeps_float32_logits_and_parameters():
   ],
 )
 def test_wrong_options_are_errors(options, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     t5.Model(**SIZES | options)
 
 
 def test_segments_of_one_side_only_are_an_error():
   model, variables = made()
-  with pytest.raises(settings.ConfigError, match="or neither"):
+  with pytest.raises(ConfigError, match="or neither"):
     model.apply(variables, INPUTS, TARGETS, inputs_segments=INPUTS)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import text_transformer
 
 
@@ -39,5 +39,5 @@ def test_a_causal_tower_sees_no_later_token():
 
 
 def test_pooling_at_the_end_needs_its_id():
-  with pytest.raises(settings.ConfigError, match="eos_id: missing"):
+  with pytest.raises(ConfigError, match="eos_id: missing"):
     text_transformer.Model(variant="mu", pool_type="eos")

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from golden import make_two_towers, make_vit
 
-from bigtrain import metrics, trees
+from bigtrain import metrics
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import two_towers
 from bigtrain.models.layers import pooling
-from bigtrain.settings import ConfigError
 from bigtrain.tasks import contrastive
 
 TINY = dict(width=16, depth=2, num_heads=2)

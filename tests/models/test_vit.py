@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import two_towers, vit
 from bigtrain.models.layers import positions
 from bigtrain.models.published import blocks
@@ -184,7 +185,7 @@ def test_explicit_fields_override_the_variant():
   ],
 )
 def test_wrong_options_are_errors(kw, message):
-  with pytest.raises(settings.ConfigError, match=f"config.model.{message}"):
+  with pytest.raises(ConfigError, match=f"config.model.{message}"):
     vit.Model(**kw)
 
 
@@ -234,7 +235,7 @@ def test_images_of_several_shapes_need_resizable_positions():
     (dict(posemb="none", rope={}), "rope=.*one shape"),
   ):
     model = vit.Model(**TINY, **options)
-    with pytest.raises(settings.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
       jax.eval_shape(
         lambda model=model: model.init(key, patches, shapes=shapes)
       )
@@ -312,7 +313,7 @@ def test_a_scan_equals_separate_blocks_with_all_options(relative_bias):
 
 
 def test_patches_that_do_not_tile_the_image_are_an_error():
-  with pytest.raises(settings.ConfigError, match="of 224x230"):
+  with pytest.raises(ConfigError, match="of 224x230"):
     jax.eval_shape(
       vit.Model(variant="mu/16").init,
       jax.random.key(0),
@@ -533,7 +534,7 @@ def test_tasks_take_ready_patches_of_several_shapes(task):
     loss(variables, batch),
     loss(variables, noisy),
   )
-  with pytest.raises(settings.ConfigError, match="need 'shapes'"):
+  with pytest.raises(ConfigError, match="need 'shapes'"):
     model.apply(
       variables, **task.inputs({k: batch[k] for k in ("image", "labels")})
     )
@@ -543,7 +544,7 @@ def test_images_of_several_shapes_are_not_blended():
   batch = {"image": jnp.zeros((2, 6, 48)), "shapes": jnp.asarray([[2, 3]] * 2)}
   batch["labels"] = jnp.zeros(2, int)
   model = vit.Model(5, **TINY, posemb_grid=(4, 4))
-  with pytest.raises(settings.ConfigError, match="mixup_alpha=0.2"):
+  with pytest.raises(ConfigError, match="mixup_alpha=0.2"):
     classification.loss_fn(
       {}, batch, jax.random.key(0), model=model, train=True, mixup_alpha=0.2
     )

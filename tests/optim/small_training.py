@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bigtrain import trees
-from bigtrain.lengths import Units
+from bigtrain.arrays import trees
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
 from bigtrain.optim import chain
-from bigtrain.settings import Config
 
 LOSS = 0.75  # In all steps, for optimizers that use the loss.
 UNITS = Units(batch_size=8, examples_per_epoch=80, total_steps=20)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from optim.small_training import assert_close, make, train, tree
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.optim import views
 
 

@@ -7,9 +7,9 @@ import pytest
 from optim.small_training import assert_close, make, train
 from support import cases
 
-from bigtrain import trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.optim import views
-from bigtrain.settings import ConfigError
 
 SHAPES = {
   "blocks/attention/query/kernel": (8, 2, 8),

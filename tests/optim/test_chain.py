@@ -20,11 +20,13 @@ from optim.small_training import (
 )
 from support import cases
 
-from bigtrain import sharding, trees
-from bigtrain.lengths import Units
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
+from bigtrain.config.settings import Config
+from bigtrain.objective import gradients
 from bigtrain.optim import chain, views
-from bigtrain.settings import Config, ConfigError
-from bigtrain.step import gradients as gradients_lib
 
 
 def golden():
@@ -349,12 +351,12 @@ def test_frozen_parameters_need_no_memory_for_gradients():
 
   def temporary_bytes(schedule):
     optimizer = make(params, schedule=schedule)
-    gradients = gradients_lib.make(
+    compute = gradients.make(
       loss_fn, trainable=optimizer.trainable, mesh=mesh, microbatches=2
     )
 
     def update(params, opt, batch):
-      grads, _, _ = gradients({"params": params, "step": 0}, batch)
+      grads, _, _ = compute({"params": params, "step": 0}, batch)
       trained, frozen = trees.partition(params, optimizer.trainable)
       updates, opt = optimizer.tx.update(grads, opt, trained, step=0)
       return trees.merge(optax.apply_updates(trained, updates), frozen), opt

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from optim.small_training import UNITS, assert_close, tree
 
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.settings import Config
 from bigtrain.optim import ema
-from bigtrain.settings import Config, ConfigError
 
 
 def test_average_matches_its_formula_from_its_start():

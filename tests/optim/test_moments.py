@@ -8,10 +8,11 @@ import pytest
 import tiny
 from optim.small_training import SHAPES, make, train, tree
 
-from bigtrain import main, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.optim import moments
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients
+from bigtrain.step import keys
 
 BFLOAT16 = dict(moment_dtype="bfloat16")
 
@@ -111,7 +112,7 @@ def test_roundings_follow_from_seed_step_and_name_on_every_mesh():
 
   def state_after(mesh, seed=0):
     optimizer = make(params, optimizer=dict(name="adam", **BFLOAT16))
-    seed = {"seed": gradients.seed_word(seed)}
+    seed = {"seed": keys.seed_word(seed)}
     place = lambda x: jax.device_put(
       x, sharding.state_shardings(x, mesh, [(".*", "fsdp(min_size=1)")])[0]
     )

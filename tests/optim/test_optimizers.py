@@ -18,9 +18,9 @@ from optim.small_training import (
 )
 from support import cases
 
-from bigtrain import trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.optim import optimizers, views, wrappers
-from bigtrain.settings import ConfigError
 
 
 @pytest.mark.filterwarnings("ignore:Specifying a key")

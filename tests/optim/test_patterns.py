@@ -3,7 +3,7 @@
 import pytest
 from optim.small_training import make
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from bigtrain.lengths import Units
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.lengths import Units
 from bigtrain.optim import schedules
-from bigtrain.settings import ConfigError
 
 UNITS = Units(
   batch_size=10,

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from optim.small_training import make, train
 
-from bigtrain import parts, trees
+from bigtrain.arrays import trees
+from bigtrain.config.settings import Config
 from bigtrain.models.published import blocks
+from bigtrain.objective import building
 from bigtrain.optim import views
-from bigtrain.settings import Config
 
 IMAGE = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
 TEXT = jax.ShapeDtypeStruct((1, 6), jnp.int32)
@@ -40,7 +41,7 @@ MODELS = {
 
 def views_of(name, options, inputs):
   config = Config(dict(model_name=name, model=options))
-  module, model = parts.model(config)
+  module, model = building.model(config)
   init = lambda **inputs: model.init(jax.random.key(0), **inputs)["params"]
   params = jax.eval_shape(init, **inputs)
   shapes = {n: x.shape for n, x in trees.flatten_with_names(params)}

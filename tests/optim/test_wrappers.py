@@ -7,13 +7,14 @@ import optax
 import pytest
 from optim.small_training import LOSS, assert_close, make, train, tree
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import averages, folders, start
 from bigtrain.checkpoints.checkpointer import Checkpointer
 from bigtrain.checkpoints.foreign import parameter_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config.errors import ConfigError
 from bigtrain.inference import saved
-from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint_export
 
 NUM_STEPS = 4

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import host_tensorflow
-from bigtrain.settings import ConfigError
 
 
 def test_accelerators_are_hidden_from_tensorflow(monkeypatch):

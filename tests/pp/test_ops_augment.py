@@ -6,8 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import ops_augment, parse
-from bigtrain.settings import ConfigError
 
 tf = pytest.importorskip("tensorflow")
 

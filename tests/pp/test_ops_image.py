@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from support import cases
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import ops_image, parse, registry
-from bigtrain.settings import ConfigError
 
 tf = pytest.importorskip("tensorflow")
 uniform = st.floats(0, 1, exclude_max=True, width=32)

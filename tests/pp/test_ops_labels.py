@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError, DataError
 
 NO_DRAWS = np.zeros(0, np.float32)
 

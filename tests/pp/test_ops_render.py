@@ -6,8 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import parse
-from bigtrain.settings import ConfigError
 
 _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_clippo.py"
 _SPEC = importlib.util.spec_from_file_location("make_clippo", _PATH)

@@ -5,9 +5,9 @@ import zlib
 import numpy as np
 import pytest
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.pp import ops_seq2seq, parse, registry
-from bigtrain.settings import ConfigError, DataError
 
 EOS, FIRST = 1, 999
 

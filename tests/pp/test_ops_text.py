@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from support import small_tokenizers
 
-from bigtrain.pp import parse, registry, tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.pp import parse, registry
+from bigtrain.text import tokenizers
 
 
 def objects(values):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import strategies as st
 from support import processes
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import parse, registry
-from bigtrain.settings import ConfigError
 
 NO_DRAWS = np.zeros(0, np.float32)
 

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import host_tensorflow, parse, registry
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "image_processors.npz"
@@ -46,7 +46,7 @@ def test_pixels_are_those_of_transformers(name, tmp_path):
 def test_what_is_not_known_is_an_error(values, message, tmp_path):
   if values is not None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     pixels(tmp_path, np.zeros((30, 30, 3), np.uint8))
 
 

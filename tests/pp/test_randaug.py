@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import parse, randaug
-from bigtrain.settings import ConfigError
 
 tf = pytest.importorskip("tensorflow")
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.pp import parse, registry
 from bigtrain.pp.registry import Op
-from bigtrain.settings import ConfigError
 
 
 def recording(draws, seen, **properties):

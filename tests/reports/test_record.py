@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import settings, sharding
-from bigtrain.lengths import Units
+from bigtrain import sharding
+from bigtrain.config import choices
+from bigtrain.config.lengths import Units
 from bigtrain.reports import ending, record
 from bigtrain.runtime import jax_flags
 
@@ -46,12 +47,12 @@ def test_run_json_has_an_entry_per_start(tmp_path):
 
 def test_run_json_has_the_choices_of_the_program(tmp_path):
   record.write(str(tmp_path), {}, {})
-  settings.forget_choices()
-  assert settings.note_choice("config.model.attention", "8 queries", "a", "why")
+  choices.forget_choices()
+  assert choices.note_choice("config.model.attention", "8 queries", "a", "why")
   record.update(str(tmp_path), compile_secs=3.5)
-  settings.note_choice("config.model.attention", "9 queries", "b", "how")
+  choices.note_choice("config.model.attention", "9 queries", "b", "how")
   again = "config.model.attention", "9 queries", "b", "how"
-  assert not settings.note_choice(*again)
+  assert not choices.note_choice(*again)
   record.update(str(tmp_path))
   (start,) = read(tmp_path, "run.json")["starts"]
   assert start["auto"] == {
@@ -60,7 +61,7 @@ def test_run_json_has_the_choices_of_the_program(tmp_path):
       "9 queries": {"choice": "b", "reason": "how"},
     }
   }
-  settings.forget_choices()
+  choices.forget_choices()
 
 
 def test_the_code_is_identified_by_its_commit(monkeypatch):

@@ -10,7 +10,8 @@ import types
 import pytest
 from support import written_runs
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.reports import writers
 
 
@@ -69,7 +70,7 @@ def test_wandb_receives_every_number_and_resumes(tmp_path, monkeypatch):
   assert first.options["dir"] == str(tmp_path)
   assert first.options["mode"] == "offline"  # There is no key.
   assert first.options["id"] == second.options["id"]
-  with pytest.raises(settings.ConfigError, match=r"wandb\.projekt: unknown"):
+  with pytest.raises(ConfigError, match=r"wandb\.projekt: unknown"):
     write(tmp_path, wandb={"projekt": "p"})
 
 
@@ -77,7 +78,7 @@ def test_wandb_receives_every_number_and_resumes(tmp_path, monkeypatch):
 def test_a_missing_library_is_refused_at_once(tmp_path, monkeypatch, name):
   monkeypatch.setitem(sys.modules, name, None)
   message = rf"config.{name}: .* pip install 'bigtrain\[{name}\]'"
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     write(tmp_path, **{name: {}})
 
 

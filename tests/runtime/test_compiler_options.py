@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import compiler_options, programs
 
 
@@ -38,10 +40,10 @@ def test_this_version_of_jax_knows_the_options_for_gpus():
 def test_the_compiler_checks_options_before_training(name, value):
   message = re.escape(f"config.compiler_options.{name}={value!r}: ")
   options = {"xla_backend_optimization_level": 1, name: value}
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     read(**options)
   with jax.set_mesh(sharding.make_mesh()):  # As in a run.
-    with pytest.raises(settings.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
       read(**options)
 
 

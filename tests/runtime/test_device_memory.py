@@ -13,7 +13,8 @@ import pytest
 import tiny
 from support import processes
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import device_memory
 from bigtrain.tools.plan import plan
 
@@ -130,7 +131,7 @@ def test_an_evaluation_does_not_fit(tiny_config, tmp_path):
 
 
 def test_the_limit_must_be_a_positive_number(tiny_config, tmp_path):
-  with pytest.raises(settings.ConfigError, match="memory_bytes: .* got '8GB'"):
+  with pytest.raises(ConfigError, match="memory_bytes: .* got '8GB'"):
     main.train(tiny_config({"device_memory_bytes": "8GB"}), str(tmp_path))
 
 

@@ -4,7 +4,7 @@ import logging
 
 from tiny import hooking
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.runtime import hooks
 
 

@@ -14,11 +14,12 @@ import tiny
 from tiny import hooking
 from tiny import hooks as tiny_hooks
 
-from bigtrain import main, settings
+from bigtrain import main
 from bigtrain.cluster import process
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import classification
 from bigtrain.runtime import hook_context, hooks
-from bigtrain.settings import ConfigError
 from bigtrain.step import guard
 
 

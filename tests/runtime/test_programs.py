@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import programs
 
 X = jax.ShapeDtypeStruct((256,), "float32")
@@ -102,7 +104,7 @@ def test_mode_from_the_config():
   assert read() == "compiled"
   assert read(eager=True) == "eager"
   assert read(debug_nans=True) == "checked"
-  with pytest.raises(settings.ConfigError, match="set one of them"):
+  with pytest.raises(ConfigError, match="set one of them"):
     read(eager=True, debug_nans=True)
 
 

@@ -7,7 +7,8 @@ import pytest
 from jax.experimental import topologies
 
 from bigtrain import sharding
-from bigtrain.settings import Config, ConfigError
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.settings import Config
 from bigtrain.sharding import absent
 
 

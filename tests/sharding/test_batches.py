@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 
 def test_the_batch_is_split_over_both_axes():

@@ -10,15 +10,17 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import main, settings, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
   averages,
   checksums,
   device_checksums,
   snapshot,
 )
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.runtime import hook_context
-from bigtrain.settings import ConfigError
 from bigtrain.tools.plan import program
 
 HOST = {"opt_memory": "pinned_host"}

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from bigtrain import main, sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 DIMS = {r".*/query/kernel": "D -> H K", r".*/key/kernel": "D -> G K"}
 SHAPES = {

@@ -11,7 +11,8 @@ import pytest
 import tiny
 from support import compile_cache
 
-from bigtrain import main, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
 
 CONFIG = dict(
   total_steps=4,

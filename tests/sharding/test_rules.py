@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from bigtrain import sharding, trees
-from bigtrain.settings import ConfigError
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 
 
 def _shapes(**shapes):

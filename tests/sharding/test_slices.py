@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.sharding.mesh import arranged, crossing, grouped
 
 

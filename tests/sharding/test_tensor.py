@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.losses import token_losses
 from bigtrain.models import decoder
 from bigtrain.tools.plan import hlo

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, metrics, settings, sharding
-from bigtrain.step import gradients, loss_scale
+from bigtrain import main, metrics, sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
+from bigtrain.objective import gradients
+from bigtrain.step import loss_scale
 
 
 def test_a_scale_that_always_grows_is_an_error():
   config = settings.Config({"loss_scale": {"growth_steps": 0}})
-  with pytest.raises(settings.ConfigError, match="growth_steps: .* at least 1"):
+  with pytest.raises(ConfigError, match="growth_steps: .* at least 1"):
     loss_scale.from_config(config)
 
 
@@ -46,9 +49,9 @@ def test_which_configs_have_a_loss_scale():
   assert read(model=dict(dtype="float16")) == loss_scale.LossScale()
   assert read(model=dict(dtype="float16"), loss_scale=False) is None
   assert read(loss_scale=dict(init=4.0)).init == 4.0
-  with pytest.raises(settings.ConfigError, match="growth_steps"):
+  with pytest.raises(ConfigError, match="growth_steps"):
     read(loss_scale=dict(growth_step=3))
-  with pytest.raises(settings.ConfigError, match="least <= init"):
+  with pytest.raises(ConfigError, match="least <= init"):
     read(loss_scale=dict(init=2.0**60))
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.settings import Config, ConfigError
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.settings import Config
 from bigtrain.step import guard, loss_scale, running_metrics
 from bigtrain.step import norms as norms_of_step
 

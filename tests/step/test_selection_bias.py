@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support import any_mesh
 
-from bigtrain import main, trees
+from bigtrain import main
+from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import parameter_files
 from bigtrain.models.layers import moe
 

@@ -7,7 +7,8 @@ import pytest
 import tiny
 
 from bigtrain import main
-from bigtrain.settings import Config, ConfigError
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.settings import Config
 from bigtrain.step import spikes
 
 WINDOW = 3

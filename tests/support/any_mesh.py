@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from bigtrain import lengths as lengths_lib
-from bigtrain import metrics, parts, settings, sharding, trees
-from bigtrain import teacher as teacher_lib
+from bigtrain import metrics, sharding
+from bigtrain.arrays import trees
+from bigtrain.config import lengths as lengths_lib
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
+from bigtrain.objective import building, gradients, initial
+from bigtrain.objective import teacher as teacher_lib
+from bigtrain.objective.building import Variant
 from bigtrain.optim import chain, views
-from bigtrain.step import gradients as gradients_lib
-from bigtrain.step import initial
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS = 3
@@ -45,7 +48,7 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
       remat nor mixup, which would take a third of the time to compile.
   """
   name, _, arguments = spec.partition(":")
-  config = dict(settings.load(f"{CONFIGS / name}.py:{arguments}"))
+  config = dict(loading.load(f"{CONFIGS / name}.py:{arguments}"))
   config["optimizer"] = _SGD
   config["schedule"] = {"decay_type": "constant"}
   config["lr"], config["wd"] = 0.1, 0.0
@@ -114,12 +117,12 @@ def tensor_sizes(config):
 @functools.cache
 def _divides(text, ways):
   config = settings.Config(json.loads(text))
-  module, model = parts.model(config)
+  module, model = building.model(config)
   if not hasattr(module, "param_dims"):
     return ways == 1
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    task = parts.task(config)
+    task = building.task(config)
     spec = pipeline.make_train(config.input, seed=0, mesh=mesh, run=config).spec
     variables = initial.variables_fn(task, model, spec, 0)
     shapes = jax.eval_shape(variables)
@@ -130,7 +133,7 @@ def _divides(text, ways):
     devices = jax.devices()[:ways]
     with jax.set_mesh(sharding.make_mesh(fsdp=1, tensor=ways, devices=devices)):
       jax.eval_shape(variables)
-  except settings.ConfigError:
+  except ConfigError:
     return False
   return True
 
@@ -184,8 +187,8 @@ def _setup(text):
       train_input.num_examples,
       train_input.tokens_per_example,
     )
-    task = parts.task(config)
-    module, model = parts.model(config)
+    task = building.task(config)
+    module, model = building.model(config)
     spec = sharding.batch_spec(train_input.spec, mesh)
     teacher = teacher_lib.from_config(config, task, spec, mesh, 0)
     variables = initial.variables_fn(task, model, spec, 0)
@@ -218,18 +221,18 @@ def _setup(text):
 def _train(config, mesh, setup):
   task, module, model, teacher, variables, optimizer, *arrays = setup
   state, fixed, batches = arrays
-  loss_fn = jax.jit(parts.loss_fn(config, task, model, teacher))
-  gradients = gradients_lib.from_config(
+  loss_fn = jax.jit(building.loss_fn(config, task, model, teacher))
+  compute_gradients = gradients.from_config(
     config,
     task,
-    [parts.Variant("", model)],
+    [Variant("", model)],
     [loss_fn],
     trainable=optimizer.trainable,
     mesh=mesh,
   )
 
   def update(state, batch, fixed, hparams):
-    grads, pairs, mutable = gradients({**state, **fixed}, batch)
+    grads, pairs, mutable = compute_gradients({**state, **fixed}, batch)
     trained, frozen = trees.partition(state["params"], optimizer.trainable)
     updates, opt = optimizer.tx.update(
       grads,

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config import settings
+from bigtrain.objective import building
 
 # Sizes of a transformer.
 TOWER = dict(width=8, mlp_dim=8, num_heads=2, depth=1)
@@ -23,8 +24,8 @@ def saved(folder, config, **features):
     Function (name, batch, **options) that calls a predict function.
   """
   parsed = settings.Config(config)
-  task = parts.task(parsed)
-  _, model = parts.model(parsed)
+  task = building.task(parsed)
+  _, model = building.model(parsed)
   batch = {n: jnp.zeros((1, *s), d) for n, (s, d) in features.items()}
   variables = jax.jit(
     lambda: model.init(jax.random.key(0), **task.inputs(batch))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.manifest import HostState
 

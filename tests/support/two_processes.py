@@ -118,8 +118,8 @@ def _end(name):
 def _main():
   from absl import logging
 
-  from bigtrain import settings
   from bigtrain.cluster import process
+  from bigtrain.config import settings
   from support import compile_cache
 
   logging.use_absl_handler()

@@ -11,11 +11,13 @@ from golden import make_losses
 from jax.sharding import NamedSharding, PartitionSpec
 from support import padding, processes
 
-from bigtrain import parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.models import cappa
+from bigtrain.objective import gradients
 from bigtrain.reports import writers
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import captioning as task
 from configs import cap
 
@@ -163,7 +165,7 @@ def test_parallel_examples_depend_on_their_keys_only():
   assert everything[0].all() and everything[1] is None
 
 
-def gradients(model, devices, microbatches, **options):
+def gradients_of(model, devices, microbatches, **options):
   """Returns (gradients, pairs) for a number of devices and microbatches."""
   mesh = sharding.make_mesh(1, devices, devices=jax.devices()[:devices])
   model, variables = model
@@ -172,7 +174,7 @@ def gradients(model, devices, microbatches, **options):
     by_example = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES))
 
     def step(params, data):
-      return gradients_lib.make(
+      return gradients.make(
         loss_fn,
         trainable=jax.tree.map(lambda _: True, params),
         microbatches=microbatches,
@@ -205,11 +207,11 @@ SLOW = pytest.mark.slow
 )
 def test_microbatches_and_devices_change_rounding_only(model, name, cuts):
   options = CASES[name]
-  expected = gradients(model, 1, 1, **options)
+  expected = gradients_of(model, 1, 1, **options)
   for devices, microbatches in cuts:
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5),
-      gradients(model, devices, microbatches, **options),
+      gradients_of(model, devices, microbatches, **options),
       expected,
     )
 
@@ -221,7 +223,7 @@ def test_golden_losses(tmp_path):
   After an intended change, run tests/golden/make_losses.py; see its docstring.
   """
   # One loop over the blocks compiles in half of the time, to the same losses.
-  model = settings.load("configs/digits_captions.py:runlocal")["model"]
+  model = loading.load("configs/digits_captions.py:runlocal")["model"]
   actual = make_losses.make(
     str(tmp_path),
     "digits_captions",
@@ -429,7 +431,7 @@ def test_invalid_batches_and_predict_options(model):
   fns = task.predict_fns(model)
   with pytest.raises(ConfigError, match="no feature 'labels'"):
     data = {"image": IMAGE, "label": LABELS}
-    task.inputs(parts.Features(data, "config.input"))
+    task.inputs(Features(data, "config.input"))
   for kw, message in (
     (dict(method="bean"), "Did you mean 'beam'"),
     (dict(max_len=9), r"at most 8 \(config.model.max_len\), got 9"),

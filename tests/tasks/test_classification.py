@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import metrics, parts
+from bigtrain import metrics
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.losses import mixup
-from bigtrain.settings import ConfigError
 from bigtrain.tasks import classification as task
 
 B, C = 6, 4
@@ -251,5 +252,5 @@ def test_predict_functions():
 def test_invalid_options_and_batches(data, options, message):
   model, variables = make()
   with pytest.raises(ConfigError, match=message):
-    features = parts.Features(data, "config.input")
+    features = Features(data, "config.input")
     run(variables, model, features, **options)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import text_transformer
 from bigtrain.tasks import classification
 
@@ -52,7 +53,7 @@ def test_padding_changes_nothing_and_eight_devices_are_one():
 
 def test_texts_are_not_blended():
   params = {"params": {}}
-  with pytest.raises(settings.ConfigError, match="mixup_alpha=0.2, .*texts"):
+  with pytest.raises(ConfigError, match="mixup_alpha=0.2, .*texts"):
     classification.loss_fn(
       params, {k: jnp.asarray(x) for k, x in BATCH.items()}, jax.random.key(0),
       model=MODEL, train=True, mixup_alpha=0.2,

@@ -11,11 +11,13 @@ import pytest
 from golden import make_losses
 from support import processes
 
-from bigtrain import metrics, parts, sharding
+from bigtrain import metrics, sharding
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.models.layers import pooling
+from bigtrain.objective import gradients
 from bigtrain.reports import writers
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
+from bigtrain.step import keys
 from bigtrain.tasks import contrastive as task
 
 B, L = 32, 5
@@ -82,7 +84,9 @@ def expected(params):
   }
 
 
-def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
+def gradients_of(
+  params, mesh_sizes, microbatches, kind, trainable=None, **extra
+):
   """Returns (gradients, pairs) of a training step."""
   mesh = sharding.make_mesh(
     *mesh_sizes, devices=jax.devices()[: mesh_sizes[0] * mesh_sizes[1]]
@@ -97,12 +101,12 @@ def gradients(params, mesh_sizes, microbatches, kind, trainable=None, **extra):
 
   @jax.jit
   def fn(params, batch):
-    return gradients_lib.make(
+    return gradients.make(
       loss_fn,
       trainable=trainable,
       microbatches=microbatches,
       mesh=mesh,
-      two_pass=gradients_lib.two_pass_loss(task, MODEL, options),
+      two_pass=gradients.two_pass_loss(task, MODEL, options),
     )({"params": params, "step": 0, **extra}, batch)[:2]
 
   with jax.set_mesh(mesh):
@@ -131,7 +135,7 @@ def test_loss_and_gradients_equal_the_dense_formulas(
   params, expected, kind, mesh_sizes, microbatches
 ):
   loss, grads = expected[kind]
-  actual, pairs = gradients(params, mesh_sizes, microbatches, kind)
+  actual, pairs = gradients_of(params, mesh_sizes, microbatches, kind)
   assert metrics.means(pairs)["loss"] == pytest.approx(loss, rel=1e-5)
   assert pairs["loss"][1] == B
   if kind == "softmax":  # The softmax loss has no bias.
@@ -143,7 +147,7 @@ def test_locked_towers_and_scaled_losses(params, expected):
   """LiT: frozen parameters have no gradient, the others the same as before."""
   trainable = jax.tree.map(lambda _: True, params)
   trainable["img"] = jax.tree.map(lambda _: False, params["img"])
-  actual, _ = gradients(
+  actual, _ = gradients_of(
     params,
     (2, 4),
     2,
@@ -177,12 +181,12 @@ def test_both_passes_see_the_same_dropout_and_statistics():
   variables = dict(init(jax.random.key(0), **task.inputs(BATCH)))
   params = variables.pop("params")
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  rng = gradients_lib.step_key(0, 0)
+  rng = keys.step_key(0, 0)
 
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def plain(params):
-    parts = gradients_lib.split(BATCH, 2, mesh)
+    parts = gradients.split(BATCH, 2, mesh)
     mutable, embeddings = variables, []
     for i in range(2):
       part = {k: v[i] for k, v in parts.items()}
@@ -203,12 +207,12 @@ def test_both_passes_see_the_same_dropout_and_statistics():
 
   @jax.jit
   def in_two_passes(params):
-    return gradients_lib.make(
+    return gradients.make(
       None,
       trainable=jax.tree.map(lambda _: True, params),
       microbatches=2,
       mesh=mesh,
-      two_pass=gradients_lib.two_pass_loss(task, model, {"kind": "softmax"}),
+      two_pass=gradients.two_pass_loss(task, model, {"kind": "softmax"}),
     )({"params": params, "mutable": variables, "step": 0}, BATCH)
 
   (loss, mutable), grads = plain(params)
@@ -307,5 +311,5 @@ def test_invalid_options_and_batches(params, changes, options, message):
       {},
       **options,
     )
-    task.inputs(parts.Features(drop(BATCH), "config.input"))
+    task.inputs(Features(drop(BATCH), "config.input"))
     raise AssertionError(pairs)

@@ -10,9 +10,9 @@ from support import padding
 from tiny import evaluating
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import coca
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
+from bigtrain.objective import gradients
 from bigtrain.tasks import contrastive as task
 
 B, L, V = 16, 6, 13
@@ -84,7 +84,7 @@ def test_padding_has_no_effect(model):
   )
 
 
-def gradients(model, mesh_sizes, microbatches):
+def gradients_of(model, mesh_sizes, microbatches):
   """Returns (gradients, pairs) of a training step."""
   model, variables = model
   devices = jax.devices()[: np.prod(mesh_sizes)]
@@ -94,12 +94,12 @@ def gradients(model, mesh_sizes, microbatches):
 
   @jax.jit
   def fn(params, batch):
-    return gradients_lib.make(
+    return gradients.make(
       loss_fn,
       trainable=jax.tree.map(lambda _: True, params),
       microbatches=microbatches,
       mesh=mesh,
-      two_pass=gradients_lib.two_pass_loss(task, model, options),
+      two_pass=gradients.two_pass_loss(task, model, options),
     )({"params": params, "step": 0}, batch)[:2]
 
   with jax.set_mesh(mesh):
@@ -110,11 +110,11 @@ def gradients(model, mesh_sizes, microbatches):
 
 @pytest.mark.slow
 def test_microbatches_and_devices_change_rounding_only(model):
-  expected = gradients(model, (1, 1), 1)
+  expected = gradients_of(model, (1, 1), 1)
   for mesh_sizes, microbatches in (((1, 1), 4), ((2, 4), 1), ((2, 4), 2)):
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
-      gradients(model, mesh_sizes, microbatches),
+      gradients_of(model, mesh_sizes, microbatches),
       expected,
     )
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import tiny
 
-from bigtrain import main, parts, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.losses import mixup
-from bigtrain.settings import ConfigError
 from bigtrain.tasks import distillation
 from bigtrain.tools import evaluate
 from bigtrain.tools.plan import program
@@ -130,7 +132,7 @@ def test_the_teacher_sees_the_same_blend_at_its_resolution(mixup_alpha):
   def loss(batch):
     return distillation.loss_fn(
       {**variables, "teacher": variables},
-      parts.Features(batch, ""),
+      Features(batch, ""),
       jax.random.key(2),
       mixup_alpha=mixup_alpha,
       **given,
@@ -188,7 +190,7 @@ def test_several_teachers_see_the_same_blend_and_add_up_by_weight(weights):
     models = dict.fromkeys(teacher, MeanNet()) if several else MeanNet()
     result, _ = distillation.loss_fn(
       {**student, "teacher": teacher},
-      parts.Features(batch, ""),
+      Features(batch, ""),
       rng,
       **dict(model=MeanNet(), teacher=models, train=True, mixup_alpha=0.8),
       **options,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support import padding
 
-from bigtrain import parts, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.models import decoder
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import language_modeling as task
 
 V, L, B = 30, 10, 8
@@ -181,7 +181,7 @@ def test_microbatches_and_devices_change_nothing(model, variables):
     with jax.set_mesh(mesh):
       placed = jax.device_put(batch, sharding.batch(mesh))
       grads, pairs, _ = jax.jit(
-        lambda params, batch: gradients_lib.make(
+        lambda params, batch: gradients.make(
           loss_fn,
           trainable=jax.tree.map(lambda _: True, params),
           microbatches=microbatches,
@@ -379,7 +379,7 @@ def test_samples_do_not_depend_on_devices_batch_order_or_cache(
 def test_missing_features_and_invalid_chunks(model, variables):
   with pytest.raises(ConfigError, match="no feature 'targets'"):
     data = {"tokens": texts()["tokens"]}
-    run(model, variables, parts.Features(data, "config.input"))
+    run(model, variables, Features(data, "config.input"))
   with pytest.raises(ConfigError, match="loss.chunk"):
     run(model, variables, texts(), chunk=-1)
 

@@ -16,12 +16,13 @@ import pytest
 from jax.experimental import multihost_utils
 from support import any_mesh, cases
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import prompts
 from bigtrain.data.formats import reward_worker
 from bigtrain.losses import rewards
 from bigtrain.models import decoder
-from bigtrain.settings import ConfigError, DataError
 from bigtrain.tasks import policy_gradient
 
 B, G, P, NEW, V = 3, 4, 6, 5, 31
@@ -112,7 +113,7 @@ def test_thousands_of_tokens_have_the_losses_log_probs(chunk):
 
 @pytest.mark.slow
 def test_the_configs_own_run_draws_with_the_losses_log_probs(tmp_path):
-  config = settings.load(f"{any_mesh.CONFIGS}/grpo.py:runlocal")
+  config = loading.load(f"{any_mesh.CONFIGS}/grpo.py:runlocal")
   main.train(config | dict(log_steps=1, tensorboard=False), str(tmp_path / "x"))
   assert len(metrics_of(tmp_path / "x")) == 4
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain import parts, settings
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import preferences
 from bigtrain.models import decoder
+from bigtrain.objective import building
 from bigtrain.tasks import preference
 
 B, L, V = 4, 10, 31
@@ -108,7 +110,7 @@ def test_the_base_of_adapters_is_the_reference():
       "adapters": dict(targets=".*query/kernel", rank=2),
     }
   )
-  _, model = parts.model(config)
+  _, model = building.model(config)
   variables = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))
   run = lambda variables: preference.loss_fn(
     variables, batch_of(), None, model=model, train=True
@@ -130,7 +132,7 @@ def test_the_base_of_adapters_is_the_reference():
 
 
 def test_a_missing_reference_is_named():
-  with pytest.raises(settings.ConfigError, match="config.teacher"):
+  with pytest.raises(ConfigError, match="config.teacher"):
     preference.loss_fn(
       {"params": params_of(0)}, batch_of(), None, model=MODEL, train=True
     )
@@ -171,7 +173,7 @@ def test_rewards_are_those_of_whole_texts():
   )
   right = np.mean(rewards[:, 0] > rewards[:, 1])
   np.testing.assert_allclose(metrics["accuracy"][0] / B, right)
-  with pytest.raises(settings.ConfigError, match="num_classes=1"):
+  with pytest.raises(ConfigError, match="num_classes=1"):
     preference.rewards({"params": params_of(0)}, batch, model=MODEL)
 
 

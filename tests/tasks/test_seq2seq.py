@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from support import padding
 
-from bigtrain import parts, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
+from bigtrain.inputs.checks import Features
 from bigtrain.models import t5
 from bigtrain.pp import parse
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients as gradients_lib
 from bigtrain.tasks import seq2seq as task
 
 V, S, L, B = 20, 8, 5, 8
@@ -175,7 +176,7 @@ def test_invalid_batches_and_options(model, variables):
   with pytest.raises(
     ConfigError, match="no feature 'targets'.*Did you mean 'target'"
   ):
-    task.inputs(parts.Features({"inputs": 0, "target": 0}, "config.input"))
+    task.inputs(Features({"inputs": 0, "target": 0}, "config.input"))
   with pytest.raises(ConfigError, match="config.loss.chunk"):
     run(model, variables, batch(), chunk=-1)
   with pytest.raises(ConfigError, match="got packed inputs"):
@@ -289,7 +290,7 @@ def test_only_load_balance_depends_on_microbatches():
       loss_fn = functools.partial(
         task.loss_fn, model=model, train=True, load_balance=load_balance
       )
-      grads, _, _ = gradients_lib.make(
+      grads, _, _ = gradients.make(
         loss_fn,
         trainable=jax.tree.map(lambda _: True, params),
         microbatches=microbatches,

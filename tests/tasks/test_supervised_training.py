@@ -12,14 +12,16 @@ import tiny
 from support import any_mesh
 
 import bigtrain
-from bigtrain import main, settings, sharding, trees
+from bigtrain import main, sharding
+from bigtrain.arrays import trees
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import supervised
 from bigtrain.inference import saved
 from bigtrain.inputs import pipeline
 from bigtrain.models import decoder, t5
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError
 from bigtrain.tasks import language_modeling, seq2seq
+from bigtrain.text import tokenizers
 from bigtrain.tools import generate
 from bigtrain.tools.report import report, texts
 
@@ -128,7 +130,7 @@ def test_microbatches_and_devices_change_nothing(sizes, microbatches):
 
 
 def tiny_run(**changes):
-  config = settings.load(f"{any_mesh.CONFIGS}/sft.py:runlocal")
+  config = loading.load(f"{any_mesh.CONFIGS}/sft.py:runlocal")
   config["model"] |= dict(width=16, depth=1, mlp_dim=24)
   config["evals"] = {}
   config |= dict(log_steps=1, ckpt_steps=2, compile_cache=False)

@@ -13,7 +13,9 @@ import tiny
 from support import any_mesh, cases
 
 import bigtrain
-from bigtrain import main, settings, trees
+from bigtrain import main
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.data import supervised
 from bigtrain.models import decoder
 from bigtrain.tasks import language_modeling
@@ -203,7 +205,7 @@ def test_mistakes(name, changes, message, path, tmp_path):
   for key, value in changes.items():
     *folder, last = key.split(".")
     (config[folder[0]] if folder else config)[last] = value
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     main.train(config, str(tmp_path))
 
 

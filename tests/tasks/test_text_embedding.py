@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.tasks import text_embedding
 
@@ -44,7 +44,7 @@ def test_the_loss_is_infonce_with_wrong_answers(chunk):
   narrow = {name: x[..., :3] for name, x in Z.items()}
   both = sum(map(sum, (infonce(Z, 0.3), infonce(narrow, 0.3)))) / 2
   np.testing.assert_allclose(run(widths=(3, E))[0] / number, both, 1e-6)
-  with pytest.raises(settings.ConfigError, match="config.loss.widths"):
+  with pytest.raises(ConfigError, match="config.loss.widths"):
     run(widths=(3, 9))
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from support import compile_cache
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders, restore
 from bigtrain.reports import writers
 

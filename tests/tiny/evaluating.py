@@ -1,6 +1,7 @@
 """Builds evaluators for tests in the same way as the program."""
 
-from bigtrain import lengths, settings, sharding
+from bigtrain import sharding
+from bigtrain.config import lengths, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.reports import media
 

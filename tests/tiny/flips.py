@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 
 
 def flip(x, device, bit=4):

@@ -1,6 +1,6 @@
 """Builds and calls hooks for tests in the same way as the program."""
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.runtime import hooks
 
 

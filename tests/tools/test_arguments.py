@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import arguments, generate, predict
 
 
@@ -28,7 +28,7 @@ def test_changes_flags_of_jax_and_arguments_are_told_apart():
 def test_a_mistyped_flag_gets_the_nearest_one(word, nearest):
   parser = arguments.Parser("tool", "A tool.", changes_config=True)
   parser.add_argument("--step", type=int)
-  with pytest.raises(settings.ConfigError, match=f"Did you mean '{nearest}'"):
+  with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'"):
     parser.parse([word])
 
 

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from support.saved_states import like, make_values, path_of, save
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.tools import checkpoint as tool
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

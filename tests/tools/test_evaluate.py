@@ -10,7 +10,8 @@ import types
 import numpy as np
 import pytest
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config.errors import ConfigError
 from bigtrain.reports import rows
 from bigtrain.tools import evaluate
 
@@ -63,7 +64,7 @@ def test_all_checkpoints_and_those_to_come(tiny_config, tmp_path, monkeypatch):
 
 def test_all_of_no_checkpoints_is_an_error(tmp_path):
   (tmp_path / "config.json").write_text("{}")
-  with pytest.raises(settings.ConfigError, match="there are no checkpoints"):
+  with pytest.raises(ConfigError, match="there are no checkpoints"):
     next(evaluate.evaluate_all(str(tmp_path)))
 
 

@@ -8,7 +8,7 @@ import pytest
 from support import processes
 
 from bigtrain.checkpoints.manifest import DamagedError
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import exits
 
 

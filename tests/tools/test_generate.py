@@ -8,8 +8,8 @@ import pytest
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.models import decoder
-from bigtrain.pp import tokenizers
 from bigtrain.tasks import language_modeling
+from bigtrain.text import tokenizers
 from bigtrain.tools import generate as tool
 
 MODEL = dict(

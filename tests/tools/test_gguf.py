@@ -11,7 +11,7 @@ import pytest
 
 import bigtrain
 from bigtrain.checkpoints.foreign import safetensors_files
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import gguf as tool
 
 pytestmark = pytest.mark.published

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import saved_models
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import lm_eval as tool
 
 LENGTH = 32
@@ -42,7 +42,7 @@ metric_list: [{{metric: acc}}]
 
 def test_without_the_package(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "lm_eval", None)
-  with pytest.raises(settings.ConfigError, match=r"bigtrain\[lm_eval\]"):
+  with pytest.raises(ConfigError, match=r"bigtrain\[lm_eval\]"):
     tool.model(tmp_path)
 
 

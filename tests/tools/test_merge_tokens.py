@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import tokens
 from bigtrain.data.formats import token_files
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 from bigtrain.tools import merge_tokens, tokenize
 
 BYTES = tokenizers.get("bytes")

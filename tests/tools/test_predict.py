@@ -9,7 +9,7 @@ import pytest
 from support import saved_models
 
 import bigtrain
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import predict as tool
 
 
@@ -99,7 +99,7 @@ def test_texts_with_ends_of_lines_are_continued(tmp_path, kind):
 def test_another_file_is_not_changed(tmp_path, kind, text):
   out = tmp_path / f"out.{kind}"
   out.write_text(text)
-  with pytest.raises(settings.ConfigError, match="not an output of this tool"):
+  with pytest.raises(ConfigError, match="not an output of this tool"):
     rows_of(out)
   assert out.read_text() == text
 

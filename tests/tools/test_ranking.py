@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import ranking
 
 
@@ -29,7 +29,7 @@ def test_less_is_better_for_losses():
 
 
 def test_an_unknown_metric_is_an_error():
-  with pytest.raises(settings.ConfigError, match="Did you mean 'val/acc'"):
+  with pytest.raises(ConfigError, match="Did you mean 'val/acc'"):
     ranking.choose(["val/acc"], "val/ac", None)
 
 

@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import tokens
 from bigtrain.data.formats import documents, token_writer
-from bigtrain.pp import tokenizers
-from bigtrain.settings import ConfigError, DataError
+from bigtrain.text import tokenizers
 from bigtrain.tools import tokenize
 
 BYTES = tokenizers.get("bytes")

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from bigtrain import settings
 from bigtrain.checkpoints import integrity
 from bigtrain.checkpoints.manifest import DamagedError
+from bigtrain.config.errors import import_package
 
 _T5X_FILE = "checkpoint"
 _INDEX = ".index"
@@ -225,7 +225,7 @@ def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
 
 
 def _open_tensorflow(prefix: str) -> Folder:
-  tf = settings.import_package("tensorflow", prefix, "tensorflow-cpu")
+  tf = import_package("tensorflow", prefix, "tensorflow-cpu")
 
   def call(function: Callable[[str], Any], name: str) -> Any:
     try:

@@ -19,8 +19,8 @@ import numpy as np
 from bigtrain.checkpoints import averages, folders, integrity
 from bigtrain.checkpoints.foreign import jax_folders, safetensors_files
 from bigtrain.checkpoints.manifest import DamagedError, Manifest, dtype_of
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, did_you_mean
 
 # Trees of the parameters in files of whole train states.
 _PREFIXES = ("params", "opt/target", "target")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
 
 
 def rows(split: str, preferences: bool = False) -> Iterator[tuple[str, Any]]:

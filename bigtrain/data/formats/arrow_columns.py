@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_choice,
+  import_package,
+)
 from bigtrain.data.formats import files, row_files
-from bigtrain.settings import ConfigError, DataError
 
 _TEXT = (
   "string large_string string_view binary large_binary binary_view".split()
@@ -30,7 +34,7 @@ class Feature(NamedTuple):
 def import_pyarrow() -> Any:
   by, install = "reading Parquet and Arrow files", "'bigtrain[parquet]'"
   for name in (".compute", ".ipc", ".parquet", ""):
-    pa = settings.import_package(f"pyarrow{name}", by, install)
+    pa = import_package(f"pyarrow{name}", by, install)
   return pa
 
 
@@ -134,7 +138,7 @@ def find_features(
 ) -> dict[str, Feature]:
   features: dict[str, Feature] = {}
   for name in schema.names if columns is None else columns:
-    settings.check_choice(path, name, schema.names, "no column")
+    check_choice(path, name, schema.names, "no column")
     features |= _features(schema.field(name).type, (name,))
   if not features:
     raise ConfigError(f"{path}: columns={columns!r}: expected at least one.")

@@ -13,9 +13,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_choice,
+  did_you_mean,
+  import_package,
+)
 from bigtrain.data.formats import arrow_columns, files
-from bigtrain.settings import ConfigError, DataError
 
 FORMATS = ("text", "lines", "jsonl", "parquet")
 
@@ -48,7 +53,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
       hint = f"give the format: {', '.join(FORMATS)}."
       raise ConfigError(f"{path}: unknown suffix {inner!r}; {hint}")
     format = _FORMAT_OF[inner]
-  settings.check_choice("format", format, FORMATS)
+  check_choice("format", format, FORMATS)
   size = os.path.getsize(path)
   if format == "parquet":
     return _row_groups(path, most_bytes)
@@ -131,7 +136,7 @@ def _field(line: bytes, key: str, where: _Where) -> str | DataError:
   except DataError as e:
     return DataError(f"{where}: {e}")
   if key not in example:
-    hint = settings.did_you_mean(key, example)
+    hint = did_you_mean(key, example)
     return DataError(f"{where}: no field {key!r}.{hint}")
   return _checked(example[key], key, where)
 
@@ -191,7 +196,7 @@ def _chunks(part: Part) -> Iterator[bytes]:
 
 
 def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
-  zstandard = settings.import_package(
+  zstandard = import_package(
     "zstandard", f"{path}: reading it", "'bigtrain[zstd]'"
   )
   frame = None
@@ -229,7 +234,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
     pa.parquet.ParquetFile(part.path) as file,
   ):
     names = file.schema_arrow.names
-    settings.check_choice(part.path, key, names, "no column")
+    check_choice(part.path, key, names, "no column")
     for group in range(part.start, part.stop):
       batches = file.iter_batches(row_groups=[group], columns=[key])
       texts = (text for batch in batches for text in batch[0].to_pylist())

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.files import objects as stores
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, DataError, did_you_mean
 
 _MAX_OPEN = 256
 _MAX_THREADS = 16

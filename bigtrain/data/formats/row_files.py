@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_choice,
+  did_you_mean,
+)
 from bigtrain.data.formats import files, splits
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, DataError, check_choice, did_you_mean
 
 # Number of rows that determine types and shapes; all others must match.
 _NUM_SAMPLED = 64

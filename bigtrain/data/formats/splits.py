@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings import ConfigError, check_choice
+from bigtrain.config.errors import ConfigError, check_choice
 
 _BOUND = r"\s*(-?\d+(?:\.\d+)?%|-?\d+)?\s*"
 _SLICE = re.compile(rf"([^\[\]]*)(?:\[{_BOUND}:{_BOUND}\])?")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain.config.errors import DataError
 from bigtrain.data.formats import files
-from bigtrain.settings import DataError
 
 HEADER = tarfile.BLOCKSIZE
 _NAME = re.compile(r"(?:\./)?((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)

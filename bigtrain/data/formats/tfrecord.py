@@ -12,8 +12,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from bigtrain.config.errors import DataError, import_package
 from bigtrain.data.formats import files
-from bigtrain.settings import DataError, import_package
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files
-from bigtrain.settings import ConfigError, DataError, check_choice
 
 MANIFEST = "manifest.json"
 FORMAT = "bigtrain tokens"

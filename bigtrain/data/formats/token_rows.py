@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data.formats import files
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError, DataError
 
 
 class Row(NamedTuple):

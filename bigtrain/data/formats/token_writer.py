@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
+from bigtrain.config.errors import DataError
 from bigtrain.files import paths
-from bigtrain.pp import tokenizers
-from bigtrain.settings import DataError
+from bigtrain.text import tokenizers
 
 # Messages about skipped documents that a shard's counts keep.
 _MAX_MESSAGES = 10

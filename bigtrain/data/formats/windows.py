@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from absl import logging
 
-from bigtrain import hashing
+from bigtrain.arrays import hashing
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.data.formats import files, packing, splits
-from bigtrain.settings import ConfigError, check_choice, check_number
 
 
 class Pieces(NamedTuple):

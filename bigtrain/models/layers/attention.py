@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import (
   attention_backends,
   attention_blockwise,
@@ -147,7 +148,7 @@ class Attention(nn.Module):
     if K is None:
       D = x_or_y.shape[-1]
       if D % H:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"config.model.num_heads: {H} does not divide the width {D}."
         )
       K = D // H
@@ -228,7 +229,7 @@ class Attention(nn.Module):
       return False
     G = options.num_kv_heads or options.num_heads
     if {"qkv", "qv"} & {*options.bias} and G % ways:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.mesh.tensor={ways}: with biases it must divide the {G} heads "
         "of keys and values (config.model.num_kv_heads)."
       )

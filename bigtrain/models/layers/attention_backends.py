@@ -14,7 +14,9 @@ import jax
 import jax.extend
 from absl import logging
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import choices
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import masks
 
 NAMES = ("auto", "splash", "cudnn", "tokamax", "blockwise", "ring", "xla")
@@ -107,7 +109,7 @@ def choose(name: str, call: Call) -> str:
   if name != "auto":
     if reason := unsupported[name]:
       able = [repr(other) for other in _BACKENDS if not unsupported[other]]
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{KEY}={name!r} cannot compute {call}: {reason}. Expected "
         f"{', '.join(able)} or 'auto'."
       )
@@ -119,7 +121,7 @@ def choose(name: str, call: Call) -> str:
       break
     against.append(f"{name}: {unsupported[name] or 'does not pay'}")
   reason = "; ".join([str(best), *against])
-  if settings.note_choice(KEY, str(call), name, reason):
+  if choices.note_choice(KEY, str(call), name, reason):
     logging.debug("%s: %s for %s (%s).", KEY, name, call, reason)
   return name
 

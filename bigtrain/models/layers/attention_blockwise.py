@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import model_flops, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models.layers import attention_xla, masks, positions, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bigtrain import model_flops, settings, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
+from bigtrain.config.errors import import_package
 from bigtrain.models.layers import attention_blockwise, masks, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 
@@ -236,7 +238,7 @@ def attend_by_tokamax(
   inputs: Inputs, *, scale: float, softcap: float | None
 ) -> jax.Array:
   key = "config.model.attention='tokamax'"
-  tokamax = settings.import_package("tokamax", key, "'bigtrain[tokamax]'")
+  tokamax = import_package("tokamax", key, "'bigtrain[tokamax]'")
   if not flags.FLAGS.is_parsed():  # Otherwise it parses a notebook's own.
     flags.FLAGS.mark_as_parsed()
   options: Any = dict(logits_soft_cap=softcap, implementation=_TOKAMAX)

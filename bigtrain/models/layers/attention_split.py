@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models.layers import (
   attention_blockwise,
   attention_kernels,

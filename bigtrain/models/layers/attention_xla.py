@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import model_flops, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models.layers import positions, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 

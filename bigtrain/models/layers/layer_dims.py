@@ -2,7 +2,8 @@
 
 import os
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config import settings
 from bigtrain.models.layers.moe import Options
 
 _TABLES = settings.read_table(os.path.dirname(__file__), "dims.toml")

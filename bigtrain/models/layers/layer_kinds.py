@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bigtrain import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_keys,
+  check_number,
+)
 from bigtrain.models.layers import (
   causal_block,
   kv_cache,
@@ -64,7 +69,7 @@ class Layers(NamedTuple):
       if name == "bias_rate":
         values -= {0}
       if len(values) > 1:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"config.model.kinds: expected the same moe.{name} in all kinds with "
           f"experts, got {', '.join(sorted(map(repr, values)))}."
         )
@@ -84,26 +89,26 @@ class Layers(NamedTuple):
 def read_names(model: Any) -> dict[str, Any]:
   kinds = model.kinds or {}
   if not isinstance(kinds, Mapping):
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.model.kinds: expected a dict of names and the fields they "
       f"override, got {kinds!r}."
     )
   for name, given in kinds.items():
     key = f"config.model.kinds.{name}"
     if not isinstance(given, Mapping):
-      raise settings.ConfigError(f"{key}: expected a dict, got {given!r}.")
-    settings.check_keys(key, given, FIELDS)
+      raise ConfigError(f"{key}: expected a dict, got {given!r}.")
+    check_keys(key, given, FIELDS)
   names = {}
   for field in ("layers", "first_layers"):
     key, given = f"config.model.{field}", getattr(model, field)
     names[field] = options.read_names(key, given, kinds)
   if kinds and not any(names.values()):
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.model.layers: missing; it names the kind of each layer of a "
       f"period, such as ({next(iter(kinds))!r},)."
     )
   if len(names["first_layers"]) > model.depth:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.model.first_layers: {len(names['first_layers'])} layers, but "
       f"depth={model.depth}."
     )
@@ -143,7 +148,7 @@ def of_model(model: Any) -> Layers:
   first = tuple(map(block, model.first_layers))
   period = tuple(moe.kinds(base) if base else map(block, model.layers))
   if model.kinds and any(b.moe and b.moe.every > 1 for b in (*first, *period)):
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.model.moe.every: not with config.model.kinds; a kind with "
       "moe=None has no experts."
     )
@@ -160,25 +165,25 @@ def _check(
   """Checks a layer's values; returns its rotation and scale of queries."""
   for name in (*_SIZES, "window"):
     if (size := values[name]) is not None or name != "window":
-      settings.check_number(f"{key}.{name}", size, least=1, whole=True)
+      check_number(f"{key}.{name}", size, least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
   if (scale := values["attention_scale"]) is not None:
-    settings.check_number(f"{key}.attention_scale", scale, above=0)
+    check_number(f"{key}.attention_scale", scale, above=0)
   scale = values["query_scale"]
   scale = positions.read_query_scale(scale, f"{key}.query_scale")
   if key != "config.model" and values["posemb"] != model.posemb:
-    settings.check_choice(f"{key}.posemb", values["posemb"], ("rope", "none"))
-  settings.check_number(f"{key}.rope_theta", values["rope_theta"], above=1)
-  fraction = settings.check_number(
+    check_choice(f"{key}.posemb", values["posemb"], ("rope", "none"))
+  check_number(f"{key}.rope_theta", values["rope_theta"], above=1)
+  fraction = check_number(
     f"{key}.rope_fraction", values["rope_fraction"], above=0, most=1
   )
   dims = int(values["head_dim"] * fraction)
   if values["posemb"] == "rope" and (dims % 2 or not dims):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.head_dim: rotary positions need an even number of features, got "
       f"{dims}, of head_dim={values['head_dim']} and rope_fraction={fraction}."
     )

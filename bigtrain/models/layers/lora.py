@@ -33,11 +33,18 @@ import jax.numpy as jnp
 from flax import traverse_util
 from flax.core import meta
 
-from bigtrain import dims, settings, trees
+from bigtrain.arrays import dims, trees
+from bigtrain.config import errors
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+  did_you_mean,
+)
 from bigtrain.models.layers import block_quantization
 from bigtrain.models.layers.block_quantization import Quantized
 from bigtrain.models.layers.options import subclass
-from bigtrain.settings import ConfigError, check_number
 
 BASES = ("float32", "bfloat16", *block_quantization.KINDS)
 A, B, MAGNITUDE = FACTORS = ("lora_a", "lora_b", "lora_magnitude")
@@ -83,9 +90,9 @@ def _first(value: _ByName, name: str) -> Any:
 
 
 def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
-  settings.check_kwargs(Options, given, key)
+  check_kwargs(Options, given, key)
   options = Options(**given)
-  settings.check_choice(f"{key}.base", options.base, BASES)
+  check_choice(f"{key}.base", options.base, BASES)
   check_number(f"{key}.dropout", options.dropout, least=0.0, below=1.0)
   as_tuple = lambda x: (x,) if isinstance(x, str) else tuple(x or ())
   options = options._replace(
@@ -110,7 +117,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
       check_number(f"{key}.{field}", pair[1], **limit)
       regexes.append(pair[0])
   for regex in regexes:
-    settings.regex(key, regex)
+    errors.regex(key, regex)
   return options
 
 
@@ -242,7 +249,7 @@ class Layers:
     for regex in regexes:
       matches = {name for name in names if re.fullmatch(regex, name)}
       if not matches:
-        hint = settings.did_you_mean(regex, names)
+        hint = did_you_mean(regex, names)
         what = "kernel" if field == "targets" else "parameter"
         raise ConfigError(
           f"{self._key}.{field}: {regex!r} matches no {what}.{hint}"

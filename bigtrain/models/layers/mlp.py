@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import kernels, options, remat
 
 
@@ -50,9 +51,7 @@ def read_clip(given: Any, kind: str, key: str) -> Clip | None:
     Clip, given, key, limit=limit, alpha={}, up_offset={}
   )
   if clip is not None and kind != "swiglu":
-    raise settings.ConfigError(
-      f"{key}: expected an MLP of kind 'swiglu', got {kind!r}."
-    )
+    raise ConfigError(f"{key}: expected an MLP of kind 'swiglu', got {kind!r}.")
   return clip
 
 

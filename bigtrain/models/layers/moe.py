@@ -24,7 +24,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   kernels,
   mlp,
@@ -113,24 +116,24 @@ def read(
     return given
   moe = options.read_tuple(Options, given, key, **_LIMITS)
   limits = dict(least=1, most=moe.num_experts)
-  settings.check_number(f"{key}.top_k", moe.top_k, whole=True, **limits)
-  settings.check_choice(f"{key}.score", moe.score, SCORES)
+  check_number(f"{key}.top_k", moe.top_k, whole=True, **limits)
+  check_choice(f"{key}.score", moe.score, SCORES)
   _check_together(moe, key)
   if moe.groups is not None:
     moe = moe._replace(groups=_read_groups(moe, f"{key}.groups"))
   if moe.serve is not None:
-    settings.check_choice(f"{key}.serve", moe.serve, SERVE)
+    check_choice(f"{key}.serve", moe.serve, SERVE)
     if moe.capacity_factor is moe.eval_capacity_factor is None:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{key}.serve={moe.serve!r}: expected a capacity_factor; without one "
         "all choices are served."
       )
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
-    settings.check_choice(f"{key}.axis", moe.axis, axes)
+    check_choice(f"{key}.axis", moe.axis, axes)
   for name, depth in depths.items():
     if depth % moe.every:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{key}.every: {moe.every!r} does not divide {name}={depth}."
       )
   return moe
@@ -138,20 +141,20 @@ def read(
 
 def _check_together(moe: Options, key: str) -> None:
   if moe.bias_rate and not moe.selection_bias:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.bias_rate={moe.bias_rate}: expected selection_bias=True."
     )
   if moe.normalize is False and moe.score == "softmax_of_top":
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.normalize=False: the weights of score='softmax_of_top' always "
       "add up to 1."
     )
   if moe.shared_dim and moe.shared_experts:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.shared_dim and {key}.shared_experts: give only one."
     )
   if moe.shared_gate and not (moe.shared_dim or moe.shared_experts):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.shared_gate: expected shared_dim or shared_experts."
     )
 
@@ -160,15 +163,15 @@ def _read_groups(moe: Options, key: str) -> Groups:
   num = dict(least=1, whole=True)
   groups = options.read_tuple(Groups, moe.groups, key, num=num)
   if moe.num_experts % groups.num:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.num: {groups.num} does not divide num_experts={moe.num_experts}."
     )
   own = moe.num_experts // groups.num
   limits = dict(least=-(-moe.top_k // own), most=groups.num)
-  settings.check_number(f"{key}.top", groups.top, whole=True, **limits)
-  settings.check_choice(f"{key}.score", groups.score, GROUP_SCORES)
+  check_number(f"{key}.top", groups.top, whole=True, **limits)
+  check_choice(f"{key}.score", groups.score, GROUP_SCORES)
   if groups.score == "top2" and own < 2:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}.score='top2': expected at least 2 experts in a group, got {own}."
     )
   return groups

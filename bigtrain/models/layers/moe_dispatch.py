@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models.layers import moe_experts
 from bigtrain.models.layers.moe_experts import Experts, Routing
 

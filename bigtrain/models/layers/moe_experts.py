@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain import model_flops, sharding
+from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models.layers import mlp
 
 

@@ -6,7 +6,13 @@ from typing import Any
 
 from flax.core import FrozenDict
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_kwargs,
+  check_number,
+)
 from bigtrain.models.layers import attention_backends, remat
 
 # Default of fields that others determine: None until construction.
@@ -38,7 +44,7 @@ def set_fields(model: Any, values: Mapping[str, Any]) -> None:
 def take_variant(model: Any, variants: Mapping[str, Mapping[str, Any]]) -> None:
   """Sets the fields that are None as config.model.variant says, if any."""
   if model.variant is not None:
-    settings.check_choice("config.model.variant", model.variant, variants)
+    check_choice("config.model.variant", model.variant, variants)
     sizes = variants[model.variant].items()
     set_fields(model, {n: getattr(model, n) or x for n, x in sizes})
 
@@ -58,7 +64,7 @@ def subclass(cls: type, members: Mapping[str, Any]) -> type:
 def check_sizes(model: Any, names: Iterable[str]) -> None:
   for name in names:
     value = getattr(model, name)
-    settings.check_number(f"config.model.{name}", value, least=1, whole=True)
+    check_number(f"config.model.{name}", value, least=1, whole=True)
 
 
 def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
@@ -68,10 +74,10 @@ def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
   for name, values in choices.items():
     if hasattr(model, name):
       key = f"config.model.{name}"
-      settings.check_choice(key, getattr(model, name), values)
+      check_choice(key, getattr(model, name), values)
   for name in rates:
     key = f"config.model.{name}"
-    settings.check_number(key, getattr(model, name), least=0, below=1)
+    check_number(key, getattr(model, name), least=0, below=1)
 
 
 def filled(
@@ -84,20 +90,20 @@ def filled(
 ) -> dict[str, Any]:
   """Values of a language model's fields: given, the variant's, or derived."""
   variant = model.variant or default
-  settings.check_choice("config.model.variant", variant, variants)
+  check_choice("config.model.variant", variant, variants)
   given = {name: getattr(model, name) for name in names}
   given = {name: value for name, value in given.items() if value is not None}
   values = {**variants[variant], **given}
   for name in ("vocab_size", "width", "depth", "num_heads"):
     if name not in values:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.{name}: missing; give it, or a variant such as "
         f"{example!r}."
       )
   width, heads = values["width"], values["num_heads"]
   if "head_dim" not in values:
     if width % heads:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"config.model.num_heads: {heads} does not divide the width {width}."
       )
     values["head_dim"] = width // heads
@@ -109,21 +115,21 @@ def read_tuple(
 ) -> Any:
   """Reads a dict of options as a named tuple, which stays as it is, or None.
 
-  `limits` are of settings.check_number, by option; of a default of None only
+  `limits` are of check_number, by option; of a default of None only
   other values are checked.
   """
   if given is None or isinstance(given, cls):
     return given
   if not isinstance(given, Mapping):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}: expected dict({', '.join(cls._fields)}) or None, got {given!r}."
     )
-  settings.check_kwargs(cls, given, key)
+  check_kwargs(cls, given, key)
   result = cls(**given)
   for name, limit in limits.items():
     value, default = getattr(result, name), cls._field_defaults.get(name, 0)
     if value is not None or default is not None:
-      settings.check_number(f"{key}.{name}", value, **limit)
+      check_number(f"{key}.{name}", value, **limit)
   return result
 
 
@@ -132,11 +138,9 @@ def read_names(
 ) -> tuple[str, ...]:
   """Checks a list of names, such as ("qkv", "out")."""
   if isinstance(given, str) or not isinstance(given, Collection):
-    raise settings.ConfigError(
-      f"{key}: expected a list of names, got {given!r}."
-    )
+    raise ConfigError(f"{key}: expected a list of names, got {given!r}.")
   for name in given:
-    settings.check_choice(key, name, choices)
+    check_choice(key, name, choices)
   return tuple(given)
 
 

@@ -16,7 +16,13 @@ import numpy as np
 from flax import struct
 from flax.core import FrozenDict
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  did_you_mean,
+)
 from bigtrain.models.layers import options
 
 _SCALINGS = settings.read_table(os.path.dirname(__file__), "rope_scalings.toml")
@@ -29,7 +35,7 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
   sin(x), cos(x), sin(y), cos(y), with wavelengths from 2 pi to 20,000 pi.
   """
   if width % 4 or width < 8:
-    raise settings.ConfigError(
+    raise ConfigError(
       "config.model.width: sincos2d position embeddings need a multiple of 4 "
       f"that is at least 8, got {width}; the nearest is "
       f"{max(8, round(width / 4) * 4)}."
@@ -157,17 +163,15 @@ def read_scaling(
   if given is None:
     return None
   kind = given.get("type") if isinstance(given, Mapping) else None
-  kind = settings.check_choice(key, kind, _SCALINGS, "unknown type")
+  kind = check_choice(key, kind, _SCALINGS, "unknown type")
   required, names = _SCALINGS[kind]["required"], _SCALINGS[kind].get("optional")
   optional = dict.fromkeys(names or ()) | _SCALINGS[kind].get("defaults", {})
   for name in given:
     if name not in ("type", *required, *optional):
-      hint = settings.did_you_mean(name, (*required, *optional))
-      raise settings.ConfigError(
-        f"{key}.{name}: unknown key of type {kind!r}.{hint}"
-      )
+      hint = did_you_mean(name, (*required, *optional))
+      raise ConfigError(f"{key}.{name}: unknown key of type {kind!r}.{hint}")
   if missing := [name for name in required if name not in given]:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}: type {kind!r} takes {', '.join(required)}; missing: "
       f"{', '.join(missing)}."
     )
@@ -176,20 +180,20 @@ def read_scaling(
     for name in ("short_factor", "long_factor"):
       scaling[name] = tuple(scaling[name])
       if len(scaling[name]) != dims // 2:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"{key}.{name}: expected {dims // 2} numbers, half of the features "
           f"that rotate, got {len(scaling[name])}."
         )
     if scaling["factor"] is None:
       if max_len is None:
-        raise settings.ConfigError(
+        raise ConfigError(
           f"{key}.factor: missing; without it, config.model.max_len gives it."
         )
       scaling["factor"] = max_len / scaling["original_len"]
   for name, value in scaling.items():
     if name not in ("type", "truncate") and value is not None:
       for x in value if isinstance(value, tuple) else [value]:
-        settings.check_number(f"{key}.{name}", x, above=0)
+        check_number(f"{key}.{name}", x, above=0)
   return FrozenDict(scaling)
 
 
@@ -213,7 +217,7 @@ def read_query_scale(given: Any, key: str) -> QueryScale | None:
     QueryScale, given, key, beta={}, original_len=length
   )
   if scale is not None:
-    settings.check_choice(f"{key}.log", scale.log, ("log", "log1p"))
+    check_choice(f"{key}.log", scale.log, ("log", "log1p"))
   return scale
 
 

@@ -30,9 +30,14 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from bigtrain import settings
+from bigtrain.config import errors
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  did_you_mean,
+  import_package,
+)
 from bigtrain.models.layers.options import subclass
-from bigtrain.settings import ConfigError, did_you_mean
 
 # Dtypes of the operands of a product, and of the gradients of its result.
 _DTYPES = {
@@ -132,13 +137,13 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
     regex, precision = rule
     if precision is not None:
       problem = "unknown precision"
-      settings.check_choice(f"{key}[{i}]", precision, _DTYPES, problem)
-    result.append((settings.regex(f"{key}[{i}]", regex), precision))
+      check_choice(f"{key}[{i}]", precision, _DTYPES, problem)
+    result.append((errors.regex(f"{key}[{i}]", regex), precision))
   return result
 
 
 def _product(precision: str, key: str) -> Callable[..., Any]:
-  qwix = settings.import_package("qwix", key, "'bigtrain[quantize]'")
+  qwix = import_package("qwix", key, "'bigtrain[quantize]'")
   dtype, gradient = _DTYPES[precision]
   method = _CALIBRATION[precision]
   rule = qwix.QtRule(

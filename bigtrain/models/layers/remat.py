@@ -6,7 +6,7 @@ from collections.abc import Callable
 import flax.linen as nn
 from jax import checkpoint_policies as policies
 
-from bigtrain import settings
+from bigtrain.config.errors import check_choice, check_number
 
 # Name of the output and softmax statistics of kernels and blockwise attention.
 ATTENTION = "attention"
@@ -45,8 +45,8 @@ def read(policy: str) -> tuple[str, int]:
   match = re.fullmatch(r"(.*)\(every=(\d+)\)", str(policy))
   name, every = (match[1], int(match[2])) if match else (policy, 1)
   key = "config.model.remat_policy"
-  settings.check_choice(key, name, POLICIES)
-  settings.check_number(f"{key}: every", every, least=1)
+  check_choice(key, name, POLICIES)
+  check_number(f"{key}: every", every, least=1)
   return name, every
 
 

@@ -19,11 +19,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import moe, remat, stages
 
 # Collections that modules write while they run. The second has statistics of
-# activations, see step.activations.
+# activations, see objective/activations.py.
 _WRITTEN = (moe.STEP_SUMS, "activation_stats")
 
 
@@ -163,7 +164,7 @@ def _at_once(every: int, layers: "_Layers", in_stages: bool) -> int:
   period = len(layers.period)
   num = math.lcm(every, period) // period
   if num > 1 and (in_stages or layers.periods % num):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.model.remat_policy: every={every}: expected a divisor of the "
       f"{layers.periods * period} layers in a loop, and no "
       "config.mesh.pipeline."

@@ -24,7 +24,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from bigtrain import model_flops, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import model_flops, trees
+from bigtrain.config.errors import ConfigError
 
 _AXIS = "pipeline"
 _INPUT = "layer_input"  # Name of a layer's activations, which are kept.
@@ -61,7 +63,7 @@ def run(
   depth = len(jax.tree.leaves(variables)[0])
   M = schedule.microbatches
   if depth % (parts := schedule.stages * schedule.rounds):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"config.mesh.pipeline_rounds={schedule.rounds}: expected a multiple of "
       f"{parts} layers, or periods of them, got {depth}."
     )

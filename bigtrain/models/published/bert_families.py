@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import dims
+from bigtrain.arrays import dims
 from bigtrain.models.published import (
   encoder_rules,
   families,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import check_choice
 
 _RENAMES = settings.read_table(__file__, "renames.toml")
 # Values of config.model_init.convert.posemb_align.
@@ -75,7 +76,7 @@ def resample_posemb(
       DINOv2 (torch's interpolate). "antialiased_bicubic": as in timm.
   """
   key = "config.model_init.convert.posemb_align"
-  settings.check_choice(key, align, POSEMB_ALIGN)
+  check_choice(key, align, POSEMB_ALIGN)
   if tuple(old) == tuple(new):
     return posemb_1PD
   D = posemb_1PD.shape[-1]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from bigtrain import dims
+from bigtrain.arrays import dims
 from bigtrain.models.published import decoder_rules, families, mxfp4, tables
 
 LAYOUTS, ARRAYS = families.load("decoder_families", decoder_rules)

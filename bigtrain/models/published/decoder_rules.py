@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import did_you_mean
 from bigtrain.models.published.families import ConfigJson, Rule, converted
 from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 
@@ -285,12 +286,12 @@ def _scaling(
   if original_len and kind in ("su", "yarn"):
     kind = "longrope"  # Names in older files of the family.
   if kind != "default" and kind not in _SCALINGS:
-    hint = settings.did_you_mean(str(kind), ("default", *_SCALINGS))
+    hint = did_you_mean(str(kind), ("default", *_SCALINGS))
     raise config.error(f"rope_type={kind!r}: not computed by the model.{hint}")
   names = _SCALINGS.get(kind, {})
   unused = {_ORIGINAL} if kind in ("default", "linear") else set()
   for key in values.keys() - others - unused - {*names.values()}:
-    hint = settings.did_you_mean(key, {*names.values()})
+    hint = did_you_mean(key, {*names.values()})
     raise config.error(f"{key}: unknown key of rope_type={kind!r}.{hint}")
   if kind == "default":
     return None

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.models.published import conversions, families
 from bigtrain.models.published.families import ConfigJson, Family, Rule
 

@@ -12,7 +12,9 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice, did_you_mean
 from bigtrain.models.published import layer_patterns, tables, timm
 from bigtrain.models.published.layer_patterns import ByLayer
 
@@ -104,7 +106,7 @@ class Family(NamedTuple):
     for key in values:
       if key not in known and not {key} & (_HARMLESS | {*self.harmless}):
         if key not in unread:
-          hint = settings.did_you_mean(key, known)
+          hint = did_you_mean(key, known)
           raise config.error(
             f"{key}={values[key]!r}: unknown key of model_type="
             f"{self.model_type!r}; config.model_init = dict(path=..., "
@@ -304,8 +306,8 @@ class ConfigJson(dict[str, Any]):
         f"{' or '.join(map(repr, expected))}."
       )
 
-  def error(self, text: str) -> settings.ConfigError:
-    return settings.ConfigError(f"{self.path}: {text}")
+  def error(self, text: str) -> ConfigError:
+    return ConfigError(f"{self.path}: {text}")
 
 
 def file_beside(path: str) -> str:
@@ -323,7 +325,7 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
     with open(file) as f:
       values = json.load(f)
   except (OSError, ValueError) as e:
-    raise settings.ConfigError(f"{file}: cannot be read: {e}") from e
+    raise ConfigError(f"{file}: cannot be read: {e}") from e
   if isinstance(values, dict) and "architecture" in values:
     values = timm.flat(file, values)
   kind = values.get("model_type") if isinstance(values, dict) else None
@@ -353,7 +355,7 @@ class Layouts(NamedTuple):
     kind = values["model_type"]
     if kind not in self.families:
       names = values.get("architectures") or []
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{file}: config.model_name does not compute the architecture {kind!r} "
         f"{tuple(names)}; it computes {', '.join(self.families)}."
       )
@@ -374,7 +376,7 @@ class Layouts(NamedTuple):
     """
     layouts = self.of_model(model) if self.of_model else self.families
     if layout:
-      settings.check_choice("--layout", layout, layouts)
+      check_choice("--layout", layout, layouts)
     fields = type(model).__dataclass_fields__
     ours = self.canonical({name: getattr(model, name) for name in fields})
     ours["shapes"] = shapes
@@ -391,19 +393,17 @@ class Layouts(NamedTuple):
           for ours_i, theirs_i in [_narrowed(*pair)]
         ]
         if texts:
-          raise settings.ConfigError(
-            f"{key}: expected a model with {'; '.join(texts)}."
-          )
+          raise ConfigError(f"{key}: expected a model with {'; '.join(texts)}.")
         arrays = tables.export(key, family.arrays, shapes, param_dims)
         if family.model_type == timm.MODEL_TYPE:
           config = timm.folded(config)
         return config, arrays
-      except settings.ConfigError as e:
+      except ConfigError as e:
         problems.append(e)
     shortest = min(problems, key=lambda e: len(str(e)))
     if layout:
       raise shortest
-    raise settings.ConfigError(
+    raise ConfigError(
       f"--format=hf: no published layout computes this model. {shortest}"
     ) from shortest
 
@@ -492,7 +492,7 @@ class Fields(dict[str, Field]):
       if value != field.value and not arrays_decide and name not in allowed:
         wrong.append(_message(f"{key}.{name}", value, field))
     if wrong:
-      raise settings.ConfigError(f"{self.path}: {'; '.join(wrong)}.")
+      raise ConfigError(f"{self.path}: {'; '.join(wrong)}.")
     return result
 
 

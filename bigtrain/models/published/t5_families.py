@@ -6,7 +6,7 @@ Keys and defaults follow transformers, and names also T5X or Mesh TensorFlow.
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import dims
+from bigtrain.arrays import dims
 from bigtrain.models.published import encoder_rules, families, tables
 from bigtrain.models.published.conversions import renamed
 from bigtrain.models.published.families import Family

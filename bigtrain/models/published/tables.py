@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import dims, settings
+from bigtrain.arrays import dims
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import blocks, conversions
 from bigtrain.models.published.conversions import Remark
 
@@ -333,7 +335,7 @@ def export(
         tensors += _tensors(params, entry, layer)
   used = {name for tensor in tensors for name, _ in tensor.parts}
   if unused := sorted(set(shapes) - used):
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{key}: the layout has no place for {', '.join(unused[:3])}."
     )
   return tensors

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 
 MODEL_TYPE = "timm_wrapper"  # As in the config.json of transformers.
 _FILE = importlib.resources.files(__package__).joinpath("timm.json")
@@ -23,9 +23,9 @@ def flat(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """A config.json with all arguments in place of the architecture's name."""
   name = str(values["architecture"]).partition(".")[0]
   if name not in _MODELS:
-    raise settings.ConfigError(
+    raise ConfigError(
       f"{file}: architecture={name!r}: none of the ViTs of timm that "
-      f"config.model_name='vit' computes.{settings.did_you_mean(name, _MODELS)}"
+      f"config.model_name='vit' computes.{did_you_mean(name, _MODELS)}"
     )
   given = values.get("model_args") or {}
   processing = values.get("pretrained_cfg") or values
@@ -45,7 +45,7 @@ def flat(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def folded(config: Mapping[str, Any]) -> dict[str, Any]:
   """The inverse of `flat`: the nearest architecture, and what differs."""
   if config.get("patch_bias") == config["pre_norm"]:
-    raise settings.ConfigError(
+    raise ConfigError(
       "--layout=timm: expected biases of the patches, or pre_norm; not both."
     )
   args = {key: config[key] for key in _DEFAULTS}
@@ -62,9 +62,7 @@ def folded(config: Mapping[str, Any]) -> dict[str, Any]:
   fit = [n for n, x in options.items() if not {*x} & {*_FIXED}]
   if not fit:
     fixed = ", ".join(f"{key}={args[key]}" for key in _FIXED)
-    raise settings.ConfigError(
-      f"--layout=timm: no architecture of timm has {fixed}."
-    )
+    raise ConfigError(f"--layout=timm: no architecture of timm has {fixed}.")
   name = min(fit, key=lambda name: len(options[name]))
   classes = config["num_classes"]
   given: dict[str, Any] = options[name] | {"num_classes": classes}

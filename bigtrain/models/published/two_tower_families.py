@@ -6,7 +6,7 @@ A model of two towers has the fields `image` and `text`, options of its towers.
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import dims
+from bigtrain.arrays import dims
 from bigtrain.models.published import (
   encoder_rules,
   families,

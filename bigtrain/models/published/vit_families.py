@@ -9,7 +9,7 @@ the use of a model, not on its weights, is read from its class in
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain import dims
+from bigtrain.arrays import dims
 from bigtrain.models.published import encoder_rules, families, tables, timm
 from bigtrain.models.published.families import Family
 

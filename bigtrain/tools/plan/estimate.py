@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain import parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
 from bigtrain.models.layers import layer_kinds
+from bigtrain.objective import building, published_sizes
 from bigtrain.runtime import device_memory
 from bigtrain.tools.plan import hlo, meshes
 from bigtrain.tools.plan.hardware import Hardware, seconds
@@ -202,7 +204,7 @@ def blocks(config: Mapping[str, Any]) -> Blocks | None:
 @functools.cache
 def _blocks(text: str) -> Blocks:
   config = settings.Config(json.loads(text))
-  _, model = parts.model(parts.with_published_sizes(config))
+  _, model = building.model(published_sizes.with_published_sizes(config))
   layers = layer_kinds.of_model(model).of_all(model.depth)
   hidden = sum(layer.hidden_units() for layer in layers) / len(layers)
   mean = lambda name: sum(getattr(x, name) for x in layers) // len(layers)

@@ -7,9 +7,9 @@ second for networks. Peaks of the matrix units are in reports/flops.py.
 
 from typing import NamedTuple
 
-from bigtrain import settings
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.reports import flops
-from bigtrain.settings import ConfigError, check_choice
 from bigtrain.sharding import absent
 from bigtrain.tools.plan.hlo import Collective
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import windows
-from bigtrain.settings import ConfigError
 
 AXES = sharding.AXES
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
 from bigtrain.cluster import process
-from bigtrain.settings import ConfigError
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import arguments, exits
 from bigtrain.tools.plan import (
   estimate,
@@ -66,7 +66,7 @@ def _task(
   num_examples: int = 1_000_000,
 ) -> _Task:
   target = hardware.find(hardware_name)
-  plain = settings.load(config, changes)
+  plain = loading.load(config, changes)
   if limit := plain.get("device_memory_bytes"):
     target = target._replace(memory_bytes=limit)
   made_up = meshes.without_data(plain, features, num_examples)

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from bigtrain import parts, settings, sharding, teacher, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.cluster import process
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.main import train
+from bigtrain.objective import building, gradients, teacher
 from bigtrain.reports import flops
 from bigtrain.runtime import device_memory
 from bigtrain.runtime.run import Run
-from bigtrain.settings import ConfigError
-from bigtrain.step import gradients
 from bigtrain.tools import exits
 from bigtrain.tools.plan import hardware, hlo
 
@@ -123,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
   ]
   with sharding.absent_devices(request.get("topology")):
     facts = train(
-      settings.load(request["config"], changes),
+      loading.load(request["config"], changes),
       folder,
       on_update=functools.partial(_facts, request, folder),
     )
@@ -189,11 +191,11 @@ def measure(
   state_spec, _, batch_spec, _, frozen_spec = specs
   params = jax.tree.leaves(state_spec["params"])
   sharded = [x for x in params if not x.sharding.is_fully_replicated]
-  task, (_, model) = parts.task(run.config), parts.model(run.config)
+  task, (_, model) = building.task(run.config), building.model(run.config)
   of_teacher = teacher.from_config(
     run.config, task, batch_spec, run.mesh, run.seed
   )
-  loss_fn = parts.loss_fn(run.config, task, model, of_teacher.model)
+  loss_fn = building.loss_fn(run.config, task, model, of_teacher.model)
   loss_args = gradients.loss_args(state_spec, batch_spec, run.mesh, frozen_spec)
   return {
     "parameters": sum(x.size for x in params),
@@ -217,7 +219,7 @@ def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
 
 
 def _of_model(config: settings.Config, state_spec: Any) -> dict[str, Any]:
-  module, model = parts.model(config)
+  module, model = building.model(config)
   named = trees.flatten_with_names(state_spec["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
 

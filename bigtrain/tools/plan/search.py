@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from bigtrain import sharding
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.plan import estimate, meshes
 from bigtrain.tools.plan.hardware import Hardware
 from bigtrain.tools.plan.program import Sizes

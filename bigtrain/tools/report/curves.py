@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from bigtrain import settings
+from bigtrain.config.errors import import_package
 from bigtrain.reports import console
 from bigtrain.tools.report import panels
 from bigtrain.tools.report.charts import FROM_ZERO
@@ -100,7 +100,7 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
 
 def pngs(runs: Sequence[Run]) -> dict[str, bytes]:
   """Returns {name: PNG} of the panels, "time", and the overview "curves"."""
-  matplotlib = settings.import_package(
+  matplotlib = import_package(
     "matplotlib", "tools.report", "'bigtrain[report]'"
   )
   images = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.reports import console
 from bigtrain.tools.report.panels import COLORS
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
+from bigtrain.config import settings
 from bigtrain.reports.chrono import ACCOUNTS
 from bigtrain.reports.console import FIGURES, PREFIXES
 

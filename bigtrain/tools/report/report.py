@@ -12,7 +12,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.tools import arguments, exits, ranking
@@ -25,7 +25,7 @@ def read(workdirs: Sequence[str]) -> list[Run]:
   for workdir, name in zip(workdirs, short_names(workdirs)):
     metrics = rows.read_rows(workdir)
     if not metrics:
-      raise settings.ConfigError(
+      raise ConfigError(
         f"{os.path.join(workdir, rows.FILE_NAME)}: no rows; expected the "
         "workdir of a run that has logged a step."
       )
@@ -42,7 +42,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
     names = ["/".join(p[-n:]) for p in parts]
     if len(set(names)) == len(names):
       return names
-  raise settings.ConfigError(
+  raise ConfigError(
     f"workdir: expected different folders, got {', '.join(paths)}."
   )
 

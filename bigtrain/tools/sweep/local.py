@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 from bigtrain.cluster import process
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import runs
 from bigtrain.tools.sweep import results
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from bigtrain.config.errors import check_choice
 from bigtrain.files import paths
 from bigtrain.reports import console, record, rows
-from bigtrain.settings import check_choice
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 

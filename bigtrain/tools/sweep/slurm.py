@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.sweep import local, results
 
 _SCRIPT = pathlib.Path(__file__).parents[3] / "launch" / "slurm.sbatch"

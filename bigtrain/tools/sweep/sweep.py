@@ -17,10 +17,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from bigtrain import settings
 from bigtrain.cluster import lease, process
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.settings import ConfigError
 from bigtrain.tools import arguments, exits
 from bigtrain.tools.sweep import local, results, slurm, variants
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
   if args.sbatch and args.launcher != "slurm":
     raise ConfigError("--sbatch: needs --launcher=slurm.")
   made = variants.make(args.config, changes, args.grid)
-  results.check_evaluation(args.metric, settings.load(args.config, changes))
+  results.check_evaluation(args.metric, loading.load(args.config, changes))
   workdir = paths.absolute(args.workdir)
   table = results.Results(workdir, made, args.metric, args.mode)
   is_remote = paths.is_remote(workdir)

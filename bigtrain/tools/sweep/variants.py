@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain import settings
-from bigtrain.settings import ConfigError, did_you_mean
+from bigtrain.config import loading, settings
+from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.tools.arguments import split_at_commas
 
 _LONGEST = 80  # Characters of a name; file systems allow 255.
@@ -31,18 +31,18 @@ def make(
   `changes`, "KEY=VALUE", are of all variants; of the items of a grid,
   "KEY=VALUE,VALUE", the last key varies fastest.
   """
-  base = settings.load(config, changes)
+  base = loading.load(config, changes)
   where = "--grid" if grid else "get_sweep"
   if grid:
     chosen = product(parse_grid(grid))
   elif config.endswith(".json"):
     raise ConfigError("--grid: missing; a config.json has no get_sweep.")
   else:
-    chosen = _listed(settings.call(config, "get_sweep"))
+    chosen = _listed(loading.call(config, "get_sweep"))
   for key in _keys(chosen):
     _check_key(base, key, where)
   flags = [_flags(base, variant, where) for variant in chosen]
-  configs = [settings.load(config, [*changes, *words]) for words in flags]
+  configs = [loading.load(config, [*changes, *words]) for words in flags]
   chosen = [
     {key: _at(config, key) for key in variant}
     for config, variant in zip(configs, chosen)
@@ -130,7 +130,7 @@ def _flags(
     text = value if isinstance(value, str) else repr(value)
     trial = {"it": _at(config, key)}
     try:
-      settings.override(trial, f"it={text}")
+      loading.override(trial, f"it={text}")
     except ConfigError as e:
       expected = str(e).partition(": ")[2]
       raise ConfigError(f"{where} {key}={text}: {expected}") from e

@@ -2,8 +2,8 @@
 
 import pytest
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import splits
-from bigtrain.settings import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from bigtrain.config.errors import DataError
 from bigtrain.data.formats import tfrecord
-from bigtrain.settings import DataError
 
 
 @pytest.fixture(autouse=True)

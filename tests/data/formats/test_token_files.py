@@ -6,9 +6,9 @@ import pickle
 import pytest
 from support import token_corpora
 
+from bigtrain.config.errors import DataError
 from bigtrain.data import tokens
 from bigtrain.data.formats import token_files
-from bigtrain.settings import DataError
 
 
 @pytest.fixture(autouse=True)

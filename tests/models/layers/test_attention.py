@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from models.layers import attention_cases
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import attention, masks, positions
 
 B, L, D, H = 4, 12, 16, 2
@@ -34,7 +35,7 @@ def test_attention_equals_flax_attention():
 
 def test_heads_that_do_not_divide_the_width_are_an_error():
   x_BLD = normal(7, B, L, D)
-  with pytest.raises(settings.ConfigError, match="divide the width 16"):
+  with pytest.raises(ConfigError, match="divide the width 16"):
     attention.Attention(attention.Options(3)).init(
       jax.random.key(0), x_BLD, x_BLD
     )

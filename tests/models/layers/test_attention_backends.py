@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from support import absent_mesh
 
-from bigtrain import settings
+from bigtrain.config import choices
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import attention, attention_backends, masks
 
 Case = attention_backends.Call
@@ -56,11 +57,9 @@ def choose(case, wanted="auto"):
   ],
 )
 def test_auto(case, expected):
-  settings.forget_choices()
+  choices.forget_choices()
   assert choose(case) == expected
-  ((description, choice),) = settings.choices()[
-    "config.model.attention"
-  ].items()
+  ((description, choice),) = choices.choices()["config.model.attention"].items()
   assert choice["choice"] == expected and choice["reason"]
   assert str(case.queries) in description
 
@@ -98,7 +97,7 @@ def test_cudnn_needs_a_gpu_of_nvidia_from_ampere_on(
   ],
 )
 def test_a_named_one_that_cannot_serve_is_an_error(wanted, case, message):
-  with pytest.raises(settings.ConfigError, match=message) as error:
+  with pytest.raises(ConfigError, match=message) as error:
     choose(case, wanted)
   assert f"config.model.attention={wanted!r}" in str(error.value)
   assert choose(case, "xla") == "xla"
@@ -107,10 +106,10 @@ def test_a_named_one_that_cannot_serve_is_an_error(wanted, case, message):
 def test_the_platform_is_that_of_the_mesh():
   q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
   attend = functools.partial(attention.attend, mask=masks.Mask(causal=True))
-  settings.forget_choices()
+  choices.forget_choices()
   with absent_mesh.use("TPU v5", "tpu", replica=2, fsdp=4):
     traced = jax.jit(attend).trace(q, q, q)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-  (choice,) = settings.choices()[attention_backends.KEY].values()
+  (choice,) = choices.choices()[attention_backends.KEY].values()
   assert choice["choice"] == "splash"
   assert "tpu_custom_call" in text and "512x512x" not in text

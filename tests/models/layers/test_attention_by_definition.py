@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from models.layers import attention_cases
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import (
   attention_blockwise,
   attention_kernels,
@@ -173,7 +174,7 @@ def test_splash(monkeypatch, seed):
   options = dict(longest=3, unit=128)
   case, _ = draw(seed, **options)
   if case.bias or case.prefix:
-    with pytest.raises(settings.ConfigError, match="cannot compute"):
+    with pytest.raises(ConfigError, match="cannot compute"):
       check(seed, "splash", **options)
   else:
     check(seed, "splash", **options)

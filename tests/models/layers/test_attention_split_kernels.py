@@ -85,11 +85,13 @@ import re
 import jax
 import numpy as np
 from jax.experimental import topologies
-from bigtrain import parts, settings, sharding
+from bigtrain import sharding
+from bigtrain.config import loading, settings
+from bigtrain.objective import building
 
-config = dict(settings.load("configs/llama_8b.py"))
+config = dict(loading.load("configs/llama_8b.py"))
 config["model"] |= dict(depth=1, vocab_size=512)
-module, model = parts.model(settings.Config(config))
+module, model = building.model(settings.Config(config))
 devices = topologies.get_topology_desc(
   platform="tpu", topology_name="v5:2x2x1"
 ).devices

@@ -6,7 +6,8 @@ import jax
 import pytest
 from models.layers import attention_cases
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import attention_backends, attention_kernels
 
 Case = attention_cases.Case
@@ -59,7 +60,7 @@ def test_what_it_cannot_compute_is_an_error(
     softcap=True,
   )  # fmt: skip
   call = attention_backends.Call(**{**values, **changes})
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     attention_backends.choose("tokamax", call)
   if installed:
     call = attention_backends.Call(**values)

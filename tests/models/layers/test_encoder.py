@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain import settings, trees
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import encoder as encoder_lib
 
 B, L, D, H, DEPTH = 4, 6, 16, 2, 2
@@ -168,7 +169,7 @@ def test_every_kth_layer_of_a_scan_has_the_same_gradients(x_BLD):
   ],
 )
 def test_a_wrong_remat_policy_is_an_error(x_BLD, changes, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     jax.eval_shape(encoder(**changes).init, key(0), x_BLD)
 
 

@@ -8,10 +8,10 @@ from flax import traverse_util
 from jax.scipy.special import ndtri
 from support import cases
 
-from bigtrain import parts, settings
-from bigtrain.adapters import trained
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import block_quantization, lora
-from bigtrain.settings import ConfigError
+from bigtrain.objective import building, trained_adapters
 
 _IDS = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
 _IMAGE = np.linspace(-1, 1, 2 * 8 * 8 * 3, dtype=np.float32)
@@ -40,7 +40,7 @@ def made(name, **options):
   targets = r".*(query|value|up|gate|down|Dense_\d|head|router)/kernel"
   adapters = dict(targets=targets, rank=2, alpha=3) | options
   config = dict(model_name=model_name, model=fields, adapters=adapters)
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
   variables = model.init(jax.random.key(0), *inputs)
   rng = np.random.default_rng(0)
   noisy = lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(x.dtype)
@@ -57,9 +57,9 @@ def test_any_model_computes_what_the_merged_one_does(name, dora):
   want = model.apply(variables, *inputs)[0]
   lora.check(model)  # Every target was used.
   merged = traverse_util.unflatten_dict(
-    trained.merged(config, variables), sep="/"
+    trained_adapters.merged(config, variables), sep="/"
   )
-  plain = trained.Adapted.of(trained.plain(config)).model
+  plain = trained_adapters.Adapted.of(trained_adapters.plain(config)).model
   got = plain.apply({"params": merged}, *inputs)[0]
   scale = np.abs(want).max()
   np.testing.assert_allclose(got / scale, want / scale, atol=3e-6)
@@ -84,7 +84,7 @@ def test_initial_factors():
   _, fields, inputs = MODELS["llama"]
   adapters = dict(targets=".*up/kernel", rank=64)
   config = dict(model_name="decoder", model=fields, adapters=adapters)
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
   up = model.init(jax.random.key(0), *inputs)["params"]["blocks_0"]["mlp"]["up"]
   # kaiming_uniform_ with a = sqrt(5) is uniform up to 1 / sqrt(inputs).
   bound = 1 / np.sqrt(16)
@@ -110,7 +110,7 @@ def test_mistakes_are_told(change, message):
   adapters = dict(targets=".*up/kernel", rank=2) | change
   config = dict(model_name="decoder", model=fields, adapters=adapters)
   with pytest.raises(ConfigError, match=message):
-    _, model = parts.model(settings.Config(config))
+    _, model = building.model(settings.Config(config))
     variables = model.init(jax.random.key(0), *inputs)
     model.apply(variables, *inputs)
 
@@ -119,7 +119,7 @@ def test_kernels_alone_are_quantized():
   _, fields, inputs = MODELS["llama"]
   adapters = dict(targets=".*up/kernel", rank=2, base="int8", quantized=".*")
   config = dict(model_name="decoder", model=fields, adapters=adapters)
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
   variables = model.init(jax.random.key(0), *inputs)
   assert np.isfinite(model.apply(variables, *inputs)[0]).all()
 
@@ -128,7 +128,7 @@ def test_a_kernel_that_no_dense_layer_has_is_refused():
   _, fields, inputs = MODELS["vit"]
   adapters = dict(targets=r"embedding/kernel", rank=2)
   config = dict(model_name="vit", model=fields, adapters=adapters)
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
   with pytest.raises(ConfigError, match="embedding"):
     variables = model.init(jax.random.key(0), *inputs)
     model.apply(variables, *inputs)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bigtrain import settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder, t5
 from bigtrain.models.layers import mlp, moe, moe_dispatch, moe_experts
 
@@ -377,5 +379,5 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
   ],
 )
 def test_wrong_options_are_errors(options, message):
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     moe.read(options, "config.model.moe", depth=8, decoder_depth=6)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.models.layers import layer_dims, mlp, moe
 from bigtrain.tools.plan import hlo
@@ -147,7 +149,7 @@ def test_experts_that_do_not_divide_are_an_error():
   options = moe.Options(6, axis="fsdp")
   shapes = {"blocks/moe/up/kernel": (2, 6, D, F)}
   table = layer_dims.with_experts(layer_dims.LAYERS, options)
-  with pytest.raises(settings.ConfigError) as e:
+  with pytest.raises(ConfigError) as e:
     sharding.place(table, shapes, {"replica": 2, "fsdp": 4})
   assert str(e.value) == (
     "config.mesh.fsdp=4 does not divide blocks/moe/up/kernel (dimension 1 of "

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain import settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.models.layers import mlp, moe
 
@@ -182,7 +184,7 @@ def test_the_auxiliary_loss_over_all_layers():
   # transformers adds up the loads of a token's choices.
   assert J * loss("all") == pytest.approx(tree["loss"], rel=1e-5)
   assert J * loss("layers") > 1.001 * tree["loss"]
-  with pytest.raises(settings.ConfigError, match="Did you mean 'layers'"):
+  with pytest.raises(ConfigError, match="Did you mean 'layers'"):
     loss("layer")
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import positions
 
 
@@ -19,7 +19,7 @@ def test_sincos_embeddings_have_the_known_values():
   x, y = np.array([2, 2e-4]), np.array([1, 1e-4])
   expected = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)])
   np.testing.assert_allclose(posemb[0, 5], expected, rtol=1e-6)
-  with pytest.raises(settings.ConfigError, match="multiple of 4"):
+  with pytest.raises(ConfigError, match="multiple of 4"):
     positions.sincos_2d((2, 3), 10)
 
 

@@ -10,10 +10,12 @@ import tiny
 from models.layers import test_lora
 
 import bigtrain
-from bigtrain import main, parts, settings
+from bigtrain import main
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import quantized
+from bigtrain.objective import building
 from bigtrain.reports import flops
-from bigtrain.settings import ConfigError
 from bigtrain.tools import evaluate
 
 pytest.importorskip("qwix", reason="pip install 'bigtrain[quantize]'")
@@ -30,7 +32,7 @@ def decoder(rules=None, **options):
   config = dict(model_name="decoder", model=options)
   if rules:
     config["quantize"] = rules
-  _, model = parts.model(settings.Config(config))
+  _, model = building.model(settings.Config(config))
 
   def loss(variables):
     logits = model.apply(variables, TOKENS)[0].astype(jnp.float32)
@@ -124,7 +126,7 @@ def test_heads_and_routers_are_left_out_unless_they_are_named():
 
   def names(rules):
     config = dict(model_name="vit", model=options, quantize=rules)
-    _, model = parts.model(settings.Config(config))
+    _, model = building.model(settings.Config(config))
     variables = jax.eval_shape(model.init, jax.random.key(0), image)
     jax.eval_shape(model.apply, variables, image)
     quantized.check(model)
@@ -169,7 +171,7 @@ def test_adapters_add_to_the_products_of_their_base(options):
   """Near the model with merged adapters, in float32."""
   config, exact, variables, inputs = test_lora.made("llama", **options)
   config = settings.Config(config | dict(quantize=[(".*", "fp8")]))
-  _, model = parts.model(config)
+  _, model = building.model(config)
   apply = jax.jit(lambda v: model.apply(v, *inputs)[0])
   products = re.findall(
     r"dot_general.*f8E4M3FN", apply.lower(variables).as_text()

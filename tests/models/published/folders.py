@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
 from bigtrain.models import decoder, t5
+from bigtrain.objective import building, published_sizes
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 SIZES = dict(vocab_size=61, width=24, depth=2)
@@ -109,7 +112,7 @@ def opened(folder, **options):
   """(module, model) of a published folder as a config reads it."""
   model = dict(published=str(folder), **options)
   config = settings.Config(dict(model_name="decoder", model=model))
-  return parts.model(parts.with_published_sizes(config))
+  return building.model(published_sizes.with_published_sizes(config))
 
 
 def variables_of(module, model, path, names=None):

@@ -10,10 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from bigtrain import parts, settings, trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
+from bigtrain.objective import building, published_sizes
 from bigtrain.tasks import classification
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -25,7 +28,7 @@ def opened(folder, **model):
   config = settings.Config(
     {"model_name": "decoder", "model": dict(published=str(folder), **model)}
   )
-  module, made = parts.model(parts.with_published_sizes(config))
+  module, made = building.model(published_sizes.with_published_sizes(config))
   tokens = np.zeros((1, 4), np.int32)
   like = jax.eval_shape(made.init, jax.random.key(0), tokens)["params"]
   params, _ = warm_start.load_params(
@@ -62,7 +65,7 @@ def test_the_layout_has_the_same_arrays_and_classes(name):
 
 def test_a_language_model_becomes_a_classifier(tmp_path):
   folder = GOLDEN / "published" / "llama"
-  with pytest.raises(settings.ConfigError, match="score/kernel"):
+  with pytest.raises(ConfigError, match="score/kernel"):
     opened(folder, num_classes=3)
   config = settings.Config(
     {
@@ -70,7 +73,7 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
       "model": dict(published=str(folder), num_classes=3, pool="mean"),
     }
   )
-  module, model = parts.model(parts.with_published_sizes(config))
+  module, model = building.model(published_sizes.with_published_sizes(config))
   tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
   fresh = model.init(jax.random.key(0), tokens)["params"]
   params, _ = warm_start.load_params(
@@ -81,11 +84,9 @@ def test_a_language_model_becomes_a_classifier(tmp_path):
   )
   assert model.apply({"params": params}, tokens)[0].shape == (2, 3)
   shapes = {k: x.shape for k, x in trees.flatten_with_names(params)}
-  with pytest.raises(settings.ConfigError, match="pool='last'"):
+  with pytest.raises(ConfigError, match="pool='last'"):
     decoder.to_published(model, shapes)
-  with pytest.raises(
-    settings.ConfigError, match="num_classes=3: expected None"
-  ):
+  with pytest.raises(ConfigError, match="num_classes=3: expected None"):
     model.head_kernel(params)
 
 

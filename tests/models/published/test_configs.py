@@ -6,9 +6,10 @@ import pytest
 from models.published import folders
 from models.published.folders import GOLDEN, MODELS, model_of, module_of
 
-from bigtrain import parts, settings
 from bigtrain.checkpoints import warm_start
-from bigtrain.settings import ConfigError
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
+from bigtrain.objective import building, published_sizes
 
 V4_SCALING = dict(type="linear", factor=2.0)
 
@@ -31,7 +32,7 @@ def resolved(layout, path=None, model_init=None, **options):
       "model_init": model_init,
     }
   )
-  return parts.with_published_sizes(config)
+  return published_sizes.with_published_sizes(config)
 
 
 @pytest.mark.parametrize("layout", MODELS)
@@ -161,7 +162,7 @@ def test_what_may_differ(tmp_path, caplog):
 def test_models_take_their_sizes_from_a_folder(layout):
   module, expected = module_of(layout), model_of(layout)
   config = resolved(layout, scan=True)
-  _, model = parts.model(config)
+  _, model = building.model(config)
   assert model.scan
   plain = config.to_dict()["model"]
   assert "published" not in plain and json.loads(json.dumps(plain)) == plain
@@ -199,15 +200,15 @@ def test_options_beside_a_published_folder(tmp_path):
       resolved("llama", **options)
   config = settings.Config(dict(model_name="cappa", model=dict(published="x")))
   with pytest.raises(ConfigError, match="'cappa' takes no sizes"):
-    parts.with_published_sizes(config)
+    published_sizes.with_published_sizes(config)
   options = dict(published=str(GOLDEN / "hf_t5"), num_heads=5)
   teacher = dict(model_name="t5", model=options)
   config = settings.Config(dict(model_name="vit", model={}, teacher=teacher))
   with pytest.raises(
     ConfigError, match="config.teacher.model.num_heads=5, but"
   ):
-    parts.with_published_sizes(config)
+    published_sizes.with_published_sizes(config)
   del options["num_heads"]
   config = settings.Config(dict(model_name="vit", model={}, teacher=teacher))
-  plain = parts.with_published_sizes(config).to_dict()
+  plain = published_sizes.with_published_sizes(config).to_dict()
   assert plain["model"] == {} and plain["teacher"]["model"]["num_heads"] == 3

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.ndimage
 
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import conversions
-from bigtrain.settings import ConfigError
 
 
 def test_position_embeddings_are_resampled_bilinearly():

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from models.published.folders import GOLDEN
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
 from bigtrain.models import text_transformer, two_towers
+from bigtrain.objective import building, published_sizes
 
 VISION = GOLDEN / "published_vision"
 MODELS = {
@@ -40,7 +43,7 @@ def opened(family, **options):
       model=dict(published=str(folder), **options),
     )
   )
-  return parts.model(parts.with_published_sizes(config))
+  return building.model(published_sizes.with_published_sizes(config))
 
 
 def reference(family):

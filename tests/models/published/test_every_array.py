@@ -8,9 +8,9 @@ from models.published import folders
 from models.published.folders import MODELS, arrays_of, like_of, model_of
 from support import cases
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 
 # Of each layout so many arrays, chosen at random, are removed and changed.
 NUMBER = 4

@@ -19,7 +19,7 @@ from models.published.folders import (
 )
 from support import cases
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models.published import decoder_families, mxfp4
 from bigtrain.tasks import language_modeling

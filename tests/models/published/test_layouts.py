@@ -15,12 +15,12 @@ from models.published.folders import (
   name_of,
 )
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
-from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from models.published.folders import GOLDEN, opened, variables_of, write
 
-from bigtrain import trees
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.models.published import decoder_families, layer_patterns, mxfp4
 from bigtrain.models.published.layer_patterns import ByLayer
-from bigtrain.settings import ConfigError
 from bigtrain.tools import checkpoint as tool
 
 PUBLISHED = GOLDEN / "published"

@@ -28,11 +28,12 @@ from models.published.folders import (
 )
 from models.published.folders import export as export_folder
 
-from bigtrain import parts, settings
 from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
+from bigtrain.config import settings
 from bigtrain.models import vit
+from bigtrain.objective import building, published_sizes
 from bigtrain.tools import checkpoint as tool
 
 pytestmark = pytest.mark.published
@@ -197,7 +198,7 @@ def test_exports_open_with_equal_logits(case, exports):
   config = settings.Config(
     dict(model_name=name_of(layout), model=dict(published=out))
   )
-  module, again = parts.model(parts.with_published_sizes(config))
+  module, again = building.model(published_sizes.with_published_sizes(config))
   warm_start.check_published(out, module, again)
   loaded, _ = warm_start.load_params(
     out, like_of(again), convert=module.from_published

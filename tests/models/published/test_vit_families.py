@@ -16,11 +16,15 @@ import numpy as np
 import pytest
 from models.published.folders import GOLDEN
 
-from bigtrain import parts, settings, sharding, trees
+from bigtrain import sharding
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.models import two_towers, vit
 from bigtrain.models.published import timm, vit_families
+from bigtrain.objective import building, published_sizes
 
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
@@ -40,7 +44,7 @@ def opened(folder, **options):
   model = dict(published=str(folder), **options)
   name = "two_towers" if kind_of(folder) in TWO_TOWERS else "vit"
   config = settings.Config(dict(model_name=name, model=model))
-  return parts.model(parts.with_published_sizes(config))[1]
+  return building.model(published_sizes.with_published_sizes(config))[1]
 
 
 def like_of(model, devices=1):
@@ -284,14 +288,14 @@ def test_what_a_vit_does_not_compute_is_refused(
 ):
   values = json.loads((VISION / family / "config.json").read_text())
   (tmp_path / "config.json").write_text(json.dumps(values | changes))
-  with pytest.raises(settings.ConfigError, match=message):
+  with pytest.raises(ConfigError, match=message):
     opened(tmp_path)
 
 
 def test_a_contradiction_is_an_error(tmp_path):
   shutil.copytree(VISION / "vit", tmp_path / "vit")
   model = opened(tmp_path / "vit").clone(norm_eps=1e-3)
-  with pytest.raises(settings.ConfigError, match="norm_eps=0.001, but config"):
+  with pytest.raises(ConfigError, match="norm_eps=0.001, but config"):
     warm_start.check_published(str(tmp_path / "vit"), vit, model)
 
 
@@ -312,5 +316,5 @@ def test_a_timm_export_has_the_nearest_architecture():
 def test_a_timm_model_has_no_biases_of_patches_before_a_norm():
   model = opened(VISION / "timm_clip").clone(use_bias=True)
   shapes = {n: x.shape for n, x in trees.flatten_with_names(like_of(model))}
-  with pytest.raises(settings.ConfigError, match="biases of the patches, or"):
+  with pytest.raises(ConfigError, match="biases of the patches, or"):
     vit.to_published(model, shapes, "timm")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigtrain.settings import ConfigError
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.plan import hardware
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bigtrain import settings, sharding
+from bigtrain import sharding
+from bigtrain.config import loading, settings
 from bigtrain.inputs import pipeline
 from bigtrain.tools.plan import meshes
 
@@ -17,9 +18,9 @@ from bigtrain.tools.plan import meshes
   ],
 )
 def test_real_configs_yield_batches_of_the_right_shapes(path, shapes):
-  loaded = settings.load(f"configs/{path}")
+  loaded = loading.load(f"configs/{path}")
   for change in meshes.without_data(loaded, None, 1000):
-    settings.override(loaded, change)
+    loading.override(loaded, change)
   loaded["input"]["batch_size"] = 8
   train_input = pipeline.make_train(
     settings.Config(loaded).input, seed=0, mesh=sharding.make_mesh()

@@ -5,8 +5,9 @@ import json
 import jax
 import pytest
 
-from bigtrain import main, settings
+from bigtrain import main
 from bigtrain.checkpoints import start
+from bigtrain.config import loading
 from bigtrain.tools.plan import meshes, plan
 
 CONFIG = """
@@ -72,7 +73,7 @@ def test_bytes_match_a_real_state(rows, config, tmp_path, monkeypatch):
     raise EndRun
 
   monkeypatch.setattr(start, "start", record_state)
-  plain = settings.load(config)
+  plain = loading.load(config)
   plain["model"]["remat_policy"] = "nothing_saveable"
   plain |= {"evals": {}, "hooks": {}, "eager": True, "compile_cache": False}
   plain["input"]["data"] = dict(

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from bigtrain.settings import ConfigError, load
+from bigtrain.config.errors import ConfigError
+from bigtrain.config.loading import load
 from bigtrain.tools.plan import hardware, hlo, plan, program, search, table
 
 FILE = """

@@ -10,7 +10,9 @@ import sys
 import pytest
 from support import browser, written_runs
 
-from bigtrain import main, settings
+from bigtrain import main
+from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.report import report
 
 pytest.importorskip("matplotlib")
@@ -23,7 +25,7 @@ def test_short_names_are_distinct(tmp_path):
   assert report.short_names(["/x/runs/a/"]) == ["a"]
   assert report.short_names(["/x/a", "/x/b"]) == ["a", "b"]
   assert report.short_names(["/x/s0", "/y/s0"]) == ["x/s0", "y/s0"]
-  with pytest.raises(settings.ConfigError, match="expected different folders"):
+  with pytest.raises(ConfigError, match="expected different folders"):
     report.short_names(["/x/a", "/x/a/"])
 
 
@@ -225,7 +227,7 @@ def test_clicks_in_a_browser(two_runs):
 @pytest.mark.slow
 def test_a_report_of_digits_in_a_browser(tmp_path):
   workdir = tmp_path / "digits"
-  config = settings.load(f"{ROOT}/configs/digits.py:runlocal")
+  config = loading.load(f"{ROOT}/configs/digits.py:runlocal")
   val = config["evals"]["val"]
   config["evals"]["saved"] = dict(
     type="save",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.sweep import local, results
 from bigtrain.tools.sweep.variants import Variant
 
@@ -92,7 +92,7 @@ def test_gpus_are_shared(monkeypatch):
     "0,1",
     "5,7",
   ]
-  with pytest.raises(settings.ConfigError, match="there are 5"):
+  with pytest.raises(ConfigError, match="there are 5"):
     local._devices(6)
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
   assert local._devices(2) == [{}, {}]

@@ -6,8 +6,8 @@ import json
 import pytest
 from support import written_runs
 
-from bigtrain import settings
 from bigtrain.cluster import lease
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.sweep import results
 from bigtrain.tools.sweep.variants import Variant
 
@@ -82,8 +82,8 @@ def test_states_of_an_earlier_call(folder):
 
 
 def test_metrics_that_no_run_has(folder):
-  with pytest.raises(settings.ConfigError, match="Did you mean 'val/acc'"):
+  with pytest.raises(ConfigError, match="Did you mean 'val/acc'"):
     make(folder, "val/accc").check_metric()
-  with pytest.raises(settings.ConfigError, match="no evaluation 'vall'"):
+  with pytest.raises(ConfigError, match="no evaluation 'vall'"):
     results.check_evaluation("vall/acc", {"evals": {"val": {}}})
   results.check_evaluation("loss", {})

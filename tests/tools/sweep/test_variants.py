@@ -3,7 +3,7 @@
 import pytest
 from support import processes
 
-from bigtrain import settings
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools.sweep import variants
 
 CONFIG = """
@@ -119,7 +119,7 @@ def test_the_sweep_of_the_quickstart():
   ],
 )
 def test_mistakes_of_a_grid(make, grid, message):
-  with pytest.raises(settings.ConfigError) as error:
+  with pytest.raises(ConfigError) as error:
     make(grid)
   assert message in str(error.value)
 
@@ -134,11 +134,11 @@ def test_mistakes_of_a_grid(make, grid, message):
   ],
 )
 def test_mistakes_of_get_sweep(make, sweep, message):
-  with pytest.raises(settings.ConfigError) as error:
+  with pytest.raises(ConfigError) as error:
     make(sweep=sweep)
   assert message in str(error.value)
 
 
 def test_a_key_in_two_grids_is_an_error(make):
-  with pytest.raises(settings.ConfigError, match="lr is in two grids"):
+  with pytest.raises(ConfigError, match="lr is in two grids"):
     make("lr=1", "lr=2")

@@ -1,0 +1,44 @@
+"""Types that many modules share.
+
+Leaves of trees are jax.Arrays, traced arrays or jax.ShapeDtypeStructs, so they
+stay `Any`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+# Nested dicts of parameters.
+Params: TypeAlias = dict[str, Any]
+# What a model is applied to: "params", and flax's mutable collections.
+Variables: TypeAlias = dict[str, Any]
+# "params", "opt", "step" and, where used, "mutable", "ema" and "loss_scale".
+TrainState: TypeAlias = dict[str, Any]
+# {feature: array [B, ...]}.
+Batch: TypeAlias = Mapping[str, Any]
+# {name: (sum, weight), or a metric of metrics.py}.
+Metrics: TypeAlias = dict[str, Any]
+# (variables, batch, rng) -> (metrics with "loss", new mutable collections).
+LossFn: TypeAlias = Callable[[Variables, Batch, Any], tuple[Metrics, Variables]]
+# (state, batch) -> (gradients, metrics, new mutable collections).
+GradientsFn: TypeAlias = Callable[
+  [Any, Batch], tuple[Params, Metrics, Variables]
+]
+# (variables, batch, **options) -> whatever the evaluator wants.
+PredictFn: TypeAlias = Callable[..., Any]
+
+
+class PaddedIds(int):
+  """Number of ids of a feature with -1 for padding."""
+
+
+class ClassCount(int):
+  """Number of classes of a feature with class numbers, or vectors over them."""
+
+  key: str  # Of the config: the number, or the names of the classes.
+
+  def __new__(
+    cls, value: int, key: str = "config.model.num_classes"
+  ) -> "ClassCount":
+    result = super().__new__(cls, value)
+    result.key = key
+    return result

@@ -1,0 +1,149 @@
+"""Config files: loading them, and changing them from the command line."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from bigtrain.config.errors import ConfigError, did_you_mean
+from bigtrain.config.settings import plain
+
+
+def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
+  """Loads the config of `path.py`, `path.py:argument` or `path.json`.
+
+  Values that refer to a changed one (`ConfigDict.get_ref`) follow it.
+  """
+  config = _load(path)
+  if hasattr(config, "ignore_type"):  # A ConfigDict checks types in its way.
+    with config.ignore_type(), config.unlocked():
+      for change in changes:
+        override(config, change)
+  else:
+    config = plain(config)
+    for change in changes:
+      override(config, change)
+  return plain(config)
+
+
+def _load(path: str) -> Any:
+  file = os.path.expanduser(path)
+  if file.endswith(".json") and os.path.isfile(file):
+    try:
+      with open(file) as content:
+        return dict(json.load(content))
+    except (ValueError, TypeError) as e:
+      raise ConfigError(f"--config={file}: expected a dict: {e}") from e
+  config = call(path, "get_config")
+  if not isinstance(plain(config), dict):
+    raise ConfigError(f"--config={path}: get_config returned no config.")
+  return config
+
+
+def call(path: str, name: str) -> Any:
+  """Calls `get_config` or `get_sweep` of "FILE.py" or "FILE.py:argument"."""
+  file, colon, argument = path.partition(".py:")
+  file = os.path.expanduser(file + ".py" if colon else file)
+  if not os.path.isfile(file):
+    raise ConfigError(f"--config={file}: no such file.{_nearest(file)}")
+  folder = os.path.dirname(os.path.abspath(file))
+  if folder not in sys.path:  # For imports of neighbours, also later ones.
+    sys.path.append(folder)
+  spec = importlib.util.spec_from_file_location("bigtrain_config", file)
+  if spec is None or spec.loader is None:
+    raise ConfigError(
+      f"--config={file}: expected a .py file or a run's config.json."
+    )
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+      raise ConfigError(f"--config={file}: has no function {name}(arg).")
+    takes = inspect.signature(getattr(module, name)).parameters
+    if colon and not takes and name == "get_config":
+      raise ConfigError(f"--config={path}: {file} takes no argument.")
+    return getattr(module, name)(*[argument] if colon and takes else [])
+  except ConfigError:
+    raise
+  except Exception as e:
+    message = " ".join(f"{type(e).__name__}: {e}".split())
+    raise ConfigError(f"{_where(e, file)}: {message}") from e
+
+
+def _nearest(file: str) -> str:
+  as_module = file.removesuffix(".py").replace(".", os.sep) + ".py"
+  # "configs.digits", as for imports, or only "digits".
+  for guess in (as_module, os.path.join("configs", as_module)):
+    if os.path.isfile(guess):
+      return f" Did you mean {guess!r}?"
+  folder = os.path.dirname(file) or "."
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  configs = [name for name in names if name.endswith((".py", ".json"))]
+  return did_you_mean(file, [os.path.join(folder, name) for name in configs])
+
+
+def _where(error: Exception, file: str) -> str:
+  if isinstance(error, SyntaxError):
+    return f"{error.filename}:{error.lineno}"
+  frames = traceback.extract_tb(error.__traceback__)
+  path = os.path.abspath(file)
+  own = [f for f in frames if os.path.abspath(f.filename) == path]
+  return f"{file}:{own[-1].lineno}" if own else file
+
+
+def override(config: Any, assignment: str) -> None:
+  """Applies "a.b.c=value" in place, to a dict or a ConfigDict.
+
+  The value takes the type of the value it replaces: `1e-3` for a float, `1e5`
+  for an int, a bare word for a string; anything else must be a Python literal.
+  A new key is added; if it is never read, `Config.unread` reports it.
+  """
+  path, equals, text = assignment.partition("=")
+  if not equals:
+    raise ConfigError(f"--config.{path}: expected --config.{path}=VALUE.")
+  *parents, last = path.split(".")
+  node = config
+  for i, parent in enumerate(parents):
+    if parent not in node:
+      node[parent] = {}
+    node = node[parent]
+    if not hasattr(node, "keys"):
+      at = ".".join(parents[: i + 1])
+      raise ConfigError(f"--config.{path}: config.{at} is {node!r}, no dict.")
+  node[last] = plain(_typed(text, plain(node.get(last)), f"--config.{path}"))
+
+
+def _typed(text: str, old: Any, where: str) -> Any:
+  try:
+    value = ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError):
+    value = text
+  if text.lower() in ("true", "false"):
+    value = text.lower() == "true"
+  if isinstance(old, str) and value is not None:
+    # Names and folders may be switched off, or to a default.
+    if text in ("True", "False"):
+      return value
+    return text if not isinstance(value, str) else value
+  if old is None or value is None:
+    return value
+  if isinstance(old, bool):
+    if value in (0, 1):
+      return bool(value)
+  elif isinstance(value, bool):
+    pass  # True is an int to Python, and a mistake here.
+  elif isinstance(old, int | float) and isinstance(value, int | float):
+    # 0.5 for an int is an error, 1e5 is not.
+    if isinstance(old, float) or isinstance(value, int) or value.is_integer():
+      return type(old)(value)
+  elif isinstance(old, list | tuple) and isinstance(value, list | tuple):
+    return type(old)(value)
+  elif isinstance(old, dict) and isinstance(value, dict | list | tuple | str):
+    return value
+  kind = type(old).__name__
+  raise ConfigError(f"{where}={text}: expected {kind}, as in {old!r}.")

@@ -1,0 +1,58 @@
+"""Finds the modules and functions that a config names."""
+
+import importlib
+import pkgutil
+from typing import Any
+
+from bigtrain.config.errors import ConfigError, did_you_mean
+
+
+def module_names(kind: str) -> list[str]:
+  package = importlib.import_module(f"bigtrain.{kind}")
+  return sorted(
+    m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg
+  )
+
+
+def find_module(kind: str, name: str, key: str) -> Any:
+  """Imports bigtrain.<kind>.<name>, or a dotted path outside of the package.
+
+  Errors of imports inside the module are raised unchanged.
+  """
+  if not isinstance(name, str) or not name:
+    hint = did_you_mean("", module_names(kind))
+    raise ConfigError(f"{key}: expected a module's name, got {name!r}.{hint}")
+  if "." not in name and name not in module_names(kind):
+    hint = did_you_mean(name, module_names(kind))
+    if "Did you mean" not in hint:
+      hint += (
+        " A module of your own has a dotted path, such as "
+        "'my_project.my_module'."
+      )
+    raise ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
+  dotted = name if "." in name else f"bigtrain.{kind}.{name}"
+  return _import(dotted, key)
+
+
+def find_attribute(dotted: str, key: str) -> Any:
+  module_name, _, attribute = dotted.rpartition(".")
+  if not module_name:
+    raise ConfigError(f"{key}: expected package.module.name, got {dotted!r}.")
+  module = _import(module_name, key)
+  if not hasattr(module, attribute):
+    hint = did_you_mean(attribute, [n for n in dir(module) if n[0] != "_"])
+    raise ConfigError(f"{key}: {module_name} has no {attribute!r}.{hint}")
+  return getattr(module, attribute)
+
+
+def _import(dotted: str, key: str) -> Any:
+  if "" in dotted.split("."):
+    raise ConfigError(f"{key}: expected package.module, got {dotted!r}.")
+  try:
+    return importlib.import_module(dotted)
+  except ModuleNotFoundError as e:
+    if e.name and (dotted == e.name or dotted.startswith(e.name + ".")):
+      raise ConfigError(
+        f"{key}: cannot import {dotted!r}: no module named {e.name!r}."
+      ) from e
+    raise

@@ -1,0 +1,7 @@
+"""Text as tokens: tokenizers, chat templates, and search for the next token.
+
+Open tokenizers.py first: the interface of all tokenizers. chat.py writes
+conversations as text, by the templates of published models (chat_templates/);
+decoding.py has greedy search, beam search and sampling. Data, preprocessing,
+models, tasks, inference and tools import this package.
+"""

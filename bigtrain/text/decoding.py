@@ -1,0 +1,472 @@
+"""Generation with a cache: greedy decoding, sampling and beam search.
+
+Axes: B batch, M beams, L length, N new tokens, V vocabulary, K top-k tokens, C
+candidates.
+
+A model is a `step_fn(cache, token_B, position) -> (logits_BV, cache)`: it reads
+the tokens at `position` (an int32 scalar) and returns logits for the tokens at
+`position + 1`. The cache is a tree of arrays whose first axis is the batch. The
+loops stop when every example has ended.
+
+Examples of length 0 are padding and stay empty. `start` is the first position
+passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bigtrain.config.errors import ConfigError, check_number
+
+StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# The tokens that end a text; None if texts have no end.
+EosId = int | Sequence[int] | None
+
+# Lower than any log-likelihood, but finite, so that sums with it are not NaN.
+_IMPOSSIBLE = -1e9
+
+
+class Rules(NamedTuple):
+  """Changes of the scores of next tokens, as transformers defines them.
+
+  Attributes:
+    repetition_penalty: divisor of the positive logits of tokens that the text
+      has already, prompt included, and factor of the negative ones
+      (https://arxiv.org/abs/1909.05858, section 4.1).
+    no_repeat_ngram_size: length of sequences of tokens that may not come twice,
+      prompt included; 0 for none.
+    min_new: least number of new tokens before the end.
+  """
+
+  repetition_penalty: float = 1.0
+  no_repeat_ngram_size: int = 0
+  min_new: int = 0
+
+  def check(self) -> None:
+    check_number("repetition_penalty", self.repetition_penalty, above=0)
+    for name in ("no_repeat_ngram_size", "min_new"):
+      check_number(name, getattr(self, name), least=0, whole=True)
+
+  def apply(
+    self,
+    scores_BV: jax.Array,
+    text_BL: jax.Array,
+    position: jax.Array,
+    num_new_B: jax.Array,
+    ends: jax.Array,
+  ) -> jax.Array:
+    """Returns the scores of the token after `position`, float32."""
+    scores_BV = scores_BV.astype(jnp.float32)
+    place_L = jnp.arange(text_BL.shape[1])
+    at = jnp.arange(len(text_BL))[:, None], text_BL
+    if (factor := self.repetition_penalty) != 1:
+      seen_BV = jnp.zeros(scores_BV.shape, bool).at[at].max(place_L <= position)
+      lower_BV = jnp.where(
+        scores_BV < 0, scores_BV * factor, scores_BV / factor
+      )
+      scores_BV = jnp.where(seen_BV, lower_BV, scores_BV)
+    if size := self.no_repeat_ngram_size:
+      # Whether the token at a place follows the same tokens as the next one.
+      bans_BL = (place_L >= size - 1) & (place_L <= position)
+      for k in range(1, size):
+        last_B1 = jax.lax.dynamic_index_in_dim(text_BL, position + 1 - k, 1)
+        bans_BL &= jnp.roll(text_BL, k, axis=1) == last_B1
+      limit_BL = jnp.where(bans_BL, -jnp.inf, jnp.inf)
+      scores_BV = scores_BV.at[at].min(limit_BL)
+    if self.min_new:
+      early_B1 = num_new_B[:, None] < self.min_new
+      lowest = jnp.where(early_B1, -jnp.inf, jnp.inf)
+      scores_BV = scores_BV.at[:, ends].min(lowest)
+    return scores_BV
+
+
+NO_RULES = Rules()
+
+
+def generate(
+  step_fn: StepFn,
+  cache: Any,
+  prompt_BL: jax.Array,
+  prompt_len_B: jax.Array,
+  *,
+  max_new: int,
+  eos_id: EosId,
+  pad_id: int = 0,
+  num_beams: int | None = None,
+  length_penalty: float = 0.0,
+  temperature: float = 0.0,
+  seed: int | jax.Array = 0,
+  ids_B: jax.Array | None = None,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  start: jax.Array | int = 0,
+  rules: Rules = NO_RULES,
+  whole: bool = False,
+) -> Any:
+  """New tokens of `beam_search`, or without num_beams of `sample`.
+
+  With `whole`, all that `sample` returns.
+  """
+  prompts = step_fn, cache, prompt_BL, prompt_len_B
+  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start, rules=rules)
+  if num_beams is not None:
+    common |= dict(num_beams=num_beams, length_penalty=length_penalty)
+    return beam_search(*prompts, max_new=max_new, **common)[0]
+  samples = sample(
+    *prompts,
+    max_len=prompt_BL.shape[1] + max_new,
+    rng=jax.random.key(seed) if temperature else None,
+    ids_B=ids_B,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    **common,
+  )
+  if whole:
+    return samples
+  # The max_new tokens after each example's own prompt.
+  take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
+  return jax.vmap(take)(samples[0], prompt_len_B)
+
+
+def eos_ids(eos_id: EosId) -> tuple[int, ...]:
+  return () if eos_id is None else tuple(np.atleast_1d(eos_id).tolist())
+
+
+def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
+  """Returns uint32 [B]: ids that make samples independent of batch order.
+
+  Zeros at the end of the uint32 values change nothing.
+  """
+  place_N = jnp.arange(values_BN.shape[1], dtype=jnp.uint32) * 2 + 1
+  mixed_BN = (values_BN ^ (values_BN >> 15)) * jnp.uint32(factor) * place_N
+  return jnp.sum(mixed_BN ^ (mixed_BN >> 13), axis=1, dtype=jnp.uint32)
+
+
+def sample(
+  step_fn: StepFn,
+  cache: Any,
+  prompt_BL: jax.Array,
+  prompt_len_B: jax.Array,
+  *,
+  max_len: int,
+  eos_id: EosId,
+  pad_id: int = 0,
+  rng: jax.Array | None = None,
+  ids_B: jax.Array | None = None,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  start: jax.Array | int = 0,
+  rules: Rules = NO_RULES,
+) -> tuple[jax.Array, jax.Array]:
+  """Continues prompts token by token.
+
+  The token at position p of example b is drawn with the key
+  fold_in(fold_in(rng, ids_B[b]), p), so it does not depend on the other
+  examples of the batch or the number of devices.
+
+  Args:
+    eos_id: token or tokens that end an example; None if none does.
+    ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
+    temperature: divisor of the logits; 0 takes the likeliest token.
+    top_k: number of likeliest tokens to draw from; 0 for all.
+    top_p: draw from the smallest set of likeliest tokens whose probabilities
+      add up to this (https://arxiv.org/abs/1904.09751).
+
+  Returns:
+    (int32 tokens [B, max_len], prompts included; float32 [B, max_len], the new
+    ones' log-probabilities at the temperature, before top_k and top_p).
+  """
+  rules.check()
+  check_sampling(temperature, top_k, top_p)
+  B, L = prompt_BL.shape
+  if not 1 <= L <= max_len:
+    raise ConfigError(
+      f"max_len: expected at least {L}, the length of the longest prompt, got "
+      f"{max_len}."
+    )
+  keys_B, ends = None, jnp.asarray(eos_ids(eos_id), jnp.int32)
+  if temperature:
+    assert rng is not None
+    ids_B = jnp.arange(B) if ids_B is None else ids_B
+    keys_B = jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
+  tokens_BL = jnp.pad(prompt_BL.astype(jnp.int32), [(0, 0), (0, max_len - L)])
+  in_prompt_BL = jnp.arange(max_len) < prompt_len_B[:, None]
+  tokens_BL = jnp.where(in_prompt_BL, tokens_BL, pad_id)
+  at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
+  put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
+
+  def unfinished(carry: tuple[Any, ...]) -> jax.Array:
+    position, _, _, ended_B, _ = carry
+    return (position + 1 < max_len) & ~jnp.all(ended_B)
+
+  def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    position, tokens_BL, log_probs_BL, ended_B, cache = carry
+    logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
+    position = position + 1
+    num_new_B = position - prompt_len_B
+    logits_BV = rules.apply(logits_BV, tokens_BL, position - 1, num_new_B, ends)
+    token_B = choose(logits_BV, keys_B, position, temperature, top_k, top_p)
+    token_B = jnp.where(ended_B, pad_id, token_B)
+    generated_B = num_new_B >= 0
+    log_prob_B = _log_prob(logits_BV / (temperature or 1.0), token_B)
+    log_prob_B = jnp.where(generated_B & ~ended_B, log_prob_B, 0.0)
+    token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
+    ended_B |= generated_B & jnp.isin(token_B, ends)
+    tokens_BL = put(tokens_BL, token_B, position)
+    log_probs_BL = put(log_probs_BL, log_prob_B, position)
+    return position, tokens_BL, log_probs_BL, ended_B, cache
+
+  zeros_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
+  start = jnp.asarray(start, jnp.int32)
+  initial = start, tokens_BL, zeros_BL, prompt_len_B == 0, cache
+  return jax.lax.while_loop(unfinished, step, initial)[1:3]
+
+
+def _log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+  by_class_BV = jax.nn.log_softmax(logits_BV)
+  return jnp.take_along_axis(by_class_BV, token_B[:, None], axis=1)[:, 0]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+  check_number("temperature", temperature, least=0)
+  check_number("top_k", top_k, least=0, whole=True)
+  check_number("top_p", top_p, above=0, most=1)
+
+
+def choose(
+  logits_BV: jax.Array,
+  keys_B: jax.Array | None,
+  position: jax.Array | int,
+  temperature: float = 0.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+) -> jax.Array:
+  """Returns the next token of each example, int32 [B]; see `sample`."""
+  logits_BV = logits_BV.astype(jnp.float32)
+  if not temperature:
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+  logits_BV = logits_BV / temperature
+  V = logits_BV.shape[-1]
+  if 0 < top_k < V or top_p < 1:
+    K = min(top_k, V) if top_k else V
+    best_BK, _ = jax.lax.top_k(logits_BV, K)
+    probs_BK = jax.nn.softmax(best_BK, axis=-1)
+    before_BK = jnp.cumsum(probs_BK, axis=-1) - probs_BK
+    # The likeliest token has a sum of 0 before it, so it always remains.
+    lowest_B = jnp.min(
+      jnp.where(before_BK < top_p, best_BK, jnp.inf), axis=-1, keepdims=True
+    )
+    logits_BV = jnp.where(logits_BV < lowest_B, -jnp.inf, logits_BV)
+  draw = lambda key, logits_V: jax.random.categorical(
+    jax.random.fold_in(key, position), logits_V
+  )
+  return jax.vmap(draw)(keys_B, logits_BV).astype(jnp.int32)
+
+
+def check_beams(num_beams: int, temperature: float, name: str) -> None:
+  check_number("num_beams", num_beams, least=1, whole=True)
+  if num_beams > 1 and temperature:
+    raise ConfigError(
+      f"{name}: expected num_beams=1 or temperature=0, got {num_beams} and "
+      f"{temperature}."
+    )
+
+
+def beam_search(
+  step_fn: StepFn,
+  cache: Any,
+  prompt_BL: jax.Array,
+  prompt_len_B: jax.Array,
+  *,
+  max_new: int,
+  eos_id: EosId,
+  pad_id: int = 0,
+  num_beams: int,
+  length_penalty: float = 0.0,
+  start: jax.Array | int = 0,
+  rules: Rules = NO_RULES,
+) -> tuple[jax.Array, jax.Array]:
+  """Searches for the likeliest continuations with `num_beams` hypotheses.
+
+  Hypotheses are ranked by log-likelihood / ((5 + n) / 6) ** length_penalty for
+  n generated tokens, eos included (https://arxiv.org/abs/1609.08144, section
+  7). As in T5X, each step takes the 2 * num_beams best candidates: those that
+  end are finished, and the num_beams best others go on. An example is done when
+  no unfinished hypothesis can beat its best finished one. With one beam this is
+  greedy decoding, except that a text may also end where the eos is the second
+  likeliest token.
+
+  Returns:
+    (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,
+    finished or of the largest length.
+  """
+  check_number("max_new", max_new, least=1, whole=True)
+  check_number("num_beams", num_beams, least=1, whole=True)
+  check_number("length_penalty", length_penalty, least=0)
+  rules.check()
+  B, M, N = len(prompt_BL), num_beams, max_new
+  prompt_BL = prompt_BL.astype(jnp.int32)
+  search = _Search(
+    step_fn,
+    prompt_BL,
+    prompt_len_B,
+    M,
+    N,
+    eos_ids(eos_id),
+    length_penalty,
+    rules,
+  )
+  new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
+  start = jnp.asarray(start, jnp.int32)
+  initial = _Beams(
+    start,
+    jnp.broadcast_to(search.prompt_at(start), (B, M)),
+    new_BMN,
+    # The M initial hypotheses are equal, so only the first may continue.
+    jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
+    new_BMN[:, 0],
+    jnp.full(B, _IMPOSSIBLE),
+    jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
+  )
+  end = jax.lax.while_loop(search.is_unfinished, search.step, initial)
+  # Where the search ended early, this is below the finished one's score.
+  score_B = search.penalised(end.score_BM[:, 0], float(N))
+  ended_B = end.ended_score_B >= score_B
+  best_BN = jnp.where(ended_B[:, None], end.ended_BN, end.new_BMN[:, 0])
+  return (
+    jnp.where(prompt_len_B[:, None] > 0, best_BN, pad_id),
+    jnp.maximum(end.ended_score_B, score_B),
+  )
+
+
+class _Beams(NamedTuple):
+  """State of the search.
+
+  Unfinished hypotheses come best first, with their sums of log-probabilities;
+  `ended_BN` is the best finished one, with its penalised score.
+  """
+
+  position: jax.Array
+  token_BM: jax.Array
+  new_BMN: jax.Array
+  score_BM: jax.Array
+  ended_BN: jax.Array
+  ended_score_B: jax.Array
+  cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+  """Constants of a beam search, and its step."""
+
+  step_fn: StepFn
+  prompt_BL: jax.Array
+  prompt_len_B: jax.Array
+  num_beams: int
+  max_new: int
+  eos_ids: tuple[int, ...]
+  length_penalty: float
+  rules: Rules
+
+  def obeying(
+    self, logp_BMV: jax.Array, s: _Beams, num_new_B: jax.Array
+  ) -> jax.Array:
+    """The log-probabilities after the rules, which see whole texts."""
+    if self.rules == NO_RULES:
+      return logp_BMV
+    (B, M, N), L = s.new_BMN.shape, self.prompt_BL.shape[1]
+    place = jnp.arange(L + N)
+    new_at = jnp.clip(place - self.prompt_len_B[:, None], 0, N - 1)
+    text_BMT = jnp.where(
+      place < self.prompt_len_B[:, None, None],
+      jnp.pad(self.prompt_BL, [(0, 0), (0, N)])[:, None],
+      jnp.take_along_axis(s.new_BMN, new_at[:, None], axis=2),
+    )
+    scores = self.rules.apply(
+      logp_BMV.reshape(B * M, -1),
+      text_BMT.reshape(B * M, -1),
+      s.position,
+      jnp.repeat(num_new_B, M),
+      jnp.asarray(self.eos_ids, jnp.int32),
+    )
+    return jnp.maximum(scores.reshape(logp_BMV.shape), _IMPOSSIBLE)
+
+  def prompt_at(self, position: jax.Array) -> jax.Array:
+    last = self.prompt_BL.shape[1] - 1
+    position = jnp.minimum(position, last)
+    return jax.lax.dynamic_index_in_dim(self.prompt_BL, position, 1)
+
+  def penalised(self, score: jax.Array, num_tokens: Any) -> jax.Array:
+    return score / ((5.0 + num_tokens) / 6.0) ** self.length_penalty
+
+  def is_unfinished(self, s: _Beams) -> jax.Array:
+    # Scores only fall, so the current best score with the longest text's
+    # penalty is an upper bound.
+    bound_B = self.penalised(s.score_BM[:, 0], float(self.max_new))
+    room_B = s.position + 1 < self.prompt_len_B + self.max_new
+    better_B = bound_B > s.ended_score_B
+    return jnp.any((self.prompt_len_B > 0) & room_B & better_B)
+
+  def step(self, s: _Beams) -> _Beams:
+    B, M, N = s.new_BMN.shape
+    fold = lambda x: x.reshape(B * M, *x.shape[2:])
+    unfold = lambda x: x.reshape(B, M, *x.shape[1:])
+    logits, cache = self.step_fn(s.cache, fold(s.token_BM), s.position)
+    logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
+    # Number of tokens before the new one.
+    n_B = s.position + 1 - self.prompt_len_B
+    logp_BMV = self.obeying(logp_BMV, s, n_B)
+    V = logp_BMV.shape[-1]
+    grows_B = (n_B >= 0) & (n_B < N)
+    # With one token that ends, each beam has one candidate that does, so at
+    # least M of 2 M continue.
+    C = min(M * V, M * (1 + max(1, len(self.eos_ids))))
+    score_BC, index_BC = jax.lax.top_k(
+      (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), C
+    )
+    beam_BC, token_BC = index_BC // V, (index_BC % V).astype(jnp.int32)
+    new_BCN = jnp.where(
+      jnp.arange(N) == n_B[:, None, None],
+      token_BC[..., None],
+      _take(s.new_BMN, beam_BC),
+    )
+    ends_BC = jnp.isin(token_BC, jnp.asarray(self.eos_ids, jnp.int32))
+    ended_score_BC = jnp.where(
+      ends_BC & grows_B[:, None] & (score_BC > _IMPOSSIBLE / 2),
+      self.penalised(score_BC, jnp.maximum(n_B, 0)[:, None] + 1.0),
+      _IMPOSSIBLE,
+    )
+    best_B = jnp.argmax(ended_score_BC, axis=1)
+    best_score_B = jnp.max(ended_score_BC, axis=1)
+    best_BN = _take(new_BCN, best_B[:, None])[:, 0]
+    better_B = best_score_B > s.ended_score_B
+    score_BM, index_BM = jax.lax.top_k(
+      jnp.where(ends_BC, _IMPOSSIBLE, score_BC), M
+    )
+    # Within its prompt, and at its largest length, an example stays as it is.
+    prompt_B1 = self.prompt_at(s.position + 1)
+    token_BM = jnp.where(grows_B[:, None], _take(token_BC, index_BM), prompt_B1)
+    beam_BM = jnp.where(
+      grows_B[:, None], _take(beam_BC, index_BM), jnp.arange(M)
+    )
+    return _Beams(
+      s.position + 1,
+      token_BM,
+      jnp.where(grows_B[:, None, None], _take(new_BCN, index_BM), s.new_BMN),
+      jnp.where(grows_B[:, None], score_BM, s.score_BM),
+      jnp.where(better_B[:, None], best_BN, s.ended_BN),
+      jnp.maximum(best_score_B, s.ended_score_B),
+      jax.tree.map(fold, _take(jax.tree.map(unfold, cache), beam_BM)),
+    )
+
+
+def _take(tree: Any, index_BI: jax.Array) -> Any:
+  pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
+  return jax.tree.map(lambda x: pick(x, index_BI), tree)

@@ -1,0 +1,299 @@
+"""Tokenizers: from text to ids and back.
+
+  get("bytes")                   one id per byte of UTF-8, needs no file
+  get("c4.model")                a SentencePiece model
+  get("tokenizer.json")          a file of Hugging Face's `tokenizers`
+  get("some/published/model")    a folder with one of these files
+
+`encode` returns only the ids of the text, without beginning, end and padding.
+Text that spells a special token, such as "</s>", is plain text, unless
+`special=True`, as for texts of chat templates.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.config.errors import ConfigError, did_you_mean, import_package
+from bigtrain.files import paths
+
+_FIRST_BYTE = 3  # After padding, beginning and end of a text.
+
+# Names of tokenizers in folders of published models, in order of preference.
+NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+# Hugging Face's files may leave out which token ends a text. Then the first of
+# these common names that is in the vocabulary is used.
+_PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>")
+_BOS_NAMES = ("<s>", "<bos>", "<|startoftext|>", "<|begin_of_text|>", "[CLS]")
+_EOS_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """Maps text to ids [0, vocab_size) and back. Thread-safe."""
+
+  name: str  # Argument of `get`.
+  vocab_size: int  # Largest id + 1.
+  pad_id: int | None
+  bos_id: int | None
+  eos_id: int | None
+  special_ids: frozenset[int]  # Ids that are not text.
+  _encode: Callable[[str], Sequence[int] | np.ndarray]
+  _decode: Callable[[list[int]], str]
+  _digest: str
+  # As _encode, but texts that spell special tokens become these.
+  _encode_special: Callable[[str], Sequence[int]] | None = None
+  spellings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  adds_bos: bool = False  # Whether the library begins every text with bos_id.
+
+  def __repr__(self) -> str:
+    return f"Tokenizer({self.name!r})"
+
+  def encode(self, text: str, special: bool = False) -> np.ndarray:
+    if not special:
+      return np.asarray(self._encode(text), np.int32)
+    if self._encode_special is None:
+      raise ConfigError(
+        f"tokenizer {self.name!r}: special tokens in texts, as chat templates "
+        "write them, need a tokenizer.json."
+      )
+    return np.asarray(self._encode_special(text), np.int32)
+
+  def spell(self, ids: Iterable[int]) -> str:
+    """Returns the text of ids, with special ids spelled out."""
+    names = {i: text for text, i in self.spellings.items()}
+    parts, run = [], list[int]()
+    for i in map(int, ids):
+      if i in self.special_ids:
+        parts += [self.decode(run), names.get(i, f"<{i}>")]
+        run = []
+      else:
+        run.append(i)
+    return "".join([*parts, self.decode(run)])
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of ids, without special ids and ids beyond the size."""
+    # The libraries take only Python integers.
+    ids = [int(i) for i in np.asarray(ids).ravel()]
+    return self._decode(
+      [i for i in ids if 0 <= i < self.vocab_size and i not in self.special_ids]
+    )
+
+  def fingerprint(self) -> str:
+    """Hash of the content and the special ids, not of the path."""
+    parts = (self._digest, self.pad_id, self.bos_id, self.eos_id)
+    text = "\0".join(map(str, parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_folder(path: object) -> bool:
+  return isinstance(path, str) and any(
+    os.path.isfile(os.path.join(paths.absolute(path), name)) for name in NAMES
+  )
+
+
+def get(spec: str) -> Tokenizer:
+  """Returns the tokenizer "bytes", or of a file or folder, until it changes."""
+  if not isinstance(spec, str) or not spec:
+    raise ConfigError(
+      f"tokenizer: expected 'bytes' or the path of a file, got {spec!r}."
+    )
+  if spec == "bytes":
+    return _bytes()
+  path = _find(spec)
+  stat = os.stat(path)
+  return _load(spec, path, stat.st_size, stat.st_mtime_ns)
+
+
+def _find(spec: str) -> str:
+  path = paths.absolute(spec)
+  if os.path.isdir(path):
+    for name in NAMES:
+      if os.path.isfile(os.path.join(path, name)):
+        return os.path.join(path, name)
+    raise ConfigError(
+      f"tokenizer {spec!r}: the folder needs one of {', '.join(NAMES)}."
+    )
+  if os.path.isfile(path):
+    return path
+  folder, name = os.path.split(path)
+  if not os.path.isdir(folder):
+    raise ConfigError(f"tokenizer {spec!r}: there is no folder {folder!r}.")
+  there = os.listdir(folder) + ["bytes"] * (os.sep not in spec)
+  raise ConfigError(
+    f"tokenizer {spec!r}: no such file.{did_you_mean(name, there)} The full "
+    f"path is {path}."
+  )
+
+
+@functools.cache
+def _bytes() -> Tokenizer:
+  def encode(text: str) -> np.ndarray:
+    raw = np.frombuffer(text.encode(), np.uint8)
+    return raw.astype(np.int32) + _FIRST_BYTE
+
+  def decode(ids: list[int]) -> str:
+    raw = bytes(i - _FIRST_BYTE for i in ids)
+    # A model may generate invalid UTF-8, or stop within a character.
+    return raw.decode("utf-8", "replace")
+
+  spellings = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+  return Tokenizer(
+    name="bytes",
+    vocab_size=_FIRST_BYTE + 256,
+    pad_id=0,
+    bos_id=1,
+    eos_id=2,
+    special_ids=frozenset(spellings.values()),
+    spellings=spellings,
+    _encode=encode,
+    _decode=decode,
+    _digest="bytes v1",
+  )
+
+
+@functools.lru_cache(maxsize=16)
+def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
+  try:
+    with open(path, "rb") as f:
+      content = f.read()
+  except OSError as e:
+    raise ConfigError(f"tokenizer {path!r}: {e.strerror}.") from e
+  if not content.strip():
+    raise ConfigError(f"tokenizer {path!r}: the file is empty.")
+  if content.startswith(b"version https://git-lfs"):
+    raise ConfigError(
+      f"tokenizer {path!r}: a git-lfs pointer, not the file itself; run "
+      "git lfs pull in its repository."
+    )
+  digest = hashlib.sha256(content).hexdigest()
+  is_json = content.lstrip().startswith((b"{", b"["))
+  read = _hugging_face if is_json else _sentencepiece
+  return read(spec, path, content, digest)
+
+
+def _without_none(*ids: int | None) -> frozenset[int]:
+  return frozenset(i for i in ids if i is not None)
+
+
+def _sentencepiece(
+  spec: str, path: str, content: bytes, digest: str
+) -> Tokenizer:
+  by = f"tokenizer {path!r}: reading it"
+  sentencepiece = import_package("sentencepiece", by, "'bigtrain[text]'")
+  try:
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+  except (RuntimeError, OSError) as e:
+    raise ConfigError(
+      f"tokenizer {path!r}: neither a SentencePiece model nor a Hugging Face "
+      "tokenizer.json."
+    ) from e
+  size = model.get_piece_size()
+
+  def valid(i: int) -> int | None:
+    return i if 0 <= i < size else None  # The library uses -1 for None.
+
+  pad, bos, eos = map(valid, (model.pad_id(), model.bos_id(), model.eos_id()))
+  control = {i for i in range(size) if model.is_control(i)}
+  return Tokenizer(
+    name=spec,
+    vocab_size=size,
+    pad_id=pad,
+    bos_id=bos,
+    eos_id=eos,
+    special_ids=_without_none(*control, pad, bos, eos),
+    spellings={model.id_to_piece(i): i for i in control},
+    _encode=model.encode_as_ids,
+    _decode=model.decode_ids,
+    _digest=digest,
+  )
+
+
+def _hugging_face(
+  spec: str, path: str, content: bytes, digest: str
+) -> Tokenizer:
+  by = f"tokenizer {path!r}: reading it"
+  tokenizers = import_package("tokenizers", by, "'bigtrain[text]'")
+  try:
+    parsed = json.loads(content)
+  except (ValueError, RecursionError) as e:
+    raise ConfigError(f"tokenizer {path!r}: not valid JSON: {e}.") from e
+  if not isinstance(parsed, dict) or "model" not in parsed:
+    raise ConfigError(
+      f"tokenizer {path!r}: JSON, but not a tokenizer.json: it has no 'model' "
+      "(a vocab.json alone does not define how to split text)."
+    )
+  try:
+    model = tokenizers.Tokenizer.from_buffer(content)
+  except Exception as e:  # The library raises no more specific type.
+    reason = " ".join(str(e).split())
+    raise ConfigError(
+      f"tokenizer {path!r}: not a tokenizer.json that tokenizers "
+      f"{tokenizers.__version__} reads: {reason}."
+    ) from e
+  # Files may contain the sequence lengths of the original training.
+  model.no_truncation()
+  model.no_padding()
+  model.encode_special_tokens = True
+  added = model.get_added_tokens_decoder()
+  special = {i for i, token in added.items() if token.special}
+  padding = parsed.get("padding") or {}
+  declared = declared_special_tokens(os.path.dirname(path))
+  # The option above is of the whole object, which threads share.
+  with_special = tokenizers.Tokenizer.from_buffer(content)
+  with_special.no_truncation()
+  with_special.no_padding()
+
+  def find(kind: str, names: tuple[str | None, ...]) -> int | None:
+    names = (declared[kind],) if kind in declared else names
+    ids = [model.token_to_id(name) for name in names if name]
+    return next((i for i in ids if i is not None), None)
+
+  pad = find("pad_token", (padding.get("pad_token"), *_PAD_NAMES))
+  bos, eos = find("bos_token", _BOS_NAMES), find("eos_token", _EOS_NAMES)
+  vocab = model.get_vocab(with_added_tokens=True)
+  if not vocab:
+    raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
+  ids = _without_none(*special, pad, bos, eos)
+  return Tokenizer(
+    name=spec,
+    # Ids may have gaps, so this may exceed their count.
+    vocab_size=max(vocab.values()) + 1,
+    pad_id=pad,
+    bos_id=bos,
+    eos_id=eos,
+    special_ids=ids,
+    spellings={model.id_to_token(i): i for i in ids},
+    adds_bos=bos is not None and bos in with_special.encode("a").ids[:1],
+    _encode=lambda text: model.encode(text, add_special_tokens=False).ids,
+    _encode_special=lambda text: (
+      with_special.encode(text, add_special_tokens=False).ids
+    ),
+    _decode=model.decode,
+    _digest=digest,
+  )
+
+
+def declared_special_tokens(folder: str) -> dict[str, str | None]:
+  declared: dict[str, str | None] = {}
+  for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+      continue
+    try:
+      with open(path, encoding="utf-8") as f:
+        content: Any = json.load(f)
+    except (OSError, ValueError) as e:
+      raise ConfigError(f"tokenizer: {path}: cannot be read: {e}.") from e
+    for kind, token in content.items() if isinstance(content, dict) else ():
+      # A token is a string, a dict with its "content", or null for none.
+      text = token.get("content") if isinstance(token, dict) else token
+      if kind.endswith("_token") and (text is None or isinstance(text, str)):
+        declared[kind] = text
+  return declared
