@@ -18,8 +18,8 @@ from bigtrain.config import errors
 from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.config.settings import Config
 from bigtrain.metrics import ArrayStats
-from bigtrain.objective import building
-from bigtrain.objective.building import Variant
+from bigtrain.objective import task_functions
+from bigtrain.objective.variants import Variant
 
 _KEY = "activation_stats"  # Also names a collection, see models.layers.stack.
 _METHOD = "__call__"
@@ -34,14 +34,13 @@ def loss_fns(
   pattern = errors.regex(f"config.{_KEY}", regex)
 
   def make(model: nn.Module) -> LossFn:
-    def loss_fn(*args: Any) -> Any:
+    def with_activations(*args: Any) -> Any:
       recorder = _Recorder(model, pattern)
-      of_loss, mutable = building.loss_fn(config, task, recorder, teacher)(
-        *args
-      )
+      loss_fn = task_functions.loss_fn(config, task, recorder, teacher)
+      of_loss, mutable = loss_fn(*args)
       return {**of_loss, "activation": recorder.metric()}, mutable
 
-    return jax.jit(loss_fn)  # Traced only once.
+    return jax.jit(with_activations)  # Traced only once.
 
   return [make(variant.model) for variant in variants]
 

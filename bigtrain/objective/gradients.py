@@ -32,7 +32,7 @@ from bigtrain.arrays.types import (
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.config.settings import Config
 from bigtrain.objective import sharpness
-from bigtrain.objective.building import Variant
+from bigtrain.objective.variants import Variant
 from bigtrain.step import frozen, keys
 
 _STEP_SUMS = "step_sums"
