@@ -203,7 +203,7 @@ def from_config(
     loss_fns.append(jax.jit(debugging.instrument(config, loss_fn)))
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, model_module, model)
-  variables_spec = _variables_spec(init, rules, mesh)
+  variables_spec = _variables_spec(config, init, rules, mesh)
   base = frozen_base.from_config(
     config, model_module, model, init, variables_spec, rules, mesh
   )
@@ -227,15 +227,16 @@ def from_config(
 
 
 def _variables_spec(
-  init: InitialVariables, rules: sharding.Rules, mesh: Mesh
+  config: Config, init: InitialVariables, rules: sharding.Rules, mesh: Mesh
 ) -> TrainState:
   """The entries "params", "mutable" and "ema" of a train state."""
   mutable = init.spec()
   params = mutable.pop("params")
-  # A teacher may be the average of the parameters, in the state as "ema".
-  shapes = {"params": params, "ema": jax.eval_shape(ema.init, params)}
+  shapes = {"params": params}
   if mutable:
     shapes["mutable"] = mutable
+  if config.get("ema_decay") is not None:  # The average may be the teacher.
+    shapes["ema"] = jax.eval_shape(ema.init, params)
   # The notes of this function are logged when the whole state is placed.
   shardings, _ = sharding.state_shardings(shapes, mesh, rules)
   return sharding.with_shardings(shapes, shardings)
