@@ -2,8 +2,10 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-It reads top to bottom: devices, input, model, optimizer, update, evaluations,
-start, loop. A config names the rest: tasks, models, evaluators, data and hooks.
+It reads top to bottom: devices, input, objective, optimizer, update,
+evaluations, start, loop. A config names the rest: tasks, models, evaluators,
+data and hooks. The objective is what a config says of what is learned: the task
+and the model, and all that their gradients need (objective/objective.py).
 """
 
 from bigtrain.cluster import process
@@ -72,7 +74,7 @@ def train(
   Args:
     config: what a config file's get_config returns.
     on_update: called in place of the training, once the update is known; then
-      nothing is written. tools.plan and benchmarks look at the update so.
+      nothing is written. This is how tools.plan and benchmarks look at it.
 
   Returns:
     The newest value of every metric, and "step"; or the result of `on_update`.
@@ -102,7 +104,7 @@ def _train(
   rollbacks: list[guard.Rollback],
   on_update: OnUpdate | None,
 ) -> Any:
-  """The program; `at_end` closes what it opens."""
+  """One attempt of `train`; whatever it opens, `at_end` closes."""
   config = published_sizes.with_published_sizes(settings.Config(config))
   host_memory.keep_freed()
   jax_flags.use_compile_cache(config.get("compile_cache", True))
@@ -146,12 +148,13 @@ def _train(
   )
 
   # ============================== Objective ===================================
-  # What is learned: the task, the model, and what else its gradients need.
+  # What is learned: the task, the model, and what else the gradients need, such
+  # as a teacher or the frozen base of adapters.
 
   objective = objectives.from_config(config, train_input, mesh, seed)
 
   # ============================== Optimizer ===================================
-  # It has no state for parameters that do not train.
+  # It has state for the trainable parameters only.
 
   optimizer = chain.make(
     config, objective.params_spec, run.lengths.units, objective.param_views
@@ -182,7 +185,10 @@ def _train(
   )
 
   def hparams_of(step: int) -> dict[str, Any]:
-    """Scalars of the update after `step` updates: learning rates and so on."""
+    """What changes from step to step and is no data, as scalars.
+
+    All else in a config is a constant of the compiled update.
+    """
     return {
       "seed": keys.seed_word(seed),
       "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
@@ -204,12 +210,15 @@ def _train(
     hparams: dict[str, Any],
     frozen_state: Mapping[str, Variables],
   ) -> tuple[TrainState, RunningMetrics]:
-    """One step: the next state, and the metrics since the last log step."""
+    """One step: the next state, and the metrics since the last log step.
+
+    `frozen_state` holds variables that never change: a teacher's, or a base.
+    """
     step = state["step"]  # Number of updates before this one.
     with_norms = log_norms.due(hparams["log_step"])
     no_norms = log_norms.zeros()
 
-    # Gradients of the mean loss over the global batch.
+    # Gradients of the mean loss over the global batch, in microbatches or not.
     grads, step_metrics, mutable = compute_gradients(
       {**state, **frozen_state, **hparams}, batch
     )
@@ -275,8 +284,8 @@ def _train(
     ),
     objective.frozen_spec,
   )
-  # Traces the update for batches of given `sizes`, and returns a function that
-  # compiles it. The new state takes the memory of the old one.
+  # Traces the update for batches of the given `sizes`, and returns a function
+  # that compiles it. The new state takes the memory of the old one.
   lower_update = functools.partial(
     run.programs.lower_sizes,
     "update",
@@ -288,7 +297,7 @@ def _train(
   )
 
   # ======================= Evaluations and hooks ==============================
-  # Checked now; evaluators are built when they are first due.
+  # Both are checked now. Evaluators are built when they are first due.
 
   phase = phases.from_run(
     run, limits, train_input.about(), objective.flops_per_step
@@ -351,7 +360,8 @@ def _train(
     "compile",
   )
 
-  # Resumed, continued from elsewhere, warm, or from scratch.
+  # The first of these that exists: the newest checkpoint of this workdir,
+  # config.resume, config.model_init, the seed.
   frozen_state = objective.load_frozen()
   started = start.start(
     start_options,
@@ -408,7 +418,8 @@ def _train(
     objective.rollout.compile(run.programs)
     update = compiled.result()
 
-  # What the loop does at some steps: check, save, evaluate.
+  # What the loop does at some steps: check, save, evaluate. Evaluators are
+  # built in the background, one after the other.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
 
@@ -417,7 +428,7 @@ def _train(
     return frozen.model_variables({**state, **frozen_state})
 
   def check_finite(fetched: RunningMetrics) -> None:
-    """Raises after a bad step, or after too many skipped ones."""
+    """Raises if the guard has seen a bad step, or has skipped too many."""
     if not (bad_step := step_guard.bad_step(fetched)):
       return
     error = step_guard.spike(fetched) or guard.explain(
@@ -448,7 +459,7 @@ def _train(
     fetched = jax.device_get(running)
     check_finite(fetched)
     with phase("save", step):
-      writer.flush()  # The rows up to here must outlive the checkpoint.
+      writer.flush()  # The entries up to here must outlive the checkpoint.
       run_hooks.before_save(step)
       phase.clock.ckpt_written(saver.wait())
       host = HostState(
@@ -515,8 +526,7 @@ def _train(
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
       if objective.rollout.exists:
-        # It needs the new weights. The time until they are there is not spent
-        # waiting for data.
+        # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
       with phase.clock.account("data_wait"):
         batch = objective.rollout(variables(), next(batches), step + ahead)
@@ -545,7 +555,7 @@ def _train(
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()
 
-    # Writes the previous log step's row while the device runs the next step.
+    # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
       log.queue(step, running)
@@ -562,14 +572,14 @@ def _train(
     saver.check()
     builder.check()
 
-  # The end: a last row, and a checkpoint of the last step.
+  # The end: a last log entry, and a checkpoint of the last step.
   log.flush()
   run_hooks.raise_failure()
   if saved_step != step:
     save()
   with phase("save", step):
     phase.clock.ckpt_written(saver.wait())
-  if run.lengths.is_log_step(step):  # An undisturbed run has no other rows.
+  if run.lengths.is_log_step(step):  # Others are no log steps.
     writer.write({"step": step, **phase.clock.summary()})
   writer.flush()
   if interrupted:

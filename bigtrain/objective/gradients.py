@@ -38,7 +38,7 @@ from bigtrain.arrays.types import (
 )
 from bigtrain.config.settings import Config
 from bigtrain.objective import microbatching, sharpness
-from bigtrain.objective.variants import Variant
+from bigtrain.objective.model_variants import Variant
 from bigtrain.step import frozen, keys
 
 _STEP_SUMS = "step_sums"

@@ -37,15 +37,15 @@ from bigtrain.objective import (
   frozen_base,
   gradients,
   initial,
+  model_variants,
   rollouts,
   task_functions,
   teacher,
 )
-from bigtrain.objective import variants as model_variants
 from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
+from bigtrain.objective.model_variants import Variant
 from bigtrain.objective.teacher import Teacher
-from bigtrain.objective.variants import Variant
 from bigtrain.optim import ema, views
 from bigtrain.optim.views import View
 from bigtrain.reports import flops

@@ -22,7 +22,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.settings import Config
 from bigtrain.inputs.checks import Features
 from bigtrain.models.layers import lora, quantized
-from bigtrain.objective import logical_axes, variants
+from bigtrain.objective import logical_axes, model_variants
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
 _GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
@@ -101,7 +101,7 @@ def predict_fns(
   options = {"teacher": teacher} if "teacher" in parameters else {}
   fns = dict(task.predict_fns(model, **options))
   if config.get("flexi"):
-    for variant in variants.from_config(config, model):
+    for variant in model_variants.from_config(config, model):
       for name, fn in task.predict_fns(variant.model, **options).items():
         fns[f"{name}_{variant.name}"] = fn
   return fns

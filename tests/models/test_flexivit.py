@@ -13,7 +13,7 @@ from bigtrain.arrays import trees
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
-from bigtrain.objective import gradients, variants
+from bigtrain.objective import gradients, model_variants
 
 _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_flexivit.py"
 _SPEC = importlib.util.spec_from_file_location("make_flexivit", _PATH)
@@ -85,7 +85,7 @@ def test_draws_follow_the_weights(weights):
     dict(flexi=dict(seqhw=values), input=dict(batch_size=8))
   )
   model = vit.Model(5, seqhw=2, posemb_grid=3, **golden.SIZES)
-  model_variants = variants.from_config(config, model)
+  variants = model_variants.from_config(config, model)
 
   def loss_of(seqhw):
     return lambda variables, batch, rng: (
@@ -96,8 +96,8 @@ def test_draws_follow_the_weights(weights):
   compute = gradients.from_config(
     config,
     None,
-    model_variants,
-    [loss_of(v.model.seqhw) for v in model_variants],
+    variants,
+    [loss_of(v.model.seqhw) for v in variants],
     trainable={"a": True},
     mesh=mesh,
   )

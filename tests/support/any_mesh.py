@@ -19,7 +19,7 @@ from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
 from bigtrain.objective import building, gradients, initial, task_functions
 from bigtrain.objective import teacher as teacher_lib
-from bigtrain.objective.variants import Variant
+from bigtrain.objective.model_variants import Variant
 from bigtrain.optim import chain, views
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
