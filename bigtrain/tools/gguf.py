@@ -170,7 +170,14 @@ def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("gguf", __doc__, changes_config=False)
+  parser = arguments.JaxParser("gguf", __doc__, changes_config=False)
+  parser.add_argument("path", help="a .gguf file")
+  parser.add_argument("out", help="a new folder")
+  parser.add_argument(
+    "--dtype",
+    default="float32",
+    help="dtype of the arrays (default: %(default)s)",
+  )
   args, _ = parser.parse(argv)
   convert(**vars(args))
   return 0
