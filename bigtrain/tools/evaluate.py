@@ -263,10 +263,33 @@ def _teacher(
   return teacher.Teacher(None, {}, dict)
 
 
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("evaluate", __doc__, changes_config=True)
+  parser.add_argument("--workdir", required=True, help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--output",
+    default="",
+    help="folder for the evaluators' files (default: evaluate in the workdir)",
+  )
+  parser.add_argument(
+    "--all_checkpoints",
+    action="store_true",
+    help="evaluate, in order, each checkpoint that has no results yet",
+  )
+  parser.add_argument(
+    "--follow",
+    action="store_true",
+    help="as --all_checkpoints, and wait for new ones until the run finishes",
+  )
+  return parser
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("evaluate", __doc__, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   process.join_job(settings.Config({}))
   several = args.all_checkpoints or args.follow
   if several and args.step is not None:

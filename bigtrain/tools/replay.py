@@ -113,7 +113,11 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("replay", __doc__, changes_config=True)
+  parser = arguments.JaxParser("replay", __doc__, changes_config=True)
+  parser.add_argument("workdir", metavar="RUN", help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, required=True, help="last step to compute again"
+  )
   args, changes = parser.parse(argv)
   difference, equal = replay(args.workdir, args.step, changes)
   print(difference or equal)
