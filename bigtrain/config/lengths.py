@@ -55,7 +55,7 @@ def steps(
   total_steps=100` changes the unit. From a plain dict, the key is removed.
   """
   path = path or getattr(cfg, "path", "config")
-  names = _keys(prefix)
+  names = keys(prefix)
   # `get` also marks each name as known in a tracked config.
   read = (
     cfg.get if isinstance(cfg, settings.Config) else lambda k: cfg.pop(k, None)
@@ -71,7 +71,7 @@ def steps(
   return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
 
 
-def _keys(prefix: str) -> list[str]:
+def keys(prefix: str) -> list[str]:
   return [f"{prefix}_{unit}" for unit in UNITS]
 
 
@@ -116,7 +116,7 @@ def read(
   units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)
   if total == 0:
-    key = next(k for k in _keys("total") if config.get(k) is not None)
+    key = next(k for k in keys("total") if config.get(k) is not None)
     raise ConfigError(
       f"config.{key}: expected a length above 0, got {config.get(key)!r}; "
       "config.eval_only=True evaluates without training."
