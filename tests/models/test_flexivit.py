@@ -117,7 +117,7 @@ def test_draws_follow_the_weights(weights):
     ({"flexi": dict(seqhv=dict(values=[1]))}, "config.flexi.*'seqhw'"),
     (
       {"flexi": dict(seqhw=dict(values=[1, 2], weights=[1]))},
-      "config.flexi.seqhw: expected values, and a positive weight of each",
+      "config.flexi.seqhw: expected values and one weight for each",
     ),
     ({"model.seqhw": 3}, "config.model.seqhw: patches of"),
     ({"model.posemb_grid": None}, "config.model.posemb_grid: missing"),
