@@ -46,7 +46,7 @@ from bigtrain.objective import (
   teacher,
 )
 from bigtrain.optim import chain, ema, views
-from bigtrain.reports import chrono, flops, record, writers
+from bigtrain.reports import chrono, flops, loggers, record, writers
 from bigtrain.runtime import (
   debugging,
   hooks,
@@ -374,7 +374,7 @@ def _train(
   # The rest of the config. Keys still unread at this point are errors.
   start_options = start.read(config).check(workdir, model_module, model)
   saving = checkpointer.read_options(config, run.lengths, workdir)
-  loggers = writers.read_options(config)
+  run_loggers = loggers.from_config(config)
   log_parameters = config.get("log_parameters", False)
   eval_only = config.get("eval_only", False)
   transfer_guard = debugging.transfer_guard(config)
@@ -450,7 +450,7 @@ def _train(
     started.restored_step,
     jax.process_index(),
     console,
-    **loggers,
+    run_loggers,
   )
   at_end.callback(writer.close)
   saver = checkpointer.Checkpointer(workdir, check_lease, **saving)
