@@ -40,7 +40,7 @@ from bigtrain.inputs import pipeline
 from bigtrain.objective import objective as objectives
 from bigtrain.objective import published_sizes
 from bigtrain.optim import chain, ema
-from bigtrain.reports import record, writers
+from bigtrain.reports import loggers, record, writers
 from bigtrain.runtime import (
   debugging,
   hooks,
@@ -327,7 +327,7 @@ def _train(
   start_options = start.read(config)
   start_options.check(workdir, objective.model_module, objective.model)
   saving = checkpointer.read_options(config, run.lengths, workdir)
-  loggers = writers.read_options(config)
+  run_loggers = loggers.from_config(config)
   log_parameters = config.get("log_parameters", False)
   eval_only = config.get("eval_only", False)
   transfers = debugging.Transfers.read(config)
@@ -405,7 +405,7 @@ def _train(
     started.restored_step,
     jax.process_index(),
     phase.console,
-    **loggers,
+    run_loggers,
   )
   at_end.callback(writer.close)
   saver = checkpointer.Checkpointer(workdir, check_lease, **saving)

@@ -133,7 +133,14 @@ def without_data(
       size = dict(num_examples=num_examples)
       source = dict(type="synthetic", features=dict(made_up), **size)
       changes.append(f"{key}={source!r}")
-  removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
+  removed: Any = {
+    "evals": {},
+    "hooks": {},
+    "wandb": None,
+    "mlflow": None,
+    "trackio": None,
+    "loggers": {},
+  }
   return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
 
 
