@@ -27,6 +27,7 @@ from bigtrain.models.published import (
   bert_families,
   conversions,
   families,
+  layouts,
   two_tower_families,
   vit_families,
 )
@@ -202,13 +203,13 @@ _OF_TRAINING = (
   *("parent", "name", "variant", "dropout", "drop_path", "scan", "attention"),
   *("remat_policy", "dtype", "head_zeroinit", "head_bias_init", "num_classes"),
 )
-_PUBLISHED = families.Layouts(two_tower_families.FAMILIES, _canonical)
+_PUBLISHED = layouts.Layouts(two_tower_families.FAMILIES, _canonical)
 to_published = functools.partial(_PUBLISHED.export, _DIMS)
 
 
 def published_fields(
   path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
+) -> layouts.Fields | None:
   _, values = families.read_json(path)
   if values and values["model_type"] in bert_families.FAMILIES:
     return None  # The weights of a text tower.
