@@ -9,8 +9,8 @@
   python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
-`show` and `verify` do not import jax. The PATH of `import` is whatever
-config.model_init reads, such as a checkpoint of T5X or big_vision.
+For `import`, it is anything that config.model_init can read, such as a
+checkpoint of T5X or big_vision. `show` and `verify` do not import jax.
 
 Exit codes: 0; 1 for a checkpoint that is damaged or cannot be read; 2 for a
 wrong argument.
@@ -28,11 +28,12 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, paths
 from bigtrain.tools import arguments, exits
 
-# Parameters that a model can be exported with.
+# Trees of parameters that a model can be exported with.
 _WEIGHTS = ("params", "ema")
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
+  """Describes a checkpoint and its arrays, up to a depth of the tree."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   writer = manifest.writer
@@ -46,15 +47,18 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
   steps = folders.find_all(path)
   if len(steps) > 1:
     lines.append(f"steps in this workdir: {', '.join(map(str, steps))}")
-  rows = list(_rows("", dict(manifest.arrays), 0, depth))
-  width = max([len(name) for name, _, _ in rows], default=0)
-  tree = [f"{n:<{width}}  {size:>9}  {x}".rstrip() for n, size, x in rows]
-  return "\n".join([*lines, "", *tree])
+  lines.append("")
+  nodes = list(_nodes("", dict(manifest.arrays), 0, depth))
+  width = max([len(name) for name, _, _ in nodes], default=0)
+  for name, size, content in nodes:
+    lines.append(f"{name:<{width}}  {size:>9}  {content}".rstrip())
+  return "\n".join(lines)
 
 
-def _rows(
+def _nodes(
   prefix: str, arrays: dict[str, Array], level: int, depth: int | None
 ) -> Iterator[tuple[str, str, str]]:
+  """Yields (indented name, size, content) of subtrees and arrays, in order."""
   heads = dict.fromkeys(
     name.removeprefix(prefix).split("/")[0] for name in arrays
   )
@@ -76,13 +80,13 @@ def _rows(
     size = sum(a.num_bytes for a in children.values())
     yield indented + "/", disk.size(size), f"{count:,} values"
     if depth is None or level + 1 < depth:
-      yield from _rows(f"{prefix}{head}/", children, level + 1, depth)
+      yield from _nodes(f"{prefix}{head}/", children, level + 1, depth)
 
 
 def verify(
   path: str, step: int | None = None
 ) -> dict[str, list[integrity.Problem]]:
-  """Returns {directory: problems}, of all checkpoints without a step."""
+  """Returns {directory: problems} of one checkpoint, or of all of a workdir."""
   if step is not None:
     directories = [folders.find(path, step)]
   else:
@@ -94,45 +98,50 @@ def verify(
 
 
 def _check(args: argparse.Namespace) -> None:
+  """Makes paths absolute, and refuses arguments that cannot work."""
   args.path = paths.absolute(args.path)
   if args.command in ("import", "export"):
     args.out = paths.absolute(args.out)
   if args.command == "import":
-    return  # Finds PATH itself: NAME.bv need not exist.
+    return  # Its PATH may be more than a file, such as NAME.bv of big_vision.
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
     folders.find_named(args.path, args.step, args.command)
   if args.command == "export":
-    if args.layout and not args.format:
-      args.format = "hf"
-    if args.format and args.prefix not in ("", *_WEIGHTS):
-      raise ConfigError(
-        f"--format={args.format}: expected params or ema as --prefix, got "
-        f"{args.prefix!r}."
-      )
-    for name in ("layout", "dtype", "max_shard_bytes"):
-      if getattr(args, name) and args.format != "hf":
-        raise ConfigError(f"--{name}: only with --format=hf.")
-    one_file = not args.format
-    if one_file and not args.out.endswith((".npz", ".safetensors")):
-      raise ConfigError(
-        f"{args.out}: expected a name ending in .npz or .safetensors."
-      )
-    if os.path.lexists(args.out) and not args.overwrite:
-      raise ConfigError(
-        f"{args.out}: already exists; give --overwrite to replace it."
-      )
-    if not os.path.isdir(folder := os.path.dirname(args.out)):
-      raise ConfigError(f"{args.out}: no such folder {folder}.")
+    _check_export(args)
+
+
+def _check_export(args: argparse.Namespace) -> None:
+  if args.layout and not args.format:
+    args.format = "hf"
+  if args.format and args.prefix not in ("", *_WEIGHTS):
+    raise ConfigError(
+      f"--format={args.format}: expected params or ema as --prefix, got "
+      f"{args.prefix!r}."
+    )
+  for name in ("layout", "dtype", "max_shard_bytes"):
+    if getattr(args, name) and args.format != "hf":
+      raise ConfigError(f"--{name}: only with --format=hf.")
+  if not args.format and not args.out.endswith((".npz", ".safetensors")):
+    raise ConfigError(
+      f"{args.out}: expected a name ending in .npz or .safetensors."
+    )
+  if os.path.lexists(args.out) and not args.overwrite:
+    raise ConfigError(
+      f"{args.out}: already exists; give --overwrite to replace it."
+    )
+  folder = os.path.dirname(args.out)
+  if not os.path.isdir(folder):
+    raise ConfigError(f"{args.out}: no such folder {folder}.")
 
 
 def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
-  for directory, of_directory in problems.items():
-    for problem in of_directory:
+  for directory, found in problems.items():
+    for problem in found:
       print(f"DAMAGED {problem}")
-    count = len(of_directory)
-    print(f"{directory}: {f'{count} problem(s)' if count else 'intact'}")
+    summary = f"{len(found)} problem(s)" if found else "intact"
+    print(f"{directory}: {summary}")
   return 1 if any(problems.values()) else 0
 
 
@@ -268,6 +277,13 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{written}: {count} arrays")
     return 0
+  count, size = _export(args)
+  print(f"{args.out}: {count} arrays, {disk.size(size)}")
+  return 0
+
+
+def _export(args: argparse.Namespace) -> tuple[int, int]:
+  """Writes the export; returns (number of arrays, bytes of the files)."""
   # These import jax, which `show` and `verify` do without.
   from bigtrain.inference import serving
   from bigtrain.tools import checkpoint_export
@@ -275,9 +291,9 @@ def main(argv: Sequence[str]) -> int:
   path, out, step = args.path, args.out, args.step
   weights = args.prefix or "params"
   if args.format == "peft":
-    count, size = checkpoint_export.to_peft(path, out, weights, step)
-  elif args.format in serving.FORMATS:
-    count, size = serving.export(
+    return checkpoint_export.to_peft(path, out, weights, step)
+  if args.format in serving.FORMATS:
+    return serving.export(
       path,
       out,
       format=args.format,
@@ -287,8 +303,8 @@ def main(argv: Sequence[str]) -> int:
       batch_size=args.batch_size,
       platforms=args.platforms.split(","),
     )
-  elif args.format == "hf":
-    count, size = checkpoint_export.to_layout(
+  if args.format == "hf":
+    return checkpoint_export.to_layout(
       path,
       out,
       args.layout or None,
@@ -297,11 +313,8 @@ def main(argv: Sequence[str]) -> int:
       dtype=args.dtype,
       max_shard_bytes=args.max_shard_bytes,
     )
-  else:
-    count = checkpoint_export.to_file(path, out, args.prefix, step)
-    size = os.path.getsize(out)
-  print(f"{out}: {count} arrays, {disk.size(size)}")
-  return 0
+  count = checkpoint_export.to_file(path, out, args.prefix, step)
+  return count, os.path.getsize(out)
 
 
 if __name__ == "__main__":
