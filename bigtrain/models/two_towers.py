@@ -27,6 +27,7 @@ from bigtrain.models.published import (
   bert_families,
   conversions,
   families,
+  layouts,
   two_tower_families,
   vit_families,
 )
@@ -232,13 +233,13 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   return result
 
 
-_PUBLISHED = families.Layouts(two_tower_families.FAMILIES, _canonical)
+_PUBLISHED = layouts.Layouts(two_tower_families.FAMILIES, _canonical)
 to_published = functools.partial(_PUBLISHED.export, _DIMS)
 
 
 def published_fields(
   path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
+) -> layouts.Fields | None:
   _, values = families.read_json(path)
   if values and values["model_type"] in bert_families.FAMILIES:
     return None  # The weights of a text tower.
