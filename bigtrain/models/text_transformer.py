@@ -150,7 +150,8 @@ def from_published(
 
   Some add two position embeddings. Other text lengths are not resampled.
   """
-  if (converted := bert_families.load(flat, like, DIMS)) is not None:
+  converted = bert_families.load(flat, like, DIMS)
+  if converted is not None:
     return converted
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)

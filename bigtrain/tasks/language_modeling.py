@@ -128,13 +128,6 @@ def generate(
     **options,
   )
   step = functools.partial(step_fn, variables, model, prefix_B=prefix_B)
-
-  # Samples depend on the prompts, not on their order or padding.
-  words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-  hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
-  ids_B = decoding.row_hashes(hashed_BL)
-  if "sample" in batch:
-    ids_B += batch["sample"].astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
   return decoding.generate(
     step,
     out["cache"],
@@ -147,13 +140,25 @@ def generate(
     length_penalty=length_penalty,
     temperature=temperature,
     seed=seed,
-    ids_B=ids_B,
+    ids_B=_sample_ids(batch, real_BL),
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
     rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
     whole=whole,
   )
+
+
+def _sample_ids(batch: Batch, real_BL: jax.Array) -> jax.Array:
+  """Numbers on which samples depend: not on the order or padding of prompts."""
+  prompt_BL = batch["tokens"]
+  # The multipliers are those of xxHash32.
+  words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
+  hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
+  ids_B = decoding.row_hashes(hashed_BL)
+  if "sample" in batch:
+    ids_B += batch["sample"].astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+  return ids_B
 
 
 def step_fn(

@@ -89,20 +89,11 @@ def loss_fn(
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
 
-  # Log-probabilities by the reference, of the answers and for KTO's drift.
-  score = functools.partial(_scores, chunk=chunk)
   reference_B2, drift = None, jnp.zeros(())
   if kind in preferences.WITH_REFERENCE:
-    given = "reference" in batch and kind != "kto"
-    reference = answers.reference(
-      variables, model, teacher, f"kind={kind!r}", given
+    reference_B2, drift = _by_reference(
+      kind, variables, batch, model=model, teacher=teacher, chunk=chunk
     )
-    with model_flops.share(1, 3):  # Without a backward pass.
-      reference_B2 = batch.get("reference")
-      if reference_B2 is None:
-        reference_B2 = score(*reference, batch)
-      if kind == "kto":
-        drift = _drift(score, (model, own), reference, batch)
   tokens_B2 = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
 
   def total(sums_B2: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
@@ -123,6 +114,32 @@ def loss_fn(
     "log_prob/rejected": pairs.sums_B2[:, 1],
   }
   return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
+
+
+def _by_reference(
+  kind: str,
+  variables: Variables,
+  batch: Batch,
+  *,
+  model: Any,
+  teacher: Any,
+  chunk: int | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probabilities of the answers by the reference, and KTO's drift."""
+  own = {name: x for name, x in variables.items() if name != "teacher"}
+  score = functools.partial(_scores, chunk=chunk)
+  given = "reference" in batch and kind != "kto"
+  reference = answers.reference(
+    variables, model, teacher, f"kind={kind!r}", given
+  )
+  drift = jnp.zeros(())
+  with model_flops.share(1, 3):  # Without a backward pass.
+    reference_B2 = batch.get("reference")
+    if reference_B2 is None:
+      reference_B2 = score(*reference, batch)
+    if kind == "kto":
+      drift = _drift(score, (model, own), reference, batch)
+  return reference_B2, drift
 
 
 def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:

@@ -99,22 +99,7 @@ def run(
   carry = run_unrolled(carry, range(layers.first_of_loop))
 
   loop = _Loop(parent, name, layers, block_class)
-  activations, *caches = jax.tree.leaves(carry)
-  # Generation, which has caches, runs period by period: it has no backward
-  # pass, and a pipeline would need several microbatches.
-  schedule = None if caches else sharding.schedule(len(activations))
-  num_periods = 1 if caches else _periods_per_turn(layers, policy_every)
-  _check_turns(layers, policy_every, num_periods, schedule)
-  if parent.is_initializing():
-    schedule, num_periods = None, 1
-
-  if schedule is not None:
-    keeps = remat.policy(policy, scan)
-    carry, stacked = _scan_stages(loop, schedule, keeps, common, carry, shared)
-  elif num_periods > 1:
-    carry, stacked = _scan_turns(loop, num_periods, carry, shared)
-  else:
-    carry, stacked = _scan(loop, carry, shared)
+  carry, stacked = _run_loop(loop, policy, policy_every, common, carry, shared)
   for report in stacked if len(layers.period) > 1 else [stacked]:
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), report)
     reports.append((mean, layers.num_periods))
@@ -205,6 +190,31 @@ class _Loop(NamedTuple):
   def put(self, written: Mapping[str, Any]) -> None:
     for collection, value in written.items():
       self.parent.put_variable(collection, self.name, value)
+
+
+def _run_loop(
+  loop: _Loop,
+  policy: str,
+  policy_every: int,
+  common: int,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """Returns (the last carry, the reports of all periods, stacked)."""
+  activations, *caches = jax.tree.leaves(carry)
+  # Generation, which has caches, runs period by period: it has no backward
+  # pass, and a pipeline would need several microbatches.
+  schedule = None if caches else sharding.schedule(len(activations))
+  num_periods = 1 if caches else _periods_per_turn(loop.layers, policy_every)
+  _check_turns(loop.layers, policy_every, num_periods, schedule)
+  if loop.parent.is_initializing():
+    return _scan(loop, carry, shared)
+  if schedule is not None:
+    keeps = remat.policy(policy, scan=True)
+    return _scan_stages(loop, schedule, keeps, common, carry, shared)
+  if num_periods > 1:
+    return _scan_turns(loop, num_periods, carry, shared)
+  return _scan(loop, carry, shared)
 
 
 def _periods_per_turn(layers: _Layers, policy_every: int) -> int:

@@ -18,7 +18,7 @@ Axes: B batch, b a microbatch's examples on a replica, and the letters above.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,58 +71,17 @@ def run(
       f"{num_parts} layers, or periods of them, got {depth}."
     )
 
-  # Arrays among the shared arguments, by their index; those of the batch follow
-  # their examples through the stages, as microbatches.
-  leaves, treedef = jax.tree.flatten(shared)
-  num_common = len(jax.tree.leaves(shared[:common]))
-  arrays: dict[int, jax.Array] = {}
-  of_batch: set[int] = set()
-  for i, leaf in enumerate(leaves):
-    if isinstance(leaf, jax.Array):
-      arrays[i] = leaf
-      if i >= num_common and leaf.shape[:1] == x.shape[:1]:
-        arrays[i] = sharding.to_microbatches(leaf, schedule)
-        of_batch.add(i)
-
-  def shared_of(arrays: Any, microbatch: jax.Array) -> Any:
-    """The shared arguments for one microbatch."""
-    own = list(leaves)
-    for i, array in arrays.items():
-      own[i] = array[microbatch] if i in of_batch else array
-    return jax.tree.unflatten(treedef, own)
-
-  def run_part(
-    variables_Rk: Any,
-    r: jax.Array,
-    first: jax.Array,
-    x_b: jax.Array,
-    arrays: Any,
-    microbatch: jax.Array,
-  ) -> tuple[jax.Array, Any]:
-    """Runs a part of k layers, from number `first` on, on a microbatch."""
-    part = jax.tree.map(lambda w: w[r if len(w) > 1 else 0], variables_Rk)
-    own_shared = shared_of(arrays, microbatch)
-
-    def one_layer(x_b: jax.Array, of_layer: Any) -> Any:
-      variables, i = of_layer
-      x_b = checkpoint_name(x_b, _INPUT)
-      layer_key = None
-      if key is not None:
-        replica = jax.lax.axis_index("replica")
-        group = schedule.microbatches * replica + microbatch
-        layer_key = jax.random.fold_in(key, first + i)
-        layer_key = jax.random.fold_in(layer_key, group)
-      return layer(variables, first + i, layer_key, x_b, own_shared)
-
-    k = len(jax.tree.leaves(part)[0])
-    return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
-
+  shared_leaves, arrays = _split(shared, common, len(x), schedule)
+  run_part: Any = functools.partial(
+    _run_part, layer, shared_leaves, schedule.microbatches, key
+  )
   if schedule.rounds > 1:
     run_part = _without_weights(run_part, policy)
   by_stage = PartitionSpec(_AXIS, "replica")
   by_example = PartitionSpec(None, "replica")
   array_specs = {
-    i: by_example if i in of_batch else PartitionSpec() for i in arrays
+    i: by_example if i in shared_leaves.of_batch else PartitionSpec()
+    for i in arrays
   }
   x_Mb, outputs = jax.shard_map(
     functools.partial(_on_stage, run_part, schedule),
@@ -138,6 +97,75 @@ def run(
   reports, sums = outputs
   sums = trees.map_with_names(_merged, sums)
   return sharding.from_microbatches(x_Mb, schedule), (merge(reports), sums)
+
+
+class _Shared(NamedTuple):
+  """The shared arguments; their arrays travel separately, by index."""
+
+  leaves: list[Any]
+  treedef: Any
+  of_batch: set[int]  # Indices of the arrays that have an axis of the batch.
+
+  def of_microbatch(self, arrays: dict[int, Any], number: jax.Array) -> Any:
+    """The shared arguments for one microbatch."""
+    own = list(self.leaves)
+    for i, array in arrays.items():
+      own[i] = array[number] if i in self.of_batch else array
+    return jax.tree.unflatten(self.treedef, own)
+
+
+def _split(
+  shared: tuple[Any, ...],
+  common: int,
+  batch_size: int,
+  schedule: sharding.Schedule,
+) -> tuple[_Shared, dict[int, jax.Array]]:
+  """Splits the arrays of the batch into microbatches.
+
+  They follow their examples through the stages.
+  """
+  leaves, treedef = jax.tree.flatten(shared)
+  num_common = len(jax.tree.leaves(shared[:common]))
+  arrays: dict[int, jax.Array] = {}
+  of_batch: set[int] = set()
+  for i, leaf in enumerate(leaves):
+    if isinstance(leaf, jax.Array):
+      arrays[i] = leaf
+      if i >= num_common and leaf.shape[:1] == (batch_size,):
+        arrays[i] = sharding.to_microbatches(leaf, schedule)
+        of_batch.add(i)
+  return _Shared(leaves, treedef, of_batch), arrays
+
+
+def _run_part(
+  layer: Layer,
+  shared: _Shared,
+  num_microbatches: int,
+  key: jax.Array | None,
+  variables_Rk: Any,
+  r: jax.Array,
+  first: jax.Array,
+  x_b: jax.Array,
+  arrays: Any,
+  microbatch: jax.Array,
+) -> tuple[jax.Array, Any]:
+  """Runs a part of k layers, from number `first` on, on a microbatch."""
+  part = jax.tree.map(lambda w: w[r if len(w) > 1 else 0], variables_Rk)
+  own_shared = shared.of_microbatch(arrays, microbatch)
+
+  def one_layer(x_b: jax.Array, of_layer: Any) -> Any:
+    variables, i = of_layer
+    x_b = checkpoint_name(x_b, _INPUT)
+    layer_key = None
+    if key is not None:
+      replica = jax.lax.axis_index("replica")
+      group = num_microbatches * replica + microbatch
+      layer_key = jax.random.fold_in(key, first + i)
+      layer_key = jax.random.fold_in(layer_key, group)
+    return layer(variables, first + i, layer_key, x_b, own_shared)
+
+  k = len(jax.tree.leaves(part)[0])
+  return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
 
 
 def _merged(name: str, y: jax.Array) -> jax.Array:
