@@ -12,6 +12,7 @@ from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.checks import Features
 from bigtrain.models import decoder
+from bigtrain.objective import gradients
 from bigtrain.tasks import language_modeling as task
 
 V, L, B = 30, 10, 8
