@@ -247,7 +247,8 @@ class Model(nn.Module):
   def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
     logits_BLV = kernels.logits(x_BLD, kernel_DV)
-    if (bias_V := self.head_bias(weights)) is not None:
+    bias_V = self.head_bias(weights)
+    if bias_V is not None:
       logits_BLV += bias_V
     if self.logits_softcap is None:
       return logits_BLV
