@@ -10,7 +10,7 @@ from bigtrain.arrays.types import ClassCount
 from bigtrain.config import choices, flexi, settings
 from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.modules import find_module
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import lora, quantized
 from bigtrain.objective import logical_axes
 from bigtrain.objective.published_sizes import PUBLISHED
