@@ -82,7 +82,7 @@ def merge(
   cuts = np.searchsorted(ends, np.arange(shard_tokens, ends[-1], shard_tokens))
   groups = np.split(wanted, np.unique(cuts + 1))
   written = [
-    token_writer.write_rows(
+    token_writer.write_documents(
       output,
       f"{i:05}",
       _rows(shards, spans_N3[group]),
