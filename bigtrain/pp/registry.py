@@ -44,8 +44,8 @@ class Op(NamedTuple):
   name: str = ""  # As written in the spec.
   vocab_sizes: dict[str, int] = {}  # {feature: largest id + 1 that it makes}.
   fingerprints: dict[str, str] = {}  # {file that the op reads: hash}.
-  # {feature that the op sets: feature whose ids it has, or None for new values};
-  # the other features stay as they are. None if nothing is known.
+  # {feature that the op sets: feature whose ids it has, or None if it is new}.
+  # Other features stay as they are. The whole is None if nothing is known.
   origins: dict[str, str | None] | None = None
   class_names: dict[str, list[str]] = {}  # {feature: names by number}.
 
