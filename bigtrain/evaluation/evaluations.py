@@ -28,7 +28,7 @@ from bigtrain.config.errors import (
 from bigtrain.config.modules import find_module
 from bigtrain.files import paths
 from bigtrain.inputs import eval_input, labels
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.text import tokenizers
 
 # Keys of an entry that `from_config` reads; the others are options.

@@ -27,7 +27,7 @@ from bigtrain.config.errors import (
 )
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.objective import building, task_functions
 from bigtrain.pp import registry
 from bigtrain.text import decoding, tokenizers

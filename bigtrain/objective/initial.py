@@ -18,7 +18,7 @@ from bigtrain.arrays import trees
 from bigtrain.arrays.types import Variables
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.objective import logical_axes
 from bigtrain.step import keys
 

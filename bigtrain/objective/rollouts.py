@@ -24,7 +24,7 @@ from bigtrain import sharding
 from bigtrain.arrays.types import Batch, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.settings import Config
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.objective import logical_axes
 

@@ -20,7 +20,7 @@ from bigtrain.arrays.types import (
 )
 from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.settings import Config
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import lora, quantized
 from bigtrain.objective import logical_axes, model_variants
 

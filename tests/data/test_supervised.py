@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import supervised
-from bigtrain.data.formats import packing
+from bigtrain.data.formats import packing, row_encoder
 from bigtrain.text import tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_masks"
@@ -356,12 +356,12 @@ def test_tokens_are_made_once_and_again_if_anything_changes(
 ):
   source = make(tmp_path, PAIRS)
   batch = everything(source)
-  encode = supervised.Encoder._encode
+  encode = row_encoder.Encoder._encode
 
   def not_again(self, row):
     raise AssertionError("read again")
 
-  monkeypatch.setattr(supervised.Encoder, "_encode", not_again)
+  monkeypatch.setattr(row_encoder.Encoder, "_encode", not_again)
   name = str(tmp_path / "rows.jsonl")
   packed = supervised.Source("bytes", 32, name, pack=True)
   assert packed.fingerprint() != source.fingerprint()
@@ -373,7 +373,7 @@ def test_tokens_are_made_once_and_again_if_anything_changes(
     supervised.Source("bytes", 64, name, bos=True)
   with pytest.raises(AssertionError, match="read again"):
     make(tmp_path, PAIRS[1:])
-  monkeypatch.setattr(supervised.Encoder, "_encode", encode)
+  monkeypatch.setattr(row_encoder.Encoder, "_encode", encode)
   source = make(tmp_path, PAIRS[1:])
   for file in cache.glob("*.ids"):
     file.write_bytes(b"")  # Damaged.

@@ -10,7 +10,7 @@ import pytest
 from bigtrain.config import modules, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.modules import find_attribute, find_module
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.objective import building, model_variants
 
 # What a module of each kind must define.

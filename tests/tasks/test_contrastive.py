@@ -13,7 +13,7 @@ from support import processes
 
 from bigtrain import metrics, sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import pooling
 from bigtrain.objective import gradients, microbatching
 from bigtrain.reports import writers

@@ -10,7 +10,7 @@ from support import padding
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models import decoder
 from bigtrain.objective import gradients
 from bigtrain.tasks import language_modeling as task

@@ -1,7 +1,9 @@
-"""Random access to many files: paths, open handles and cached offsets.
+"""Random access to many files: finding them, open handles, cached offsets.
 
-Byte offsets are cached in the user's cache folder, under a hash of the file's
-path and stamp: its size and modification time, or an object's generation.
+`find` returns the files of a path or pattern. `Reader` reads any byte range of
+any file. `offsets` scans a file once for where its records are, and keeps the
+result in the user's cache folder, under a hash of the file's path and stamp:
+its size and modification time, or an object's generation.
 """
 
 import collections
@@ -25,6 +27,7 @@ from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.files import objects as stores
 from bigtrain.files import paths
 
+# Files that are open at the same time; systems usually allow 1024.
 _MAX_OPEN = 256
 _MAX_THREADS = 16
 _CHUNK_BYTES = 1 << 23  # Of an object that is read in order.
@@ -36,9 +39,13 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  One thread loads (value, its size) while others that need it wait. The latest
-  value stays, even if it exceeds `capacity`, the limit of the sum of sizes.
-  `on_reload` is called when an evicted value is loaded again.
+  If several threads need a value, one loads it and the others wait.
+
+  Args:
+    load: load(key) returns (value, its size).
+    capacity: limit of the sum of sizes. The latest value stays even if it is
+      larger.
+    on_reload: is called when a value that was evicted is loaded again.
   """
 
   def __init__(
@@ -75,9 +82,11 @@ class Cache:
     with self._lock:
       del self._loading[key]
       self._loaded[key] = value, size
-      sizes = lambda: (size for _, size in self._loaded.values())
-      while sum(sizes()) > self._capacity and len(self._loaded) > 1:
-        self._evicted.add(self._loaded.popitem(last=False)[0])
+      total = sum(size for _, size in self._loaded.values())
+      while total > self._capacity and len(self._loaded) > 1:
+        old_key, (_, old_size) = self._loaded.popitem(last=False)
+        self._evicted.add(old_key)
+        total -= old_size
       reloaded = key in self._evicted
     if reloaded:
       self._on_reload()
@@ -85,6 +94,7 @@ class Cache:
 
 
 def handles(open_file: Callable[[str], Any]) -> Cache:
+  """Returns a cache of open files, by path."""
   return Cache(lambda path: (open_file(path), 1), _MAX_OPEN)
 
 
@@ -127,7 +137,16 @@ class Reader:
   def read_all(
     self, ranges: Sequence[tuple[str, Sequence[tuple[int, int]]]]
   ) -> list[tuple[list[bytes], bytes]]:
-    """Reads (offset, size) of neighbours; also returns versions of objects."""
+    """Reads several byte ranges of each of several files.
+
+    Args:
+      ranges: (path, [(offset, size)]). The ranges of one entry are close to
+        each other: from an object store, they are read in one request.
+
+    Returns:
+      For each entry, ([content], version). The version of an object is its
+      generation, that of a local file is b"".
+    """
     spans = [
       (path, min(parts)[0], sum(max(parts)) - min(parts)[0])
       for path, parts in ranges
@@ -150,6 +169,7 @@ class Reader:
 
 
 def stamp(path: str) -> str:
+  """Returns what changes when the file does."""
   try:
     if paths.is_remote(path):
       (version,) = stores.read_ranges([(path, 0, 0)])
@@ -176,6 +196,7 @@ def local_path(path: str | os.PathLike[str], key: str) -> str:
 
 
 def as_list(path: Any, key: str) -> list[Any]:
+  """Returns a path or a list of paths of the config as a list."""
   if isinstance(path, str | os.PathLike):
     return [path]
   if not isinstance(path, Sequence) or not path:
@@ -280,6 +301,7 @@ def log_hidden(hidden: Collection[str], where: str) -> None:
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:
+  """Returns the error for a file or folder that does not exist."""
   folder, name = os.path.split(path)
   if paths.is_remote(path):
     return ConfigError(f"{key}={path!r}: no such {kind}.")
@@ -300,6 +322,7 @@ def line_number(path: str, offset: int) -> int:
 
 
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+  """Returns fn(item) of each item, computed in up to 16 threads."""
   with futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
@@ -311,8 +334,11 @@ def offsets(
 ) -> list[np.ndarray]:
   """Returns scan(path) for each file, from the cache where possible.
 
-  That is int64, such as the offsets of N records and the file's size [N + 1].
-  `folder` is the cache's, also in an object store, instead of the user's.
+  Args:
+    scan: returns int64, such as the offsets of N records and the file's size,
+      [N + 1]. Its name is part of the key of the cache.
+    folder: folder of the cache, also in an object store; by default the user's
+      cache folder.
   """
   folder = folder or cache_folder()
   return in_threads(lambda path: _offsets(path, scan, folder), names)
@@ -357,7 +383,7 @@ def cache_folder() -> str:
 
 
 class Shards:
-  """Maps example numbers to files and records."""
+  """Maps the numbers of examples to files and records, by counts per file."""
 
   def __init__(self, counts: Sequence[int]):
     self._ends = np.cumsum(np.asarray(counts, np.int64))
@@ -374,6 +400,7 @@ class Shards:
 
 
 def digest(*parts: object) -> str:
+  """Returns a hash of the parts, as text."""
   text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
   return hashlib.sha256(text).hexdigest()[:16]
 
@@ -387,4 +414,5 @@ def objects(rows: Sequence[Any]) -> np.ndarray:
 
 
 def one_line(error: Exception) -> str:
+  """Returns the message of an error in one line, without a period."""
   return " ".join(str(error).split()).rstrip(".")[:400]
