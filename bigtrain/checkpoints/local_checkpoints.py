@@ -118,8 +118,8 @@ def forget(workdir: str) -> None:
 class LocalCheckpoints:
   """The local checkpoints of a run.
 
-  All processes call `restore` and `begin` in the same order. If a process cannot
-  write one, it logs a warning and writes no more of them.
+  All processes call `restore` and `begin` in the same order. A process that
+  cannot write one logs a warning, and writes no more of them.
   """
 
   def __init__(
@@ -362,7 +362,7 @@ class LocalCheckpoints:
     pieces: Sequence[snapshot.Piece],
     sums: Sequence[checksums.Sums],
   ) -> None:
-    """Writes a checkpoint of this process's shards; a save's thread calls it."""
+    """Writes a checkpoint of this process's shards, in a save's thread."""
     if self._off or not self._token:
       return
     token = self._token

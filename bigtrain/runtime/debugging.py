@@ -1,4 +1,4 @@
-"""Options that help to find mistakes: logged shapes, forbidden transfers."""
+"""Options that help to find mistakes: logged shapes, guarded transfers."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,6 +14,7 @@ _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
 
 def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
+  """Logs or forbids implicit transfers, as config.transfer_guard says."""
   level = config.get("transfer_guard")
   if level is None:
     return contextlib.nullcontext()
@@ -24,9 +25,13 @@ def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
 def hparams_placement(
   config: Config, layout: jax.sharding.Sharding
 ) -> Callable[[Any], Any]:
+  """A function that puts a step's scalars on the devices, if it is needed.
+
+  Usually the update copies numpy's scalars itself, which is faster. That is an
+  implicit transfer, which config.transfer_guard would report in every step.
+  """
   if config.get("transfer_guard") is None:
     return lambda hparams: hparams
-  # The update copies numpy's scalars itself, which is faster, but implicit.
   return lambda hparams: jax.device_put(hparams, layout)
 
 
@@ -50,7 +55,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
     lines = [f"batch: {_shapes(batch)}"]
 
     def intercept(next_fn: Any, args: Any, kwargs: Any, context: Any) -> Any:
-      place = len(lines)  # Above the lines of the modules inside of this one.
+      place = len(lines)  # Above the lines of the modules inside this one.
       lines.append("")
       result = next_fn(*args, **kwargs)
       is_bound = context.module.scope is not None
@@ -72,6 +77,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
 
 
 def _shapes(tree: Any) -> str:
+  """The shapes of a tree, as "name=dtype[sizes]" for each array."""
   words = []
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     if not hasattr(leaf, "shape"):
