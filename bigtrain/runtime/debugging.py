@@ -1,4 +1,4 @@
-"""Options that help to find mistakes: logged shapes, forbidden transfers."""
+"""Options that help to find mistakes: logged shapes, guarded transfers."""
 
 import contextlib
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
     lines = [f"batch: {_shapes(batch)}"]
 
     def intercept(next_fn: Any, args: Any, kwargs: Any, context: Any) -> Any:
-      place = len(lines)  # Above the lines of the modules inside of this one.
+      place = len(lines)  # Above the lines of the modules inside this one.
       lines.append("")
       result = next_fn(*args, **kwargs)
       is_bound = context.module.scope is not None
@@ -81,6 +81,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
 
 
 def _shapes(tree: Any) -> str:
+  """The shapes of a tree, as "name=dtype[sizes]" for each array."""
   words = []
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     if not hasattr(leaf, "shape"):

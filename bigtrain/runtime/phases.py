@@ -1,4 +1,4 @@
-"""Reports the phases of the loop to watchdog, console, clock and profiles."""
+"""Tells watchdog, console, time accounts and profiles what the loop does."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _PHASES = {
 
 
 class Phases:
-  """Enters phases: `with phase("save", step)`; between them the run trains."""
+  """Enters phases: `with phase("save", step)`. Between them the run trains."""
 
   def __init__(self, watchdog: Watchdog, console: Console, clock: Chrono):
     self._watchdog = watchdog
@@ -33,9 +33,10 @@ class Phases:
 
   @contextlib.contextmanager
   def __call__(self, name: str, step: int, detail: str = "") -> Iterator[None]:
-    """The phase inside a `with` block; afterwards, the surrounding one.
+    """Enters a phase for a `with` block, and then returns to the one before.
 
-    Wait for dispatched steps before: inside, their time counts as `name`.
+    Wait for dispatched steps before the block. Inside it, their time would
+    count as that of the phase.
     """
     if name not in _PHASES:
       raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
@@ -56,10 +57,11 @@ class Phases:
       self._report(*(outer or ("step", step, "training")))
 
   def step(self, step: int) -> None:
+    """Begins a step of training."""
     self._report("step", step, "training")
 
   def evaluation_progress(self, num_done: int, num_batches: int) -> None:
-    """Reports a finished batch; raises Preempted if the run must end."""
+    """Reports a finished batch; raises Preempted if a signal ends the run."""
     self._watchdog.beat()
     self.console.evaluation_progress(num_done, num_batches)
     if process.preempted():

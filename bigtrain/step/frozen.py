@@ -1,4 +1,4 @@
-"""Variables that steps use but never train: of a teacher, and of a base.
+"""Variables that steps use and never train: a teacher's, and adapters' base.
 
 They are beside the train state, because checkpoints do not have them.
 """
@@ -12,16 +12,18 @@ NAMES = ("teacher", "base")
 
 
 def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
-  """The entries NAMES of a state; a teacher without variables is its "ema".
+  """The frozen variables of a state, by NAMES.
 
-  Several teachers are a dict by name, and each of them may be the average.
+  A teacher can be the moving average of the trained model itself. Its entry in
+  the state is then empty, and this fills it with the state's "ema". Several
+  teachers are a dict by name, of which each may be the average.
   """
   result = {name: state[name] for name in NAMES if name in state}
   if "teacher" in result and "ema" in state:
-    own = {**result, **state.get("mutable", {}), "params": state["ema"]}
-    teachers = own.pop("teacher")
-    filled = {name: each or own for name, each in teachers.items()}
-    result["teacher"] = filled or own
+    average = {**result, **state.get("mutable", {}), "params": state["ema"]}
+    teachers = average.pop("teacher")
+    filled = {name: given or average for name, given in teachers.items()}
+    result["teacher"] = filled or average
   return result
 
 

@@ -469,11 +469,11 @@ def test_bfloat16_parameters_keep_their_dtype():
           (".*", dict(decay_type="constant")),
         ],
       ),
-      "config.schedule: 'prodigy' takes only one.",
+      "config.schedule: 'prodigy' supports only one.",
     ),
     (
       dict(optimizer=dict(name="prodigy"), lr_mults=[("head/.*", 2.0)]),
-      "config.lr_mults: 'prodigy' takes none.",
+      "config.lr_mults: 'prodigy' supports none.",
     ),
   ],
 )
