@@ -54,7 +54,7 @@ class MetricsLog:
     step, *arrays = self._queued
     self._queued, (sums, scalars) = None, jax.device_get(arrays)
     self.check(sums)
-    facts, times = self._note("update", **self.facts), self.clock.row(step)
+    facts, times = self._note("update", **self.facts), self.clock.figures(step)
     values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
