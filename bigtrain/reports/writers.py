@@ -167,7 +167,7 @@ class Writers:
     # In the caller's thread, so that it is in order with log messages.
     try:
       if self._working_console:
-        self._working_console.row(entry)
+        self._working_console.entry(entry)
     except Exception as e:
       _log_failure("The console", "failed", f"{type(e).__name__}: {e}")
       self._working_console = None

@@ -72,7 +72,7 @@ class MetricsLog:
     self._queued = None
     self.check(sums)
     facts = self._note("update", **self.facts)
-    times = self.clock.row(step)
+    times = self.clock.figures(step)
     values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):

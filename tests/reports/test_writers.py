@@ -224,7 +224,7 @@ def test_plain_lines_through_absl(tmp_path, caplog):
 
 def test_a_failing_console_is_reported_once(tmp_path, caplog):
   console = writers.Console(1200, bar=False)
-  console.row = lambda row: 1 / 0
+  console.entry = lambda entry: 1 / 0
   write(tmp_path, {"step": 1}, {"step": 2}, console=console)
   assert len(writers.read_rows(str(tmp_path))) == 2
   (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
