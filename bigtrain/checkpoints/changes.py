@@ -19,8 +19,8 @@ _HARMLESS = """
   activation_stats allow_changes ckpt_* debug_nans debug_shapes
   device_memory_bytes eager eval_at_start eval_only cluster compile_cache
   compiler_options evals expect_* hooks input.cache input.num_threads
-  input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes mesh
-  max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
+  input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes
+  loggers mesh max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
   peak_flops_per_device resume save_at_start sharding spikes stop_at_*
   teacher.logical_axes tensorboard trackio transfer_guard wandb watchdog
   weight_stats

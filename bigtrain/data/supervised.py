@@ -58,6 +58,8 @@ from bigtrain.text import chat, tokenizers
 # Increase it when the tokens of a row change.
 _VERSION = 2
 _KEYS = ("messages", "prompt", "text")
+# Fields of a row that hold texts.
+_FIELDS = (*_KEYS, "completion", "chosen", "rejected", "tools")
 _SHOWN_TOKENS = 1000
 _NUM_SAMPLED = 1000
 _NAMED = {"pydoc": pydoc_questions.rows, "arithmetic": arithmetic.rows}
@@ -354,11 +356,36 @@ def _inputs(
       f"supervised: split={split!r} requires a name; for files use slice."
     )
   if name is None:
-    return files.find(path, "supervised: path"), documents.rows
+    return files.find(path, "supervised: path"), _rows_of_file
   rows = _NAMED[check_choice("supervised: name", name, _NAMED)]
   part = split or "train"
   check_choice("supervised: split", part, pydoc_questions.SPLITS)
   return [f"{name} {part}"], lambda _: rows(part, preferences)
+
+
+def _rows_of_file(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+  for where, row in documents.rows(path):
+    for field in _FIELDS:
+      _check_text(row.get(field), field, where)
+    yield where, row
+
+
+def _check_text(value: Any, field: str, where: Any) -> None:
+  """Raises DataError for half a character, as JSON can spell: "\\ud83d"."""
+  if isinstance(value, str):
+    try:
+      value.encode()
+    except UnicodeEncodeError as e:
+      raise DataError(
+        f"{where}: {field} contains the lone surrogate {value[e.start]!a}, "
+        "which is half a character."
+      ) from e
+  elif isinstance(value, Mapping):
+    for key, each in value.items():
+      _check_text(each, f"{field}.{key}", where)
+  elif isinstance(value, list):
+    for i, each in enumerate(value):
+      _check_text(each, f"{field}[{i}]", where)
 
 
 def _spec(

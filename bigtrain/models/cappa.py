@@ -265,6 +265,15 @@ def from_published(
   return {f"encoder/{n}": v for n, v in of_image.items()} | decoder
 
 
+_DIMS: dict[str, str] = {
+  r"pos_embedding_decoder": "1 positions -> D",
+  r"decoder/EmbedTargets/embedding": "V -> D",
+  r"decoder/LogitsDense/kernel": "D -> V",
+  r"decoder/LogitsDense/bias": "V",
+  **layer_dims.LAYERS,
+}
+
+
 def param_dims(model: Model) -> dims.Table:
-  of_image = vit.param_dims(encoder_of(model, parent=None))
-  return dims.under("encoder/", of_image) | layer_dims.of_module("cappa")
+  encoder_dims = vit.param_dims(encoder_of(model, parent=None))
+  return dims.under("encoder/", encoder_dims) | _DIMS

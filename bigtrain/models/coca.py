@@ -127,6 +127,18 @@ class Model(cappa.Captioner):
     return x_BSD[:, :-1], x_BSD[:, -1]
 
 
+_DIMS: dict[str, str] = {
+  r"pos_embedding_decoder": "1 positions -> D",
+  r"cls": "1 1 D",
+  r"(caption|contrastive)_pool/probe": "1 positions -> D",
+  r"text/EmbedTargets/embedding": "V -> D",
+  r"decoder/LogitsDense/kernel": "D -> V",
+  r"decoder/LogitsDense/bias": "V",
+  r"(image|text)_head/kernel": "D -> V",
+  **layer_dims.LAYERS,
+}
+
+
 def param_dims(model: Model) -> dims.Table:
-  encoder = vit.param_dims(cappa.encoder_of(model, parent=None))
-  return dims.under("encoder/", encoder) | layer_dims.of_module("coca")
+  encoder_dims = vit.param_dims(cappa.encoder_of(model, parent=None))
+  return dims.under("encoder/", encoder_dims) | _DIMS

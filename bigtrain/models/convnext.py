@@ -21,7 +21,14 @@ from bigtrain.models.layers import encoder, kernels, mlp, options, patches
 from bigtrain.models.published import stage_families
 from bigtrain.sharding import batches
 
-VARIANTS = options.variants("convnext")
+VARIANTS: dict[str, dict[str, Any]] = {
+  "tiny": dict(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)),
+  "small": dict(depths=(3, 3, 27, 3), widths=(96, 192, 384, 768)),
+  "base": dict(depths=(3, 3, 27, 3), widths=(128, 256, 512, 1024)),
+  "large": dict(depths=(3, 3, 27, 3), widths=(192, 384, 768, 1536)),
+  "xlarge": dict(depths=(3, 3, 27, 3), widths=(256, 512, 1024, 2048)),
+  "huge": dict(depths=(3, 3, 27, 3), widths=(352, 704, 1408, 2816)),
+}
 
 
 class Model(nn.Module):

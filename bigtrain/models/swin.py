@@ -24,7 +24,13 @@ from bigtrain.models import vit
 from bigtrain.models.layers import encoder, layer_dims, mlp, options, patches
 from bigtrain.models.published import stage_families
 
-VARIANTS = options.variants("swin")
+# Table 7 of the first paper.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "tiny": dict(depths=(2, 2, 6, 2), width=96, num_heads=(3, 6, 12, 24)),
+  "small": dict(depths=(2, 2, 18, 2), width=96, num_heads=(3, 6, 12, 24)),
+  "base": dict(depths=(2, 2, 18, 2), width=128, num_heads=(4, 8, 16, 32)),
+  "large": dict(depths=(2, 2, 18, 2), width=192, num_heads=(6, 12, 24, 48)),
+}
 _INIT = nn.initializers.truncated_normal(0.02)
 _dense: Any = functools.partial(nn.DenseGeneral, kernel_init=_INIT)
 
@@ -217,7 +223,17 @@ def _direction(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-DIMS = layer_dims.of_module("swin")
+DIMS: dict[str, str] = {
+  r"conv_patch/kernel": "height width channels -> D",
+  r"merge\d/kernel": "D -> D",
+  r".*/relative_bias": "positions -> H",
+  r".*/logit_scale": "H 1; 1",
+  r".*/bias_mlp_0/kernel": "coordinates -> hidden",
+  r".*/bias_mlp_1/kernel": "hidden -> H",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 param_dims = dims.of_all(DIMS)
 from_published = functools.partial(
   stage_families.read, stage_families.SWIN, DIMS

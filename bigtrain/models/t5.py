@@ -32,7 +32,60 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, t5_families
 
-VARIANTS = options.variants("t5")
+# What the two versions differ in, beside their sizes.
+_T5 = dict(mlp="relu", tied_head=True)
+_T5_1_1 = dict(mlp="geglu", tied_head=False)
+
+
+def _sized(
+  version: dict[str, Any],
+  *,
+  width: int,
+  depth: int,
+  num_heads: int,
+  mlp_dim: int,
+  head_dim: int = 64,
+) -> dict[str, Any]:
+  return version | dict(
+    vocab_size=32128,
+    head_dim=head_dim,
+    width=width,
+    depth=depth,
+    num_heads=num_heads,
+    mlp_dim=mlp_dim,
+  )
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+  # With sizes from the config.
+  "t5": _T5,
+  "t5_1_1": _T5_1_1,
+  # The released models. Heads times their width is not always the width D.
+  "t5_small": _sized(_T5, width=512, depth=6, num_heads=8, mlp_dim=2048),
+  "t5_base": _sized(_T5, width=768, depth=12, num_heads=12, mlp_dim=3072),
+  "t5_large": _sized(_T5, width=1024, depth=24, num_heads=16, mlp_dim=4096),
+  "t5_3b": _sized(
+    _T5, width=1024, depth=24, num_heads=32, head_dim=128, mlp_dim=16384
+  ),
+  "t5_11b": _sized(
+    _T5, width=1024, depth=24, num_heads=128, head_dim=128, mlp_dim=65536
+  ),
+  "t5_1_1_small": _sized(
+    _T5_1_1, width=512, depth=8, num_heads=6, mlp_dim=1024
+  ),
+  "t5_1_1_base": _sized(
+    _T5_1_1, width=768, depth=12, num_heads=12, mlp_dim=2048
+  ),
+  "t5_1_1_large": _sized(
+    _T5_1_1, width=1024, depth=24, num_heads=16, mlp_dim=2816
+  ),
+  "t5_1_1_xl": _sized(
+    _T5_1_1, width=2048, depth=24, num_heads=32, mlp_dim=5120
+  ),
+  "t5_1_1_xxl": _sized(
+    _T5_1_1, width=4096, depth=24, num_heads=64, mlp_dim=10240
+  ),
+}
 MLPS = ("relu", "geglu")
 _NEEDED = ("vocab_size", "width", "depth", "num_heads")
 
@@ -253,7 +306,13 @@ def _check(model: Model) -> None:
   options.check_fields(model, "dropout", "drop_path", mlp=MLPS)
 
 
-_DIMS = layer_dims.of_module("t5")
+_DIMS: dict[str, str] = {
+  r"token_embedding": "V -> D",
+  r"(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 
 
 def param_dims(model: Model) -> dims.Table:

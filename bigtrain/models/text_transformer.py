@@ -166,7 +166,17 @@ def from_published(
   return flat
 
 
-DIMS = layer_dims.of_module("text_transformer")
+DIMS: dict[str, str] = {
+  r"Embed_0/embedding": "V -> D",
+  r"pos_embedding": "1 positions -> D",
+  r"MAPHead_0/probe": "1 1 D",
+  r"token_types/embedding": "types -> D",
+  r"(pre_logits|mlm_dense)/kernel": "D -> D",
+  r"mlm_bias": "V",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(bert_families.PUBLISHED.export, DIMS)
 published_fields = bert_families.PUBLISHED.fields

@@ -33,7 +33,37 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, vit_families
 
-VARIANTS = options.variants("vit")
+# Sizes by the name before the slash in config.model.variant. "mu" is for
+# tests.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "mu": dict(width=32, depth=1, mlp_dim=128, num_heads=2),
+  "Ti": dict(width=192, depth=12, mlp_dim=768, num_heads=3),
+  "S": dict(width=384, depth=12, mlp_dim=1536, num_heads=6),
+  "M": dict(width=512, depth=12, mlp_dim=2048, num_heads=8),
+  "B": dict(width=768, depth=12, mlp_dim=3072, num_heads=12),
+  "L": dict(width=1024, depth=24, mlp_dim=4096, num_heads=16),
+  "So400m": dict(width=1152, depth=27, mlp_dim=4304, num_heads=16),
+  "H": dict(width=1280, depth=32, mlp_dim=5120, num_heads=16),
+  "g": dict(width=1408, depth=40, mlp_dim=6144, num_heads=16),
+  "G": dict(width=1664, depth=48, mlp_dim=8192, num_heads=16),
+  # MLP-Mixer, https://arxiv.org/abs/2105.01601, table 1. The number of heads is
+  # unused: an MLP over the patches takes the place of attention.
+  "Mixer-mu": dict(
+    width=32, depth=1, mlp_dim=128, num_heads=1, token_mlp_dim=16
+  ),
+  "Mixer-S": dict(
+    width=512, depth=8, mlp_dim=2048, num_heads=1, token_mlp_dim=256
+  ),
+  "Mixer-B": dict(
+    width=768, depth=12, mlp_dim=3072, num_heads=1, token_mlp_dim=384
+  ),
+  "Mixer-L": dict(
+    width=1024, depth=24, mlp_dim=4096, num_heads=1, token_mlp_dim=512
+  ),
+  "Mixer-H": dict(
+    width=1280, depth=32, mlp_dim=5120, num_heads=1, token_mlp_dim=640
+  ),
+}
 SIZES = ("width", "depth", "mlp_dim", "num_heads")
 POSEMBS = ("learn", "sincos2d", "none")
 POOL_TYPES = ("gap", "map", "tok", "tok_gap", "none")
@@ -554,7 +584,17 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {renumber(name): value for name, value in renamed.items()}
 
 
-DIMS = layer_dims.of_module("vit")
+DIMS: dict[str, str] = {
+  r"embedding/kernel": "height width channels -> D",
+  r"pos_embedding": "1 patches -> D",
+  r"cls|MAPHead_0/probe": "1 1 D",
+  r"registers": "1 positions -> D",
+  r"(.*/)?relative_bias/table": "positions -> H",
+  r"pre_logits/kernel": "D -> D",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(vit_families.PUBLISHED.export, DIMS)
 published_fields = vit_families.PUBLISHED.fields

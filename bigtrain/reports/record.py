@@ -89,6 +89,11 @@ def summary(config: Mapping[str, Any], units: Units) -> list[str]:
   ]
 
 
+def log_summary(config: Mapping[str, Any], units: Units) -> None:
+  for line in summary(config, units):
+    logging.info("%s", line)
+
+
 def _words(options: Mapping[str, Any]) -> str:
   words = [f"{k}={v}" for k, v in options.items() if v is not None]
   return textwrap.shorten(", ".join(words), 100, placeholder=" ...")

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -13,21 +13,30 @@ from bigtrain.config.settings import Config
 _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
 
-def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
-  level = config.get("transfer_guard")
-  if level is None:
-    return contextlib.nullcontext()
-  check_choice("config.transfer_guard", level, _TRANSFER_GUARDS)
-  return jax.transfer_guard(level)
+class Transfers(NamedTuple):
+  """config.transfer_guard: what happens when arrays are copied implicitly."""
 
+  level: str | None  # None leaves all as it is.
 
-def hparams_placement(
-  config: Config, layout: jax.sharding.Sharding
-) -> Callable[[Any], Any]:
-  if config.get("transfer_guard") is None:
-    return lambda hparams: hparams
-  # The update copies numpy's scalars itself, which is faster, but implicit.
-  return lambda hparams: jax.device_put(hparams, layout)
+  @classmethod
+  def read(cls, config: Config) -> "Transfers":
+    level = config.get("transfer_guard")
+    if level is not None:
+      check_choice("config.transfer_guard", level, _TRANSFER_GUARDS)
+    return cls(level)
+
+  def guard(self) -> contextlib.AbstractContextManager[Any]:
+    """The guard of the loop, as a context manager."""
+    if self.level is None:
+      return contextlib.nullcontext()
+    return jax.transfer_guard(self.level)
+
+  def place(self, hparams: Any, layout: jax.sharding.Sharding) -> Any:
+    """Copies scalars of the host to the devices, explicitly under a guard."""
+    if self.level is None:
+      # The update copies numpy's scalars itself, which is faster, but implicit.
+      return hparams
+    return jax.device_put(hparams, layout)
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:

@@ -95,9 +95,8 @@ class Context:
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
-    state = self._run.state
-    fixed = frozen.variables({**state, **self._run.frozen})
-    return {"params": state[weights], **state.get("mutable", {}), **fixed}
+    state = {**self._run.state, **self._run.frozen}
+    return frozen.model_variables(state, weights)
 
   @property
   def values(self) -> dict[str, float]:

@@ -207,21 +207,33 @@ def get(spec: str | None, tokenizer: str) -> Template:
     spec: one of NAMES, a path, or None for the one beside the tokenizer.
     tokenizer: argument of `tokenizers.get`, which has the special tokens.
   """
-  folder = paths.absolute(tokenizer)
-  if not os.path.isdir(folder):
-    folder = os.path.dirname(folder)
+  folder = _folder_of(tokenizer)
   if spec is None:
+    if folder is None:
+      raise ConfigError(
+        f"the tokenizer {tokenizer!r} has no chat template, and no special "
+        "tokens to write one with; conversations need a tokenizer.json, and "
+        f"template= a file or a name: {', '.join(NAMES)}."
+      )
     return Template.of_folder(folder)
+  tokens = {} if folder is None else _tokens(folder)
   if spec in NAMES:
     text = _NO_TOOLS + (_FOLDER / f"{spec}.jinja").read_text()
-    return Template(f"'{spec}'", {"default": text}, _tokens(folder))
+    return Template(f"'{spec}'", {"default": text}, tokens)
   path = paths.absolute(spec)
   if os.path.isdir(path):
     return Template.of_folder(path)
   if not os.path.isfile(path):
     hint = did_you_mean(spec, NAMES)
     raise ConfigError(f"template={spec!r}: no such file or name.{hint}")
-  return Template(path, {"default": _read(path)}, _tokens(folder))
+  return Template(path, {"default": _read(path)}, tokens)
+
+
+def _folder_of(tokenizer: str) -> str | None:
+  if tokenizer == "bytes":
+    return None
+  path = paths.absolute(tokenizer)
+  return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _tokens(folder: str) -> dict[str, str]:

@@ -136,11 +136,124 @@ def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
   return 1 if any(problems.values()) else 0
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("checkpoint", __doc__)
+  commands = parser.add_subparsers(
+    dest="command", required=True, parser_class=argparse.ArgumentParser
+  )
+
+  def add(
+    name: str, text: str, default_step: str = "the newest"
+  ) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument(
+      "path",
+      help="a workdir, or one of its checkpoints, such as "
+      "run/checkpoints/00000100",
+    )
+    command.add_argument(
+      "--step",
+      type=int,
+      help=f"step of the workdir's checkpoint (default: {default_step})",
+    )
+    return command
+
+  show = add("show", "Prints the tree of arrays with shapes, dtypes and sizes.")
+  show.add_argument(
+    "--depth", type=int, help="number of levels to show (default: all)"
+  )
+  add(
+    "verify",
+    "Reads every byte and lists all damaged arrays.",
+    default_step="all checkpoints",
+  )
+  _add_export_arguments(
+    add(
+      "export",
+      "Writes arrays to one .npz or .safetensors file, or to a folder in a "
+      "published layout.",
+    )
+  )
+  importing = add(
+    "import",
+    "Writes a checkpoint of T5X, Mesh TensorFlow or big_vision, or a file of "
+    "parameters, as a checkpoint of a new workdir.",
+  )
+  importing.add_argument("out", help="workdir to write")
+  importing.add_argument(
+    "--config",
+    default="",
+    help="FILE.py[:arguments]: the parameters get the names and shapes of its "
+    "model, and the workdir its config.json (default: all arrays as they are)",
+  )
+  return parser
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "out",
+    help="file to write, ending in .npz or .safetensors; a folder with "
+    "--format",
+  )
+  parser.add_argument(
+    "--prefix",
+    default="",
+    help="tree to export, such as params or ema (default: all arrays; with "
+    "--format: params)",
+  )
+  parser.add_argument(
+    "--layout",
+    default="",
+    help="with --format=hf: the layout, such as gpt2 or llama (default: the "
+    "first that can express the model)",
+  )
+  parser.add_argument(
+    "--format",
+    default="",
+    choices=["", "hf", "peft", "stablehlo", "onnx"],
+    help="hf: a folder that transformers opens, with adapters merged; peft: "
+    "the adapters alone; stablehlo: a predict function with its parameters, "
+    "for jax alone; onnx: the same for ONNX Runtime and others",
+  )
+  parser.add_argument(
+    "--dtype",
+    default="",
+    choices=["", "float32", "bfloat16", "float16"],
+    help="with --format=hf: dtype of the weights",
+  )
+  parser.add_argument(
+    "--max_shard_bytes",
+    type=int,
+    default=0,
+    help="with --format=hf: split weights of more bytes into several files "
+    "(default: one file)",
+  )
+  parser.add_argument(
+    "--pred",
+    default="",
+    help="with --format=stablehlo or onnx: predict function to export "
+    "(default: the first of caption, generate, logits, image, pre_logits that "
+    "the task has)",
+  )
+  parser.add_argument(
+    "--batch_size",
+    type=int,
+    help="with --format=stablehlo or onnx: number of examples of a call "
+    "(default: any)",
+  )
+  parser.add_argument(
+    "--platforms",
+    default="cpu,cuda,tpu",
+    help="with --format=stablehlo: platforms to run on (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--overwrite", action="store_true", help="replace an existing OUT"
+  )
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("checkpoint", __doc__)
-  parser.add_commands("checkpoint")
-  args = parser.parse_args(argv)
+  args = _parser().parse_args(argv)
   _check(args)
   if args.command == "show":
     print(show(args.path, args.step, args.depth))

@@ -38,7 +38,13 @@ from bigtrain.config import lengths, loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.objective import building, initial, teacher, trained_adapters
+from bigtrain.objective import (
+  building,
+  initial,
+  task_functions,
+  teacher,
+  trained_adapters,
+)
 from bigtrain.reports import media, record, rows
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
@@ -141,7 +147,7 @@ def _judge(
       batch_size=config.input.batch_size,
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
-      vocab_sizes=building.vocab_sizes(task, model),
+      vocab_sizes=task_functions.vocab_sizes(task, model),
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
@@ -155,7 +161,7 @@ def _judge(
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
-      building.predict_fns(config, task, model, teaching.model),
+      task_functions.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(
@@ -238,7 +244,7 @@ def _teacher(
 
   The first such evaluation gives the shapes of the teacher's inputs.
   """
-  without = building.predict_fns(config, task, model)
+  without = task_functions.predict_fns(config, task, model)
   for name, entry in (config.to_dict().get("evals") or {}).items():
     if not config.get("teacher") or not entry.get("enabled", True):
       continue
@@ -257,10 +263,33 @@ def _teacher(
   return teacher.Teacher(None, {}, dict)
 
 
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("evaluate", __doc__, changes_config=True)
+  parser.add_argument("--workdir", required=True, help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--output",
+    default="",
+    help="folder for the evaluators' files (default: evaluate in the workdir)",
+  )
+  parser.add_argument(
+    "--all_checkpoints",
+    action="store_true",
+    help="evaluate, in order, each checkpoint that has no results yet",
+  )
+  parser.add_argument(
+    "--follow",
+    action="store_true",
+    help="as --all_checkpoints, and wait for new ones until the run finishes",
+  )
+  return parser
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("evaluate", __doc__, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   process.join_job(settings.Config({}))
   several = args.all_checkpoints or args.follow
   if several and args.step is not None:

@@ -221,10 +221,106 @@ def _generate_ids(
     yield seen[-1]
 
 
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("generate", __doc__, changes_config=False)
+  parser.add_argument(
+    "--workdir",
+    "--model",
+    dest="path",
+    required=True,
+    help="a workdir, one of its checkpoints, or a published model's folder",
+  )
+  parser.add_argument("--prompt", default="", help="text to continue")
+  parser.add_argument(
+    "--chat",
+    action="store_true",
+    help="send the prompt as a user's message, in the model's chat template",
+  )
+  parser.add_argument(
+    "--max_new",
+    type=int,
+    default=256,
+    help="largest number of new tokens (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--num_beams",
+    type=int,
+    default=1,
+    help="number of beams of a beam search, which prints its text at the end; "
+    "1 samples (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--length_penalty",
+    type=float,
+    default=0.0,
+    help="larger values favour longer texts in a beam search "
+    "(default: %(default)s)",
+  )
+  _add_sampling_arguments(parser)
+  parser.add_argument(
+    "--seed", type=int, default=0, help="random seed (default: %(default)s)"
+  )
+  parser.add_argument(
+    "--step",
+    type=int,
+    help="step of the workdir's checkpoint (default: the newest)",
+  )
+  parser.add_argument(
+    "--prefix",
+    default="params",
+    help="parameters to use: params or ema (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--tokenizer",
+    help="'bytes' or a path (default: the tokenizer of the run's data)",
+  )
+  parser.add_argument(
+    "--bos", action="store_true", help="start with the begin token"
+  )
+  return parser
+
+
+def _add_sampling_arguments(parser: arguments.Parser) -> None:
+  """Adds options without defaults: `_options` has those.
+
+  What a published model's folder or a run's config says comes before them.
+  """
+  parser.add_argument(
+    "--temperature",
+    type=float,
+    help="temperature of the distribution; 0 always picks the most likely "
+    "token (default: 0.8, or 0 in a beam search)",
+  )
+  parser.add_argument(
+    "--top_k",
+    type=int,
+    help="sample from the K most likely tokens; 0 for all (default: 0)",
+  )
+  parser.add_argument(
+    "--top_p",
+    type=float,
+    help="sample from the most likely tokens whose probabilities sum to P "
+    "(default: 1.0)",
+  )
+  parser.add_argument(
+    "--repetition_penalty",
+    type=float,
+    help="divide the logits of tokens that are already in the text by this "
+    "(default: 1.0)",
+  )
+  parser.add_argument(
+    "--no_repeat_ngram_size",
+    type=int,
+    help="never repeat a sequence of N tokens; 0 allows it (default: 0)",
+  )
+  parser.add_argument(
+    "--min_new", type=int, help="least number of new tokens (default: 0)"
+  )
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("generate", __doc__, changes_config=False)
-  args, _ = parser.parse(argv)
+  args, _ = _parser().parse(argv)
   # The prompt is printed with the first piece: errors come before it.
   shown = "" if args.chat else args.prompt
   for piece in generate(**vars(args)):

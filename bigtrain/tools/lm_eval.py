@@ -168,10 +168,55 @@ class _Methods:
     return [until] if isinstance(until, str) else list(until), options
 
 
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("lm_eval", __doc__, changes_config=False)
+  parser.add_argument("run", help="a workdir, a checkpoint or an export")
+  parser.add_argument(
+    "--tasks", required=True, help="names of tasks, such as arc_easy,piqa"
+  )
+  parser.add_argument(
+    "--include_path", help="folder with your own tasks, in YAML"
+  )
+  parser.add_argument(
+    "--num_fewshot", type=int, help="number of examples in each prompt"
+  )
+  parser.add_argument(
+    "--limit", type=int, help="number of questions of each task"
+  )
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--weights",
+    default="params",
+    choices=["params", "ema"],
+    help="parameters to use (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--tokenizer", help="'bytes' or a path, if the tokenizer's file has moved"
+  )
+  parser.add_argument(
+    "--batch_size",
+    type=int,
+    default=32,
+    help="number of texts in a batch, over all devices (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--max_length",
+    type=int,
+    help="largest number of tokens that the model sees at a time (default: the "
+    "model's max_len, or the length of its training examples)",
+  )
+  parser.add_argument(
+    "--bos", action="store_true", help="start texts with the begin token"
+  )
+  parser.add_argument("--output", help="JSON file for all results")
+  return parser
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("lm_eval", __doc__, changes_config=False)
-  args, _ = parser.parse(argv)
+  args, _ = _parser().parse(argv)
   names = ("step", "weights", "tokenizer", "batch_size", "max_length", "bos")
   options = {name: getattr(args, name) for name in names}
   results = _evaluate(model(args.run, **options), args)

@@ -169,9 +169,54 @@ def _rows(
   return (ids[i][start:end] for i, start, end in spans_N3)
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("merge_tokens", __doc__)
+  parser.add_argument(
+    "inputs", nargs="+", help="folders of bigtrain.tools.tokenize"
+  )
+  parser.add_argument(
+    "--output", required=True, help="new folder for the token files"
+  )
+  parser.add_argument(
+    "--min_tokens",
+    type=int,
+    default=1,
+    help="drop documents with fewer tokens, begin and end tokens included "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--max_tokens",
+    type=int,
+    help="drop documents with more tokens (default: keep all)",
+  )
+  parser.add_argument(
+    "--unique",
+    action="store_true",
+    help="keep only the first of equal documents",
+  )
+  parser.add_argument(
+    "--keep",
+    default="",
+    help="dotted path of a function that gets a document's ids and returns "
+    "whether to keep the document",
+  )
+  parser.add_argument(
+    "--shuffle",
+    type=int,
+    help="seed for the order of documents (default: the order of the inputs)",
+  )
+  parser.add_argument(
+    "--shard_tokens",
+    type=int,
+    default=1 << 27,
+    help="number of tokens after which a shard ends (default: %(default)s)",
+  )
+  return parser
+
+
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("merge_tokens", __doc__)
+  parser = _parser()
   args = vars(parser.parse_args(argv))
   for name in ("min_tokens", "max_tokens", "shard_tokens"):
     if args[name] is not None and args[name] < 1:

@@ -259,12 +259,88 @@ def _read_text(path: str) -> str:
     raise DataError(f"{path}: {e}.") from e
 
 
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("predict", __doc__, changes_config=False)
+  parser.add_argument("run", help="a workdir, or one of its checkpoints")
+  parser.add_argument(
+    "paths",
+    nargs="+",
+    help="pictures, texts or .jsonl files, and folders of them",
+  )
+  parser.add_argument(
+    "--output",
+    default="jsonl",
+    help="file ending in .jsonl or .csv; 'jsonl' or 'csv' writes to standard "
+    "output (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--method",
+    default="",
+    help=f"{', '.join(_FIELDS)} (default: what the run was trained for)",
+  )
+  parser.add_argument(
+    "--top_k", type=int, help="number of classes in `top` (default: 5)"
+  )
+  parser.add_argument(
+    "--class_names",
+    help="file with the name of a class on each line (default: the run's)",
+  )
+  parser.add_argument(
+    "--pp", help="ops for the pictures (default: the ops of an evaluation)"
+  )
+  parser.add_argument(
+    "--evaluation", help="evaluation of the run whose ops to use"
+  )
+  parser.add_argument(
+    "--tokenizer", help="path of the run's tokenizer, if it has moved"
+  )
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--weights",
+    default="params",
+    help="parameters to use: params or ema (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--batch_size",
+    type=int,
+    default=32,
+    help="number of files in a batch, over all devices (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--prompt_key",
+    default="prompt",
+    help="key of the texts in .jsonl files (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--answer_key",
+    default="answer",
+    help="key of the answers, for --method=score (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--scores",
+    action="store_true",
+    help="add the log-likelihoods of generated texts",
+  )
+  parser.add_argument(
+    "--options",
+    default="{}",
+    help="options of the method as JSON, such as '{\"max_new\": 100}' "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--shard",
+    default="0/1",
+    help="i/n: predict every n-th item from the i-th one (from 0), into a file "
+    'whose name has "-i-of-n" (default: %(default)s)',
+  )
+  return parser
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  methods = f"{', '.join(_FIELDS)} (default: what the run was trained for)"
-  more = {"method": {"help": methods}}
-  parser = arguments.Parser("predict", __doc__, more, changes_config=False)
-  args, _ = parser.parse(argv)
+  args, _ = _parser().parse(argv)
   jax_flags.use_compile_cache(True)
   predictor = load.load(
     args.run,

@@ -1,5 +1,6 @@
 """The best value of a metric, in a run and among runs."""
 
+import argparse
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,20 @@ from bigtrain.config.errors import check_choice
 _PREFERRED = ("acc", "exact", "loss")
 # Metrics whose smaller values are better.
 _LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds --metric and --mode, by which several tools compare runs."""
+  parser.add_argument(
+    "--metric",
+    help="metric to compare, such as val/acc (default: one of an evaluation)",
+  )
+  parser.add_argument(
+    "--mode",
+    choices=["max", "min"],
+    help="whether the largest or the smallest value is the best (default: min "
+    "for losses, errors, times and sizes, else max)",
+  )
 
 
 class Best(NamedTuple):

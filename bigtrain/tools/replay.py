@@ -29,7 +29,8 @@ from bigtrain.tools import arguments, exits
 
 # Parts of a config that do not change the steps, and cost time or write files.
 _LEFT_OUT = re.compile(
-  r"evals|hooks|tensorboard|wandb|watchdog|save_at_start|eval_at_start|"
+  r"evals|hooks|tensorboard|wandb|mlflow|trackio|loggers|watchdog|"
+  r"save_at_start|eval_at_start|"
   r"(ckpt|keep_ckpt|local_ckpt|stop_at)_(steps|epochs|examples|tokens|percent)|"
   r"local_ckpt_dir"
 )
@@ -113,7 +114,11 @@ def _first_array(step: int, workdir: str, folder: str) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("replay", __doc__, changes_config=True)
+  parser = arguments.JaxParser("replay", __doc__, changes_config=True)
+  parser.add_argument("workdir", metavar="RUN", help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, required=True, help="last step to compute again"
+  )
   args, changes = parser.parse(argv)
   difference, equal = replay(args.workdir, args.step, changes)
   print(difference or equal)

@@ -130,7 +130,9 @@ def _ago(secs: float) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("runs", __doc__)
+  parser = arguments.Parser("runs", __doc__)
+  parser.add_argument("folder", help="folder of runs, or a run")
+  ranking.add_arguments(parser)
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)
   if not os.path.isdir(folder):

@@ -162,12 +162,44 @@ def _workdir_of(command: Sequence[str]) -> str:
   )
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    "supervise", __doc__, usage="%(prog)s [options] -- COMMAND ..."
+  )
+  parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+  parser.add_argument(
+    "--failures",
+    type=int,
+    default=5,
+    help="give up after this many starts in a row without progress "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--wait_secs",
+    type=float,
+    default=1.0,
+    help="wait before a new start; it doubles with each start without progress "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--most_wait_secs",
+    type=float,
+    default=300.0,
+    help="upper limit of the wait (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--when_preempted",
+    default="restart",
+    choices=["restart", "end"],
+    help="after exit code 75, start again, or end so that a scheduler can "
+    "requeue the job (default: %(default)s)",
+  )
+  return parser
+
+
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  usage = "%(prog)s [options] -- COMMAND ..."
-  parser = arguments.Plain("supervise", __doc__, usage=usage)
-  parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-  args = parser.parse_args(argv)
+  args = _parser().parse_args(argv)
   command = args.command[args.command[:1] == ["--"] :]
   if not command:
     raise ConfigError("no command: expected -- python -m bigtrain.main ...")

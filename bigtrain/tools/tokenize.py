@@ -12,6 +12,7 @@ Exit codes: 0; 2 for a wrong argument, or a wrong document, whose file and line
 the message names; 1 otherwise.
 """
 
+import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -145,7 +146,7 @@ def _locked(folder: str) -> Iterator[None]:
 def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
   for path in glob.glob(os.path.join(glob.escape(folder), "*.tmp")):
     os.remove(path)  # From a killed process.
-  names = os.listdir(folder)
+  names, _ = files.split_hidden(os.listdir(folder))
   for name in (token_files.MANIFEST, _PLAN):
     if name not in names:
       continue
@@ -292,13 +293,70 @@ def _clean(folder: str) -> None:
       os.remove(os.path.join(folder, name))
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("tokenize", __doc__)
+  parser.add_argument(
+    "inputs",
+    nargs="+",
+    help="files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
+  )
+  parser.add_argument(
+    "--tokenizer",
+    required=True,
+    help="'bytes', or the path of a tokenizer's file or folder",
+  )
+  parser.add_argument(
+    "--output",
+    required=True,
+    help="folder for the token files: a new one, or one to continue",
+  )
+  parser.add_argument(
+    "--key",
+    default="text",
+    help="field with the text in .jsonl and .parquet (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--format",
+    default="auto",
+    choices=("auto", *documents.FORMATS),
+    help="format of the inputs; auto goes by the name (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--eos",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="end each document with the end token (default: --eos)",
+  )
+  parser.add_argument(
+    "--bos",
+    action=argparse.BooleanOptionalAction,
+    default=False,
+    help="start each document with the begin token (default: --no-bos)",
+  )
+  parser.add_argument(
+    "--skip_errors",
+    type=int,
+    default=0,
+    help="largest number of unusable documents to skip (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--shard_mb",
+    type=int,
+    default=256,
+    help="MiB of input per shard (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--processes",
+    type=int,
+    default=process.num_cores(),
+    help="number of processes (default: one per core, %(default)s)",
+  )
+  return parser
+
+
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  more: dict[str, dict[str, Any]] = {
-    "format": {"choices": ("auto", *documents.FORMATS)},
-    "processes": {"default": process.num_cores()},
-  }
-  parser = arguments.Plain("tokenize", __doc__, more)
+  parser = _parser()
   args = vars(parser.parse_args(argv))
   args["shard_bytes"] = args.pop("shard_mb") << 20
   for name in ("shard_bytes", "processes"):

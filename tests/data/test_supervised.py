@@ -262,7 +262,7 @@ def test_what_is_too_long_is_an_error_or_a_choice_with_a_count(
     ({"prompt": "a", "completion": ""}, None),
     ({"messages": CHAT[:1]}, "line 2: no token has a loss: .*Hello"),
     ({"messages": CHAT, "tools": "no json"}, "line 2: .*char 0"),
-    ({"text": "\ud800"}, "line 2: .*must be str"),
+    ({"text": "\ud800"}, "line 2: text contains the lone surrogate"),
     ({"messages": []}, "line 2: messages: expected a list"),
     ({"messages": [{"rol": "user"}]}, "line 2: message 0: expected dict.role="),
     ({"prompt": "a"}, "line 2: prompt and completion: expected two texts"),
@@ -300,11 +300,40 @@ def test_special_tokens_in_messages_are_a_choice(tmp_path):
 
 def test_a_template_is_needed_only_for_messages(tmp_path):
   assert len(make(tmp_path, PAIRS)) == 40
-  with pytest.raises(DataError, match="line 1: .*no chat template.*chatml"):
+  message = "line 1: the tokenizer 'bytes' has no chat template.*chatml"
+  with pytest.raises(DataError, match=message):
     make(tmp_path, [{"messages": CHAT}])
   # It has no ids for what templates write.
   with pytest.raises(DataError, match="line 1: .*need a tokenizer.json"):
     make(tmp_path, [{"messages": CHAT}], template="chatml")
+
+
+@pytest.mark.parametrize(
+  "row, field",
+  [
+    (
+      {"messages": [{**CHAT[0], "content": "\ud83d"}, CHAT[1]]},
+      r"\[0\].content",
+    ),
+    (
+      {"messages": [CHAT[0], {**CHAT[1], "content": "a\udc00"}]},
+      r"\[1\].content",
+    ),
+    ({"prompt": "a\ud83d", "completion": "b"}, "prompt"),
+    ({"prompt": "a", "completion": "\ud83d"}, "completion"),
+    ({"text": "\ud83d"}, "text"),
+  ],
+)
+def test_half_a_character_is_an_error_with_its_place(tmp_path, row, field):
+  rows = [PAIRS[0], row]
+  with pytest.raises(
+    DataError, match=rf"rows.jsonl, line 2: \S*{field} .*'\\ud"
+  ):
+    chats(tmp_path, rows)
+
+
+def test_fields_without_meaning_may_contain_anything(tmp_path):
+  assert len(make(tmp_path, [{**PAIRS[0], "id": "\ud83d"}])) == 1
 
 
 def test_dates_of_templates_do_not_follow_the_clock(tmp_path):

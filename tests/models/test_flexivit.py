@@ -13,7 +13,7 @@ from bigtrain.arrays import trees
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
-from bigtrain.objective import building, gradients
+from bigtrain.objective import gradients, model_variants
 
 _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_flexivit.py"
 _SPEC = importlib.util.spec_from_file_location("make_flexivit", _PATH)
@@ -85,7 +85,7 @@ def test_draws_follow_the_weights(weights):
     dict(flexi=dict(seqhw=values), input=dict(batch_size=8))
   )
   model = vit.Model(5, seqhw=2, posemb_grid=3, **golden.SIZES)
-  variants = building.variants(config, model)
+  variants = model_variants.from_config(config, model)
 
   def loss_of(seqhw):
     return lambda variables, batch, rng: (
@@ -117,7 +117,7 @@ def test_draws_follow_the_weights(weights):
     ({"flexi": dict(seqhv=dict(values=[1]))}, "config.flexi.*'seqhw'"),
     (
       {"flexi": dict(seqhw=dict(values=[1, 2], weights=[1]))},
-      "config.flexi.seqhw: expected values, and a positive weight of each",
+      "config.flexi.seqhw: expected values and one weight for each",
     ),
     ({"model.seqhw": 3}, "config.model.seqhw: patches of"),
     ({"model.posemb_grid": None}, "config.model.posemb_grid: missing"),

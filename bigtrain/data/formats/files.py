@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -28,6 +28,8 @@ from bigtrain.files import paths
 _MAX_OPEN = 256
 _MAX_THREADS = 16
 _CHUNK_BYTES = 1 << 23  # Of an object that is read in order.
+# Files of Windows, in lower case: thumbnails and the looks of a folder.
+_SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 
 
@@ -184,7 +186,8 @@ def as_list(path: Any, key: str) -> list[Any]:
 def find(path: Any, key: str, remote: bool = False) -> list[str]:
   """Returns absolute paths of a file, a pattern (sorted), or a list of them.
 
-  In a pattern, "{000..127}" and "{a,b}" are as in a shell.
+  In a pattern, "{000..127}" and "{a,b}" are as in a shell, and as there, hidden
+  files match only where the pattern names them.
   """
   files: list[str] = []
   for entry in as_list(path, key):
@@ -196,10 +199,13 @@ def find(path: Any, key: str, remote: bool = False) -> list[str]:
       continue
     for each in _expand_braces(pattern):
       if remote and paths.is_remote(each):
-        matches = _objects(each)
+        names = _objects(each)
       else:
-        matches = sorted(glob.glob(each, recursive=True))
-        matches = list(map(paths.absolute, filter(os.path.isfile, matches)))
+        names = glob.glob(each, recursive=True, include_hidden=True)
+        names = sorted(filter(os.path.isfile, names))
+      names, hidden = split_hidden(names, pattern=each)
+      log_hidden(hidden, key)
+      matches = [paths.absolute(name) for name in names]
       if not matches:
         raise missing(paths.absolute(each), key, "file")
       files += matches
@@ -230,6 +236,47 @@ def _objects(pattern: str) -> list[str]:
     for name in (f"{folder}/{each}" for each in stores.below(folder))
     if fnmatch.fnmatchcase(name, url) and name.count("/") == url.count("/")
   ]
+
+
+def split_hidden(
+  names: Iterable[str], pattern: str = ""
+) -> tuple[list[str], set[str]]:
+  """Returns the paths without hidden names, and what is hidden.
+
+  Systems and editors leave files beside the user's that are not data, such as
+  ".DS_Store", "._photo.png" and ".ipynb_checkpoints/photo-checkpoint.png". A
+  hidden folder counts as one. A name of the pattern that is hidden itself, such
+  as "Thumbs.db" or ".*", asks for files of this name.
+  """
+  asked = [part for part in pattern.split("/") if _is_hidden(part)]
+  visible: list[str] = []
+  hidden: set[str] = set()
+  for name in names:
+    parts = name.split("/")
+    for number, part in enumerate(parts, 1):
+      wanted = any(fnmatch.fnmatchcase(part, each) for each in asked)
+      if _is_hidden(part) and not wanted:
+        hidden.add("/".join(parts[:number]))
+        break
+    else:
+      visible.append(name)
+  return visible, hidden
+
+
+def _is_hidden(name: str) -> bool:
+  if name in (os.curdir, os.pardir):
+    return False
+  return name.startswith(".") or name.lower() in _SYSTEM_FILES
+
+
+def log_hidden(hidden: Collection[str], where: str) -> None:
+  if hidden:
+    logging.info(
+      "%s: left out %d hidden files or folders, such as %s",
+      where,
+      len(hidden),
+      min(hidden),
+    )
 
 
 def missing(path: str, key: str, kind: str) -> ConfigError:

@@ -16,7 +16,6 @@ depends neither on the devices nor on the microbatches.
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
-import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   kernels,
@@ -40,7 +38,22 @@ SERVE = ("position", "choice")
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
 
-_LIMITS = settings.read_table(os.path.dirname(__file__), "limits.toml")["moe"]
+# Limits of the options, as arguments of check_number.
+_COUNT = dict(least=1, whole=True)
+_LIMITS: dict[str, dict[str, Any]] = dict(
+  num_experts=_COUNT,
+  every=_COUNT,
+  mlp_dim=_COUNT,
+  shared_dim=_COUNT,
+  shared_experts=dict(least=0, whole=True),
+  jitter=dict(least=0, below=1),
+  dropout=dict(least=0, below=1),
+  router_init_std=dict(least=0),
+  bias_rate=dict(least=0),
+  capacity_factor=dict(above=0),
+  eval_capacity_factor=dict(above=0),
+  scale=dict(above=0),
+)
 
 # Collections: selection biases, and the numbers of choices that change them.
 STATE = "router_state"

@@ -1,12 +1,10 @@
 """Checks of the fields of models; the messages name them as config keys."""
 
-import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from flax.core import FrozenDict
 
-from bigtrain.config import settings
 from bigtrain.config.errors import (
   ConfigError,
   check_choice,
@@ -19,20 +17,6 @@ from bigtrain.models.layers import attention_backends, remat
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def variants(model_name: str) -> dict[str, dict[str, Any]]:
-  """{variant: values of fields} of a model, from models/variants.toml."""
-  folder = os.path.dirname(__file__)
-  listed = settings.read_table(folder, "variants.toml")[model_name]
-  result: dict[str, dict[str, Any]] = {}
-  for name, values in listed.items():
-    result[name] = {}
-    for other in values.pop("like", ()):
-      result[name] |= result[other]
-    tuples = {n: tuple(x) for n, x in values.items() if isinstance(x, list)}
-    result[name] |= values | tuples
-  return {name: x for name, x in result.items() if not name.startswith("_")}
 
 
 def set_fields(model: Any, values: Mapping[str, Any]) -> None:

@@ -5,9 +5,10 @@ sum of both directions for NVLink and the TPUs' interconnect, and bits per
 second for networks. Peaks of the matrix units are in reports/flops.py.
 """
 
+import pathlib
+import tomllib
 from typing import NamedTuple
 
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.reports import flops
 from bigtrain.sharding import absent
@@ -43,8 +44,12 @@ class Hardware(NamedTuple):
     return self.peak_flops / self.flops_per_cycle
 
 
-_FIGURES = settings.read_table(__file__, "hardware.toml")
-TABLE = {name: Hardware(**fields) for name, fields in _FIGURES.items()}
+_FILE = pathlib.Path(__file__).with_name("hardware.toml")
+# Hardware by the names of --hardware.
+TABLE = {
+  name: Hardware(**fields)
+  for name, fields in tomllib.loads(_FILE.read_text()).items()
+}
 
 
 def known_name(name: str) -> str:

@@ -5,13 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import sharding
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import windows
 
 AXES = sharding.AXES
 
-_USUAL_FEATURES = settings.read_table(__file__, "features.toml")
+# Features of common image data sets, as the source "synthetic" declares them.
+# Preprocessing ops report the other features that they need.
+_USUAL_FEATURES = {
+  "image": "jpeg[375,500,3]",
+  "label": "int64",
+  "labels": "int64[?]",
+  "text": "text",
+  "captions/text": "text[?]",
+}
 
 # {"devices", the axes, "batch_size", "microbatches"}.
 Mesh = dict[str, int]
@@ -126,7 +133,14 @@ def without_data(
       size = dict(num_examples=num_examples)
       source = dict(type="synthetic", features=dict(made_up), **size)
       changes.append(f"{key}={source!r}")
-  removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
+  removed: Any = {
+    "evals": {},
+    "hooks": {},
+    "wandb": None,
+    "mlflow": None,
+    "trackio": None,
+    "loggers": {},
+  }
   return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
 
 

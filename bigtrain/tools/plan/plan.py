@@ -195,23 +195,105 @@ def _features(text: str) -> dict[str, str]:
   return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-_ARGUMENTS: dict[str, dict[str, Any]] = dict(
-  devices={"type": _numbers},
-  fsdp={"type": _fsdp_sizes},
-  sequence={"type": _numbers},
-  tensor={"type": _numbers},
-  hardware={"help": f"one of {', '.join(hardware.TABLE)}"},
-  microbatch={"type": _number},
-  features={"type": _features},
-  compile_up_to={"default": _MOST_SIMULATED},
-  efficiency={"default": estimate.EFFICIENCY},
-)
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("plan", __doc__, changes_config=True)
+  parser.add_argument(
+    "--config", required=True, help="FILE.py or FILE.py:arguments"
+  )
+  _add_mesh_arguments(parser)
+  parser.add_argument(
+    "--features",
+    type=_features,
+    help="features of the data, if the config does not determine them, such as "
+    "'image: jpeg[375,500,3]; label: int64'; see data/synthetic.py",
+  )
+  parser.add_argument(
+    "--num_examples",
+    type=int,
+    default=1_000_000,
+    help="examples per epoch of data from files (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--compile_up_to",
+    type=int,
+    default=_MOST_SIMULATED,
+    help="largest number of devices to compile for; figures for more devices "
+    "are extrapolated (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--compiler",
+    default="cpu",
+    choices=["cpu", "tpu", "gpu"],
+    help="tpu, gpu: the compiler of --hardware, from the package libtpu or "
+    "jax's CUDA plugin; it needs no devices, takes minutes, and gives the real "
+    "memory (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--efficiency",
+    type=float,
+    default=estimate.EFFICIENCY,
+    help="fraction of the peak FLOP/s that matrix products reach (default: "
+    "%(default)s)",
+  )
+  parser.add_argument(
+    "--choose",
+    action="store_true",
+    help="search mesh, microbatches and remat for one number of devices; print "
+    "the best five and the lines of a config",
+  )
+  parser.add_argument(
+    "--minutes",
+    type=float,
+    default=10.0,
+    help="with --choose: time for compiling (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--json", action="store_true", help="print JSON in place of a table"
+  )
+  return parser
+
+
+def _add_mesh_arguments(parser: arguments.Parser) -> None:
+  parser.add_argument(
+    "--devices",
+    type=_numbers,
+    default=[8, 64],
+    help="numbers of devices, such as 8,64,512 (default: 8,64)",
+  )
+  parser.add_argument(
+    "--fsdp",
+    type=_fsdp_sizes,
+    help="numbers of devices to shard the state over, such as 8,64; -1 for all "
+    "devices (default: mesh of the config)",
+  )
+  parser.add_argument(
+    "--sequence",
+    type=_numbers,
+    help="numbers of devices that share an example, such as 1,4 (default: mesh "
+    "of the config)",
+  )
+  parser.add_argument(
+    "--tensor",
+    type=_numbers,
+    help="numbers of devices that share a layer, such as 1,4 (default: mesh of "
+    "the config)",
+  )
+  parser.add_argument(
+    "--hardware",
+    default="h100",
+    help=f"one of {', '.join(hardware.TABLE)} (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--microbatch",
+    type=_number,
+    help="largest number of examples per device and microbatch; sets "
+    "config.microbatches (default: microbatches of the config)",
+  )
 
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("plan", __doc__, _ARGUMENTS, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   args.hardware = hardware.known_name(args.hardware)
   common = dict(
     hardware_name=args.hardware,
