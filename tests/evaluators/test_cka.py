@@ -10,6 +10,8 @@ from bigtrain.evaluation import evaluations
 from bigtrain.evaluators import cka
 from bigtrain.settings import Config, ConfigError, DataError
 
+pytestmark = pytest.mark.golden
+
 RNG = np.random.default_rng(0)
 N = 37
 X = RNG.normal(size=(N, 6)) + 3

@@ -8,6 +8,8 @@ from tiny.evaluating import build, context
 from bigtrain import sharding
 from bigtrain.settings import ConfigError
 
+pytestmark = pytest.mark.golden
+
 N, C = 21, 7  # Batches of 8: the last has 5 examples.
 RNG = np.random.default_rng(0)
 # With ties, and rows whose best class is not the first one.

@@ -10,6 +10,8 @@ from bigtrain import parts, sharding
 from bigtrain.evaluators import multilabel
 from bigtrain.settings import ConfigError
 
+pytestmark = pytest.mark.golden
+
 
 @pytest.fixture(scope="module")
 def sklearn():

@@ -18,6 +18,8 @@ from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import text_transformer, two_towers
 
+pytestmark = pytest.mark.golden
+
 VISION = GOLDEN / "published_vision"
 MODELS = {
   "bert": "text_transformer",

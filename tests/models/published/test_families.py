@@ -23,6 +23,8 @@ from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models.published import decoder_families, mxfp4
 from bigtrain.tasks import language_modeling
 
+pytestmark = pytest.mark.golden
+
 PUBLISHED = GOLDEN / "published"
 FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
 # What differs most from the others is in `make test`.

@@ -22,6 +22,8 @@ from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.models import two_towers, vit
 from bigtrain.models.published import timm, vit_families
 
+pytestmark = pytest.mark.golden
+
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
 KNOWN = (*vit_families.FAMILIES, *TWO_TOWERS)
