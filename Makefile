@@ -52,7 +52,7 @@ test: lint ## Lint, then run all tests except the slow ones
 
 test-golden: install ## Compare golden numbers again, on the instruction set ISA
 	@XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$(ISA)" $(pytest) \
-	  -m "golden and not slow and not published" $(ARGS) $(TESTS)
+	  -m "golden and not published" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests, most of them faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)

@@ -91,7 +91,8 @@ def test_sigmoid_xent_sums_over_classes():
   smooth = want(0.9 * ONE_HOT + 0.1 / 7)
   np.testing.assert_allclose(got, smooth, rtol=0, atol=atol)
   grad = jax.grad(lambda x: cross_entropy.sigmoid_xent(x, labels).sum())(logits)
-  np.testing.assert_allclose(grad, prob - labels, atol=1e-6)
+  # A few roundings of numbers up to 1.
+  np.testing.assert_allclose(grad, prob - labels, atol=2e-6)
   # A formula with abs(x) is wrong at 0, and the naive form is inf at 500.
   extreme = jnp.asarray([0.0, 500.0, -500.0])
   y = jnp.asarray([1.0, 1.0, 0.0])

@@ -37,6 +37,9 @@ def test_logits_equal_those_of_transformers(layout):
   rounding.assert_close(run, params, [expected])
 
 
+QUICK = (("gpt2", False), ("llama", True), ("t5_1_1", False), ("switch", True))
+
+
 @pytest.mark.parametrize("layout", MODELS)
 def test_eight_devices_load_the_same_as_one(layout):
   model = model_of(layout, scan=True)
@@ -64,8 +67,16 @@ DIFFERENT_KEYS = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize(
+  ("layout", "scan"),
+  [
+    (name, scan)
+    if (name, scan) in QUICK
+    else pytest.param(name, scan, marks=pytest.mark.slow)
+    for name in MODELS
+    for scan in (False, True)
+  ],
+)
 def test_export_restores_the_imported_folder(layout, scan, tmp_path, capsys):
   model = model_of(layout, scan=scan)
   params = load(layout, model, devices=8)
