@@ -37,6 +37,7 @@ def golden():
   return module
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("arithmetic", ["float32", "stored"])
 @pytest.mark.parametrize("problem", golden().problems())
 def test_recipes_give_the_parameters_of_big_vision(problem, arithmetic):

@@ -223,6 +223,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
 
 
 @pytest.mark.slow
+@pytest.mark.golden
 def test_golden_losses(tmp_path):
   """Compares the first steps of digits_siglip with recorded ones.
 

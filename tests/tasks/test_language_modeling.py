@@ -206,6 +206,7 @@ def test_microbatches_and_devices_change_nothing(model, variables):
 GOLDEN = [4.0323982, 3.3150737, 2.9073875, 2.6046803]
 
 
+@pytest.mark.golden
 def test_golden_losses(model, variables):
   """After an intended change, update GOLDEN and give the reason."""
   batch = texts()

@@ -21,6 +21,8 @@ from bigtrain.config import settings
 from bigtrain.models import text_transformer, two_towers
 from bigtrain.objective import building, published_sizes
 
+pytestmark = pytest.mark.golden
+
 VISION = GOLDEN / "published_vision"
 MODELS = {
   "bert": "text_transformer",

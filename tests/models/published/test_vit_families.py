@@ -4,7 +4,6 @@ golden/make_published_vision.py and make_timm.py made the folders: small models,
 their outputs, and the gradients of the sum of these times fixed weights.
 """
 
-import itertools
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.published.folders import GOLDEN
-from support import rounding
+from support import cases, rounding
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
@@ -25,6 +24,8 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.models import two_towers, vit
 from bigtrain.models.published import timm, vit_families
 from bigtrain.objective import building, published_sizes
+
+pytestmark = pytest.mark.golden
 
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
@@ -103,7 +104,14 @@ def embeddings_of(model, params, expected):
   return dict(image_embeds=image, text_embeds=text, logits_per_text=logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# What differs most from the others is in `make test`.
+QUICK = (
+  *("beit", "dinov2_swiglu", "dinov2_with_registers", "dinov3_gated"),
+  *("timm_clip", "timm_registers", "vit"),
+)
+
+
+@pytest.mark.parametrize("family", cases.quick(FAMILIES, *QUICK))
 def test_features(family):
   folder = VISION / family
   model = opened(folder)
@@ -168,16 +176,7 @@ def test_embeddings_logits_and_their_gradients(family):
 
 
 @pytest.mark.parametrize(
-  "family",
-  [
-    "beit",
-    "dinov3_gated",
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in FAMILIES
-      if name not in ("beit", "dinov3_gated")
-    ),
-  ],
+  "family", cases.quick(FAMILIES, "beit", "dinov3_gated")
 )
 def test_gradients_of_stacked_layers(family):
   folder = VISION / family
@@ -204,7 +203,13 @@ def test_gradients_of_stacked_layers(family):
 
 @pytest.mark.parametrize(
   ("family", "scan"),
-  [*itertools.product(ALL, [False]), *itertools.product(FAMILIES, [True])],
+  [
+    pytest.param(name, scan, marks=pytest.mark.slow)
+    if scan and name not in QUICK
+    else (name, scan)
+    for scan in (False, True)
+    for name in (FAMILIES if scan else ALL)
+  ],
 )
 def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   folder = VISION / family
