@@ -24,23 +24,6 @@ _TOML_DATA = {
   "bigtrain/reports/peak_flops.toml",
   "bigtrain/tools/plan/hardware.toml",
 }
-# Not data, and still to become Python. Nothing is added here.
-_TOML_TO_BECOME_PYTHON = {
-  "bigtrain/models/published/bert_families.toml",
-  "bigtrain/models/published/decoder_families.toml",
-  "bigtrain/models/published/families.toml",
-  "bigtrain/models/published/gelus.toml",
-  "bigtrain/models/published/ignored.toml",
-  "bigtrain/models/published/kinds.toml",
-  "bigtrain/models/published/renames.toml",
-  "bigtrain/models/published/stage_families.toml",
-  "bigtrain/models/published/t5_families.toml",
-  "bigtrain/models/published/two_tower_families.toml",
-  "bigtrain/models/published/vit_families.toml",
-  "bigtrain/models/rope_scalings.toml",
-  "bigtrain/optim/optimizers.toml",
-  "bigtrain/reports/names.toml",
-}
 
 
 def _docstring_lines(node):
