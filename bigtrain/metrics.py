@@ -1,9 +1,13 @@
-"""Metrics that merge exactly, and become numbers only when written.
+"""Metrics that merge exactly, and become numbers only when they are written.
 
-A mean is (sum, weight), which `pair` makes; the classes are the other kinds.
-Two metrics of the same kind merge into the metric of all their values, over
-microbatches, devices, hosts, padded batches and steps; means of means would
-not. A metric whose arrays are all zero has no values and changes nothing.
+A metric is a mean or one of the classes below. A mean is a tuple (sum, weight),
+which `pair` makes. Two metrics of the same kind merge into the metric of all
+their values, whether they come from microbatches, devices, hosts, padded
+batches or steps; means of means would not. A metric whose arrays are all zero
+has no values and changes nothing when it is merged.
+
+Each class has `of`, which makes a metric from an array; `merge`; and `value`,
+which turns several of them into a number, on the host and in float64.
 """
 
 import dataclasses
@@ -24,9 +28,9 @@ Pair = tuple[Any, Any]  # (sum, weight)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-  """Sum of values; `total` is a float32 scalar."""
+  """Sum of values."""
 
-  total: Any
+  total: Any  # float32 scalar.
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
@@ -43,16 +47,16 @@ class Sum:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Faults(Sum):
-  """A sum that results contain only where it is not zero."""
+  """A number of faults: a sum that is left out of the results if it is zero."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Last:
-  """The newest of several values, such as microbatches'; float32 scalars."""
+  """The newest of several values, such as those of microbatches."""
 
-  newest: Any
-  count: Any
+  newest: Any  # float32 scalar.
+  count: Any  # Number of values; float32 scalar.
 
   @classmethod
   def of(cls, value: jax.Array) -> Self:
@@ -71,22 +75,22 @@ class Last:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Max:
-  """The largest of several values; NaN if one of them is; float32 scalars.
+  """The largest of several values; NaN if one of them is NaN.
 
   Here and in a Histogram, values of weight zero do not count.
   """
 
-  largest: Any
-  count: Any
+  largest: Any  # float32 scalar.
+  count: Any  # Number of values; float32 scalar.
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
     values = values.astype(jnp.float32)
     if weights is None:
       return cls(jnp.max(values), jnp.asarray(values.size, jnp.float32))
-    real = jnp.broadcast_to(weights != 0, values.shape)
-    count = jnp.sum(real, dtype=jnp.float32)
-    largest = jnp.max(jnp.where(real, values, -jnp.inf))
+    counts = jnp.broadcast_to(weights != 0, values.shape)
+    count = jnp.sum(counts, dtype=jnp.float32)
+    largest = jnp.max(jnp.where(counts, values, -jnp.inf))
     return cls(jnp.where(count > 0, largest, 0.0), count)
 
   def merge(self, other: Self) -> Self:
@@ -104,7 +108,7 @@ class Max:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Min(Max):
-  """The smallest of several values, as the largest of their negatives."""
+  """The smallest of several values, kept as the largest of their negatives."""
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> Self:
@@ -118,13 +122,13 @@ class Min(Max):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-  """Counts of values in bins of equal width; float32 [bins], sums of weights.
+  """Sums of the values' weights in bins of equal width.
 
   A bin includes its upper edge. Values beyond `low` and `high` are in the
   outermost bins; NaN is in none.
   """
 
-  counts: Any
+  counts: Any  # float32 [bins].
   low: float = dataclasses.field(metadata={"static": True})
   high: float = dataclasses.field(metadata={"static": True})
 
@@ -167,19 +171,26 @@ class Histogram:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ArrayStats:
-  """Statistics of N arrays: of their finite values, and the share of others."""
+  """Statistics of the finite values of N arrays, and the share of the others.
 
-  sums: Any  # [N, 4]: of values, of their squares, of others, of all.
-  largest: Any  # [N], of absolute values.
+  Results are "mean/<name>", "rms/<name>", "max/<name>" (of absolute values) and
+  "nonfinite/<name>", the share of values that are not finite.
+  """
+
+  # [N, 4]: sum of the values, sum of their squares, number of values that are
+  # not finite, number of all values.
+  sums: Any
+  largest: Any  # [N], the largest absolute value.
   names: Sequence[str] = dataclasses.field(metadata={"static": True})
 
   @classmethod
   def of(cls, x: jax.Array) -> Self:
-    """Of one array, without N."""
+    """Returns the statistics of one array, without the axis N."""
     finite = jnp.isfinite(x)
     x = jnp.where(finite, x.astype(jnp.float32), 0.0)
-    others, size = jnp.sum(~finite, dtype=jnp.float32), jnp.float32(x.size)
-    sums = jnp.stack([jnp.sum(x), jnp.sum(x * x), others, size])
+    num_others = jnp.sum(~finite, dtype=jnp.float32)
+    size = jnp.float32(x.size)
+    sums = jnp.stack([jnp.sum(x), jnp.sum(x * x), num_others, size])
     return cls(sums, jnp.max(jnp.abs(x)), ())
 
   def merge(self, other: Self) -> Self:
@@ -188,16 +199,19 @@ class ArrayStats:
 
   @classmethod
   def value(cls, parts: Iterable[Self]) -> dict[str, float]:
-    parts, result = list(parts), {}
+    parts = list(parts)
     sums = np.sum([np.asarray(p.sums, np.float64) for p in parts], axis=0)
     largest = np.max([p.largest for p in parts], axis=0)
-    for name, row, top in zip(parts[0].names, sums.tolist(), largest.tolist()):
-      total, square, others, size = row
-      if size:
-        count = max(size - others, 1.0)
-        result[f"mean/{name}"] = total / count
-        result[f"rms/{name}"] = math.sqrt(square / count)
-        result[f"max/{name}"], result[f"nonfinite/{name}"] = top, others / size
+    result = {}
+    for i, name in enumerate(parts[0].names):
+      total, squares, num_others, size = sums[i].tolist()
+      if not size:
+        continue
+      num_finite = max(size - num_others, 1.0)
+      result[f"mean/{name}"] = total / num_finite
+      result[f"rms/{name}"] = math.sqrt(squares / num_finite)
+      result[f"max/{name}"] = float(largest[i])
+      result[f"nonfinite/{name}"] = num_others / size
     return result
 
 
@@ -205,7 +219,14 @@ _KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
-  """Returns the metrics; ConfigError if they are none, or "loss" is no mean."""
+  """Returns what a loss function returned as its metrics, if they are metrics.
+
+  Args:
+    source: the function, for messages.
+
+  Raises:
+    ConfigError: some are of no known kind, or "loss" is not a mean.
+  """
   if not isinstance(metrics, Mapping):
     raise ConfigError(
       f"{source}: expected a dict of metrics, got {type(metrics).__name__}."
@@ -223,9 +244,10 @@ def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
 
 
 def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
-  """(sum, weight) of values [B, ...] and weights that broadcast, in float32.
+  """Returns the mean (sum, weight) of values [B, ...], in float32.
 
-  A value with weight zero does not count, even if it is not finite.
+  The weights broadcast to the values. A value with weight zero does not count,
+  even if it is not finite.
   """
   values = values.astype(jnp.float32)
   if weights is None:
@@ -238,23 +260,24 @@ def pair(values: jax.Array, weights: jax.Array | None = None) -> Pair:
 
 
 def example_weights(batch: Batch, like: jax.Array) -> jax.Array:
-  """[B] float32 weights: the batch's "_mask" of padding, or ones."""
+  """Returns 0 for padding (the batch's "_mask") and else 1, float32 [B]."""
   if "_mask" in batch:
     return batch["_mask"].astype(jnp.float32)
   return jnp.ones(like.shape[:1], jnp.float32)
 
 
 def labelled_weights(batch: Batch, labels: jax.Array) -> jax.Array:
-  """[B] float32 weights, which are 0 also for examples without a label."""
+  """Like `example_weights`, but also 0 for examples without a label."""
   labelled = labels >= 0 if labels.ndim == 1 else jnp.any(labels > 0, -1)
   return example_weights(batch, labels) * labelled
 
 
 def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
-  """Whether any of an example's labels is among its k largest logits, bool [B].
+  """Returns whether a label of an example is among its k largest logits, [B].
 
-  Labels are class numbers [B], or multi-hot [B, C]. The lower of equal classes
-  comes first. Scores that are -inf, or not `has_order`, have no hits.
+  Labels are class numbers [B], or multi-hot [B, C]. Of two classes with equal
+  scores, the lower number comes first. Scores that are -inf, or not
+  `has_order`, have no hits.
   """
   score_Bk, best_Bk = jax.lax.top_k(logits_BC, k)
   if labels.ndim == 1:
@@ -266,14 +289,22 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
 
 
 def has_order(scores: Any) -> Any:
-  """Whether no score [..., C] is NaN or inf, nor all are -inf (impossible)."""
+  """Returns whether scores [..., C] have a best class.
+
+  They have none if one is NaN or inf, or all are -inf, which means impossible.
+  """
   return abs(scores.max(axis=-1)) < np.inf
 
 
 def nonfinite(*arrays: np.ndarray) -> dict[str, float]:
-  """The number of rows of [N, ...] with a value that is not finite, if any."""
-  rows = (np.isfinite(x.reshape(len(x), -1)).all(1) for x in arrays)
-  number = sum(float(np.sum(~finite)) for finite in rows)
+  """Returns the number of examples that are not finite, {} if there are none.
+
+  The arrays are [N, ...]; an example counts once in each.
+  """
+  number = 0.0
+  for array in arrays:
+    is_finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
+    number += float(np.sum(~is_finite))
   return {"nonfinite": number} if number else {}
 
 
@@ -283,7 +314,7 @@ def top_k_accuracies(
   weight_B: jax.Array,
   top_k: Iterable[int],
 ) -> Metrics:
-  """Accuracy "acc" for k = 1, "top5_acc" for k = 5, ...; without any k > C."""
+  """Returns "acc" for k = 1, "top5_acc" for k = 5, and so on; no k > C."""
   accuracies: Metrics = {
     "acc" if k == 1 else f"top{k}_acc": pair(
       top_k_hits(scores_BC, labels, k), weight_B
@@ -295,7 +326,7 @@ def top_k_accuracies(
 
 
 def merge(first: Metrics, second: Metrics) -> Metrics:
-  """Metrics of all values, by name; the ones of `second` are newer."""
+  """Merges metrics by name; the values of `second` are newer."""
 
   def merge_one(a: Any, b: Any) -> Any:
     if isinstance(a, _KINDS):
@@ -306,24 +337,28 @@ def merge(first: Metrics, second: Metrics) -> Metrics:
 
 
 def means(pairs: Mapping[str, Pair]) -> dict[str, Any]:
+  """Returns sum / weight of each mean."""
   return {name: total / weight for name, (total, weight) in pairs.items()}
 
 
 def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Values of metrics over batches; a mean of weight zero is NaN."""
+  """Returns the values of metrics over batches; a mean of weight 0 is NaN.
+
+  The results of a kind with several come last, as "<name>_<result>".
+  """
   parts: dict[str, list[Any]] = {}
   for batch in batches:
     for name, metric in batch.items():
       parts.setdefault(name, []).append(metric)
-  values = {name: _host_value(metrics) for name, metrics in parts.items()}
-  several = {name: x for name, x in values.items() if isinstance(x, dict)}
-  return {
-    name: value
-    for name, value in values.items()
-    if name not in several and (value or not isinstance(parts[name][0], Faults))
-  } | {
-    f"{name}_{key}": x for name in several for key, x in several[name].items()
-  }
+  single: dict[str, Any] = {}
+  several: dict[str, Any] = {}
+  for name, metrics in parts.items():
+    value = _host_value(metrics)
+    if isinstance(value, dict):
+      several |= {f"{name}_{key}": number for key, number in value.items()}
+    elif value or not isinstance(metrics[0], Faults):
+      single[name] = value
+  return single | several
 
 
 def _host_value(parts: list[Any]) -> Any:
@@ -336,7 +371,7 @@ def _host_value(parts: list[Any]) -> Any:
 def global_norm(tree: Any) -> jax.Array:
   """Euclidean norm over all leaves, accumulated in float32."""
   squares = [
-    # jax.lax and not jax.numpy, which takes five times as long to trace.
+    # jax.lax, because jax.numpy takes five times as long to trace.
     jax.lax.reduce_sum(
       jax.lax.square(leaf.astype(jnp.float32)), range(leaf.ndim)
     )

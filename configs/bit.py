@@ -1,7 +1,7 @@
 """BiT-ResNet-50x1 on ILSVRC-2012 in 90 epochs.
 
 Command: python -m bigtrain.main --config=configs/bit.py --workdir=runs/bit
-Hardware: 16 accelerators with 80 GB; the authors took 32 minutes on a TPU
+Hardware: 16 accelerators with 80 GB; the authors needed 32 minutes on a TPU
 v3-128.
 Result: not measured, nor published for these 90 epochs. With a teacher and in
 1,200 epochs the same network has 82.8% top-1 accuracy on the validation set,

@@ -12,8 +12,8 @@ chosen answer has the larger reward, is 0.865, of 155 pairs, and val/loss is
 is the chosen one in 0.66 of the held-out pairs.
 Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
 questions are those of configs/sft.py whose documentation has several sentences.
-The chosen answer is the first of them, the rejected one a later one, which
-speaks of a detail.
+The chosen answer is the first sentence, and the rejected one a later sentence,
+which describes a detail.
 """
 
 import ml_collections

@@ -3,14 +3,14 @@
 Command: python -m bigtrain.main --workdir=runs/flexivit \
   --config=configs/flexivit.py:init=bv_deit_3_base_384_1k.npz \
   [--config.total_epochs=300]
-Hardware: 8 accelerators with 80 GB; the authors took 10 hours on a TPU v3-32
+Hardware: 8 accelerators with 80 GB; the authors needed 10 hours on a TPU v3-32
 for S and 90 epochs.
 Result: 84.7% top-1 accuracy of B with patches of 16 after 1200 epochs, as timm
 measures the published file (flexivit_base.1200ep_in1k); not measured here.
 Source: Beyer et al. 2022, "FlexiViT: One Model for All Patch Sizes",
 arxiv.org/abs/2212.08013, and i1k_deit3_distill.py of big_vision.
 
-`init` is a DeiT III at 384 pixels for patches of 16 of big_vision:
+`init` is big_vision's DeiT III at 384 pixels with patches of 16:
 storage.googleapis.com/big_vision/zoo/deit3/bv_deit_3_base_384_1k.npz
 It is the teacher, and the student starts from it.
 

@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --config=configs/mixer.py \
   --workdir=runs/mixer [--config.total_epochs=60]
-Hardware: 64 accelerators with 80 GB; the authors took 2 hours and 11 minutes on
-a TPU v3-128.
+Hardware: 64 accelerators with 80 GB; the authors needed 2 hours and 11 minutes
+on a TPU v3-128.
 Result: 76.3% top-1 accuracy on the validation set (val/acc); 70.5% after 60
 epochs.
 Source: Tolstikhin et al. 2021, "MLP-Mixer: An all-MLP Architecture for Vision",

@@ -1,4 +1,4 @@
-"""NaFlex: a ViT-S/16 on ILSVRC-2012 that sees images in their own shapes.
+"""NaFlex: a ViT-S/16 on ILSVRC-2012 with images in their own aspect ratio.
 
 Command: python -m bigtrain.main --config=configs/naflex.py \
   --workdir=runs/naflex [--config.total_epochs=300]
@@ -8,9 +8,9 @@ Result: not measured. Published for the method, as the last tenth of SigLIP 2:
 Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786, section
 2.4.2, for the images and their lengths, and vit_s16_i1k.py for the rest.
 
-Each step draws a length of `LENGTHS`. Its images have at most as many patches
-of 16 x 16, without distortion. Padding is 1.7% of the tokens of 26 photographs
-(of scikit-image), cropped as here at 128 to 1024 patches.
+Each step draws one of `LENGTHS`. Its images have at most so many patches of
+16 x 16 pixels, without distortion. Padding is 1.7% of the tokens, measured on
+26 photographs of scikit-image, cropped as here, at 128 to 1024 patches.
 
 Needs imagenet2012, prepared by tensorflow-datasets.
 """

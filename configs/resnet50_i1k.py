@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --config=configs/resnet50_i1k.py \
   --workdir=runs/resnet50
-Hardware: 8 accelerators with 80 GB; the authors took 3 hours on eight A100, and
-14 hours on one.
+Hardware: 8 accelerators with 80 GB; the authors needed 3 hours on eight A100,
+and 14 hours on one.
 Result: 77.1% +- 0.1% top-1 accuracy on the validation set (val/acc).
 Source: NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/
 resnet50v1.5, README.md and configs.yml: 90 epochs in mixed precision.

@@ -6,8 +6,8 @@ Hardware: 8 accelerators with 80 GB for B/16 and a batch of 2,048 pairs.
 Result: not measured. Published zero-shot accuracy on ImageNet before any
 fine-tuning: 79.1% (B/16 at 256 pixels), 82.5% (L/16 at 256).
 Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786, and
-README_siglip2 of big_vision for the results. The recipe of the fine-tuning is
-ours: a tenth of siglip.py's rate or less, and no decay of weights.
+README_siglip2 of big_vision for the results. The fine-tuning recipe is ours: a
+tenth of siglip.py's learning rate or less, and no weight decay.
 
 FOLDER is one of Hugging Face, such as google/siglip2-base-patch16-256. Needs
 coco_captions, prepared by tensorflow-datasets; and for the zero-shot evaluation

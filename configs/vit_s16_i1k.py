@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --config=configs/vit_s16_i1k.py \
   --workdir=runs/vit_s16 [--config.total_epochs=300]
-Hardware: 8 accelerators with 80 GB; the authors took 6 to 7 hours on a TPU
+Hardware: 8 accelerators with 80 GB; the authors needed 6 to 7 hours on a TPU
 v3-8.
 Result: 76.5% top-1 accuracy on the validation set (val/acc); 80% after 300
 epochs.

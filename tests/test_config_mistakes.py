@@ -114,6 +114,10 @@ MISSPELLED = [
     r"config.evals.val.log_stps: .* mean 'log_steps'",
   ),
   (
+    {"evals.val.log_steps": None, "evals.val.log_epoch": 2},
+    r"config.evals.val.log_epoch: .* mean 'log_epochs'",
+  ),
+  (
     {"evals.val.pred": None, "evals.val.prd": "logits"},
     r"config.evals.val.pred: missing.*prd",
   ),

@@ -1,22 +1,25 @@
-"""What the program chose wherever a config says "auto", and why.
+"""Records what the program chose for each "auto" in the config, and why.
 
-The choices of a run are in its run.json.
+run.json lists the choices of a run.
 """
 
+# {key of the config: {case: {"choice": ..., "reason": ...}}}. A case is for
+# instance the shape for which an implementation was chosen.
 _choices: dict[str, dict[str, dict[str, str]]] = {}
 
 
 def note_choice(key: str, case: str, value: str, reason: str) -> bool:
-  """Notes what the program chose for an "auto" in the config; True if new."""
+  """Records a choice; returns whether it is new, and so worth a log line."""
   cases = _choices.setdefault(key, {})
   entry = {"choice": value, "reason": reason}
-  news = cases.get(case) != entry
+  is_new = cases.get(case) != entry
   cases[case] = entry
-  return news
+  return is_new
 
 
 def choices() -> dict[str, dict[str, dict[str, str]]]:
-  """Returns {key: {case: {"choice": ..., "reason": ...}}} since the start."""
+  """Returns a copy of the choices since the last `forget_choices`."""
+  # A list first, because other threads may add keys.
   return {key: dict(cases) for key, cases in list(_choices.items())}
 
 

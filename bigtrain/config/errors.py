@@ -1,7 +1,8 @@
-"""Mistakes of users: their errors, hints, and the checks that raise them.
+"""Exceptions for users' mistakes, with the hints and the common checks.
 
-Every message is one line that names the key or file, what was expected, and the
-nearest valid value.
+A message is one line. It names the key or the file, what was expected, what
+was found, and the nearest valid name. Most checks take `path` or `key`, the
+place in the config with which their message begins: "config.model.dropout".
 """
 
 import difflib
@@ -10,11 +11,14 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-# Words of annotations without texts, as in "<class 'int'>".
-_NOT_TEXTS = {"class", "bool", "int", "float", "None", "NoneType"}
+# Words in the annotations of parameters that cannot be strings, such as
+# "<class 'int'>" and "float | None".
+_WORDS_WITHOUT_STRINGS = {"class", "bool", "int", "float", "None", "NoneType"}
+# Options that a hint without a near one lists.
+_NUM_LISTED = 20
 
 
 class ConfigError(Exception):
@@ -22,44 +26,56 @@ class ConfigError(Exception):
 
 
 class DataError(ConfigError):
-  """Data that cannot be used: empty, damaged or of the wrong shape."""
+  """Data that the run cannot use: empty, damaged or of the wrong shape."""
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the nearest option, else lists them all.
+  """Returns " Did you mean 'x'?" for the nearest option, else lists them.
 
   >>> did_you_mean("learning_rat", ["learning_rate", "wd"])
   " Did you mean 'learning_rate'?"
   """
   options = sorted(set(map(str, options)))
-  by_lower_case = {option.lower(): option for option in options}
-  typed = str(name).lower()
-  # "max_steps" and "epochs" are other programs' names of a run's length.
-  total = "total_" + re.sub("^(num|max)_", "", typed)
-  near = [o for o in by_lower_case if o == total or sorted(o) == sorted(typed)]
-  near = near or difflib.get_close_matches(typed, by_lower_case, n=1)
-  near = [by_lower_case[option] for option in near]
-  if not near:  # Abbreviations and longer forms: "lr" against "lr_mults".
-    near = [o for o in options if o.startswith(str(name)) and name][:1]
-  if near:
-    return f" Did you mean {near[0]!r}?"
   if not options:
     return ""
-  shown = ", ".join(options[:20]) + (", ..." if len(options) > 20 else "")
-  return f" There are: {shown}."
+  nearest = _nearest(str(name), options)
+  if nearest is not None:
+    return f" Did you mean {nearest!r}?"
+  listed = ", ".join(options[:_NUM_LISTED])
+  if len(options) > _NUM_LISTED:
+    listed += ", ..."
+  return f" There are: {listed}."
+
+
+def _nearest(name: str, options: Sequence[str]) -> str | None:
+  by_lower_case = {option.lower(): option for option in options}
+  typed = name.lower()
+  # Other programs call the length of a run "max_steps" or "epochs".
+  total = "total_" + re.sub("^(num|max)_", "", typed)
+  for option in by_lower_case:
+    has_the_same_letters = sorted(option) == sorted(typed)
+    if option == total or has_the_same_letters:
+      return by_lower_case[option]
+  if close := difflib.get_close_matches(typed, by_lower_case, n=1):
+    return by_lower_case[close[0]]
+  # Abbreviations are far from the full name by their letters: "lr", "lr_mults".
+  longer = [option for option in options if name and option.startswith(name)]
+  return longer[0] if longer else None
 
 
 def check_choice(
   key: str, value: Any, options: Iterable[str], problem: str = "unknown"
 ) -> Any:
-  if value in (options := tuple(options)):
+  """Returns `value` if it is one of the options."""
+  options = tuple(options)
+  if value in options:
     return value
   hint = did_you_mean(str(value), options)
   raise ConfigError(f"{key}: {problem} {value!r}.{hint}")
 
 
 def check_keys(path: str, given: Iterable[str], known: Iterable[str]) -> None:
-  known = {*known}
+  known = set(known)
   for name in given:
     if name not in known:
       hint = did_you_mean(name, known)
@@ -73,9 +89,15 @@ def check_kwargs(
   given: Iterable[str] = (),
   others: Iterable[str] = (),
 ) -> None:
-  """Raises ConfigError if `fn(**given, **kwargs)` has a wrong name.
+  """Checks keyword arguments of the config before the call `fn(**kwargs)`.
 
-  Texts in place of numbers and booleans are errors too: "no" would be true.
+  A name that `fn` does not have, a missing one without default, and a string
+  for a number or a boolean ("no" would be true) are errors.
+
+  Args:
+    given: names of the arguments that the program passes itself; they are
+      unknown in a config.
+    others: further names that the hint may suggest.
   """
   if not isinstance(kwargs, Mapping):
     raise ConfigError(f"{path}: expected a dict of options, got {kwargs!r}.")
@@ -85,25 +107,22 @@ def check_kwargs(
   parameters = {
     name: p
     for name, p in parameters.items()
-    if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
-    and name not in given
+    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in given
   }
   options = set(parameters)
   if {"parent", "name"} <= options:
     # flax adds these two to every module; configs do not set them.
     options -= {"parent", "name"}
-  for name in kwargs:
+  for name, value in kwargs.items():
     if name in given or (name not in options and not takes_any):
-      raise ConfigError(
-        f"{path}.{name}: unknown key.{did_you_mean(name, options | {*others})}"
-      )
-    annotation = getattr(parameters.get(name), "annotation", "")
-    kinds = set(re.findall(r"\w+", str(annotation)))
-    if isinstance(kwargs[name], str) and kinds and kinds <= _NOT_TEXTS:
-      kind = "True or False" if "bool" in kinds else "a number"
-      raise ConfigError(
-        f"{path}.{name}: expected {kind}, got {kwargs[name]!r}."
-      )
+      hint = did_you_mean(name, {*options, *others})
+      raise ConfigError(f"{path}.{name}: unknown key.{hint}")
+    if isinstance(value, str) and name in parameters:
+      annotation = str(parameters[name].annotation)
+      words = set(re.findall(r"\w+", annotation))
+      if words and words <= _WORDS_WITHOUT_STRINGS:
+        kind = "True or False" if "bool" in words else "a number"
+        raise ConfigError(f"{path}.{name}: expected {kind}, got {value!r}.")
   for name in sorted(options - set(kwargs)):
     if parameters[name].default is inspect.Parameter.empty:
       raise ConfigError(f"{path}.{name}: missing, and it has no default.")
@@ -136,16 +155,17 @@ def check_number(
     and (below is None or value < below)
   ):
     return value
-  limits = {"at least": least, "at most": most, "above": above, "below": below}
-  given = [f"{words} {n}" for words, n in limits.items() if n is not None]
   kind = "a whole number" if whole else "a number"
   if number and not math.isfinite(value):
     kind = "a finite number"
-  expected = f"{kind} {' and '.join(given)}".rstrip()
+  limits = {"at least": least, "at most": most, "above": above, "below": below}
+  bounds = [f"{words} {n}" for words, n in limits.items() if n is not None]
+  expected = f"{kind} {' and '.join(bounds)}".rstrip()
   raise error(f"{path}: expected {expected}, got {value!r}.")
 
 
 def regex(key: str, pattern: Any) -> re.Pattern[str]:
+  """Compiles a pattern of the config."""
   try:
     return re.compile(pattern)
   except (re.error, TypeError) as e:
@@ -153,6 +173,7 @@ def regex(key: str, pattern: Any) -> re.Pattern[str]:
 
 
 def import_package(name: str, needed_by: str, install: str) -> Any:
+  """Imports an optional package; `install` is the argument of pip install."""
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as e:

@@ -1,4 +1,10 @@
-"""Values that each step draws anew: config.flexi and config.input.flexi."""
+"""Reads config.flexi and config.input.flexi: values that every step draws.
+
+  config.flexi = dict(patch_size=dict(values=[16, 32], weights=[1, 3]))
+
+Each step has one value of each name, such as FlexiViT's patch size. The values
+are static, so the program is compiled once for each combination.
+"""
 
 import itertools
 import math
@@ -12,26 +18,34 @@ from bigtrain.config.settings import Config
 def draws(
   cfg: Config, names: Iterable[str]
 ) -> list[tuple[dict[str, Any], float]]:
-  """All ({name: value}, share of the steps) that cfg.flexi draws from."""
-  drawn = []
+  """Returns every combination of values with its share of the steps.
+
+  Args:
+    cfg: config with the key "flexi".
+    names: names that may be drawn.
+  """
+  values_by_name = {}
   for name, options in cfg.kwargs("flexi").items():
     key = f"{cfg.path}.flexi.{name}"
     check_choice(f"{cfg.path}.flexi", name, names)
-    check_kwargs(_draws, options, key)
-    drawn.append([(name, *draw) for draw in _draws(key=key, **options)])
-  return [
-    ({n: x for n, x, _ in each}, math.prod(share for *_, share in each))
-    for each in itertools.product(*drawn)
-  ]
+    check_kwargs(_values_with_shares, options, key)
+    values_by_name[name] = _values_with_shares(key=key, **options)
+  combinations = []
+  for drawn in itertools.product(*values_by_name.values()):
+    values = {name: value for name, (value, _) in zip(values_by_name, drawn)}
+    combinations.append((values, math.prod(share for _, share in drawn)))
+  return combinations
 
 
-def _draws(
+def _values_with_shares(
   values: Sequence[Any], weights: Sequence[float] | None = None, key: str = ""
 ) -> list[tuple[Any, float]]:
-  weights = [1] * len(values) if weights is None else weights
+  if weights is None:
+    weights = [1] * len(values)
   if len(weights) != len(values) or not sum(weights) or min(weights) < 0:
     raise ConfigError(
-      f"{key}: expected values, and a positive weight of each, got "
+      f"{key}: expected values and one weight for each, not all 0, got "
       f"values={values!r}, weights={weights!r}."
     )
-  return [(v, weight / sum(weights)) for v, weight in zip(values, weights)]
+  total = sum(weights)
+  return [(value, weight / total) for value, weight in zip(values, weights)]

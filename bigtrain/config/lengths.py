@@ -1,4 +1,10 @@
-"""Lengths with units, and the steps at which a run logs, saves and ends."""
+"""Converts lengths with units to steps: when a run logs, saves and ends.
+
+A config gives each length once, in the unit that suits it: `total_steps`,
+`total_epochs`, `total_examples` or `total_tokens`. The last word of the key is
+the unit. Lengths within the run may also be a percentage of it, as in
+`log_percent`.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,10 +12,22 @@ from typing import Any, NamedTuple
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_number
 
+UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+
+# Steps between two log steps, and between two checkpoints, where a config does
+# not say.
+_LOG_STEPS = 50
+_CKPT_STEPS = 1000
+
+
+def keys(prefix: str) -> list[str]:
+  """Returns the names of a length in all units, such as "log_steps"."""
+  return [f"{prefix}_{unit}" for unit in UNITS]
+
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """Sizes that convert lengths to steps; None where one is unknown."""
+  """The sizes by which lengths are converted; None if one is unknown."""
 
   batch_size: int
   examples_per_epoch: int | None = None
@@ -17,29 +35,27 @@ class Units:
   total_steps: int | None = None
 
   def to_steps(self, amount: float, unit: str, key: str) -> int:
-    """Whole steps in `amount` units: rounded, and at least one unless 0."""
+    """Returns the nearest number of steps, at least 1 unless `amount` is 0."""
     most = 100 if unit == "percent" else None
     check_number(key, amount, least=0, most=most)
     epoch, tokens = self.examples_per_epoch, self.tokens_per_example
-    scale = {
+    steps_per_unit = {
       "steps": 1,
       "examples": 1 / self.batch_size,
       "epochs": epoch and epoch / self.batch_size,
       "tokens": tokens and 1 / tokens / self.batch_size,
       "percent": self.total_steps and self.total_steps / 100,
     }[unit]
-    if not scale:
-      needs = {
+    if not steps_per_unit:
+      needed = {
         "epochs": "a training set of known size",
         "tokens": "an input with tokens",
         "percent": "the length of the run",
       }[unit]
-      raise ConfigError(f"{key}: this unit needs {needs}.")
-    return max(1, round(amount * scale)) if amount else 0
-
-
-# Units of a length: the last word of its key.
-UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+      raise ConfigError(f"{key}: this unit needs {needed}.")
+    if not amount:
+      return 0
+    return max(1, round(amount * steps_per_unit))
 
 
 def steps(
@@ -49,48 +65,51 @@ def steps(
   default: int | None = None,
   path: str | None = None,
 ) -> int | None:
-  """Reads a length as whole steps from the key f"{prefix}_{unit}" of any unit.
+  """Reads the length f"{prefix}_{unit}", of any unit, in steps.
 
-  `default` also stands for keys that are all None, so that `total_epochs=None
-  total_steps=100` changes the unit. From a plain dict, the key is removed.
+  None counts as not given, so `total_epochs=None total_steps=100` changes the
+  unit. `default` is in steps. A plain dict loses the keys that are read, so
+  what remains can be passed on as keyword arguments.
   """
   path = path or getattr(cfg, "path", "config")
-  names = _keys(prefix)
-  # `get` also marks each name as known in a tracked config.
-  read = (
-    cfg.get if isinstance(cfg, settings.Config) else lambda k: cfg.pop(k, None)
-  )
-  values = {name: read(name) for name in names}
-  given = [name for name in names if values[name] is not None]
+  given = {}
+  for unit, name in zip(UNITS, keys(prefix)):
+    # Reading all five names also makes each of them known to the hints.
+    if isinstance(cfg, settings.Config):
+      amount = cfg.get(name)
+    else:
+      amount = cfg.pop(name, None)
+    if amount is not None:
+      given[name] = amount, unit
+  if not given:
+    return default
   if len(given) > 1:
     both = " and ".join(f"{path}.{name}" for name in given)
     raise ConfigError(f"{both}: give the length once, in one unit.")
-  if not given:
-    return default
-  (name,) = given
-  return units.to_steps(values[name], name[len(prefix) + 1 :], f"{path}.{name}")
-
-
-def _keys(prefix: str) -> list[str]:
-  return [f"{prefix}_{unit}" for unit in UNITS]
+  ((name, (amount, unit)),) = given.items()
+  return units.to_steps(amount, unit, f"{path}.{name}")
 
 
 class Lengths(NamedTuple):
-  """Lengths in steps. Step s means: after s updates."""
+  """The lengths of a run, in steps. Step s is the state after s updates."""
 
   units: Units
-  total: int  # Length of the schedules.
-  last: int  # Of the run: `total`, or `stop_at` if that is earlier.
+  total: int  # End of the schedules.
+  last: int  # End of this run: `total`, or `stop_at` if that is earlier.
   log: int  # Steps between two log steps.
-  ckpt: int  # Between two checkpoints.
-  keep_ckpt: int | None  # Between two that stay for good.
-  local_ckpt: int | None  # Between two on the hosts' own disks.
+  ckpt: int  # Steps between two checkpoints.
+  keep_ckpt: int | None  # Steps between two checkpoints that stay for good.
+  local_ckpt: int | None  # Steps between two on the hosts' own disks.
   save_at_start: bool
 
   def is_log_step(self, step: int) -> bool:
     return step == 1 or step % self.log == 0 or step == self.total
 
+  def saves(self, step: int) -> bool:
+    return step % self.ckpt == 0 or step == self.last
+
   def about(self) -> dict[str, Any]:
+    """Returns the facts for run.json."""
     return {
       "batch_size": self.units.batch_size,
       "total_steps": self.total,
@@ -98,9 +117,6 @@ class Lengths(NamedTuple):
       "examples_per_epoch": self.units.examples_per_epoch,
       "tokens_per_example": self.units.tokens_per_example,
     }
-
-  def saves(self, step: int) -> bool:
-    return step % self.ckpt == 0 or step == self.last
 
 
 def read(
@@ -111,12 +127,12 @@ def read(
 ) -> Lengths:
   """Reads total, stop_at, log, ckpt, keep_ckpt and local_ckpt, in any unit.
 
-  A length of 0 means only at the end.
+  0 means: only at the end of the run.
   """
   units = Units(batch_size, examples_per_epoch, tokens_per_example)
   total = steps(config, "total", units)
   if total == 0:
-    key = next(k for k in _keys("total") if config.get(k) is not None)
+    key = next(k for k in keys("total") if config.get(k) is not None)
     raise ConfigError(
       f"config.{key}: expected a length above 0, got {config.get(key)!r}; "
       "config.eval_only=True evaluates without training."
@@ -132,8 +148,8 @@ def read(
     units=units,
     total=total,
     last=min(total, stop_at),
-    log=steps(config, "log", units, 50) or total,
-    ckpt=steps(config, "ckpt", units, 1000) or total,
+    log=steps(config, "log", units, _LOG_STEPS) or total,
+    ckpt=steps(config, "ckpt", units, _CKPT_STEPS) or total,
     keep_ckpt=steps(config, "keep_ckpt", units),
     local_ckpt=steps(config, "local_ckpt", units),
     save_at_start=config.get("save_at_start", False),

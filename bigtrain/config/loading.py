@@ -1,4 +1,8 @@
-"""Config files: loading them, and changing them from the command line."""
+"""Loads config files, and applies changes from the command line to them.
+
+A config file is Python with a function `get_config`, as in configs/, or the
+config.json of a run.
+"""
 
 import ast
 import importlib.util
@@ -17,10 +21,13 @@ from bigtrain.config.settings import plain
 def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
   """Loads the config of `path.py`, `path.py:argument` or `path.json`.
 
-  Values that refer to a changed one (`ConfigDict.get_ref`) follow it.
+  Args:
+    changes: assignments such as "model.depth=12". In a ConfigDict, values that
+      refer to a changed one (`ConfigDict.get_ref`) follow it.
   """
-  config = _load(path)
-  if hasattr(config, "ignore_type"):  # A ConfigDict checks types in its way.
+  config = _load_unchanged(path)
+  if hasattr(config, "ignore_type"):
+    # A ConfigDict has its own checks of types and names; `override` has ours.
     with config.ignore_type(), config.unlocked():
       for change in changes:
         override(config, change)
@@ -31,7 +38,7 @@ def load(path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
   return plain(config)
 
 
-def _load(path: str) -> Any:
+def _load_unchanged(path: str) -> Any:
   file = os.path.expanduser(path)
   if file.endswith(".json") and os.path.isfile(file):
     try:
@@ -46,13 +53,17 @@ def _load(path: str) -> Any:
 
 
 def call(path: str, name: str) -> Any:
-  """Calls `get_config` or `get_sweep` of "FILE.py" or "FILE.py:argument"."""
+  """Calls a function of "FILE.py", as "FILE.py:argument" with an argument.
+
+  Args:
+    name: "get_config" or "get_sweep".
+  """
   file, colon, argument = path.partition(".py:")
   file = os.path.expanduser(file + ".py" if colon else file)
   if not os.path.isfile(file):
     raise ConfigError(f"--config={file}: no such file.{_nearest(file)}")
   folder = os.path.dirname(os.path.abspath(file))
-  if folder not in sys.path:  # For imports of neighbours, also later ones.
+  if folder not in sys.path:  # A config may import its neighbours.
     sys.path.append(folder)
   spec = importlib.util.spec_from_file_location("bigtrain_config", file)
   if spec is None or spec.loader is None:
@@ -64,10 +75,12 @@ def call(path: str, name: str) -> Any:
     spec.loader.exec_module(module)
     if not hasattr(module, name):
       raise ConfigError(f"--config={file}: has no function {name}(arg).")
-    takes = inspect.signature(getattr(module, name)).parameters
-    if colon and not takes and name == "get_config":
+    function = getattr(module, name)
+    takes_argument = bool(inspect.signature(function).parameters)
+    # A file's get_sweep may ignore the argument that its get_config takes.
+    if colon and not takes_argument and name == "get_config":
       raise ConfigError(f"--config={path}: {file} takes no argument.")
-    return getattr(module, name)(*[argument] if colon and takes else [])
+    return function(argument) if colon and takes_argument else function()
   except ConfigError:
     raise
   except Exception as e:
@@ -76,8 +89,8 @@ def call(path: str, name: str) -> Any:
 
 
 def _nearest(file: str) -> str:
+  # Some people type "configs.digits", as in imports, or only "digits".
   as_module = file.removesuffix(".py").replace(".", os.sep) + ".py"
-  # "configs.digits", as for imports, or only "digits".
   for guess in (as_module, os.path.join("configs", as_module)):
     if os.path.isfile(guess):
       return f" Did you mean {guess!r}?"
@@ -88,6 +101,7 @@ def _nearest(file: str) -> str:
 
 
 def _where(error: Exception, file: str) -> str:
+  """Returns the last line of the config file that led to the error."""
   if isinstance(error, SyntaxError):
     return f"{error.filename}:{error.lineno}"
   frames = traceback.extract_tb(error.__traceback__)
@@ -99,9 +113,9 @@ def _where(error: Exception, file: str) -> str:
 def override(config: Any, assignment: str) -> None:
   """Applies "a.b.c=value" in place, to a dict or a ConfigDict.
 
-  The value takes the type of the value it replaces: `1e-3` for a float, `1e5`
-  for an int, a bare word for a string; anything else must be a Python literal.
-  A new key is added; if it is never read, `Config.unread` reports it.
+  The value gets the type of the value that it replaces: `1e5` becomes an int,
+  `1` a float, and a bare word a string; anything else must be a Python literal.
+  A new key is added. If nothing reads it, `Config.check_all_read` fails.
   """
   path, equals, text = assignment.partition("=")
   if not equals:
@@ -114,7 +128,9 @@ def override(config: Any, assignment: str) -> None:
     node = node[parent]
     if not hasattr(node, "keys"):
       at = ".".join(parents[: i + 1])
-      raise ConfigError(f"--config.{path}: config.{at} is {node!r}, no dict.")
+      raise ConfigError(
+        f"--config.{path}: config.{at} is {node!r}, not a dict."
+      )
   node[last] = plain(_typed(text, plain(node.get(last)), f"--config.{path}"))
 
 
@@ -126,19 +142,19 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if text.lower() in ("true", "false"):
     value = text.lower() == "true"
   if isinstance(old, str) and value is not None:
-    # Names and folders may be switched off, or to a default.
-    if text in ("True", "False"):
+    # True and False are meant: some names and folders can be switched off.
+    if text in ("True", "False") or isinstance(value, str):
       return value
-    return text if not isinstance(value, str) else value
+    return text  # "123" may be the name of a run.
   if old is None or value is None:
     return value
   if isinstance(old, bool):
     if value in (0, 1):
       return bool(value)
   elif isinstance(value, bool):
-    pass  # True is an int to Python, and a mistake here.
+    pass  # True is an int in Python, but a mistake here.
   elif isinstance(old, int | float) and isinstance(value, int | float):
-    # 0.5 for an int is an error, 1e5 is not.
+    # 1e5 may replace an int, 0.5 may not.
     if isinstance(old, float) or isinstance(value, int) or value.is_integer():
       return type(old)(value)
   elif isinstance(old, list | tuple) and isinstance(value, list | tuple):

@@ -1,4 +1,8 @@
-"""Finds the modules and functions that a config names."""
+"""Imports the modules and functions that a config names.
+
+The file name is the registry: config.task="classification" is
+bigtrain/tasks/classification.py. A name with a dot is a module of the user's.
+"""
 
 import importlib
 import pkgutil
@@ -8,6 +12,7 @@ from bigtrain.config.errors import ConfigError, did_you_mean
 
 
 def module_names(kind: str) -> list[str]:
+  """Returns the modules of a package, such as "tasks"."""
   package = importlib.import_module(f"bigtrain.{kind}")
   return sorted(
     m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg
@@ -15,9 +20,10 @@ def module_names(kind: str) -> list[str]:
 
 
 def find_module(kind: str, name: str, key: str) -> Any:
-  """Imports bigtrain.<kind>.<name>, or a dotted path outside of the package.
+  """Imports bigtrain.<kind>.<name>, or any module by its dotted path.
 
-  Errors of imports inside the module are raised unchanged.
+  Args:
+    key: place of the name in the config, for messages.
   """
   if not isinstance(name, str) or not name:
     hint = did_you_mean("", module_names(kind))
@@ -35,12 +41,14 @@ def find_module(kind: str, name: str, key: str) -> Any:
 
 
 def find_attribute(dotted: str, key: str) -> Any:
+  """Returns a function or class by its dotted path, "package.module.name"."""
   module_name, _, attribute = dotted.rpartition(".")
   if not module_name:
     raise ConfigError(f"{key}: expected package.module.name, got {dotted!r}.")
   module = _import(module_name, key)
   if not hasattr(module, attribute):
-    hint = did_you_mean(attribute, [n for n in dir(module) if n[0] != "_"])
+    public = [name for name in dir(module) if not name.startswith("_")]
+    hint = did_you_mean(attribute, public)
     raise ConfigError(f"{key}: {module_name} has no {attribute!r}.{hint}")
   return getattr(module, attribute)
 
@@ -51,6 +59,7 @@ def _import(dotted: str, key: str) -> Any:
   try:
     return importlib.import_module(dotted)
   except ModuleNotFoundError as e:
+    # An import inside the module that fails is raised as it is.
     if e.name and (dotted == e.name or dotted.startswith(e.name + ".")):
       raise ConfigError(
         f"{key}: cannot import {dotted!r}: no module named {e.name!r}."

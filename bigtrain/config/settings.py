@@ -1,46 +1,50 @@
-"""A config that cannot hide a misspelled key.
+"""A config in which no misspelled key goes unnoticed.
 
-The program reads a config through `Config`, which records every name that is
-read; `Config.unread` then lists the keys that were never read.
+The program reads its config through `Config`, which records the name of every
+key that is read. Before the first step, `Config.check_all_read` raises an error
+for each key that nothing has read, with the nearest name that was.
 """
 
 import difflib
 import hashlib
 import json
-import pathlib
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bigtrain.config.errors import ConfigError, check_number, did_you_mean
 
 _MISSING = object()
-_NOT_BOOLEANS = ("true", "false", "yes", "no", "on", "off")
+# Strings that were meant as a boolean. As strings, all of them are true.
+_MEANT_AS_BOOLEANS = ("true", "false", "yes", "no", "on", "off")
+# How similar a key must be to a missing one to be called its misspelling. The
+# names of two keys of the program, such as log_steps and total_steps, are less.
+_SIMILAR = 0.75
 
 
 class Config:
-  """A read-tracked view of a nested config.
+  """A nested config that records which keys are read.
 
-  `kwargs` returns a whole subtree as a plain dict, whose names the receiver
-  checks; all other access returns nested dicts as Configs.
+  `config.input.batch_size`, `config["input"]` and `config.get("input")` read
+  one key each, and return a nested dict as another Config. `kwargs` returns a
+  whole subtree as a plain dict, whose names the receiver checks.
   """
 
   def __init__(self, data: Mapping[str, Any], path: str = "config"):
     self._data = plain(data)
-    self.path = path  # Such as "config.input".
-    self._asked: set[str] = set()
-    self._whole: set[str] = set()  # Subtrees that `kwargs` returned.
+    self.path = path  # Where it is in the whole, such as "config.input".
+    self._names_read: set[str] = set()  # Absent keys too.
+    self._read_as_kwargs: set[str] = set()
     self._children: dict[str, Config] = {}
 
   def get(self, key: str, default: Any = None) -> Any:
     """Returns the value at `key` or the default; `key` then counts as read."""
-    self._asked.add(key)
+    self._names_read.add(key)
     value = self._data.get(key, default)
-    words = value.lower() if isinstance(value, str) else ""
-    if isinstance(default, bool) and words in _NOT_BOOLEANS:
-      raise ConfigError(
-        f"{self.path}.{key}: expected True or False, got {value!r}."
-      )
+    if isinstance(default, bool) and isinstance(value, str):
+      if value.lower() in _MEANT_AS_BOOLEANS:
+        raise ConfigError(
+          f"{self.path}.{key}: expected True or False, got {value!r}."
+        )
     if not isinstance(value, dict):
       return value
     if key not in self._children:
@@ -54,9 +58,9 @@ class Config:
     return value
 
   def misspelled(self, key: str) -> str:
-    unused = [k for k in self._data if k not in self._asked]
-    # Above the likeness of two keys of the program, as log_ and total_steps.
-    near = difflib.get_close_matches(key, unused, n=1, cutoff=0.75)
+    """Returns a hint if an unread key looks like the missing `key`, else ""."""
+    unread = [name for name in self._data if name not in self._names_read]
+    near = difflib.get_close_matches(key, unread, n=1, cutoff=_SIMILAR)
     return f" (is {self.path}.{near[0]} a misspelling of it?)" if near else ""
 
   def __getattr__(self, key: str) -> Any:
@@ -65,7 +69,7 @@ class Config:
     return self[key]
 
   def __contains__(self, key: str) -> bool:
-    self._asked.add(key)
+    self._names_read.add(key)
     return key in self._data
 
   def __iter__(self) -> Iterator[str]:
@@ -82,10 +86,11 @@ class Config:
     required: bool = False,
   ) -> dict[str, Any]:
     """Returns the subtree at `key` as a plain dict; it counts as read."""
-    self._asked.add(key)
-    self._whole.add(key)
-    missing = default if default is not None else {}
-    value = plain(self[key]) if required else self._data.get(key, missing)
+    self._names_read.add(key)
+    self._read_as_kwargs.add(key)
+    if default is None:
+      default = {}
+    value = plain(self[key]) if required else self._data.get(key, default)
     if not isinstance(value, Mapping):
       raise ConfigError(
         f"{self.path}.{key}: expected a dict of keyword arguments, got "
@@ -98,36 +103,41 @@ class Config:
     return plain(self._data)
 
   def check_all_read(self) -> None:
+    """Raises ConfigError if there are keys that were never read."""
     if lines := self.unread():
       raise ConfigError(" ".join(lines))
 
   def unread(self) -> list[str]:
-    """One line for every key that was never read, at any depth."""
+    """Returns a line for every key that was never read, at any depth."""
     lines = []
     for key, value in self._data.items():
-      if key not in self._asked:
-        # Names in the config count too: the command line may have meant one.
-        inside = [k for k in flatten(self._data) if k.endswith(f".{key}")]
-        inside.sort(key=lambda name: name.count("."))
-        names = inside[:1] or self._asked
-        hint = did_you_mean(inside[0] if inside else key, names)
+      if key not in self._names_read:
+        # --config.batch_size instead of --config.input.batch_size: the nearest
+        # name is then the same key further down.
+        deeper = [k for k in flatten(self._data) if k.endswith(f".{key}")]
+        if deeper:
+          nearest = min(deeper, key=lambda name: name.count("."))
+          hint = did_you_mean(nearest, [nearest])
+        else:
+          hint = did_you_mean(key, self._names_read)
         lines.append(f"{self.path}.{key}: unknown key.{hint}")
-      elif isinstance(value, dict) and key not in self._whole:
+      elif isinstance(value, dict) and key not in self._read_as_kwargs:
         lines += self.get(key).unread()
     return lines
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Values by dotted key; an empty dict is a value.
+  """Returns the values by dotted key; an empty dict is a value.
 
   >>> flatten({"model": {"width": 64}, "evals": {}})
   {'model.width': 64, 'evals': {}}
   """
   flat: dict[str, Any] = {}
   for key, value in config.items():
-    nested = isinstance(value, Mapping) and value
-    name = f"{prefix}{key}"
-    flat |= flatten(value, f"{name}.") if nested else {name: value}
+    if isinstance(value, Mapping) and value:
+      flat |= flatten(value, f"{prefix}{key}.")
+    else:
+      flat[f"{prefix}{key}"] = value
   return flat
 
 
@@ -138,24 +148,21 @@ def plain(value: Any) -> Any:
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
   if isinstance(value, list | tuple):
-    return type(value)(map(plain, value))
+    return type(value)(plain(item) for item in value)
   return value
 
 
 def whole_number(cfg: Config, key: str, default: int, least: int) -> int:
+  """Reads a whole number of at least `least`."""
   value = cfg.get(key, default)
   return check_number(f"{cfg.path}.{key}", value, least=least, whole=True)
 
 
 def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
-  """JSON of a plain config; values unknown to JSON are written as repr."""
+  """Returns JSON with sorted keys; values that JSON lacks become their repr."""
   return json.dumps(plain(config), default=repr, sort_keys=True, **kwargs)
 
 
 def digest(config: Mapping[str, Any]) -> str:
+  """Returns the SHA-256 of a config, to see whether it has changed."""
   return hashlib.sha256(to_json(config).encode()).hexdigest()
-
-
-def read_table(module: str, name: str) -> dict[str, Any]:
-  """Reads a .toml file beside a module, whose `__file__` is given."""
-  return tomllib.loads(pathlib.Path(module).with_name(name).read_text())

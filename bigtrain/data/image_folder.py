@@ -24,6 +24,7 @@ class Source:
 
   Args:
     path: folder with one folder for each class. Images may be at any depth.
+      Hidden files and folders are left out (see `files.split_hidden`).
     classes: file with one class name per line, in the order of the labels; any
       other folder is an error. By default the classes are the sorted names of
       the folders.
@@ -39,9 +40,13 @@ class Source:
 
   def __init__(self, path: str, *, classes: str | None = None, slice: str = ""):
     self._path = files.local_path(path, "image_folder: path")
-    self.classes = _class_list(self._path, classes)
+    self.classes, hidden = _class_list(self._path, classes)
     self.class_names = {"label": self.classes}
-    by_class = files.in_threads(self._images, self.classes)
+    by_class = []
+    for images, hidden_images in files.in_threads(self._images, self.classes):
+      by_class.append(sorted(images))
+      hidden |= hidden_images
+    files.log_hidden(hidden, f"image_folder: {self._path}")
     empty = [name for name, images in zip(self.classes, by_class) if not images]
     if len(empty) == len(self.classes):
       raise DataError(
@@ -70,16 +75,18 @@ class Source:
     path: str, *, classes: str | None = None, **_: Any
   ) -> dict[str, list[str]]:
     path = files.local_path(path, "image_folder: path")
-    return {"label": _class_list(path, classes)}
+    return {"label": _class_list(path, classes)[0]}
 
-  def _images(self, class_name: str) -> list[str]:
+  def _images(self, class_name: str) -> tuple[list[str], set[str]]:
+    """Returns the images of a class, and what is hidden, below `path`."""
     images = []
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
       relative = os.path.relpath(folder, self._path)
       pictures = [n for n in names if n.lower().endswith(_SUFFIXES)]
       images += [os.path.join(relative, name) for name in pictures]
-    return sorted(images)
+    # The class itself may be hidden if the file of classes names it.
+    return files.split_hidden(images, pattern=class_name)
 
   @property
   def ids(self) -> dict[str, np.ndarray]:
@@ -118,16 +125,20 @@ class Source:
     return os.path.join(self._path, os.fsdecode(self._names[row]))
 
 
-def _class_list(path: str, classes: str | None) -> list[str]:
+def _class_list(path: str, classes: str | None) -> tuple[list[str], set[str]]:
+  """Returns the names of the classes, and the hidden folders beside them."""
   if not os.path.isdir(path):
     raise files.missing(path, "image_folder: path", "folder")
-  folders = sorted(e.name for e in os.scandir(path) if e.is_dir())
-  names = folders if classes is None else _read_classes(classes)
+  entries = sorted(e.name for e in os.scandir(path) if e.is_dir())
+  folders, hidden = files.split_hidden(entries)
+  if classes is None:
+    return folders, hidden
+  names = _read_classes(classes)
   for name in folders:
     if name not in names:
       what = f"folder {name!r} of {path} is not a class of {classes}"
       raise ConfigError(f"image_folder: {what}.{did_you_mean(name, names)}")
-  return names
+  return names, hidden.difference(names)
 
 
 def _read_classes(path: str) -> list[str]:

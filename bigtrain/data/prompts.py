@@ -1,11 +1,11 @@
-"""Prompts, with rewards for the answers that a model writes to them.
+"""Prompts, with reward functions that judge a model's answers to them.
 
   dict(type="prompts", path="math.jsonl", tokenizer="models/Qwen3-0.6B",
        length=512, rewards="my_project.rewards.exact")
 
-Of the rows of data/supervised.py, only `prompt`, a text or a list of messages,
-and `tools` are tokenized. Features: `prompt` int32 [length], padded with 0, and
-`prompt_length` int32.
+The files are as for data/supervised.py, but only `prompt`, a text or a list of
+messages, and `tools` are tokenized; the reward functions get the whole row.
+Features: `prompt` int32 [length], padded with 0, and `prompt_length` int32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,21 @@ from bigtrain.config.modules import find_attribute
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, reward_worker
 
+# Stands for the answer where a chat template writes the prompt.
 _EMPTY = {"role": "assistant", "content": ""}
 
 
 class Source(supervised.Source):
-  """Prompts of one or more files.
+  """The prompts of one or more files.
 
   Args:
-    rewards: function of (answers to a prompt, its row) that returns a number
-      for each answer; or a list of (function, weight), of a weighted sum.
+    rewards: dotted path of a function of (answers to a prompt, its row) that
+      returns a number for each answer; or a list of (path, weight), for a
+      weighted sum.
     time_limit: seconds that a call of a function may take.
-    failed_reward: what a function that fails or takes too long gives to all its
-      answers, which metrics count; by default that ends the run.
+    failed_reward: reward of all answers to a prompt for which a function fails
+      or takes too long; a metric counts them. By default, such a failure ends
+      the run.
     **options: path, name and others of data/supervised.py.
   """
 
@@ -57,14 +60,16 @@ class Source(supervised.Source):
     for each in rewards:
       if not isinstance(each, list | tuple) or len(each) != 2:
         raise ConfigError(f"rewards: expected (function, weight), got {each}.")
-      find_attribute(each[0], "rewards")
-      check_number(f"rewards: weight of {each[0]}", each[1])
+      function, weight = each
+      find_attribute(function, "rewards")
+      check_number(f"rewards: weight of {function}", weight)
     if not rewards:
       raise ConfigError("rewards: expected at least one function.")
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
       check_number("failed_reward", failed_reward)
-    self._rewards, self._failed = rewards, failed_reward
+    self._rewards = rewards
+    self._failed_reward = failed_reward
     self._worker = reward_worker.Worker(time_limit)
     super().__init__(tokenizer, length, loss="last", **options)
     int32 = np.dtype(np.int32)
@@ -74,14 +79,15 @@ class Source(supervised.Source):
 
   def _find_rows(self, *args: Any) -> tuple[list[str], Any, str]:
     inputs, rows_of, _ = super()._find_rows(*args)
-    self._content = [row for name in inputs for _, row in rows_of(name)]
+    self._contents = [row for name in inputs for _, row in rows_of(name)]
 
     def without_answers(name: str) -> Any:
       for where, row in rows_of(name):
         prompt = row.get("prompt")
         if not prompt:
           raise DataError(f"{where}: expected prompt, a text or messages.")
-        # An empty answer ends as later answers will.
+        # `supervised` needs an answer to find where the prompt ends, and from
+        # its end token `end_ids`, which end the model's answers.
         answer: Any = "" if isinstance(prompt, str) else [_EMPTY]
         yield where, row | dict(completion=answer, messages=None, text=None)
 
@@ -101,20 +107,34 @@ class Source(supervised.Source):
   def judge(
     self, indices: np.ndarray, batch: Mapping[str, np.ndarray]
   ) -> dict[str, np.ndarray]:
-    """Rewards of "targets" [B, G, L] where "loss_mask" is set: [B, G]."""
-    ends = np.isin(batch["targets"], self.end_ids)
-    has_text = (batch["loss_mask"] != 0) & ~ends
-    total = np.zeros(has_text.shape[:2], np.float32)
-    failed = np.zeros_like(total)
+    """Returns the rewards of G answers to each of B prompts.
+
+    Args:
+      indices: of the prompts, [B].
+      batch: "targets" [B, G, L] and "loss_mask" [B, G, L], which is 0 where the
+        target is no token of the answer.
+
+    Returns:
+      "reward" [B, G], and "failed_rewards" [B, G], the number of functions that
+      failed.
+    """
+    targets = batch["targets"]
+    is_end = np.isin(targets, self.end_ids)
+    is_text = (batch["loss_mask"] != 0) & ~is_end
+    rewards = np.zeros(is_text.shape[:2], np.float32)
+    failed = np.zeros_like(rewards)
     for b, index in enumerate(indices):
-      answers = zip(batch["targets"][b], has_text[b])
-      texts = [self._coder.decode(ids[own]) for ids, own in answers]
+      row = self._contents[self._kept[index]]
+      texts = [
+        self._coder.decode(ids[own]) for ids, own in zip(targets[b], is_text[b])
+      ]
       for function, weight in self._rewards:
-        result = self._worker(function, texts, self._content[self._row[index]])
+        result = self._worker(function, texts, row)
         if isinstance(result, str):
-          if self._failed is None:
+          if self._failed_reward is None:
             where = self.where(index)
             raise DataError(f"{where}: reward {function}: {result}.")
-          result, failed[b] = [self._failed], failed[b] + 1
-        total[b] += np.float32(weight) * np.asarray(result, np.float32)
-    return {"reward": total, "failed_rewards": failed}
+          result = [self._failed_reward]
+          failed[b] += 1
+        rewards[b] += np.float32(weight) * np.asarray(result, np.float32)
+    return {"reward": rewards, "failed_rewards": failed}

@@ -1,35 +1,39 @@
-"""Texts with the answers that a model learns to write.
+"""Prompts and conversations, with the answers that a model learns to write.
 
   dict(type="supervised", path="chats.jsonl", tokenizer="models/Qwen3-0.6B",
        length=2048, pack=True)
 
-Rows of .jsonl and .parquet files, also as .gz and .zst, have one of
+A row of a .jsonl or .parquet file, also as .gz or .zst, has one of
 
-- `messages`: a list of dict(role=..., content=...), with `tools` beside it if
-  there are any, written by a chat template (bigtrain/text/chat.py).
+- `messages`: a list of dict(role=..., content=...), which a chat template
+  writes (bigtrain/text/chat.py); with `tools` beside it if there are any.
 - `prompt` and `completion`: two texts, or two lists of messages.
 - `text`: a text, all of which has a loss.
 - `chosen` and `rejected`, with `preferences=True`: two completions, after
   `prompt` or as conversations of their own.
 
-and may have `weight`, the weight of their loss. All rows are read and checked
+and may have `weight`, the weight of its loss. All rows are read and checked
 before the first step, and their tokens are kept in the user's cache folder.
-Features, L = `length`:
+
+The features of an example, with L = `length`:
 
 - `tokens` int32 [L], `targets` int32 [L], the next token of each, and
-  `loss_mask` float32 [L], the weight of each target; with `preferences=True`
-  [2, L], of the chosen answer first: see tasks/preference.py.
+  `loss_mask` float32 [L], the weight of each target. With `preferences=True`
+  they are [2, L], the chosen answer first: see tasks/preference.py.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
-- `prefix` int32, number of tokens of the prompt, of prefix language models.
+- `prefix` int32, the number of tokens of the prompt, for prefix language
+  models.
 
-Those of encoder-decoders, S, L = `length`, are `inputs` int32 [S], `targets`
-int32 [L] and `loss_mask` float32 [L]; if packed also `inputs_segments` int32
-[S] and `targets_segments` int32 [L].
+For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
+[L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
+`targets_segments` int32 [L].
+
+How a row becomes an example: `row_encoder.Encoder` makes its ids, `token_rows`
+keeps them in a file, `Source._plan` cuts long rows and decides which rows share
+an example, and `read` copies their ids into the arrays of a batch.
 """
 
-import datetime
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -49,24 +53,24 @@ from bigtrain.data.formats import (
   files,
   packing,
   pydoc_questions,
+  row_encoder,
   splits,
   token_rows,
 )
-from bigtrain.data.formats.token_rows import Row
-from bigtrain.text import chat, tokenizers
+from bigtrain.text import tokenizers
 
-# Increase it when the tokens of a row change.
-_VERSION = 2
-_KEYS = ("messages", "prompt", "text")
+# Tokens of the first row that `first_example` shows.
 _SHOWN_TOKENS = 1000
+# Rows in which `_find_ends` looks for the tokens that end an answer.
 _NUM_SAMPLED = 1000
+_TOO_LONG = ("error", "drop", "left", "right")
 _NAMED = {"pydoc": pydoc_questions.rows, "arithmetic": arithmetic.rows}
-# Yields (place, row) of an input.
+# rows_of(input) yields (place, row); an input is a file or one of _NAMED.
 _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
 
 class Source:
-  """Rows, or packed rows, of one or more files.
+  """The rows of one or more files; if packed, several make an example.
 
   Args:
     tokenizer: "bytes" or a path, such as the folder of a published model.
@@ -78,24 +82,25 @@ class Source:
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
-    date: date for templates that print the present one, such as "2026-01-31".
+    date: date for templates that print today's, such as "2026-01-31".
     loss: which tokens of a conversation have a loss: the answers of the
       "assistant", the "last" of them, or "all".
     allow_special: whether messages may spell special tokens, such as "</s>",
-      which then are these tokens.
+      which then become these tokens.
     bos: whether the begin token precedes rows without a template; by default if
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
-    prefix: whether all tokens see the whole prompt, up to the first loss; not
-      with pack.
+    prefix: whether all tokens attend to the whole prompt, up to the first
+      token with a loss; not with pack.
     preferences: whether rows have two answers. In pydoc, the rejected answer is
       a later sentence of the same documentation.
-    too_long: for rows beyond `length`: "error", "drop", or cut them at the
-      "left" or the "right".
+    too_long: what happens to rows longer than `length`: "error", "drop", or cut
+      at the "left" or the "right".
     slice: slice of the rows, such as "[:99%]".
   """
 
-  _extra = 1  # Tokens of a row beyond `length`: the last is only a target.
+  # Tokens of a decoder's row beyond `length`: the last one is only a target.
+  _extra = 1
 
   def __init__(
     self,
@@ -126,10 +131,9 @@ class Source:
         "decoder."
       )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
-    ways = ("error", "drop", "left", "right")
-    check_choice("supervised: too_long", too_long, ways)
+    check_choice("supervised: too_long", too_long, _TOO_LONG)
     self._coder = tokenizers.get(tokenizer)
-    encoder = Encoder(
+    encoder = row_encoder.Encoder(
       self._coder,
       template,
       variables,
@@ -139,18 +143,20 @@ class Source:
       allow_special=allow_special,
       pairs=len(sizes) == 2,
     )
+    self._sizes = sizes
+    self._pairs = len(sizes) == 2  # For an encoder-decoder.
+    self._pack = pack
     self._answers = 2 if preferences else 1
     inputs, rows_of, form = self._find_rows(path, name, split, preferences)
     key = files.digest(encoder.key, form) if form else encoder.key
     self._rows = token_rows.cached(encoder, key, inputs, rows_of)
-    self._sizes, self._pairs, self._pack = sizes, len(sizes) == 2, pack
+    # The slice is one of pairs if rows have two answers.
     number = len(self._rows) // self._answers
     start, stop = splits.bounds(slice, number, "supervised: slice")
     rows = np.arange(start * self._answers, stop * self._answers)
     self._plan(rows, too_long)
-    size = self._coder.vocab_size
     self.tokenizer = tokenizer, self._coder.fingerprint()
-    # New prompts are made, and answers end, as in these texts.
+    # Saved with the run: later prompts are written, and answers end, as here.
     self.prompts = {
       "bos": encoder.bos,
       "prefix": prefix,
@@ -159,7 +165,7 @@ class Source:
     }
     self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, size)
+    self.vocab_sizes = dict.fromkeys(names, self._coder.vocab_size)
     self.spec = _spec(sizes, pack)
     if prefix:
       self.spec["prefix"] = (np.dtype(np.int32), ())
@@ -169,11 +175,14 @@ class Source:
     self._digest = files.digest("supervised", self._rows.digest, *options)
 
   def _find_rows(self, *args: Any) -> tuple[list[str], _RowsOf, str]:
-    """Returns inputs and rows_of of `token_rows.cached`, and a name of both."""
+    """Returns `inputs` and `rows_of` of `token_rows.cached`.
+
+    Also returns the form in which rows are used, if it is not the plain one.
+    """
     inputs, rows_of = _inputs(*args)
     if self._answers == 1:
       return inputs, rows_of, ""
-    # Both answers of a pair are rows of their own, one after the other.
+    # The two answers become two rows, one after the other.
     return inputs, functools.partial(_both_answers, rows_of), "two answers"
 
   def _spans_of(self, rows: np.ndarray) -> np.ndarray:
@@ -181,19 +190,24 @@ class Source:
     return self._rows.spans(rows, self._pairs)
 
   def _plan(self, rows: np.ndarray, too_long: str) -> None:
-    """Cuts or drops long rows, and packs: row, span and example of each."""
-    spans, extra = self._spans_of(rows), 0 if self._pairs else self._extra
+    """Cuts or drops long rows, and decides which rows an example has.
+
+    Sets `_kept`, the numbers of the rows that are left, `_spans`, where their
+    ids are, and `_items` and `_first`: example e has the kept rows
+    _items[_first[e] : _first[e + 1]].
+    """
+    spans = self._spans_of(rows)
+    extra = 0 if self._pairs else self._extra
     room = np.asarray(self._sizes) + extra
-    over = np.diff(spans, axis=2)[..., 0] > room
-    long = over.any(axis=1)
-    if long.any() and too_long == "error":
-      row = int(np.flatnonzero(long)[0])
-      sizes = np.diff(spans[row], axis=1)[:, 0] - extra
+    is_long = (np.diff(spans, axis=2)[..., 0] > room).any(axis=1)
+    if is_long.any() and too_long == "error":
+      first = int(np.flatnonzero(is_long)[0])
+      sizes = np.diff(spans[first], axis=1)[:, 0] - extra
       raise DataError(
-        f"{self._rows.where(rows[row])}: {' and '.join(map(str, sizes))} "
-        f"tokens do not fit into length={self._sizes}, as of {long.sum()} of "
-        f"{len(rows)} rows; give a larger length, or too_long='left', 'right' "
-        "(which cut there) or 'drop'."
+        f"{self._rows.where(rows[first])}: {' and '.join(map(str, sizes))} "
+        f"tokens do not fit into length={self._sizes}, as in {is_long.sum()} "
+        f"of {len(rows)} rows; give a larger length, or too_long='left', "
+        "'right' (which cut there) or 'drop'."
       )
     if too_long == "left":
       spans[..., 0] = np.maximum(spans[..., 0], spans[..., 1] - room)
@@ -201,38 +215,42 @@ class Source:
       spans[..., 1] = np.minimum(spans[..., 1], spans[..., 0] + room)
     keep = np.full(len(rows), True)
     if too_long == "drop":
-      keep[long] = False
-    for i in np.flatnonzero(long & keep):
+      keep[is_long] = False
+    for i in np.flatnonzero(is_long & keep):
+      # A row is also left out if no token with a loss is left.
       start, stop = spans[i, -1]
-      keep[i] = self._rows.read(start + (not self._pairs), stop)[1].any()
-    # Both answers of a pair, or none.
-    whole = keep.reshape(-1, self._answers).all(axis=1)
-    keep = np.repeat(whole, self._answers)
-    if long.any():
-      cut = f"{(long & keep).sum()} are cut at the {too_long}"
+      first_target = start if self._pairs else start + 1
+      _, trained = self._rows.read(first_target, stop)
+      keep[i] = trained.any()
+    # Both answers of a pair stay, or none.
+    keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
+    if is_long.any():
+      cut = ""
+      if too_long != "drop":
+        cut = f"{(is_long & keep).sum()} are cut at the {too_long}, "
       logging.warning(
         "supervised: %d of %d rows are longer than length=%s: %s%d left out.",
-        long.sum(),
+        is_long.sum(),
         len(rows),
         self._sizes,
-        "" if too_long == "drop" else f"{cut}, ",
+        cut,
         (~keep).sum(),
       )
-    self._row, self._spans = rows[keep], spans[keep]
-    if not len(self._row):
+    self._kept, self._spans = rows[keep], spans[keep]
+    if not len(self._kept):
       raise DataError("supervised: no row is left.")
     lengths = np.diff(self._spans, axis=2)[..., 0] - (not self._pairs)
     if self._pack:
       self._items, self._first = packing.best_fit(lengths, self._sizes)
       logging.info(
         "Packed %d rows into %d examples, %.1f%% full.",
-        len(self._row),
+        len(self._kept),
         len(self),
         100 * lengths.sum() / (len(self) * sum(self._sizes)),
       )
     else:
-      self._items = np.arange(len(self._row))
-      self._first = np.arange(len(self._row) + 1)
+      self._items = np.arange(len(self._kept))
+      self._first = np.arange(len(self._kept) + 1)
 
   def __len__(self) -> int:
     return (len(self._first) - 1) // self._answers
@@ -240,9 +258,10 @@ class Source:
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     if self._answers == 1:
       return self._examples(indices)
-    both = np.asarray(indices)[:, None] * 2 + np.arange(2)
-    batch = self._examples(both.reshape(-1))
-    return {name: x.reshape(len(both), 2, -1) for name, x in batch.items()}
+    # Pair i has examples 2 i and 2 i + 1.
+    pairs = np.asarray(indices)[:, None] * 2 + np.arange(2)
+    batch = self._examples(pairs.reshape(-1))
+    return {name: x.reshape(len(pairs), 2, -1) for name, x in batch.items()}
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     batch = {
@@ -253,61 +272,81 @@ class Source:
       example = {
         name: array[b] for name, array in batch.items() if array.ndim > 1
       }
-      ends = [0] * len(self._sizes)
+      ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
-      for number, item in enumerate(items.tolist()):
-        self._fill(example, ends, number + 1, item)
+      for segment, item in enumerate(items.tolist(), start=1):
+        self._fill(example, ends, segment, item)
     if "prefix" in batch:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
   def _fill(
-    self, example: dict[str, np.ndarray], ends: list[int], number: int, i: int
+    self,
+    example: dict[str, np.ndarray],
+    ends: list[int],
+    segment: int,
+    item: int,
   ) -> None:
-    parts = [self._rows.read(*span) for span in self._spans[i].tolist()]
-    weight = self._rows.weight[self._row[i]]
-    features: list[dict[str, Any]] = []
+    """Writes a row into an example, behind its `ends`, which move on."""
+    parts = [self._rows.read(*span) for span in self._spans[item].tolist()]
+    weight = self._rows.weight[self._kept[item]]
+    features: list[dict[str, Any]]
     if self._pairs:
       (inputs, _), (targets, trained) = parts
-      features.append({"inputs": inputs, "inputs_segments": number})
-      features.append({"targets": targets, "targets_segments": number})
+      features = [
+        {"inputs": inputs, "inputs_segments": segment},
+        {
+          "targets": targets,
+          "targets_segments": segment,
+          "loss_mask": trained * weight,
+        },
+      ]
+      lengths = [len(inputs), len(targets)]
     else:
       ((ids, trained),) = parts
-      features.append({"tokens": ids[:-1], "targets": ids[1:]})
-      trained, positions = trained[1:], np.arange(len(ids) - 1)
-      features[0] |= {"segments": number, "positions": positions}
-    features[-1]["loss_mask"] = trained * weight
-    for k, of_part in enumerate(features):
-      start = ends[k]
-      ends[k] += len(next(iter(of_part.values())))
-      for name, value in of_part.items():
+      features = [
+        {
+          "tokens": ids[:-1],
+          "targets": ids[1:],
+          "loss_mask": trained[1:] * weight,
+          "segments": segment,
+          "positions": np.arange(len(ids) - 1),
+        }
+      ]
+      lengths = [len(ids) - 1]
+    for part, values in enumerate(features):
+      start = ends[part]
+      ends[part] += lengths[part]
+      for name, value in values.items():
         if name in example:
-          example[name][start : ends[k]] = value
+          example[name][start : ends[part]] = value
 
   def _find_ends(self) -> list[int]:
     """Returns the special ids that end the answers of the first rows."""
     ends = set[int]()
     special = sorted(self._coder.special_ids)
-    spans = self._rows.spans(self._row[:_NUM_SAMPLED], self._pairs)
+    spans = self._rows.spans(self._kept[:_NUM_SAMPLED], self._pairs)
     for start, stop in spans[:, -1].tolist():
       ids, trained = self._rows.read(start, stop)
-      ends |= {*ids[trained & np.isin(ids, special)][-1:].tolist()}
+      specials = ids[trained & np.isin(ids, special)]
+      ends.update(specials[-1:].tolist())
     return sorted(ends)
 
   def first_example(self) -> list[tuple[str, bool]]:
     """Returns the pieces of the first row's text: (text, has a loss)."""
-    pieces: list[tuple[str, bool]] = []
-    begin, stop = self._spans[0].min(), self._spans[0].max()
-    ids, trained = self._rows.read(begin, min(stop, begin + _SHOWN_TOKENS))
-    trained[:1] &= self._pairs  # Without context, the first is no target.
+    start, stop = self._spans[0].min(), self._spans[0].max()
+    ids, trained = self._rows.read(start, min(stop, start + _SHOWN_TOKENS))
+    if not self._pairs:
+      trained[:1] = False  # The first token has no context to predict it from.
     cuts = np.flatnonzero(np.diff(trained)) + 1
-    for piece, has in zip(np.split(ids, cuts), np.split(trained, cuts)):
-      pieces.append((self._coder.spell(piece), bool(has[0])))
-    return pieces
+    return [
+      (self._coder.spell(piece), bool(has_loss[0]))
+      for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
+    ]
 
   def where(self, index: int) -> str:
     item = self._items[self._first[index * self._answers]]
-    return self._rows.where(self._row[item])
+    return self._rows.where(self._kept[item])
 
   def fingerprint(self) -> str:
     return self._digest
@@ -324,6 +363,7 @@ def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
 
 
 def _both_answers(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
+  """Yields two rows for each pair: with the chosen and the rejected answer."""
   for where, row in rows_of(name):
     for key in ("chosen", "rejected"):
       answer = row.get(key)
@@ -335,9 +375,10 @@ def _both_answers(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
       rest = {k: row[k] for k in ("tools", "weight") if k in row}
       if row.get("prompt") is not None:
         yield where, {"prompt": row["prompt"], "completion": answer, **rest}
+      elif isinstance(answer, list):
+        yield where, {"messages": answer, **rest}
       else:
-        shape = "messages" if isinstance(answer, list) else "text"
-        yield where, {shape: answer, **rest}
+        yield where, {"text": answer, **rest}
 
 
 def _inputs(
@@ -346,7 +387,7 @@ def _inputs(
   split: str | None,
   preferences: bool,
 ) -> tuple[list[str], _RowsOf]:
-  """Returns files, or a name, and the function that yields their rows."""
+  """Returns the inputs, files or a name, and what yields their rows."""
   if (path is None) == (name is None):
     raise ConfigError("supervised: expected either path or name.")
   if name is None and split is not None:
@@ -354,7 +395,7 @@ def _inputs(
       f"supervised: split={split!r} requires a name; for files use slice."
     )
   if name is None:
-    return files.find(path, "supervised: path"), documents.rows
+    return files.find(path, "supervised: path"), _rows_of_file
   rows = _NAMED[check_choice("supervised: name", name, _NAMED)]
   part = split or "train"
   check_choice("supervised: split", part, pydoc_questions.SPLITS)
@@ -364,156 +405,23 @@ def _inputs(
 def _spec(
   sizes: Sequence[int], pack: bool
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-  names = [["inputs"], ["targets"]]
-  segments = [["inputs_segments"], ["targets_segments"]]
   if len(sizes) == 1:
-    names, segments = [["tokens", "targets"]], [["segments", "positions"]]
-  result = {}
-  for k, size in enumerate(sizes):
-    for name in names[k] + segments[k] * pack:
-      result[name] = (np.dtype(np.int32), (size,))
-  return {**result, "loss_mask": (np.dtype(np.float32), (sizes[-1],))}
+    (length,) = sizes
+    lengths = {"tokens": length, "targets": length}
+    if pack:
+      lengths |= {"segments": length, "positions": length}
+  else:
+    num_inputs, num_targets = sizes
+    lengths = {"inputs": num_inputs, "targets": num_targets}
+    if pack:
+      lengths["inputs_segments"] = num_inputs
+      lengths["targets_segments"] = num_targets
+  int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+  spec = {name: (int32, (length,)) for name, length in lengths.items()}
+  return {**spec, "loss_mask": (float32, (sizes[-1],))}
 
 
-class Encoder:
-  """Makes ids of rows; `key` are the options that they depend on."""
-
-  def __init__(
-    self,
-    tokenizer: tokenizers.Tokenizer,
-    template: str | None,
-    variables: Mapping[str, Any] | None,
-    date: str | None,
-    loss: Literal["assistant", "last", "all"],
-    bos: bool | None,
-    *,
-    allow_special: bool,
-    pairs: bool,
-  ):
-    self._tokenizer, self._loss, self._pairs = tokenizer, loss, pairs
-    self._allow_special = allow_special
-    self._options = {**(variables or {}), "now": _clock(date)}
-    self.bos = tokenizer.adds_bos if bos is None else bos
-    if self.bos and tokenizer.bos_id is None:
-      raise ConfigError(
-        f"supervised: bos: the tokenizer {tokenizer.name!r} has no begin token."
-      )
-    # Only rows with messages need one.
-    self._template: chat.Template | ConfigError
-    try:
-      self._template = chat.get(template, tokenizer.name)
-    except ConfigError as e:
-      if template is not None:
-        raise
-      self._template = e
-    texts: Any = None
-    if isinstance(self._template, chat.Template):
-      texts = [*self._template.texts.items(), *self._template.tokens.items()]
-    options = texts, variables, date, loss, self.bos, allow_special, pairs
-    self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
-
-  def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
-    try:
-      result = self._encode(row)
-      weight = 1.0 if row.get("weight") is None else row["weight"]
-      check_number("weight", weight, least=0)
-    except (ConfigError, ValueError, TypeError) as e:
-      raise DataError(f"{where}: {e}") from e
-    first = result.prompt if self._pairs else 1
-    if not result.trained[first:].any():
-      text = self._tokenizer.spell(result.ids[:32])
-      raise DataError(f"{where}: no token has a loss: {text!r}.")
-    return result._replace(weight=float(weight))
-
-  def _encode(self, row: Mapping[str, Any]) -> Row:
-    kind = next((key for key in _KEYS if row.get(key) is not None), None)
-    if kind is None:
-      hint = did_you_mean("messages", row)
-      raise DataError(
-        f"expected messages, prompt and completion, or text.{hint}"
-      )
-    if kind == "text":
-      return self._texts("", row["text"])
-    if kind == "messages":
-      return self._messages(row, row["messages"], 0)
-    prompt, completion = row["prompt"], row.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-      return self._texts(prompt, completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-      return self._messages(row, [*prompt, *completion], len(prompt))
-    raise DataError("prompt and completion: expected two texts, or two lists.")
-
-  def _texts(self, prompt: str, answer: Any) -> Row:
-    coder = self._tokenizer
-    if not isinstance(answer, str):
-      kind = type(answer).__name__
-      raise DataError(f"text: expected a string, got {kind}.")
-    if coder.eos_id is None:
-      raise DataError(f"the tokenizer {coder.name!r} has no end token.")
-    begin, end = [coder.bos_id] * self.bos, [coder.eos_id]
-    before = coder.encode(prompt)
-    if self._pairs:
-      inputs = [*before, *end]
-      ids = [*inputs, *coder.encode(answer), *end]
-    else:
-      # Some tokenizers begin each text in a way of their own.
-      both = coder.encode(prompt + answer)
-      if np.array_equal(both[: len(before)], before):
-        after = both[len(before) :]
-      else:
-        after = coder.encode(answer)
-      inputs = [*begin, *before]
-      ids = [*inputs, *after, *end]
-    trained = (np.arange(len(ids)) >= len(inputs)) | (self._loss == "all")
-    return Row(np.asarray(ids, np.int32), int(trained.argmax()), trained)
-
-  def _messages(self, row: Mapping[str, Any], messages: Any, first: int) -> Row:
-    if isinstance(self._template, ConfigError):
-      raise self._template
-    _check_messages(messages)
-    if not self._allow_special:
-      self._check_spelling(messages)
-    tools = row.get("tools")
-    ids, trained = chat.supervised(
-      self._template,
-      self._tokenizer,
-      messages,
-      json.loads(tools) if isinstance(tools, str) else tools,
-      loss="last" if self._pairs else self._loss,
-      first=first,
-      **self._options,
-    )
-    prompt = int(trained.argmax())
-    if self._pairs and trained.any():
-      ids = ids[: len(trained) - int(trained[::-1].argmax())]
-    return Row(ids, prompt, trained[: len(ids)])
-
-  def _check_spelling(self, messages: Sequence[Mapping[str, Any]]) -> None:
-    for i, message in enumerate(messages):
-      content = json.dumps(message, ensure_ascii=False)
-      for text in self._tokenizer.spellings:
-        if text in content:
-          raise DataError(
-            f"message {i}: its content spells the special token {text!r}, "
-            "which may end a turn; allow_special=True takes it for one."
-          )
-
-
-def _check_messages(messages: Any) -> None:
-  if not isinstance(messages, list) or not messages:
-    raise DataError("messages: expected a list of dict(role=..., content=...).")
-  for i, message in enumerate(messages):
-    if not isinstance(message, dict) or "role" not in message:
-      raise DataError(f"message {i}: expected dict(role=..., content=...).")
-
-
-def _clock(date: str | None) -> chat.Now | None:
-  if date is None:
-    return None
-  try:
-    parsed = datetime.datetime.fromisoformat(date)
-  except (TypeError, ValueError) as e:
-    raise ConfigError(
-      f"supervised: date={date!r}: expected a date such as '2026-01-31'."
-    ) from e
-  return lambda: parsed
+def _rows_of_file(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+  for where, row in documents.rows(path):
+    row_encoder.check_texts(row, where)
+    yield where, row

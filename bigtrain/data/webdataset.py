@@ -62,8 +62,14 @@ class Source(row_files.Rows):
     if index is not None:
       index = files.local_path(index, "webdataset: index")
     self._reader = files.Reader()
-    packed = files.offsets(self._paths, tar_files.scan, index)
+    packed = files.offsets(self._paths, tar_files.scan_members, index)
     shards = [tar_files.load(each) for each in packed]
+    hidden = {
+      f"{path}: {name}"
+      for path, shard in zip(self._paths, shards)
+      for name in shard.hidden
+    }
+    files.log_hidden(hidden, "webdataset")
     self._keys = [shard.keys for shard in shards]
     counts = [len(keys) for keys in self._keys]
     checksums = [zlib.crc32(each.tobytes()) for each in packed]

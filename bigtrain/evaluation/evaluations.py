@@ -28,11 +28,11 @@ from bigtrain.config.errors import (
 from bigtrain.config.modules import find_module
 from bigtrain.files import paths
 from bigtrain.inputs import eval_input, labels
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.text import tokenizers
 
 # Keys of an entry that `from_config` reads; the others are options.
-_KEYS = "at_start enabled log_steps pred pred_kw type weights".split()
+_KEYS = ("at_start", "enabled", "pred", "pred_kw", "type", "weights")
 # Limits of a number of something, for an evaluator's LIMITS.
 COUNT: dict[str, Any] = dict(least=1, whole=True)
 # Arguments that the program passes to evaluators with such parameters.
@@ -278,7 +278,7 @@ def _bind(
     own_options,
     context.path,
     given=_GIVEN,
-    others=(*_KEYS, *batch_names),
+    others=(*_KEYS, *lengths.keys("log"), *batch_names),
   )
   if "batches" in parameters:
     path, others = context.path, ("context",)

@@ -17,7 +17,7 @@ from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.inputs import checks, sources
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.text import tokenizers
 
 

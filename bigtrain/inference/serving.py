@@ -33,7 +33,7 @@ from bigtrain.config.errors import (
 )
 from bigtrain.files import paths
 from bigtrain.inference import ops, saved
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.objective import building
 
 FORMATS = ("stablehlo", "onnx")

@@ -1,7 +1,12 @@
-"""The input: from a config and a step to a global batch on the devices.
+"""Makes the global batch of any step, from the config alone.
 
-Open `pipeline` first: it shows the path of a training batch through the other
+Open `pipeline` first: it shows how a training batch passes through the other
 modules. main, evaluators and tools import this package. It imports
 preprocessing (`bigtrain.pp`), finds sources (`bigtrain.data`) by name, and
-never imports a task, a model or an evaluator. Inference needs only `labels`.
+never imports a task, a model or an evaluator. Inference needs only `labels` and
+`named_features`.
+
+In this package, an example is what a source holds, and a row is a place in the
+batch: row r of step s has one example. Rows are numbered from the start of the
+run, s * batch_size + r, in `order`.
 """

@@ -12,17 +12,19 @@ from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.files import disk
 
+# Records that are read to estimate the size of all.
 _NUM_SAMPLED = 256
 # Size of a bytes object without its content, plus the reference to it.
 _OBJECT_BYTES = 41
-_CGROUPS = (  # (limit, usage) in version 2 and version 1.
+# Files with a container's (limit, usage), in version 2 and 1 of cgroups.
+_CGROUPS = (
   ("memory.max", "memory.current"),
   ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
 def available_bytes() -> int | None:
-  """Memory this process may still allocate; None if unknown."""
+  """Returns the memory that this process may still use; None if unknown."""
   limits = []
   meminfo = pathlib.Path("/proc/meminfo")
   if meminfo.exists():
@@ -38,7 +40,7 @@ def available_bytes() -> int | None:
 
 
 def fits(size: int, what: str, share: float) -> bool:
-  """Logs a size in bytes; whether it fits into a share of the free memory."""
+  """Returns whether `size` bytes fit into a share of the free memory."""
   free = available_bytes()
   free_text = "unknown" if free is None else disk.size(free)
   message = "%s take about %s of memory, of which %s are available."
@@ -69,15 +71,16 @@ class CachedSource:
     return getattr(self._source, name)
 
   def _estimate(self) -> int:
-    rows = np.arange(min(_NUM_SAMPLED, len(self)))
+    """Returns the size of all records in bytes, from a random sample."""
+    sample = np.arange(min(_NUM_SAMPLED, len(self)))
     total_bytes, num_read = 0, 0
-    for index in hashing.permute(rows, len(self), 0):
+    for index in hashing.permute(sample, len(self), 0):
       try:
-        row = self._source.read(np.asarray([index]))
+        record = self._source.read(np.asarray([index]))
       except DataError:  # Reported when a batch needs this record.
         continue
       num_read += 1
-      total_bytes += sum(_row_bytes(x[0], x.dtype) for x in row.values())
+      total_bytes += sum(_num_bytes(x[0], x.dtype) for x in record.values())
     return int(total_bytes / max(num_read, 1) * len(self))
 
   def __len__(self) -> int:
@@ -86,9 +89,9 @@ class CachedSource:
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     new = np.unique(indices[~self._is_cached[indices]])
     if new.size:
-      rows = self._source.read(new)
+      records = self._source.read(new)
       with self._lock:
-        for name, array in rows.items():
+        for name, array in records.items():
           if name not in self._records:
             shape = (len(self), *array.shape[1:])
             self._records[name] = np.empty(shape, array.dtype)
@@ -98,7 +101,7 @@ class CachedSource:
     return {name: array[indices] for name, array in self._records.items()}
 
 
-def _row_bytes(value: Any, dtype: np.dtype) -> int:
+def _num_bytes(value: Any, dtype: np.dtype) -> int:
   if dtype.kind != "O":
     return value.nbytes
   if isinstance(value, np.ndarray) and value.dtype.kind == "O":

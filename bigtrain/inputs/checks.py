@@ -1,34 +1,39 @@
-"""Checks of ids: token ids and class numbers that a model can take.
+"""Checks that a model's tables have an entry for every token id and class.
 
-A device does not refuse an id beyond a table: the result is NaN, or the
-embedding of another token.
+A device does not refuse an id beyond the end of a table: the result is NaN, or
+the embedding of another token. So these checks run on the host. `check_parts`
+runs once, on what sources and ops say about their ids; `find_invalid` runs on
+the batches.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 
 from bigtrain.arrays.types import ClassCount
-from bigtrain.config.errors import ConfigError, DataError, did_you_mean
+from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.pp.registry import Op
 
-# {feature: (dtype, shape)} of one example, with jax's dtypes.
+# {feature: (dtype, shape)} of one example, with the dtypes that jax uses.
 Spec = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def sizes(op: Op, source: Any) -> dict[str, int]:
   """Returns {feature: largest id + 1}, as far as ops or the source know it."""
-  of_source = getattr(source, "vocab_sizes", {})
-  known = {name: of_source[x] for name, x in _unchanged(op, of_source)}
+  source_sizes = getattr(source, "vocab_sizes", {})
+  known = {
+    name: source_sizes[original]
+    for name, original in _unchanged(op, source_sizes)
+  }
   return {**known, **op.vocab_sizes}
 
 
 def check_sizes(
   input_sizes: Mapping[str, int], model_sizes: Mapping[str, int], path: str
 ) -> None:
+  """Checks the sizes {feature: largest id + 1} of an input against a model."""
   for name, size in input_sizes.items():
     limit = model_sizes.get(name, size)
     if size <= limit:
@@ -53,35 +58,48 @@ def check_parts(
   negative: Collection[str],
   path: str,
 ) -> None:
+  """Checks dtypes, the ids that sources know, and the sizes of vocabularies.
+
+  Args:
+    parts: the `engine.Part`s of an input.
+    spec: of an example after all ops.
+    model_sizes: {feature: number of ids that the model knows}.
+    negative: features in which a negative number means that there is no label.
+  """
   for name, size in model_sizes.items():
     if name not in spec:
       continue
     dtype, shape = spec[name]
-    if dtype.kind not in "iu" and not (isinstance(size, ClassCount) and shape):
+    # Classes may also be given as a vector, such as soft labels.
+    is_class_vector = isinstance(size, ClassCount) and len(shape) > 0
+    if dtype.kind not in "iu" and not is_class_vector:
       kind = "class numbers" if isinstance(size, ClassCount) else "ids"
       raise ConfigError(
         f"{path}.pp: feature {name!r} is {dtype}, but {kind} are integers; "
         f"cast('int32', key={name!r}) converts them."
       )
   for part in parts:
+    # Some sources know the class numbers of all their examples.
     ids = getattr(part.source, "ids", {})
+    sizes_of_ids = {}
     for name, feature in _unchanged(part.op, ids):
+      values = ids[feature]
+      if values.size:
+        sizes_of_ids[name] = int(values.max()) + 1
       if name in spec and name in model_sizes and not spec[name][1]:
-        limit = model_sizes[name], name in negative
-        row = find_invalid(ids[feature], *limit)
-        if row is not None:
-          where = f"{part.key}: {part.source.where(row)}"
-          raise invalid(where, name, ids[feature][row], *limit)
-    known = sizes(part.op, part.source)
-    known = {name: size for name, size in known.items() if name in spec}
-    check_sizes(known, model_sizes, path)
-    of_ids = {
-      name: int(ids[x].max()) + 1
-      for name, x in _unchanged(part.op, ids)
-      if ids[x].size
+        size, allow_negative = model_sizes[name], name in negative
+        index = find_invalid(values, size, allow_negative)
+        if index is not None:
+          where = f"{part.key}: {part.source.where(index)}"
+          raise invalid(where, name, values[index], size, allow_negative)
+    known = {
+      name: size
+      for name, size in sizes(part.op, part.source).items()
+      if name in spec
     }
+    check_sizes(known, model_sizes, path)
     if path == "config.input":
-      _warn_of_unused_classes(of_ids | known, model_sizes, part.key)
+      _warn_of_unused_classes(sizes_of_ids | known, model_sizes, part.key)
 
 
 def _warn_of_unused_classes(
@@ -104,21 +122,26 @@ def _warn_of_unused_classes(
 def find_invalid(
   values: np.ndarray, size: int, negative: bool = False
 ) -> int | None:
-  """Returns the first row of integers [B, ...] with an id not in [0, size)."""
+  """Returns the first example of ids [B, ...] with one outside [0, size).
+
+  Args:
+    negative: whether negative ids are allowed.
+  """
   if not values.size:
     return None
   if values.max() < int(size) and (negative or values.min() >= 0):
     return None
-  wrong = (values >= size) | ((values < 0) & (not negative))
-  rows = np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))
-  return int(rows[0]) if rows.size else None
+  wrong = _is_invalid(values, size, negative)
+  examples = np.flatnonzero(wrong.reshape(len(values), -1).any(axis=1))
+  return int(examples[0]) if examples.size else None
 
 
 def invalid(
   where: str, name: str, values: Any, size: int, negative: bool = False
 ) -> DataError:
+  """Returns the error for an example at `where` that has an invalid id."""
   flat = np.ravel(values)
-  value = flat[(flat >= size) | ((flat < 0) & (not negative))][0]
+  value = flat[_is_invalid(flat, size, negative)][0]
   if isinstance(size, ClassCount):
     return DataError(
       f"{where}: the class number {name!r} is {value}, but "
@@ -130,40 +153,18 @@ def invalid(
   )
 
 
+def _is_invalid(values: np.ndarray, size: int, negative: bool) -> np.ndarray:
+  too_large = values >= size
+  return too_large if negative else too_large | (values < 0)
+
+
 def _unchanged(op: Op, features: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """Returns (feature after the ops, the source's feature with its ids)."""
+  """Returns (feature after the ops, feature of the source with these ids)."""
   if op.origins is None:
-    return []
+    return []  # An op of the user's does not say what it makes.
   origins = {name: name for name in features} | op.origins
-  return [(name, x) for name, x in origins.items() if x and x in features]
-
-
-class Features(dict[str, Any]):
-  """A batch for tasks and evaluators; a missing feature is a ConfigError."""
-
-  def __init__(
-    self, batch: Mapping[str, Any] | Iterable[tuple[str, Any]], path: str
-  ):
-    super().__init__(batch)
-    self.path = path
-
-  def __missing__(self, name: str) -> Any:
-    features = [feature for feature in self if not feature.startswith("_")]
-    raise ConfigError(
-      f"{self.path}: after pp, the examples have no feature {name!r}."
-      f"{did_you_mean(name, features)}"
-    )
-
-
-def _flatten_features(features: Features) -> tuple[list[tuple[Any, Any]], Any]:
-  names = tuple(sorted(features))
-  children = [(jax.tree_util.DictKey(name), features[name]) for name in names]
-  return children, (names, features.path)
-
-
-# jax takes an unregistered subclass of dict for a leaf.
-jax.tree_util.register_pytree_with_keys(
-  Features,
-  _flatten_features,
-  lambda aux, values: Features(zip(aux[0], values), aux[1]),
-)
+  return [
+    (name, original)
+    for name, original in origins.items()
+    if original and original in features
+  ]

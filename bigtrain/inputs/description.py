@@ -1,6 +1,6 @@
-"""Features, class names and tokenizer saved with the run, for inference.
+"""Describes the input for inference: features, class names, tokenizer.
 
-They are in every checkpoint (`HostState.data`) and beside exports.
+The description is in every checkpoint (`HostState.data`) and beside exports.
 """
 
 import contextlib
@@ -16,18 +16,24 @@ from bigtrain.inputs.checks import Spec
 from bigtrain.inputs.engine import Part
 from bigtrain.pp import registry
 
-# Number of pictures of which the range of values is measured.
+# Number of pictures whose smallest and largest values are measured.
 _NUM_MEASURED = 64
 
 
 def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
-  """Returns the description as JSON; of several sources, the first counts.
+  """Returns the description as JSON.
 
-  "features": {feature: [dtype, shape]} of an example after all ops; "raw": the
-  same before them, for pictures with the least and the largest value; if known,
-  "class_names": {feature: names by number}, "tokenizer", "first_example":
-  pieces of a text, each with whether it has a loss, "end_ids": ids that end an
-  answer, and "prompts": how texts begin.
+  - "features": {feature: [dtype, shape]} of an example after all ops.
+  - "raw": the same before them; for pictures, with the smallest and the largest
+    value of a sample.
+
+  And where known; of several sources, the first that knows counts:
+
+  - "class_names": {feature: names by number}.
+  - "tokenizer": its name and fingerprint.
+  - "first_example": pieces of a text, each with whether it has a loss.
+  - "end_ids": ids that end an answer.
+  - "prompts": how to write a prompt as in training.
   """
   result: dict[str, Any] = {
     "features": {
@@ -41,8 +47,8 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
     for feature in spec:
       if names := labels.of_feature(part.ops, source_names, feature):
         class_names.setdefault(feature, names)
-    of_source = getattr(part.source, "tokenizer", None)
-    if tokenizer := registry.tokenizer(part.ops) or of_source:
+    source_tokenizer = getattr(part.source, "tokenizer", None)
+    if tokenizer := registry.tokenizer(part.ops) or source_tokenizer:
       name, fingerprint = tokenizer
       result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
     if hasattr(part.source, "first_example"):
@@ -63,11 +69,11 @@ def _raw(source: Any) -> dict[str, list[Any]]:
     kind = "bytes" if dtype is bytes else str(np.dtype(dtype))
     result[name] = [kind, list(shape)]
     if len(shape) == 3 and dtype is not bytes:
-      rows = np.arange(min(_NUM_MEASURED, len(source)))
-      rows = np.sort(hashing.permute(rows, len(source), seed=0))
-      # A damaged example is the business of the engine, which may skip it.
+      sample = np.arange(min(_NUM_MEASURED, len(source)))
+      sample = np.sort(hashing.permute(sample, len(source), seed=0))
+      # A damaged example is not an error here: the engine may skip it.
       with contextlib.suppress(DataError, OSError, ValueError):
-        values = [np.asarray(x) for x in source.read(rows)[name]]
+        values = [np.asarray(x) for x in source.read(sample)[name]]
         lowest = float(min(x.min() for x in values))
         result[name] += [lowest, float(max(x.max() for x in values))]
   return result

@@ -1,9 +1,13 @@
-"""Engines make the batches of one host.
+"""Engines make this host's share of each batch: they read examples and run ops.
 
-`NumpyEngine` and that of tf.data (tf_engine.py) run the same ops on the same
-examples with the same random numbers. When a batch fails, its examples are made
-again, one by one, to find the one that fails. If the config allows it, that
-example is replaced and the engine restarts at this step.
+There are two: `NumpyEngine`, and `TfEngine` of tf_engine.py, for ops that need
+tensorflow. Both run the same ops on the same examples with the same random
+numbers, so they differ only in speed.
+
+`Engine`, their base class, checks the batches and handles examples that cannot
+be used. When a batch fails, its examples are made again, one by one, to find
+the one that fails. If config.input.skip_errors allows it, that example is
+replaced by another, and the engine starts again at this step.
 """
 
 import collections
@@ -27,26 +31,30 @@ from bigtrain.pp.registry import Op
 
 Batch = dict[str, np.ndarray]
 Batches = Generator[Batch, None, None]
-# {name: (dtype, shape)} of one example. The dtype is `bytes` for strings and
-# None for values that are not arrays; sizes are None if unknown.
-Features = dict[str, tuple[Any, Sequence[int | None] | None]]
-# (step, start, stop) -> the order of rows [start, stop) of this host's share of
-# the step's batch.
+# {feature: (dtype, shape)} that the ops make of one example. The dtype is
+# `bytes` for strings and None for values that are not arrays; the shape, or
+# some of its sizes, are None if unknown.
+FeatureTypes = dict[str, tuple[Any, Sequence[int | None] | None]]
+# plan(step, start, stop) -> examples of rows [start, stop) of this host's share
+# of the step's batch.
 Plan = Callable[[int, int, int], order.Order]
 
-# Examples to try for one row, replacements included, before giving up.
+# Examples that are tried for one row, replacements included. If so many fail,
+# the data or the ops are wrong, not single examples.
 _MAX_ATTEMPTS = 100
 
 
 class Part(NamedTuple):
-  """One source of a mixture."""
+  """A source of a mixture, with its ops."""
 
   key: str  # Location in the config, such as "config.input.mixture.web".
-  source: Any
+  source: Any  # As data/__init__.py describes it.
   ops: tuple[Op, ...]
   op: Op  # Composition of `ops`.
   seed: int
-  drawn: int = 0  # Number among the ops that steps draw from.
+  # If steps draw values that the ops contain, such as an image size, there is a
+  # part of each source for each value. This is the number of the value.
+  drawn: int = 0
 
   def uniforms(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
     """Returns the random numbers of examples [B]: float32 [B, draws]."""
@@ -54,11 +62,21 @@ class Part(NamedTuple):
 
 
 class Stopped(Exception):
-  """The batch is no longer needed."""
+  """The batch is no longer needed, because the run ends."""
 
 
 class Engine:
-  """Makes this host's share of the batch of any step."""
+  """Makes this host's share of the batch of any step.
+
+  In its methods, k is the number of a part, and u are the random numbers of the
+  ops, float32 [B, draws].
+
+  Attributes:
+    spec: {feature: (dtype, shape)} of an example, of the part with the largest.
+    specs: the same for each part.
+    skipped: (key of the part, index) of the examples that were replaced.
+    id_limits: {feature: (number of ids, whether negative ones are allowed)}.
+  """
 
   def __init__(
     self,
@@ -68,17 +86,21 @@ class Engine:
     num_threads: int,
     skip_errors: int = 0,
   ):
-    self.parts, self._plan = parts, plan
-    self.num_rows, self.num_threads = num_rows, num_threads
-    self._skip_errors, self._lock = skip_errors, threading.Lock()
-    # (key, index) of the examples left out; at most `skip_errors`.
+    self.parts = parts
+    self._plan = plan
+    self.num_rows = num_rows
+    self.num_threads = num_threads
+    self._skip_errors = skip_errors
+    self._lock = threading.Lock()  # For `skipped`.
     self.skipped: set[tuple[str, int]] = set()
-    # {step: {row: index}}: replacements of examples that fail.
+    # {step: {row: index}} of examples that replace others at this step.
     self._replacements: dict[int, dict[int, int]] = {}
-    # {feature: (number of ids, whether negative ones are allowed)}.
     self.id_limits: dict[str, tuple[int, bool]] = {}
-    self.specs: list[Spec] = []  # Of the parts.
-    specs = [_spec(self._features(k), part.key) for k, part in enumerate(parts)]
+    # Empty until it is known: `_feature_types` may already make an example.
+    self.specs: list[Spec] = []
+    specs = [
+      _spec(self._feature_types(k), part.key) for k, part in enumerate(parts)
+    ]
     _check_equal(specs, parts)
     self.specs = specs
     self.spec = max(specs, key=_num_values)
@@ -86,15 +108,24 @@ class Engine:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str], path: str
   ) -> None:
-    """Refuses ids that the model cannot take; < 0 is allowed in `negative`."""
+    """Refuses ids that the model does not know, from now on.
+
+    Args:
+      sizes: {feature: number of ids that the model knows}.
+      negative: features in which a negative number means that there is no
+        label.
+      path: location of the input in the config.
+    """
     checks.check_parts(self.parts, self.spec, sizes, negative, path)
     for name, size in sizes.items():
-      if name in self.spec:
-        dtype, shape = self.spec[name]
-        vector = isinstance(size, ClassCount) and shape
-        if dtype.kind in "iu" and not vector:
-          padded = isinstance(size, PaddedIds)
-          self.id_limits[name] = size, padded or name in negative
+      if name not in self.spec:
+        continue
+      dtype, shape = self.spec[name]
+      # Classes may also be given as a vector, such as soft labels.
+      is_class_vector = isinstance(size, ClassCount) and len(shape) > 0
+      if dtype.kind in "iu" and not is_class_vector:
+        allow_negative = isinstance(size, PaddedIds) or name in negative
+        self.id_limits[name] = size, allow_negative
 
   def batches(
     self,
@@ -115,23 +146,31 @@ class Engine:
           return
         if isinstance(e, ConfigError) and not isinstance(e, DataError):
           raise
-        self._replace(step, e)  # Raises if there is no replacement.
+        # Replaces what fails, or raises. The stream starts again at `step`.
+        self._replace(step, e)
         continue
       if step < last_step:
         raise DataError(f"the input ended at step {step} of {last_step}.")
 
   def row_order(self, step: int, start: int, stop: int) -> order.Order:
-    rows = self._plan(step, start, stop)
+    """Returns the examples of rows [start, stop), with their replacements."""
+    planned = self._plan(step, start, stop)
     for row, index in self._replacements.get(step, {}).items():
       if start <= row < stop:
-        rows.index[row - start] = index
-    return rows
+        planned.index[row - start] = index
+    return planned
+
+  # What an engine has to define.
 
   def _stream(self, steps: range, stopping: threading.Event) -> Batches:
+    """Yields the batches of these steps, in order."""
     raise NotImplementedError
 
-  def _features(self, k: int) -> Features:
+  def _feature_types(self, k: int) -> FeatureTypes:
+    """Returns what the ops of a part make."""
     raise NotImplementedError
+
+  # What an engine may define otherwise, to run one example alone.
 
   def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
     """Runs all ops on one example; `raw` and `u` are batches of size one."""
@@ -142,10 +181,12 @@ class Engine:
 
   def _parse(self, k: int, raw: Batch) -> Any:
     """Returns the first op's input for one example, from a batch of one."""
-    return _row(raw, 0)
+    return _example_of(raw, 0)
+
+  # Single examples, and the replacement of those that fail.
 
   def example(self, k: int, index: int, epoch: int) -> Batch:
-    """Returns an example of part k; a DataError names its position and op."""
+    """Returns an example after the ops; a DataError names its place and op."""
     part = self.parts[k]
 
     def error(message: str) -> DataError:
@@ -164,7 +205,8 @@ class Engine:
       if isinstance(e, ConfigError) and not isinstance(e, DataError):
         raise ConfigError(f"{part.key}.pp: {e}") from e
       raise error(self._diagnose(k, raw, u, e)) from e
-    for name, (_, shape) in (self.specs[k] if self.specs else {}).items():
+    expected = self.specs[k] if self.specs else {}
+    for name, (_, shape) in expected.items():
       actual = np.shape(features[name]) if name in features else None
       if actual != shape:
         problem = "is missing" if actual is None else f"has shape {actual}"
@@ -182,6 +224,7 @@ class Engine:
   def _diagnose(
     self, k: int, raw: Batch, u: np.ndarray, error: Exception
   ) -> str:
+    """Runs the ops one after the other, to name the one that fails."""
     try:
       features = self._parse(k, raw)
     except Exception as e:
@@ -196,8 +239,9 @@ class Engine:
     return one_line(error)
 
   def usable_index(self, k: int, index: int, epoch: int) -> int:
-    """Returns `index` of part k if usable, else its first usable substitute."""
-    part, candidate = self.parts[k], index
+    """Returns `index` if its example is usable, else that of a replacement."""
+    part = self.parts[k]
+    candidate = index
     for attempt in range(1, _MAX_ATTEMPTS + 1):
       try:
         self.example(k, candidate, epoch)
@@ -213,29 +257,41 @@ class Engine:
     )
 
   def _skip(self, key: str, index: int, error: DataError) -> None:
+    """Records an unusable example; raises if there are too many."""
     with self._lock:
-      new = (key, index) not in self.skipped
-      if new and len(self.skipped) >= self._skip_errors:
+      is_new = (key, index) not in self.skipped
+      if is_new and len(self.skipped) >= self._skip_errors:
         if not self._skip_errors:
           raise error
-        limit = f"skip_errors={self._skip_errors}"
-        message = f"{error} (More than {limit} examples are unusable.)"
-        raise DataError(message) from error
+        raise DataError(
+          f"{error} (More than skip_errors={self._skip_errors} examples are "
+          "unusable.)"
+        ) from error
       self.skipped.add((key, index))
-    if new:
+    if is_new:
       logging.warning("Skipped %d: %s", len(self.skipped), error)
 
   def _replace(self, step: int, error: Exception) -> None:
-    """Replaces failing examples; an error if each one alone can be made."""
+    """Finds and replaces the examples of a batch that fail.
+
+    Raises `error` again if each example alone can be made.
+    """
     planned = self._plan(step, 0, self.num_rows)
-    rows = list(zip(*(field.tolist() for field in planned)))
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
     try:
-      indices = list(pool.map(lambda row: self.usable_index(*row), rows))
+      indices = list(
+        pool.map(
+          self.usable_index,
+          planned.source.tolist(),
+          planned.index.tolist(),
+          planned.epoch.tolist(),
+        )
+      )
     finally:
       pool.shutdown(cancel_futures=True)
     replaced = np.flatnonzero(np.asarray(indices) != planned.index)
-    replacements = {int(i): indices[i] for i in replaced}
+    replacements = {int(row): indices[row] for row in replaced}
+    # Nothing new to replace: the failure is not one of single examples.
     if replacements == self._replacements.get(step, {}):
       raise DataError(
         f"the batch of step {step} failed, but each of its examples alone can "
@@ -244,8 +300,9 @@ class Engine:
     self._replacements = {step: replacements}
 
   def _checked(self, batch: Batch, step: int) -> Batch:
+    """Returns a batch with the dtypes of the spec; shapes and ids must fit."""
     result = {}
-    k = int(self._plan(step, 0, 1).source[0])
+    k = int(self._plan(step, 0, 1).source[0])  # They have equal specs.
     for name, (dtype, shape) in self.specs[k].items():
       array = batch.get(name)
       if array is None or array.shape != (self.num_rows, *shape):
@@ -268,6 +325,7 @@ class Engine:
 def _narrowed(
   array: np.ndarray, dtype: np.dtype, name: str, step: int
 ) -> np.ndarray:
+  """Converts to the dtype that jax uses, such as int32 for int64."""
   if array.dtype.kind in "iu" and dtype.kind in "iu" and array.size:
     limits = np.iinfo(dtype)
     for value in (array.min(), array.max()):
@@ -280,10 +338,12 @@ def _narrowed(
 
 
 def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
+  """Leaves out names with "_": what ops keep for later ops."""
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 
-def _spec(features: Features, key: str) -> Spec:
+def _spec(features: FeatureTypes, key: str) -> Spec:
+  """Returns the features with jax's dtypes, if all can go onto a device."""
   if not features:
     raise ConfigError(f"{key}.pp: no feature is left for the batch.")
   result = {}
@@ -311,37 +371,46 @@ def _num_values(spec: Spec) -> int:
 
 
 def _check_equal(specs: Sequence[Spec], parts: Sequence[Part]) -> None:
+  """Checks that each source has the features of the first, for equal draws."""
   for spec, part in zip(specs, parts):
-    equal = specs[part.drawn]
-    for name in sorted({*spec, *equal}):
-      if spec.get(name) != equal.get(name):
-        first, other = (
-          "{} {}".format(*s[name]) if name in s else "missing"
-          for s in (equal, spec)
-        )
+    first_spec = specs[part.drawn]
+    for name in sorted({*spec, *first_spec}):
+      if spec.get(name) != first_spec.get(name):
         raise ConfigError(
-          f"{part.key}.pp: feature {name!r} is {other}, but {first} in "
-          f"{parts[0].key}; the sources of a mixture must have the same "
-          "features."
+          f"{part.key}.pp: feature {name!r} is {_describe(spec, name)}, but "
+          f"{_describe(first_spec, name)} in {parts[0].key}; the sources of a "
+          "mixture must have the same features."
         )
+
+
+def _describe(spec: Spec, name: str) -> str:
+  if name not in spec:
+    return "missing"
+  dtype, shape = spec[name]
+  return f"{dtype} {shape}"
 
 
 class NumpyEngine(Engine):
   """Runs ops on numpy arrays: on whole batches if every op supports it."""
 
-  def _features(self, k: int) -> Features:
-    features: Features = {}
-    for name, value in self.example(k, self.usable_index(k, 0, 0), 0).items():
+  def _feature_types(self, k: int) -> FeatureTypes:
+    first = self.example(k, self.usable_index(k, 0, 0), 0)
+    types: FeatureTypes = {}
+    for name, value in first.items():
       array = np.asarray(value)
-      strings = isinstance(value, bytes | str) or array.dtype.kind in "SU"
-      dtype = None if array.dtype.kind == "O" else array.dtype
-      features[name] = (bytes if strings else dtype, array.shape)
-    return features
+      dtype: Any = array.dtype
+      if isinstance(value, bytes | str) or dtype.kind in "SU":
+        dtype = bytes
+      elif dtype.kind == "O":
+        dtype = None
+      types[name] = dtype, array.shape
+    return types
 
   def _stream(self, steps: range, stopping: threading.Event) -> Batches:
     pool = concurrent.futures.ThreadPoolExecutor(
       self.num_threads, thread_name_prefix="input"
     )
+    # Each thread makes a whole batch; they are yielded in the order of steps.
     pending: collections.deque[Any] = collections.deque()
     try:
       for step in steps:
@@ -356,7 +425,7 @@ class NumpyEngine(Engine):
   def _batch(self, step: int, stopping: threading.Event) -> Batch:
     rows = self.row_order(step, 0, self.num_rows)
     first = rows.source[0]
-    if (rows.source == first).all():
+    if (rows.source == first).all():  # Without a mixture: no copies.
       part = self.parts[first]
       return self._examples(part, rows.index, rows.epoch, stopping)
     batch = {
@@ -384,13 +453,16 @@ class NumpyEngine(Engine):
     raw, u = part.source.read(index), part.uniforms(index, epoch)
     if part.op.batched:
       return public_features(part.op.fn(raw, u))
-    rows = []
+    examples = []
     for i in range(len(index)):
       if stopping.is_set():
         raise Stopped
-      rows.append(part.op.fn(_row(raw, i), u[i]))
-    return {name: np.stack([row[name] for row in rows]) for name in self.spec}
+      examples.append(part.op.fn(_example_of(raw, i), u[i]))
+    return {
+      name: np.stack([example[name] for example in examples])
+      for name in self.spec
+    }
 
 
-def _row(batch: Batch, i: int) -> dict[str, Any]:
+def _example_of(batch: Batch, i: int) -> dict[str, Any]:
   return {name: array[i] for name, array in batch.items()}

@@ -17,9 +17,12 @@ from bigtrain.inputs.engine import Batch, Batches, Engine, Part
 from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 
+# Share of the free memory that the cached batches of an evaluation may fill.
+_MAX_SHARE = 0.5
+
 
 class EvalInput(pipeline.Input):
-  """A fixed set of examples in a fixed order. Made by `make_eval`.
+  """The batches of an evaluation. Made by `make_eval`.
 
   The last batch is padded with copies of the last example. The feature
   `_mask`, float32 [B], is 1 for examples and 0 for padding.
@@ -42,15 +45,17 @@ class EvalInput(pipeline.Input):
     self._cache = cache and self._fits()
 
   def _fits(self) -> bool:
-    row_bytes = sum(
+    example_bytes = sum(
       dtype.itemsize * int(np.prod(shape, dtype=np.int64))
       for dtype, shape in self.engine.spec.values()
     )
-    size = row_bytes * self.engine.num_rows * self.num_batches
-    if fits(size, f"{self._path}: its {self.num_batches} batches", 0.5):
+    size = example_bytes * self.engine.num_rows * self.num_batches
+    if fits(size, f"{self._path}: its {self.num_batches} batches", _MAX_SHARE):
       return True
-    message = "%s: too much for cache=True: each pass makes them again."
-    logging.warning(message, self._path)
+    logging.warning(
+      "%s: too large for cache=True: each evaluation makes its batches again.",
+      self._path,
+    )
     return False
 
   def batches(self) -> Prefetch:
@@ -85,7 +90,10 @@ def make_eval(
   num_threads: int | None = None,
   path: str = "evaluation input",
 ) -> EvalInput:
-  """Makes the input of an evaluation; see `evaluations.Batches`."""
+  """Makes the input of an evaluation.
+
+  `evaluations.Batches` describes the arguments.
+  """
   sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
   source = sources.make_source(data, f"{path}.data")
   if num_examples is None:
@@ -99,8 +107,12 @@ def make_eval(
 
   def plan(step: int, start: int, stop: int) -> order.Order:
     rows = step * batch_size + placement.rows[start:stop]
-    index = np.minimum(rows, num_examples - 1)
-    return order.Order(np.zeros(len(index), np.int32), index, 0 * index)
+    index = np.minimum(rows, num_examples - 1)  # The padding.
+    return order.Order(
+      source=np.zeros(len(index), np.int32),
+      index=index,
+      epoch=np.zeros_like(index),
+    )
 
   num_rows = len(placement.rows)
   engine = pipeline.make_engine([part], plan, num_rows, num_threads, path)
@@ -115,6 +127,7 @@ def check(
   vocab_sizes: Mapping[str, int] | None = None,
   path: str,
 ) -> None:
+  """Checks the arguments of `make_eval` without opening the source."""
   module, _ = sources.find_source(data, f"{path}.data")
   op = registry.compose(sources.parse_ops(pp, pp_modules, f"{path}.pp"))
   # The class, because some sources know their ids before they are opened.

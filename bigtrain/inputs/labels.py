@@ -1,7 +1,8 @@
-"""Names of classes: of sources, in prompts, and as tokens.
+"""Class names: reading them, writing prompts with them, comparing them.
 
-A source that numbers its classes itself may number them unlike training. So
-the names of both are compared, or an evaluation would be wrong without error.
+A source that numbers its own classes, such as image_folder, may number them
+differently for training and for an evaluation, whose metrics would then be
+wrong without an error. So `check_same` compares the names of both.
 """
 
 import json
@@ -18,17 +19,23 @@ from bigtrain.inputs import checks, sources
 from bigtrain.pp import parse, registry
 from bigtrain.pp.registry import Op
 
-# Number of names that a message lists.
+# Class names that a message lists.
 _NUM_SHOWN = 5
 
 
 def read(
   names: Sequence[str] | str, key: str, kind: str = "class_names"
 ) -> list[str]:
-  """Names, or prompts (`kind`), of a list, a published set or a text file."""
+  """Returns class names, or prompts, without surrounding spaces.
+
+  Args:
+    names: a list, the name of a published set, or a text file, one a line.
+    kind: "class_names" or "prompts", the file beside this module that has the
+      published sets.
+  """
   if isinstance(names, str):
-    facts = pathlib.Path(__file__).with_name(f"{kind}.json")
-    known = json.loads(facts.read_text(encoding="utf-8"))
+    published = pathlib.Path(__file__).with_name(f"{kind}.json")
+    known = json.loads(published.read_text(encoding="utf-8"))
     path = files.local_path(names, key)
     if names in known:
       names = known[names]["names"]
@@ -47,6 +54,7 @@ def read(
 
 
 def fill(prompt: str, names: Sequence[str], key: str) -> list[str]:
+  """Returns a prompt such as "a photo of a {}." for each class name."""
   if prompt.count("{}") != 1:
     raise ConfigError(
       f"{key}: expected a prompt with one {{}} for the name, got {prompt!r}."
@@ -62,14 +70,14 @@ def tokens(
   *,
   key: str,
 ) -> np.ndarray:
-  """Returns the tokens that `pp` makes of texts, [len(texts), ...]."""
+  """Returns the `labels` that the ops `pp` make of texts: [texts, ...]."""
   op = registry.compose(parse.parse(pp, pp_modules))
   checks.check_sizes(op.vocab_sizes, vocab_sizes, key)
   if op.draws or op.tensorflow:
     raise ConfigError(
       f"{key}: expected text ops without random numbers, got {pp!r}."
     )
-  rows = []
+  labels = []
   for text in texts:
     try:
       features = op.fn({"text": text}, np.zeros(0, np.float32))
@@ -77,17 +85,23 @@ def tokens(
       raise ConfigError(f"{key}: {text!r}: {e}") from e
     if "labels" not in features:
       raise ConfigError(f"{key}: the ops make no 'labels': {pp!r}.")
-    rows.append(np.asarray(features["labels"]))
-  return np.stack(rows)
+    labels.append(np.asarray(features["labels"]))
+  return np.stack(labels)
 
 
 def of_feature(
   ops: Sequence[Op], source_names: Mapping[str, Sequence[str]], feature: str
 ) -> list[str] | None:
+  """Returns the class names of a feature after the ops; None if unknown.
+
+  Args:
+    source_names: {feature of the source: its class names}.
+  """
+  # From the last op back to the source, to the feature that held the classes.
   for op in reversed(ops):
-    if op.origins is None:
+    if op.origins is None:  # An op of the user's does not say what it makes.
       return None
-    if feature not in op.origins:
+    if feature not in op.origins:  # The op leaves the feature as it is.
       continue
     if feature in op.class_names:
       return list(op.class_names[feature])
@@ -105,6 +119,7 @@ def of_source(
   feature: str,
   key: str,
 ) -> list[str] | None:
+  """Like `of_feature`, for a source of the config that is not opened."""
   module, arguments = sources.find_source(data, f"{key}.data")
   read_names: Any = getattr(module.Source, "read_class_names", lambda **_: {})
   with sources.at(f"{key}.data"):
@@ -114,20 +129,29 @@ def of_source(
 
 
 def check_order(names: Sequence[str], own: Sequence[str], key: str) -> None:
-  """Checks names for classes that the data calls `own`, "egyptian_mau"."""
+  """Checks that a user's names are not in another order than the data's.
+
+  Names may differ: "Egyptian Mau", or a longer description, can stand for the
+  class that the data call "egyptian_mau". But the same names in another order
+  are a mistake.
+  """
   if len(names) != len(own):
     raise ConfigError(f"{key}: {len(names)} names for {len(own)} classes.")
-  first, second = (
-    [name.lower().replace("_", " ") for name in some] for some in (names, own)
-  )
-  if first != second and sorted(first) == sorted(second):
-    i = [a == b for a, b in zip(first, second)].index(False)
+  ours = [_normalized(name) for name in names]
+  theirs = [_normalized(name) for name in own]
+  if ours != theirs and sorted(ours) == sorted(theirs):
+    i = [a == b for a, b in zip(ours, theirs)].index(False)
     raise ConfigError(
       f"{key}: class {i} is {names[i]!r} here and {own[i]!r} in the data."
     )
 
 
+def _normalized(name: str) -> str:
+  return name.lower().replace("_", " ")
+
+
 def check_same(names: Sequence[str], training: Sequence[str], key: str) -> None:
+  """Checks that class numbers mean the same in an evaluation as in training."""
   if list(names) == list(training):
     return
   sides = {
@@ -143,9 +167,9 @@ def check_same(names: Sequence[str], training: Sequence[str], key: str) -> None:
         break
   raise ConfigError(
     f"{key}.data: its classes differ from the classes of config.input: "
-    f"{'; '.join(parts)}. Class numbers then mean other classes. Give both "
-    "the same classes (for image_folder: data.classes, a file with their "
-    f"names), or set {key}.trust_class_numbers=True if the numbers hold and "
+    f"{'; '.join(parts)}. The same number would mean different classes. Give "
+    "both the same classes (for image_folder: data.classes, a file with their "
+    f"names), or set {key}.trust_class_numbers=True if the numbers agree and "
     "only the names differ."
   )
 

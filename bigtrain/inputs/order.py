@@ -1,14 +1,20 @@
-"""The order of examples: a closed form for any row of a run.
+"""The order of the examples: which example any row of the run has.
 
 Row r of step s is global row g = s * batch_size + r. Two pure functions map g
-to an example, in a time that does not grow with g: the schedule of the mixture
-gives the source and the position (the number of earlier draws from that
-source), and a keyed permutation of the epoch gives the example at that
-position. So each host can compute its own rows alone.
+to an example, and they take as long for the last step as for the first:
 
-Weights of a mixture may change at given rows. The rows with the same weights
-are a stage: whole blocks with a fixed number of rows of each source, then one
-smaller block. The rows before each stage are counted once, in integers.
+1. `Schedule.locate`: the source in the mixture, and the position, which is the
+   number of earlier rows with examples of that source.
+2. `hashing.permute`: the example at that position. The epoch is the number of
+   complete passes over the source, and each epoch has its own permutation.
+
+So each host computes its own rows alone, and a resumed run continues at any
+step without reading the steps before it.
+
+The weights of a mixture may change at given rows. The rows with the same
+weights are a stage. A stage is cut into blocks with a fixed number of rows of
+each source, in a random order within the block, and ends with one smaller
+block. The rows before each stage are counted once, in integers.
 """
 
 import dataclasses
@@ -22,10 +28,16 @@ import numpy as np
 from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, DataError
 
+# Rows of a block. Smaller blocks could not express weights to 1%, and in larger
+# ones the shares of the sources would fluctuate for longer.
 _MIN_BLOCK = 4096
 _MAX_BLOCK = 1 << 24
-_MAX_COUNTED = 1 << 20  # Rows that are counted at once.
-_ROW = 1 << 40  # One row, in the units of `apportion`.
+# How far a source's share of a block may be from its weight.
+_TOLERANCE = 0.01
+# Rows that `Schedule.counts` looks at together, to limit its memory.
+_MAX_COUNTED = 1 << 20
+# One row, in the units in which `apportion` counts what it owes.
+_ROW = 1 << 40
 
 
 def block_counts(
@@ -33,8 +45,9 @@ def block_counts(
 ) -> np.ndarray | None:
   """Returns the rows per block of each source, proportional to the weights.
 
-  Shares are rounded by largest remainder. A block is 4096 rows, doubled until
-  every share is within 1% of its weight; None if it is larger than `rows`.
+  Shares are rounded by the largest-remainder method. A block has 4096 rows,
+  doubled until every share is within 1% of its weight. Returns None if it would
+  be larger than `rows`.
   """
   share = np.asarray(weights, np.float64)
   share = share / share.sum()
@@ -43,9 +56,10 @@ def block_counts(
   while rows is None or block <= rows:
     exact = share * block
     counts = np.floor(exact).astype(np.int64)
+    num_missing = block - counts.sum()
     by_remainder = np.argsort(counts - exact, kind="stable")
-    counts[by_remainder[: block - counts.sum()]] += 1
-    if np.all(abs(counts[used] / exact[used] - 1) <= 0.01):
+    counts[by_remainder[:num_missing]] += 1
+    if np.all(abs(counts[used] / exact[used] - 1) <= _TOLERANCE):
       return counts
     if block >= _MAX_BLOCK:
       small = int(np.where(used, share, np.inf).argmin())
@@ -66,10 +80,14 @@ def apportion(
   What rounding takes from a source is owed to it in the next call, in units of
   2**-40 rows, so errors do not add up. A source of weight 0 gets no rows.
   """
+  # Exact fractions and integers, so that all hosts agree.
   total = sum(map(fractions.Fraction, weights))
   shares = [round(fractions.Fraction(w) * _ROW / total) for w in weights]
   due = [rest + rows * share for rest, share in zip(owed, shares)]
-  counts = [max(0, d // _ROW) if w else 0 for d, w in zip(due, weights)]
+  counts = [
+    max(0, due_k // _ROW) if weight else 0
+    for due_k, weight in zip(due, weights)
+  ]
   used = [k for k, weight in enumerate(weights) if weight]
 
   def still_due(k: int) -> int:
@@ -83,28 +101,30 @@ def apportion(
 
 
 class Order(NamedTuple):
-  """The examples of rows of a batch."""
+  """The examples of some rows of a batch, [B] each."""
 
-  # int32 [B], index of the source in the mixture; times the number of ops that
-  # steps draw from, plus the number of the step's (Schedule.by_step).
+  # int32: number of the source in the mixture. If steps draw from several ops
+  # (Schedule.by_step): source * number of these ops + number of the step's ops.
   source: np.ndarray
-  # int64 [B], index of the example in that source.
+  # int64: index of the example in that source.
   index: np.ndarray  # type: ignore[assignment]  # Not tuple.index.
-  # int64 [B], complete passes over that source; times the copies of an example
-  # in a batch, plus the number of the copy.
+  # int64: complete passes over that source. If examples are repeated
+  # (Schedule.repeats): passes * repeats + number of the copy, so that copies
+  # have different random numbers.
   epoch: np.ndarray
 
 
 class _Segment(NamedTuple):
-  """Blocks with the same number of rows of each source; arrays [sources]."""
+  """Successive blocks with the same number of rows of each source."""
 
   row: int  # First row.
   block: int  # Number of earlier blocks.
-  counts: np.ndarray  # Rows of each source in a block.
-  before: np.ndarray  # Rows of each source in earlier segments.
+  counts: np.ndarray  # int64 [sources], rows of each source in a block.
+  before: np.ndarray  # int64 [sources], rows of each in earlier segments.
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
+  """Cuts stages, (first row, weights) each, into segments."""
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
   owed = [0] * len(before)
@@ -122,7 +142,7 @@ def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
       num_blocks, before = num_blocks + 1, before + counts
   row, weights = stages[-1]
   counts = block_counts(weights)
-  assert counts is not None  # There is no end.
+  assert counts is not None  # The last stage has no end.
   return [*segments, _Segment(row, num_blocks, counts, before)]
 
 
@@ -139,8 +159,11 @@ class Schedule:
   # (row, weights) in the order of rows: from this row on, the mixture has these
   # weights, of which some may be 0.
   changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
-  repeats: int = 1  # Rows in turn with one example, each a copy of its own.
-  by_step: "Schedule | None" = None  # Its source of row s is what step s draws.
+  # Successive rows with the same example, each with its own random numbers.
+  repeats: int = 1
+  # What the steps draw at random, such as an image size: step s draws the
+  # number that is this schedule's source at row s.
+  by_step: "Schedule | None" = None
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False
   )
@@ -164,7 +187,8 @@ class Schedule:
     The position is the number of earlier rows drawn from the same source.
     """
     rows = np.asarray(rows, np.int64)
-    source, position = np.zeros(rows.shape, np.int32), rows.copy()
+    source = np.zeros(rows.shape, np.int32)
+    position = rows.copy()
     if len(self.lengths) == 1:
       return source, position
     seed = int(hashing.fold(self.seed, hashing.SCHEDULE))
@@ -172,30 +196,35 @@ class Schedule:
     segment_of_row = np.searchsorted(first_rows, rows, side="right") - 1
     for s in np.unique(segment_of_row):
       segment, at = self._segments[s], segment_of_row == s
-      size = int(segment.counts.sum())
-      repeat, slot = np.divmod(rows[at] - segment.row, size)
-      slot = hashing.permute(slot, size, seed, segment.block + repeat)
+      block_size = int(segment.counts.sum())
+      block, slot = np.divmod(rows[at] - segment.row, block_size)
+      # The slots of a block are shuffled. Then the first counts[0] belong to
+      # source 0, the next counts[1] to source 1, and so on.
+      slot = hashing.permute(slot, block_size, seed, segment.block + block)
       starts = np.cumsum(segment.counts) - segment.counts
       k = np.searchsorted(starts, slot, side="right") - 1
-      before = segment.before[k] + repeat * segment.counts[k]
-      source[at], position[at] = k, before + slot - starts[k]
+      before_block = segment.before[k] + block * segment.counts[k]
+      source[at] = k
+      position[at] = before_block + slot - starts[k]
     return source, position
 
   def counts(self, row: int) -> np.ndarray:
-    """Returns int64 [sources], the rows of each source before a global row.
+    """Returns the rows of each source before a global row, int64 [sources].
 
-    The row is the first with its example.
+    `row` is a multiple of `repeats`.
     """
     row //= self.repeats
     segment = [s for s in self._segments if s.row <= row][-1]
-    repeats, slots = divmod(row - segment.row, int(segment.counts.sum()))
-    counts = segment.before + repeats * segment.counts
-    for begin in range(row - slots, row, _MAX_COUNTED):
+    num_blocks, rest = divmod(row - segment.row, int(segment.counts.sum()))
+    counts = segment.before + num_blocks * segment.counts
+    # The block that contains the row is counted one by one.
+    for begin in range(row - rest, row, _MAX_COUNTED):
       rows = np.arange(begin, min(begin + _MAX_COUNTED, row))
       counts = counts + np.bincount(self.locate(rows)[0], minlength=len(counts))
     return counts * self.repeats
 
   def rows(self, rows: np.ndarray) -> Order:
+    """Returns the examples of global rows [B]."""
     rows, copy = np.divmod(np.asarray(rows, np.int64), self.repeats)
     source, position = self.locate(rows)
     length = np.asarray(self.lengths, np.int64)[source]
@@ -210,6 +239,7 @@ class Schedule:
   def batch(
     self, step: int, batch_size: int, rows: np.ndarray | None = None
   ) -> Order:
+    """Returns the examples of a step's batch, or of some of its rows."""
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     order = self.rows(np.int64(step) * batch_size + rows)
     if self.by_step is None:

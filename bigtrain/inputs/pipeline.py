@@ -1,18 +1,23 @@
-"""Batches for training, as global arrays on the mesh.
+"""Makes the batches for training, as global arrays on the mesh.
 
-The order gives the examples of a batch, an engine makes this host's rows, and a
-thread puts them onto the devices a few steps ahead:
+How a batch is made, for the rows that this host's devices hold:
 
-  rows of this host -> source, index, epoch -> records -> ops -> device
-                       (order.Schedule)        (source) (engine) (Placement)
+1. `transfer.Placement` has the rows of this host.
+2. `order.Schedule` gives the example of each row: source, index, epoch.
+3. The source, a module of data/, reads these examples.
+4. An `engine.Engine` runs the ops of config.input.pp on them.
+5. `transfer.Prefetch`, a thread, puts the batch onto the devices, a few steps
+   before it is needed.
 
-There is no state between steps, so a checkpoint stores none.
+Nothing is kept from one step to the next, so a checkpoint needs no state of the
+input.
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,15 +34,18 @@ from bigtrain.inputs.transfer import Placement, Prefetch
 from bigtrain.pp import registry
 from bigtrain.text import tokenizers
 
-# Beyond this, numpy threads only contend for the interpreter's lock.
+# More threads with numpy would only wait for the interpreter's lock.
 _MAX_NUMPY_THREADS = 2
 
 
 class Input:
   """Base class of the inputs of training and of evaluations.
 
-  `num_examples` are of the set, or of an epoch; `spec` has ShapeDtypeStructs of
-  global arrays; `fingerprint` is of the data, without their preprocessing.
+  Attributes:
+    num_examples: examples of an epoch, or of the evaluation set.
+    spec: {feature: ShapeDtypeStruct of the global array}.
+    fingerprint: digest of the data, without their preprocessing.
+    vocab_sizes: {feature: largest id + 1}, where known.
   """
 
   def __init__(
@@ -55,7 +63,7 @@ class Input:
     self.fingerprint = files.digest(
       *[part.source.fingerprint() for part in engine.parts]
     )
-    self.vocab_sizes: dict[str, int] = {}  # {name: largest id + 1}.
+    self.vocab_sizes: dict[str, int] = {}
     for part in engine.parts:
       for name, size in checks.sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
@@ -68,19 +76,33 @@ class Input:
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str] = ()
   ) -> None:
+    """Refuses ids that the model does not know; see `Engine.limit_ids`."""
     self.engine.limit_ids(sizes, negative, self._path)
 
   def where(self, source: int, index: int) -> str:
     return self.engine.parts[source].source.where(index)
 
   def _ahead(self, batches: Callable[[threading.Event], Batches]) -> Prefetch:
+    """Makes batches in a thread and puts them onto the devices."""
     stopping = threading.Event()
-    make = lambda: self.placement.put_all(batches(stopping))
+
+    def make() -> Iterator[dict[str, jax.Array]]:
+      return self.placement.put_all(batches(stopping))
+
     return Prefetch(make, self._prefetch, self._path, stopping)
 
 
 class TrainInput(Input):
-  """Endless batches, addressed by step. Made by `make_train`."""
+  """The batch of any step of training. Made by `make_train`.
+
+  Attributes:
+    drawn: the batches that steps may have, with the share of the steps that
+      has each: [(spec as in `Input`, share)].
+    tokens_per_example: padding included; None without tokens.
+    fingerprints: {path: digest} of files that a resumed run refuses if they
+      have changed.
+    saved: fields of `HostState` in checkpoints.
+  """
 
   def __init__(
     self,
@@ -92,31 +114,34 @@ class TrainInput(Input):
   ):
     super().__init__(engine, placement, sum(schedule.lengths), prefetch, path)
     self._schedule = schedule
-    # The batches that steps draw from: their global arrays, and their shares.
     shares = schedule.by_step.weights if schedule.by_step else (1.0,)
     self.drawn = [
       (placement.spec(spec), share) for spec, share in zip(engine.specs, shares)
     ]
     self.tokens_per_example = tokens_per_example(engine.specs)
+    # Names of the sources of a mixture; without a mixture, none.
     prefix = f"{path}.mixture."
     keys = dict.fromkeys(part.key for part in engine.parts)
-    self._names = [k.removeprefix(prefix) for k in keys if k.startswith(prefix)]
-    self.fingerprints: dict[str, str] = {}  # Of files that must not change.
+    self._names = [
+      key.removeprefix(prefix) for key in keys if key.startswith(prefix)
+    ]
+    self.fingerprints: dict[str, str] = {}
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
       self.fingerprints |= getattr(part.source, "fingerprints", {})
-    self.saved = {  # Fields of a checkpoint's HostState.
+    self.saved = {
       "fingerprints": self.fingerprints,
       "data": description.describe(engine.parts, engine.spec),
     }
 
   @property
   def skipped(self) -> int:
+    """Number of unusable examples that were replaced by others."""
     return len(self.engine.skipped)
 
   @property
   def unlimited(self) -> list[str]:
-    """Features with an integer per example that `limit_ids` does not limit."""
+    """Features with one integer per example that `limit_ids` did not name."""
     return [
       name
       for name, (dtype, shape) in self.engine.spec.items()
@@ -124,22 +149,28 @@ class TrainInput(Input):
     ]
 
   def about(self) -> dict[str, Any]:
+    """Returns what adds the state of a mixture to each log entry."""
     return {"sources_at": self.sources_at if self._names else None}
 
   def sources_at(self, step: int) -> dict[str, float]:
-    """Returns "examples_seen/<name>" and "epoch/<name>" after some batches."""
+    """Returns "examples_seen/<name>", "epoch/<name>" after `step` batches."""
     counts = self._schedule.counts(step * self.batch_size).tolist()
-    seen = {f"examples_seen/{k}": n for k, n in zip(self._names, counts)}
-    epochs = zip(self._names, counts, self._schedule.lengths)
-    return seen | {f"epoch/{name}": n / size for name, n, size in epochs}
+    seen, epochs = {}, {}
+    for name, count, size in zip(self._names, counts, self._schedule.lengths):
+      seen[f"examples_seen/{name}"] = count
+      epochs[f"epoch/{name}"] = count / size
+    return seen | epochs
 
   def order(self, step: int) -> order.Order:
     return self._schedule.batch(step, self.batch_size)
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
-    """Makes batches of steps [first_step, last_step); `close` ends it early."""
-    make = self.engine.batches
-    return self._ahead(lambda stopping: make(first_step, last_step, stopping))
+    """Yields the batches of steps [first_step, last_step), until `close`."""
+
+    def batches(stopping: threading.Event) -> Batches:
+      return self.engine.batches(first_step, last_step, stopping)
+
+    return self._ahead(batches)
 
 
 def make_train(
@@ -150,9 +181,11 @@ def make_train(
   pp_modules: Sequence[str] = (),
   run: settings.Config | None = None,
 ) -> TrainInput:
-  """Makes the training input from config.input, whose keys docs/config.md has.
+  """Makes the training input from config.input; docs/config.md has the keys.
 
-  `run` is the whole config, for weights that change at points in percent.
+  Args:
+    run: the whole config. It has the length of the run, for weights that change
+      at percentages of it, and the published model whose tokenizer must match.
   """
   batch_size = cfg.batch_size
   sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")
@@ -173,15 +206,18 @@ def _check_tokenizer(parts: Sequence[Part], run: settings.Config) -> None:
     return
   own = tokenizers.get(folder)
   for part in parts:
-    of_source = getattr(part.source, "tokenizer", None)
-    name, fingerprint = registry.tokenizer(part.ops) or of_source or ("", None)
-    if fingerprint in (None, own.fingerprint()):
+    source_tokenizer = getattr(part.source, "tokenizer", None)
+    used = registry.tokenizer(part.ops) or source_tokenizer
+    if used is None:
+      continue
+    name, fingerprint = used
+    if fingerprint == own.fingerprint():
       continue
     size = tokenizers.get(name).vocab_size
     raise ConfigError(
       f"{part.key}: its tokenizer {name!r} ({size} ids) is not that of "
       f"config.model_init={folder!r} ({own.vocab_size} ids), whose ids the "
-      "model knows. Use the folder's, or put yours into the folder."
+      "model knows. Use the folder's tokenizer, or put yours into the folder."
     )
 
 
@@ -193,22 +229,11 @@ def train_engine(
   pp_modules: Sequence[str] = (),
   run: settings.Config | None = None,
 ) -> tuple[Engine, order.Schedule]:
+  """Makes the engine for some rows of each batch, and the order of examples."""
   path, batch_size = cfg.path, cfg.batch_size
-  cache = cfg.get("cache", "none")
-  check_choice(f"{path}.cache", cache, ("none", "raw"))
-  parts, given = [], []
   entries = sources.entries(cfg)
-  drawn = sources.draws(cfg, entries)
-  for k, (key, entry) in enumerate(entries.items()):
-    source = sources.make_source(entry["data"], f"{key}.data")
-    if cache == "raw":
-      source = CachedSource(source, f"{path}.cache")
-    for i, (values, _) in enumerate(drawn):
-      spec = sources.fill(entry["pp"], values)
-      ops = sources.parse_ops(spec, pp_modules, f"{key}.pp")
-      op = registry.compose(ops)
-      parts.append(Part(key, source, ops, op, hashing.stream(seed, k), i))
-    given.append((entry["weight"], f"{key}.weight"))
+  drawn = sources.draws(cfg, entries)  # Values that steps draw, with shares.
+  parts = _make_parts(cfg, entries, drawn, seed, pp_modules)
 
   def plan(step: int, start: int, stop: int) -> order.Order:
     return schedule.batch(step, batch_size, rows[start:stop])
@@ -217,37 +242,80 @@ def train_engine(
   num_threads = cfg.get("num_threads")
   engine = make_engine(parts, plan, len(rows), num_threads, path, skip_errors)
 
-  # Only now the tokens of an example are known, a unit of lengths.
+  # The weights may change at lengths in tokens. The number of tokens per
+  # example is known from here on, because the engine has made an example.
   num_examples = tuple(len(part.source) for part in parts[:: len(drawn)])
   total, tokens = sum(num_examples), tokens_per_example(engine.specs)
   units = lengths.Units(batch_size, total, tokens)
   if run is not None:
     units = lengths.read(run, batch_size, total, tokens).units
-  of_sources = [weights.read(weight, units, key) for weight, key in given]
-  stages = weights.stages(of_sources, f"{path}.mixture")
+  source_weights = [
+    weights.read(entry["weight"], units, f"{key}.weight")
+    for key, entry in entries.items()
+  ]
+  stages = weights.stages(source_weights, f"{path}.mixture")
   repeats = settings.whole_number(cfg, "repeats", 1, least=1)
   if batch_size % repeats:
     raise ConfigError(
       f"{path}.repeats={repeats}: expected a divisor of {path}.batch_size="
       f"{batch_size}."
     )
-  shares, shuffle = tuple(x for _, x in drawn), cfg.get("shuffle", True)
-  ones, drawn_seed = (1,) * len(drawn), hashing.stream(seed, -1)
+  by_step = None
+  if len(drawn) > 1:
+    # A mixture of "sources" with one example each: only the source counts.
+    by_step = order.Schedule(
+      lengths=(1,) * len(drawn),
+      weights=tuple(share for _, share in drawn),
+      seed=hashing.stream(seed, -1),
+    )
+  shuffle = cfg.get("shuffle", True)
+  (_, first_weights), *changes = stages
   try:
     schedule = order.Schedule(
       num_examples,
-      stages[0][1],
+      first_weights,
       seed=seed,
       shuffle=shuffle,
       changes=tuple(
-        (step * batch_size // repeats, w) for step, w in stages[1:]
+        (step * batch_size // repeats, weights_from_step)
+        for step, weights_from_step in changes
       ),
       repeats=repeats,
-      by_step=order.Schedule(ones, shares, drawn_seed) if shares[1:] else None,
+      by_step=by_step,
     )
   except ConfigError as e:
     raise type(e)(f"{path}.{e}") from e
   return engine, schedule
+
+
+def _make_parts(
+  cfg: settings.Config,
+  entries: Mapping[str, Mapping[str, Any]],
+  drawn: Sequence[tuple[dict[str, Any], float]],
+  seed: int,
+  pp_modules: Sequence[str],
+) -> list[Part]:
+  """Opens each source, with the ops for each of the values that steps draw."""
+  cache = cfg.get("cache", "none")
+  check_choice(f"{cfg.path}.cache", cache, ("none", "raw"))
+  parts = []
+  for k, (key, entry) in enumerate(entries.items()):
+    source = sources.make_source(entry["data"], f"{key}.data")
+    if cache == "raw":
+      source = CachedSource(source, f"{cfg.path}.cache")
+    for i, (values, _) in enumerate(drawn):
+      spec = sources.fill(entry["pp"], values)
+      ops = sources.parse_ops(spec, pp_modules, f"{key}.pp")
+      part = Part(
+        key=key,
+        source=source,
+        ops=ops,
+        op=registry.compose(ops),
+        seed=hashing.stream(seed, k),
+        drawn=i,
+      )
+      parts.append(part)
+  return parts
 
 
 def make_engine(
@@ -258,11 +326,19 @@ def make_engine(
   path: str,
   skip_errors: int = 0,
 ) -> Engine:
+  """Makes the engine that can run the ops of all parts.
+
+  Args:
+    num_rows: rows of this host in each batch.
+    path: location of the input in the config.
+    skip_errors: number of unusable examples to replace by others.
+  """
   if num_threads is not None:
     key = f"{path}.num_threads"
     check_number(key, num_threads, least=1, whole=True)
   cores = process.num_cores()
   if any(p.op.tensorflow or hasattr(p.source, "parse") for p in parts):
+    # Imported here, because tensorflow takes seconds and is often not needed.
     from bigtrain.inputs.tf_engine import TfEngine
 
     return TfEngine(parts, plan, num_rows, num_threads or cores, skip_errors)
@@ -271,16 +347,20 @@ def make_engine(
 
 
 def tokens_per_example(specs: Sequence[checks.Spec]) -> int | None:
-  """Returns the number of tokens per example, padding included, if it has one.
+  """Returns the number of tokens of an example, padding included.
 
-  Captions do not count: only `tokens` [L], or else `inputs` and `targets`.
+  Those are the `tokens` [L], or else the `inputs` and `targets`; captions of
+  pictures do not count. Returns None if examples have none, or different
+  numbers.
   """
   numbers = set()
   for spec in specs:
     names = ("tokens",) if "tokens" in spec else ("inputs", "targets")
-    features = [spec[name] for name in names if name in spec]
-    are_ids = all(len(x) == 1 and dtype.kind in "iu" for dtype, x in features)
-    if len(features) < len(names) or not are_ids:
-      return None
-    numbers.add(sum(length for _, (length,) in features))
+    number = 0
+    for name in names:
+      dtype, shape = spec.get(name, (None, ()))
+      if dtype is None or dtype.kind not in "iu" or len(shape) != 1:
+        return None
+      number += shape[0]
+    numbers.add(number)
   return numbers.pop() if len(numbers) == 1 else None

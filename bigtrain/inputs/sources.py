@@ -1,4 +1,4 @@
-"""Reads the sources, ops and weights of an input from the config."""
+"""Reads the entries of config.input: sources, ops and weights."""
 
 import contextlib
 import re
@@ -18,6 +18,7 @@ from bigtrain.pp import parse, registry
 
 @contextlib.contextmanager
 def at(key: str) -> Iterator[None]:
+  """Begins the messages of ConfigErrors with a location in the config."""
   try:
     yield
   except ConfigError as e:
@@ -25,6 +26,7 @@ def at(key: str) -> Iterator[None]:
 
 
 def make_source(options: Mapping[str, Any], key: str) -> Any:
+  """Opens the source `dict(type=..., **arguments)`."""
   module, arguments = find_source(options, key)
   with at(key):
     source = module.Source(**arguments)
@@ -51,7 +53,7 @@ def find_source(
 
 
 def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
-  """Returns {location in the config: dict(data, pp, weight)} per source."""
+  """Returns {location in the config: dict(data, pp, weight)} of each source."""
   path = cfg.path
   pp = cfg.get("pp", "")
   if ("data" in cfg) == ("mixture" in cfg):
@@ -78,14 +80,20 @@ def entries(cfg: settings.Config) -> dict[str, dict[str, Any]]:
 
 
 def draws(
-  cfg: settings.Config, of: Mapping[str, Mapping[str, Any]]
+  cfg: settings.Config, entries_by_key: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[dict[str, Any], float]]:
-  """The values that steps draw for {names} in the ops, see parts.draws."""
-  names = re.findall(r"{(\w+)}", " ".join(str(x["pp"]) for x in of.values()))
-  return [draw for draw in flexi.draws(cfg, names) if draw[1]]
+  """Returns the values that steps draw for {name} in the ops, and their shares.
+
+  With `pp="decode|resize({size})"`, config.input.flexi.size has the sizes. See
+  `flexi.draws`.
+  """
+  specs = " ".join(str(entry["pp"]) for entry in entries_by_key.values())
+  names = re.findall(r"{(\w+)}", specs)
+  return [draw for draw in flexi.draws(cfg, names) if draw[1] > 0]
 
 
 def fill(spec: str, values: Mapping[str, Any]) -> str:
+  """Replaces each {name} in a spec of ops by its value."""
   for name, value in values.items():
     spec = spec.replace(f"{{{name}}}", repr(value))
   return spec
@@ -94,5 +102,7 @@ def fill(spec: str, values: Mapping[str, Any]) -> str:
 def parse_ops(
   spec: str, modules: Sequence[str], key: str
 ) -> tuple[registry.Op, ...]:
+  if spec == "":
+    return ()
   with at(key):
-    return tuple(parse.parse(spec, modules)) if spec != "" else ()
+    return tuple(parse.parse(spec, modules))

@@ -1,4 +1,11 @@
-"""The engine that runs ops in tf.data's threads, for images above all."""
+"""The engine that runs ops in the threads of tf.data, mainly for images.
+
+The order of examples and the reading stay in Python; everything after that is a
+tf.data graph:
+
+  numbers of calls -> read, for each part -> unbatch -> ops -> choose -> batch
+                      (numpy_function)                 (graph) (mixture)
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,15 +15,18 @@ import numpy as np
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import files
-from bigtrain.inputs import engine
-from bigtrain.inputs.engine import Batch, Features, Part
+from bigtrain.inputs import engine, order
+from bigtrain.inputs.engine import Batch, FeatureTypes, Part
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
-# Rows per call from the graph into Python: enough to amortize the call, few
-# enough for reads to overlap.
+# Rows per call from the graph into Python: enough to make the cost of the call
+# small, and few enough for several reads to overlap.
 _ROWS_PER_READ = 32
 _PARALLEL_READS = 8
+# Examples in preparation for each thread. A result that waits for an earlier
+# one still counts as a call: with one call per thread, threads would be idle
+# behind each slow image.
 _CALLS_PER_THREAD = 4
 
 
@@ -24,23 +34,28 @@ class TfEngine(engine.Engine):
   """Reads records in Python, many per call; the rest is a tf.data graph."""
 
   def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
-    self._codecs = [_Codec(p.source.spec, p.op.draws) for p in parts]
-    self._examples = [self._graph(*each) for each in zip(parts, self._codecs)]
+    self._codecs = [_Codec(part.source.spec, part.op.draws) for part in parts]
+    # Graphs of the ops, of one example.
+    self._graphs = [
+      self._graph(part, codec) for part, codec in zip(parts, self._codecs)
+    ]
     super().__init__(parts, *args, **kwargs)
 
-  def _features(self, k: int) -> Features:
-    features: Features = {}
-    for name, value in self._examples[k].structured_outputs.items():
+  def _feature_types(self, k: int) -> FeatureTypes:
+    types: FeatureTypes = {}
+    for name, value in self._graphs[k].structured_outputs.items():
       dtype: Any = None
       if isinstance(value, tf.TensorSpec | tf.Tensor):
-        strings = value.dtype == tf.string
-        dtype = bytes if strings else value.dtype.as_numpy_dtype
+        is_string = value.dtype == tf.string
+        dtype = bytes if is_string else value.dtype.as_numpy_dtype
       shape: Any = getattr(value, "shape", None)
-      known = shape is not None and shape.rank is not None
-      features[name] = (dtype, shape.as_list() if known else None)
-    return features
+      is_known = shape is not None and shape.rank is not None
+      types[name] = dtype, shape.as_list() if is_known else None
+    return types
 
   def _graph(self, part: Part, codec: "_Codec") -> Any:
+    """Traces the ops of a part, from the tensors of the codec to features."""
+
     def example(u: Any, *tensors: Any) -> dict[str, Any]:
       features = _parsed(part.source, codec.unpack(tensors))
       return engine.public_features(part.op.fn(features, u[: part.op.draws]))
@@ -53,27 +68,35 @@ class TfEngine(engine.Engine):
       raise ConfigError(f"{part.key}.pp: {e}") from e
 
   def _stream(self, steps: range, stopping: threading.Event) -> engine.Batches:
-    reads = -(-self.num_rows // _ROWS_PER_READ)
-    calls = tf.data.Dataset.range(steps.start * reads, steps.stop * reads)
+    # Read call number n has rows [start, stop) of step n // reads_per_step.
+    reads_per_step = -(-self.num_rows // _ROWS_PER_READ)
+    calls = tf.data.Dataset.range(
+      steps.start * reads_per_step, steps.stop * reads_per_step
+    )
 
-    def rows(call: np.ndarray) -> tuple[int, int, int]:
-      step, start = divmod(int(call), reads)
-      start *= _ROWS_PER_READ
-      return step, start, min(start + _ROWS_PER_READ, self.num_rows)
+    def rows_of(call: np.ndarray) -> order.Order:
+      step, number = divmod(int(call), reads_per_step)
+      start = number * _ROWS_PER_READ
+      stop = min(start + _ROWS_PER_READ, self.num_rows)
+      return self.row_order(step, start, stop)
 
-    def source(call: np.ndarray) -> np.ndarray:
-      return self.row_order(*rows(call)).source.astype(np.int64)
+    def part_of_rows(call: np.ndarray) -> np.ndarray:
+      return rows_of(call).source.astype(np.int64)
 
-    def sources(call: Any) -> Any:
-      numbers = tf.numpy_function(source, [call], tf.int64)
+    def part_of_rows_in_graph(call: Any) -> Any:
+      numbers = tf.numpy_function(part_of_rows, [call], tf.int64)
       return tf.ensure_shape(numbers, [None])
 
-    count = range(len(self.parts))
-    parts = [self._part(k, calls, rows, stopping) for k in count]
+    parts = [
+      self._examples_of(k, calls, rows_of, stopping)
+      for k in range(len(self.parts))
+    ]
     dataset = parts[0]
     if len(parts) > 1:
       dataset = tf.data.Dataset.choose_from_datasets(
-        parts, calls.map(sources).unbatch(), stop_on_empty_dataset=False
+        parts,
+        calls.map(part_of_rows_in_graph).unbatch(),
+        stop_on_empty_dataset=False,
       )
     # Threads copy examples into batches; each call works on one batch ahead.
     dataset = dataset.batch(
@@ -87,21 +110,27 @@ class TfEngine(engine.Engine):
     options.threading.max_intra_op_parallelism = 1
     yield from dataset.with_options(options).as_numpy_iterator()
 
-  def _part(
+  def _examples_of(
     self,
     k: int,
     calls: Any,
-    rows: Callable[[np.ndarray], tuple[int, int, int]],
+    rows_of: Callable[[np.ndarray], order.Order],
     stopping: threading.Event,
   ) -> Any:
-    part, codec, example = self.parts[k], self._codecs[k], self._examples[k]
+    """Returns a dataset of the examples of a part, in the order of their rows.
+
+    Args:
+      calls: dataset of the numbers of read calls.
+      rows_of: returns the examples of the rows of a call, of all parts.
+    """
+    part, codec, graph = self.parts[k], self._codecs[k], self._graphs[k]
 
     def read(call: np.ndarray) -> list[np.ndarray]:
       if stopping.is_set():  # Ends the batch after the rows read before.
         raise engine.Stopped
-      order = self.row_order(*rows(call))
-      own = order.source == k
-      index, epoch = order.index[own], order.epoch[own]
+      rows = rows_of(call)
+      own = rows.source == k
+      index, epoch = rows.index[own], rows.epoch[own]
       values = part.source.read(index) if index.size else {}
       return codec.pack(values, part.uniforms(index, epoch))
 
@@ -116,15 +145,13 @@ class TfEngine(engine.Engine):
       read_in_graph, num_parallel_calls=_PARALLEL_READS, deterministic=True
     )
     return raw.unbatch().map(
-      lambda *tensors: example(*tensors),
-      # A result that waits for an earlier one still counts as a call: with
-      # one call per thread, threads would idle behind each slow image.
+      lambda *tensors: graph(*tensors),
       num_parallel_calls=_CALLS_PER_THREAD * self.num_threads,
       deterministic=True,
     )
 
   def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
-    features = self._examples[k](*self._tensors(k, raw, u))
+    features = self._graphs[k](*self._tensors(k, raw, u))
     return {name: value.numpy() for name, value in features.items()}
 
   def _run_op(self, op: Op, features: Any, u: np.ndarray) -> Any:
@@ -143,16 +170,17 @@ class TfEngine(engine.Engine):
 
 
 def _parsed(source: Any, features: dict[str, Any]) -> dict[str, Any]:
+  """Parses records, for sources such as tfds that do so in the graph."""
   return source.parse(features) if hasattr(source, "parse") else features
 
 
 class _Codec:
   """Passes random numbers and raw features into the graph as flat tensors.
 
-  Those of varying shape are serialized. tf.data's unbatch (2.21) crashes on
+  Features of varying shape are serialized. tf.data's unbatch (2.21) crashes on
   tensors without elements, so empty arrays are serialized too, and there is
-  always at least one random number. `signature` has TensorSpecs of one example:
-  u, then the features.
+  always at least one random number. `signature` has the TensorSpecs of one
+  example: those of the random numbers, then of the features.
   """
 
   def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int):
@@ -169,16 +197,16 @@ class _Codec:
         self.signature.append(tf.TensorSpec([], tf.string))
 
   def pack(self, raw: Batch, u: np.ndarray) -> list[np.ndarray]:
-    """Arrays of a batch; `raw` may be empty if the batch has no rows."""
+    """Returns the arrays of a batch; `raw` may be {} if there are no rows."""
     num_rows = len(u)
     arrays = [u if u.shape[1] else np.zeros((num_rows, 1), np.float32)]
     for name, (dtype, shape) in self._spec.items():
       if not all(shape):
-        rows = [
-          tf.make_tensor_proto(row, self._kinds[name]).SerializeToString()
-          for row in raw.get(name, ())
+        serialized = [
+          tf.make_tensor_proto(value, self._kinds[name]).SerializeToString()
+          for value in raw.get(name, ())
         ]
-        arrays.append(files.objects(rows))
+        arrays.append(files.objects(serialized))
       elif num_rows:
         arrays.append(raw[name])
       else:

@@ -1,4 +1,8 @@
-"""Transfer: this host's rows of a batch go to its devices, steps ahead."""
+"""Moves this host's rows of a batch onto its devices, a few steps ahead.
+
+`Placement` knows which rows of the global batch are on this host's devices.
+`Prefetch` is a thread that makes the next batches while the devices work.
+"""
 
 import collections
 import contextlib
@@ -15,31 +19,38 @@ from jax.sharding import Mesh
 from bigtrain import sharding
 from bigtrain.inputs.checks import Spec
 
+# How long `Prefetch.close` waits for its thread, which may be in a slow read.
 _JOIN_SECS = 10.0
 
 
 class Placement:
-  """This host's rows of the global batch, int64 [local rows], ascending."""
+  """Where the rows of a global batch are.
+
+  Attributes:
+    rows: this host's rows of the global batch, int64 [local rows], ascending.
+    sharding: of every feature of the batch.
+  """
 
   def __init__(self, mesh: Mesh, batch_size: int):
     self.batch_size = batch_size
     self.sharding = sharding.batch(mesh)
-    owned = {
+    # {device: (first row, row after the last)}; devices of one replica share.
+    slices_of_devices = self.sharding.addressable_devices_indices_map(
+      (batch_size,)
+    )
+    spans_of_devices = {
       device: slices[0].indices(batch_size)[:2]
-      for device, slices in self.sharding.addressable_devices_indices_map(
-        (batch_size,)
-      ).items()
+      for device, slices in slices_of_devices.items()
       if slices is not None
     }
-    spans = sorted(set(owned.values()))
+    spans = sorted(set(spans_of_devices.values()))
     self.rows = np.concatenate([np.arange(*span) for span in spans])
-    # The same spans as indices into `rows`.
-    own = {start: np.searchsorted(self.rows, start) for start, _ in spans}
-    self._devices = list(owned)
-    self._cuts = [
-      slice(own[start], own[start] + stop - start)
-      for start, stop in owned.values()
-    ]
+    # Where the rows of each device are in `rows`.
+    self._devices = list(spans_of_devices)
+    self._cuts = []
+    for start, stop in spans_of_devices.values():
+      first = int(np.searchsorted(self.rows, start))
+      self._cuts.append(slice(first, first + stop - start))
 
   def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Makes global arrays from this host's rows, without waiting for copies."""
@@ -66,10 +77,12 @@ class Placement:
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:
+    """Puts each batch; closes the generator in the end."""
     with contextlib.closing(batches):
       yield from map(self.put, batches)
 
   def spec(self, example: Spec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the global arrays of a batch of such examples."""
     return {
       name: jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
       for name, (dtype, shape) in example.items()
@@ -77,24 +90,28 @@ class Placement:
 
 
 class _Shared:
-  """State shared by thread and consumer, which do not reference each other."""
+  """State that the thread and the `Prefetch` share.
+
+  The thread has no reference to the `Prefetch`, which could otherwise not be
+  garbage-collected while the thread runs.
+  """
 
   def __init__(self, depth: int, stopping: threading.Event):
     self.depth = depth
-    self.stopping = stopping
-    self.changed = threading.Condition()
+    self.stopping = stopping  # For the iterator: its items are not needed.
+    self.changed = threading.Condition()  # Of the fields below.
     self.items: collections.deque[Any] = collections.deque()
     self.error: BaseException | None = None
-    self.ended = False
-    self.stopped = False
+    self.ended = False  # The iterator has ended.
+    self.stopped = False  # The consumer wants no more items.
 
 
 class Prefetch:
   """Iterates over `make()` in a background thread, up to `depth` items ahead.
 
-  An error in the thread is raised by `next`, after the items made before it.
+  `next` raises an error of the thread, after the items that were made before.
   The thread ends with `close`, with the last reference to this object, or with
-  the program. `stopping` is then set, for a slow iterator to look at.
+  the program. `stopping` is then set, so that a slow iterator can end early.
   """
 
   def __init__(
@@ -171,4 +188,6 @@ def _stop(shared: _Shared, thread: threading.Thread) -> None:
   thread.join(_JOIN_SECS)
   if thread.is_alive():
     # It waits for a read or an op, and ends then or with the program.
-    logging.info("Thread %s still reads data that is not needed.", thread.name)
+    logging.info(
+      "Thread %s is still reading data that is no longer needed.", thread.name
+    )

@@ -1,10 +1,10 @@
-"""Weights of the sources of a mixture, which may change over the run.
+"""Weights of the sources of a mixture, which may change during the run.
 
-A weight is a number, or a dict of weights at growing points of the run, such as
-dict(at_percent=[0, 80, 100], values=[1, 1, 4]); docs/config.md has its keys.
+A weight is a number, or a dict of weights at ascending points of the run, such
+as dict(at_percent=[0, 80, 100], values=[1, 1, 4]); docs/config.md has its keys.
 
-The order of examples needs weights that are constant over many rows, so a
-linear change has up to 256 stages of whole steps with their mean weights.
+`order.Schedule` needs weights that are constant over many rows. So a linear
+change is cut into up to 256 stages of whole steps, each with its mean weight.
 """
 
 import bisect
@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 from bigtrain.config import lengths
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 
+# Stages of one linear change: each is then 0.4% of the whole change.
 _MAX_STAGES = 256
 
+# (first step, weight of each source).
 Stage = tuple[int, tuple[float, ...]]
 
 
 class Weight(NamedTuple):
-  """Weight of one source: `values` at the growing `steps` of the run."""
+  """Weight of one source, by step."""
 
-  steps: tuple[int, ...]
-  values: tuple[float, ...]
-  linear: bool
+  steps: tuple[int, ...]  # Ascending.
+  values: tuple[float, ...]  # At these steps.
+  linear: bool  # Whether it changes linearly in between, or at the steps.
 
   def at(self, step: float) -> float:
     i = bisect.bisect_right(self.steps, step) - 1
@@ -33,13 +35,14 @@ class Weight(NamedTuple):
       return low
     begin, end = self.steps[i : i + 2]
     high = self.values[i + 1]
-    if low == high:  # Without a rounding error, so that stages are merged.
+    if low == high:  # No rounding error: `stages` merges equal weights.
       return low
     ratio = (step - begin) / (end - begin)
     return low * (1 - ratio) + high * ratio
 
 
 def read(value: Any, units: lengths.Units, key: str) -> Weight:
+  """Reads a weight of the config, at location `key`."""
   if not isinstance(value, Mapping):
     return Weight((0,), (float(check_number(key, value, above=0)),), True)
   names = {f"at_{unit}": unit for unit in lengths.UNITS}
@@ -62,7 +65,7 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
   steps = tuple(units.to_steps(point, unit, where) for point in points)
   if len(steps) != len(values) or sorted(set(steps)) != list(steps):
     raise ConfigError(
-      f"{where}: expected {len(values)} growing points, one for each of "
+      f"{where}: expected {len(values)} ascending points, one for each of "
       f"{key}.values, got {points!r}, which are the steps {list(steps)}."
     )
   for i, number in enumerate(values):
@@ -75,6 +78,11 @@ def read(value: Any, units: lengths.Units, key: str) -> Weight:
 
 
 def stages(weights: Sequence[Weight], path: str) -> list[Stage]:
+  """Returns the stages of a run in which the weights are constant.
+
+  Args:
+    path: location of the mixture in the config.
+  """
   points = sorted({0, *(step for weight in weights for step in weight.steps)})
   result: list[Stage] = []
 

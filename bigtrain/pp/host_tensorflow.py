@@ -1,4 +1,7 @@
-"""tensorflow as a library for the host, without access to accelerators."""
+"""tensorflow as a library for the host, without access to accelerators.
+
+`tf` is the module tensorflow, imported when it is first used.
+"""
 
 import ast
 import functools
@@ -11,7 +14,8 @@ from bigtrain.config.errors import ConfigError, import_package
 
 @functools.cache
 def load() -> Any:
-  # Else it prints about its build and its threads' ends; errors are raised.
+  """Imports tensorflow and hides the accelerators, which are jax's, from it."""
+  # Otherwise it prints messages about its build and about threads that end.
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   tf = import_package("tensorflow", "input: preprocessing", "tensorflow-cpu")
   for kind in ("GPU", "TPU"):
@@ -43,6 +47,7 @@ def _unquoted(line: str) -> str:
 
 
 def one_line(error: Exception) -> str:
+  """Returns the message of an error of an op, without tensorflow's details."""
   text = getattr(error, "message", None) or str(error)
   _, asserted, shown = text.partition("to be true. Summarized data: ")
   if asserted:  # Outside a graph, an Assert shows the repr of strings.

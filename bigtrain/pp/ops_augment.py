@@ -1,5 +1,9 @@
-"""Augmentations beside RandAugment; those of colours take uint8 RGB images."""
+"""Augmentations besides RandAugment.
 
+The ones that change colours need uint8 RGB images, before `value_range`.
+"""
+
+import functools
 import math
 import pathlib
 from typing import Any
@@ -9,8 +13,8 @@ from bigtrain.pp import randaug, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
-# The policies of the authors' TensorFlow implementation, one a line: an
-# operation, its probability in tenths and its magnitude, twice.
+# The policies of the authors' TensorFlow implementation. Each line has two
+# operations, each with its probability in tenths and its magnitude.
 _IMAGENET = pathlib.Path(__file__).with_name("autoaugment.txt")
 
 
@@ -18,19 +22,11 @@ _IMAGENET = pathlib.Path(__file__).with_name("autoaugment.txt")
 def autoaugment(key: str = "image", key_result: str | None = None) -> Op:
   """Applies one of 25 pairs of operations (https://arxiv.org/abs/1805.09501)."""
 
-  def branch(image: Any, policy: str, u: Any) -> Any:
-    words = policy.split()
-    for word, share, magnitude in (words[:3], words[3:]):
-      # AutoAugment moves images further than RandAugment does.
-      run, u = randaug.operations(int(magnitude), 250)[word], u[4:]
-      sign = tf.where(u[1] < 0.5, -1.0, 1.0)
-      changed = lambda x=image, sign=sign, u=u, run=run: run(x, sign, u[2:4])
-      image = tf.cond(u[0] * 10 < int(share), changed, lambda x=image: x)
-    return image
-
+  # Random numbers: the policy, three that are unused, and four for each of its
+  # two operations.
   def change(image: Any, u: Any) -> Any:
     branches = [
-      lambda policy=policy: branch(image, policy, u)
+      functools.partial(_apply_policy, image, policy, u)
       for policy in _IMAGENET.read_text().splitlines()
     ]
     return tf.switch_case(tf.cast(u[0] * len(branches), tf.int32), branches)
@@ -38,25 +34,53 @@ def autoaugment(key: str = "image", key_result: str | None = None) -> Op:
   return randaug.on_bytes("autoaugment", change, 12, key, key_result)
 
 
+def _apply_policy(image: Any, policy: str, u: Any) -> Any:
+  name_1, tenths_1, magnitude_1, name_2, tenths_2, magnitude_2 = policy.split()
+  image = _maybe(image, name_1, int(tenths_1), int(magnitude_1), u[4:8])
+  return _maybe(image, name_2, int(tenths_2), int(magnitude_2), u[8:12])
+
+
+def _maybe(image: Any, name: str, tenths: int, magnitude: int, u: Any) -> Any:
+  """Applies an operation with a probability in tenths."""
+  # AutoAugment moves images further than RandAugment does.
+  operation = randaug.operations(magnitude, most_pixels=250)[name]
+  sign = tf.where(u[1] < 0.5, -1.0, 1.0)
+  return tf.cond(
+    u[0] * 10 < tenths,
+    lambda: operation(image, sign, u[2:4]),
+    lambda: image,
+  )
+
+
 @registry.register("three_augment")
 def three_augment(key: str = "image", key_result: str | None = None) -> Op:
   """Turns an image grey, solarizes it, or blurs it by up to 2 pixels.
 
-  Of DeiT III (https://arxiv.org/abs/2204.07118), with color_jitter() after it.
+  The augmentation of DeiT III (https://arxiv.org/abs/2204.07118), which has
+  color_jitter() after it.
   """
 
   def change(image: Any, u: Any) -> Any:
-    grey = lambda: randaug.color(image, 0.0)
-    solarize = lambda: randaug.operations(5)["Solarize"](image, 1.0, u)
-    blurred = lambda: blur(image, 0.1 + 1.9 * u[1])
+    def grey() -> Any:
+      return randaug.color(image, 0.0)
+
+    def solarized() -> Any:
+      return randaug.operations(5)["Solarize"](image, 1.0, u)
+
+    def blurred() -> Any:
+      return blur(image, 0.1 + 1.9 * u[1])
+
     which = tf.cast(u[0] * 3, tf.int32)
-    return tf.switch_case(which, [grey, solarize, blurred])
+    return tf.switch_case(which, [grey, solarized, blurred])
 
   return randaug.on_bytes("three_augment", change, 2, key, key_result)
 
 
 def blur(image: Any, sigma: Any) -> Any:
-  """Blurs by a Gaussian of up to 2 pixels; the edge continues outside."""
+  """Blurs with a Gaussian of width `sigma`, at most 2 pixels.
+
+  Outside of the image, its edge continues.
+  """
   offset = tf.range(-6, 7)
   weight = tf.exp(-((tf.cast(offset, tf.float32) / sigma) ** 2) / 2)
   x = tf.cast(image, tf.float32)
@@ -75,7 +99,7 @@ def color_jitter(
   """Changes brightness, contrast and saturation in a random order.
 
   Args:
-    strength: largest difference of the factor of each from 1.
+    strength: the factor of each is between 1 - strength and 1 + strength.
   """
   check_number("argument 'strength'", strength, least=0, most=1)
 
@@ -84,12 +108,14 @@ def color_jitter(
     return randaug.blend(tf.reduce_mean(grey), x, factor)
 
   def change(image: Any, u: Any) -> Any:
-    by = 1 + strength * (2 * u - 1)
+    factors = 1 + strength * (2 * u[:3] - 1)
     for which in tf.unstack(tf.argsort(u[3:])):
-      brighter = lambda x=image: randaug.blend(0, x, by[0])
-      sharper = lambda x=image: contrast(x, by[1])
-      richer = lambda x=image: randaug.color(x, by[2])
-      image = tf.switch_case(which, [brighter, sharper, richer])
+      branches = [
+        functools.partial(randaug.blend, 0, image, factors[0]),
+        functools.partial(contrast, image, factors[1]),
+        functools.partial(randaug.color, image, factors[2]),
+      ]
+      image = tf.switch_case(which, branches)
     return image
 
   return randaug.on_bytes("color_jitter", change, 6, key, key_result)
@@ -99,10 +125,10 @@ def color_jitter(
 def random_erasing(
   prob: float = 0.25, key: str = "image", key_result: str | None = None
 ) -> Op:
-  """Makes a box of 2 to 33% of the area 0 (https://arxiv.org/abs/1708.04896).
+  """Sets a box with 2 to 33% of the area to 0 (arXiv 1708.04896).
 
   Args:
-    prob: probability that an image gets one.
+    prob: probability that an image gets a box.
   """
   check_number("argument 'prob'", prob, least=0, most=1)
 
@@ -110,12 +136,13 @@ def random_erasing(
     xp.require_image(image, u, "random_erasing")
     image = tf.convert_to_tensor(image)
     height, width = (tf.cast(n, tf.float32) for n in xp.image_size(image))
+    # Ten boxes, of which the first that fits into the image is used.
     area, ratio, y, x = tf.unstack(tf.reshape(u[1:], (4, 10)))
     area = (0.02 + area * 0.31) * height * width
     ratio = tf.exp((2 * ratio - 1) * math.log(0.3))
     h, w = tf.round(tf.sqrt(area * ratio)), tf.round(tf.sqrt(area / ratio))
     fits = (h < height) & (w < width)
-    k = tf.argmax(tf.cast(fits, tf.int32))  # The first.
+    k = tf.argmax(tf.cast(fits, tf.int32))
 
     def inside(size: Any, extent: Any, place: Any) -> Any:
       offset = tf.range(size) - tf.floor(place * (size - extent + 1))

@@ -1,4 +1,4 @@
-"""Basic ops, which run on numpy arrays, batches of them, and tensors.
+"""Basic ops. They run on numpy arrays, on batches of them, and on tensors.
 
 Legend: B batch, H height, W width, C channels; `...` stands for B or nothing.
 """
@@ -23,6 +23,7 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size, name: str = "size") -> tuple[int, int]:
+  """Returns a size as (height, width)."""
   height, width = (size, size) if isinstance(size, int) else size
   if height < 1 or width < 1:
     raise ConfigError(f"argument {name!r} is {size!r}, expected at least 1.")
@@ -117,9 +118,10 @@ def flip_lr(key: str = "image", key_result: str | None = None) -> Op:
 def central_window(
   height: Any, width: Any, size: tuple[int, int] | None
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns (top, left, height, width) of a central window, or largest square.
+  """Returns (top, left, height, width) of the central window of an image.
 
-  If the margins are odd, the window is half a pixel further up or left.
+  Without a size, that is the largest square. If a margin is odd, the window is
+  half a pixel further up or left.
   """
   if size is None:
     side = xp.minimum(height, width)
@@ -151,6 +153,7 @@ def central_crop(
 def random_window(
   height: Any, width: Any, size: tuple[int, int], u: Any
 ) -> tuple[Any, Any, int, int]:
+  """Returns (top, left, height, width) of a window at a random position."""
   height = _with_room(height, width, size, "random_crop")
   top = _integer(u[..., 0], height - size[0] + 1)
   left = _integer(u[..., 1], width - size[1] + 1)
@@ -214,6 +217,7 @@ def _integer(u: Any, stop: Any) -> Any:
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
+  """Returns the height if the window fits into the image; else an error."""
   message = (
     f"preprocessing op {op} cannot cut {size[0]}x{size[1]} pixels out of an "
     "image of height and width"
@@ -268,19 +272,29 @@ def cast(dtype: str, key: str = "image", key_result: str | None = None) -> Op:
 @registry.register("keep")
 def keep(*keys: str) -> Op:
   """Drops all features except these, which must exist."""
-  return _select(keys, lambda features: {key: features[key] for key in keys})
+
+  def fn(features: registry.Features) -> registry.Features:
+    return {key: features[key] for key in keys}
+
+  return _select(keys, fn)
 
 
 @registry.register("drop")
 def drop(*keys: str) -> Op:
   """Drops these features, which must exist."""
-  return _select(keys, lambda fs: {k: fs[k] for k in fs if k not in keys})
+
+  def fn(features: registry.Features) -> registry.Features:
+    return {k: value for k, value in features.items() if k not in keys}
+
+  return _select(keys, fn)
 
 
 def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:
   if not keys:
     raise ConfigError("expected the names of features, got none.")
-  return Op(lambda fs, u: fn(fs), batched=True, reads=keys, origins={})
+  return Op(
+    lambda features, u: fn(features), batched=True, reads=keys, origins={}
+  )
 
 
 @registry.register("copy")

@@ -33,7 +33,7 @@ def onehot(
     depth: number of classes, the length of the vectors.
     multi: whether a list of n labels gives one vector [depth]; if False, it
       gives [n, depth].
-    on, off: value of the labelled classes, and of all others.
+    on, off: value of an example's classes, and of all others.
   """
   check_number("argument 'depth'", depth, least=1, whole=True)
   message = (
@@ -103,6 +103,7 @@ def lookup(
 
 
 def _table(mapping: Any, sep: str | None) -> dict[Any, int]:
+  """Returns {name as bytes, or integer: id}."""
   if isinstance(mapping, str):
     pairs = _read(mapping, sep)
   elif sep is not None:
@@ -140,6 +141,7 @@ def _names(table: dict[Any, int]) -> list[str]:
 
 
 def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
+  """Returns (name, id) of each line of a file."""
   path = paths.absolute(path)
   if not os.path.isfile(path):
     raise ConfigError(f"argument 'mapping': no such file: {path!r}.")
@@ -163,6 +165,7 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
 
 
 def _on_tensors(table: dict[Any, int], message: str) -> Any:
+  """Returns the lookup for tensors, in a table that the first call builds."""
   tables: list[Any] = []
   absent = min(table.values()) - 1  # Marks unknown names.
 
@@ -191,10 +194,10 @@ def _on_tensors(table: dict[Any, int], message: str) -> Any:
 def first_rows(
   number: int, key: str = "labels", key_result: str | None = None
 ) -> Op:
-  """Cuts or zero-pads a list, such as an image's captions, to a number of rows.
+  """Cuts or zero-pads a list, such as the tokens of an image's captions.
 
   Args:
-    number: number of rows.
+    number: length of the result.
   """
   check_number("argument 'number'", number, least=1, whole=True)
 

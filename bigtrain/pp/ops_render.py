@@ -1,4 +1,4 @@
-"""The op that draws text, for models that read pixels only (CLIPPO)."""
+"""The op that draws text, for models that read only pixels (CLIPPO)."""
 
 import functools
 
@@ -10,8 +10,11 @@ from bigtrain.pp import registry
 from bigtrain.pp.ops_text import on_texts
 from bigtrain.pp.registry import Op
 
-_SIDE, _MIN_WIDTH, _SPACING = 16, 4, 1  # In pixels.
-_MAX_CHARS, _BACKGROUND = 768, 127
+_SIDE = 16  # Height of a line, in pixels.
+_MIN_WIDTH = 4  # Of a character.
+_SPACING = 1  # Empty columns on each side of a character.
+_MAX_CHARS = 768
+_BACKGROUND = 127
 
 
 @registry.register("render_text")
@@ -23,8 +26,8 @@ def render_text(
 ) -> Op:
   """Draws lower-case text, black on grey: uint8 [..., size, size, 3].
 
-  As for CLIPPO, https://arxiv.org/abs/2212.08045; characters that the font
-  lacks are blank, and text that has no room is cut.
+  The pictures are those of CLIPPO, https://arxiv.org/abs/2212.08045. Characters
+  that the font lacks are blank, and text for which there is no room is cut.
 
   Args:
     font: file of GNU Unifont, in Debian's package unifont.
@@ -52,7 +55,7 @@ def render_text(
 
 @functools.cache
 def _glyphs(font: str) -> dict[int, np.ndarray]:
-  """{character: pixels (16, width)}, without most of the empty columns."""
+  """Returns {character: pixels [16, width]}, cut to the inked columns."""
   result = {}
   try:
     with open(paths.absolute(font)) as file:

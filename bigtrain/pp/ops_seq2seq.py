@@ -1,9 +1,9 @@
-"""Objectives of encoder-decoder models, made from windows of tokens.
+"""Ops that make examples of encoder-decoder models from windows of tokens.
 
 An op turns a window, `targets` [L] and `segments` [L] or `loss_mask` [L], into
 the encoder's `inputs` and the decoder's `targets`, both padded with 0. Packed
 documents also give `inputs_segments` (from 1; 0 is padding), `inputs_positions`
-(from 0) and those of `targets`.
+(from 0), and the same for `targets`.
 
 Legend: B batch, L length of the window, I and T lengths of the results.
 """
@@ -18,7 +18,7 @@ from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
-# Features of a window that do not apply to the results.
+# Features of the window, which are not passed on.
 _WINDOW_FEATURES = set(
   "tokens targets segments positions loss_mask num_bytes".split()
 )
@@ -28,7 +28,7 @@ Objective = Callable[[np.ndarray, np.ndarray], Pair | None]
 
 
 class Spans(NamedTuple):
-  """Numbers of tokens and spans that span corruption removes from a text."""
+  """How many tokens span corruption removes from a text, in how many spans."""
 
   noise: int
   spans: int
@@ -48,6 +48,7 @@ class Spans(NamedTuple):
     return cls(noise, min(spans, noise, length - noise))
 
   def lengths(self, length: int) -> tuple[int, int]:
+    """Returns the lengths of inputs and targets, with sentinels and ends."""
     if not self.noise:
       return 0, 0
     return length - self.noise + self.spans + 1, self.noise + self.spans + 1
@@ -86,9 +87,10 @@ def span_corruption(
       f"length={length}, density={density}, mean_span={mean_span}."
     )
   full = Spans.of(length, density, mean_span)
-  if full.spans > (most := min(num_sentinels, sentinel)):
+  most = min(num_sentinels, sentinel)
+  if full.spans > most:
     raise ConfigError(
-      f"length={length} takes {full.spans} sentinels, but there are only "
+      f"length={length} needs {full.spans} sentinels, but there are only "
       f"{most}."
     )
   need = full.lengths(length)
@@ -166,11 +168,17 @@ def prefix_lm(length: int, eos_id: int = 1) -> Op:
 def _objective(
   objective: Objective, name: str, length: int, sizes: tuple[int, int]
 ) -> Op:
+  """Makes an op that applies an objective to each document of a window.
 
-  # Ids, segments and positions of inputs, then of targets.
-  def row(ids, segments, u):
+  Args:
+    length: L.
+    sizes: I and T.
+  """
+
+  def window(ids, segments, u):
+    """Returns ids, segments and positions of inputs, then of targets."""
     result = [np.zeros((3, size), np.int32) for size in sizes]
-    used, number = [0, 0], 0
+    used, number = [0, 0], 0  # Tokens of the results, and documents, so far.
     for segment in range(1, int(segments.max(initial=0)) + 1):
       at = segments == segment
       inputs_targets = objective(ids[at], u[at])
@@ -190,16 +198,16 @@ def _objective(
         used[k] = stop
     return [*result[0], *result[1]]
 
-  def all_rows(ids, segments, u):
+  def all_windows(ids, segments, u):
     if ids.shape[-1] != length:
       raise ConfigError(
         f"preprocessing op {name!r} got windows of {ids.shape[-1]} tokens, but "
         f"length={length}."
       )
     if ids.ndim == 1:
-      return row(ids, segments, u)
-    rows = [row(*each) for each in zip(ids, segments, u)]
-    return [np.stack(column) for column in zip(*rows)]
+      return window(ids, segments, u)
+    windows = [window(*each) for each in zip(ids, segments, u)]
+    return [np.stack(arrays) for arrays in zip(*windows)]
 
   suffixes = ("", "_segments", "_positions")
   names = [part + end for part in ("inputs", "targets") for end in suffixes]
@@ -209,9 +217,10 @@ def _objective(
     packed = "segments" in features
     arguments = [ids, _segments(features), u]
     if xp.on_host(ids):
-      results = all_rows(*arguments)
+      results = all_windows(*arguments)
     else:
-      results = tf.numpy_function(all_rows, arguments, [tf.int32] * len(names))
+      kinds = [tf.int32] * len(names)
+      results = tf.numpy_function(all_windows, arguments, kinds)
       shapes = [(size,) for size in sizes for _ in range(3)]
       results = list(map(tf.ensure_shape, results, shapes))
     new = {n: x for n, x in zip(names, results) if packed or "_" not in n}

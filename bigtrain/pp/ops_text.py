@@ -1,4 +1,4 @@
-"""Text ops: choice, templates and cleaning of captions.
+"""Text ops: lower case, clean captions, templates, choice.
 
 They run on numpy arrays, batches of them, and tensors. Text is UTF-8, as bytes
 or Python strings; results are bytes. In a tf.data graph, ops that need Python's
@@ -28,7 +28,10 @@ class BadText(ValueError):
 @registry.register("lower")
 def lower(key: str = "text", key_result: str | None = None) -> Op:
   """Converts text, or a list of texts, to lower case by Unicode's rules."""
-  fn = lambda text: text.lower().encode()
+
+  def fn(text: str) -> bytes:
+    return text.lower().encode()
+
   return on_texts(fn, "lower", key, key_result, "bytes", ())
 
 
@@ -57,7 +60,9 @@ def on_texts(
 ) -> Op:
   """Makes an op that maps each text of a feature by `fn`, in Python.
 
-  `fn` returns bytes or an array, or raises BadText.
+  Args:
+    fn: returns bytes, or an array of this dtype and shape, or raises BadText.
+    name: name of the op, for messages.
   """
   message = f"preprocessing op {name} cannot use {key}"
   kind = object if dtype == "bytes" else dtype
@@ -113,6 +118,7 @@ def _text(raw: Any, name: str, key: str) -> str:
 
 
 def excerpt(text: str) -> str:
+  """Returns the beginning of a text, for messages."""
   return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
@@ -197,10 +203,10 @@ def _not_for_templates(name: str, dtype: str) -> ConfigError:
 def choice(
   key: str = "text", key_result: str | None = None, index: int | None = None
 ) -> Op:
-  """Chooses one of a list at random, all equally likely, such as of captions.
+  """Chooses one item of a list, such as a caption, at random.
 
   Args:
-    index: fixed index to choose instead, from 0, for evaluations.
+    index: number of the item to choose instead, from 0, for evaluations.
   """
   if index is not None:
     check_number("argument 'index'", index, least=0, whole=True)
@@ -227,10 +233,12 @@ def choice(
     if xp.rank(u) == 1:
       require_list(np.ndim(values) > 0)
       return values[which(len(values), u)]
-    rows = [fn(row, u_row) for row, u_row in zip(values, u)]
+    chosen = [fn(*each) for each in zip(values, u)]
+    if not isinstance(chosen[0], bytes | str):
+      return np.stack(chosen)
     # np.asarray would convert bytes to strings of fixed length.
-    result = np.empty(len(rows), object)
-    result[:] = rows
-    return result if isinstance(rows[0], bytes | str) else np.stack(rows)
+    result = np.empty(len(chosen), object)
+    result[:] = chosen
+    return result
 
   return dual(fn, key, key_result, draws=0 if index is not None else 1)

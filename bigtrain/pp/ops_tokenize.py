@@ -24,7 +24,7 @@ def tokenize(
   key: str = "text",
   key_result: str | None = "labels",
 ) -> Op:
-  """Converts text to ids int32 [..., max_len]: (bos) ids (eos) padding.
+  """Converts text to ids, int32 [..., max_len]: bos, the text, eos, padding.
 
   A text that is empty, blank, without tokens, or not UTF-8 is an error. Special
   tokens that are spelled out in a text, such as "</s>", are ordinary text.
@@ -32,9 +32,9 @@ def tokenize(
   Args:
     model: tokenizer: "bytes", or the path of a SentencePiece model, of a
       Hugging Face tokenizer.json, or of a folder with one of these.
-    max_len: length of the result. Longer texts are cut, and the log tells.
-    eos: end of sequence: "none"; "yes", only if the text was not cut; or
-      "sticky", always, if need be in place of the last id that fits.
+    max_len: length of the result. Longer texts are cut, with a warning.
+    eos: end of sequence: "none"; "yes", unless the text was cut; or "sticky",
+      always, if necessary in place of the last id that fits.
     bos: whether to put a beginning of sequence before the text.
     pad: id of the padding, by default the tokenizer's; -1 is no id of any text.
     too_long: whether to cut a text that does not fit, or to raise an error.
@@ -43,8 +43,9 @@ def tokenize(
   """
   tokenizer = tokenizers.get(model)
   begin = [_special(tokenizer, "bos", tokenizer.bos_id)] if bos else []
-  no_end = eos == "none"
-  end = [] if no_end else [_special(tokenizer, "eos", tokenizer.eos_id)]
+  end = []
+  if eos != "none":
+    end = [_special(tokenizer, "eos", tokenizer.eos_id)]
   if pad is None:
     pad = _special(tokenizer, "pad", tokenizer.pad_id)
   check_number("argument 'pad'", pad, least=-1, whole=True)
@@ -81,10 +82,10 @@ def tokenize(
         )
       if eos == "sticky":
         ids = ids[:room]
-    result = np.full(max_len, pad, np.int32)
-    row = [*begin, *ids.tolist(), *end][:max_len]
-    result[: len(row)] = row
-    return result
+    whole = [*begin, *ids.tolist(), *end][:max_len]
+    padded = np.full(max_len, pad, np.int32)
+    padded[: len(whole)] = whole
+    return padded
 
   result = key if key_result is None else key_result
   op = on_texts(ids_L, "tokenize", key, result, "int32", (max_len,))

@@ -1,6 +1,7 @@
-"""Preprocessing written as a string: "decode|inception_crop(224)|flip_lr".
+"""Parses preprocessing from a string: "decode|inception_crop(224)|flip_lr".
 
-The text is parsed and never evaluated as code.
+The string is parsed as Python, but never evaluated: a spec may have names of
+registered ops with literals as arguments, joined by "|", and nothing else.
 """
 
 import ast
@@ -16,9 +17,13 @@ from bigtrain.pp import registry
 
 # Importing these modules registers bigtrain's own ops. They import tensorflow
 # only when an op needs it.
-_OWN_OPS = ("basic", "labels", "image", "seq2seq", "text", "tokenize")
 _OWN_MODULES = (
-  *(f"bigtrain.pp.ops_{name}" for name in _OWN_OPS),
+  "bigtrain.pp.ops_basic",
+  "bigtrain.pp.ops_labels",
+  "bigtrain.pp.ops_image",
+  "bigtrain.pp.ops_seq2seq",
+  "bigtrain.pp.ops_text",
+  "bigtrain.pp.ops_tokenize",
   "bigtrain.pp.ops_augment",
   "bigtrain.pp.ops_render",
   "bigtrain.pp.randaug",
@@ -26,11 +31,11 @@ _OWN_MODULES = (
 
 
 class _Call(NamedTuple):
-  """An op of a spec, its registered name and its arguments by name."""
+  """An op of a spec."""
 
   op: registry.Op
-  name: str
-  arguments: dict[str, Any]
+  name: str  # In the registry.
+  arguments: dict[str, Any]  # By name, with the defaults.
 
 
 def parse(
@@ -38,8 +43,10 @@ def parse(
 ) -> list[registry.Op]:
   """Parses a spec, such as "decode|resize(224)|value_range(-1, 1)", into ops.
 
-  The modules are imported first and register ops. With `defer_errors`, an op
-  that cannot be made, perhaps for want of its file, is an error when called.
+  Args:
+    modules: the user's modules, which register ops when they are imported.
+    defer_errors: an op that cannot be made, perhaps because its file is
+      missing, is an error only when it is called.
   """
   modules = [modules] if isinstance(modules, str) else modules
   for module in (*_OWN_MODULES, *modules):
@@ -51,6 +58,7 @@ def parse(
       "preprocessing: the spec is empty; expected ops joined by '|', such as "
       "'decode|resize(224)|value_range(-1, 1)'."
     )
+  # "a|b|c" is (a | b) | c to Python: the last op is at the top of the tree.
   nodes: list[ast.expr] = []
   tree = _tree(spec)
   while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.BitOr):
@@ -101,6 +109,7 @@ def _tree(spec: str) -> ast.expr:
 
 
 def _call(node: ast.expr, where: str, text: str, defer_errors: bool) -> _Call:
+  """Makes the op of a node; `text` is its part of the spec."""
   func = node.func if isinstance(node, ast.Call) else node
   if not isinstance(func, ast.Name):
     raise ConfigError(
@@ -146,6 +155,7 @@ def _literal(node: ast.expr, where: str) -> Any:
 
 
 def _fuse(calls: Iterable[_Call]) -> list[_Call]:
+  """Replaces pairs of ops by faster ones, such as decoding and cropping."""
   fused: list[_Call] = []
   for call in calls:
     if fused:
@@ -163,6 +173,10 @@ def _fuse(calls: Iterable[_Call]) -> list[_Call]:
 def check_arguments(
   factory: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
+  """Checks arguments of a factory by its annotations.
+
+  Returns all arguments by name, with the defaults.
+  """
   signature = inspect.signature(factory)
   parameters = signature.parameters
   for name in kwargs:
@@ -172,12 +186,12 @@ def check_arguments(
   try:
     bound = signature.bind(*args, **kwargs)
   except TypeError as e:
-    raise ConfigError(f"{e}; it takes {signature}.") from e
+    raise ConfigError(f"{e}; its arguments are {signature}.") from e
   hints = typing.get_type_hints(factory)
   for name, value in bound.arguments.items():
     hint = hints.get(name, Any)
-    variadic = parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-    for item in value if variadic else (value,):
+    is_variadic = parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+    for item in value if is_variadic else (value,):
       if not _fits(item, hint):
         expected = _readable(hint)
         raise ConfigError(
@@ -188,17 +202,20 @@ def check_arguments(
 
 
 def _fits(value: Any, hint: Any) -> bool:
-  """Whether a literal has the annotated type; an int counts as a float."""
+  """Returns whether a literal has a type; an int counts as a float."""
   if hint is Any:
     return True
   origin, inner = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_fits(value, option) for option in inner)
   if origin is typing.Literal:
-    return any(value == o and type(value) is type(o) for o in inner)
+    return any(
+      value == option and type(value) is type(option) for option in inner
+    )
   if origin is dict:
     return isinstance(value, dict) and all(
-      _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
+      _fits(key, inner[0]) and _fits(item, inner[1])
+      for key, item in value.items()
     )
   if origin is tuple and inner[-1] is not Ellipsis:
     is_tuple = isinstance(value, list | tuple) and len(value) == len(inner)

@@ -2,9 +2,10 @@
 
 The sixteen operations, their strengths, order and oddities (marked below) match
 the TensorFlow implementation of the published ViT and EfficientNet recipes. All
-take and return uint8 RGB images [H, W, 3].
+operations map uint8 RGB images [H, W, 3] to images of the same shape.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,14 @@ from bigtrain.pp import registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
-# Fills areas that a moved image leaves behind, and cutouts.
+# Fills cutouts, and areas that a moved image leaves empty.
 _GREY = 128
 _DRAWS_PER_LAYER = 4  # Operation, sign, and the two coordinates of cutout.
 _MAX_MAGNITUDE = 30
 
-# (image, u) -> image, and (image, sign, u [2]) -> image.
+# (image, u) -> image.
 Operator = Callable[[Any, Any], Any]
+# (image, sign, u [2]) -> image; the sign is -1 or 1, for instance a direction.
 Operation = Callable[[Any, Any, Any], Any]
 
 
@@ -68,16 +70,20 @@ def on_bytes(name: str, change: Operator, draws: int, *keys: Any) -> Op:
 
 def _layer(image: Any, u: Any, choices: list[Operation]) -> Any:
   sign = tf.where(u[1] < 0.5, -1.0, 1.0)
-  return tf.switch_case(
-    tf.cast(u[0] * len(choices), tf.int32),
-    # The default argument binds the operation of this iteration.
-    [lambda run=run: run(image, sign, u[2:]) for run in choices],
-  )
+  number = tf.cast(u[0] * len(choices), tf.int32)
+  branches = [functools.partial(run, image, sign, u[2:]) for run in choices]
+  return tf.switch_case(number, branches)
 
 
 def operations(
   magnitude: float, most_pixels: int = 100
 ) -> dict[str, Operation]:
+  """Returns all operations by name, with the strength of a magnitude.
+
+  Args:
+    magnitude: 0 to 30; 10 is full strength.
+    most_pixels: translation at full strength.
+  """
   level = magnitude / 10
   factor = level * 1.8 + 0.1
   # Oddity: wraps around beyond a byte, as numpy does in the reference, so that
@@ -109,6 +115,7 @@ def operations(
 
 
 def blend(plain: Any, image: Any, factor: float) -> Any:
+  """Returns `plain` for factor 0 and `image` for 1; others extrapolate."""
   plain = tf.cast(plain, tf.float32)
   mixed = plain + factor * (tf.cast(image, tf.float32) - plain)
   return tf.cast(tf.clip_by_value(mixed, 0, 255), tf.uint8)
@@ -120,10 +127,12 @@ def _flat(image: Any) -> Any:
 
 
 def _row(values_3: Any, image: Any) -> Any:
+  """Repeats a value of each channel for a row of a flat image, [3 W]."""
   return tf.tile(values_3, [tf.shape(image)[1]])
 
 
 def _per_channel(reduce: Callable[..., Any], image: Any) -> Any:
+  """Reduces an image to a value of each channel, [3]."""
   return reduce(tf.reshape(reduce(_flat(image), axis=0), [-1, 3]), axis=0)
 
 
@@ -134,6 +143,7 @@ def _select(condition: Any, image: Any, other: Any) -> Any:
 
 
 def autocontrast(image: Any) -> Any:
+  """Stretches each channel to the range 0 to 255."""
   low = tf.cast(_per_channel(tf.reduce_min, image), tf.float32)
   high = tf.cast(_per_channel(tf.reduce_max, image), tf.float32)
   varies = high > low
@@ -145,6 +155,7 @@ def autocontrast(image: Any) -> Any:
 
 
 def equalize(image: Any) -> Any:
+  """Makes the values of each channel equally frequent, as far as possible."""
   # One histogram of 3 x 256 bins; the bins of channel c start at 256 c.
   bins = tf.cast(_flat(image), tf.int32) + _row([0, 256, 512], image)
   counts = tf.math.bincount(
@@ -198,17 +209,20 @@ def translate(image: Any, sign: Any, pixels: float, axis: int) -> Any:
 
 
 def solarize_add(image: Any, addition: int) -> Any:
+  """Brightens the pixels below 128."""
   addition = min(addition, 255)
   raised = tf.minimum(image, 255 - addition) + addition
   return _select(image < 128, raised, image)
 
 
 def color(image: Any, factor: float) -> Any:
+  """Blends from a grey image (0) to the image (1)."""
   grey = tf.image.rgb_to_grayscale(image)
   return blend(tf.tile(grey, [1, 1, 3]), image, factor)
 
 
 def contrast(image: Any, factor: float) -> Any:
+  """Blends from a uniform grey (0) to the image (1)."""
   # Oddity: the grey is the mean of the histogram's counts, which depends only
   # on the size of the image, and not the mean of its pixels.
   grey = tf.minimum(tf.size(image) // (3 * 256), 255)

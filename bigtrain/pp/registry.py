@@ -32,7 +32,7 @@ class Op(NamedTuple):
   """A preprocessing op; the module's docstring defines the contract."""
 
   fn: Callable[[Features, Any], Features]
-  draws: int = 0  # Uniform numbers that `fn` takes.
+  draws: int = 0  # Uniform numbers that `fn` uses.
   # Whether `fn` runs on tensors only. Otherwise it also runs on numpy arrays,
   # with the same results and without importing tensorflow.
   tensorflow: bool = False
@@ -44,8 +44,8 @@ class Op(NamedTuple):
   name: str = ""  # As written in the spec.
   vocab_sizes: dict[str, int] = {}  # {feature: largest id + 1 that it makes}.
   fingerprints: dict[str, str] = {}  # {file that the op reads: hash}.
-  # {feature that the op sets: feature from which its ids come, or None for new
-  # values}. The other features stay as they are. None if unknown.
+  # {feature that the op sets: feature whose ids it has, or None if it is new}.
+  # Other features stay as they are. The whole is None if nothing is known.
   origins: dict[str, str | None] | None = None
   class_names: dict[str, list[str]] = {}  # {feature: names by number}.
 
@@ -56,11 +56,13 @@ Factory = Callable[..., Op]
 Fusion = Callable[[dict[str, Any], dict[str, Any]], Op | None]
 
 _factories: dict[str, Factory] = {}
-# By the names of both ops.
+# By the names of the two ops.
 fusions: dict[tuple[str, str], Fusion] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
+  """Returns a decorator that registers the factory of an op."""
+
   def decorate(factory: Factory) -> Factory:
     registered = _factories.get(name)
     # The same function again means a reloaded module, as in a notebook.
@@ -101,8 +103,9 @@ def on_feature(
 
 
 def compose(ops: Sequence[Op]) -> Op:
-  """Makes one op that runs `ops` in order; none give the identity."""
-  ends = [*itertools.accumulate(op.draws for op in ops)]
+  """Makes one op that runs `ops` in order; without ops, the identity."""
+  # Each op has its own part of the random numbers.
+  ends = itertools.accumulate(op.draws for op in ops)
   calls = [(op, slice(end - op.draws, end)) for op, end in zip(ops, ends)]
 
   def fn(features: Features, u: Any) -> Features:
@@ -115,7 +118,7 @@ def compose(ops: Sequence[Op]) -> Op:
             f"preprocessing op {op.name!r} needs the feature {key!r}; there "
             f"are: {available}."
           )
-      # Slicing dominates the cost here; ops without draws ignore u.
+      # Not sliced for ops without draws, because slicing costs the most here.
       features = op.fn(features, u[..., own_draws] if op.draws else u)
     return features
 
@@ -126,8 +129,12 @@ def compose(ops: Sequence[Op]) -> Op:
     batched=all(op.batched for op in ops),
     reads=ops[0].reads if ops else (),
     name="|".join(op.name for op in ops),
-    vocab_sizes={k: n for op in ops for k, n in op.vocab_sizes.items()},
-    fingerprints={k: x for op in ops for k, x in op.fingerprints.items()},
+    vocab_sizes={
+      name: size for op in ops for name, size in op.vocab_sizes.items()
+    },
+    fingerprints={
+      path: digest for op in ops for path, digest in op.fingerprints.items()
+    },
     origins=_origins(ops),
   )
 
@@ -149,17 +156,17 @@ def _origin(factory: Factory) -> str:
 
 
 class Needed(NamedTuple):
-  """Ops in order, and the features of the source that they read or leave."""
+  """The result of `needed`."""
 
-  ops: tuple[Op, ...]
-  reads: frozenset[str]
+  ops: tuple[Op, ...]  # In order.
+  reads: frozenset[str]  # Features of the source that are needed for them.
 
 
 def needed(ops: Sequence[Op], features: Collection[str]) -> Needed:
-  """Returns the ops that make some features, of all ops in order.
+  """Returns those of all `ops` that are needed to make some features.
 
-  An op whose results are unknown (`Op.origins` is None) is always included.
-  `keep` and `drop` make nothing and are never included.
+  Inference runs only these. An op whose results are unknown (`Op.origins` is
+  None) is always included; `keep` and `drop`, which make nothing, never are.
   """
   wanted, result = set(features), []
   for op in reversed(ops):
@@ -175,7 +182,7 @@ def needed(ops: Sequence[Op], features: Collection[str]) -> Needed:
 
 
 def base_name(op: Op) -> str:
-  """The name of an op in the registry, of a fused op the first one."""
+  """Returns an op's name in the registry; of a fused op, that of the first."""
   return op.name.partition("(")[0].partition("|")[0].strip()
 
 

@@ -52,7 +52,7 @@ def library(x: Any) -> Any:
 
 
 def image_size(image: Any) -> tuple[Any, Any]:
-  """(height, width) of an image [..., H, W, C]; unknown ones are tensors."""
+  """Returns (height, width) of an image [..., H, W, C], tensors if unknown."""
   height, width = image.shape[-3], image.shape[-2]
   if height is None or width is None:
     shape = tf.shape(image)
@@ -63,9 +63,9 @@ def image_size(image: Any) -> tuple[Any, Any]:
 
 
 def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
-  """Returns `value`, or raises an error that ends in the values `shown`.
+  """Returns `value` if the condition holds; else an error with `shown` values.
 
-  The message is without quotes, because tensorflow escapes them.
+  The message must have no quotes, because tensorflow escapes them.
   """
   if on_host(condition):
     if not condition:
@@ -77,9 +77,10 @@ def checked(value: Any, condition: Any, message: str, *shown: Any) -> Any:
 
 
 def require_kind(x: Any, kinds: str, op: str, expected: str) -> None:
+  """Checks that numpy's `dtype.kind` of `x` is one of the letters `kinds`."""
   if on_host(x):
     kind = np.asarray(x).dtype.kind
-  else:  # Of bfloat16, numpy's kind would be void.
+  else:  # numpy has no bfloat16, and would call its kind void.
     as_numpy = np.dtype(x.dtype.as_numpy_dtype)
     kind = "f" if x.dtype.is_floating else as_numpy.kind
   if kind not in kinds:

@@ -1,11 +1,12 @@
-"""Chat templates: from messages to the text that a model was trained on.
+"""Chat templates: they write a conversation as the text that a model knows.
 
   template = chat.get(None, "some/published/model")  # The folder's own.
   template = chat.get("chatml", "tokenizer.json")
   template.render([{"role": "user", "content": "Hello"}])
 
-Templates are jinja2, in its sandbox, with what they find in transformers.
-`supervised` has the tokens of a conversation that a model learns to write.
+A template is jinja2, which runs in jinja2's sandbox with the functions that
+transformers offers to templates. `supervised` returns the tokens of a
+conversation, and which of them a model learns to write.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -29,11 +30,13 @@ Now = Callable[[], datetime.datetime]
 _FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 
-# Of the formats in _FOLDER, which several models share, none takes tools.
+# Put before the templates in _FOLDER: formats that several models share, of
+# which none can write tools.
 _NO_TOOLS = """\
 {%- if tools %}{{ raise_exception("this template has no tools") }}{% endif %}
 """
 _FOLDER = pathlib.Path(__file__).with_name("chat_templates")
+# Names that `get` accepts.
 NAMES = tuple(sorted(path.stem for path in _FOLDER.iterdir()))
 
 
@@ -42,7 +45,7 @@ class Template:
   """A chat template."""
 
   name: str  # Where it comes from, for messages.
-  # jinja2 by name. "tool_use", where there is one, is for conversations with
+  # {name: jinja2}. "tool_use", if there is one, is for conversations with
   # tools, and "default" for all others.
   texts: Mapping[str, str]
   # Special tokens by name, such as {"bos_token": "<s>"}.
@@ -50,12 +53,13 @@ class Template:
 
   @classmethod
   def of_folder(cls, folder: str) -> "Template":
-    """The template in the folder of a published model."""
+    """Returns the template in the folder of a published model."""
     path = paths.absolute(folder)
     tokens = _tokens(path)
     file = os.path.join(path, _FILE)
     if os.path.isfile(file):
       return cls(file, {"default": _read(file)}, tokens)
+    # Older folders have it in the tokenizer's config: one, or a list by name.
     file = os.path.join(path, _CONFIG)
     given = _json(file).get("chat_template") if os.path.isfile(file) else None
     if isinstance(given, str):
@@ -65,8 +69,8 @@ class Template:
       if "default" in texts:
         return cls(file, texts, tokens)
     raise ConfigError(
-      f"{path}: no chat template, neither {_FILE} nor in {_CONFIG}; give the "
-      f"file of one, or a name: {', '.join(NAMES)}."
+      f"{path}: no chat template, neither {_FILE} nor in {_CONFIG}; give "
+      f"template= a file or a name: {', '.join(NAMES)}."
     )
 
   def render(
@@ -81,12 +85,14 @@ class Template:
     """Returns the text of a conversation.
 
     Args:
-      messages: dicts with "role", "content" and what else the template reads.
+      messages: dicts with "role", "content" and whatever else the template
+        reads.
       tools: JSON schemas of functions.
       add_generation_prompt: whether the text ends where an answer begins.
-      now: time for templates that print the date; None for those that then
-        have a date of their own.
-      **variables: others of the template, such as enable_thinking=False.
+      now: clock for templates that print the date. With None they use the
+        date that is written in them, if they have one.
+      **variables: other variables of the template, such as
+        enable_thinking=False.
     """
     name = "tool_use" if tools and "tool_use" in self.texts else "default"
     if now is not None:
@@ -101,7 +107,7 @@ class Template:
         add_generation_prompt=add_generation_prompt,
         **{**self.tokens, **variables},
       )
-    except Exception as e:  # A template's own, or of any of its expressions.
+    except Exception as e:  # Any expression of a template may raise any error.
       message = " ".join(str(e).split()) or type(e).__name__
       raise ConfigError(f"chat template {self.name}: {message}") from e
 
@@ -118,17 +124,19 @@ def supervised(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the ids of a conversation, int32 [n], and which have a loss.
 
-  What an answer adds to the ids of its prompt has a loss, its end included.
+  An answer is what it adds to the ids of its prompt, its end included. The
+  prompt is the conversation before it, as the model will be asked later. So the
+  prompt must be a prefix of the whole conversation's ids; it is not if a
+  template drops the thoughts of earlier answers.
 
   Args:
     loss: "assistant" for all answers, "last" for the last one, "all" for every
-      token but answers of weight 0.
+      token except answers of weight 0.
     first: number of the first message whose answer may have a loss.
-    **options: of `Template.render`.
+    **options: options of `Template.render`.
 
   Raises:
-    DataError: no prefix of the ids is what the model would be asked with, as if
-      the template drops earlier thoughts, or an answer has no end token.
+    DataError: a prompt is no prefix of the ids, or an answer has no end token.
   """
 
   def ids_of(stop: int, prompt: bool = False) -> np.ndarray:
@@ -138,6 +146,7 @@ def supervised(
     return tokenizer.encode(text, special=True)
 
   ids = ids_of(len(messages))
+  # A template that knows no tools would leave them out without an error.
   if tools and template.render(messages, **options) == template.render(
     messages, tools, **options
   ):
@@ -146,34 +155,54 @@ def supervised(
     if (weight := message.get("weight")) not in (None, 0, 1):
       raise DataError(f"message {i}: weight: expected 0 or 1, got {weight!r}.")
   trained = np.full(len(ids), loss == "all")
-  turns = [i for i, x in enumerate(messages) if x["role"] == "assistant"]
-  turns = [i for i in turns if i >= first]
-  for i in turns[-1:] if loss == "last" else turns:
-    if (messages[i].get("weight") == 0) != (loss == "all"):
+  answers = [
+    i
+    for i, message in enumerate(messages)
+    if message["role"] == "assistant" and i >= first
+  ]
+  if loss == "last":
+    answers = answers[-1:]
+  for i in answers:
+    has_weight_0 = messages[i].get("weight") == 0
+    # With "all", only answers of weight 0 differ from the rest.
+    if has_weight_0 != (loss == "all"):
       continue
     prompt = ids_of(i, prompt=True)
-    turn = ids_of(i + 1) if i + 1 < len(messages) else ids
-    start, stop = len(prompt), _common(turn, ids)
-    # Some templates end every text in a token of its own.
-    closed = len(turn) == stop + 1 and turn[stop] in tokenizer.special_ids
-    shared = _common(prompt, ids)
-    if shared < start or (stop < len(turn) and not closed):
-      at, other = (shared, prompt) if shared < start else (stop, turn)
-      raise DataError(
-        f"message {i}: the template writes {_around(tokenizer, ids, at)} in "
-        f"the whole conversation, but {_around(tokenizer, other, at)} in the "
-        f"{'prompt for' if shared < start else 'one up to'} this answer. "
-        "Templates that drop earlier thoughts do so; loss='last' trains only "
-        "the last answer, and template= takes another."
-      )
+    so_far = ids_of(i + 1) if i + 1 < len(messages) else ids
+    start, stop = len(prompt), _common_prefix(so_far, ids)
+    # Some templates end every text with a token that no turn has.
+    is_closed = (
+      len(so_far) == stop + 1 and so_far[stop] in tokenizer.special_ids
+    )
+    shared = _common_prefix(prompt, ids)
+    if shared < start:
+      _raise_different(tokenizer, ids, prompt, shared, i, "prompt for")
+    if stop < len(so_far) and not is_closed:
+      _raise_different(tokenizer, ids, so_far, stop, i, "one up to")
     if loss != "all":
       _check_end(tokenizer, ids[start:stop], i)
     trained[start:stop] = loss != "all"
   return ids, trained
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-  """Length of the longest common prefix."""
+def _raise_different(
+  tokenizer: tokenizers.Tokenizer,
+  whole: np.ndarray,
+  part: np.ndarray,
+  at: int,
+  number: int,
+  what: str,
+) -> NoReturn:
+  raise DataError(
+    f"message {number}: the template writes {_around(tokenizer, whole, at)} in "
+    f"the whole conversation, but {_around(tokenizer, part, at)} in the {what} "
+    "this answer. Templates that drop earlier thoughts do so; loss='last' "
+    "trains only the last answer, and template= selects another template."
+  )
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+  """Returns the length of the longest common prefix."""
   size = min(len(a), len(b))
   different = np.flatnonzero(a[:size] != b[:size])
   return int(different[0]) if different.size else size
@@ -194,9 +223,9 @@ def _check_end(
       break
   raise DataError(
     f"message {number}: the end of the answer has no loss: its tokens are "
-    f"{tokenizer.spell(ids[-8:])!r}, and none that ends a turn follows, so the "
-    "model would never learn to stop. The template ends turns with a text that "
-    f"is no special token of {tokenizer.name!r}, or with the next turn."
+    f"{tokenizer.spell(ids[-8:])!r}, and no token that ends a turn follows, so "
+    "the model would never learn to stop. The template ends turns with a text "
+    f"that is no special token of {tokenizer.name!r}, or with the next turn."
   )
 
 
@@ -205,23 +234,36 @@ def get(spec: str | None, tokenizer: str) -> Template:
 
   Args:
     spec: one of NAMES, a path, or None for the one beside the tokenizer.
-    tokenizer: argument of `tokenizers.get`, which has the special tokens.
+    tokenizer: argument of `tokenizers.get`. Its folder has the names of the
+      special tokens.
   """
-  folder = paths.absolute(tokenizer)
-  if not os.path.isdir(folder):
-    folder = os.path.dirname(folder)
+  folder = _folder_of(tokenizer)
   if spec is None:
+    if folder is None:
+      raise ConfigError(
+        f"the tokenizer {tokenizer!r} has no chat template, and no special "
+        "tokens to write one with; conversations need a tokenizer.json, and "
+        f"template= a file or a name: {', '.join(NAMES)}."
+      )
     return Template.of_folder(folder)
+  tokens = {} if folder is None else _tokens(folder)
   if spec in NAMES:
     text = _NO_TOOLS + (_FOLDER / f"{spec}.jinja").read_text()
-    return Template(f"'{spec}'", {"default": text}, _tokens(folder))
+    return Template(f"'{spec}'", {"default": text}, tokens)
   path = paths.absolute(spec)
   if os.path.isdir(path):
     return Template.of_folder(path)
   if not os.path.isfile(path):
     hint = did_you_mean(spec, NAMES)
     raise ConfigError(f"template={spec!r}: no such file or name.{hint}")
-  return Template(path, {"default": _read(path)}, _tokens(folder))
+  return Template(path, {"default": _read(path)}, tokens)
+
+
+def _folder_of(tokenizer: str) -> str | None:
+  if tokenizer == "bytes":
+    return None
+  path = paths.absolute(tokenizer)
+  return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _tokens(folder: str) -> dict[str, str]:
@@ -262,7 +304,7 @@ def _environment() -> Any:
   from jinja2 import ext, nodes
 
   class Generation(ext.Extension):
-    """The tag that some templates have around answers; it changes no text."""
+    """The tag that some templates put around answers; it changes no text."""
 
     tags = {"generation"}
 

@@ -3,13 +3,18 @@
 Axes: B batch, M beams, L length, N new tokens, V vocabulary, K top-k tokens, C
 candidates.
 
-A model is a `step_fn(cache, token_B, position) -> (logits_BV, cache)`: it reads
-the tokens at `position` (an int32 scalar) and returns logits for the tokens at
-`position + 1`. The cache is a tree of arrays whose first axis is the batch. The
-loops stop when every example has ended.
+To this module, a model is a `step_fn(cache, token_B, position) -> (logits_BV,
+cache)`. It reads the tokens at `position` (an int32 scalar) and returns logits
+for the tokens at `position + 1`. The cache is a tree of arrays whose first axis
+is the batch.
 
-Examples of length 0 are padding and stay empty. `start` is the first position
-passed to step_fn; after a prefill, the length of the shortest prompt minus 1.
+Prompts of different lengths are in one batch. So at a position, one example may
+still read its prompt while another already writes. Examples of length 0 are
+padding and stay empty. The loops stop when every example has ended. `start` is
+the first position passed to step_fn: 0, or after a prefill of the cache, the
+length of the shortest prompt minus 1.
+
+`generate` calls `sample`, which is also greedy decoding, or `beam_search`.
 """
 
 import dataclasses
@@ -24,7 +29,7 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, check_number
 
 StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
-# The tokens that end a text; None if texts have no end.
+# The token or tokens that end a text; None if texts have no end.
 EosId = int | Sequence[int] | None
 
 # Lower than any log-likelihood, but finite, so that sums with it are not NaN.
@@ -32,15 +37,15 @@ _IMPOSSIBLE = -1e9
 
 
 class Rules(NamedTuple):
-  """Changes of the scores of next tokens, as transformers defines them.
+  """Rules that change the scores of the next token, as in transformers.
 
   Attributes:
-    repetition_penalty: divisor of the positive logits of tokens that the text
-      has already, prompt included, and factor of the negative ones
-      (https://arxiv.org/abs/1909.05858, section 4.1).
-    no_repeat_ngram_size: length of sequences of tokens that may not come twice,
-      prompt included; 0 for none.
-    min_new: least number of new tokens before the end.
+    repetition_penalty: makes tokens less likely that are in the text already,
+      prompt included. Positive logits are divided by it, negative ones
+      multiplied (https://arxiv.org/abs/1909.05858, section 4.1).
+    no_repeat_ngram_size: no sequence of so many tokens may occur twice, prompt
+      included; 0 for no limit.
+    min_new: minimum number of new tokens before a token that ends the text.
   """
 
   repetition_penalty: float = 1.0
@@ -60,24 +65,36 @@ class Rules(NamedTuple):
     num_new_B: jax.Array,
     ends: jax.Array,
   ) -> jax.Array:
-    """Returns the scores of the token after `position`, float32."""
+    """Returns the scores of the token after `position`, float32.
+
+    Args:
+      text_BL: prompt and new tokens together; what is behind `position` does
+        not count.
+      num_new_B: new tokens so far; negative within the prompt.
+      ends: the tokens that end a text.
+    """
     scores_BV = scores_BV.astype(jnp.float32)
     place_L = jnp.arange(text_BL.shape[1])
-    at = jnp.arange(len(text_BL))[:, None], text_BL
-    if (factor := self.repetition_penalty) != 1:
-      seen_BV = jnp.zeros(scores_BV.shape, bool).at[at].max(place_L <= position)
+    # Of an array [B, V]: the score of the token at each place of the text.
+    at_text = jnp.arange(len(text_BL))[:, None], text_BL
+    if self.repetition_penalty != 1:
+      is_past_L = place_L <= position
+      seen_BV = jnp.zeros(scores_BV.shape, bool).at[at_text].max(is_past_L)
       lower_BV = jnp.where(
-        scores_BV < 0, scores_BV * factor, scores_BV / factor
+        scores_BV < 0,
+        scores_BV * self.repetition_penalty,
+        scores_BV / self.repetition_penalty,
       )
       scores_BV = jnp.where(seen_BV, lower_BV, scores_BV)
     if size := self.no_repeat_ngram_size:
-      # Whether the token at a place follows the same tokens as the next one.
+      # The token at a place is banned if the tokens before it are the ones
+      # that the next token would follow.
       bans_BL = (place_L >= size - 1) & (place_L <= position)
       for k in range(1, size):
         last_B1 = jax.lax.dynamic_index_in_dim(text_BL, position + 1 - k, 1)
         bans_BL &= jnp.roll(text_BL, k, axis=1) == last_B1
       limit_BL = jnp.where(bans_BL, -jnp.inf, jnp.inf)
-      scores_BV = scores_BV.at[at].min(limit_BL)
+      scores_BV = scores_BV.at[at_text].min(limit_BL)
     if self.min_new:
       early_B1 = num_new_B[:, None] < self.min_new
       lowest = jnp.where(early_B1, -jnp.inf, jnp.inf)
@@ -108,40 +125,61 @@ def generate(
   rules: Rules = NO_RULES,
   whole: bool = False,
 ) -> Any:
-  """New tokens of `beam_search`, or without num_beams of `sample`.
+  """Returns the new tokens, int32 [B, max_new].
 
-  With `whole`, all that `sample` returns.
+  `beam_search` makes them, or `sample` if `num_beams` is None. With `whole`,
+  the result is all that `sample` returns.
   """
-  prompts = step_fn, cache, prompt_BL, prompt_len_B
-  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start, rules=rules)
   if num_beams is not None:
-    common |= dict(num_beams=num_beams, length_penalty=length_penalty)
-    return beam_search(*prompts, max_new=max_new, **common)[0]
-  samples = sample(
-    *prompts,
+    new_BN, _ = beam_search(
+      step_fn,
+      cache,
+      prompt_BL,
+      prompt_len_B,
+      max_new=max_new,
+      eos_id=eos_id,
+      pad_id=pad_id,
+      num_beams=num_beams,
+      length_penalty=length_penalty,
+      start=start,
+      rules=rules,
+    )
+    return new_BN
+  tokens_BL, log_probs_BL = sample(
+    step_fn,
+    cache,
+    prompt_BL,
+    prompt_len_B,
     max_len=prompt_BL.shape[1] + max_new,
+    eos_id=eos_id,
+    pad_id=pad_id,
     rng=jax.random.key(seed) if temperature else None,
     ids_B=ids_B,
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
-    **common,
+    start=start,
+    rules=rules,
   )
   if whole:
-    return samples
-  # The max_new tokens after each example's own prompt.
-  take = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, max_new)
-  return jax.vmap(take)(samples[0], prompt_len_B)
+    return tokens_BL, log_probs_BL
+
+  def new_tokens(tokens_L: jax.Array, prompt_len: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(tokens_L, prompt_len, max_new)
+
+  return jax.vmap(new_tokens)(tokens_BL, prompt_len_B)
 
 
 def eos_ids(eos_id: EosId) -> tuple[int, ...]:
+  """Returns the tokens that end a text, as a tuple."""
   return () if eos_id is None else tuple(np.atleast_1d(eos_id).tolist())
 
 
 def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
-  """Returns uint32 [B]: ids that make samples independent of batch order.
+  """Returns a hash of each example's values, uint32 [B], for `sample`'s ids_B.
 
-  Zeros at the end of the uint32 values change nothing.
+  With these ids, what is drawn for a prompt does not depend on its place in the
+  batch. Zeros at the end of the values, padding, do not change the hash.
   """
   place_N = jnp.arange(values_BN.shape[1], dtype=jnp.uint32) * 2 + 1
   mixed_BN = (values_BN ^ (values_BN >> 15)) * jnp.uint32(factor) * place_N
@@ -173,15 +211,17 @@ def sample(
 
   Args:
     eos_id: token or tokens that end an example; None if none does.
-    ids_B: ints that the examples' draws depend on; 0, 1, ... by default.
-    temperature: divisor of the logits; 0 takes the likeliest token.
+    ids_B: integers from which each example's draws are made; 0, 1, ... by
+      default.
+    temperature: divisor of the logits; 0 for the likeliest token.
     top_k: number of likeliest tokens to draw from; 0 for all.
     top_p: draw from the smallest set of likeliest tokens whose probabilities
       add up to this (https://arxiv.org/abs/1904.09751).
 
   Returns:
-    (int32 tokens [B, max_len], prompts included; float32 [B, max_len], the new
-    ones' log-probabilities at the temperature, before top_k and top_p).
+    The tokens, int32 [B, max_len], prompts included, and the log-probabilities
+    of the new ones, float32 [B, max_len], at the temperature, before top_k and
+    top_p.
   """
   rules.check()
   check_sampling(temperature, top_k, top_p)
@@ -191,7 +231,8 @@ def sample(
       f"max_len: expected at least {L}, the length of the longest prompt, got "
       f"{max_len}."
     )
-  keys_B, ends = None, jnp.asarray(eos_ids(eos_id), jnp.int32)
+  ends = jnp.asarray(eos_ids(eos_id), jnp.int32)
+  keys_B = None
   if temperature:
     assert rng is not None
     ids_B = jnp.arange(B) if ids_B is None else ids_B
@@ -199,8 +240,6 @@ def sample(
   tokens_BL = jnp.pad(prompt_BL.astype(jnp.int32), [(0, 0), (0, max_len - L)])
   in_prompt_BL = jnp.arange(max_len) < prompt_len_B[:, None]
   tokens_BL = jnp.where(in_prompt_BL, tokens_BL, pad_id)
-  at = lambda tokens_BL, p: jax.lax.dynamic_index_in_dim(tokens_BL, p, 1, False)
-  put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
 
   def unfinished(carry: tuple[Any, ...]) -> jax.Array:
     position, _, _, ended_B, _ = carry
@@ -208,33 +247,46 @@ def sample(
 
   def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
     position, tokens_BL, log_probs_BL, ended_B, cache = carry
-    logits_BV, cache = step_fn(cache, at(tokens_BL, position), position)
+    logits_BV, cache = step_fn(cache, _at(tokens_BL, position), position)
     position = position + 1
     num_new_B = position - prompt_len_B
     logits_BV = rules.apply(logits_BV, tokens_BL, position - 1, num_new_B, ends)
     token_B = choose(logits_BV, keys_B, position, temperature, top_k, top_p)
     token_B = jnp.where(ended_B, pad_id, token_B)
+    # Within its prompt, an example keeps the token that is there.
     generated_B = num_new_B >= 0
     log_prob_B = _log_prob(logits_BV / (temperature or 1.0), token_B)
     log_prob_B = jnp.where(generated_B & ~ended_B, log_prob_B, 0.0)
-    token_B = jnp.where(generated_B, token_B, at(tokens_BL, position))
+    token_B = jnp.where(generated_B, token_B, _at(tokens_BL, position))
     ended_B |= generated_B & jnp.isin(token_B, ends)
-    tokens_BL = put(tokens_BL, token_B, position)
-    log_probs_BL = put(log_probs_BL, log_prob_B, position)
+    tokens_BL = _put(tokens_BL, token_B, position)
+    log_probs_BL = _put(log_probs_BL, log_prob_B, position)
     return position, tokens_BL, log_probs_BL, ended_B, cache
 
   zeros_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
   start = jnp.asarray(start, jnp.int32)
   initial = start, tokens_BL, zeros_BL, prompt_len_B == 0, cache
-  return jax.lax.while_loop(unfinished, step, initial)[1:3]
+  _, tokens_BL, log_probs_BL, _, _ = jax.lax.while_loop(
+    unfinished, step, initial
+  )
+  return tokens_BL, log_probs_BL
+
+
+def _at(x_BL: jax.Array, position: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(x_BL, position, 1, keepdims=False)
+
+
+def _put(x_BL: jax.Array, x_B: jax.Array, position: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_update_index_in_dim(x_BL, x_B, position, axis=1)
 
 
 def _log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
-  by_class_BV = jax.nn.log_softmax(logits_BV)
-  return jnp.take_along_axis(by_class_BV, token_B[:, None], axis=1)[:, 0]
+  log_probs_BV = jax.nn.log_softmax(logits_BV)
+  return jnp.take_along_axis(log_probs_BV, token_B[:, None], axis=1)[:, 0]
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+  """Checks these arguments of `sample`."""
   check_number("temperature", temperature, least=0)
   check_number("top_k", top_k, least=0, whole=True)
   check_number("top_p", top_p, above=0, most=1)
@@ -264,13 +316,16 @@ def choose(
       jnp.where(before_BK < top_p, best_BK, jnp.inf), axis=-1, keepdims=True
     )
     logits_BV = jnp.where(logits_BV < lowest_B, -jnp.inf, logits_BV)
-  draw = lambda key, logits_V: jax.random.categorical(
-    jax.random.fold_in(key, position), logits_V
-  )
+  assert keys_B is not None
+
+  def draw(key: jax.Array, logits_V: jax.Array) -> jax.Array:
+    return jax.random.categorical(jax.random.fold_in(key, position), logits_V)
+
   return jax.vmap(draw)(keys_B, logits_BV).astype(jnp.int32)
 
 
 def check_beams(num_beams: int, temperature: float, name: str) -> None:
+  """Checks that beam search and sampling are not combined."""
   check_number("num_beams", num_beams, least=1, whole=True)
   if num_beams > 1 and temperature:
     raise ConfigError(
@@ -304,39 +359,37 @@ def beam_search(
   likeliest token.
 
   Returns:
-    (int32 generated tokens [B, max_new], scores [B]): the best hypothesis,
-    finished or of the largest length.
+    The new tokens of the best hypothesis, int32 [B, max_new], and its score,
+    [B]. It is finished, or has the largest length.
   """
   check_number("max_new", max_new, least=1, whole=True)
   check_number("num_beams", num_beams, least=1, whole=True)
   check_number("length_penalty", length_penalty, least=0)
   rules.check()
   B, M, N = len(prompt_BL), num_beams, max_new
-  prompt_BL = prompt_BL.astype(jnp.int32)
   search = _Search(
-    step_fn,
-    prompt_BL,
-    prompt_len_B,
-    M,
-    N,
-    eos_ids(eos_id),
-    length_penalty,
-    rules,
+    step_fn=step_fn,
+    prompt_BL=prompt_BL.astype(jnp.int32),
+    prompt_len_B=prompt_len_B,
+    max_new=max_new,
+    eos_ids=eos_ids(eos_id),
+    length_penalty=length_penalty,
+    rules=rules,
   )
   new_BMN = jnp.full((B, M, N), pad_id, jnp.int32)
   start = jnp.asarray(start, jnp.int32)
   initial = _Beams(
-    start,
-    jnp.broadcast_to(search.prompt_at(start), (B, M)),
-    new_BMN,
+    position=start,
+    token_BM=jnp.broadcast_to(search.prompt_at(start), (B, M)),
+    new_BMN=new_BMN,
     # The M initial hypotheses are equal, so only the first may continue.
-    jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
-    new_BMN[:, 0],
-    jnp.full(B, _IMPOSSIBLE),
-    jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
+    score_BM=jnp.full((B, M), _IMPOSSIBLE).at[:, 0].set(0.0),
+    ended_BN=new_BMN[:, 0],
+    ended_score_B=jnp.full(B, _IMPOSSIBLE),
+    cache=jax.tree.map(lambda x: jnp.repeat(x, M, axis=0), cache),
   )
   end = jax.lax.while_loop(search.is_unfinished, search.step, initial)
-  # Where the search ended early, this is below the finished one's score.
+  # If the search ended early, this is below the score of the finished one.
   score_B = search.penalised(end.score_BM[:, 0], float(N))
   ended_B = end.ended_score_B >= score_B
   best_BN = jnp.where(ended_B[:, None], end.ended_BN, end.new_BMN[:, 0])
@@ -347,47 +400,47 @@ def beam_search(
 
 
 class _Beams(NamedTuple):
-  """State of the search.
+  """The M unfinished hypotheses of each example, and its best finished one."""
 
-  Unfinished hypotheses come best first, with their sums of log-probabilities;
-  `ended_BN` is the best finished one, with its penalised score.
-  """
-
-  position: jax.Array
-  token_BM: jax.Array
-  new_BMN: jax.Array
-  score_BM: jax.Array
-  ended_BN: jax.Array
-  ended_score_B: jax.Array
-  cache: Any
+  position: jax.Array  # Of `token_BM`; a scalar.
+  token_BM: jax.Array  # The last token of each hypothesis, which is read next.
+  new_BMN: jax.Array  # New tokens of each hypothesis, the best one first.
+  score_BM: jax.Array  # Sums of their log-probabilities.
+  ended_BN: jax.Array  # New tokens of the best finished hypothesis.
+  ended_score_B: jax.Array  # Its score, with the length penalty.
+  cache: Any  # Of all hypotheses: the first axis is B * M.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-  """Constants of a beam search, and its step."""
+  """One beam search: its settings, and `step`, which adds a token to each beam.
+
+  In its methods, s is the state.
+  """
 
   step_fn: StepFn
   prompt_BL: jax.Array
   prompt_len_B: jax.Array
-  num_beams: int
   max_new: int
   eos_ids: tuple[int, ...]
   length_penalty: float
   rules: Rules
 
-  def obeying(
+  def apply_rules(
     self, logp_BMV: jax.Array, s: _Beams, num_new_B: jax.Array
   ) -> jax.Array:
-    """The log-probabilities after the rules, which see whole texts."""
+    """Applies the rules, which look at prompt and new tokens together."""
     if self.rules == NO_RULES:
       return logp_BMV
-    (B, M, N), L = s.new_BMN.shape, self.prompt_BL.shape[1]
-    place = jnp.arange(L + N)
-    new_at = jnp.clip(place - self.prompt_len_B[:, None], 0, N - 1)
+    B, M, N = s.new_BMN.shape
+    T = self.prompt_BL.shape[1] + N
+    # Each text is the prompt, and directly behind it the new tokens.
+    place_T = jnp.arange(T)
+    new_at_BT = jnp.clip(place_T - self.prompt_len_B[:, None], 0, N - 1)
     text_BMT = jnp.where(
-      place < self.prompt_len_B[:, None, None],
+      place_T < self.prompt_len_B[:, None, None],
       jnp.pad(self.prompt_BL, [(0, 0), (0, N)])[:, None],
-      jnp.take_along_axis(s.new_BMN, new_at[:, None], axis=2),
+      jnp.take_along_axis(s.new_BMN, new_at_BT[:, None], axis=2),
     )
     scores = self.rules.apply(
       logp_BMV.reshape(B * M, -1),
@@ -407,8 +460,8 @@ class _Search:
     return score / ((5.0 + num_tokens) / 6.0) ** self.length_penalty
 
   def is_unfinished(self, s: _Beams) -> jax.Array:
-    # Scores only fall, so the current best score with the longest text's
-    # penalty is an upper bound.
+    # Sums of log-probabilities only fall, so the best sum so far, with the
+    # length penalty of the longest text, is an upper bound.
     bound_B = self.penalised(s.score_BM[:, 0], float(self.max_new))
     room_B = s.position + 1 < self.prompt_len_B + self.max_new
     better_B = bound_B > s.ended_score_B
@@ -416,17 +469,24 @@ class _Search:
 
   def step(self, s: _Beams) -> _Beams:
     B, M, N = s.new_BMN.shape
-    fold = lambda x: x.reshape(B * M, *x.shape[2:])
-    unfold = lambda x: x.reshape(B, M, *x.shape[1:])
+
+    def fold(x: jax.Array) -> jax.Array:  # [B, M, ...] -> [B * M, ...].
+      return x.reshape(B * M, *x.shape[2:])
+
+    def unfold(x: jax.Array) -> jax.Array:
+      return x.reshape(B, M, *x.shape[1:])
+
     logits, cache = self.step_fn(s.cache, fold(s.token_BM), s.position)
     logp_BMV = jax.nn.log_softmax(unfold(logits.astype(jnp.float32)))
     # Number of tokens before the new one.
     n_B = s.position + 1 - self.prompt_len_B
-    logp_BMV = self.obeying(logp_BMV, s, n_B)
+    logp_BMV = self.apply_rules(logp_BMV, s, n_B)
     V = logp_BMV.shape[-1]
+    # Whether an example writes: it has read its prompt, and has room.
     grows_B = (n_B >= 0) & (n_B < N)
-    # With one token that ends, each beam has one candidate that does, so at
-    # least M of 2 M continue.
+    # The C best candidates, one more token for any of the beams. With one token
+    # that ends a text, each beam has one candidate that ends, so at least M of
+    # 2 M candidates continue.
     C = min(M * V, M * (1 + max(1, len(self.eos_ids))))
     score_BC, index_BC = jax.lax.top_k(
       (s.score_BM[:, :, None] + logp_BMV).reshape(B, M * V), C
@@ -437,6 +497,7 @@ class _Search:
       token_BC[..., None],
       _take(s.new_BMN, beam_BC),
     )
+    # The best of the candidates that end a text, if it is better than before.
     ends_BC = jnp.isin(token_BC, jnp.asarray(self.eos_ids, jnp.int32))
     ended_score_BC = jnp.where(
       ends_BC & grows_B[:, None] & (score_BC > _IMPOSSIBLE / 2),
@@ -447,26 +508,31 @@ class _Search:
     best_score_B = jnp.max(ended_score_BC, axis=1)
     best_BN = _take(new_BCN, best_B[:, None])[:, 0]
     better_B = best_score_B > s.ended_score_B
+    # The M best of the candidates that continue.
     score_BM, index_BM = jax.lax.top_k(
       jnp.where(ends_BC, _IMPOSSIBLE, score_BC), M
     )
-    # Within its prompt, and at its largest length, an example stays as it is.
+    # Within its prompt, and at its largest length, an example stays as it is:
+    # it reads the next token of the prompt.
     prompt_B1 = self.prompt_at(s.position + 1)
     token_BM = jnp.where(grows_B[:, None], _take(token_BC, index_BM), prompt_B1)
     beam_BM = jnp.where(
       grows_B[:, None], _take(beam_BC, index_BM), jnp.arange(M)
     )
     return _Beams(
-      s.position + 1,
-      token_BM,
-      jnp.where(grows_B[:, None, None], _take(new_BCN, index_BM), s.new_BMN),
-      jnp.where(grows_B[:, None], score_BM, s.score_BM),
-      jnp.where(better_B[:, None], best_BN, s.ended_BN),
-      jnp.maximum(best_score_B, s.ended_score_B),
-      jax.tree.map(fold, _take(jax.tree.map(unfold, cache), beam_BM)),
+      position=s.position + 1,
+      token_BM=token_BM,
+      new_BMN=jnp.where(
+        grows_B[:, None, None], _take(new_BCN, index_BM), s.new_BMN
+      ),
+      score_BM=jnp.where(grows_B[:, None], score_BM, s.score_BM),
+      ended_BN=jnp.where(better_B[:, None], best_BN, s.ended_BN),
+      ended_score_B=jnp.maximum(best_score_B, s.ended_score_B),
+      cache=jax.tree.map(fold, _take(jax.tree.map(unfold, cache), beam_BM)),
     )
 
 
 def _take(tree: Any, index_BI: jax.Array) -> Any:
-  pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))
-  return jax.tree.map(lambda x: pick(x, index_BI), tree)
+  """Returns x[b, index_BI[b]] for each array x [B, ...] of a tree."""
+  pick = jax.vmap(lambda x, index_I: jnp.take(x, index_I, axis=0))
+  return jax.tree.map(lambda x_B: pick(x_B, index_BI), tree)

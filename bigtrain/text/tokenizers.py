@@ -1,13 +1,13 @@
-"""Tokenizers: from text to ids and back.
+"""Tokenizers: they turn text into ids and back.
 
-  get("bytes")                   one id per byte of UTF-8, needs no file
+  get("bytes")                   one id per byte of UTF-8; needs no file
   get("c4.model")                a SentencePiece model
   get("tokenizer.json")          a file of Hugging Face's `tokenizers`
   get("some/published/model")    a folder with one of these files
 
-`encode` returns only the ids of the text, without beginning, end and padding.
-Text that spells a special token, such as "</s>", is plain text, unless
-`special=True`, as for texts of chat templates.
+`encode` returns only the ids of the text, without begin token, end token and
+padding. Text that spells a special token, such as "</s>", stays plain text,
+except with `special=True`, for texts that a chat template has written.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, did_you_mean, import_package
 from bigtrain.files import paths
 
-_FIRST_BYTE = 3  # After padding, beginning and end of a text.
+# Id of byte 0 in "bytes"; before it are padding, begin and end of a text.
+_FIRST_BYTE = 3
 
 # Names of tokenizers in folders of published models, in order of preference.
 NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
@@ -47,8 +48,9 @@ class Tokenizer:
   _encode: Callable[[str], Sequence[int] | np.ndarray]
   _decode: Callable[[list[int]], str]
   _digest: str
-  # As _encode, but texts that spell special tokens become these.
+  # Like _encode, but what spells a special token becomes its id.
   _encode_special: Callable[[str], Sequence[int]] | None = None
+  # {special token: id}.
   spellings: Mapping[str, int] = dataclasses.field(default_factory=dict)
   adds_bos: bool = False  # Whether the library begins every text with bos_id.
 
@@ -93,13 +95,17 @@ class Tokenizer:
 
 
 def is_folder(path: object) -> bool:
+  """Returns whether a path is a folder with a tokenizer."""
   return isinstance(path, str) and any(
     os.path.isfile(os.path.join(paths.absolute(path), name)) for name in NAMES
   )
 
 
 def get(spec: str) -> Tokenizer:
-  """Returns the tokenizer "bytes", or of a file or folder, until it changes."""
+  """Returns the tokenizer "bytes", or that of a file or folder.
+
+  It is loaded once, and again if the file has changed.
+  """
   if not isinstance(spec, str) or not spec:
     raise ConfigError(
       f"tokenizer: expected 'bytes' or the path of a file, got {spec!r}."
@@ -125,9 +131,11 @@ def _find(spec: str) -> str:
   folder, name = os.path.split(path)
   if not os.path.isdir(folder):
     raise ConfigError(f"tokenizer {spec!r}: there is no folder {folder!r}.")
-  there = os.listdir(folder) + ["bytes"] * (os.sep not in spec)
+  options = os.listdir(folder)
+  if os.sep not in spec:
+    options.append("bytes")
   raise ConfigError(
-    f"tokenizer {spec!r}: no such file.{did_you_mean(name, there)} The full "
+    f"tokenizer {spec!r}: no such file.{did_you_mean(name, options)} The full "
     f"path is {path}."
   )
 
@@ -140,7 +148,7 @@ def _bytes() -> Tokenizer:
 
   def decode(ids: list[int]) -> str:
     raw = bytes(i - _FIRST_BYTE for i in ids)
-    # A model may generate invalid UTF-8, or stop within a character.
+    # A model may write invalid UTF-8, or stop in the middle of a character.
     return raw.decode("utf-8", "replace")
 
   spellings = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
@@ -196,10 +204,12 @@ def _sentencepiece(
     ) from e
   size = model.get_piece_size()
 
-  def valid(i: int) -> int | None:
+  def id_or_none(i: int) -> int | None:
     return i if 0 <= i < size else None  # The library uses -1 for None.
 
-  pad, bos, eos = map(valid, (model.pad_id(), model.bos_id(), model.eos_id()))
+  pad = id_or_none(model.pad_id())
+  bos = id_or_none(model.bos_id())
+  eos = id_or_none(model.eos_id())
   control = {i for i in range(size) if model.is_control(i)}
   return Tokenizer(
     name=spec,
@@ -245,12 +255,13 @@ def _hugging_face(
   special = {i for i, token in added.items() if token.special}
   padding = parsed.get("padding") or {}
   declared = declared_special_tokens(os.path.dirname(path))
-  # The option above is of the whole object, which threads share.
+  # A second object, because that option holds for all threads of the first.
   with_special = tokenizers.Tokenizer.from_buffer(content)
   with_special.no_truncation()
   with_special.no_padding()
 
   def find(kind: str, names: tuple[str | None, ...]) -> int | None:
+    """Returns the id of the declared token, or the first of these names."""
     names = (declared[kind],) if kind in declared else names
     ids = [model.token_to_id(name) for name in names if name]
     return next((i for i in ids if i is not None), None)
@@ -281,6 +292,11 @@ def _hugging_face(
 
 
 def declared_special_tokens(folder: str) -> dict[str, str | None]:
+  """Returns special tokens by name, such as {"bos_token": "<s>"}.
+
+  They are in the files that transformers writes beside a tokenizer. None means
+  that the folder says that there is no such token.
+  """
   declared: dict[str, str | None] = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):
     path = os.path.join(folder, name)

@@ -38,7 +38,13 @@ from bigtrain.config import lengths, loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.objective import building, initial, teacher, trained_adapters
+from bigtrain.objective import (
+  building,
+  initial,
+  task_functions,
+  teacher,
+  trained_adapters,
+)
 from bigtrain.reports import media, record, rows
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
@@ -154,7 +160,7 @@ def _evaluator(
       batch_size=config.input.batch_size,
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
-      vocab_sizes=building.vocab_sizes(task, model),
+      vocab_sizes=task_functions.vocab_sizes(task, model),
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
@@ -167,7 +173,7 @@ def _evaluator(
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
-      building.predict_fns(config, task, model, teaching.model),
+      task_functions.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(
@@ -254,7 +260,7 @@ def _teacher(
   no_teacher = teacher.Teacher(None, {}, dict)
   if not config.get("teacher"):
     return no_teacher
-  preds_without_teacher = set(building.predict_fns(config, task, model))
+  preds_without_teacher = set(task_functions.predict_fns(config, task, model))
   for name, entry in (config.to_dict().get("evals") or {}).items():
     if not entry.get("enabled", True) or "data" not in entry:
       continue

@@ -120,7 +120,7 @@ def _write_shards(
       counts = {"num_documents": len(group_N3)}
       name = f"{len(written):05}"
       ids = _documents(shards, group_N3)
-      written.append(token_writer.write_rows(output, name, ids, counts))
+      written.append(token_writer.write_documents(output, name, ids, counts))
   return written
 
 

@@ -30,7 +30,8 @@ from bigtrain.tools import arguments, exits
 
 # Keys of a config that do not change the steps, but take time or write files.
 _LEFT_OUT = re.compile(
-  r"evals|hooks|tensorboard|wandb|watchdog|save_at_start|eval_at_start|"
+  r"evals|hooks|tensorboard|wandb|mlflow|trackio|loggers|watchdog|"
+  r"save_at_start|eval_at_start|"
   r"(ckpt|keep_ckpt|local_ckpt|stop_at)_(steps|epochs|examples|tokens|percent)|"
   r"local_ckpt_dir"
 )

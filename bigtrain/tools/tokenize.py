@@ -152,7 +152,7 @@ def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
   """
   for path in glob.glob(os.path.join(glob.escape(folder), "*.tmp")):
     os.remove(path)  # From a killed process.
-  names = os.listdir(folder)
+  names, _ = files.split_hidden(os.listdir(folder))
   for name in (token_files.MANIFEST, _PLAN):
     if name not in names:
       continue

@@ -380,8 +380,8 @@ def test_override_of_nested_keys():
     ("flag=2", "expected bool"),
     ("sizes=3", "expected tuple"),
     ("model=3", "expected dict"),
-    ("lr.x=3", r"--config\.lr\.x: config\.lr is 0\.001, no dict"),
-    ("model.width.x=3", r"config\.model\.width is 64, no dict"),
+    ("lr.x=3", r"--config\.lr\.x: config\.lr is 0\.001, not a dict"),
+    ("model.width.x=3", r"config\.model\.width is 64, not a dict"),
   ],
 )
 def test_override_rejects_wrong_types_and_paths(assignment, message):
@@ -439,7 +439,7 @@ def test_changes_of_a_config_dict_keep_types(tmp_path):
   for change, message in (
     ("total_steps=0.5", "expected int"),
     ("model=3", "expected dict"),
-    ("none.x=3", "config.none is None, no dict"),
+    ("none.x=3", "config.none is None, not a dict"),
   ):
     with pytest.raises(ConfigError, match=message):
       loading.load(str(path), [change])

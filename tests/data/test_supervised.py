@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import supervised
-from bigtrain.data.formats import packing
+from bigtrain.data.formats import packing, row_encoder
 from bigtrain.text import tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_masks"
@@ -262,7 +262,7 @@ def test_what_is_too_long_is_an_error_or_a_choice_with_a_count(
     ({"prompt": "a", "completion": ""}, None),
     ({"messages": CHAT[:1]}, "line 2: no token has a loss: .*Hello"),
     ({"messages": CHAT, "tools": "no json"}, "line 2: .*char 0"),
-    ({"text": "\ud800"}, "line 2: .*must be str"),
+    ({"text": "\ud800"}, "line 2: text contains the lone surrogate"),
     ({"messages": []}, "line 2: messages: expected a list"),
     ({"messages": [{"rol": "user"}]}, "line 2: message 0: expected dict.role="),
     ({"prompt": "a"}, "line 2: prompt and completion: expected two texts"),
@@ -300,11 +300,40 @@ def test_special_tokens_in_messages_are_a_choice(tmp_path):
 
 def test_a_template_is_needed_only_for_messages(tmp_path):
   assert len(make(tmp_path, PAIRS)) == 40
-  with pytest.raises(DataError, match="line 1: .*no chat template.*chatml"):
+  message = "line 1: the tokenizer 'bytes' has no chat template.*chatml"
+  with pytest.raises(DataError, match=message):
     make(tmp_path, [{"messages": CHAT}])
   # It has no ids for what templates write.
   with pytest.raises(DataError, match="line 1: .*need a tokenizer.json"):
     make(tmp_path, [{"messages": CHAT}], template="chatml")
+
+
+@pytest.mark.parametrize(
+  "row, field",
+  [
+    (
+      {"messages": [{**CHAT[0], "content": "\ud83d"}, CHAT[1]]},
+      r"\[0\].content",
+    ),
+    (
+      {"messages": [CHAT[0], {**CHAT[1], "content": "a\udc00"}]},
+      r"\[1\].content",
+    ),
+    ({"prompt": "a\ud83d", "completion": "b"}, "prompt"),
+    ({"prompt": "a", "completion": "\ud83d"}, "completion"),
+    ({"text": "\ud83d"}, "text"),
+  ],
+)
+def test_half_a_character_is_an_error_with_its_place(tmp_path, row, field):
+  rows = [PAIRS[0], row]
+  with pytest.raises(
+    DataError, match=rf"rows.jsonl, line 2: \S*{field} .*'\\ud"
+  ):
+    chats(tmp_path, rows)
+
+
+def test_fields_without_meaning_may_contain_anything(tmp_path):
+  assert len(make(tmp_path, [{**PAIRS[0], "id": "\ud83d"}])) == 1
 
 
 def test_dates_of_templates_do_not_follow_the_clock(tmp_path):
@@ -327,12 +356,12 @@ def test_tokens_are_made_once_and_again_if_anything_changes(
 ):
   source = make(tmp_path, PAIRS)
   batch = everything(source)
-  encode = supervised.Encoder._encode
+  encode = row_encoder.Encoder._encode
 
   def not_again(self, row):
     raise AssertionError("read again")
 
-  monkeypatch.setattr(supervised.Encoder, "_encode", not_again)
+  monkeypatch.setattr(row_encoder.Encoder, "_encode", not_again)
   name = str(tmp_path / "rows.jsonl")
   packed = supervised.Source("bytes", 32, name, pack=True)
   assert packed.fingerprint() != source.fingerprint()
@@ -344,7 +373,7 @@ def test_tokens_are_made_once_and_again_if_anything_changes(
     supervised.Source("bytes", 64, name, bos=True)
   with pytest.raises(AssertionError, match="read again"):
     make(tmp_path, PAIRS[1:])
-  monkeypatch.setattr(supervised.Encoder, "_encode", encode)
+  monkeypatch.setattr(row_encoder.Encoder, "_encode", encode)
   source = make(tmp_path, PAIRS[1:])
   for file in cache.glob("*.ids"):
     file.write_bytes(b"")  # Damaged.

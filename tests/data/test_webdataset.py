@@ -113,7 +113,7 @@ def test_arrays_and_extensions_with_dots(tmp_path):
 def test_samples_equal_those_of_webdataset():
   """tests/golden/make_data_files.py reads a file of odd names with it."""
   expected = json.loads((GOLDEN / "samples.json").read_text())
-  index = tar_files.load(tar_files.scan(str(GOLDEN / "odd.tar")))
+  index = tar_files.load(tar_files.scan_members(str(GOLDEN / "odd.tar")))
   samples = [[key.decode(), {}] for key in index.keys]
   for sample, extension, *row in index.members.tolist():
     content = (GOLDEN / "odd.tar").read_bytes()
@@ -146,8 +146,8 @@ def test_the_index_is_kept_and_remade_when_damaged(pattern, cache, monkeypatch):
     scans.append(os.path.basename(path))
     return real(path)
 
-  real, scan.__name__ = tar_files.scan, tar_files.scan.__name__
-  monkeypatch.setattr(tar_files, "scan", scan)
+  real, scan.__name__ = tar_files.scan_members, tar_files.scan_members.__name__
+  monkeypatch.setattr(tar_files, "scan_members", scan)
   webdataset.Source(pattern)
   assert not scans
   for file in kept:  # One changed bit, far from the header.

@@ -16,8 +16,8 @@ from support.array_inputs import (
 
 from bigtrain.config.errors import DataError
 from bigtrain.data import arrays
+from bigtrain.inputs import engine as engines
 from bigtrain.inputs import pipeline
-from bigtrain.inputs.engine import _row
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -126,15 +126,16 @@ def test_an_input_that_ends_early_is_an_error(monkeypatch):
 def test_a_stop_ends_a_batch_in_the_middle(monkeypatch):
   cfg = config(f"{PP}|test_fail_if([], batched=False)").input
   engine, _ = pipeline.train_engine(cfg, seed=0, rows=np.arange(16))
-  stopping, rows, row = threading.Event(), [], _row
+  stopping, rows = threading.Event(), []
+  example_of = engines._example_of
 
   def stop_at_third_row(batch, i):
     rows.append(i)
     if len(rows) >= 3:
       stopping.set()
-    return row(batch, i)
+    return example_of(batch, i)
 
-  monkeypatch.setattr("bigtrain.inputs.engine._row", stop_at_third_row)
+  monkeypatch.setattr(engines, "_example_of", stop_at_third_row)
   assert list(engine.batches(0, 50, stopping)) == []
   assert len(rows) <= 2 + engine.num_threads
   del rows[:]

@@ -58,7 +58,7 @@ def test_cached_batches_are_made_once(reads, caplog):
 def test_batches_too_large_to_cache_are_made_again(reads, monkeypatch, caplog):
   monkeypatch.setattr(cache, "available_bytes", lambda: 300)
   data = make_eval(cache=True)
-  assert "each pass makes them again" in caplog.text
+  assert "each evaluation makes its batches again" in caplog.text
   fetch(data.batches())
   del reads[:]
   assert len(fetch(data.batches())) == 3

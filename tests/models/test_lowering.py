@@ -12,7 +12,7 @@ import test_configs
 from support import absent_mesh
 
 from bigtrain.config.modules import find_module
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
 # Configs share these two; a student is a model of another config, and so are

@@ -221,7 +221,7 @@ def test_a_tensorflow_graph_gives_the_same():
   [
     ("span_corruption(1)", "length > 1"),
     ("span_corruption(40, density=1.5)", "between 0 and 1"),
-    ("span_corruption(40, num_sentinels=1)", "takes 2 sentinels"),
+    ("span_corruption(40, num_sentinels=1)", "needs 2 sentinels"),
     ("span_corruption(40, inputs_length=20)", "inputs of 37 tokens"),
     ("prefix_lm(1)", "'length': expected a whole number at least 2, got 1"),
   ],

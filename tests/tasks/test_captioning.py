@@ -14,7 +14,7 @@ from support import padding, processes
 from bigtrain import sharding
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models import cappa
 from bigtrain.objective import gradients
 from bigtrain.reports import writers
@@ -217,6 +217,7 @@ def test_microbatches_and_devices_change_rounding_only(model, name, cuts):
 
 
 @pytest.mark.slow
+@pytest.mark.golden
 def test_golden_losses(tmp_path):
   """Compares the first steps of digits_captions with recorded ones.
 

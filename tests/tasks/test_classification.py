@@ -8,7 +8,7 @@ import pytest
 
 from bigtrain import metrics
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.losses import mixup
 from bigtrain.tasks import classification as task
 

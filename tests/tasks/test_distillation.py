@@ -12,7 +12,7 @@ import tiny
 from bigtrain import main, sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.losses import mixup
 from bigtrain.tasks import distillation
 from bigtrain.tools import evaluate

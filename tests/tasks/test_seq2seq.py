@@ -11,7 +11,7 @@ from support import padding
 from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
-from bigtrain.inputs.checks import Features
+from bigtrain.inputs.named_features import Features
 from bigtrain.models import t5
 from bigtrain.pp import parse
 from bigtrain.tasks import seq2seq as task

@@ -68,6 +68,8 @@ def test_one_of_several_templates_is_for_tools(tmp_path):
 def test_a_missing_template_names_what_there_is(tmp_path):
   with pytest.raises(ConfigError, match="no chat template.*chatml"):
     chat.get(None, folder(tmp_path, bos_token="<s>"))
+  with pytest.raises(ConfigError, match="'bytes' has no chat template.*chatml"):
+    chat.get(None, "bytes")
   with pytest.raises(ConfigError, match="Did you mean 'chatml'"):
     chat.get("chatlm", str(tmp_path))
 

@@ -11,8 +11,10 @@ from bigtrain.arrays import hashing
 def rows(split: str, preferences: bool = False) -> Iterator[tuple[str, Any]]:
   """Yields (place, row); "test" is every tenth row of a fixed random order."""
   del preferences  # There is no second answer.
-  for i, n in enumerate(hashing.permute(np.arange(10_000), 10_000, 0).tolist()):
-    if split in ("all", "train" if i % 10 else "test"):
-      a, b = divmod(n, 100)
+  shuffled = hashing.permute(np.arange(10_000), 10_000, seed=0)
+  for i, pair in enumerate(shuffled.tolist()):
+    own_split = "train" if i % 10 else "test"
+    if split in ("all", own_split):
+      a, b = divmod(pair, 100)
       row = {"prompt": f"{a}+{b}=", "completion": str(a + b)}
       yield f"arithmetic, question {i}", row

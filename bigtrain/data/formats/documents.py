@@ -1,7 +1,8 @@
-"""Documents in plain text, JSON lines or Parquet files, also compressed.
+"""Reads documents from plain text, JSON lines and Parquet, also compressed.
 
-A corpus is split into parts: whole files, byte ranges of large files of lines,
-and row groups of Parquet files.
+For tokenizing, a corpus is cut into parts that processes read independently:
+whole files, byte ranges of large files of lines, and row groups of Parquet
+files. `rows` reads a file of JSON lines or a Parquet file as a whole.
 """
 
 import gzip
@@ -34,17 +35,24 @@ _FORMAT_OF = {
 
 
 class Part(NamedTuple):
-  """Bytes of a file, and the lines that begin there, or Parquet row groups."""
+  """A part of a file that is read at once."""
 
   path: str
   format: str  # One of FORMATS; in "text" the whole file is a document.
   compression: str  # "", "gzip" or "zstd".
+  # The lines that begin in these bytes, or the Parquet row groups with these
+  # numbers.
   start: int
   stop: int
   num_bytes: int  # Approximate.
 
 
 def parts(path: str, format: str, most_bytes: int) -> list[Part]:
+  """Cuts a file into parts of at most `most_bytes`, if its format allows it.
+
+  Args:
+    format: one of FORMATS, or "auto" for the one that the suffix says.
+  """
   stem, suffix = os.path.splitext(path)
   compression = _COMPRESSIONS.get(suffix, "")
   if format == "auto":
@@ -67,7 +75,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 
 
 def read(part: Part, key: str) -> Iterator[str | DataError]:
-  """Yields the documents of a part, or an error with the place of each invalid.
+  """Yields the documents of a part; an error in the place of an invalid one.
 
   Texts may be empty; blank lines are skipped. Raises DataError if the rest of
   the file cannot be read.
@@ -86,6 +94,7 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+  """Yields (place, row) of a .jsonl or .parquet file."""
   for part in parts(path, "auto", sys.maxsize):
     if part.format == "parquet":
       with (
@@ -108,6 +117,7 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
+  """Parses a line of JSON that is an object; else DataError, without place."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as e:
@@ -160,7 +170,7 @@ def _decoded(raw: bytes, where: Any) -> str | DataError:
 
 
 def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
-  """Yields (position, see _Where; line) for each line of a part."""
+  """Yields (position as in `_Where`, line) for each line of a part."""
   if part.compression:
     rest, number = b"", 1
     for chunk in _chunks(part):

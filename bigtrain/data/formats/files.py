@@ -1,7 +1,9 @@
-"""Random access to many files: paths, open handles and cached offsets.
+"""Random access to many files: finding them, open handles, cached offsets.
 
-Byte offsets are cached in the user's cache folder, under a hash of the file's
-path and stamp: its size and modification time, or an object's generation.
+`find` returns the files of a path or pattern. `Reader` reads any byte range of
+any file. `offsets` scans a file once for where its records are, and keeps the
+result in the user's cache folder, under a hash of the file's path and stamp:
+its size and modification time, or an object's generation.
 """
 
 import collections
@@ -14,7 +16,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -25,18 +27,25 @@ from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.files import objects as stores
 from bigtrain.files import paths
 
+# Files that are open at the same time; systems usually allow 1024.
 _MAX_OPEN = 256
 _MAX_THREADS = 16
 _CHUNK_BYTES = 1 << 23  # Of an object that is read in order.
+# Files of Windows, in lower case: thumbnails and the looks of a folder.
+_SYSTEM_FILES = ("thumbs.db", "desktop.ini")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 
 
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  One thread loads (value, its size) while others that need it wait. The latest
-  value stays, even if it exceeds `capacity`, the limit of the sum of sizes.
-  `on_reload` is called when an evicted value is loaded again.
+  If several threads need a value, one loads it and the others wait.
+
+  Args:
+    load: load(key) returns (value, its size).
+    capacity: limit of the sum of sizes. The latest value stays even if it is
+      larger.
+    on_reload: is called when a value that was evicted is loaded again.
   """
 
   def __init__(
@@ -73,9 +82,11 @@ class Cache:
     with self._lock:
       del self._loading[key]
       self._loaded[key] = value, size
-      sizes = lambda: (size for _, size in self._loaded.values())
-      while sum(sizes()) > self._capacity and len(self._loaded) > 1:
-        self._evicted.add(self._loaded.popitem(last=False)[0])
+      total = sum(size for _, size in self._loaded.values())
+      while total > self._capacity and len(self._loaded) > 1:
+        old_key, (_, old_size) = self._loaded.popitem(last=False)
+        self._evicted.add(old_key)
+        total -= old_size
       reloaded = key in self._evicted
     if reloaded:
       self._on_reload()
@@ -83,6 +94,7 @@ class Cache:
 
 
 def handles(open_file: Callable[[str], Any]) -> Cache:
+  """Returns a cache of open files, by path."""
   return Cache(lambda path: (open_file(path), 1), _MAX_OPEN)
 
 
@@ -125,7 +137,16 @@ class Reader:
   def read_all(
     self, ranges: Sequence[tuple[str, Sequence[tuple[int, int]]]]
   ) -> list[tuple[list[bytes], bytes]]:
-    """Reads (offset, size) of neighbours; also returns versions of objects."""
+    """Reads several byte ranges of each of several files.
+
+    Args:
+      ranges: (path, [(offset, size)]). The ranges of one entry are close to
+        each other: from an object store, they are read in one request.
+
+    Returns:
+      For each entry, ([content], version). The version of an object is its
+      generation, that of a local file is b"".
+    """
     spans = [
       (path, min(parts)[0], sum(max(parts)) - min(parts)[0])
       for path, parts in ranges
@@ -148,6 +169,7 @@ class Reader:
 
 
 def stamp(path: str) -> str:
+  """Returns what changes when the file does."""
   try:
     if paths.is_remote(path):
       (version,) = stores.read_ranges([(path, 0, 0)])
@@ -174,6 +196,7 @@ def local_path(path: str | os.PathLike[str], key: str) -> str:
 
 
 def as_list(path: Any, key: str) -> list[Any]:
+  """Returns a path or a list of paths of the config as a list."""
   if isinstance(path, str | os.PathLike):
     return [path]
   if not isinstance(path, Sequence) or not path:
@@ -184,7 +207,8 @@ def as_list(path: Any, key: str) -> list[Any]:
 def find(path: Any, key: str, remote: bool = False) -> list[str]:
   """Returns absolute paths of a file, a pattern (sorted), or a list of them.
 
-  In a pattern, "{000..127}" and "{a,b}" are as in a shell.
+  In a pattern, "{000..127}" and "{a,b}" are as in a shell, and as there, hidden
+  files match only where the pattern names them.
   """
   files: list[str] = []
   for entry in as_list(path, key):
@@ -196,10 +220,13 @@ def find(path: Any, key: str, remote: bool = False) -> list[str]:
       continue
     for each in _expand_braces(pattern):
       if remote and paths.is_remote(each):
-        matches = _objects(each)
+        names = _objects(each)
       else:
-        matches = sorted(glob.glob(each, recursive=True))
-        matches = list(map(paths.absolute, filter(os.path.isfile, matches)))
+        names = glob.glob(each, recursive=True, include_hidden=True)
+        names = sorted(filter(os.path.isfile, names))
+      names, hidden = split_hidden(names, pattern=each)
+      log_hidden(hidden, key)
+      matches = [paths.absolute(name) for name in names]
       if not matches:
         raise missing(paths.absolute(each), key, "file")
       files += matches
@@ -232,7 +259,49 @@ def _objects(pattern: str) -> list[str]:
   ]
 
 
+def split_hidden(
+  names: Iterable[str], pattern: str = ""
+) -> tuple[list[str], set[str]]:
+  """Returns the paths without hidden names, and what is hidden.
+
+  Systems and editors leave files beside the user's that are not data, such as
+  ".DS_Store", "._photo.png" and ".ipynb_checkpoints/photo-checkpoint.png". A
+  hidden folder counts as one. A name of the pattern that is hidden itself, such
+  as "Thumbs.db" or ".*", asks for files of this name.
+  """
+  asked = [part for part in pattern.split("/") if _is_hidden(part)]
+  visible: list[str] = []
+  hidden: set[str] = set()
+  for name in names:
+    parts = name.split("/")
+    for number, part in enumerate(parts, 1):
+      wanted = any(fnmatch.fnmatchcase(part, each) for each in asked)
+      if _is_hidden(part) and not wanted:
+        hidden.add("/".join(parts[:number]))
+        break
+    else:
+      visible.append(name)
+  return visible, hidden
+
+
+def _is_hidden(name: str) -> bool:
+  if name in (os.curdir, os.pardir):
+    return False
+  return name.startswith(".") or name.lower() in _SYSTEM_FILES
+
+
+def log_hidden(hidden: Collection[str], where: str) -> None:
+  if hidden:
+    logging.info(
+      "%s: left out %d hidden files or folders, such as %s",
+      where,
+      len(hidden),
+      min(hidden),
+    )
+
+
 def missing(path: str, key: str, kind: str) -> ConfigError:
+  """Returns the error for a file or folder that does not exist."""
   folder, name = os.path.split(path)
   if paths.is_remote(path):
     return ConfigError(f"{key}={path!r}: no such {kind}.")
@@ -253,6 +322,7 @@ def line_number(path: str, offset: int) -> int:
 
 
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+  """Returns fn(item) of each item, computed in up to 16 threads."""
   with futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
     return list(pool.map(fn, items))
 
@@ -264,8 +334,11 @@ def offsets(
 ) -> list[np.ndarray]:
   """Returns scan(path) for each file, from the cache where possible.
 
-  That is int64, such as the offsets of N records and the file's size [N + 1].
-  `folder` is the cache's, also in an object store, instead of the user's.
+  Args:
+    scan: returns int64, such as the offsets of N records and the file's size,
+      [N + 1]. Its name is part of the key of the cache.
+    folder: folder of the cache, also in an object store; by default the user's
+      cache folder.
   """
   folder = folder or cache_folder()
   return in_threads(lambda path: _offsets(path, scan, folder), names)
@@ -310,7 +383,7 @@ def cache_folder() -> str:
 
 
 class Shards:
-  """Maps example numbers to files and records."""
+  """Maps the numbers of examples to files and records, by counts per file."""
 
   def __init__(self, counts: Sequence[int]):
     self._ends = np.cumsum(np.asarray(counts, np.int64))
@@ -327,6 +400,7 @@ class Shards:
 
 
 def digest(*parts: object) -> str:
+  """Returns a hash of the parts, as text."""
   text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
   return hashlib.sha256(text).hexdigest()[:16]
 
@@ -340,4 +414,5 @@ def objects(rows: Sequence[Any]) -> np.ndarray:
 
 
 def one_line(error: Exception) -> str:
+  """Returns the message of an error in one line, without a period."""
   return " ".join(str(error).split()).rstrip(".")[:400]

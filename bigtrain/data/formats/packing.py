@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Bins that may lack room in another way than the first, for each item.
-_MOST_TRIED = 64
+# Bins that `best_fit` looks at for each item. They have room for the first of
+# its K sizes, but maybe not for another. More bins take longer and help little.
+_MAX_TRIED = 64
 
 
 def first_fit(
@@ -24,8 +25,10 @@ def first_fit(
   if not sizes.size:
     return np.zeros(0, np.int64), np.zeros(1, np.int64)
   if sizes.min() < 1 or sizes.max() > capacity:
-    got = f"{sizes.min()} to {sizes.max()}"
-    raise ValueError(f"first_fit: expected sizes 1 to {capacity}, got {got}.")
+    raise ValueError(
+      f"first_fit: expected sizes 1 to {capacity}, got {sizes.min()} to "
+      f"{sizes.max()}."
+    )
   by_size = np.argsort(-sizes, kind="stable")
   ordered = sizes[by_size]
   cuts = np.flatnonzero(np.diff(ordered, prepend=0, append=0))
@@ -44,21 +47,25 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: largest first, each into the fullest bin with room.
 
-  Items have K sizes, int [N, K], none larger than a bin's. Bins are compared
-  in the way that fills first. Returns the same as `first_fit`.
+  An item has K sizes, int [N, K], such as its inputs and its targets, and a bin
+  has a capacity for each; no item is larger than a bin. How full a bin is
+  depends on the size that fills the bins fastest. Returns the same as
+  `first_fit`.
   """
   fill = np.sum(sizes, axis=0) / np.asarray(capacity)
-  ways = np.argsort(-fill, kind="stable")
-  sizes, full = sizes[:, ways], np.asarray(capacity)[ways]
+  fastest_first = np.argsort(-fill, kind="stable")
+  sizes, full = sizes[:, fastest_first], np.asarray(capacity)[fastest_first]
   smallest = sizes.min(axis=0, initial=int(full.max())).tolist()
   bins = np.empty(len(sizes), np.int64)
   rooms: list[list[int]] = []
-  open_bins: list[tuple[int, int]] = []  # (room in the first way, bin), sorted.
+  open_bins: list[
+    tuple[int, int]
+  ] = []  # (room in the first size, bin), sorted.
   by_size = np.argsort(-np.max(sizes / full, axis=1), kind="stable")
   for item in by_size.tolist():
     size = sizes[item].tolist()
     at = bisect.bisect_left(open_bins, (size[0], 0))
-    for place in range(at, min(at + _MOST_TRIED, len(open_bins))):
+    for place in range(at, min(at + _MAX_TRIED, len(open_bins))):
       number = open_bins[place][1]
       if all(map(operator.le, size, rooms[number])):
         del open_bins[place]
@@ -67,7 +74,7 @@ def best_fit(
       number = len(rooms)
       rooms.append(full.tolist())
     bins[item] = number
-    rooms[number] = [*map(operator.sub, rooms[number], size)]
+    rooms[number] = list(map(operator.sub, rooms[number], size))
     if all(map(operator.le, smallest, rooms[number])):
       bisect.insort(open_bins, (rooms[number][0], number))
   items = np.argsort(bins, kind="stable")
@@ -76,7 +83,10 @@ def best_fit(
 
 
 class _OpenBins:
-  """Bins by number: start[i] to start[i] + count[i] - 1 have room[i] left."""
+  """Bins with room, in runs of bins with the same room.
+
+  Bins start[i] to start[i] + count[i] - 1 have room[i] left.
+  """
 
   def __init__(self, number: int, capacity: int, smallest: int):
     self._smallest = smallest
@@ -101,14 +111,21 @@ class _OpenBins:
     return np.concatenate(bins)
 
   def _split(self, i: int, size: int, number: int) -> np.ndarray:
+    """Places items that fill only a part of run i, which becomes three runs.
+
+    Those are the bins that are full, one bin with the rest, and untouched bins.
+    """
     start, count, room = self._start[i], self._count[i], self._room[i]
     each = room // size
     full, rest = divmod(number, each)
     counts = np.asarray([full, int(rest > 0), count - full - (rest > 0)])
     rooms = np.asarray([room - each * size, room - rest * size, room])
     starts = start + np.cumsum(counts) - counts
-    replace = lambda old, new: np.concatenate([old[:i], new, old[i + 1 :]])
     some = counts > 0
+
+    def replace(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+      return np.concatenate([old[:i], new, old[i + 1 :]])
+
     self._start = replace(self._start, starts[some])
     self._count = replace(self._count, counts[some])
     self._room = replace(self._room, rooms[some])

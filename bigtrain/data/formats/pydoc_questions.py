@@ -13,10 +13,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-# Names of modules that can be imported anywhere and do nothing then.
+# Names of modules whose import has no effects and works on every system.
 _MODULES = pathlib.Path(__file__).with_name("pydoc_modules.txt")
 _SENTENCE = re.compile(r"(.+?[.!?])(\s|$)")
 _TEST_EVERY = 10
+_MIN_LENGTH = 10  # Of an answer, in characters: others say nothing.
 _KINDS = (
   type,
   types.FunctionType,
@@ -36,12 +37,14 @@ def rows(
   With `preferences`, only rows that have a second, worse answer: a later
   sentence of the same docstring, which describes a detail.
   """
-  names = _PAIR if preferences else _ROW
-  found = [x for x in sorted(_questions()) if x[2] or not preferences]
-  for i, question in enumerate(found):
+  fields = _PAIR if preferences else _ROW
+  questions = sorted(_questions())
+  if preferences:
+    questions = [each for each in questions if each[2]]
+  for i, question in enumerate(questions):
     is_test = i % _TEST_EVERY == _TEST_EVERY - 1
     if split in ("all", "test" if is_test else "train"):
-      yield f"pydoc, question {i}", dict(zip(names, question))
+      yield f"pydoc, question {i}", dict(zip(fields, question))
 
 
 def _questions() -> Iterator[tuple[str, str, str]]:
@@ -53,12 +56,12 @@ def _questions() -> Iterator[tuple[str, str, str]]:
     except ImportError:  # Not in every Python.
       continue
     for key, value in _public(module):
-      if id(value) not in seen:
-        seen.add(id(value))
-        yield from _question(f"{name}.{key}", value)
-        for method, function in (
-          _public(value) if inspect.isclass(value) else ()
-        ):
+      if id(value) in seen:
+        continue
+      seen.add(id(value))
+      yield from _question(f"{name}.{key}", value)
+      if inspect.isclass(value):
+        for method, function in _public(value):
           yield from _question(f"{name}.{key}.{method}", function)
 
 
@@ -73,7 +76,7 @@ def _public(owner: Any) -> list[tuple[str, Any]]:
 def _question(name: str, value: Any) -> Iterator[tuple[str, str, str]]:
   try:
     signature = str(inspect.signature(value))
-  except (AttributeError, TypeError, ValueError):  # Of some C functions.
+  except (AttributeError, TypeError, ValueError):  # Some C functions have none.
     return
   paragraphs = (inspect.getdoc(value) or "").split("\n\n")
   texts = [" ".join(paragraph.split()) for paragraph in paragraphs]
@@ -81,8 +84,8 @@ def _question(name: str, value: Any) -> Iterator[tuple[str, str, str]]:
   # Addresses of objects would differ in each process.
   if not sentences[0] or " at 0x" in signature:
     return
-  first, *later = [x for x, _ in itertools.chain(*sentences)]
-  if len(first) > 10:
-    details = (x for x in later if len(x) > 10 and x[0].isalpha())
+  first, *later = [sentence for sentence, _ in itertools.chain(*sentences)]
+  if len(first) > _MIN_LENGTH:
+    details = [x for x in later if len(x) > _MIN_LENGTH and x[0].isalpha()]
     prompt = f"{name.removeprefix('builtins.')}{signature}\n"
-    yield prompt, first, next(details, "")
+    yield prompt, first, details[0] if details else ""

@@ -1,7 +1,8 @@
-"""Calls functions of rewards in another process, with a time limit.
+"""Calls reward functions in another process, with a time limit.
 
-A function takes the answers to a prompt, a list of texts, and the prompt's row,
-and returns a number for each. One that blocks or crashes costs the process.
+A function gets the answers to a prompt, a list of texts, and the prompt's row,
+and returns a number for each answer. If it blocks or crashes, only the other
+process ends, and the next call starts a new one.
 """
 
 import importlib
@@ -16,23 +17,30 @@ from typing import Any
 
 
 class Worker:
-  """The process, which starts when it is needed."""
+  """The other process. It starts with the first call.
+
+  Args:
+    secs: time limit of a call.
+  """
 
   def __init__(self, secs: float):
-    self._secs, self._process = secs, None
+    self._secs = secs
+    self._process: Any = None
 
   def __call__(
     self, dotted: str, texts: Sequence[str], row: Any
   ) -> list[float] | str:
-    """Returns the rewards of texts, or what went wrong."""
-    process: Any = self._process or _start()
-    self._process = process
+    """Returns the rewards of texts, or a message about what went wrong."""
+    if self._process is None:
+      self._process = _start()
+    process = self._process
     try:
       pickle.dump((dotted, texts, row, self._secs), process.stdin)
       process.stdin.flush()
       result = pickle.load(process.stdout)
     except (OSError, EOFError, pickle.UnpicklingError):
-      self._process, code = None, process.wait()
+      self._process = None
+      code = process.wait()
       if code == -signal.SIGALRM:
         return f"it took more than {self._secs:g} s"
       return f"it ended its process with exit code {code}"
@@ -44,7 +52,7 @@ class Worker:
 
 
 def _start() -> Any:
-  # The accelerators are this process's, and so are its signals.
+  # The other process must not use this one's accelerators, nor get its signals.
   path = os.pathsep.join(path or os.getcwd() for path in sys.path)
   return subprocess.Popen(
     [sys.executable, "-c", f"from {__name__} import serve; serve()"],
@@ -56,7 +64,7 @@ def _start() -> Any:
 
 
 def serve() -> None:
-  """The program of the process; it ends with its input."""
+  """The program of the other process: answers requests until its input ends."""
   results = os.fdopen(os.dup(1), "wb", buffering=0)
   os.dup2(2, 1)  # What the functions print goes to the log.
   requests = os.fdopen(os.dup(0), "rb")

@@ -1,4 +1,8 @@
-"""Sources of rows: values as in JSON, whose types come from the first rows."""
+"""Base of the sources whose files have rows, such as JSON lines and Parquet.
+
+A row has values as in JSON. The first rows determine the type and shape of each
+feature, and later rows must match them.
+"""
 
 import functools
 import json
@@ -17,9 +21,10 @@ from bigtrain.config.errors import (
 from bigtrain.data.formats import files, splits
 from bigtrain.files import paths
 
-# Number of rows that determine types and shapes; all others must match.
+# Number of rows that determine types and shapes.
 _NUM_SAMPLED = 64
 
+# Python types of values that need no conversion.
 _PLAIN = {bytes: bytes, np.dtype(np.int64): int}
 
 # (dtype or bytes, shape), as in the `spec` of a source.
@@ -29,7 +34,9 @@ Type = tuple[Any, tuple[int | None, ...]]
 class Rows:
   """Base class of sources that read rows of files.
 
-  `_rows` returns the values of examples by feature, `where` the place of one.
+  A subclass sets `_paths` and `spec`, calls `_open`, and defines `where`, the
+  place of an example, and `_rows`, which returns the values of examples by
+  feature.
   """
 
   _paths: list[str]
@@ -45,8 +52,16 @@ class Rows:
     sizes: Iterable[Any],
     slice: str,
   ) -> None:
-    """Takes the files of `path`: numbers of rows, and sizes or checksums."""
-    self._kind, self._sizes = kind, [*sizes]
+    """Notes the files of `_paths`, and the slice of their rows.
+
+    Args:
+      kind: name of the source, for messages.
+      path: argument of the source.
+      counts: number of rows of each file.
+      sizes: size or checksum of each file.
+    """
+    self._kind = kind
+    self._sizes = list(sizes)
     self._stamps = files.in_threads(files.stamp, self._paths)
     self._name = ", ".join(map(os.fspath, files.as_list(path, kind)))
     self._shards = files.Shards(counts)
@@ -95,8 +110,9 @@ class Rows:
     return self._length
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    rows, batch = self._rows(indices), {}
-    self._check(indices)  # Now, so that no change goes unnoticed.
+    rows = self._rows(indices)
+    batch = {}
+    self._check(indices)  # After the reading, so that no change goes unnoticed.
     for name, (kind, shape) in self.spec.items():
       values: list[Any] = [row.get(name) for row in rows]
       if shape or {*map(type, values)} != {_PLAIN.get(kind)}:
@@ -115,10 +131,13 @@ class Rows:
     return batch
 
   def _check(self, indices: np.ndarray) -> None:
-    first = {file: i for i, (file, _) in zip(indices, self._places(indices))}
-    for file, i in first.items():
+    """Checks that the files of these examples have not changed."""
+    places = self._places(indices)
+    index_of_file = {file: i for i, (file, _) in zip(indices, places)}
+    for file, index in index_of_file.items():
+      # The reader of remote files returns their stamps with the content.
       if not paths.is_remote(self._paths[file]):
-        self._check_stamp(i, file, files.stamp(self._paths[file]))
+        self._check_stamp(index, file, files.stamp(self._paths[file]))
 
   def _check_stamp(self, index: int, file: int, stamp: str) -> None:
     if stamp != self._stamps[file]:
@@ -151,6 +170,7 @@ class Rows:
       raise DataError(f"image {name!r}: {e}.") from e
 
   def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls fn(*args); a DataError gets the place of the example."""
     try:
       return fn(*args)
     except DataError as e:
@@ -228,5 +248,6 @@ def _array(row: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def short(value: Any) -> str:
+  """Returns a value as JSON, cut to 40 characters, for a message."""
   text = json.dumps(value, default=repr)
   return text if len(text) <= 40 else text[:40] + "..."

@@ -37,6 +37,7 @@ def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
 
 
 def bounds(text: str, length: int, key: str) -> tuple[int, int]:
+  """Returns (start, stop) of a slice "[:80%]" of `length` examples."""
   match = _match(text, key)
   if name := match[1].strip():
     raise ConfigError(f"{key}: expected a slice like '[:80%]', got {name!r}.")

@@ -9,6 +9,7 @@ so what is read later can be compared with what was there.
 """
 
 import io
+import os
 import re
 import tarfile
 import zlib
@@ -32,6 +33,7 @@ class Index(NamedTuple):
   extensions: list[str]
   # Sample, extension, and (start, size, checksum) of each member: int64 [M, 5].
   members: np.ndarray
+  hidden: list[str]  # Names that were left out: see files.split_hidden.
 
   def rows(self, extensions: Sequence[str]) -> np.ndarray:
     """Returns (start, size, checksum) of a member of each sample, int64 [N, 3].
@@ -47,16 +49,19 @@ class Index(NamedTuple):
     return rows
 
 
-def scan(path: str) -> np.ndarray:
+def scan_members(path: str) -> np.ndarray:
   """Returns the index of a file as int64; `load` reads it."""
   keys: list[bytes] = []
   seen: set[int] = set()
   extensions: dict[str, int] = {}
   members: list[tuple[int, ...]] = []
+  all_hidden: set[str] = set()
   with files.open_to_read(path) as f:
     for name, start, size in _members(path, f):
+      visible, hidden = files.split_hidden([name])
+      all_hidden |= hidden
       match = _NAME.fullmatch(name)
-      if not match:
+      if not match or not visible:
         continue
       key = match[1].encode("utf-8", "surrogateescape")
       number = extensions.setdefault(match[2].lower(), len(extensions))
@@ -75,7 +80,12 @@ def scan(path: str) -> np.ndarray:
       members.append((len(keys) - 1, number, start, max(size, 0), checksum))
   packed = io.BytesIO()
   table = np.asarray(members, np.int64).reshape(-1, 5)
-  for array in (np.asarray(keys, "S"), np.asarray([*extensions], "U"), table):
+  for array in (
+    np.asarray(keys, "S"),
+    np.asarray([*extensions], "U"),
+    table,
+    np.asarray([os.fsencode(each) for each in sorted(all_hidden)], "S"),
+  ):
     np.save(packed, array, allow_pickle=False)
   packed.write(bytes(-packed.tell() % 8))
   return np.frombuffer(packed.getvalue(), np.int64)
@@ -83,8 +93,9 @@ def scan(path: str) -> np.ndarray:
 
 def load(packed: np.ndarray) -> Index:
   content = io.BytesIO(packed.tobytes())
-  keys, extensions, members = (np.load(content) for _ in range(3))
-  return Index(keys, extensions.tolist(), members)
+  keys, extensions, members, hidden = (np.load(content) for _ in range(4))
+  names = [os.fsdecode(name) for name in hidden.tolist()]
+  return Index(keys, extensions.tolist(), members, names)
 
 
 def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:

@@ -1,7 +1,9 @@
-"""Token ids of rows of any length, with the ids that have a loss.
+"""Keeps the token ids of rows of any length, and which ids have a loss.
 
-They are made once, in a pass over all rows, and kept in the user's cache folder
-under a hash of the files' paths, sizes and modification times.
+The ids are made once, in a pass over all rows, and kept in the user's cache
+folder, under a hash of the files' paths, sizes and modification times and of
+the options that the ids depend on. Two files have them: STEM.ids, the ids of
+all rows one after the other, and STEM.npz, the start and weight of each row.
 """
 
 import contextlib
@@ -19,18 +21,20 @@ from bigtrain.files import paths
 
 
 class Row(NamedTuple):
-  """The ids of a row, and the number of those before the first with a loss."""
+  """The ids of a row."""
 
   ids: np.ndarray  # int32 [n].
-  prompt: int
-  trained: np.ndarray  # bool [n].
-  weight: float = 1.0
+  prompt: int  # Number of ids before the first with a loss.
+  trained: np.ndarray  # bool [n], whether an id has a loss.
+  weight: float = 1.0  # Of the loss.
 
 
 class Rows:
-  """The ids of all rows, memory-mapped, and their weights, float32 [rows].
+  """The ids of all rows, memory-mapped.
 
-  `digest` is a hash of the files' names and sizes and of `key`.
+  Attributes:
+    weight: weights of the rows' losses, float32 [rows].
+    digest: hash of the files' names and sizes, and of the options.
   """
 
   def __init__(self, stem: str, inputs: Sequence[str], digest: str):
@@ -48,7 +52,7 @@ class Rows:
   def spans(self, rows: np.ndarray, pairs: bool) -> np.ndarray:
     """Returns (start, stop) of the ids of rows, int64 [rows, 1, 2].
 
-    For `pairs`, those before and after the end of the prompt, [rows, 2, 2].
+    With `pairs`, the prompt and the answer have one each, [rows, 2, 2].
     """
     start, stop = self._starts[rows], self._starts[rows + 1]
     if not pairs:
@@ -75,16 +79,22 @@ def cached(
 ) -> Rows:
   """Returns the ids of rows, made now or for an earlier run.
 
-  `encode` makes the ids of (row, its place), and `key` is a hash of what it
-  depends on; `rows_of` yields (place, row) of a file or of another input.
+  Args:
+    encode: encode(row, its place) makes the ids of a row.
+    key: hash of what `encode` depends on.
+    inputs: files, or names of other inputs.
+    rows_of: rows_of(input) yields (place, row).
   """
-  stats = [(n, os.stat(n) if os.path.isfile(n) else None) for n in inputs]
-  sizes = [(os.path.basename(n), s and s.st_size) for n, s in stats]
-  times = [(os.path.realpath(n), s and s.st_mtime_ns) for n, s in stats]
+  sizes: list[tuple[str, int | None]] = []
+  times: list[tuple[str, int | None]] = []
+  for name in inputs:
+    stat = os.stat(name) if os.path.isfile(name) else None
+    sizes.append((os.path.basename(name), stat and stat.st_size))
+    times.append((os.path.realpath(name), stat and stat.st_mtime_ns))
   digest = files.digest(*sizes, key)
   folder = os.path.join(os.path.dirname(files.cache_folder()), "rows")
-  name = files.digest(sys.version, *times, *sizes, key)
-  stem = os.path.join(folder, name)
+  # Python's version, because its own documentation may be the data.
+  stem = os.path.join(folder, files.digest(sys.version, *times, *sizes, key))
   # A missing or damaged cache entry only costs another pass.
   with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
     return Rows(stem, inputs, digest)

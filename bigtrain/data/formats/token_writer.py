@@ -38,11 +38,17 @@ def write_shard(
   Invalid documents are errors. Empty ones are skipped.
   """
   tokenizer = tokenizers.get(recipe.tokenizer)
-  counts: dict[str, Any] = {"name": name, "num_tokens": 0, "num_documents": 0}
-  counts |= {"num_bytes": 0, "num_empty": 0}  # Bytes of text.
-  counts |= {"num_skipped": 0, "skipped": []}
+  counts: dict[str, Any] = {
+    "name": name,
+    "num_tokens": 0,
+    "num_documents": 0,
+    "num_bytes": 0,  # Of the texts.
+    "num_empty": 0,
+    "num_skipped": 0,
+    "skipped": [],
+  }
 
-  def rows() -> Iterator[np.ndarray]:
+  def ids_of_documents() -> Iterator[np.ndarray]:
     for text in documents:
       if isinstance(text, DataError):
         counts["num_skipped"] += 1
@@ -61,26 +67,29 @@ def write_shard(
       counts["num_bytes"] += len(text.encode())
       yield np.concatenate([begin, ids, end]).astype(recipe.dtype)
 
-  return write_rows(folder, name, rows(), counts)
+  return write_documents(folder, name, ids_of_documents(), counts)
 
 
-def write_rows(
-  folder: str, name: str, rows: Iterable[np.ndarray], counts: dict[str, Any]
+def write_documents(
+  folder: str,
+  name: str,
+  documents: Iterable[np.ndarray],
+  counts: dict[str, Any],
 ) -> dict[str, Any]:
   """Writes documents' ids as a shard; returns the content of the .json file."""
   ends: list[int] = []
   checksum = google_crc32c.Checksum()
 
-  def raw_rows() -> Iterator[bytes]:
-    for row in rows:
-      ends.append((ends[-1] if ends else 0) + len(row))
-      raw = row.tobytes()
+  def raw_documents() -> Iterator[bytes]:
+    for ids in documents:
+      ends.append((ends[-1] if ends else 0) + len(ids))
+      raw = ids.tobytes()
       checksum.update(raw)
       yield raw
 
   path = os.path.join(folder, name)
   with paths.replacing(f"{path}.bin", "wb") as f:
-    f.writelines(raw_rows())
+    f.writelines(raw_documents())
   with paths.replacing(f"{path}.ends.npy", "wb") as f:
     np.save(f, np.asarray(ends, np.int64), allow_pickle=False)
   counts |= {"name": name, "num_tokens": ends[-1] if ends else 0}
@@ -90,6 +99,7 @@ def write_rows(
 
 
 def finished_shard(folder: str, name: str) -> dict[str, Any] | None:
+  """Returns the counts of a shard if it is complete and intact."""
   path = os.path.join(folder, name)
   checksum = google_crc32c.Checksum()
   try:

@@ -1,8 +1,15 @@
-"""Windows of a fixed length over arrays of token ids.
+"""Cuts arrays of token ids into windows of a fixed length.
 
-A window consists of pieces, runs of consecutive target tokens; the first
-context of a piece is the token before it. A plan maps window numbers to pieces;
-in every plan, each token that has a context is a target exactly once.
+The arrays are called shards. A window consists of pieces: runs of consecutive
+target tokens of one shard. The context of a piece's first target is the token
+before it. A plan maps the number of a window to its pieces. There are three:
+
+- `Stream`: windows ignore where documents begin and end.
+- `Masked`: the same windows, but no token has another document as context.
+- `Documents`: windows of whole documents, one or several of them.
+
+In every plan, each token that has a context is a target exactly once (without
+overlap by `stride`). `fill` reads the tokens of the pieces.
 
 Legend: B windows of a batch, L tokens of a window, N pieces.
 """
@@ -21,9 +28,9 @@ from bigtrain.data.formats import files, packing, splits
 class Pieces(NamedTuple):
   """The pieces of a batch of windows; arrays [N]."""
 
-  row: np.ndarray  # Index of the window in the batch, ascending.
+  row: np.ndarray  # Number of the window in the batch, ascending.
   at: np.ndarray  # Position of the piece in the window.
-  shard: np.ndarray  # Index of the array of tokens.
+  shard: np.ndarray  # Number of the array of tokens.
   begin: np.ndarray  # Index of the first target in that array.
   size: np.ndarray  # Number of targets.
   fresh: np.ndarray  # Whether the first context is the start token.
@@ -65,8 +72,8 @@ class Stream:
     begin = self._first + number * self._stride
     size = np.minimum(self._length, self._sizes[shard] - begin)
     fresh = (begin == 0) & self._fresh
-    rows = np.arange(len(index))
-    return Pieces(rows, 0 * rows, shard, begin, size, fresh)
+    row = np.arange(len(index))
+    return Pieces(row, np.zeros_like(row), shard, begin, size, fresh)
 
 
 class Documents:
@@ -84,18 +91,26 @@ class Documents:
     fresh: bool,
     packed: bool,
   ):
+    # Of each document: its number of targets, and where the first one is, in
+    # all shards one after the other.
     first = 0 if fresh else 1
-    sizes = [np.maximum(np.diff(s) - first, 0) for s in starts]
-    self._shards = files.Shards([int(s[-1]) for s in starts])
-    before = np.cumsum([0] + [int(s[-1]) for s in starts])[:-1]
-    begins = [s[:-1] + first + at for s, at in zip(starts, before)]
-    size, begin = np.concatenate(sizes), np.concatenate(begins)
+    shard_sizes = [int(each[-1]) for each in starts]
+    self._shards = files.Shards(shard_sizes)
+    shard_begins = np.cumsum([0, *shard_sizes])[:-1]
+    size = np.concatenate(
+      [np.maximum(np.diff(each) - first, 0) for each in starts]
+    )
+    begin = np.concatenate(
+      [each[:-1] + first + at for each, at in zip(starts, shard_begins)]
+    )
+    # Of each piece of at most `length` targets: the same.
     counts = -(-size // length)
     number = packing.numbered(counts)
     self._begin = np.repeat(begin, counts) + number * length
     left = np.repeat(size, counts) - number * length
     self._size = np.minimum(left, length).astype(np.int32)
     self._fresh = (number == 0) & fresh
+    # Window w has the pieces _first[w] to _first[w + 1] - 1.
     if packed:
       items, self._first = _shuffled(*packing.first_fit(self._size, length))
       self._begin, self._size = self._begin[items], self._size[items]
@@ -152,23 +167,30 @@ class Masked:
     return len(self._stream)
 
   def pieces(self, index: np.ndarray) -> Pieces:
-    rows = []
-    skipped = 0 if self._fresh else 1
-    whole = self._stream.pieces(index)
-    for row, _, shard, begin, size, fresh in zip(*(f.tolist() for f in whole)):
+    pieces = []
+    windows = self._stream.pieces(index)
+    for row, _, shard, begin, size, fresh in zip(*_as_lists(windows)):
+      # Documents that begin inside of the window cut it.
       starts = self._starts[shard]
       span = np.searchsorted(starts, [begin, begin + size], side="left")
       inside = starts[span[0] : span[1]]
       cuts = [begin, *inside[inside > begin].tolist(), begin + size]
       heads = set(inside.tolist())
       for start, stop in zip(cuts[:-1], cuts[1:]):
-        head = start in heads
-        own = start + skipped if head else start
-        if own < stop:
-          new = fresh or (head and self._fresh)
-          rows.append((row, own - begin, shard, own, stop - own, new))
-    pieces = Pieces(*np.asarray(rows, np.int64).reshape(-1, 6).T)
-    return pieces._replace(fresh=pieces.fresh.astype(bool))
+        is_head = start in heads
+        if is_head and not self._fresh:
+          start += 1
+        if start < stop:
+          is_fresh = fresh or (is_head and self._fresh)
+          piece = row, start - begin, shard, start, stop - start, is_fresh
+          pieces.append(piece)
+    columns = np.asarray(pieces, np.int64).reshape(-1, len(Pieces._fields)).T
+    result = Pieces(*columns)
+    return result._replace(fresh=result.fresh.astype(bool))
+
+
+def _as_lists(pieces: Pieces) -> list[list[int]]:
+  return [field.tolist() for field in pieces]
 
 
 # Maps window numbers, int64 [B], to pieces.
@@ -184,17 +206,26 @@ def fill(
   *,
   shift: int = 0,
 ) -> dict[str, np.ndarray]:
-  """Reads the tokens of a batch of windows; see data/tokens.py for features."""
-  tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+  """Reads the tokens of a batch of windows; see data/tokens.py for features.
+
+  Args:
+    shape: (B, L).
+    tokens_of: returns the tokens of a shard.
+    start_id: the start token, context of the first target of a fresh piece.
+    segments: whether to add the features `segments` and `positions`.
+    shift: added to what the shards contain, to get ids.
+  """
+  tokens = np.zeros(shape, np.int32)
+  targets = np.zeros(shape, np.int32)
   mask = np.zeros(shape, np.float32)
   batch = {"tokens": tokens, "targets": targets, "loss_mask": mask}
   if segments:
-    number, position = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    batch |= {"segments": number, "positions": position}
+    segment_ids = np.zeros(shape, np.int32)
+    positions = np.zeros(shape, np.int32)
+    batch |= {"segments": segment_ids, "positions": positions}
     count = np.arange(shape[1], dtype=np.int32)
-  last_row, own = -1, 0
-  rows = zip(*(field.tolist() for field in pieces))
-  for row, at, shard, begin, size, fresh in rows:
+  last_row, segment = -1, 0
+  for row, at, shard, begin, size, fresh in zip(*_as_lists(pieces)):
     data = tokens_of(shard)
     span = slice(at, at + size)
     targets[row, span] = data[begin : begin + size]
@@ -207,10 +238,10 @@ def fill(
       tokens[row, at] = start_id
     mask[row, span] = 1
     if segments:
-      own = own + 1 if row == last_row else 1
+      segment = segment + 1 if row == last_row else 1
       last_row = row
-      number[row, span] = own
-      position[row, span] = count[:size]
+      segment_ids[row, span] = segment
+      positions[row, span] = count[:size]
   return batch
 
 

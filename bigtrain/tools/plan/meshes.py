@@ -155,9 +155,17 @@ def without_data(
         type="synthetic", features=dict(made_up), num_examples=num_examples
       )
       result.append(f"{key}={synthetic!r}")
-  for key in ("evals", "hooks", "wandb"):
+  without: dict[str, Any] = {
+    "evals": {},
+    "hooks": {},
+    "wandb": None,
+    "mlflow": None,
+    "trackio": None,
+    "loggers": {},
+  }
+  for key, nothing in without.items():
     if config.get(key):
-      result.append(f"{key}={{}}")
+      result.append(f"{key}={nothing}")
   return result
 
 

@@ -25,7 +25,7 @@ from bigtrain.cluster import process
 from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.main import train
-from bigtrain.objective import building, gradients, teacher
+from bigtrain.objective import building, gradients, task_functions, teacher
 from bigtrain.reports import flops
 from bigtrain.runtime import device_memory
 from bigtrain.runtime.run import Run
@@ -210,7 +210,7 @@ def measure(
   teacher_model = teacher.from_config(
     run.config, task, batch_spec, run.mesh, run.seed
   ).model
-  loss_fn = building.loss_fn(run.config, task, model, teacher_model)
+  loss_fn = task_functions.loss_fn(run.config, task, model, teacher_model)
   loss_args = gradients.loss_args(state_spec, batch_spec, run.mesh, frozen_spec)
   return {
     "parameters": sum(x.size for x in params),

@@ -1,0 +1,223 @@
+"""Token ids of the rows of data/supervised.py, with the ids that have a loss.
+
+`Encoder` turns one row of a file into ids: a conversation by a chat template, a
+prompt and its completion by joining the two. `check_texts` refuses rows whose
+texts are not text.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_number,
+  did_you_mean,
+)
+from bigtrain.data.formats import files
+from bigtrain.data.formats.token_rows import Row
+from bigtrain.text import chat, tokenizers
+
+# Part of the key of cached ids. Increase it when the ids of a row change.
+_VERSION = 2
+# Fields that say what a row is, in the order of their precedence.
+_KINDS = ("messages", "prompt", "text")
+_TEXT_FIELDS = (*_KINDS, "completion", "chosen", "rejected", "tools")
+# Ids that the message about a row without loss shows.
+_NUM_SHOWN = 32
+
+
+class Encoder:
+  """Makes the ids of rows.
+
+  Attributes:
+    key: digest of the options that the ids depend on.
+    bos: whether the begin token precedes rows without a template.
+  """
+
+  def __init__(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    template: str | None,
+    variables: Mapping[str, Any] | None,
+    date: str | None,
+    loss: Literal["assistant", "last", "all"],
+    bos: bool | None,
+    *,
+    allow_special: bool,
+    pairs: bool,
+  ):
+    """See data/supervised.py; `pairs` is for encoder-decoders."""
+    self._tokenizer = tokenizer
+    self._loss: Literal["assistant", "last", "all"] = loss
+    self._pairs = pairs
+    self._allow_special = allow_special
+    self._template_options = {**(variables or {}), "now": _clock(date)}
+    self.bos = tokenizer.adds_bos if bos is None else bos
+    if self.bos and tokenizer.bos_id is None:
+      raise ConfigError(
+        f"supervised: bos: the tokenizer {tokenizer.name!r} has no begin token."
+      )
+    # Only conversations need a template. If there is none, the error is kept
+    # for the first of them.
+    self._template: chat.Template | ConfigError
+    try:
+      self._template = chat.get(template, tokenizer.name)
+    except ConfigError as e:
+      if template is not None:
+        raise
+      self._template = e
+    texts: Any = None
+    if isinstance(self._template, chat.Template):
+      texts = [*self._template.texts.items(), *self._template.tokens.items()]
+    options = texts, variables, date, loss, self.bos, allow_special, pairs
+    self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
+
+  def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
+    """Returns the ids of a row; `where` is its place, for messages."""
+    try:
+      result = self._encode(row)
+      weight = 1.0 if row.get("weight") is None else row["weight"]
+      check_number("weight", weight, least=0)
+    except (ConfigError, ValueError, TypeError) as e:
+      raise DataError(f"{where}: {e}") from e
+    # A decoder cannot predict the first id, which has no context.
+    first_target = result.prompt if self._pairs else 1
+    if not result.trained[first_target:].any():
+      text = self._tokenizer.spell(result.ids[:_NUM_SHOWN])
+      raise DataError(f"{where}: no token has a loss: {text!r}.")
+    return result._replace(weight=float(weight))
+
+  def _encode(self, row: Mapping[str, Any]) -> Row:
+    kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
+    if kind is None:
+      hint = did_you_mean("messages", row)
+      raise DataError(
+        f"expected messages, prompt and completion, or text.{hint}"
+      )
+    if kind == "text":
+      return self._encode_texts("", row["text"])
+    if kind == "messages":
+      return self._encode_messages(row, row["messages"], first=0)
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+      return self._encode_texts(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+      messages = [*prompt, *completion]
+      return self._encode_messages(row, messages, first=len(prompt))
+    raise DataError("prompt and completion: expected two texts, or two lists.")
+
+  def _encode_texts(self, prompt: str, answer: Any) -> Row:
+    tokenizer = self._tokenizer
+    if not isinstance(answer, str):
+      kind = type(answer).__name__
+      raise DataError(f"text: expected a string, got {kind}.")
+    if tokenizer.eos_id is None:
+      raise DataError(f"the tokenizer {tokenizer.name!r} has no end token.")
+    end = tokenizer.eos_id
+    prompt_ids = tokenizer.encode(prompt)
+    if self._pairs:
+      inputs = [*prompt_ids, end]
+      ids = [*inputs, *tokenizer.encode(answer), end]
+    else:
+      # Encoded together if possible, because some tokenizers begin each text
+      # with an id of its own, such as a space.
+      both = tokenizer.encode(prompt + answer)
+      if np.array_equal(both[: len(prompt_ids)], prompt_ids):
+        answer_ids = both[len(prompt_ids) :]
+      else:
+        answer_ids = tokenizer.encode(answer)
+      inputs = [tokenizer.bos_id] if self.bos else []
+      inputs += prompt_ids.tolist()
+      ids = [*inputs, *answer_ids, end]
+    if self._loss == "all":
+      trained = np.full(len(ids), True)
+    else:
+      trained = np.arange(len(ids)) >= len(inputs)
+    return Row(np.asarray(ids, np.int32), int(trained.argmax()), trained)
+
+  def _encode_messages(
+    self, row: Mapping[str, Any], messages: Any, first: int
+  ) -> Row:
+    """Encodes a conversation; answers before message `first` have no loss."""
+    if isinstance(self._template, ConfigError):
+      raise self._template
+    _check_messages(messages)
+    if not self._allow_special:
+      self._check_spelling(messages)
+    tools = row.get("tools")
+    ids, trained = chat.supervised(
+      self._template,
+      self._tokenizer,
+      messages,
+      json.loads(tools) if isinstance(tools, str) else tools,
+      loss="last" if self._pairs else self._loss,
+      first=first,
+      **self._template_options,
+    )
+    prompt = int(trained.argmax())
+    if self._pairs and trained.any():
+      # The targets end with the answer, whatever the template adds after it.
+      ids = ids[: len(trained) - int(trained[::-1].argmax())]
+    return Row(ids, prompt, trained[: len(ids)])
+
+  def _check_spelling(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    for i, message in enumerate(messages):
+      content = json.dumps(message, ensure_ascii=False)
+      for text in self._tokenizer.spellings:
+        if text in content:
+          raise DataError(
+            f"message {i}: its content spells the special token {text!r}, "
+            "which may end a turn; with allow_special=True it is that token."
+          )
+
+
+def check_texts(row: Mapping[str, Any], where: Any) -> None:
+  """Raises DataError if a text of a row contains half a character.
+
+  JSON can spell one, "\\ud83d", and Python reads it, but UTF-8 has no bytes for
+  it, and tokenizers refuse it.
+  """
+  for field in _TEXT_FIELDS:
+    _check_text(row.get(field), field, where)
+
+
+def _check_text(value: Any, field: str, where: Any) -> None:
+  if isinstance(value, str):
+    try:
+      value.encode()
+    except UnicodeEncodeError as e:
+      raise DataError(
+        f"{where}: {field} contains the lone surrogate {value[e.start]!a}, "
+        "which is half a character."
+      ) from e
+  elif isinstance(value, Mapping):
+    for key, each in value.items():
+      _check_text(each, f"{field}.{key}", where)
+  elif isinstance(value, list):
+    for i, each in enumerate(value):
+      _check_text(each, f"{field}[{i}]", where)
+
+
+def _check_messages(messages: Any) -> None:
+  if not isinstance(messages, list) or not messages:
+    raise DataError("messages: expected a list of dict(role=..., content=...).")
+  for i, message in enumerate(messages):
+    if not isinstance(message, dict) or "role" not in message:
+      raise DataError(f"message {i}: expected dict(role=..., content=...).")
+
+
+def _clock(date: str | None) -> chat.Now | None:
+  if date is None:
+    return None
+  try:
+    parsed = datetime.datetime.fromisoformat(date)
+  except (TypeError, ValueError) as e:
+    raise ConfigError(
+      f"supervised: date={date!r}: expected a date such as '2026-01-31'."
+    ) from e
+  return lambda: parsed
