@@ -2,7 +2,7 @@
 
 New processes run the command line with a warm compile cache. One starts in an
 empty workdir; the others resume from checkpoints of step 100 and step 100,000.
-The checkpoints come from real runs, with a changed step and with the rows that
+The checkpoints come from real runs, with a changed step and with the log that
 such runs would have written.
 
 BIG_VISION=folder adds a checkout of big_vision, on the same JPEGs.
