@@ -7,7 +7,7 @@ library for TPUs, NVIDIA's "cudnn" and those of the package "tokamax" for GPUs.
 
 The table at the end has two functions for each backend: why it cannot compute a
 call, and why it is the best for one. `choose` goes through it from top to
-bottom. tools.plan prints these reasons.
+bottom. The log and run.json have its reasons.
 """
 
 import importlib.util
