@@ -26,7 +26,7 @@ def test_every_key_that_the_program_reads_is_documented(monkeypatch, tmp_path):
   keys = set()
 
   def unread(self):
-    keys.update(self._asked)
+    keys.update(self._names_read)
     raise AllKeysRead
 
   monkeypatch.setattr(settings.Config, "unread", unread)
