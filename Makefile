@@ -14,6 +14,9 @@ CONFIG ?= configs/digits.py
 WORKDIR ?= runs/digits
 TESTS ?= tests
 JOBS ?= 2
+# Instruction set of `make test-golden`: without fused multiply-add, and of 16
+# bytes, it rounds otherwise than the default one of every current processor.
+ISA ?= SSE4_2
 ARGS ?=
 
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
@@ -24,8 +27,8 @@ LOCKED := quantize,$(LOCKED)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DELETE_ON_ERROR:
-.PHONY: help install train test test-faults test-configs test-mesh test-results \
-  test-published test-cluster soak lint bench docs lock clean
+.PHONY: help install train test test-golden test-faults test-configs \
+  test-mesh test-results test-published test-cluster soak lint bench docs lock clean
 
 run := $(VENV)/bin/python -m
 pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=20
@@ -46,6 +49,10 @@ train: install ## Train a vision transformer on handwritten digits
 
 test: lint ## Lint, then run all tests except the slow ones
 	@$(pytest) -m "not slow and not configs and not results and not mesh and not cluster and not published" $(ARGS) $(TESTS)
+
+test-golden: install ## Compare golden numbers again, on the instruction set ISA
+	@XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$(ISA)" $(pytest) \
+	  -m "golden and not published" $(ARGS) $(TESTS)
 
 test-faults: install ## Run the slow tests, most of them faults in real processes
 	@$(pytest) -m slow $(ARGS) $(TESTS)

@@ -365,7 +365,7 @@ def _compiled_peer(
     RuntimeError: it does not compile.
   """
   from bigtrain.sharding import absent
-  from bigtrain.tools.plan import hardware, hlo
+  from bigtrain.tools.plan import cycles, hardware, hlo
 
   target = hardware.find(hardware_name)
   folder = os.path.join(os.environ[peer.variable], peer.folder)
@@ -388,7 +388,7 @@ def _compiled_peer(
       raise RuntimeError(f"{peer.name}: {finished.stderr[-1000:]}")
     with open(path) as file:
       text = file.read()
-  totals = hlo.cycles(
+  totals = cycles.cycles(
     hlo.Module(text),
     target.clock_hertz,
     target.flops_per_cycle,

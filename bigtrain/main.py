@@ -2,8 +2,10 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-It reads top to bottom: devices, input, model, optimizer, update, evaluations,
-start, loop. A config names the rest: tasks, models, evaluators, data and hooks.
+It reads top to bottom: devices, input, objective, optimizer, update,
+evaluations, start, loop. A config names the rest: tasks, models, evaluators,
+data and hooks. The objective is what a config says of what is learned: the task
+and the model, and all that their gradients need (objective/objective.py).
 """
 
 from bigtrain.cluster import process
@@ -16,7 +18,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ import optax
 from absl import logging
 
 from bigtrain import command, metrics, sharding
-from bigtrain.arrays import dims, trees
+from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, TrainState, Variables
 from bigtrain.checkpoints import checkpointer, finished, folders, start
 from bigtrain.checkpoints.manifest import HostState
@@ -35,18 +37,10 @@ from bigtrain.config import lengths, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
-from bigtrain.objective import (
-  activations,
-  building,
-  frozen_base,
-  gradients,
-  initial,
-  published_sizes,
-  rollouts,
-  teacher,
-)
-from bigtrain.optim import chain, ema, views
-from bigtrain.reports import chrono, flops, record, writers
+from bigtrain.objective import objective as objectives
+from bigtrain.objective import published_sizes
+from bigtrain.optim import chain, ema
+from bigtrain.reports import loggers, record, writers
 from bigtrain.runtime import (
   debugging,
   hooks,
@@ -80,7 +74,7 @@ def train(
   Args:
     config: what a config file's get_config returns.
     on_update: called in place of the training, once the update is known; then
-      nothing is written. tools.plan and benchmarks look at the update so.
+      nothing is written. This is how tools.plan and benchmarks look at it.
 
   Returns:
     The newest value of every metric, and "step"; or the result of `on_update`.
@@ -110,9 +104,8 @@ def _train(
   rollbacks: list[guard.Rollback],
   on_update: OnUpdate | None,
 ) -> Any:
-  """The program; `at_end` closes what it opens."""
+  """One attempt of `train`; whatever it opens, `at_end` closes."""
   config = published_sizes.with_published_sizes(settings.Config(config))
-  plain = config.to_dict()
   host_memory.keep_freed()
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   limits = watchdog.Watchdog(watchdog.read_limits(config), workdir)
@@ -121,69 +114,57 @@ def _train(
   # ======================= Processes and devices ==============================
 
   process.join_job(config)
-  process.require_same_run(lambda: record.identity(plain))
+  process.require_same_run(lambda: record.identity(config.to_dict()))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
   replicated = sharding.replicated(mesh)
   logging.info("%s", record.topology(mesh))
-  compiler = at_end.enter_context(programs.of_run(config, mesh))
 
   # ================================ Input =====================================
   # The batch of step s is a function of the config and s alone.
 
   seed = settings.whole_number(config, "seed", 0, least=0)
-  batch_size = config.input.batch_size
-  sharding.check_batch(batch_size, mesh, "config.input.batch_size")
-  pp_modules = config.get("pp_modules", ())
   train_input = pipeline.make_train(
-    config.input, seed=seed, mesh=mesh, pp_modules=pp_modules, run=config
+    config.input,
+    seed=seed,
+    mesh=mesh,
+    pp_modules=config.get("pp_modules", ()),
+    run=config,
   )
-  batch_spec = sharding.batch_spec(train_input.spec, mesh)
   run = Run(
     config=config,
-    plain=plain,
+    plain=config.to_dict(),
     workdir=workdir,
     mesh=mesh,
-    programs=compiler,
+    programs=at_end.enter_context(programs.of_run(config, mesh)),
     seed=seed,
-    batch_size=batch_size,
+    batch_size=train_input.batch_size,
     lengths=lengths.read(
       config,
-      batch_size,
+      train_input.batch_size,
       train_input.num_examples,
       train_input.tokens_per_example,
     ),
   )
-  last_step, total_steps = run.lengths.last, run.lengths.total
 
-  # ============================ Task and model ================================
+  # ============================== Objective ===================================
+  # What is learned: the task, the model, and what else the gradients need, such
+  # as a teacher or the frozen base of adapters.
 
-  task, (model_module, model) = building.task(config), building.model(config)
-  vocab_sizes = building.vocab_sizes(task, model)
-  train_input.limit_ids(vocab_sizes)
-  frozen_teacher = teacher.from_config(config, task, batch_spec, mesh, seed)
-  variants = building.variants(config, model)
-  loss_fns = []
-  for variant in variants:
-    loss_fn = building.loss_fn(
-      config, task, variant.model, frozen_teacher.model
-    )
-    loss_fn = jax.jit(debugging.instrument(config, loss_fn))
-    loss_fns.append(loss_fn)  # Traced only once.
-  init_variables = initial.variables_fn(task, model, batch_spec, seed)
+  objective = objectives.from_config(config, train_input, mesh, seed)
 
   # ============================== Optimizer ===================================
-  # It has no state for frozen parameters.
+  # It has state for the trainable parameters only.
 
-  params_spec = init_variables.spec()["params"]
-  param_views = views.of_model(model_module, model, params_spec)
-  optimizer = chain.make(config, params_spec, run.lengths.units, param_views)
+  optimizer = chain.make(
+    config, objective.params_spec, run.lengths.units, objective.param_views
+  )
   ema_update = ema.from_config(config, run.lengths.units)
   step_guard = guard.from_config(config, mesh)
 
   def init_state(seed: Any = seed) -> TrainState:
     """The train state of step 0: everything that a checkpoint holds."""
-    variables = init_variables(seed)
+    variables = objective.init(seed)
     params = variables.pop("params")
     trained, _ = trees.partition(params, optimizer.trainable)
     state = {
@@ -199,15 +180,15 @@ def _train(
       state["loss_scale"] = step_guard.loss_scale.start()
     return state
 
-  rules = initial.sharding_rules(config, init_variables, model_module, model)
-  state_spec = sharding.state_spec(jax.eval_shape(init_state), mesh, rules)
-  base = frozen_base.from_config(
-    config, model_module, model, init_variables, state_spec, rules, mesh
+  state_spec = sharding.state_spec(
+    jax.eval_shape(init_state), mesh, objective.sharding_rules
   )
-  frozen_spec = {**frozen_teacher.spec, **base.spec}
 
   def hparams_of(step: int) -> dict[str, Any]:
-    """Scalars of the update after `step` updates: learning rates and so on."""
+    """What changes from step to step and is no data, as scalars.
+
+    All else in a config is a constant of the compiled update.
+    """
     return {
       "seed": keys.seed_word(seed),
       "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
@@ -217,17 +198,10 @@ def _train(
 
   # =============================== Update =====================================
 
-  stats_fns = activations.loss_fns(config, task, variants, frozen_teacher.model)
-  compute_gradients = gradients.from_config(
-    config,
-    task,
-    variants,
-    loss_fns,
-    stats_fns=stats_fns,
-    trainable=optimizer.trainable,
-    mesh=mesh,
+  compute_gradients = objective.gradients_fn(optimizer.trainable)
+  log_norms = norms.from_config(
+    config, objective.params_spec, optimizer.trainable
   )
-  log_norms = norms.from_config(config, params_spec, optimizer.trainable)
 
   def update_fn(
     state: TrainState,
@@ -236,12 +210,15 @@ def _train(
     hparams: dict[str, Any],
     frozen_state: Mapping[str, Variables],
   ) -> tuple[TrainState, RunningMetrics]:
-    """One step: the next state, and the metrics since the last log step."""
+    """One step: the next state, and the metrics since the last log step.
+
+    `frozen_state` holds variables that never change: a teacher's, or a base.
+    """
     step = state["step"]  # Number of updates before this one.
     with_norms = log_norms.due(hparams["log_step"])
     no_norms = log_norms.zeros()
 
-    # Gradients of the mean loss over the global batch.
+    # Gradients of the mean loss over the global batch, in microbatches or not.
     grads, step_metrics, mutable = compute_gradients(
       {**state, **frozen_state, **hparams}, batch
     )
@@ -291,189 +268,167 @@ def _train(
       step_norms=step_norms,
     )
 
-  evaluated_spec = {**state_spec, **frozen_spec}
-
-  def loss_args(batch_spec: Any) -> tuple[Any, ...]:
-    return gradients.loss_args(state_spec, batch_spec, mesh, frozen_spec)
-
-  rollout = rollouts.Rollout(
-    config, task, model, train_input, loss_args(batch_spec)[0], mesh
-  )
-  for_row = (stats_fns or loss_fns)[0]
-  metrics_spec, _ = jax.eval_shape(for_row, *loss_args(rollout.spec))
-  hparams_spec = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    hparams_of(0),
-  )
   running_spec = running_metrics.spec(
-    metrics_spec,
-    [*hparams_spec["lr"], *step_guard.row(state_spec)],
+    objective.metrics_spec(),
+    [*optimizer.hparams(0)["lr"], *step_guard.row(state_spec)],
     log_norms,
     step_guard.spikes,
   )
   update_specs = (
     state_spec,
     running_spec,
-    rollout.spec,
-    hparams_spec,
-    frozen_spec,
+    objective.batch_spec,
+    jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+      hparams_of(0),
+    ),
+    objective.frozen_spec,
   )
-
-  def lower_update(batch_specs: Sequence[Any]) -> Callable[[], Any]:
-    """Traces the update; returns a function that compiles it."""
-    state_shardings = jax.tree.map(lambda x: x.sharding, state_spec)
-    return run.programs.lower_sizes(
-      "update",
-      update_fn,
-      *update_specs,
-      argnum=2,
-      sizes=batch_specs,
-      donate_argnums=0,
-      out_shardings=(state_shardings, replicated),
-    )
+  # Traces the update for batches of the given `sizes`, and returns a function
+  # that compiles it. The new state takes the memory of the old one.
+  lower_update = functools.partial(
+    run.programs.lower_sizes,
+    "update",
+    update_fn,
+    *update_specs,
+    argnum=2,
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda x: x.sharding, state_spec), replicated),
+  )
 
   # ======================= Evaluations and hooks ==============================
-  # Checked now; evaluators are built when they are first due.
+  # Both are checked now. Evaluators are built when they are first due.
 
-  all_flops = [
-    variant.share * share * flops.step_flops(loss_fn, *loss_args(spec))
-    for spec, share in rollout.drawn
-    for variant, loss_fn in zip(variants, loss_fns)
-  ]
-  step_flops = round(sum(all_flops))
-  clock = chrono.Chrono(
-    **run.lengths.about() | train_input.about(),
-    flops_per_step=step_flops,
-    peak_flops_per_device=flops.read_peak_flops(config, mesh.devices.flat[0]),
-    num_devices=mesh.size,
+  phase = phases.from_run(
+    run, limits, train_input.about(), objective.flops_per_step
   )
-  console = writers.Console(total_steps, process_index=jax.process_index())
-  phase = phases.Phases(limits, console, clock)
-  predict_fns = building.predict_fns(config, task, model, frozen_teacher.model)
   run_evaluations = evaluations.from_config(
     config,
-    predict_fns,
+    objective.predict_fns,
     run.lengths.units,
     evaluations.Context(
       name="",
       workdir=workdir,
       mesh=mesh,
-      batch_size=batch_size,
-      pp_modules=pp_modules,
+      batch_size=run.batch_size,
+      pp_modules=config.get("pp_modules", ()),
       progress=phase.evaluation_progress,
-      vocab_sizes=vocab_sizes,
+      vocab_sizes=objective.vocab_sizes,
       class_names=train_input.saved["data"].get("class_names", {}),
       compile=run.programs.compile,
     ),
-    weights=start.evaluated(evaluated_spec),
+    weights=start.evaluated({**state_spec, **objective.frozen_spec}),
   )
   run_hooks = hooks.from_config(
-    config, workdir, mesh, predict_fns, run_evaluations
+    config, workdir, mesh, objective.predict_fns, run_evaluations
   )
 
   # The rest of the config. Keys still unread at this point are errors.
-  start_options = start.read(config).check(workdir, model_module, model)
+  start_options = start.read(config)
+  start_options.check(workdir, objective.model_module, objective.model)
   saving = checkpointer.read_options(config, run.lengths, workdir)
-  loggers = writers.read_options(config)
+  run_loggers = loggers.from_config(config)
   log_parameters = config.get("log_parameters", False)
   eval_only = config.get("eval_only", False)
-  transfer_guard = debugging.transfer_guard(config)
-  place_hparams = debugging.hparams_placement(config, replicated)
+  transfers = debugging.Transfers.read(config)
   config.check_all_read()
   if on_update:
-    compile_largest = lambda: lower_update([rollout.spec])()
-    return on_update(run, update_fn, update_specs, compile_largest)
+    return on_update(
+      run,
+      update_fn,
+      update_specs,
+      lambda: lower_update(sizes=[objective.batch_spec])(),
+    )
 
   # ================================ Start =====================================
   # From here on the run writes files, and the workdir is this job's alone.
 
-  for line in record.summary(plain, run.lengths.units):
-    logging.info("%s", line)
+  record.log_summary(run.plain, run.lengths.units)
   folders.check_writable(workdir)
   check_lease = at_end.enter_context(lease.hold(workdir))
-  at_end.callback(console.close)
-  console.status("starting")
+  at_end.callback(phase.console.close)
+  phase.console.status("starting")
 
-  results = finished.read(workdir, plain, train_input.fingerprints)
+  results = finished.read(workdir, run.plain, train_input.fingerprints)
   if results and not eval_only:  # Nothing is left to do.
     return results
 
   # The update compiles while the state is read or initialised.
   limits.enter("compile", 0)
   compiled = process.Background(
-    (lambda: None)
-    if eval_only
-    else lower_update([spec for spec, _ in rollout.drawn]),
+    (lambda: None) if eval_only else lower_update(sizes=objective.batch_specs),
     "compile",
   )
-  facts: dict[str, Any] = {"model_flops_per_step": step_flops}
 
-  # Resumed, continued from elsewhere, warm, or from scratch.
-  frozen_state = {**frozen_teacher.load(), **base.load()}
+  # The first of these that exists: the newest checkpoint of this workdir,
+  # config.resume, config.model_init, the seed.
+  frozen_state = objective.load_frozen()
   started = start.start(
     start_options,
     workdir,
-    plain,
+    run.plain,
     state_spec=state_spec,
     init_state=init_state,
-    model_module=model_module,
+    model_module=objective.model_module,
     seed=seed,
     fingerprints=train_input.fingerprints,
     lower=functools.partial(run.programs.lower, limited=False),
     local=saving["local"],
     from_local=not rollbacks,
-    base=base.saved,
-    begin=base.begin,
+    base=objective.base.saved,
+    begin=objective.base.begin,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
-  write_record = record.start(
-    workdir,
-    plain,
-    mesh,
-    optimizer.trainable,
-    state,
-    origin=started.how,
-    log_table=log_parameters,
-    first_example=train_input.saved["data"].get("first_example", ()),
-    param_dims=dims.of_model(model_module, model),
+  recording = process.Background(
+    record.start(
+      workdir,
+      run.plain,
+      mesh,
+      optimizer.trainable,
+      state,
+      origin=started.how,
+      log_table=log_parameters,
+      first_example=train_input.saved["data"].get("first_example", ()),
+      param_dims=objective.param_dims,
+    ),
+    "record",
   )
-  recording = process.Background(write_record, "record")
-  logging.info("Step %d of %d, %s.", step, total_steps, started.how)
+  logging.info("Step %d of %d, %s.", step, run.lengths.total, started.how)
   # A rollback skips batches for good, so from then on the batch index leads
   # the step by `ahead`.
   ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = train_input.start(step + ahead, last_step + ahead)
+  batches = train_input.start(step + ahead, run.lengths.last + ahead)
   at_end.callback(batches.close)
   writer = writers.Writers(
     workdir,
     started.restored_step,
     jax.process_index(),
-    console,
-    **loggers,
+    phase.console,
+    run_loggers,
   )
   at_end.callback(writer.close)
   saver = checkpointer.Checkpointer(workdir, check_lease, **saving)
   at_end.callback(saver.close)
-  clock.restore(started.host.clock, writer.last_alive)
+  phase.clock.restore(started.host.clock, writer.last_alive)
   run_hooks.restore(started.host.hooks, step, state, frozen_state)
   running = running_metrics.from_host(started.host.tally, running_spec, mesh)
   with phase("compile", step):
     recording.result()
-    rollout.compile(run.programs)
+    objective.rollout.compile(run.programs)
     update = compiled.result()
 
-  # What the loop does at some steps: check, save, evaluate.
+  # What the loop does at some steps: check, save, evaluate. Evaluators are
+  # built in the background, one after the other.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
 
   def variables() -> Variables:
-    mutable = state.get("mutable", {})
-    fixed = frozen.variables({**state, **frozen_state})
-    return {"params": state["params"], **mutable, **fixed}
+    """What the model is applied to after the present step."""
+    return frozen.model_variables({**state, **frozen_state})
 
   def check_finite(fetched: RunningMetrics) -> None:
-    """Raises after a bad step, or after too many skipped ones."""
+    """Raises if the guard has seen a bad step, or has skipped too many."""
     if not (bad_step := step_guard.bad_step(fetched)):
       return
     error = step_guard.spike(fetched) or guard.explain(
@@ -482,13 +437,19 @@ def _train(
       {**state, **frozen_state, **hparams_of(bad_step - 1)},
       train_input,
       compute_gradients,
-      functools.partial(rollout, variables()),
+      functools.partial(objective.rollout, variables()),
     )
     alike = sum(type(e.error) is type(error) for e in rollbacks)
     raise step_guard.failure(error, bad_step, saved_step, alike)
 
   log = metrics_log.MetricsLog(
-    workdir, writer, run_hooks, clock, run.programs, check_finite, facts
+    workdir,
+    writer,
+    run_hooks,
+    phase.clock,
+    run.programs,
+    check_finite,
+    facts={"model_flops_per_step": objective.flops_per_step},
   )
 
   def save(shared: bool = True) -> None:
@@ -498,16 +459,16 @@ def _train(
     fetched = jax.device_get(running)
     check_finite(fetched)
     with phase("save", step):
-      writer.flush()  # The rows up to here must outlive the checkpoint.
+      writer.flush()  # The entries up to here must outlive the checkpoint.
       run_hooks.before_save(step)
-      clock.ckpt_written(saver.wait())
+      phase.clock.ckpt_written(saver.wait())
       host = HostState(
-        config=record.as_json(plain),
+        config=record.as_json(run.plain),
         tally=running_metrics.to_host(fetched),
-        clock=clock.state(),
+        clock=phase.clock.state(),
         hooks=run_hooks.state(),
         batches_ahead=ahead,
-        base=base.saved,
+        base=objective.base.saved,
         **train_input.saved,
       )
       saved = saver.save(step, state, host, run_hooks.keep_steps(), shared)
@@ -530,19 +491,21 @@ def _train(
 
   def due() -> list[evaluations.Evaluation]:
     """The evaluations of the present step, also those that hooks ask for."""
-    asked = run_hooks.evaluations
+    if eval_only:
+      return run_evaluations
+    begins = step == started.step and not started.resumed
     return [
-      e for e in run_evaluations if e.due(step, total_steps) or e.name in asked
+      e
+      for e in run_evaluations
+      if (e.at_start if begins else e.due(step, run.lengths.total))
+      or e.name in run_hooks.evaluations
     ]
 
   if run.lengths.save_at_start and not (started.resumed or eval_only):
     save()
   # Finish the evaluations during which the run was interrupted. Results already
   # on disk are only replayed to the hooks, whose restored state is older.
-  first = (
-    due() if started.resumed else [e for e in run_evaluations if e.at_start]
-  )
-  for evaluation in run_evaluations if eval_only else first:
+  for evaluation in due():
     if eval_only or not log.replay(step, evaluation.owns):
       evaluate(evaluation)
   if eval_only:
@@ -553,19 +516,20 @@ def _train(
   # Update, log, save, evaluate, decide. It waits for the device only where it
   # needs results, and otherwise stays a few steps ahead.
 
-  clock.start(step)
+  phase.clock.start(step)
   at_end.push(run_hooks.after_train)
-  at_end.enter_context(transfer_guard)
+  at_end.enter_context(transfers.guard())
   run_hooks.before_train()
   in_flight, interrupted = collections.deque[Any](), False
-  while step < last_step and not run_hooks.stopped and not interrupted:
+  while step < run.lengths.last and not run_hooks.stopped and not interrupted:
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-      if rollout.exists:  # It waits for the weights, which are no data.
+      if objective.rollout.exists:
+        # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-      with clock.account("data_wait"):
-        batch = rollout(variables(), next(batches), step + ahead)
+      with phase.clock.account("data_wait"):
+        batch = objective.rollout(variables(), next(batches), step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
         step + 1,
@@ -573,60 +537,66 @@ def _train(
         state,
         running,
         batch,
-        place_hparams(hparams_of(step)),
+        transfers.place(hparams_of(step), replicated),
         frozen_state,
       )
     step += 1
     run_hooks.after_step(step, state, running)
-    console.step(step)
+    phase.console.step(step)
     if step == started.step + 1:
       jax.block_until_ready(running)
-      clock.warm(step)
+      phase.clock.warm(step)
       builder.start(
         e.name
         for e in run_evaluations
-        if e.due_later(step, last_step, total_steps)
+        if e.due_later(step, run.lengths.last, run.lengths.total)
       )
     in_flight.append(running["skipped"])
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()
 
-    # Writes the previous log step's row while the device runs the next step.
+    # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
       log.queue(step, running)
-      clock.completes(step, running["skipped"].block_until_ready)
+      phase.clock.completes(step, running["skipped"].block_until_ready)
     shared = run.lengths.saves(step) or run_hooks.wants_save(step)
     if shared or saver.due_locally(step):
       save(shared)
     try:
       for evaluation in due():
         evaluate(evaluation)
-      interrupted = process.preempted() and step < last_step
+      interrupted = process.preempted() and step < run.lengths.last
     except process.Preempted:
       interrupted = True  # The next start runs the missing evaluations.
     saver.check()
     builder.check()
 
-  # The end: a last row, and a checkpoint of the last step.
+  # The end: a last log entry, and a checkpoint of the last step.
   log.flush()
   run_hooks.raise_failure()
   if saved_step != step:
     save()
   with phase("save", step):
-    clock.ckpt_written(saver.wait())
-  if run.lengths.is_log_step(step):  # An undisturbed run has no other rows.
-    writer.write({"step": step, **clock.summary()})
+    phase.clock.ckpt_written(saver.wait())
+  if run.lengths.is_log_step(step):  # Others are no log steps.
+    writer.write({"step": step, **phase.clock.summary()})
   writer.flush()
   if interrupted:
-    done = "saved" if saved_step == step else "stopped, with nothing saved, at"
-    raise process.Preempted(f"{done} step {step} of {total_steps}")
+    raise process.Preempted(
+      f"{'saved' if saved_step == step else 'stopped, with nothing saved, at'} "
+      f"step {step} of {run.lengths.total}"
+    )
   saver.remove_local()
-  reason = run_hooks.stop_reason
-  logging.info("%s at step %d.", reason or "Done", step)
+  logging.info("%s at step %d.", run_hooks.stop_reason or "Done", step)
   if jax.process_index() == 0:
-    results = log.newest | {"step": step}
-    finished.write(workdir, plain, train_input.fingerprints, results, reason)
+    finished.write(
+      workdir,
+      run.plain,
+      train_input.fingerprints,
+      log.newest | {"step": step},
+      run_hooks.stop_reason,
+    )
   return log.newest
 
 

@@ -123,6 +123,15 @@ def picture_run(tmp_path_factory):
 
 
 @pytest.fixture
+def float64():
+  """Computes in float64, so that a result is the same on every processor."""
+  import jax
+
+  with jax.enable_x64():
+    yield
+
+
+@pytest.fixture
 def traces_cudnn(monkeypatch):
   """Lets cuDNN's attention be traced without a GPU, as for an H100."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn

@@ -18,7 +18,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.modules import find_module
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.inputs import labels, sources
-from bigtrain.objective import building
+from bigtrain.objective import task_functions
 from bigtrain.optim import chain
 from bigtrain.pp import ops_render, parse
 
@@ -235,11 +235,11 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   task = find_module("tasks", config["task"], "task")
   model = model_of(config)
   teacher = model_of(config["teacher"]) if "teacher" in config else None
-  assert building.loss_fn(tracked, task, model, teacher)
+  assert task_functions.loss_fn(tracked, task, model, teacher)
   mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)
-  predict_fns = building.predict_fns(tracked, task, model, teacher)
+  predict_fns = task_functions.predict_fns(tracked, task, model, teacher)
   evaluations = evaluators.from_config(
     tracked,
     predict_fns,

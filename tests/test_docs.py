@@ -1,6 +1,7 @@
 """The documentation names every key, op and evaluator; its links work."""
 
 import os
+import pathlib
 import re
 
 import pytest
@@ -11,6 +12,8 @@ from bigtrain.pp import registry
 from configs import digits
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT_PATH = pathlib.Path(ROOT)
+PACKAGE = ROOT_PATH / "bigtrain"
 
 
 def read(name):
@@ -68,3 +71,16 @@ def test_linked_files_exist(page):
   folder = os.path.dirname(os.path.join(ROOT, page))
   for link in re.findall(r"\]\(([^)#:]+)\)", read(page)):
     assert os.path.exists(os.path.join(folder, link)), link
+
+
+def test_paths_in_the_architecture_page_exist():
+  """Paths with a slash are relative to bigtrain/, or to the repository."""
+  page = read("docs/architecture.md")
+  paths = re.findall(r"`([a-z_]+/[a-z0-9_/*.]*)`", page)
+  assert len(paths) > 50
+  missing = [
+    path
+    for path in paths
+    if not list(ROOT_PATH.glob(path)) and not list(PACKAGE.glob(path))
+  ]
+  assert not missing

@@ -18,6 +18,13 @@ _PRIVATE_JAX = {"bigtrain/cluster/channel.py", "bigtrain/sharding/absent.py"}
 # Packages whose modules a config names: names that users know come first.
 _NAMED_BY_CONFIGS = ("tasks", "models", "evaluators", "data", "hooks")
 
+# Data that people edit without reading code. Anything else is Python, where
+# mypy and go-to-definition see it.
+_TOML_DATA = {
+  "bigtrain/reports/peak_flops.toml",
+  "bigtrain/tools/plan/hardware.toml",
+}
+
 
 def _docstring_lines(node):
   first = node.body[0] if node.body else None
@@ -96,3 +103,11 @@ def test_arguments_are_passed_by_name_and_not_in_a_starred_tuple():
 def test_private_machinery_stays_out(word):
   found = {name for name, text in FILES.items() if word in text}
   assert found <= (_PRIVATE_JAX if word == "jax._src" else set())
+
+
+def test_toml_files_are_data():
+  found = {
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "bigtrain").rglob("*.toml")
+  }
+  assert found == _TOML_DATA

@@ -32,7 +32,8 @@ RULES = {
   | {"evaluation", "files", "inputs", "losses", "pp", "reports", "text"},
   "evaluation": _ARRAYS | {"files", "inputs", "pp", "text"},
   "objective": _ARRAYS
-  | {"checkpoints", "cluster", "files", "inputs", "models.layers", "step"},
+  | {"checkpoints", "cluster", "files", "inputs", "models.layers", "optim"}
+  | {"reports", "runtime", "step"},
   "command": _BASE
   | {"checkpoints", "cluster", "files", "reports", "runtime", "step"},
   "hooks": _BASE | {"checkpoints", "cluster", "files", "runtime"},

@@ -314,6 +314,7 @@ def losses(config, workdir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("replica", "fsdp"), [(1, 8), (2, 4)])
+@pytest.mark.golden
 def test_the_quickstart_has_the_golden_losses_of_one_device(
   tiny_config, tmp_path, replica, fsdp
 ):

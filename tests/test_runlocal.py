@@ -170,10 +170,7 @@ def test_runlocal_trains(spec, num_devices, server, tmp_path):
   run = server.run(
     [f"--config={FOLDER / name}.py:{arguments}", f"--workdir=./runs/{name}"],
     tmp_path,
-    {
-      "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
-      + compile_cache.QUICK_XLA_FLAGS
-    },
+    {"XLA_FLAGS": compile_cache.flags(num_devices)},
   )
   assert run.code == 0, run.output
   workdir = tmp_path / "runs" / name

@@ -1,10 +1,16 @@
 """Checkpoints: saving the train state, and the state that a run starts with.
 
-Open three modules to learn where an array comes from: start.py decides between
-the workdir's newest checkpoint, config.resume, config.model_init and the seed;
-restore.py loads a checkpoint under any mesh; warm_start.py maps the names of
-another model's file to the parameters, foreign_state.py those of its optimizer,
-and foreign/ opens its files. To learn how an array is saved, begin with
-checkpointer.py, and manifest.py for the files. The main program, evaluations,
-hooks and tools may import this package; models, tasks, data and losses may not.
+How an array is saved: checkpointer.py has one save from start to end. It uses
+snapshot.py (copies to the host), integrity.py (writes and checks files),
+manifest.py (the layout in files) and folders.py (names, commit and removal).
+local_checkpoints.py keeps more frequent checkpoints on the hosts.
+
+Where an array comes from: start.py chooses between the workdir's newest
+checkpoint, config.resume, config.model_init and the seed. restore.py loads a
+checkpoint under any mesh, warm_start.py maps the names in another model's file
+to the parameters, foreign_state.py does so for the optimizer's state, and
+foreign/ opens the files.
+
+The main program, evaluations, hooks and tools may import this package; models,
+tasks, data and losses may not.
 """

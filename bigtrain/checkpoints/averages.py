@@ -1,9 +1,11 @@
-"""The parameters with which a schedule-free training ends.
+"""The parameters that result from training with a schedule-free optimizer.
 
-A train state of a schedule-free optimizer (optim/wrappers.py) has the point y
-of the gradients as its parameters, and the iterate z in the optimizer's state;
-the result of the training is their average x. Tools that need no jax import
-this module.
+Such an optimizer (optim/wrappers.py) computes gradients at a point y, which the
+train state has as its parameters, and keeps the iterate z in its own state. The
+result of the training is the average x, with y = b1 * x + (1 - b1) * z.
+
+`evaluation_form` computes x from a train state, `read` from the files of a
+checkpoint. Tools that do not use jax import this module.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +32,7 @@ def averaged(names: Iterable[str]) -> dict[str, str]:
 
 
 def _average(y: Any, z: Any, b1: Any) -> Any:
-  """Returns x, of y = b1 * x + (1 - b1) * z, in the dtype of y."""
+  """Solves y = b1 * x + (1 - b1) * z for x, in the dtype of y."""
   return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
 
 
@@ -39,19 +41,23 @@ def read(
   manifest: Manifest,
   parts: Sequence[tuple[str, tuple[slice, ...]]],
 ) -> Iterator[Any]:
+  """`integrity.read` that gives averages for the parameters."""
   iterates = averaged(manifest.arrays)
   if not iterates.keys() & {name for name, _ in parts}:
     yield from integrity.read(directory, manifest, parts)
     return
   (b1,) = integrity.read(directory, manifest, [(STATE[0], ())])
   for name, index in parts:
-    names = [name, iterates[name]] if name in iterates else [name]
-    reads = [(stored, index) for stored in names]
-    y, *z = integrity.read(directory, manifest, reads)
-    yield _average(y, z[0], b1) if z else y
+    if name in iterates:
+      reads = [(name, index), (iterates[name], index)]
+      y, z = integrity.read(directory, manifest, reads)
+      yield _average(y, z, b1)
+    else:
+      yield from integrity.read(directory, manifest, [(name, index)])
 
 
 def evaluation_form(params: Any, opt: Any) -> Any:
+  """The averages of a schedule-free train state; else its parameters."""
   import jax
 
   from bigtrain import sharding
@@ -61,10 +67,13 @@ def evaluation_form(params: Any, opt: Any) -> Any:
   pairs = averaged(state)
   if not pairs or isinstance(state[STATE[0]], jax.ShapeDtypeStruct):
     return params
-  average, b1 = jax.jit(_average), state[STATE[0]]
-  # The optimizer's state may be in host memory (config.opt_memory).
-  iterates = {y: sharding.on_device(state[z]) for y, z in pairs.items()}
-  new = {y: average(state[y], z, b1) for y, z in iterates.items()}
+  average = jax.jit(_average)
+  b1 = state[STATE[0]]
+  averages = {}
+  for name, iterate in pairs.items():
+    # The optimizer's state may be in host memory (config.opt_memory).
+    z = sharding.on_device(state[iterate])
+    averages[name] = average(state[name], z, b1)
   return trees.map_with_names(
-    lambda name, y: new.get(f"params/{name}", y), params
+    lambda name, y: averages.get(f"params/{name}", y), params
   )

@@ -19,8 +19,8 @@ _HARMLESS = """
   activation_stats allow_changes ckpt_* debug_nans debug_shapes
   device_memory_bytes eager eval_at_start eval_only cluster compile_cache
   compiler_options evals expect_* hooks input.cache input.num_threads
-  input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes mesh
-  max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
+  input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes
+  loggers mesh max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
   peak_flops_per_device resume save_at_start sharding spikes stop_at_*
   teacher.logical_axes tensorboard trackio transfer_guard wandb watchdog
   weight_stats
@@ -30,7 +30,7 @@ _HARMLESS = """
 def differences(
   old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-  """Returns {dotted key: (old, new)} as JSON; None for a key that is absent."""
+  """{dotted key: (old value, new value)} as JSON; None if a key is absent."""
   old, new = _leaves(old), _leaves(new)
   return {
     key: (old.get(key), new.get(key))
@@ -40,12 +40,16 @@ def differences(
 
 
 def _leaves(config: Mapping[str, Any]) -> dict[str, str]:
-  """{dotted key: value as JSON}; tuples then equal the lists of a file."""
-  flat = settings.flatten(config).items()
-  return {key: settings.to_json({"": value})[5:-1] for key, value in flat}
+  """{dotted key: value as JSON}, in which tuples and lists are the same."""
+  leaves = {}
+  for key, value in settings.flatten(config).items():
+    text = settings.to_json({"": value})
+    leaves[key] = text.removeprefix('{"": ').removesuffix("}")
+  return leaves
 
 
 def is_harmless(key: str) -> bool:
+  """Whether a change of a dotted key leaves what a run learns as it is."""
   return any(
     fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
     for pattern in _HARMLESS
@@ -54,13 +58,22 @@ def is_harmless(key: str) -> bool:
 
 def identity(config: Mapping[str, Any]) -> str:
   """Digest of the keys that affect what a run learns."""
-  leaves = _leaves(config).items()
-  return settings.digest({k: v for k, v in leaves if not is_harmless(k)})[:16]
+  relevant = {
+    key: value for key, value in _leaves(config).items() if not is_harmless(key)
+  }
+  return settings.digest(relevant)[:16]
 
 
 def check_config(
   old: Mapping[str, Any], new: Mapping[str, Any], allowed: Any
 ) -> None:
+  """Logs the changes of a config since a checkpoint, and refuses some.
+
+  Args:
+    old: config of the checkpoint.
+    new: config of this run.
+    allowed: config.allow_changes.
+  """
   allowed = _as_list(allowed)
   refused = []
   for key, (before, after) in differences(old, new).items():
@@ -109,7 +122,7 @@ def check_files(
 
 
 def check_base(saved: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-  """Raises ConfigError unless adapters are used with the base they had."""
+  """Raises ConfigError if adapters have another base than in training."""
   if saved and base and saved["digest"] != base["digest"]:
     raise ConfigError(
       "config.model_init: expected the base with which the adapters were "

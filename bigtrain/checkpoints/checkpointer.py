@@ -1,12 +1,15 @@
 """Saves the train state in the background while training goes on.
 
+One save has these steps, on all processes together:
+
 1. `save` copies this process's shards to host memory (snapshot.py) and starts a
    thread. The training loop waits only for the copy.
-2. The thread writes the shards with tensorstore (integrity.py); before that to
-   its own host, with config.local_ckpt_* (local_checkpoints.py).
-3. When all processes are done, process 0 checks the files, writes the manifest
-   and commits the checkpoint at one instant (folders.py).
-4. Process 0 removes old checkpoints.
+2. With config.local_ckpt_*, the thread writes the shards to its own host
+   (local_checkpoints.py).
+3. The thread writes the shards to the workdir with tensorstore (integrity.py).
+4. When all processes are done, process 0 checks the files, writes the manifest,
+   and commits the checkpoint in one operation (folders.py).
+5. Process 0 removes old checkpoints.
 """
 
 import dataclasses
@@ -53,15 +56,16 @@ from bigtrain.files import disk, objects, paths
 def read_options(
   config: settings.Config, lengths: Lengths, workdir: str
 ) -> dict[str, Any]:
+  """Reads the keyword arguments of Checkpointer from the config."""
   keep = settings.whole_number(config, "keep_ckpts", 2, least=0)
-  needs = {
+  need_checkpoints = {
     "keep_ckpt_*": lengths.keep_ckpt,
     "local_ckpt_*": lengths.local_ckpt,
     "save_at_start": config.get("save_at_start"),
     'nonfinite="rollback"': config.get("nonfinite") == "rollback",
   }
-  for key, value in needs.items():
-    if value and not keep:
+  for key, is_set in need_checkpoints.items():
+    if is_set and not keep:
       raise ConfigError(
         f"config.{key}: needs checkpoints, and this run keeps none: without "
         "--workdir, and with config.keep_ckpts=0, nothing is saved."
@@ -86,7 +90,12 @@ def _read_dtypes(config: settings.Config) -> dict[str, str]:
 def _rounded(
   named: list[tuple[str, Any]], dtypes: Mapping[str, str]
 ) -> list[tuple[str, Any]]:
-  """The arrays with those in float32 of some trees in another dtype."""
+  """Converts the float32 arrays of some trees to another dtype.
+
+  Args:
+    named: (name, array) pairs.
+    dtypes: {tree: dtype}, config.ckpt_dtype.
+  """
   result = []
   for name, x in named:
     dtype = dtypes.get(name.split("/")[0])
@@ -97,28 +106,35 @@ def _rounded(
 
 
 def _point(name: str) -> None:
-  """A named moment of a save. Does nothing; tests replace it by faults."""
+  """Marks a moment of a save. It does nothing; tests make it raise or kill."""
 
 
 @dataclasses.dataclass
 class _Job:
+  """One save, as its thread sees it."""
+
   step: int
-  arrays: dict[str, Array]
-  pieces: list[snapshot.Piece]
-  sums: snapshot.PartialSums
-  shared: bool
+  arrays: dict[str, Array]  # Layout of all arrays, by name.
+  pieces: list[snapshot.Piece]  # The shards that this process writes.
+  sums: snapshot.PartialSums  # Waits for the checksum of each piece.
+  shared: bool  # Whether it goes to the workdir, too, and not only to the host.
   host_state: HostState
-  token: str
-  event: process.Event
-  tmp: str
-  keep_steps: frozenset[int]
+  token: str  # Makes the names of temporary folders unique.
+  event: process.Event  # Through which the processes agree on the outcome.
+  tmp: str  # Folder to write to.
+  keep_steps: frozenset[int]  # Checkpoints that this save does not remove.
 
 
 class Checkpointer:
   """Saves checkpoints of a workdir in the background, one at a time.
 
-  All processes call its methods in the same order. All calls after a failed
-  save raise its error: a run must not go on in the belief that it is saved.
+  All processes call its methods in the same order. After a failed save, all
+  calls raise its error: a run must not continue as if it had been saved.
+
+  Attributes:
+    last_stall_secs: time for which the newest `save` blocked its caller.
+    last_write_secs: time that the newest committed save took.
+    last_saved_step: its step.
   """
 
   def __init__(
@@ -133,11 +149,18 @@ class Checkpointer:
     config_digest: str = "",
     timeout_secs: float = 1800.0,
   ):
-    """`keep` is the number of newest checkpoints; with 0, nothing is saved.
+    """Prepares to save.
 
-    `dtypes` is config.ckpt_dtype.
-    `guard` is called before a commit, and raises if this job may no longer
-    write here (lease.Lease.check).
+    Args:
+      workdir: the run's folder.
+      guard: called before a commit; it raises if this job may no longer write
+        to the workdir (lease.Lease.check).
+      keep: number of newest checkpoints to keep; with 0, nothing is saved.
+      dtypes: config.ckpt_dtype.
+      keep_every_steps: checkpoints of its multiples are kept forever.
+      local: checkpoints on the hosts.
+      config_digest: digest of the config, for the manifest.
+      timeout_secs: time that processes wait for each other in a save.
     """
     self._workdir = workdir
     self._keep = check_number("config.keep_ckpts", keep, least=0, whole=True)
@@ -155,12 +178,11 @@ class Checkpointer:
     self._pruning = threading.Lock()
     self._settled = threading.Event()  # Every save is committed or has failed.
     self._settled.set()
-    self._is_shared = False  # Whether the newest save is.
+    self._is_shared = False  # Whether the newest save goes to the workdir.
     self._error: CheckpointError | None = None
-    # Time for which the newest `save` blocked its caller.
     self.last_stall_secs = 0.0
-    self.last_write_secs = 0.0  # Of the newest committed save,
-    self.last_saved_step: int | None = None  # and its step.
+    self.last_write_secs = 0.0
+    self.last_saved_step: int | None = None
 
   def save(
     self,
@@ -172,22 +194,28 @@ class Checkpointer:
     *,
     block: bool = False,
   ) -> int | None:
-    """Starts to save; returns `step` when the state may be donated.
+    """Starts a save. When it returns, the state may be donated.
 
-    None if this run saves nothing. The save does not remove the checkpoints of
-    `keep_steps`; unless `shared`, it is not in the workdir but on the hosts;
-    with `block`, it is committed at the return.
+    Args:
+      step: number of finished steps.
+      state: the train state.
+      host_state: the rest of the run's state.
+      keep_steps: steps of checkpoints that this save does not remove.
+      shared: whether to save to the workdir, and not on the hosts alone.
+      block: whether to wait until the save is committed.
+
+    Returns: `step`, or None if this run saves nothing.
     """
     if not self._keep:
       return None
-    # A copy, because the program changes it while the save is being written.
+    # Copied as JSON, because the program changes it while the thread runs.
     host_json = json.dumps((host_state or HostState()).to_json())
     named = _rounded(trees.flatten_with_names(state), self._dtypes)
     jax.block_until_ready(named)
     started = time.monotonic()
     self.wait()
-    # At most one earlier save may still be removing old checkpoints. If
-    # removing is slower than saving, more would fill the disk.
+    # At most one earlier save may still be removing old checkpoints: if it
+    # takes longer to remove one than to save one, they would fill the disk.
     while len(self._threads) > 1:
       self._threads.pop(0).join()
     pieces, arrays, sums = self._snapshots.take(named)
@@ -218,22 +246,23 @@ class Checkpointer:
     return int(step)
 
   def due_locally(self, step: int) -> bool:
-    """Whether the hosts keep a checkpoint of `step`; the same on all of them.
+    """Whether to save `step` on the hosts; the same on all processes.
 
-    Not while process 0 writes to the workdir, for which the loop would wait.
+    Not while a save to the workdir is in flight: the loop would wait for it.
     """
     if not self._keep or self._local is None or not self._local.due(step):
       return False
     return process.broadcast(not (self.in_flight and self._is_shared))
 
   def check(self) -> None:
+    """Raises the error of a failed save."""
     if self._error is not None:
       raise self._error
 
   def wait(self) -> float | None:
-    """Waits until every save is committed; old ones may still be in removal.
+    """Waits until every save is committed, but not until old ones are removed.
 
-    Returns the seconds of the last write; None before the first save.
+    Returns: the seconds that the last save took; None before the first.
     """
     self._settled.wait()
     self.check()
@@ -241,22 +270,26 @@ class Checkpointer:
 
   @property
   def in_flight(self) -> bool:
+    """Whether a save is neither committed nor has failed."""
     return not self._settled.is_set()
 
   def remove_local(self) -> None:
+    """Removes the checkpoints on the hosts, at the end of a run."""
     if self._local is not None:
       self._local.remove()
 
   def close(self) -> None:
+    """Waits for all saves and removals."""
     for thread in self._threads:
       thread.join()
     self.check()
 
   def _run(self, job: _Job) -> None:
+    """Writes and commits a save, in its thread."""
     started = time.monotonic()
     try:
       _point("begin")
-      sums = job.sums()  # Before the pieces are gone.
+      sums = job.sums()
       if self._local is not None:
         self._local.write(self._manifest(job, job.arrays), job.pieces, sums)
       if not job.shared:
@@ -264,7 +297,7 @@ class Checkpointer:
         return
       self._write_arrays(job)
       job.event.done(snapshot.sums_by_name(job.pieces, sums))
-      job.pieces.clear()  # Frees pinned memory.
+      job.pieces.clear()  # Frees the copies in host memory.
       if self._index == 0:
         self._commit(job, job.event.wait_for_all())
         job.event.succeed()
@@ -284,11 +317,13 @@ class Checkpointer:
         self._prune(job)
 
   def _write_arrays(self, job: _Job) -> None:
+    """Writes this process's pieces; process 0 also all arrays' metadata."""
     if self._index == 0:
       folders.begin(job.tmp)
+    # In an object store, `begin` removes an earlier attempt of the same name.
     if paths.is_remote(job.tmp):
       job.event.wait_for_first()
-    if self._index == 0:  # It writes the metadata of all arrays.
+    if self._index == 0:
       integrity.write_metadata(job.tmp, job.arrays, job.event.check)
     _point("metadata written")
     own = [piece for piece in job.pieces if not piece.is_copy]
@@ -299,21 +334,28 @@ class Checkpointer:
   def _commit(
     self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
   ) -> None:
-    if problems := integrity.inspect(job.tmp, self._manifest(job, job.arrays)):
-      hint = " Do all hosts see the same workdir?" * (jax.process_count() > 1)
+    """Checks all files, and makes them a checkpoint; process 0 calls it.
+
+    Args:
+      job: the save.
+      partial_sums: each process's {name: sums of the parts that it wrote}.
+    """
+    problems = integrity.inspect(job.tmp, self._manifest(job, job.arrays))
+    if problems:
+      hint = ""
+      if jax.process_count() > 1:
+        hint = " Do all hosts see the same workdir?"
       raise CheckpointError(
         f"{problems[0]} ({len(problems)} such problem(s) after writing).{hint}"
       )
-    arrays = {
-      name: dataclasses.replace(
+    arrays = {}
+    for name, array in job.arrays.items():
+      sums = checksums.add(one[name] for one in partial_sums if name in one)
+      arrays[name] = dataclasses.replace(
         array,
         metadata_sha256=array.metadata_digest,
-        checksum=checksums.as_text(
-          checksums.add(sums[name] for sums in partial_sums if name in sums)
-        ),
+        checksum=checksums.as_text(sums),
       )
-      for name, array in job.arrays.items()
-    }
     text = self._manifest(job, arrays).to_json()
     folders.stage(job.tmp, text)
     _point("manifest written")
@@ -338,11 +380,12 @@ class Checkpointer:
     )
 
   def _prune(self, job: _Job) -> None:
+    """Removes old checkpoints; process 0 calls it."""
+    every = self._keep_every_steps
     try:
-      # Newer steps belong to a run that was rolled back, not to this one.
+      # Newer steps are of a past that a rollback has left behind.
       saved = [s for s in folders.steps(self._workdir) if s <= job.step]
       for step in sorted(saved)[: -self._keep]:
-        every = self._keep_every_steps
         if step in job.keep_steps or (every and step % every == 0):
           continue
         retired = folders.retire(self._workdir, step, job.token)
@@ -352,6 +395,7 @@ class Checkpointer:
       logging.warning("old checkpoints could not be removed: %s", e)
 
   def _fail(self, job: _Job, error: BaseException) -> None:
+    """Ends a failed save on all processes, and keeps its error."""
     if isinstance(error, ValueError) and paths.is_remote(job.tmp):
       error = objects.as_os_error(error, job.tmp)
     reason = disk.reason(error, job.tmp)
@@ -364,7 +408,8 @@ class Checkpointer:
     self._error.__cause__ = error
     logging.error("%s", self._error)
     job.event.fail(reason)
-    # The disk may be full, and other files need the room.
+    # The disk may be full, and other files need the space. With several
+    # processes, others may still be writing there; the next start removes it.
     if jax.process_count() == 1:
       if not paths.is_remote(job.tmp) and os.path.lexists(job.tmp):
         folders.discard(job.tmp)

@@ -1,10 +1,11 @@
-"""Checksums of arrays that do not depend on how the arrays are divided.
+"""Checksums of arrays that do not depend on how the arrays are split.
 
-An array's bits are words of 32 bits (smaller items are one word each), counted
-in row-major order. The checksum is two sums modulo 2**32: of the words, and of
-each word times its position from 1. The sums of an array are the totals over
-its parts: each device sums its own shard (device_checksums.py), and a reader
-whatever parts it reads. Nothing here needs jax.
+The elements of an array, in row-major order, are read as words of 32 bits
+(smaller elements are one word each). The checksum consists of two sums modulo
+2**32: the sum of the words, and the sum of each word times its position, from
+1. So the sums of an array are the totals over its parts: each device sums its
+own shard (device_checksums.py), and a reader sums the parts that it reads,
+whatever they are. This module does not use jax.
 """
 
 import math
@@ -17,21 +18,33 @@ Sums = tuple[int, int]
 Place = tuple[slice, ...]
 
 _MODULUS = 2**32
-_ROW = 4096  # Long vectors are summed as rows of this length.
+# Long vectors are summed as matrices with rows of this length, so that
+# positions times words do not overflow 64 bits.
+_ROW = 4096
 
 
 def add(sums: Iterable[Sums]) -> Sums:
-  words, weighted = 0, 0
+  """Sums of an array, from those of its parts."""
+  total, weighted = 0, 0
   for one in sums:
-    words, weighted = words + one[0], weighted + one[1]
-  return words % _MODULUS, weighted % _MODULUS
+    total += one[0]
+    weighted += one[1]
+  return total % _MODULUS, weighted % _MODULUS
 
 
 def as_text(sums: Sums) -> str:
+  """The checksum as 16 hexadecimal digits."""
   return f"{sums[0]:08x}{sums[1]:08x}"
 
 
 def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
+  """Sums of a part of an array.
+
+  Args:
+    data: the part.
+    place: its index in the array.
+    shape: shape of the whole array.
+  """
   items = np.ascontiguousarray(data).reshape(*data.shape, 1)
   words = items.view(f"u{min(data.dtype.itemsize, 4)}")
   starts = [*(s.start for s in place), 0]
@@ -44,10 +57,11 @@ def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
 
 
 def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
-  """Sums of words, and of words times positions from 0 in the part.
+  """Sums of words, and of words times positions, from 0 in the part.
 
-  A position is a sum over the dimensions, so the sums along each of them
-  suffice.
+  A position is a sum of index times stride over the dimensions. So the weighted
+  sum is one of the first dimension plus one of the others, and each of these
+  needs only the sums of the words over the rest.
   """
   if words.ndim == 1:
     return _of_vector(words, strides[0])
@@ -76,4 +90,5 @@ def bounds(index: Place, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def explicit(index: Place, shape: Sequence[int]) -> Place:
+  """An index without None, as slices of numbers."""
   return tuple(slice(*each) for each in bounds(index, shape))

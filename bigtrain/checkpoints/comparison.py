@@ -1,8 +1,8 @@
-"""Compares arrays on devices, without gathering them.
+"""Compares arrays on devices without gathering them.
 
-Processes exchange only checksums (device_checksums.py) and what differs. All
-processes call the functions together and get the same text: the first array
-that differs with its devices and hosts, or "" if nothing differs.
+The processes exchange only checksums (device_checksums.py). All of them call
+`results` or `replicas` together, and get the same text: the first array that
+differs, with its devices and hosts, or "" if nothing differs.
 """
 
 import collections
@@ -20,57 +20,70 @@ from bigtrain.cluster import process
 
 
 class _Shard(NamedTuple):
-  position: int  # Of its array in the tree.
-  name: str
-  place: str
+  """The part of an array on one device."""
+
+  position: int  # Of the array in the tree.
+  name: str  # Of the array.
+  place: str  # Start and stop of the part in each dimension.
   device: str  # With its host.
   sums: str
 
 
 def results(first: Any, second: Any) -> str:
-  trees_named = [trees.flatten_with_names(tree) for tree in (first, second)]
+  """Compares two trees with the same shardings, device by device."""
   # Both are started before either is waited for.
-  waits = [device_checksums.start(named) for named in trees_named]
-  sums, others = (wait() for wait in waits)
-  differing = [
-    _Shard(i, name, "", _where(device), "")
-    for i, (name, each) in enumerate(sums.items())
-    for device, one in each.items()
-    if one != others[name][device]
-  ]
+  wait_for_first = device_checksums.start(trees.flatten_with_names(first))
+  wait_for_second = device_checksums.start(trees.flatten_with_names(second))
+  first_sums, second_sums = wait_for_first(), wait_for_second()
+  differing = []
+  for i, (name, by_device) in enumerate(first_sums.items()):
+    for device, sums in by_device.items():
+      if sums != second_sums[name][device]:
+        differing.append(_Shard(i, name, "", _where(device), ""))
   return _describe(_exchange(differing))
 
 
 def replicas(tree: Any) -> str:
-  """Compares the devices that hold the same part of an array."""
+  """Compares the devices that hold the same part of an array.
+
+  In the usual case that nothing differs, the processes exchange one digest for
+  each group of processes that hold the same parts.
+  """
   named = trees.flatten_with_names(tree)
   sums = device_checksums.start(named)()
   own = []
+  # {processes that hold the same parts, as JSON: lines about these parts}.
   lines: dict[str, list[str]] = collections.defaultdict(list)
   for i, (name, x) in enumerate(named):
     places, holders = _places(x)
-    compared = set()
+    listed = set()
     for device, one in sums[name].items():
-      place, text = places[device], checksums.as_text(one)
+      place = places[device]
+      text = checksums.as_text(one)
       own.append(_Shard(i, name, place, _where(device), text))
-      if place not in compared and len(holders[place]) > 1:
-        compared.add(place)
+      if place not in listed and len(holders[place]) > 1:
+        listed.add(place)
         processes = json.dumps(sorted(holders[place]))
         lines[processes].append(f"{i} {place} {text}")
-  # Processes that hold the same parts compare one digest of all of them.
-  digests = {
-    processes: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()
-    for processes, each in lines.items()
-  }
-  answers = process.gather([bool(_minorities(own)), digests])
-  distinct = {pair for _, each in answers for pair in each.items()}
-  differs = any(each for each, _ in answers)
-  if not differs and len(distinct) == len(dict(distinct)):
+  digests = {}
+  for processes, of_group in lines.items():
+    text = "\n".join(sorted(of_group))
+    digests[processes] = hashlib.sha256(text.encode()).hexdigest()
+
+  differs_within_process = bool(_minorities(own))
+  answers = process.gather([differs_within_process, digests])
+  differs = any(within_process for within_process, _ in answers)
+  digest_of: dict[str, str] = {}
+  for _, digests in answers:
+    for processes, digest in digests.items():
+      differs |= digest_of.setdefault(processes, digest) != digest
+  if not differs:
     return ""
   return _describe(_minorities(_exchange(own)))
 
 
 def _places(x: jax.Array) -> tuple[dict[jax.Device, str], dict[str, set[int]]]:
+  """{device: place of its part} and {place: processes that hold it}."""
   places: dict[jax.Device, str] = {
     device: str(checksums.bounds(index, x.shape))
     for device, index in x.sharding.devices_indices_map(x.shape).items()
@@ -91,6 +104,7 @@ def _exchange(shards: Iterable[_Shard]) -> list[_Shard]:
 
 
 def _minorities(shards: Iterable[_Shard]) -> list[_Shard]:
+  """Shards that differ from most copies of their part; all copies at a tie."""
   by_part = collections.defaultdict(list)
   for shard in shards:
     by_part[shard.position, shard.place].append(shard)

@@ -1,6 +1,8 @@
-"""Checksums of arrays (checksums.py), made by the devices that hold them.
+"""Checksums of arrays (checksums.py), computed on the devices that hold them.
 
-Shards of CPU devices are summed by numpy, which needs no compilation.
+They are computed before an array is copied to the host, so that they reveal
+what changes in host memory or on the way to the disk. numpy sums the shards of
+CPU devices, so that nothing has to be compiled there.
 """
 
 import functools
@@ -26,15 +28,19 @@ def start(
 ) -> Callable[[], DeviceSums]:
   """Starts to sum the shards of jax's arrays, which may be donated afterwards.
 
-  Returns a function that waits for the sums. If `compiled`, a program sums on
-  CPU devices too.
+  Args:
+    named: (name, array) pairs; numpy arrays are left out.
+    compiled: whether CPU devices, too, use a compiled program.
+
+  Returns: a function that waits for the sums.
   """
-  started: dict[str, Any] = {}  # Sums, or the array of a compiled program.
+  # {name: the sums, or the array in which a program returns them}.
+  started: dict[str, Any] = {}
   for name, x in named:
     if not isinstance(x, jax.Array):
       continue
     if compiled or next(iter(x.devices())).platform != "cpu":
-      # uint32 [devices, 2], one row on each device.
+      # uint32 [devices, 2], split over the devices.
       started[name] = _program(x.shape, x.dtype, x.sharding)(x)
       continue
     started[name] = {
@@ -62,6 +68,7 @@ def start(
 def _program(
   shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> Callable[[jax.Array], jax.Array]:
+  """A program that sums each device's shard of an array."""
   if not isinstance(sharding, NamedSharding):
     if len(sharding.device_set) > 1:
       raise CheckpointError(f"cannot sum an array with sharding {sharding}.")
@@ -78,15 +85,21 @@ def _program(
       starts.append(index * local_shape[dim])
     return _sum(x, tuple(starts), shape)[None]
 
-  # Devices with the same shard give results of their own.
-  specs: Any = dict(in_specs=spec, out_specs=PartitionSpec(mesh.axis_names))
-  of_shards = jax.shard_map(of_shard, mesh=mesh, check_vma=False, **specs)
+  of_shards = jax.shard_map(
+    of_shard,
+    mesh=mesh,
+    in_specs=spec,
+    # Each device returns its own sums, also if others have the same shard.
+    out_specs=PartitionSpec(mesh.axis_names),
+    check_vma=False,
+  )
   return jax.jit(lambda x: of_shards(on_device(x)))
 
 
 def _sum(
   x: jax.Array, starts: tuple[Any, ...], shape: tuple[int, ...]
 ) -> jax.Array:
+  """uint32 [2]: the sums of a shard that starts at `starts` in an array."""
   words = _words(x)
   shape = (*shape, words.shape[-1])
   position = jnp.ones(words.shape, jnp.uint32)
@@ -94,12 +107,13 @@ def _sum(
     stride = jnp.uint32(math.prod(shape[dim + 1 :]) % 2**32)
     index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
     position += (index + jnp.asarray(first, jnp.uint32)) * stride
-  add = functools.partial(jnp.sum, dtype=jnp.uint32)
-  return jnp.stack([add(words), add(words * position)])
+  total = jnp.sum(words, dtype=jnp.uint32)
+  weighted = jnp.sum(words * position, dtype=jnp.uint32)
+  return jnp.stack([total, weighted])
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """uint32 [*shape, words of an item]."""
+  """The elements as uint32 [*shape, words of an element]."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     parts = [_words(jnp.real(x)), _words(jnp.imag(x))]
     return jnp.concatenate(parts, axis=-1)

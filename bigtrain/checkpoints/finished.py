@@ -1,4 +1,8 @@
-"""finished.json: the end of a run, for a start that has nothing left to do."""
+"""finished.json, a note that a run has nothing left to do.
+
+With it, starting a finished run again prints its results within seconds: the
+program neither compiles nor loads the state.
+"""
 
 import contextlib
 import hashlib
@@ -27,10 +31,13 @@ def write(
   results: Mapping[str, Any],
   reason: str = "",
 ) -> None:
-  """Notes, on process 0, that a run has nothing left to do.
+  """Writes the note; process 0 calls it.
 
-  `results` has the newest value of each metric, and "step"; `reason` says why
-  the run ended before its last step, if it did.
+  Args:
+    workdir: the run's folder.
+    config, fingerprints: the run's config, and those of its input files.
+    results: newest value of each metric, and "step".
+    reason: why the run ended before its last step, if it did.
   """
   with contextlib.suppress(OSError, CheckpointError):
     note = {
@@ -52,8 +59,8 @@ def read(
 ) -> dict[str, Any] | None:
   """Returns the results of a run that has nothing left to do, else None.
 
-  After a change of the config or damage to the newest checkpoint, the start
-  looks at the whole run. All processes get the same result.
+  It is None after a change of the config, and if the newest checkpoint is
+  damaged. All processes get the same result.
   """
   note = None
   if jax.process_index() == 0:
@@ -70,7 +77,7 @@ def read(
 
 
 def _read(workdir: str, identity: str) -> dict[str, Any] | None:
-  # Without a valid note, the start looks at the whole run.
+  # A note that cannot be read is the same as none: the run starts as usual.
   invalid = (CheckpointError, OSError, ValueError, KeyError, TypeError)
   with contextlib.suppress(*invalid):
     note = json.loads(paths.read_bytes(os.path.join(workdir, _FILE)))

@@ -1,20 +1,23 @@
-"""The directories of a workdir's checkpoints: found, committed and removed.
+"""The folders of a workdir's checkpoints, and their commit and removal.
 
   workdir/checkpoints/00000100                 a committed checkpoint
                       00000100.tmp-1f3a-0      an attempt to write one
                       00000100.old-1f3a-0      replaced by one of the same step
                       00000050.del-1f3a-0      being removed
 
-A complete attempt that is on disk gets the name of a checkpoint by a rename,
-and removal begins with one. So whenever the machine dies, a local directory
-whose name is only digits is a complete checkpoint; the next start removes the
-others.
+A complete attempt is synced to disk and then renamed to the checkpoint's name.
+Removal, too, begins with a rename. So, whenever the machine dies, a local
+folder whose name is only digits is a complete checkpoint. The next start
+removes the others.
 
-Object stores cannot rename. An attempt has the checkpoint's name from the
-start, and the manifest, written last and removed first, makes it a checkpoint.
+Object stores cannot rename. There an attempt has the checkpoint's name from the
+start, and only the manifest, which is written last and removed first, makes it
+a checkpoint.
 
-No symbolic link out of a workdir is followed: one below checkpoints/ is an
-error.
+No symbolic link is followed: one below checkpoints/ is an error.
+
+The order of this file: finding and reading checkpoints, one save in its order
+(`attempt`, `begin`, `stage`, `commit`), removal.
 """
 
 import concurrent.futures
@@ -42,7 +45,7 @@ STEP = re.compile(r"\d{8,}")
 # Names that saves and removals use for their temporary directories.
 TEMPORARY = re.compile(r"(?P<step>\d{8,})\.(?P<kind>tmp|old|del)-[0-9a-f]+-\d+")
 _ARRAY_FILE = re.compile(rf"c(\.\d+)*|{re.escape(METADATA_FILE)}")
-_SYNCS_AT_ONCE = 16
+_SYNCS_AT_ONCE = 16  # Threads that sync folders.
 
 
 class Listing(NamedTuple):
@@ -50,8 +53,8 @@ class Listing(NamedTuple):
 
   # {step: directory}, ascending, of those with a manifest or arrays.
   checkpoints: dict[int, str]
-  leftovers: list[str]  # Unfinished writes and removals.
-  strays: list[str]  # All else.
+  leftovers: list[str]  # Unfinished saves and removals.
+  strays: list[str]  # Everything else.
 
 
 def folder(workdir: str) -> str:
@@ -75,9 +78,10 @@ def newest(workdir: str) -> int | None:
 
 
 def listing(workdir: str) -> Listing:
-  """Lists a workdir's checkpoints; empty only if there are certainly none.
+  """Lists a workdir's checkpoints. It is empty only if there are none.
 
-  CheckpointError if something cannot be read, or is a symbolic link.
+  Raises:
+    CheckpointError: if something cannot be read, or is a symbolic link.
   """
   result = Listing({}, [], [])
   root = folder(workdir)
@@ -101,17 +105,19 @@ def listing(workdir: str) -> Listing:
 
 
 def _classify(path: str, result: Listing) -> None:
+  """Adds a file or folder of checkpoints/ to the listing."""
   name = os.path.basename(path)
-  mode = os.lstat(path).st_mode
-  if is_step_name(name) or TEMPORARY.fullmatch(name):
+  is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+  is_step = is_step_name(name)
+  is_temporary = TEMPORARY.fullmatch(name) is not None
+  if is_step or is_temporary:
     _refuse_link(path)
-    if stat.S_ISDIR(mode) and not is_step_name(name):
-      result.leftovers.append(path)
-      return
-    if stat.S_ISDIR(mode) and _has_arrays(path):
-      result.checkpoints[int(name)] = path
-      return
-  result.strays.append(path)
+  if is_folder and is_temporary:
+    result.leftovers.append(path)
+  elif is_folder and is_step and _has_arrays(path):
+    result.checkpoints[int(name)] = path
+  else:
+    result.strays.append(path)
 
 
 def _refuse_link(path: str) -> None:
@@ -120,6 +126,7 @@ def _refuse_link(path: str) -> None:
 
 
 def _list_objects(root: str, result: Listing) -> Listing:
+  """`listing` of an object store, which has names but no folders."""
   try:
     names = objects.below(root)
   except OSError as e:
@@ -154,6 +161,7 @@ def _raise(error: OSError) -> None:
 
 
 def unreadable(error: OSError) -> CheckpointError:
+  """The error of a start that cannot find out which checkpoints there are."""
   return CheckpointError(
     f"{error.filename}: cannot be read: {error.strerror}. Whether there are "
     "checkpoints to resume from is unknown, so nothing is started."
@@ -161,9 +169,11 @@ def unreadable(error: OSError) -> CheckpointError:
 
 
 def read_manifest(directory: str) -> Manifest:
-  """DamagedError if it is missing, damaged or of another step.
+  """Reads the manifest of a checkpoint.
 
-  CheckpointError if it cannot be read, or is of an unfinished write.
+  Raises:
+    DamagedError: if it is missing, damaged or of another step.
+    CheckpointError: if it cannot be read, or belongs to an unfinished save.
   """
   name = os.path.basename(os.path.normpath(directory))
   path = os.path.join(directory, MANIFEST_FILE)
@@ -193,6 +203,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def find(path: str, step: int | None = None) -> str:
+  """The checkpoint of a step at a path, by default the newest."""
   directories = find_all(path)
   if step is None:
     return directories[max(directories)]
@@ -205,7 +216,7 @@ def find(path: str, step: int | None = None) -> str:
 
 
 def find_named(path: str, step: int | None, key: str) -> str:
-  """`find` for a path that a user typed; a ConfigError names `key`."""
+  """`find` for a path that a user typed; its ConfigErrors name `key`."""
   path = paths.absolute(path)
   try:
     if not paths.exists(path):
@@ -218,9 +229,11 @@ def find_named(path: str, step: int | None, key: str) -> str:
 
 
 def find_all(path: str) -> dict[int, str]:
-  """{step: directory} of the checkpoints at a path, ascending; never {}.
+  """{step: directory} of the checkpoints at a path, ascending; never empty.
 
-  ConfigError if it is neither a workdir nor, by its name, a checkpoint.
+  Raises:
+    ConfigError: if it is neither a workdir nor, by its name, a checkpoint.
+    CheckpointError: if there is no checkpoint, or it cannot be read.
   """
   path = paths.absolute(path)
   try:
@@ -244,6 +257,7 @@ def find_all(path: str) -> dict[int, str]:
 
 
 def _names_at(path: str) -> list[str]:
+  """The relevant names at a path in an object store."""
   name = os.path.basename(path)
   if name == FOLDER:
     return []
@@ -253,7 +267,7 @@ def _names_at(path: str) -> list[str]:
 
 
 def files_below(directory: str) -> Iterator[tuple[str, int | None]]:
-  """Yields (relative path, bytes) of all files; None instead for a link."""
+  """Yields (relative path, size) of all files; the size of a link is None."""
   stack = [""]
   while stack:
     parent = stack.pop()
@@ -269,7 +283,7 @@ def files_below(directory: str) -> Iterator[tuple[str, int | None]]:
 
 
 def check_writable(workdir: str) -> None:
-  """Creates the folders and rehearses a save, to fail before compiling."""
+  """Creates the folders and rehearses a save, so that errors come early."""
   paths.absolute(workdir)  # Raises for URLs that are not valid.
   token = f"{secrets.token_hex(4)}-0"
   try:
@@ -278,8 +292,8 @@ def check_writable(workdir: str) -> None:
       objects.write(probe, b"", hasty=True)
       objects.write(probe, None, hasty=True)
       return
-    # Has the name of an attempt, so the next start removes it if this process
-    # dies here.
+    # It has the name of an attempt, so that the next start removes it if this
+    # process dies here.
     probe = attempt(workdir, 0, token)
     os.makedirs(folder(workdir), exist_ok=True)
     os.mkdir(probe)
@@ -292,10 +306,11 @@ def check_writable(workdir: str) -> None:
     ) from e
 
 
-# A save, in this order.
+# One save, in this order.
 
 
 def attempt(workdir: str, step: int, token: str) -> str:
+  """The directory to which a save writes."""
   name = step_name(step)
   if not paths.is_remote(workdir):
     name += f".tmp-{token}"
@@ -303,10 +318,10 @@ def attempt(workdir: str, step: int, token: str) -> str:
 
 
 def begin(tmp: str) -> None:
-  """Creates the directory of an attempt, unless another process has.
+  """Creates the directory of an attempt, unless another process has done so.
 
-  In an object store this first removes what is there under the same name, so
-  writers must wait for it.
+  In an object store it removes what has the same names, so that all processes
+  must wait for it before they write.
   """
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, MANIFEST_FILE), None)
@@ -316,6 +331,7 @@ def begin(tmp: str) -> None:
 
 
 def stage(tmp: str, text: str) -> None:
+  """Writes the manifest of an attempt, which is no checkpoint yet."""
   if paths.is_remote(tmp):
     return
   with open(os.path.join(tmp, MANIFEST_FILE), "x") as file:
@@ -325,13 +341,13 @@ def stage(tmp: str, text: str) -> None:
 
 
 def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
-  """Puts a complete attempt on disk and gives it the name of a checkpoint."""
+  """Syncs a complete attempt, and makes it the checkpoint of its step."""
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, MANIFEST_FILE), text.encode())
     return
-  # Directories that hold only files were synced with their files
-  # (integrity.py). The others are synced together, to share commits of the
-  # file system's journal.
+  # Directories that contain only files were synced together with these
+  # (integrity.py). The others are synced at the same time, so that they share
+  # commits of the file system's journal.
   walk = os.walk(tmp, onerror=_raise)
   parents = [path for path, subfolders, _ in walk if subfolders]
   with concurrent.futures.ThreadPoolExecutor(_SYNCS_AT_ONCE) as pool:
@@ -352,7 +368,7 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
 
 
 def retire(workdir: str, step: int, token: str) -> str:
-  """Makes a checkpoint not a checkpoint; returns the directory to discard."""
+  """Renames a checkpoint so that it is none; returns the folder to discard."""
   path = os.path.join(folder(workdir), step_name(step))
   if paths.is_remote(path):
     objects.write(os.path.join(path, MANIFEST_FILE), None)
@@ -363,6 +379,7 @@ def retire(workdir: str, step: int, token: str) -> str:
 
 
 def discard(path: str) -> None:
+  """Removes a folder; a failure is a warning."""
   try:
     _remove(path)
   except OSError as e:
@@ -382,10 +399,12 @@ def remove_all(workdir: str) -> None:
 
 
 def clean(workdir: str) -> list[str]:
-  """Removes the remains of earlier attempts; only one job may call it.
+  """Removes what interrupted saves and removals have left.
 
-  A checkpoint that was about to be replaced gets its name back if the
-  replacement is missing. Returns a line for each such directory.
+  Only one job may call it. A checkpoint that was about to be replaced gets its
+  name back if the replacement is missing.
+
+  Returns: a line about each folder that was removed, renamed or ignored.
   """
   notes = []
   listed = listing(workdir)
@@ -401,7 +420,7 @@ def clean(workdir: str) -> list[str]:
         _remove(path)
         notes.append(f"{path}: removed, left by an interrupted run")
     except FileNotFoundError:
-      continue  # Of another job that just failed to start here.
+      continue  # Another job, which failed to start here, has removed it.
     except OSError as e:
       raise CheckpointError(f"{path}: cannot be removed: {e.strerror}.") from e
   notes += [f"{path}: ignored, not a checkpoint" for path in listed.strays]

@@ -1,8 +1,12 @@
-"""Optimizer states of T5X, Mesh TF and big_vision, for config.resume.
+"""Loads optimizer states of T5X, Mesh TF and big_vision, for config.resume.
 
-Moments are converted as the parameters are. Those of Adafactor's rows and
-columns are first repeated to the parameter's shape; ours are the same numbers
-without the dimensions along which they repeat.
+Moments have the shapes of parameters, and are converted by the same rules of
+the model. Adafactor's moments of rows and columns lack dimensions. They are
+first repeated to the parameter's shape, then converted, and then reduced to the
+dimensions that ours have.
+
+The moments are in groups, one for each field of the optimizer's state, such as
+"opt/0/mu". `load` pairs the groups of the file with ours by their order.
 """
 
 import itertools
@@ -17,143 +21,242 @@ from bigtrain.checkpoints.foreign import jax_folders, parameter_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
 
-# In the order of our Adafactor's state.
+# The fields have the order of our Adafactor's state.
 _T5X = re.compile("state/param_states/(.*)/(?:(v_row)|(v_col)|(v)|(m))")
 _KEY = "config.resume"
 
 
 def find(spec: Any) -> dict[str, Any] | None:
-  """Where the state lies; None if `spec` is of a checkpoint of ours."""
+  """The file that config.resume names; None if it is a checkpoint of ours."""
   source = warm_start.read_source(spec, _KEY, ("path", "step"))
   path = paths.absolute(source.path)
-  other = path.endswith(".npz") or (
+  is_foreign = path.endswith(".npz") or (
     not paths.is_remote(path) and jax_folders.find(path)
   )
-  return dict(path=path, step=source.step) if other else None
+  return dict(path=path, step=source.step) if is_foreign else None
 
 
 def load(
   state: Any, source: Any, like: Any, module: Any, optimizer: Any
 ) -> int:
-  """Sets the optimizer's state and the step of a train state."""
+  """Sets the optimizer's state and the step of a train state.
+
+  Args:
+    state: the new train state, whose parameters are loaded already.
+    source: result of `find`.
+    like: specs of the train state.
+    module: the model's module.
+    optimizer: config.optimizer.
+
+  Returns: the number of finished steps.
+  """
   key = f"{_KEY}: {source['path']}"
   file = parameter_files.open_file(**source, prefix="", key=_KEY)
   arrays = _as_in_big_vision(file.read(list(file.specs)), optimizer, key)
   opt = {name: x for name, x in arrays.items() if name.startswith("opt/")}
-  counts = [x for x in opt.values() if x.dtype == np.int32]
-  steps = {int(x[()]) for x in counts} | {file.step}
-  if len(steps - {0}) != 1:
-    raise ConfigError(f"{key}: expected one number of updates, found {steps}.")
-  step = np.int32(max(steps))
+  step = _num_updates(opt, file.step, key)
   theirs = {
     name.removeprefix("params/"): x
     for name, x in arrays.items()
     if name.startswith("params/")
   }
   ours = dict(trees.flatten_with_names(like["params"]))
-  size = lambda tree: sum(int(np.prod(x.shape)) for x in tree.values())
-  if size(ours) != size(theirs):  # Perhaps positions of another resolution.
+  # Sizes differ, for instance, if positions have another resolution.
+  if _num_elements(ours) != _num_elements(theirs):
     raise ConfigError(
-      f"{key}: expected {size(ours)} parameters, found {size(theirs)}."
+      f"{key}: expected {_num_elements(ours)} parameters, found "
+      f"{_num_elements(theirs)}."
     )
+
+  # Pairs each group of moments of the optimizer with one of the file.
   specs = trees.flatten_with_names(like["opt"])
   wanted = _grouped({n: x for n, x in specs if not n.endswith("count")}, ours)
-  # big_vision names them by the index of each field in optax's states.
   found = _grouped(
     {n: x for n, x in opt.items() if x.dtype != np.int32}, theirs
   )
-  numbers = lambda group: [part.zfill(4) for part in group.split("/")]
   if len(found) != len(wanted):
     raise ConfigError(
       f"{key}: expected {len(wanted)} moments, {', '.join(wanted)} of "
       f"config.optimizer; found {len(found)}, {', '.join(found)}."
     )
-  given = {w: found[f] for w, f in zip(wanted, sorted(found, key=numbers))}
-  for group in filter(lambda group: group.endswith("v_row"), wanted):
-    rows, columns = given[group], given[f"{group[:-3]}col"]
+  given = {
+    ours_name: found[their_name]
+    for ours_name, their_name in zip(wanted, sorted(found, key=_field_numbers))
+  }
+
+  # Repeats rows and columns, and converts.
+  for group in wanted:
+    if not group.endswith("v_row"):
+      continue
+    rows, columns = given[group], given[_column_group(group)]
     for name, row in rows.items():
       shape = tuple(theirs[name].shape)
       rows[name], columns[name] = _repeated(row, columns[name], shape)
-  whole = {g: _converted(x, theirs, ours, module) for g, x in given.items()}
+  converted = {
+    group: _converted(moments, theirs, ours, module)
+    for group, moments in given.items()
+  }
+
   moments = {}
   for group in wanted:
     for name, spec in wanted[group].items():
-      shape, value = tuple(spec.shape), whole[group][name]
-      if shape == (1,) != value.shape:  # Unused.
-        value = np.zeros(1)
-      elif group.endswith(("v_row", "v_col")):
-        pair = [whole[f"{group[:-3]}{end}"][name] for end in ("row", "col")]
-        value = _reduced(pair, shape, later=group.endswith("row"))
+      shape = tuple(spec.shape)
+      value = _with_shape(converted, group, name, shape)
       if value.shape != shape or np.isnan(value).any():
         raise ConfigError(
           f"{key}: it has no {group}/{name} of shape {shape}; expected a config"
           " that trains the same parameters, with the same optimizer."
         )
       moments[f"{group}/{name}"] = value
-  place = lambda n, spec: warm_start.place(moments.get(n, step), spec)
+
+  def place(name: str, spec: Any) -> Any:
+    # What is not a moment counts updates.
+    return warm_start.place(moments.get(name, step), spec)
+
   state["opt"] = trees.map_with_names(place, like["opt"])
   state["step"] = place("", like["step"])
   return int(step)
 
 
 def _as_in_big_vision(arrays: Any, optimizer: Any, key: str) -> dict[str, Any]:
+  """Renames the arrays of a T5X checkpoint; those of others have these names.
+
+  big_vision names moments by the number of their field in optax's state, such
+  as "opt/1/Dense_0/kernel", and parameters "params/Dense_0/kernel".
+  """
   result = {}
   for name, x in arrays.items():
-    if not (match := _T5X.fullmatch(name)):
+    match = _T5X.fullmatch(name)
+    if match is None:
       result[re.sub("^target/", "params/", name)] = x
-    elif not match[5] or x.shape != (1,):  # Without momentum.
-      result[f"opt/{match.lastindex}/{match[1]}"] = x
-      if match[5] and not optimizer.get("lr_inside"):
-        raise ConfigError(
-          f"{key}: expected config.optimizer.lr_inside=True, as T5X averages "
-          "updates after the learning rate."
-        )
+      continue
+    parameter, is_momentum = match[1], match[5] is not None
+    if is_momentum and x.shape == (1,):  # T5X stores it also if it is not used.
+      continue
+    result[f"opt/{match.lastindex}/{parameter}"] = x
+    if is_momentum and not optimizer.get("lr_inside"):
+      raise ConfigError(
+        f"{key}: expected config.optimizer.lr_inside=True, as T5X averages "
+        "updates after the learning rate."
+      )
   return result
 
 
+def _num_updates(opt: dict[str, Any], step: int, key: str) -> np.int32:
+  """The number of updates, which the file may have in several places."""
+  counts = {int(x[()]) for x in opt.values() if x.dtype == np.int32}
+  steps = counts | {step}
+  if len(steps - {0}) != 1:
+    raise ConfigError(f"{key}: expected one number of updates, found {steps}.")
+  return np.int32(max(steps))
+
+
+def _num_elements(arrays: dict[str, Any]) -> int:
+  return sum(int(np.prod(x.shape)) for x in arrays.values())
+
+
+def _field_numbers(group: str) -> list[str]:
+  """Sorts groups by the numbers in their names, so that 10 follows 9."""
+  return [part.zfill(4) for part in group.split("/")]
+
+
+def _column_group(row_group: str) -> str:
+  return row_group.removesuffix("row") + "col"
+
+
 def _grouped(arrays: Any, params: Any) -> dict[str, dict[str, Any]]:
-  """{tree of moments: {name of a parameter: its moment}}."""
+  """{group, such as "opt/0/mu": {name of a parameter: its moment}}."""
   groups: dict[str, dict[str, Any]] = {}
   for name, x in arrays.items():
-    start = 0
-    while (start := name.find("/", start) + 1) and name[start:] not in params:
-      pass
-    groups.setdefault(name[: start - 1], {})[name[start:]] = x
+    group, parameter = _split(name, params)
+    groups.setdefault(group, {})[parameter] = x
   return groups
 
 
+def _split(name: str, params: Any) -> tuple[str, str]:
+  """Splits the name of a moment into its group and its parameter.
+
+  Other state is a group of its own.
+  """
+  parts = name.split("/")
+  for i in range(1, len(parts)):
+    parameter = "/".join(parts[i:])
+    if parameter in params:
+      return "/".join(parts[:i]), parameter
+  return name, ""
+
+
 def _converted(moments: Any, theirs: Any, ours: Any, module: Any) -> Any:
-  """Moments in the parameters' shapes; NaN where there are none."""
-  flat = {
-    name: np.asarray(moments[name][...], np.float32)
-    if name in moments and moments[name].shape == tuple(x.shape)
-    else np.broadcast_to(np.float32("nan"), x.shape)
-    for name, x in theirs.items()
-  }
+  """Converts moments as the model converts parameters.
+
+  Parameters without a moment of their shape get NaN.
+  """
+  flat = {}
+  for name, x in theirs.items():
+    if name in moments and moments[name].shape == tuple(x.shape):
+      flat[name] = np.asarray(moments[name][...], np.float32)
+    else:
+      flat[name] = np.broadcast_to(np.float32("nan"), x.shape)
   if flat.keys() != ours.keys():
     flat = module.from_published(flat, ours)
-  # Stacks of arrays take a slice for each dimension.
-  whole = {name: (slice(None),) * len(x.shape) for name, x in ours.items()}
-  return {name: np.asarray(flat[name][index]) for name, index in whole.items()}
+  result = {}
+  for name, spec in ours.items():
+    # The conversion may return stacks of arrays, which need a slice for each
+    # dimension.
+    whole = (slice(None),) * len(spec.shape)
+    result[name] = np.asarray(flat[name][whole])
+  return result
+
+
+def _with_shape(
+  converted: Any, group: str, name: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  """A converted moment in the shape that the optimizer stores."""
+  value = converted[group][name]
+  if shape == (1,) != value.shape:  # A field that this parameter does not use.
+    return np.zeros(1)
+  if not group.endswith(("v_row", "v_col")):
+    return value
+  stem = group[: -len("row")]
+  pair = [converted[f"{stem}{end}"][name] for end in ("row", "col")]
+  return _reduced(pair, shape, last=group.endswith("row"))
 
 
 def _repeated(row: Any, column: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
-  """Both with all dimensions; unchanged where there are no rows and columns."""
-  without = lambda d: tuple(np.delete(shape, d))
-  pair = [int(d) for d in np.argsort(shape)[-2:]]  # As in optax and T5X.
-  for r, c in (pair, pair[::-1]) if len(shape) > 1 else ():
-    if (row.shape, column.shape) == (without(c), without(r)):
-      row, column = np.expand_dims(row[...], c), np.expand_dims(column[...], r)
+  """Repeats the moments of rows and of columns to a parameter's shape.
+
+  Returns them unchanged if the parameter is not factored.
+  """
+  if len(shape) < 2:
+    return row, column
+  # The two largest dimensions, as in optax and T5X, in either order.
+  second, largest = (int(dim) for dim in np.argsort(shape)[-2:])
+  for row_dim, column_dim in ((second, largest), (largest, second)):
+    if row.shape == tuple(
+      np.delete(shape, column_dim)
+    ) and column.shape == tuple(np.delete(shape, row_dim)):
+      row = np.expand_dims(row[...], column_dim)
+      column = np.expand_dims(column[...], row_dim)
       return np.broadcast_to(row, shape), np.broadcast_to(column, shape)
   return row, column
 
 
-def _reduced(pair: Any, shape: tuple[int, ...], *, later: bool) -> np.ndarray:
-  """The one of a pair that has `shape` without its repeated dimensions."""
-  found: dict[Any, Any] = {}  # Two entries if the shape is square.
+def _reduced(pair: Any, shape: tuple[int, ...], *, last: bool) -> np.ndarray:
+  """Removes repeated dimensions from moments of rows and columns.
+
+  Args:
+    pair: both moments, in the parameter's shape.
+    shape: the shape to reach. Either of the pair may have it without its
+      repeated dimensions, because ours may call rows what they call columns.
+    last: for a square parameter both have it: whether to take the one that
+      loses the last dimensions.
+  """
+  candidates: dict[tuple[int, ...], np.ndarray] = {}  # By the lost dimensions.
   for x in pair:
-    same = [d for d in range(x.ndim) if (x == x.take([0], d)).all()]
-    for dims in itertools.combinations(same, x.ndim - len(shape)):
+    repeated = [dim for dim in range(x.ndim) if (x == x.take([0], dim)).all()]
+    for dims in itertools.combinations(repeated, x.ndim - len(shape)):
       if tuple(np.delete(x.shape, dims)) == shape:
-        found[dims] = x.max(axis=dims)
-  return found[max(found) if later else min(found)] if found else pair[0]
+        candidates[dims] = x.max(axis=dims)
+  if not candidates:
+    return pair[0]
+  return candidates[max(candidates) if last else min(candidates)]

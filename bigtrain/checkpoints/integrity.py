@@ -1,7 +1,9 @@
-"""Writes and reads arrays of a checkpoint, and checks every bit.
+"""Writes and reads the arrays of a checkpoint, and checks every bit.
 
-`inspect` checks names, sizes and metadata, which is quick; `verify` also reads
-every chunk, as `read` does. Nothing here needs jax.
+`write_metadata` and `write` write a checkpoint's files with tensorstore, and
+`read` reads parts of arrays. `inspect` checks names, sizes and metadata of the
+files, which is quick; `verify` also reads every chunk and compares the values
+with the devices' checksums. This module does not use jax.
 """
 
 import collections
@@ -35,20 +37,22 @@ _NOT_AS_ON_DEVICES = (
 _CHANGED = "has changed: its digest does not match"
 _LINK = "is a symbolic link; it is not followed"
 
-# Limits of what one host has read or is reading and has not used yet, and of
-# the encoded bytes that it has not written yet.
+# Limits of the host memory that reads and writes occupy: what has been read or
+# is being read and has not been used, and what has been encoded and is not
+# written.
 _READS_IN_FLIGHT_BYTES = 2**30
 _WRITES_IN_FLIGHT_BYTES = 512 * 2**20
-_POLL_SECS = 0.25
+_POLL_SECS = 0.25  # Between two calls of `check` while a write runs.
 
 
 @functools.cache
 def tensorstore_context(*, sync: bool = True) -> Any:
-  """Returns the tensorstore context of all reads and writes.
+  """The tensorstore context of all reads and writes.
 
-  It has no cache, which would need as much memory as the checkpoint, and locks
-  no files: some network file systems cannot, and every file has one writer.
-  With `sync`, a write is done when files and directories are on disk.
+  It has no cache, which would need as much memory as the checkpoint. It locks
+  no files, because some network file systems cannot, and every file has a
+  single writer. With `sync`, a write ends when the file and its directory are
+  on disk.
   """
   import tensorstore as ts
 
@@ -64,7 +68,7 @@ def tensorstore_context(*, sync: bool = True) -> Any:
 
 
 def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
-  """Waits for writes; if one fails or `check` raises, all end before that."""
+  """Waits for all writes, also if one fails or `check` raises."""
   futures = list(futures)
   try:
     for future in futures:
@@ -75,14 +79,17 @@ def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
       future.result()
   except BaseException:
     for future in futures:
-      future.exception()
+      future.exception()  # Waits. No write may touch the folder afterwards.
     raise
 
 
 def write_metadata(
   directory: str, arrays: Mapping[str, Array], check: Callable[[], Any]
 ) -> None:
-  """Writes the zarr.json of arrays, which tensorstore would first read."""
+  """Writes the zarr.json of each array.
+
+  tensorstore would do so itself, but would first look for one.
+  """
   import tensorstore as ts
 
   place = paths.kvstore(directory)
@@ -102,9 +109,14 @@ def write(
   *,
   sync: bool = True,
 ) -> None:
-  """Writes parts of arrays, each made of whole chunks.
+  """Writes parts of arrays, each of whole chunks.
 
-  `check` is called several times a second and raises to give up.
+  Args:
+    directory: folder of the checkpoint.
+    arrays: layout of the arrays, by name.
+    parts: (part, values) pairs.
+    check: called several times a second; it raises to give up.
+    sync: whether to wait until the files are on disk.
   """
   import tensorstore as ts
 
@@ -136,6 +148,7 @@ def write(
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
+  """{name: SHA-256 of the array's zarr.json, or "" if there is none}."""
   files = {name: os.path.join(directory, name, METADATA_FILE) for name in names}
   if paths.is_remote(directory):
     contents = [version.content for version in objects.read_all(files.values())]
@@ -148,9 +161,9 @@ def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
 
 
 class Problem(NamedTuple):
-  """A defect of a checkpoint; `array` is "" for the manifest."""
+  """A defect of a checkpoint."""
 
-  array: str
+  array: str  # "" for the manifest.
   path: str
   what: str
 
@@ -162,6 +175,7 @@ class Problem(NamedTuple):
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
+  """Checks names, sizes and metadata of arrays, by default of all."""
   problems = []
   names = list(manifest.arrays if names is None else names)
   try:
@@ -179,7 +193,7 @@ def _inspect_objects(
 ) -> list[Problem]:
   """`inspect` for object stores, with few requests.
 
-  Sizes are not checked: no crash leaves half an object.
+  It does not check sizes: no crash leaves half an object.
   """
   problems = []
   existing = set(objects.below(directory))
@@ -203,21 +217,23 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
   array_directory = os.path.join(directory, name)
   problems = []
 
-  def report(path: str, what: str) -> list[Problem]:
+  def report(path: str, what: str) -> None:
     problems.append(Problem(name, os.path.join(array_directory, path), what))
-    return problems
 
   parent = directory
   for part in name.split("/"):
     parent = os.path.join(parent, part)
     if os.path.islink(parent):
-      return report(parent, _LINK)
+      report(parent, _LINK)
+      return problems
   try:
     sizes = dict(folders.files_below(array_directory))
   except FileNotFoundError:
-    return report(array_directory, "missing")
+    report(array_directory, "missing")
+    return problems
   except NotADirectoryError:
-    return report(array_directory, "is a file, expected a directory")
+    report(array_directory, "is a file, expected a directory")
+    return problems
   for file, size in sizes.items():
     if size is None:
       report(file, _LINK)
@@ -238,14 +254,17 @@ def _inspect_array(directory: str, name: str, array: Array) -> list[Problem]:
 def read(
   directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[np.ndarray]:
-  """Reads parts of arrays concurrently and yields them in order.
+  """Reads parts of arrays concurrently, and yields them in order.
 
-  Parts of the same array follow each other. DamagedError if a chunk is missing
-  or has changed; CheckpointError if a file cannot be read.
+  It is fastest if parts of the same array follow each other.
+
+  Raises:
+    DamagedError: if a chunk is missing or has changed.
+    CheckpointError: if a file cannot be read.
   """
   for (name, _), result in read_each(directory, manifest, parts):
     if isinstance(result, ValueError):
-      raise _kind(result)(
+      raise _error_type(result)(
         f"{directory}: array {name!r}: {objects.text(result)}"
       ) from result
     yield result
@@ -254,7 +273,7 @@ def read(
 def read_each(
   directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
-  """Like `read`, but yields the error in place of a part that has one."""
+  """Like `read`, but yields (part, values or the error in their place)."""
   import tensorstore as ts
 
   name: str = ""
@@ -285,7 +304,8 @@ def read_each(
     view = store[part[1]]
     if view.rank:
       view = view[ts.d[:].translate_to[0]]
-    # numpy's memory has large pages; tensorstore's own takes twice the time.
+    # numpy's memory has large pages. With tensorstore's own, reading takes
+    # twice as long.
     out = np.empty(view.shape, view.dtype.numpy_dtype)
     while pending and in_flight + out.nbytes > _READS_IN_FLIGHT_BYTES:
       yield finish()
@@ -295,7 +315,7 @@ def read_each(
     yield finish()
 
 
-def _kind(error: ValueError) -> type[CheckpointError]:
+def _error_type(error: ValueError) -> type[CheckpointError]:
   damaged = str(error).startswith(
     ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "OUT_OF_RANGE")
   )
@@ -303,9 +323,10 @@ def _kind(error: ValueError) -> type[CheckpointError]:
 
 
 def verify(directory: str) -> list[Problem]:
-  """Reads every chunk and returns all problems; [] for an intact checkpoint.
+  """Reads every chunk, and returns all problems of a checkpoint.
 
-  CheckpointError if something cannot be read, so its state is unknown.
+  Raises:
+    CheckpointError: if something cannot be read, so that its state is unknown.
   """
   try:
     manifest = folders.read_manifest(directory)
@@ -313,20 +334,22 @@ def verify(directory: str) -> list[Problem]:
     path = os.path.join(directory, MANIFEST_FILE)
     return [Problem("", path, str(e).removeprefix(f"{path}: "))]
   problems = inspect(directory, manifest)
+  # Chunks to read: those of which `inspect` has not found anything.
   reported = {problem.path for problem in problems}
   linked = {problem.array for problem in problems if problem.what == _LINK}
-  part_of = {
-    path: (name, place)
-    for name, array in manifest.arrays.items()
-    if name not in linked and os.path.join(directory, name) not in reported
-    for file, place in array.chunks()
-    if (path := os.path.join(directory, name, file)) not in reported
-  }
+  part_of: dict[str, Part] = {}
+  for name, array in manifest.arrays.items():
+    if name in linked or os.path.join(directory, name) in reported:
+      continue
+    for file, place in array.chunks():
+      path = os.path.join(directory, name, file)
+      if path not in reported:
+        part_of[path] = (name, place)
   sums: dict[str, list[checksums.Sums]] = collections.defaultdict(list)
   results = read_each(directory, manifest, part_of.values())
   for path, ((name, place), result) in zip(part_of, results):
     if isinstance(result, ValueError):
-      if _kind(result) is not DamagedError:
+      if _error_type(result) is not DamagedError:
         raise CheckpointError(
           f"{directory}: {objects.text(result)}"
         ) from result
@@ -345,10 +368,11 @@ def verify(directory: str) -> list[Problem]:
 def check_sums(
   directory: str, manifest: Manifest, name: str, sums: Iterable[checksums.Sums]
 ) -> None:
+  """Raises DamagedError unless the parts of an array have its checksum."""
   if not _matches(manifest.arrays[name], sums):
     raise DamagedError(f"{directory}: array {name!r}: {_NOT_AS_ON_DEVICES}.")
 
 
 def _matches(array: Array, sums: Iterable[checksums.Sums]) -> bool:
-  expected = array.checksum
+  expected = array.checksum  # "" in checkpoints of earlier versions.
   return not expected or expected == checksums.as_text(checksums.add(sums))

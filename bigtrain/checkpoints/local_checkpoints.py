@@ -1,23 +1,26 @@
-"""Checkpoints on the hosts' own disks or memory, in front of the workdir's.
+"""Frequent checkpoints on the hosts' own disks or in their memory.
 
   FOLDER/RUN/0/checkpoints/00000150/   a checkpoint of process 0
   FOLDER/RUN/0/stored                  newest step in the workdir
 
-They are written more often than the workdir's: each process writes all shards
-of its devices to its own host, without waiting for the disk. "shards" in a
-manifest's `writer` lists them with the devices' checksums. At a start, all
-processes agree on the newest step whose shards can be put together, receive the
-files that they lack from each other, and restore it as any other checkpoint;
-without such a step, or if the workdir has a newer one, the workdir's is used.
+Each process writes all shards of its devices to its own host, without waiting
+for the disk. That is faster than the workdir, and can be done more often.
+"shards" in a manifest's `writer` lists the shards with the devices' checksums.
 
-A local checkpoint may be of a past that is no longer the run's. So each start
-has a token, and the workdir's local_ckpts.json has the last step up to which
-the checkpoints of each token are of the run's past:
+At a start, all processes agree on the newest step whose shards the hosts have
+together. They send each other the files that some lack, and restore it like any
+other checkpoint. If there is no such step, or if the workdir has a newer one,
+the run starts from the workdir.
+
+A local checkpoint may be from a past that the run has abandoned, for instance
+by a rollback. So each start has a random token, which its checkpoints carry.
+local_ckpts.json in the workdir has, for each token, the last step that belongs
+to the run's past; null is for the newest start:
 
   {"5e1f9c2e": 150, "9ab3d7c1": null}
 
-If the workdir lacks the step in the file "stored", somebody removed it to go
-back, and the local checkpoints are not used either.
+If the workdir lacks the step in the file "stored", somebody removed it in order
+to go back, and the local checkpoints are not used either.
 """
 
 import contextlib
@@ -57,14 +60,15 @@ from bigtrain.files import disk, paths
 
 RECORD = "local_ckpts.json"
 _STORED = "stored"
-# A step is on all hosts only when the slowest has written it: until then the
-# step before is needed.
+# Number of checkpoints on a host. A step is complete only when the slowest host
+# has written it; until then the step before it is needed.
 _KEEP = 2
-# Starts without progress that are remembered.
-_MOST_TOKENS = 100
+# Number of starts that the record remembers, without any progress between them.
+_MAX_TOKENS = 100
 
-# A shard: name of the array; start and stop of the shard in each dimension.
+# A shard: name of its array; start and stop of the shard in each dimension.
 Key = tuple[str, tuple[tuple[int, int], ...]]
+# The shards of a checkpoint on this host, with the devices' checksums.
 Shards = Mapping[Key, checksums.Sums]
 
 
@@ -79,6 +83,7 @@ class Saved(NamedTuple):
 def from_config(
   config: settings.Config, every_steps: int | None, workdir: str
 ) -> "LocalCheckpoints | None":
+  """Reads config.local_ckpt_*; None if they are not set."""
   folder = config.get("local_ckpt_dir")
   if not every_steps:
     if folder is not None and every_steps is None:
@@ -93,7 +98,8 @@ def from_config(
       'as "/dev/shm/run" and not an object store, because config.local_ckpt_* '
       "is set."
     )
-  folder = existing = paths.absolute(folder)
+  folder = paths.absolute(folder)
+  existing = folder  # The nearest parent that exists.
   while not os.path.lexists(existing):
     existing = os.path.dirname(existing)
   if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
@@ -105,14 +111,15 @@ def from_config(
 
 
 def forget(workdir: str) -> None:
+  """Removes the record: no local checkpoint is of this run's past any more."""
   paths.remove(os.path.join(workdir, RECORD))
 
 
 class LocalCheckpoints:
   """The local checkpoints of a run.
 
-  All processes call `restore` and `begin` in the same order. A failure to write
-  is logged once, and then this process writes none any more.
+  All processes call `restore` and `begin` in the same order. A process that
+  cannot write one logs a warning, and writes no more of them.
   """
 
   def __init__(
@@ -125,14 +132,17 @@ class LocalCheckpoints:
     digest = hashlib.sha256(workdir.encode()).hexdigest()[:8]
     self._root = os.path.join(folder, f"{name}-{digest}")
     self._own = ""  # Folder of this process, once its index is known.
-    # Folders of processes that no longer run on this host.
+    # Folders on this host of processes that now run elsewhere.
     self._left: list[str] = []
     self._token = ""  # Of this start; the same on all processes.
+    # The record: {token: last step of the run's past, or None}.
     self._tokens: dict[str, int | None] = {}
+    # {(step, token): checkpoint on this host}.
     self._saved: dict[tuple[int, str], Saved] = {}
-    self._off = False
+    self._off = False  # Whether this process has given up.
 
   def due(self, step: int) -> bool:
+    """Whether `step` is to be saved on the hosts."""
     return step % self._every_steps == 0
 
   # The start.
@@ -140,10 +150,14 @@ class LocalCheckpoints:
   def restore(
     self, stored: int | None, like: Any
   ) -> tuple[Any, Manifest] | None:
-    """Restores the newest step that the processes together have.
+    """Restores the newest step that the processes have together.
 
-    Returns (tree like `like`, the manifest) on all processes, or None on all:
-    also if the workdir's newest step, `stored`, is newer.
+    Args:
+      stored: the newest step in the workdir, if it has any.
+      like: specs of the state.
+
+    Returns: the state and the manifest, or None if there is no complete step
+      that is newer than `stored`; the same on all processes.
     """
     self._join()
     seen = [_read_stored(folder) for folder in (self._own, *self._left)]
@@ -159,15 +173,19 @@ class LocalCheckpoints:
         removed,
       )
       return None
-    candidates = {(s, t) for offer in offers for s, t in offer["saved"]}
+    candidates = {
+      (step, token) for offer in offers for step, token in offer["saved"]
+    }
     for step, token in sorted(candidates, reverse=True):
       if step < least:
         break
-      first = [[step, token] in offer["saved"] for offer in offers].index(True)
+      has_it = [[step, token] in offer["saved"] for offer in offers]
+      first = has_it.index(True)
       manifest = self._shared_manifest(step, token, first, like)
       if manifest is not None and self._complete(manifest, token, like):
         directory = self._saved[step, token].directory
-        state, error = None, ""
+        state = None
+        error = ""
         try:
           state = restore.read_tree(directory, manifest, like, inspected=True)
         except CheckpointError as e:  # Damaged since `_complete` read it.
@@ -203,12 +221,14 @@ class LocalCheckpoints:
           self._saved[saved.manifest.step, token] = saved
 
   def _is_past(self, step: int, token: str) -> bool:
+    """Whether a checkpoint is of this run's past."""
     last = self._tokens.get(token, -1)
     return last is None or step <= last
 
   def _shared_manifest(
     self, step: int, token: str, first: int, like: Any
   ) -> Manifest | None:
+    """The manifest of a step, from process `first`; None if it does not fit."""
     text = ""
     if jax.process_index() == first:
       text = self._saved[step, token].manifest.to_json()
@@ -223,17 +243,24 @@ class LocalCheckpoints:
     return manifest
 
   def _complete(self, manifest: Manifest, token: str, like: Any) -> bool:
+    """Gives every process the shards that it needs of a step.
+
+    Returns: whether all processes now have them, the same on all.
+    """
     saved = self._saved.get((manifest.step, token))
     intact = _intact(saved) if saved else {}
     missing = [key for key in _needed(like) if key not in intact]
     wanted = {_key(*key) for keys in process.gather(missing) for key in keys}
     if not wanted:
       return True
+
+    # Each process serves the wanted shards that it has.
     offer = [[key, sums] for key, sums in intact.items() if key in wanted]
     server = transfers.Server(saved.directory) if saved and offer else None
     try:
       offers = process.gather([server and server.address, offer])
-      holders: dict[Key, list[int]] = {}
+      addresses = [address for address, _ in offers]
+      holders: dict[Key, list[int]] = {}  # Processes that offer a shard.
       offered: dict[Key, checksums.Sums] = {}
       for index, (_, shards) in enumerate(offers):
         for (name, place), sums in shards:
@@ -241,48 +268,72 @@ class LocalCheckpoints:
           offered[_key(name, place)] = tuple(sums)
       if wanted - holders.keys():
         return False
-      sources: dict[int, list[Key]] = {}
+      sources: dict[int, list[Key]] = {}  # {process: shards to get from it}.
       for key in missing:
-        # Different processes ask different ones first.
+        # Spreads the load: different processes ask different holders.
         index = holders[key][jax.process_index() % len(holders[key])]
         sources.setdefault(index, []).append(key)
       error = ""
       if missing:
-        try:
-          if saved is None:
-            directory = self._path(manifest.step)
-            _remove(directory)  # Cannot be used.
-            os.makedirs(directory)
-          else:
-            directory = saved.directory
-          for index, keys in sources.items():
-            files = {f for key in keys for f in _files(key, manifest.arrays)}
-            transfers.fetch(offers[index][0], sorted(files), directory)
-          shards = {**intact, **{key: offered[key] for key in missing}}
-          _write_manifest(directory, manifest, shards)
-          saved = Saved(directory, manifest, shards)
-          self._saved[manifest.step, token] = saved
-          if _intact(saved).keys() != shards.keys():
-            error = "shards of another process are damaged."
-        except OSError as e:
-          error = f"shards of another process cannot be received: {e}"
+        shards = {**intact, **{key: offered[key] for key in missing}}
+        error = self._receive(manifest, token, addresses, sources, shards)
         logging.info("Received %d shards from other processes.", len(missing))
       return not _any_error(error)
     finally:
       if server is not None:
         server.close()
 
+  def _receive(
+    self,
+    manifest: Manifest,
+    token: str,
+    addresses: Sequence[Any],
+    sources: Mapping[int, Sequence[Key]],
+    shards: Shards,
+  ) -> str:
+    """Receives missing shards from other processes; returns an error or "".
+
+    Args:
+      manifest, token: the checkpoint.
+      addresses: the processes' servers.
+      sources: {process: shards to get from it}.
+      shards: all shards that this process then has.
+    """
+    saved = self._saved.get((manifest.step, token))
+    try:
+      if saved is None:
+        directory = self._path(manifest.step)
+        _remove(directory)  # It cannot be used: it is not in `_saved`.
+        os.makedirs(directory)
+      else:
+        directory = saved.directory
+      for index, keys in sources.items():
+        files = {f for key in keys for f in _files(key, manifest.arrays)}
+        transfers.fetch(addresses[index], sorted(files), directory)
+      _write_manifest(directory, manifest, shards)
+      saved = Saved(directory, manifest, shards)
+      self._saved[manifest.step, token] = saved
+      if _intact(saved).keys() != shards.keys():
+        return "shards of another process are damaged."
+    except OSError as e:
+      return f"shards of another process cannot be received: {e}"
+    return ""
+
   def begin(self, step: int, stored: int | None) -> None:
-    """Begins a new token: the run goes on from `step`."""
+    """Begins a new token, because the run continues from `step`.
+
+    All processes call it. `stored` is the newest step in the workdir.
+    """
     if not self._token:
       self._join()
-    tokens = {
-      token: step if last is None else min(last, step)
-      for token, last in self._tokens.items()
-    }
-    if stored is not None:  # Older ones are never used again.
-      tokens = {t: last for t, last in tokens.items() if last >= stored}
-    self._tokens = dict([*tokens.items(), (self._token, None)][-_MOST_TOKENS:])
+    # Of earlier starts, what is after `step` is no longer of the run's past.
+    tokens: dict[str, int | None] = {}
+    for token, last in self._tokens.items():
+      last = step if last is None else min(last, step)
+      if stored is None or last >= stored:  # Older ones are never used again.
+        tokens[token] = last
+    tokens[self._token] = None
+    self._tokens = dict([*tokens.items()][-_MAX_TOKENS:])
     error = ""
     if jax.process_index() == 0:
       try:
@@ -291,7 +342,11 @@ class LocalCheckpoints:
       except OSError as e:
         error = disk.reason(e, self._workdir)
     restore.raise_on_all(error)
-    past = {s.directory for k, s in self._saved.items() if self._is_past(*k)}
+    past = {
+      saved.directory
+      for (saved_step, token), saved in self._saved.items()
+      if self._is_past(saved_step, token)
+    }
     try:
       os.makedirs(self._own, exist_ok=True)
       _keep_only(self._own, past)
@@ -307,11 +362,12 @@ class LocalCheckpoints:
     pieces: Sequence[snapshot.Piece],
     sums: Sequence[checksums.Sums],
   ) -> None:
+    """Writes a checkpoint of this process's shards, in a save's thread."""
     if self._off or not self._token:
       return
     token = self._token
-    about = {**manifest.writer, "run": self._run, "token": token}
-    manifest = dataclasses.replace(manifest, writer=about)
+    writer = {**manifest.writer, "run": self._run, "token": token}
+    manifest = dataclasses.replace(manifest, writer=writer)
     shards = {
       (piece.name, tuple((s.start, s.stop) for s in piece.place)): one
       for piece, one in zip(pieces, sums, strict=True)
@@ -334,6 +390,7 @@ class LocalCheckpoints:
       _remove(self._left.pop())
 
   def note_stored(self, step: int) -> None:
+    """Notes on this host that the workdir has a step."""
     if self._off or not self._own:
       return
     try:
@@ -352,16 +409,18 @@ class LocalCheckpoints:
     _remove(self._own)
 
   def remove(self) -> None:
+    """Removes all local checkpoints of this process, at the end of a run."""
     for folder in (*self._left, self._own):
       if folder:
         _remove(folder)
-    with contextlib.suppress(OSError):  # Others of this host still use it.
+    with contextlib.suppress(OSError):  # Other processes may still use it.
       os.rmdir(self._root)
     if self._token and jax.process_index() == 0:
       forget(self._workdir)
 
 
 def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
+  """Yields (token, checkpoint) of the valid checkpoints in a folder."""
   try:
     directories = folders.listing(folder).checkpoints
   except CheckpointError as e:
@@ -370,25 +429,28 @@ def _find(folder: str, run: str) -> Iterable[tuple[str, Saved]]:
   for directory in directories.values():
     try:
       manifest = folders.read_manifest(directory)
-      about = manifest.writer
-      if about["run"] != run:
+      writer = manifest.writer
+      if writer["run"] != run:
         raise DamagedError("it is of another run, or of another config.")
-      shards = {_key(n, place): tuple(s) for n, place, s in about["shards"]}
+      shards = {
+        _key(name, place): tuple(sums) for name, place, sums in writer["shards"]
+      }
     except (CheckpointError, KeyError, TypeError, ValueError) as e:
       logging.warning("%s: not used: %s", directory, e)
     else:
-      yield about["token"], Saved(directory, manifest, shards)
+      yield writer["token"], Saved(directory, manifest, shards)
 
 
 def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
   listed = [[*key, sums] for key, sums in shards.items()]
-  about = {**manifest.writer, "shards": listed}
-  manifest = dataclasses.replace(manifest, writer=about)
+  writer = {**manifest.writer, "shards": listed}
+  manifest = dataclasses.replace(manifest, writer=writer)
   with paths.replacing(os.path.join(directory, MANIFEST_FILE)) as file:
     file.write(manifest.to_json())
 
 
 def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
+  """Reads a checkpoint; returns its shards that have the devices' checksums."""
   arrays = saved.manifest.arrays
   parts = [
     (name, tuple(slice(*bounds) for bounds in place))
@@ -399,9 +461,10 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
   for (key, expected), ((name, index), values) in zip(
     saved.shards.items(), results, strict=True
   ):
-    if not isinstance(values, ValueError) and expected == checksums.of_part(
-      values, index, arrays[name].shape
-    ):
+    sums = None
+    if not isinstance(values, ValueError):
+      sums = checksums.of_part(values, index, arrays[name].shape)
+    if sums == expected:
       intact[key] = expected
     else:
       logging.warning("%s: array %r is damaged.", saved.directory, name)
@@ -409,6 +472,7 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
 
 
 def _needed(like: Any) -> Iterable[Key]:
+  """The shards that this process's devices hold, each once."""
   keys: dict[Key, None] = {}
   for name, spec in trees.flatten_with_names(like):
     shape = tuple(spec.shape)
@@ -419,6 +483,7 @@ def _needed(like: Any) -> Iterable[Key]:
 
 
 def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
+  """The files with a part of a shard."""
   name, place = key
   for file, index in arrays[name].chunks():
     if all(s.start < hi and lo < s.stop for s, (lo, hi) in zip(index, place)):
@@ -426,10 +491,12 @@ def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
 
 
 def _key(name: str, place: Iterable[Iterable[int]]) -> Key:
+  """A key from JSON, which has lists in place of tuples."""
   return name, tuple((lo, hi) for lo, hi in place)
 
 
 def _any_error(own: str) -> bool:
+  """Whether any process has an error; all of them log it."""
   errors = process.gather(own)
   for index, error in enumerate(errors):
     if error:
@@ -438,6 +505,7 @@ def _any_error(own: str) -> bool:
 
 
 def _keep_only(folder: str, directories: Iterable[str]) -> None:
+  """Removes everything but these checkpoints."""
   listed = folders.listing(folder)
   others = (*listed.checkpoints.values(), *listed.leftovers, *listed.strays)
   for path in {*others} - {*directories}:
@@ -450,11 +518,13 @@ def _remove(path: str) -> None:
 
 
 def _host() -> str:
+  """Identifies this host until it is started again."""
   boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
   return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 
 
 def _read_stored(folder: str) -> int:
+  """The newest step that the workdir had, -1 if unknown."""
   try:
     return int(paths.read_bytes(os.path.join(folder, _STORED)))
   except (OSError, ValueError):

@@ -8,12 +8,13 @@ A checkpoint is a directory with a valid manifest:
            manifest.json                     written last
 
 The manifest has the SHA-256 of each zarr.json and of itself, and each chunk has
-a crc32c: files that are missing, truncated, changed or of another run are
-detected before they are used. The checksum of an array's values is made on the
-devices (checksums.py), so it also reveals what changed in host memory.
+a crc32c. So files that are missing, truncated, changed or of another run are
+detected before they are used. The checksum of an array's values is computed on
+the devices (checksums.py), and therefore also reveals what changed in host
+memory.
 
-The layout is that of jax.experimental.array_serialization for the same
-tensorstore spec. Nothing here needs jax.
+The files are those that jax.experimental.array_serialization writes for the
+same tensorstore spec. This module does not use jax.
 """
 
 import dataclasses
@@ -36,17 +37,34 @@ METADATA_FILE = "zarr.json"
 FORMAT = "bigtrain-checkpoint"
 VERSION = 1
 
-# Large enough that the cost of a file is small, and small enough that several
-# threads read or write one big array.
+# Largest file of an array's chunk. Large enough that opening a file costs
+# little in comparison, and small enough that several threads share a big array.
 CHUNK_BYTES = 64 * 2**20
 
 _CRC_BYTES = 4
 _DTYPES = (
   "bool",
-  *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-  *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-  *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz"),
-  *("float8_e5m2", "float8_e5m2fnuz", "float8_e3m4", "float8_e8m0fnu"),
+  "int8",
+  "int16",
+  "int32",
+  "int64",
+  "uint8",
+  "uint16",
+  "uint32",
+  "uint64",
+  "float16",
+  "bfloat16",
+  "float32",
+  "float64",
+  "complex64",
+  "complex128",
+  "float8_e4m3fn",
+  "float8_e4m3fnuz",
+  "float8_e4m3b11fnuz",
+  "float8_e5m2",
+  "float8_e5m2fnuz",
+  "float8_e3m4",
+  "float8_e8m0fnu",
 )
 
 
@@ -59,6 +77,7 @@ class DamagedError(CheckpointError):
 
 
 def dtype_of(name: str) -> np.dtype:
+  """The dtype with a name, such as "bfloat16"."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -68,10 +87,11 @@ class Array:
 
   shape: tuple[int, ...]
   dtype: str
-  chunk_shape: tuple[int, ...]  # Of a file's part; from the origin.
+  chunk_shape: tuple[int, ...]  # Shape of the part in a file.
   # For information: {"mesh": {axis: size}, "spec": [axes or None of a dim]}.
   sharding: dict[str, Any] | None = None
-  metadata_sha256: str = ""  # Both are "" while the array is being written.
+  # These two are "" while the array is being written.
+  metadata_sha256: str = ""
   checksum: str = ""
 
   @property
@@ -80,6 +100,7 @@ class Array:
 
   @property
   def grid(self) -> tuple[int, ...]:
+    """Number of chunks in each dimension."""
     return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
   @property
@@ -89,7 +110,7 @@ class Array:
     return math.prod(self.chunk_shape) * itemsize + _CRC_BYTES
 
   def chunks(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
-    """Yields (file relative to the array's directory, index of its part)."""
+    """Yields (file in the array's directory, index of its part)."""
     for position in itertools.product(*map(range, self.grid)):
       index = tuple(
         slice(i * c, min((i + 1) * c, n))
@@ -98,6 +119,10 @@ class Array:
       yield ".".join(["c", *map(str, position)]), index
 
   def spec(self, directory: str, name: str) -> dict[str, Any]:
+    """The tensorstore spec of the array in a checkpoint's directory."""
+    codecs: list[dict[str, Any]] = [{"name": "bytes"}, {"name": "crc32c"}]
+    if dtype_of(self.dtype).itemsize > 1:
+      codecs[0]["configuration"] = {"endian": "little"}
     return {
       "driver": "zarr3",
       "kvstore": paths.kvstore(f"{directory}/{name}"),
@@ -112,18 +137,13 @@ class Array:
           "name": "regular",
           "configuration": {"chunk_shape": self.chunk_shape},
         },
-        # Chunks lie in the array's own directory, so fewer directories are
-        # synced.
+        # All chunks are in the array's own directory, so that there are fewer
+        # directories to sync.
         "chunk_key_encoding": {
           "name": "default",
           "configuration": {"separator": "."},
         },
-        "codecs": [
-          {"name": "bytes", "configuration": {"endian": "little"}}
-          if dtype_of(self.dtype).itemsize > 1
-          else {"name": "bytes"},
-          {"name": "crc32c"},
-        ],
+        "codecs": codecs,
       },
     }
 
@@ -146,7 +166,14 @@ class Array:
     """Plans the chunks of an array.
 
     A chunk never crosses the border of a shard, so no two processes write the
-    same file. A shard larger than CHUNK_BYTES becomes several chunks.
+    same file. A shard larger than CHUNK_BYTES is cut into several chunks, along
+    its first dimensions.
+
+    Args:
+      shape, dtype: of the array.
+      shard_shape: shape of the parts that one process writes; by default one
+        process writes the whole array.
+      sharding: for information.
     """
     name = np.dtype(dtype).name
     if name not in _DTYPES:
@@ -159,8 +186,11 @@ class Array:
       if num_bytes <= CHUNK_BYTES or 0 in shape:
         break
       most = max(1, chunk[dim] * CHUNK_BYTES // num_bytes)
-      if n == shard_n:  # Not sharded: the last chunk may exceed the array.
-        chunk[dim] = -(-n // -(-n // most))
+      if n == shard_n:
+        # Not sharded: chunks of about equal size, of which the last may extend
+        # beyond the array.
+        num_chunks = -(-n // most)
+        chunk[dim] = -(-n // num_chunks)
       else:
         chunk[dim] = _near_divisor(shard_n, most)
     return cls(shape, name, tuple(chunk), sharding)
@@ -171,14 +201,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-  """State of a run that is not in arrays on devices; all of it is JSON."""
+  """The part of a run's state that is not in arrays; all of it is JSON."""
 
   config: dict[str, Any] | None = None
+  # The running metrics, see step/running_metrics.py.
   tally: dict[str, Any] = dataclasses.field(default_factory=dict)
-  clock: dict[str, Any] | None = None  # None starts now.
+  # Time accounts. None means that they start now.
+  clock: dict[str, Any] | None = None
   hooks: dict[str, Any] = dataclasses.field(default_factory=dict)
-  batches_ahead: int = 0  # Batches that rollbacks have skipped.
-  # {file: fingerprint of its content}.
+  batches_ahead: int = 0  # Number of batches that rollbacks have skipped.
+  # {input file: fingerprint of its content}.
   fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
   # The frozen base of adapters, see adapters.Base.saved.
@@ -201,7 +233,7 @@ class Manifest:
   arrays: Mapping[str, Array]
   host_state: HostState
   config_digest: str = ""
-  # Time, host and versions, for information; more in local_checkpoints.py.
+  # Time, host and versions, for information. Local checkpoints add to it.
   writer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
@@ -214,7 +246,7 @@ class Manifest:
     return (self.host_state.config or {}).get("ckpt_dtype") or {}
 
   def state_dtype(self, name: str) -> np.dtype:
-    """Returns the dtype of an array before the checkpoint rounded it."""
+    """The dtype that an array has in the train state, before any rounding."""
     saved = self.arrays[name].dtype
     is_rounded = self.rounded.get(name.split("/")[0]) == saved
     return dtype_of("float32" if is_rounded else saved)
@@ -239,22 +271,25 @@ class Manifest:
     }
     content["sha256"] = _digest(content)
     # One line for each array, for people who read the file.
-    arrays = ",\n".join(
+    array_lines = [
       f"  {json.dumps(name)}: {json.dumps(array)}"
       for name, array in content["arrays"].items()
-    )
-    lines = [
-      f" {json.dumps(key)}: "
-      + (f"{{\n{arrays}\n }}" if key == "arrays" else json.dumps(value))
-      for key, value in content.items()
     ]
+    lines = []
+    for key, value in content.items():
+      text = json.dumps(value)
+      if key == "arrays":
+        text = "{\n" + ",\n".join(array_lines) + "\n }"
+      lines.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
   @classmethod
   def from_json(cls, text: bytes | str, where: str) -> "Manifest":
-    """DamagedError if a manifest or a name in it is not valid.
+    """Parses a manifest.
 
-    CheckpointError if it has another version of the format.
+    Raises:
+      DamagedError: if it, or a name in it, is not valid.
+      CheckpointError: if it has another version of the format.
     """
     try:
       content = json.loads(text)
@@ -296,14 +331,17 @@ class Manifest:
 
 
 def _near_divisor(n: int, most: int) -> int:
-  """The largest divisor of n up to `most`; the next larger if that is tiny."""
+  """The largest divisor of n up to `most`, or the next larger one.
+
+  The larger one is for sizes such as a prime, whose chunks would be tiny.
+  """
   divisor = next(d for d in range(most, 0, -1) if n % d == 0)
   if 8 * divisor >= most:
     return divisor
   return next(d for d in range(most, n + 1) if n % d == 0)
 
 
-@functools.lru_cache(maxsize=4096)  # Most arrays are like others.
+@functools.lru_cache(maxsize=4096)  # Many arrays have the same shape.
 def _metadata(
   shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
 ) -> bytes:

@@ -1,7 +1,7 @@
-"""Restores checkpoints under any mesh.
+"""Restores checkpoints, under any mesh.
 
-`resume` picks the newest valid checkpoint of a workdir, `restore` loads a whole
-checkpoint, and `load` loads some of its arrays.
+`resume` picks the newest valid checkpoint of a workdir. It calls `restore`,
+which loads a whole checkpoint, and that calls `load`, which loads some arrays.
 """
 
 import collections
@@ -24,37 +24,41 @@ from bigtrain.checkpoints.manifest import (
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError
 
-# An array up to this size is read at once and then cut up for the devices.
+# A process reads its part of an array of up to this size at once, and then cuts
+# it up for its devices.
 _WHOLE_BYTES = 2**30
 
 
 class MismatchError(ConfigError):
-  """A checkpoint whose model, optimizer or dtype is not the config's."""
+  """A checkpoint that does not fit the config's model, optimizer or dtypes."""
 
 
 def resume(
   workdir: str, like: Any, *, fallback: bool = False
 ) -> tuple[Any, Manifest] | None:
-  """Restores the newest checkpoint of a workdir, on all processes, or None.
+  """Restores the newest checkpoint of a workdir; None if it has none.
 
-  If `fallback`, an older checkpoint replaces a damaged one.
+  All processes call it, and get the same result or error. With `fallback`, an
+  older checkpoint replaces a damaged one.
   """
   clean(workdir)
   directories = folders.listing(workdir).checkpoints
   first_damage = ""
   for step in sorted(directories, reverse=True):
-    restored, failure = None, ("", "")
+    restored = None
+    kind = message = ""
     try:
       restored = restore(directories[step], like)
     except (CheckpointError, MismatchError) as e:
-      failure = (type(e).__name__, str(e))
-    failures = [f for f in process.gather(failure) if f[0]]
+      kind, message = type(e).__name__, str(e)
+    failures = [f for f in process.gather((kind, message)) if f[0]]
     if not failures:
       return restored
     kind, message = failures[0]
+    if kind == MismatchError.__name__:
+      raise MismatchError(message)
     if kind != DamagedError.__name__:
-      mismatch = kind == MismatchError.__name__
-      raise (MismatchError if mismatch else CheckpointError)(message)
+      raise CheckpointError(message)
     logging.error("%s", message)
     first_damage = first_damage or message
     if not fallback:
@@ -75,6 +79,7 @@ def resume(
 
 
 def clean(workdir: str) -> None:
+  """Removes the remains of interrupted saves; all processes call it."""
   error = ""
   if jax.process_index() == 0:
     try:
@@ -85,26 +90,33 @@ def clean(workdir: str) -> None:
 
 
 def raise_on_all(error: str) -> None:
-  for message in filter(None, process.gather(error)):
-    raise CheckpointError(message)
+  """Raises the first error of any process on all of them; "" is none."""
+  for message in process.gather(error):
+    if message:
+      raise CheckpointError(message)
 
 
 def restore(
   path: str, like: Any, step: int | None = None
 ) -> tuple[Any, Manifest]:
-  """Loads a checkpoint onto devices, whatever its sharding when saved.
+  """Loads a checkpoint onto devices, whatever its sharding when it was saved.
 
-  `like` is a tree of ShapeDtypeStructs: exactly the arrays that the checkpoint
-  must hold, else all differences are listed in a MismatchError. Without a
-  sharding, an array goes to this process's first device.
+  Args:
+    path: a checkpoint, or a workdir.
+    like: tree of ShapeDtypeStructs, one for each array of the checkpoint. An
+      array without a sharding goes to this process's first device.
+    step: which checkpoint of the workdir; by default the newest.
+
+  Raises:
+    MismatchError: with all differences between `like` and the checkpoint.
   """
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   check_fits(directory, manifest, dict(trees.flatten_with_names(like)))
   if manifest.rounded:
     logging.warning(
-      "config.ckpt_dtype: %s has rounded values, so the run does not go on bit "
-      "for bit as without an interruption.",
+      "config.ckpt_dtype: %s has rounded values, so the run does not continue "
+      "bit for bit as without an interruption.",
       directory,
     )
   return read_tree(directory, manifest, like), manifest
@@ -113,6 +125,7 @@ def restore(
 def read_tree(
   directory: str, manifest: Manifest, like: Any, *, inspected: bool = False
 ) -> Any:
+  """Loads the arrays of a tree; see `load`."""
   specs = dict(trees.flatten_with_names(like))
   names = {name: name for name in specs}
   arrays = load(directory, manifest, names, specs, inspected=inspected)
@@ -122,6 +135,7 @@ def read_tree(
 def check_fits(
   directory: str, manifest: Manifest, specs: Mapping[str, Any]
 ) -> None:
+  """Raises MismatchError unless a checkpoint has exactly the arrays `specs`."""
   saved = manifest.arrays
   lines = []
   for name, spec in specs.items():
@@ -160,35 +174,41 @@ def load(
   *,
   inspected: bool = False,
 ) -> dict[str, jax.Array]:
-  """Loads arrays under new names; `sources` is {new name: saved name}.
+  """Loads some arrays of a checkpoint, cast to the dtypes of `like`.
 
-  Those of another dtype are cast.
   Each part is read once, even if several devices of this process need it.
   (jax's run_deserialization reads it for each, and caches up to 10 GB.)
+
+  Args:
+    directory, manifest: the checkpoint.
+    sources: {name in the result: name in the checkpoint}.
+    like: {name in the result: jax.ShapeDtypeStruct}.
+    inspected: whether the files have been inspected already.
   """
-  problems: list[integrity.Problem] = []
   if not inspected:
     problems = integrity.inspect(directory, manifest, sources.values())
-  if problems:
-    more = f" (and {len(problems) - 1} more)" * (len(problems) > 1)
-    raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
+    if problems:
+      more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+      raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
-    directory, manifest, [(sources[name], r.place) for name, r in reads]
+    directory, manifest, [(sources[name], read.place) for name, read in reads]
   )
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
   sums: dict[str, list[checksums.Sums]] = {}
   for (name, read), value in zip(reads, values):
-    if sharding_of(like[name]).is_fully_addressable:
+    sharding = sharding_of(like[name])
+    if sharding.is_fully_addressable:  # This process reads the whole array.
       one = checksums.of_part(value, read.place, like[name].shape)
       sums.setdefault(name, []).append(one)
     value = value.astype(like[name].dtype, copy=False)
-    kind = sharding_of(like[name]).memory_kind
     shards[name] += jax.device_put(
-      [value[index] for index, _ in read.cuts],
+      [value[cut.part] for cut in read.cuts],
       [
-        jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-        for _, device in read.cuts
+        jax.sharding.SingleDeviceSharding(
+          cut.device, memory_kind=sharding.memory_kind
+        )
+        for cut in read.cuts
       ],
     )
   for name, parts in sums.items():
@@ -204,46 +224,68 @@ def load(
   }
 
 
+class _Cut(NamedTuple):
+  """What a device gets of an array that was read."""
+
+  part: tuple[slice, ...]
+  device: Any
+
+
 class _Read(NamedTuple):
+  """A part of an array that is read at once."""
+
   place: tuple[slice, ...]
-  cuts: list[tuple[tuple[slice, ...], Any]]
+  cuts: list[_Cut]
+
+
+# (start, stop) in each dimension.
+_Bounds = tuple[tuple[int, int], ...]
 
 
 def sharding_of(spec: Any) -> Any:
-  return getattr(spec, "sharding", None) or jax.sharding.SingleDeviceSharding(
-    jax.local_devices()[0]
-  )
+  """A spec's sharding, by default this process's first device."""
+  sharding = getattr(spec, "sharding", None)
+  if sharding is not None:
+    return sharding
+  return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _reads(spec: Any) -> list[_Read]:
   """The parts of an array that this process reads for its devices.
 
-  A single part if the devices' shares fill a box: shares that were saved into
-  the same file would otherwise read that file several times.
+  It is a single part if the devices' shards together fill a box. Several shards
+  may have been saved in one file, which is then read only once.
   """
   shape = tuple(spec.shape)
-  devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+  devices_of: dict[_Bounds, list[Any]] = {}
   index_of = sharding_of(spec).addressable_devices_indices_map(shape)
   for device, index in index_of.items():
     devices_of.setdefault(checksums.bounds(index, shape), []).append(device)
+
+  # The smallest box that contains all shards.
   box = tuple(
-    (min(lo for lo, _ in each), max(hi for _, hi in each))
-    for each in zip(*devices_of)
+    (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+    for bounds in zip(*devices_of)  # Of all shards in one dimension.
   )
-  volume = sum(map(_volume, devices_of))
-  if _volume(box) == volume and volume * spec.dtype.itemsize <= _WHOLE_BYTES:
+  size = sum(_size(bounds) for bounds in devices_of)
+  if _size(box) == size and size * spec.dtype.itemsize <= _WHOLE_BYTES:
     cuts = []
     for bounds, devices in devices_of.items():
-      cut = tuple(
-        slice(lo - c, hi - c) for (lo, hi), (c, _) in zip(bounds, box)
+      part = tuple(
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(bounds, box)
       )
-      cuts += [(cut, device) for device in devices]
-    return [_Read(tuple(slice(*b) for b in box), cuts)]
+      cuts += [_Cut(part, device) for device in devices]
+    return [_Read(_as_slices(box), cuts)]
   return [
-    _Read(tuple(slice(*b) for b in bounds), [((), d) for d in devices])
+    _Read(_as_slices(bounds), [_Cut((), device) for device in devices])
     for bounds, devices in devices_of.items()
   ]
 
 
-def _volume(bounds: tuple[tuple[int, int], ...]) -> int:
-  return math.prod(hi - lo for lo, hi in bounds)
+def _as_slices(bounds: _Bounds) -> tuple[slice, ...]:
+  return tuple(slice(start, stop) for start, stop in bounds)
+
+
+def _size(bounds: _Bounds) -> int:
+  return math.prod(stop - start for start, stop in bounds)

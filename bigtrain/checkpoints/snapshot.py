@@ -1,7 +1,13 @@
 """Copies device arrays to host memory, and plans who writes which part.
 
-A save stalls the training loop only for this copy, which is needed because the
+A save stalls the training loop only for the copy, which is needed because the
 next step overwrites the state's buffers.
+
+Many devices may hold the same shard of an array. The plan (`_make_plan`)
+chooses one of them to write it, and balances the bytes over the devices. It
+depends only on shapes and shardings, so it is made once for a run, and every
+process makes the same one without talking to the others. `blocks` joins small
+shards that share a file when they are written.
 """
 
 import math
@@ -14,12 +20,13 @@ import numpy as np
 from bigtrain.checkpoints import checksums, device_checksums, integrity
 from bigtrain.checkpoints.manifest import Array, CheckpointError, check_names
 
-# Shards smaller than the first size share a file of up to the second if the
-# same process writes them: a file costs as much as one or two megabytes.
+# Shards below the first size share files of up to the second, if the same
+# process writes them: to write a file takes as long as to write one or two
+# megabytes.
 _SMALL_SHARD_BYTES = 2 * 2**20
 _SHARED_FILE_BYTES = 16 * 2**20
 
-# Waits for the sums of each of this process's pieces.
+# Waits for the checksum of each of this process's pieces.
 PartialSums = Callable[[], list[checksums.Sums]]
 
 
@@ -35,22 +42,22 @@ class Piece(NamedTuple):
 class _Plan(NamedTuple):
   """The part of a snapshot that depends only on the tree's specs."""
 
-  key: Any
-  arrays: dict[str, Array]
+  key: Any  # The specs.
+  arrays: dict[str, Array]  # Layout in files of all arrays.
   # (position in the tree, number of the addressable shard) of each part that
-  # this process copies, a numpy array being one shard.
+  # this process copies. A numpy array counts as one shard.
   sources: list[tuple[int, int]]
-  pieces: list[Piece]  # The same parts without data.
+  pieces: list[Piece]  # The same parts, without data.
 
 
 class Snapshots:
-  """Copies the arrays of a tree, again and again.
-
-  If `all_shards`, it copies also the shards of this process's devices that
-  another process writes to the workdir, each once.
-  """
+  """Takes snapshots of a train state, again and again."""
 
   def __init__(self, *, all_shards: bool = False) -> None:
+    """With `all_shards`, snapshots have every shard of this process's devices.
+
+    Those that another process writes to the workdir are marked as copies.
+    """
     self._all_shards = all_shards
     self._plan = _Plan(None, {}, [], [])
 
@@ -59,34 +66,37 @@ class Snapshots:
   ) -> tuple[list[Piece], dict[str, Array], PartialSums]:
     """Copies the shards that this process writes; process 0 has numpy arrays.
 
-    Returns the shards, the layout in files of all arrays, and a function that
-    returns the devices' checksum of each shard.
+    Returns: the shards, the layout in files of all arrays, and a function that
+      waits for the devices' checksum of each shard.
     """
-    kind = ("shape", "dtype", "sharding")
-    key = [(n, [getattr(x, a, None) for a in kind]) for n, x in named]
+    attributes = ("shape", "dtype", "sharding")  # numpy has no sharding.
+    key = [
+      (name, [getattr(x, a, None) for a in attributes]) for name, x in named
+    ]
     if key != self._plan.key:
       self._plan = _make_plan(key, named, self._all_shards)
     plan = self._plan
     shards = [_shard(named[i][1], number) for i, number in plan.sources]
-    # All arrays on every process, because some devices need the same programs.
+    # Of all arrays on every process: a program runs on all devices of an array.
     wait_for_devices = device_checksums.start(named)
     pieces = [
       piece._replace(data=copy)
       for piece, copy in zip(plan.pieces, _copy_to_host(shards))
     ]
-    # The device of a shard, or the sums of a numpy array.
-    summed: list[Any] = [
-      next(iter(x.devices()))
-      if isinstance(x, jax.Array)
-      else checksums.of_part(np.asarray(x), piece.place, x.shape)
-      for x, piece in zip(shards, pieces)
-    ]
+    # For each piece, the device that sums it, or the sums of a numpy array.
+    devices_or_sums: list[Any] = []
+    for x, piece in zip(shards, pieces):
+      if isinstance(x, jax.Array):
+        devices_or_sums.append(next(iter(x.devices())))
+      else:
+        sums = checksums.of_part(np.asarray(x), piece.place, x.shape)
+        devices_or_sums.append(sums)
 
     def wait_for_sums() -> list[checksums.Sums]:
-      sums = wait_for_devices()
+      by_device = wait_for_devices()
       return [
-        sums[piece.name][one] if isinstance(one, jax.Device) else one
-        for piece, one in zip(plan.pieces, summed)
+        by_device[piece.name][one] if isinstance(one, jax.Device) else one
+        for piece, one in zip(plan.pieces, devices_or_sums)
       ]
 
     return pieces, plan.arrays, wait_for_sums
@@ -95,6 +105,7 @@ class Snapshots:
 def sums_by_name(
   pieces: Sequence[Piece], sums: Sequence[checksums.Sums]
 ) -> dict[str, checksums.Sums]:
+  """{name of an array: sums of the parts that this process writes}."""
   parts: dict[str, list[checksums.Sums]] = {}
   for piece, one in zip(pieces, sums):
     if not piece.is_copy:
@@ -103,7 +114,7 @@ def sums_by_name(
 
 
 def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
-  """Copies with the devices' DMA engines, to pinned memory if there is any."""
+  """Copies with the devices' DMA engines, to pinned memory if they have any."""
   arrays = [x for x in shards if isinstance(x, jax.Array)]
   devices = [next(iter(x.devices())) for x in arrays]
   kinds = {m.kind for d in devices for m in d.addressable_memories()}
@@ -115,7 +126,8 @@ def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
     jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     for device in devices
   ]
-  # Also what is in this memory already: the next update overwrites it.
+  # Optimizer state that is in host memory is copied too, because the next
+  # update overwrites it.
   copied = jax.device_put(arrays, places, may_alias=False)
   copies = iter(jax.block_until_ready(copied))
   return [
@@ -124,6 +136,7 @@ def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
 
 
 def _shard(x: Any, number: int) -> Any:
+  """The addressable shard of an array with a number; a numpy array itself."""
   if not isinstance(x, jax.Array):
     return x
   if number and x.is_fully_replicated:  # addressable_data returns shard 0.
@@ -139,43 +152,71 @@ def _make_plan(
   The load is balanced over the devices. Every process computes the same plan.
   """
   _check(named)
-  load: dict[Any, int] = {}
-  chosen, arrays = {}, {}  # Name -> replica to save; name -> layout.
+
+  # Large arrays first: each goes to the replica whose busiest device has the
+  # fewest bytes to write.
+  load: dict[jax.Device, int] = {}
+  chosen: dict[str, int] = {}  # The replica of each array that is written.
+  layouts: dict[str, Array] = {}
   for name, x in sorted(named, key=lambda pair: -pair[1].nbytes):
     if not isinstance(x, jax.Array):
-      arrays[name] = Array.describe(x.shape, x.dtype)
+      layouts[name] = Array.describe(x.shape, x.dtype)
       continue
-    choices = _replicas(x)
-    busiest = [max(load.get(d, 0) for _, d in choice) for choice in choices]
-    chosen[name] = busiest.index(min(busiest))
-    holders = choices[chosen[name]]
-    for _, device in holders:
-      load[device] = load.get(device, 0) + x.nbytes // len(holders)
-    block = _block_shape(x, choices, chosen[name])
-    layout = _sharding_json(x.sharding)
-    arrays[name] = Array.describe(x.shape, x.dtype, block, layout)
-  sources, pieces = [], []
+    replicas = _replicas(x)
+    highest_loads = [
+      max(load.get(holder.device, 0) for holder in replica)
+      for replica in replicas
+    ]
+    chosen[name] = highest_loads.index(min(highest_loads))
+    writers = replicas[chosen[name]]
+    for writer in writers:
+      load.setdefault(writer.device, 0)
+      load[writer.device] += x.nbytes // len(writers)
+    block = _block_shape(x, replicas, chosen[name])
+    sharding = _sharding_json(x.sharding)
+    layouts[name] = Array.describe(x.shape, x.dtype, block, sharding)
+
+  # The parts that this process copies.
+  sources: list[tuple[int, int]] = []
+  pieces: list[Piece] = []
   for i, (name, x) in enumerate(named):
     if isinstance(x, jax.Array):
-      copies: dict[Any, Any] = {}
-      for number, shard in enumerate(x.addressable_shards):
-        place = checksums.explicit(shard.index, x.shape)
-        starts = tuple(s.start for s in place)
-        if shard.replica_id == chosen[name]:
-          sources.append((i, number))
-          pieces.append(Piece(name, place, None))
-          copies[starts] = None
-        elif all_shards:
-          copies.setdefault(starts, (number, Piece(name, place, None, True)))
-      for copy in filter(None, copies.values()):
-        sources.append((i, copy[0]))
-        pieces.append(copy[1])
+      for number, piece in _own_pieces(name, x, chosen[name], all_shards):
+        sources.append((i, number))
+        pieces.append(piece)
     elif jax.process_index() == 0 or all_shards:
-      sources.append((i, 0))
       place = tuple(slice(0, n) for n in x.shape)
-      pieces.append(Piece(name, place, None, jax.process_index() != 0))
-  arrays = {name: arrays[name] for name, _ in named}
+      is_copy = jax.process_index() != 0
+      sources.append((i, 0))
+      pieces.append(Piece(name, place, None, is_copy))
+  arrays = {name: layouts[name] for name, _ in named}
   return _Plan(key, arrays, sources, pieces)
+
+
+def _own_pieces(
+  name: str, x: jax.Array, chosen: int, all_shards: bool
+) -> list[tuple[int, Piece]]:
+  """(number of the addressable shard, piece) pairs of this process.
+
+  First the shards of the chosen replica. With `all_shards`, then one shard of
+  each other part of the array that this process's devices hold.
+  """
+  written = []
+  written_places = set()
+  copies: dict[Any, tuple[int, Piece]] = {}
+  for number, shard in enumerate(x.addressable_shards):
+    place = checksums.explicit(shard.index, x.shape)
+    starts = tuple(s.start for s in place)
+    if shard.replica_id == chosen:
+      written.append((number, Piece(name, place, None)))
+      written_places.add(starts)
+    elif all_shards:
+      copy = Piece(name, place, None, is_copy=True)
+      copies.setdefault(starts, (number, copy))
+  others = [
+    copy for starts, copy in copies.items() if starts not in written_places
+  ]
+  return written + others
 
 
 def _check(named: Sequence[tuple[str, Any]]) -> None:
@@ -190,26 +231,39 @@ def _check(named: Sequence[tuple[str, Any]]) -> None:
       )
 
 
-def _replicas(x: jax.Array) -> list[list[tuple[tuple[slice, ...], Any]]]:
-  last_replica: dict[Any, int] = {}
-  replicas: list[list[tuple[tuple[slice, ...], Any]]] = []
+class _Holder(NamedTuple):
+  """A device, and its part of an array."""
+
+  place: tuple[slice, ...]
+  device: jax.Device
+
+
+def _replicas(x: jax.Array) -> list[list[_Holder]]:
+  """The replicas of an array: devices that together hold each part once.
+
+  They are numbered as jax numbers `replica_id` of shards.
+  """
+  num_seen: dict[Any, int] = {}  # By the start of a part.
+  replicas: list[list[_Holder]] = []
   for device, index in x.sharding.devices_indices_map(x.shape).items():
-    index = checksums.explicit(index, x.shape)
-    place = tuple(s.start for s in index)
-    replica = last_replica[place] = last_replica.get(place, -1) + 1
+    place = checksums.explicit(index, x.shape)
+    starts = tuple(s.start for s in place)
+    replica = num_seen.get(starts, 0)
+    num_seen[starts] = replica + 1
     if replica == len(replicas):
       replicas.append([])
-    replicas[replica].append((index, device))
+    replicas[replica].append(_Holder(place, device))
   return replicas
 
 
 def _block_shape(
-  x: jax.Array, replicas: list[list[tuple[tuple[slice, ...], Any]]], chosen: int
+  x: jax.Array, replicas: list[list[_Holder]], chosen: int
 ) -> list[int]:
-  """Returns the shape of the blocks to chunk: a shard, or several small ones.
+  """Shape of the blocks that become chunks: a shard, or several small ones.
 
-  Adjacent small shards along the only split dimension form one block if in
-  every block a single process writes them, and no process holds only some.
+  Adjacent small shards along the only split dimension form one block if, in
+  every block, a single process writes them all, and no process holds only some
+  of them.
   """
   shard_shape = list(x.sharding.shard_shape(x.shape))
   split = [d for d, n in enumerate(shard_shape) if n != x.shape[d]]
@@ -217,25 +271,27 @@ def _block_shape(
   if len(split) != 1 or not 0 < shard_bytes < _SMALL_SHARD_BYTES:
     return shard_shape
   (dim,) = split
-  writers: dict[int, int] = {}  # Start of a shard -> process.
+  # By the start of a shard: the process that writes it, and those that hold it.
+  writer: dict[int, int] = {}
   holders: dict[int, set[int]] = {}
   for number, replica in enumerate(replicas):
-    for index, device in replica:
-      holders.setdefault(index[dim].start, set()).add(device.process_index)
+    for place, device in replica:
+      start = place[dim].start
+      holders.setdefault(start, set()).add(device.process_index)
       if number == chosen:
-        writers[index[dim].start] = device.process_index
-  owners = [(writers[start], holders[start]) for start in sorted(writers)]
-  most = min(len(owners), _SHARED_FILE_BYTES // shard_bytes)
-  for size in range(most, 1, -1):
-    if len(owners) % size == 0 and all(
-      owner == owners[i // size * size] for i, owner in enumerate(owners)
-    ):
+        writer[start] = device.process_index
+  owners = [(writer[start], holders[start]) for start in sorted(writer)]
+  largest = min(len(owners), _SHARED_FILE_BYTES // shard_bytes)
+  for size in range(largest, 1, -1):  # Number of shards in a block.
+    firsts = [owners[i // size * size] for i in range(len(owners))]
+    if len(owners) % size == 0 and owners == firsts:
       shard_shape[dim] *= size
       break
   return shard_shape
 
 
 def _sharding_json(sharding: Any) -> dict[str, Any] | None:
+  """For people who read the manifest."""
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return None
   return {"mesh": dict(sharding.mesh.shape), "spec": list(sharding.spec)}
@@ -244,23 +300,26 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
 def blocks(
   pieces: Sequence[Piece], arrays: Mapping[str, Array]
 ) -> Iterator[tuple[integrity.Part, np.ndarray]]:
-  """Yields the parts to write, with the pieces of a shared file joined."""
+  """Yields the parts to write; pieces that share a file are joined."""
+  # By the corner of a file.
   groups: dict[Any, list[Piece]] = {}
   for piece in pieces:
     chunk = arrays[piece.name].chunk_shape
-    # Pieces larger than a chunk are not joined.
-    corner = tuple(
-      s.start if s.stop - s.start >= c else s.start // c * c
-      for s, c in zip(piece.place, chunk)
-    )
-    groups.setdefault((piece.name, corner), []).append(piece)
+    corner = []
+    for s, chunk_size in zip(piece.place, chunk):
+      is_smaller = s.stop - s.start < chunk_size
+      corner.append(
+        s.start // chunk_size * chunk_size if is_smaller else s.start
+      )
+    groups.setdefault((piece.name, tuple(corner)), []).append(piece)
   for (name, _), group in groups.items():
     group.sort(key=lambda piece: [s.start for s in piece.place])
-    lo, hi = group[0].place, group[-1].place
-    place = tuple(slice(a.start, b.stop) for a, b in zip(lo, hi))
     # For pinned memory, np.asarray is a view.
     data = [np.asarray(piece.data) for piece in group]
-    if len(group) > 1:
-      (dim,) = [d for d in range(len(lo)) if lo[d] != hi[d]]
-      data = [np.concatenate(data, axis=dim)]
-    yield (name, place), data[0]
+    if len(group) == 1:
+      yield (name, group[0].place), data[0]
+      continue
+    first, last = group[0].place, group[-1].place
+    place = tuple(slice(a.start, b.stop) for a, b in zip(first, last))
+    (dim,) = [d for d in range(len(first)) if first[d] != last[d]]
+    yield (name, place), np.concatenate(data, axis=dim)

@@ -1,9 +1,9 @@
-"""Where a run starts: the first source in this order that exists.
+"""The state with which a run starts, from the first source that exists:
 
-1. The newest valid checkpoint of the run: on the hosts (local_checkpoints.py)
+1. The newest valid checkpoint of this run, on the hosts (local_checkpoints.py)
    or in the workdir.
-2. config.resume: the full state of another run, also of T5X, Mesh TF or
-   big_vision.
+2. config.resume: the full state of another run, which may be one of T5X, Mesh
+   TF or big_vision.
 3. config.model_init: parameters only.
 4. The seed.
 """
@@ -39,6 +39,7 @@ class StartOptions(NamedTuple):
   fallback: bool
 
   def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
+    """Compares published weights with the model if a run starts with them."""
     if self.model_init and not self.resume and folders.newest(workdir) is None:
       warm_start.check_published(self.model_init, module, model)
     return self
@@ -50,10 +51,10 @@ def read(config: settings.Config) -> StartOptions:
     return config.kwargs(key) if isinstance(value, settings.Config) else value
 
   return StartOptions(
-    path_or_dict("resume"),
-    path_or_dict("model_init"),
-    config.get("allow_changes", ()),
-    config.get("ckpt_fallback", False),
+    resume=path_or_dict("resume"),
+    model_init=path_or_dict("model_init"),
+    allow_changes=config.get("allow_changes", ()),
+    fallback=config.get("ckpt_fallback", False),
   )
 
 
@@ -65,10 +66,11 @@ class Start(NamedTuple):
   step: int
   how: str  # A line for the log.
   resumed: bool  # Whether the state is from a checkpoint of this run.
-  saved_step: int | None = None  # Of the workdir's newest checkpoint.
+  saved_step: int | None = None  # Step of the workdir's newest checkpoint.
 
   @property
   def restored_step(self) -> int | None:
+    """The step, if the state is from a checkpoint of this run."""
     return self.step if self.resumed else None
 
 
@@ -91,10 +93,15 @@ def start(
   """Loads or makes the state to start with; see the module for the order.
 
   Args:
-    init_state: makes the state of step 0 from an int32 seed; traceable.
-    from_local: whether the run may start from the hosts' checkpoints. A
-      rollback may not: what it skips must not depend on them.
-    base: digest of the base of adapters, which a checkpoint's must equal.
+    state_spec: specs of the state, with shardings.
+    init_state: makes the state of step 0 from an int32 seed; it is jitted.
+    model_module: the model's module, whose rules convert other names.
+    fingerprints: {input file: fingerprint of its content}.
+    lower: lowers a function, and returns a function that compiles it.
+    local: the hosts' checkpoints, if config.local_ckpt_* is set.
+    from_local: whether the run may start from them. A rollback may not: which
+      batches it skips must not depend on them.
+    base: digest of the adapters' base, which has to equal that of a checkpoint.
     begin: changes a new state of adapters, in place of loading model_init.
   """
 
@@ -104,39 +111,56 @@ def start(
     changes.check_files(host.fingerprints, fingerprints, options.allow_changes)
     changes.check_base(host.base, base or {})
 
+  # 1: a checkpoint of this run.
   hosts = local if from_local else None
   result = _resume(workdir, state_spec, hosts, check_origin, options.fallback)
+  # 2: the state of another run. One of another program is put into a new state.
   foreign = options.resume and foreign_state.find(options.resume)
   if result is None and options.resume and not foreign:
     result = _continue(options.resume, state_spec, check_origin)
+
+  # 3 and 4: a new state.
   if result is None:
-    shardings = jax.tree.map(lambda x: x.sharding, state_spec)
-    # Traced here, because the ambient mesh belongs to this thread; compiled and
-    # run in another.
-    word = keys.seed_word(seed)
-    compiled = lower("init", init_state, word, out_shardings=shardings)
-    state = process.Background(lambda: compiled()(word), "init").result()
-    result = Start(state, HostState(), 0, "from scratch", False)
+    state = _new_state(state_spec, init_state, seed, lower)
+    step, how = 0, "from scratch"
     if foreign:
       _load_model(state, foreign, state_spec, model_module, "config.resume")
-      opt = config.get("optimizer", {})
-      step = foreign_state.load(state, foreign, state_spec, model_module, opt)
+      optimizer = config.get("optimizer", {})
+      step = foreign_state.load(
+        state, foreign, state_spec, model_module, optimizer
+      )
       how = f"continued from step {step} of {options.resume}"
-      result = result._replace(step=step, how=how)
     elif options.model_init:
       how = f"parameters from {options.model_init}"
-      result = result._replace(how=how)
     if base and begin:
       begin(state)
-      state |= {"ema": ema.init(state["params"])} if "ema" in state else {}
+      if "ema" in state:
+        state["ema"] = ema.init(state["params"])
     elif options.model_init and not foreign:
       key = "config.model_init"
       _load_model(state, options.model_init, state_spec, model_module, key)
+    result = Start(state, HostState(), step, how, resumed=False)
+
   if local is not None:
     local.begin(result.step, result.saved_step)
   elif jax.process_index() == 0:
     local_checkpoints.forget(workdir)
   return result
+
+
+def _new_state(
+  state_spec: Any,
+  init_state: Callable[[Any], Any],
+  seed: int,
+  lower: Callable[..., Callable[[], Any]],
+) -> Any:
+  """Makes the state of step 0 on the devices."""
+  shardings = jax.tree.map(lambda x: x.sharding, state_spec)
+  word = keys.seed_word(seed)
+  # Traced in this thread, because the ambient mesh belongs to it; compiled and
+  # run in another, so that signals reach this one.
+  compiled = lower("init", init_state, word, out_shardings=shardings)
+  return process.Background(lambda: compiled()(word), "init").result()
 
 
 def _resume(
@@ -146,47 +170,70 @@ def _resume(
   check_origin: Callable[[HostState], None],
   fallback: bool,
 ) -> Start | None:
+  """Restores the newest checkpoint of this run, if it has one."""
   newest = folders.newest(workdir)
   if newest is not None:
-    # Before the arrays are read: a changed config explains more than arrays
-    # that do not fit. `restore.resume` reports damage.
+    # The config is compared before the arrays: its changes explain why arrays
+    # do not fit. `restore.resume` reports damage.
     with contextlib.suppress(DamagedError):
       manifest = folders.read_manifest(folders.find(workdir, newest))
       check_origin(manifest.host_state)
-  if local and (checkpoint := local.restore(newest, state_spec)):
+  checkpoint = local.restore(newest, state_spec) if local else None
+  if checkpoint:
     state, manifest = checkpoint
     check_origin(manifest.host_state)
     restore.clean(workdir)
-    how = f"resumed from step {manifest.step} of this workdir, on the hosts"
-    host = manifest.host_state
-    return Start(state, host, manifest.step, how, True, newest)
-  if checkpoint := restore.resume(workdir, state_spec, fallback=fallback):
+    step = manifest.step
+    return Start(
+      state,
+      manifest.host_state,
+      step,
+      how=f"resumed from step {step} of this workdir, on the hosts",
+      resumed=True,
+      saved_step=newest,
+    )
+  checkpoint = restore.resume(workdir, state_spec, fallback=fallback)
+  if checkpoint:
     state, manifest = checkpoint
     step = manifest.step
-    how = f"resumed from step {step} of this workdir"
-    return Start(state, manifest.host_state, step, how, True, step)
+    return Start(
+      state,
+      manifest.host_state,
+      step,
+      how=f"resumed from step {step} of this workdir",
+      resumed=True,
+      saved_step=step,
+    )
   return None
 
 
 def _continue(
   source: Any, state_spec: Any, check_origin: Callable[[HostState], None]
 ) -> Start:
+  """Continues the state of another run of this program."""
   state, manifest = warm_start.load_state(source, state_spec)
   check_origin(manifest.host_state)
-  # Time accounts and hooks start anew: they belong to the other run.
+  # Time accounts and hooks start anew, because they are the other run's.
   old = manifest.host_state
-  host = HostState(tally=old.tally, batches_ahead=old.batches_ahead)
-  how = f"continued from step {manifest.step} of {source}"
-  return Start(state, host, manifest.step, how, False)
+  return Start(
+    state,
+    HostState(tally=old.tally, batches_ahead=old.batches_ahead),
+    manifest.step,
+    how=f"continued from step {manifest.step} of {source}",
+    resumed=False,
+  )
 
 
 def _load_model(
   state: dict[str, Any], source: Any, state_spec: Any, module: Any, key: str
 ) -> None:
-  like = evaluated(state_spec)["params"]
-  init = lambda: evaluated(state)["params"]
+  """Loads parameters and mutable variables into a new state."""
   loaded = warm_start.load_variables(
-    source, like, init=init, module=module, key=key
+    source,
+    evaluated(state_spec)["params"],
+    init=lambda: evaluated(state)["params"],
+    module=module,
+    key=key,
   )
   state["params"] = loaded.pop("params")
   if loaded:
@@ -196,17 +243,17 @@ def _load_model(
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
-  """{name: model variables} for each set of weights in a train state.
+  """The variables to evaluate of a train state.
 
-  The names are "params" and, if there are averaged parameters, "ema". Each has
-  what is frozen in the state, a teacher or the base of adapters.
+  Returns: {"params": variables} and, if the run averages its parameters,
+    {"ema": variables}. Each has the parameters under "params", the mutable
+    collections, and the frozen variables of a teacher or of the adapters' base.
   """
   opt = state.get("opt", {})
   weights = {"params": averages.evaluation_form(state["params"], opt)}
   if "ema" in state:
     weights["ema"] = state["ema"]
-  rest = frozen.variables(state)
+  others = {**state.get("mutable", {}), **frozen.variables(state)}
   return {
-    name: {"params": params, **state.get("mutable", {}), **rest}
-    for name, params in weights.items()
+    name: {"params": params, **others} for name, params in weights.items()
   }

@@ -1,8 +1,13 @@
-"""Parameters and states from elsewhere: config.model_init, config.resume.
+"""Loads parameters from elsewhere: config.model_init, and config.resume.
 
-A table with each name of the file and of the model is logged. Nothing is
-padded, cut or left out unless the config allows it by name; a model's own
-rules, such as the resampling of position embeddings, are in its
+`load_params` does it in steps: it opens the file (foreign/), renames its
+arrays, lets the model convert them if they do not fit, compares the names and
+shapes with the model's, refuses what the config does not allow, and puts the
+rest on the devices. A table with each name of the file and of the model is
+logged.
+
+Nothing is padded, cut or left out unless the config allows it by name. A
+model's own rules, such as the resampling of position embeddings, are in its
 `from_published`. Mutable collections, such as the running means of batch
 normalisation, have names like "batch_stats/bn1/mean".
 """
@@ -33,21 +38,30 @@ from bigtrain.files import paths
 from bigtrain.models.published.conversions import Remark, describe
 from bigtrain.optim import patterns
 
-# (arrays by name, the model's jax.ShapeDtypeStructs by name) -> the arrays with
-# the model's names and shapes, as far as possible, or remarks in their place.
+# A model's `from_published`: (arrays of a file by name, specs of the model by
+# name) -> arrays with the model's names and, as far as possible, shapes. A
+# Remark in place of an array says what became of it.
 Convert = Callable[..., dict[str, Any]]
 
 # Options that list regexes of arrays.
 ALLOWED = ("allow_missing", "allow_reshaped", "allow_unused")
-# Statuses that are errors unless allowed.
+# Statuses that are errors unless the config allows them.
 _REFUSED = ("missing", "reshaped", "unused", "retyped")
 
 
 class Line(NamedTuple):
-  """A row of the table."""
+  """A line of the table: what became of an array.
 
-  # "converted" is by the model's `from_published`; "merged" is with an equal
-  # array; an "ignored" array is constant; "dropped" is by a rename or rule.
+  The status is one of:
+    loaded, cast        taken from the file; cast to the model's dtype
+    converted           made by the model's `from_published`
+    merged              equal to another array, with which it is merged
+    ignored             a constant that the model does not need
+    dropped             left out by a rename or by the model's rules
+    missing, unused     only in the model; only in the file
+    reshaped, retyped   of another shape; of another kind of dtype
+  """
+
   status: str
   name: str
   what: str  # Shapes and dtypes.
@@ -78,11 +92,18 @@ def load_params(
   collections: Sequence[str] = (),
   key: str = "config.model_init",
 ) -> tuple[Any, list[Line]]:
-  """Loads parameters from a file or a checkpoint onto the model's devices.
+  """Loads parameters from a file or a checkpoint onto the devices.
 
-  `like` has the shardings of the model's parameters. `init` is called only if
-  some stay fresh; `convert`, the model's `from_published`, is applied after
-  renaming unless all names and shapes fit already.
+  Args:
+    spec: config.model_init.
+    like: specs of the model's parameters, with shardings.
+    init: makes fresh parameters; called only if the file lacks some.
+    convert: the model's `from_published`. It is applied after renaming, unless
+      all names and shapes fit already.
+    collections: names of mutable collections, which are beside the parameters.
+    key: name of `spec` in messages.
+
+  Returns: the parameters, and the lines of the table.
   """
   source = read_source(spec, key)
   specs = dict(trees.flatten_with_names(like))
@@ -93,23 +114,25 @@ def load_params(
     key=key,
     collections=collections,
   )
-  names, lines = _rename(file, source, key)
-  available: dict[str, Any] = {n: file.specs[old] for n, old in names.items()}
-  converted: set[str] = set()
-  values: dict[str, Any] = {}
+  names, lines = _rename(file, source, key)  # {new name: name in the file}.
+  available: dict[str, Any] = {
+    new: file.specs[old] for new, old in names.items()
+  }
   fits = set(available) == set(specs) and all(
     available[name].shape == tuple(specs[name].shape) for name in available
   )
   if source.convert:
-    takes = convert or (lambda flat, like: like)
-    check_kwargs(
-      takes, source.convert, f"{key}.convert", given=("flat", "like")
-    )
+    fn = convert or (lambda flat, like: like)
+    check_kwargs(fn, source.convert, f"{key}.convert", given=("flat", "like"))
+  values: dict[str, Any] = {}  # Results of `convert`.
+  converted: set[str] = set()
   if convert is not None and not fits:
     arrays = file.read(list(names.values()))
     before = {new: arrays[old][...] for new, old in names.items()}
     available = values = dict(convert(dict(before), specs, **source.convert))
-    converted = {n for n in values if values[n] is not before.get(n)}
+    converted = {
+      name for name in values if values[name] is not before.get(name)
+    }
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
   logging.info("%s: %s\n%s", key, source.path, table(lines))
@@ -122,14 +145,16 @@ def load_params(
     )
   wanted = {name: spec for name, spec in specs.items() if name not in fresh}
   if file.checkpoint and not values:
+    # A checkpoint of ours: each process reads what its devices need.
     directory, manifest, places = file.checkpoint
     sources = {name: places[names[name]] for name in wanted}
     loaded = restore.load(directory, manifest, sources, wanted)
+  elif values:
+    loaded = {name: place(values[name], spec) for name, spec in wanted.items()}
   else:
-    values = values or file.read([names[name] for name in wanted])
+    arrays = file.read([names[name] for name in wanted])
     loaded = {
-      name: place(values[name if name in values else names[name]], spec)
-      for name, spec in wanted.items()
+      name: place(arrays[names[name]], spec) for name, spec in wanted.items()
     }
   if fresh:
     if init is None:
@@ -147,9 +172,19 @@ def load_variables(
   module: Any,
   key: str = "config.model_init",
 ) -> dict[str, Any]:
+  """`load_params` for all variables of a model.
+
+  Args:
+    spec: config.model_init.
+    like: specs: {"params": parameters, collection: variables}.
+    init: makes fresh variables.
+    module: the model's module.
+    key: name of `spec` in messages.
+  """
+
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: x for name, x in variables.items() if name != "params"}
-    return {**variables["params"], **rest}
+    collections = {n: x for n, x in variables.items() if n != "params"}
+    return {**variables["params"], **collections}
 
   mutable = [name for name in like if name != "params"]
   params, _ = load_params(
@@ -167,6 +202,7 @@ def load_variables(
 def load_state(
   spec: str | Mapping[str, Any], like: Any
 ) -> tuple[Any, Manifest]:
+  """Loads the whole state of config.resume, a checkpoint of ours."""
   key = "config.resume"
   source = read_source(spec, key, ("path", "step"))
   return restore.restore(
@@ -175,21 +211,22 @@ def load_state(
 
 
 def table(lines: Sequence[Line]) -> str:
+  """The lines by status, and the number of each status."""
   counts = collections.Counter(line.status for line in lines)
   order = list(counts)
   width = max([len(line.name) for line in lines], default=0)
-  rows = [
+  texts = [
     f"  {line.status:<10}{line.name:<{width}}  {line.what}"
     for line in sorted(lines, key=lambda line: order.index(line.status))
   ]
   total = ", ".join(f"{n} {status}" for status, n in counts.items())
-  return "\n".join([*rows, f"  {total or 'nothing'}"])
+  return "\n".join([*texts, f"  {total or 'nothing'}"])
 
 
 def read_source(
   spec: Any, key: str, allowed: Sequence[str] | None = None
 ) -> Source:
-  """Checks the options of config.model_init or, with `allowed`, of resume."""
+  """Checks config.model_init; config.resume has only the keys `allowed`."""
   spec = {"path": spec} if isinstance(spec, str) else spec
   if not isinstance(spec, Mapping):
     raise ConfigError(f"{key}: expected a path or a dict, got {spec!r}.")
@@ -222,11 +259,17 @@ def check_published(
   *,
   path: str = "config",
 ) -> None:
-  """Compares the config.json beside published weights with the model.
+  """Compares the config.json of published weights with the model.
 
-  The arrays do not show the number of heads, the base of rotary embeddings or
-  the activation. Fields that the arrays' shapes show are left to the table of
-  the warm start if the config has any `allow_...` list for arrays.
+  It has what the arrays do not show: the number of heads, the base of rotary
+  embeddings, the activation. Fields that the arrays' shapes do show may differ
+  if the config has an `allow_...` list of arrays; `load_params` judges these.
+
+  Args:
+    spec: config.model_init.
+    module: the model's module.
+    model: the model.
+    path: the config's name in messages.
   """
   key = f"{path}.model_init"
   source = read_source(spec, key)
@@ -239,7 +282,7 @@ def check_published(
   ).specs
   fields = module.published_fields(file, source.allow_unread)
   if fields is None:
-    if not any("/" in name for name in arrays):  # Not names of ours.
+    if not any("/" in name for name in arrays):  # Only our names have slashes.
       logging.warning(
         f"{key}: there is no config.json beside {file}, so its number of heads,"
         " its rotary embeddings and the like cannot be compared with "
@@ -268,6 +311,7 @@ def check_published(
 def _rename(
   file: parameter_files.File, source: Source, key: str
 ) -> tuple[dict[str, str], list[Line]]:
+  """Returns {new name: name in the file}, and lines of the dropped arrays."""
   names: dict[str, str] = {}
   lines = []
   regexes = [regex for regex, _ in source.rename]
@@ -276,15 +320,7 @@ def _rename(
     new: str | None = old
     if old in matches:
       regex, replacement = source.rename[matches[old]]
-      new = None
-      if replacement is not None:
-        try:
-          match = re.fullmatch(regex, old)
-          new = match and match.expand(replacement)
-        except (re.error, IndexError) as e:
-          raise ConfigError(
-            f"{key}.rename: bad replacement {replacement!r}: {e}."
-          ) from e
+      new = _replaced(old, regex, replacement, key)
     if new is None:
       lines.append(Line("dropped", old, describe(spec)))
     elif new in names:
@@ -296,9 +332,25 @@ def _rename(
   return names, lines
 
 
+def _replaced(
+  name: str, regex: str, replacement: str | None, key: str
+) -> str | None:
+  """The new name of an array; None to drop it."""
+  if replacement is None:
+    return None
+  match = re.fullmatch(regex, name)
+  try:
+    return match and match.expand(replacement)
+  except (re.error, IndexError) as e:
+    raise ConfigError(
+      f"{key}.rename: bad replacement {replacement!r}: {e}."
+    ) from e
+
+
 def _compare(
   available: Mapping[str, Any], specs: Mapping[str, Any], converted: set[str]
 ) -> list[Line]:
+  """A line for each array of the model, and each other one of the file."""
   lines = []
   for name, spec in specs.items():
     if name not in available:
@@ -338,7 +390,11 @@ def _compare(
 def _judge(
   lines: Sequence[Line], source: Source
 ) -> tuple[list[Line], set[str], list[Line]]:
-  """Returns (the lines, names that stay fresh, lines that are not allowed)."""
+  """Applies the `allow_...` lists of the config.
+
+  Returns: the lines, names of the arrays that keep their fresh initialisation,
+    and the lines that are not allowed.
+  """
   result, fresh, refused = [], set(), []
   for line in lines:
     if line.status in _REFUSED:
@@ -368,8 +424,11 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
 
 
 def place(value: Any, spec: Any) -> jax.Array:
-  # Values that are mapped from a file, or assembled from parts of it, are read
-  # here: only the shares of this process's devices.
+  """Puts an array on the devices of a spec.
+
+  If the value is mapped from a file, or assembled from parts of it, only the
+  shards of this process's devices are read, and only here.
+  """
   return jax.make_array_from_callback(
     tuple(value.shape),
     restore.sharding_of(spec),

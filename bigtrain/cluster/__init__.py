@@ -1,6 +1,7 @@
-"""The processes of a run: signals, the channel, launchers, watchdog, lease.
+"""The processes of a run: signals, how they join and talk, watchdog, lease.
 
-Other packages import process.py (open it first), watchdog.py, lease.py and
-transfers.py only. Behind process.py launchers.py detects the job, and
-channel.py with hub.py, its end on process 0, carries all messages.
+Open process.py first. Other packages import only it, watchdog.py, lease.py and
+transfers.py. Behind process.py, launchers.py detects the job and this process's
+place in it, and channel.py carries all messages, with hub.py as its end on
+process 0.
 """

@@ -1,8 +1,17 @@
 """The channel between the processes of a job.
 
-Every process keeps one TCP connection to process 0 (hub.py), served by a thread
-of its own without jax's runtime, so it works while the main thread waits in a
-collective for a process that is gone. Messages are lines of JSON.
+Every process has one TCP connection to process 0 (hub.py). A thread of its own
+serves it without jax's runtime, so that it works while the main thread waits in
+a collective for a process that is gone. Messages are lines of JSON.
+
+The channel has four uses:
+
+  exchanges   `gather`, `broadcast`, `require_equal` and `Event`. An exchange
+              has a topic, its name and number, and consists of posts.
+  health      heartbeats with each process's progress. A process that is silent
+              or disconnects ends the job; stragglers are logged.
+  failures    `fail` makes process 0 end all processes with one reason.
+  signals     `should_end` makes all processes end at the same step.
 """
 
 import asyncio
@@ -23,13 +32,15 @@ from bigtrain.cluster import hub
 
 _POLL_SECS = 0.2
 _CONNECT_SECS = 10.0
-# A process waits before it reports its failure: if another one was killed, the
-# collectives of all fail, and its loss should be known first.
+# Delay before a process reports that its work failed. If another process was
+# killed, the collectives of all others fail at once, and the hub should notice
+# the killed one first, because that is the reason to report.
 _CULPRIT_SECS = 1.5
 _FAREWELL_SECS = 0.5  # Process 0 stays, so that all can read its last message.
-_ANSWER_SECS = 5.0
+_ANSWER_SECS = 5.0  # Time for process 0 to end this process after a failure.
 
 _Topic = tuple[str, int]  # Name and number of an exchange.
+# What processes have posted in an exchange: {(kind of post, process): value}.
 _Posts = dict[tuple[str, int], Any]
 
 
@@ -38,38 +49,39 @@ class JobError(RuntimeError):
 
 
 class Channel:
-  """This process's end of the channel; alone until it has joined a job.
+  """This process's end of the channel. Until it joins a job, it is alone.
 
-  Exchanges of one name are made in the same order on all processes; threads
-  use names of their own. Values are JSON.
+  All processes make the exchanges of one name in the same order; each thread
+  uses names of its own. Values are JSON.
   """
 
   def __init__(self) -> None:
-    self.index, self.count = 0, 1
-    self.secret = secrets.token_hex(16)  # Known to the job's processes only.
-    self.host = ""  # This host, for the other processes; "" on process 0.
-    self.first_host = ""  # Process 0's host, for this process.
-    self.ending = False  # All processes have agreed to end: `should_end`.
-    self.failed = False  # This process has reported its failure.
+    self.index = 0
+    self.count = 1
+    self.secret = secrets.token_hex(16)  # Only the job's processes know it.
+    self.host = ""  # This host, as others can reach it; "" on process 0.
+    self.first_host = ""  # Process 0's host, as this process reaches it.
+    self.ending = False  # Whether all processes have agreed to end.
+    self.failed = False  # Whether this process has reported a failure.
     self._loop: asyncio.AbstractEventLoop | None = None
     self._writer: asyncio.StreamWriter | None = None
     self._heartbeat_secs = 0.0
-    self._settled = threading.Event()  # It has joined, or cannot.
+    self._settled = threading.Event()  # Set when it has joined, or cannot.
     self._failure: BaseException | None = None
     self._closed = False
     self._on_hang: Callable[[], Any] = lambda: None
     self._on_abrupt_end: list[Callable[[], None]] = []
-    self._condition = threading.Condition()  # Guards the three below.
+    self._condition = threading.Condition()  # Guards the next four.
     self._num_exchanges: dict[str, int] = collections.defaultdict(int)
-    # For each exchange that is not over: {(kind, process): value}.
-    self._posts: dict[_Topic, _Posts] = {}
-    self._num_calls = 0  # Of should_end.
+    self._posts: dict[_Topic, _Posts] = {}  # Of exchanges that are not over.
+    self._num_calls = 0  # Number of calls of `should_end`.
     self._signalled = False  # Whether some process got a signal.
     self._progress: dict[str, Any] = {"host_secs": 0.0}
     self.report_phase("start", 0)
 
   @property
   def joined(self) -> bool:
+    """Whether this process has joined a job of several."""
     return self._settled.is_set() and self._failure is None
 
   def join(
@@ -82,10 +94,17 @@ class Channel:
     listening: socket.socket | None = None,
     check: Callable[[], None] = lambda: None,
   ) -> None:
-    """Waits for all processes of the job; JobError if they cannot join.
+    """Joins a job, and waits for all its processes.
 
-    `addresses` of process 0 are tried in turn; on process 0, `listening` is its
-    open port. `check` is called while waiting and raises to stop.
+    Args:
+      addresses: (host, port) pairs of process 0, which are tried in turn.
+      index, count: this process's number, and the number of processes.
+      times: config.cluster.
+      listening: on process 0, the port if it is open already.
+      check: called while waiting; it raises to give up.
+
+    Raises:
+      JobError: if the processes cannot join.
     """
     job_hub = None
     if index == 0:
@@ -106,7 +125,7 @@ class Channel:
 
     async def communicate() -> None:
       self._loop = asyncio.get_running_loop()
-      serving = None  # Named, since the loop does not keep it alive.
+      serving = None  # A variable, because the loop does not keep it alive.
       if job_hub is not None and listening is not None:
         serving = asyncio.ensure_future(job_hub.serve(listening))
       reader = await self._meet(addresses, times.join_secs)
@@ -117,7 +136,7 @@ class Channel:
     def run() -> None:
       try:
         asyncio.run(communicate())
-      except RuntimeError as e:  # JobError, or the loop was stopped.
+      except RuntimeError as e:  # A JobError, or `check` stopped the loop.
         if self.joined:
           raise
         self._failure = e
@@ -149,15 +168,19 @@ class Channel:
         reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECS)
         self._writer = writer
         problem = "it closed the connection"  # Perhaps it is being restarted.
-        name, pid = socket.gethostname(), os.getpid()
-        self._send(index=self.index, count=self.count, host=name, pid=pid)
+        self._send(
+          index=self.index,
+          count=self.count,
+          host=socket.gethostname(),
+          pid=os.getpid(),
+        )
         # Process 0 may have begun to wait a little later.
         limit = max(0.0, deadline - time.monotonic()) + 10
         line = await asyncio.wait_for(reader.readline(), limit)
         answer = json.loads(line)
       except OSError as e:
         problem = str(e) or "no answer"
-      except ValueError:
+      except ValueError:  # No JSON: another program answers there.
         writer.close()
       else:
         if answer["kind"] != "welcome":
@@ -176,6 +199,7 @@ class Channel:
     )
 
   async def _receive_all(self, reader: asyncio.StreamReader) -> None:
+    """Receives messages until process 0 disconnects."""
     self._silent_secs = 0.0
     heartbeats = asyncio.ensure_future(self._send_heartbeats())
     with contextlib.suppress(OSError, ValueError):
@@ -193,7 +217,8 @@ class Channel:
       self._send(kind="heartbeat", progress=self._progress)
       await asyncio.sleep(hub.HEARTBEAT_SECS)
       now = time.monotonic()
-      # If this process itself was stopped for long, process 0 was not silent.
+      # If this process itself was stopped for a while, process 0 was not
+      # silent.
       self._silent_secs += min(now - last, 2 * hub.HEARTBEAT_SECS)
       last = now
       if self._silent_secs > self._heartbeat_secs:
@@ -204,6 +229,7 @@ class Channel:
         )
 
   def _send(self, **message: Any) -> None:
+    """Sends a message to process 0, from any thread."""
     line = json.dumps(message).encode() + b"\n"
     if self._loop is not None:
       self._loop.call_soon_threadsafe(self._write, line)
@@ -217,21 +243,22 @@ class Channel:
     kind = message["kind"]
     if kind == "post":
       name, number = message["topic"]
-      what, index, value = message["what"], message["index"], message["value"]
-      # Here and not in `close`: process 0 may leave before that goes on.
+      # Here and not in `close`: process 0 may leave before that continues.
       self._closed |= name == hub.CLOSING
-      self._store((name, number), what, index, value)
+      self._store(
+        (name, number), message["what"], message["index"], message["value"]
+      )
     elif kind == "end":
-      # The others must have read it before process 0 and its hub are gone.
+      # The others must read the message before process 0 and its hub are gone.
       delay = _FAREWELL_SECS if self.index == 0 else 0.0
       asyncio.get_running_loop().call_later(delay, self._obey, message)
-    elif kind == "signal":
+    elif kind == "signal":  # See `should_end`.
       with self._condition:
         self._signalled = True
         self._gather(("calls", 0), self._num_calls)
 
   def gather(self, value: Any, name: str = "gather") -> list[Any]:
-    """Returns the values of all processes, by process; a barrier."""
+    """Returns the values of all processes, in their order. It is a barrier."""
     topic = self._begin(name)
     if self.count == 1:
       self._forget(topic)
@@ -245,7 +272,7 @@ class Channel:
     self._send(kind="gather", topic=topic, value=value, equal=equal)
 
   def broadcast(self, value: Any, name: str = "broadcast") -> Any:
-    """Returns process 0's value; waits for process 0 only."""
+    """Returns process 0's value. It waits for process 0 alone."""
     topic = self._begin(name)
     if self.index == 0:
       self._post(topic, "value", value)
@@ -255,7 +282,10 @@ class Channel:
     return value
 
   def require_equal(self, name: str, value: Any) -> None:
-    """Ends all processes with code 2 if values differ; does not wait."""
+    """Ends all processes with code 2 if their values differ.
+
+    It does not wait for the others.
+    """
     if self.joined:
       topic = self._begin(name)
       self._gather(topic, value, equal=True)
@@ -265,6 +295,7 @@ class Channel:
     return Event(self, self._begin(name), timeout_secs)
 
   def _begin(self, name: str) -> _Topic:
+    """Begins the next exchange of a name."""
     jax = sys.modules.get("jax")
     if self.count == 1 and jax is not None and jax.process_count() > 1:
       raise JobError(
@@ -274,18 +305,21 @@ class Channel:
     with self._condition:
       topic = name, self._num_exchanges[name]
       self._num_exchanges[name] += 1
-      self._posts.setdefault(topic, {})  # Others may have begun earlier.
+      # Other processes may have begun earlier, and posted something.
+      self._posts.setdefault(topic, {})
       return topic
 
   def _post(
     self, topic: _Topic, what: str, value: Any, to: int | None = None
   ) -> None:
+    """Posts a value to all processes, or to one."""
     if self.count == 1:
       self._store(topic, what, 0, value)
     else:
       self._send(kind="post", topic=topic, what=what, value=value, to=to)
 
   def _store(self, topic: _Topic, what: str, index: int, value: Any) -> None:
+    """Keeps a post for `_wait`; an exchange that is over needs none."""
     name, number = topic
     with self._condition:
       if topic in self._posts or number >= self._num_exchanges[name]:
@@ -298,6 +332,7 @@ class Channel:
     ready: Callable[[_Posts], bool],
     timeout_secs: float | None = None,
   ) -> _Posts:
+    """Waits until an exchange's posts are `ready`, or for `timeout_secs`."""
     with self._condition:
       posts = self._posts.setdefault(topic, {})
       self._condition.wait_for(lambda: ready(posts), timeout_secs)
@@ -308,11 +343,12 @@ class Channel:
       self._posts.pop(topic, None)
 
   def report_phase(self, phase: str, step: int) -> None:
+    """Tells process 0, with the next heartbeat, what this process does."""
     self._progress |= dict(phase=phase, step=step, on_device=False)
     self._phase_began = time.monotonic()
 
   def host_work_done(self) -> None:
-    """Ends the host's part of a step; what takes longer is a straggler."""
+    """Ends the host's part of a step, whose time shows the stragglers."""
     self._progress["on_device"] = True
     self._progress["host_secs"] += time.monotonic() - self._phase_began
 
@@ -336,23 +372,24 @@ class Channel:
       thread.start()
       thread.join(2.0)
     prefix = "preempted" if code == 75 else "error"
-    # Straight to the descriptor: a hung thread may hold the stream's lock. When
-    # process 0 is gone, jax's own threads report errors too: silence them, so
-    # that this is the last line.
+    # Straight to the descriptor, because a hung thread may hold the stream's
+    # lock. When process 0 is gone, jax's own threads report errors, too. They
+    # are silenced, so that this is the last line.
     log = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.write(log, f"{prefix}: {reason}\n".encode())
     os._exit(code)
 
   def report_signal(self, name: str) -> None:
+    """Tells all processes that this one got a signal."""
     self._send(kind="signal", name=name)
 
   def should_end(self) -> bool:
-    """Whether all processes end at this call, because one got a signal.
+    """Whether all processes end at this call, because one of them got a signal.
 
-    Every process calls this equally often, and the n-th answer is the same on
-    all: after a signal a call blocks until it is known how many calls each
-    process has made, and all end at the next one, which none has begun.
+    All processes call it equally often, and get the same answer from their n-th
+    call. After a signal, a call blocks until all processes have said how many
+    calls they have begun; all end at the first call that none has begun.
     """
     with self._condition:
       self._num_calls += 1
@@ -369,10 +406,11 @@ class Channel:
     hang: bool = False,
     answer_secs: float = _ANSWER_SECS,
   ) -> None:
-    """Makes process 0 end all processes, with the first failure's reason.
+    """Makes process 0 end all processes, with the reason of the first failure.
 
-    Returns only if process 0 does not answer. After a `hang` all write their
-    stacks, and the reason names the laggard.
+    It returns only if process 0 does not answer within `answer_secs`. After a
+    `hang`, all processes write their stacks, and the reason names the process
+    that is behind the others.
     """
     self.failed = True
     if code == hub.EXIT_LOST and not hang:
@@ -381,7 +419,7 @@ class Channel:
     time.sleep(answer_secs)
 
   def close(self) -> None:
-    """Waits until all processes are done, so that none leaves too early."""
+    """Waits until all processes are done: one that leaves early looks lost."""
     self.gather(None, hub.CLOSING)
     if self.index == 0:
       time.sleep(_FAREWELL_SECS)
@@ -390,8 +428,9 @@ class Channel:
 class Event:
   """Work that succeeds or fails on all processes together.
 
-  Each process calls `done`; process 0 waits for all and calls `succeed`; the
-  others `wait`. If any process calls `fail`, all that waits raises JobError.
+  Each process calls `done`. Process 0 waits for all of them (`wait_for_all`)
+  and calls `succeed`; the others `wait`. If any process calls `fail`, every
+  method that waits raises a JobError.
   """
 
   def __init__(self, channel: Channel, topic: _Topic, timeout_secs: float):
@@ -400,17 +439,18 @@ class Event:
     self._succeeded = False
 
   def wait_for_first(self) -> None:
-    """Waits until process 0 calls this; process 0 does not wait."""
+    """Waits until process 0 calls this, too; process 0 does not wait."""
     if self._channel.index == 0:
       self._channel._post(self._topic, "begun", True)
     else:
       self._wait("begun", [0])
 
   def done(self, result: Any = None) -> None:
+    """Tells process 0 the result of this process's part."""
     self._channel._post(self._topic, "done", result, to=0)
 
   def wait_for_all(self) -> list[Any]:
-    """Returns, on process 0, the results of all processes' parts."""
+    """Returns the results of all processes' parts, on process 0."""
     return self._wait("done", range(self._channel.count))
 
   def succeed(self) -> None:
@@ -425,6 +465,7 @@ class Event:
       self._channel._post(self._topic, "failure", reason)
 
   def wait(self) -> None:
+    """Waits for success."""
     self._wait("success", [0])
 
   def check(self) -> bool:
@@ -436,23 +477,29 @@ class Event:
     self._channel._forget(self._topic)
 
   def _wait(self, what: str, indices: Iterable[int]) -> list[Any]:
+    """Waits for a kind of post from some processes; returns the values."""
     if self._succeeded:
       return []
     keys = [(what, index) for index in indices]
-    failed = lambda posts: [posts[key] for key in posts if key[0] == "failure"]
-    posts = self._channel._wait(
-      self._topic,
-      lambda posts: bool(failed(posts)) or posts.keys() >= set(keys),
-      self._timeout_secs,
-    )
+
+    def failures(posts: _Posts) -> list[str]:
+      return [value for (kind, _), value in posts.items() if kind == "failure"]
+
+    def is_ready(posts: _Posts) -> bool:
+      return bool(failures(posts)) or posts.keys() >= set(keys)
+
+    posts = self._channel._wait(self._topic, is_ready, self._timeout_secs)
     if ("success", 0) in posts:
       self._succeeded = True
       self.forget()
-    elif failed(posts):
-      raise JobError(failed(posts)[0])
-    elif absent := [key[1] for key in keys if key not in posts]:
-      secs = self._timeout_secs
-      raise JobError(f"process(es) {absent} not done after {secs:g} s.")
+    elif failures(posts):
+      raise JobError(failures(posts)[0])
+    else:
+      absent = [index for _, index in keys if (what, index) not in posts]
+      if absent:
+        raise JobError(
+          f"process(es) {absent} not done after {self._timeout_secs:g} s."
+        )
     return [posts[key] for key in keys if key in posts]
 
 

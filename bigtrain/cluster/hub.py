@@ -1,7 +1,9 @@
-"""Process 0's end of the channel.
+"""Process 0's end of the channel (channel.py).
 
-The hub listens on the job's port until all processes have connected, then
-leaves the port to jax. It passes messages on and detects lost processes.
+The hub listens on the job's port until all processes have connected, and then
+leaves the port to jax. It passes messages on, collects the values of a gather,
+and watches the processes: those that are lost end the job, and those that are
+slow are logged.
 """
 
 import asyncio
@@ -14,18 +16,19 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-EXIT_LOST = 1
-EXIT_DIFFER = 2
+EXIT_LOST = 1  # A process is lost or hangs.
+EXIT_DIFFER = 2  # Processes have different configs or values.
 CLOSING = "closing"  # The exchange in which all processes leave.
 
 HEARTBEAT_SECS = 1.0
-LINE_BYTES = 1 << 30
-_HELLO_SECS = 30.0
+LINE_BYTES = 1 << 30  # Largest message.
+_HELLO_SECS = 30.0  # Time for a connection to say who it is.
 # A process is a straggler if its host work per step is more than this multiple
-# of the median and more than this fraction of the step.
+# of the median and more than this fraction of the step. Less would hardly slow
+# the others down.
 _STRAGGLER_RATIO = 2.0
 _STRAGGLER_FRACTION = 0.2
-_MAX_LISTED = 20  # Processes in a message.
+_MAX_LISTED = 20  # Number of processes in a message.
 
 
 class Times(NamedTuple):
@@ -53,12 +56,13 @@ class Member:
   host: str
   pid: int
   writer: asyncio.StreamWriter
-  silent_secs: float = 0.0
-  done: bool = False
+  silent_secs: float = 0.0  # Since its last message.
+  done: bool = False  # Whether it may disconnect.
+  # Its progress, from heartbeats.
   phase: str = "start"
   step: int = 0
-  on_device: bool = False
-  host_secs: float = 0.0
+  on_device: bool = False  # Whether the host's part of the step is done.
+  host_secs: float = 0.0  # Time of all its steps on the host.
   # (time, step, host_secs) at the last check for stragglers.
   last_check: tuple[float, int, float] = (0.0, 0, 0.0)
 
@@ -70,12 +74,16 @@ class Hub:
   """Receives the messages of all processes; runs in process 0's event loop."""
 
   def __init__(self, count: int, secret: str, times: Times):
-    self._count, self._secret, self._times = count, secret, times
+    self._count = count
+    self._secret = secret
+    self._times = times
     self._members: dict[int, Member] = {}
-    self._settled = asyncio.Event()  # All have joined, or cannot.
-    self._problem = ""  # Why they cannot.
-    self._started = self._ended = self._signalled = False
-    # {(name, number): {process: value}} of exchanges that not all have joined.
+    self._settled = asyncio.Event()  # Set when all have joined, or cannot.
+    self._problem = ""  # Why they cannot join.
+    self._started = False  # Whether all have joined.
+    self._ended = False  # Whether all have been told to end.
+    self._signalled = False  # Whether all know of a signal.
+    # {(name, number): {process: value}} of gathers that not all have joined.
     self._gathered: dict[tuple[str, int], dict[int, Any]] = {}
 
   async def serve(self, listening: socket.socket) -> None:
@@ -97,7 +105,7 @@ class Hub:
       server.close()
       raise
     if self._problem:
-      await asyncio.Event().wait()  # Late visitors hear of it too.
+      await asyncio.Event().wait()  # Tells late visitors about it, too.
     server.close()  # jax uses the port next.
     self._send_all({"kind": "welcome", "secret": self._secret})
     await self._watch()
@@ -105,6 +113,7 @@ class Hub:
   async def _visit(
     self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
   ) -> None:
+    """Serves one connection, from its first message to its end."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
       hello = json.loads(await asyncio.wait_for(reader.readline(), _HELLO_SECS))
       member = Member(hello["index"], hello["host"], hello["pid"], writer)
@@ -113,6 +122,7 @@ class Hub:
     writer.close()
 
   def _admit(self, member: Member, count: int) -> bool:
+    """Adds a process, unless it does not belong to this job."""
     other = self._members.get(member.index)
     if count != self._count:
       self._refuse(
@@ -133,6 +143,7 @@ class Hub:
     return True
 
   def _refuse(self, problem: str) -> None:
+    """Gives up waiting, for the first problem."""
     if not self._problem:
       self._problem = problem
       self._send_all({"kind": "problem", "reason": problem})
@@ -155,11 +166,14 @@ class Hub:
   def _receive(self, member: Member, message: dict[str, Any]) -> None:
     kind = message["kind"]
     if kind == "heartbeat":
-      vars(member).update(message["progress"])
+      for name, value in message["progress"].items():
+        setattr(member, name, value)
     elif kind == "post":
       message["index"] = member.index
-      to = self._members if message["to"] is None else [message["to"]]
-      _send(message, *(self._members[index] for index in to))
+      if message["to"] is None:
+        self._send_all(message)
+      else:
+        _send(message, self._members[message["to"]])
     elif kind == "fail":
       member.done = True
       reason = f"{member}: {message['reason']}"
@@ -173,38 +187,51 @@ class Hub:
       self._send_all({"kind": "signal"})
 
   def _gather(self, member: Member, message: dict[str, Any]) -> None:
-    topic = name, _ = tuple(message["topic"])
+    """Adds a process's value; the last one completes the exchange."""
+    name, number = message["topic"]
+    topic = (name, number)
     if name == CLOSING:
       member.done = True
     by_process = self._gathered.setdefault(topic, {})
-    value = by_process[member.index] = message["value"]
-    for index, other in by_process.items() if message["equal"] else ():
-      if other != value:
-        self._end(
-          EXIT_DIFFER,
-          f"the processes of this job differ in {name}: {member} has {value}, "
-          f"{self._members[index]} has {other}",
-        )
+    value = message["value"]
+    by_process[member.index] = value
+    if message["equal"]:
+      for index, other in by_process.items():
+        if other != value:
+          self._end(
+            EXIT_DIFFER,
+            f"the processes of this job differ in {name}: {member} has "
+            f"{value}, {self._members[index]} has {other}",
+          )
     if len(by_process) == self._count:
       del self._gathered[topic]
       if not message["equal"]:
         values = [by_process[index] for index in range(self._count)]
-        answer = {"kind": "post", "what": "values", "index": 0}
-        self._send_all(message | answer | {"value": values})
+        self._send_all(
+          {
+            "kind": "post",
+            "topic": topic,
+            "what": "values",
+            "index": 0,
+            "value": values,
+          }
+        )
 
   def _laggards(self) -> str:
+    """Names the processes that are behind the others, after a hang."""
     positions = {m: (m.step, m.on_device) for m in self._members.values()}
-    least, most = min(positions.values()), max(positions.values())
-    if least == most:
-      return f"all processes are at step {least[0]}"
-    late = [m for m, position in positions.items() if position == least]
-    others = "wait for it on the device" if least[0] == most[0] else "are"
+    last, first = min(positions.values()), max(positions.values())
+    if last == first:
+      return f"all processes are at step {last[0]}"
+    late = [m for m, position in positions.items() if position == last]
+    others = "wait for it on the device" if last[0] == first[0] else "are"
     return (
-      f"the laggard is {', '.join(map(str, late))}, at step {least[0]} in "
-      f"phase {late[0].phase!r}, while others {others} at step {most[0]}"
+      f"the laggard is {', '.join(str(m) for m in late)}, at step {last[0]} in "
+      f"phase {late[0].phase!r}, while others {others} at step {first[0]}"
     )
 
   def _end(self, code: int, reason: str, hang: bool = False) -> None:
+    """Tells all processes to end; the first reason counts."""
     if not self._ended:
       self._ended = True
       end = {"kind": "end", "code": code, "reason": reason, "hang": hang}
@@ -214,12 +241,15 @@ class Hub:
     _send(message, *self._members.values())
 
   async def _watch(self) -> None:
-    checked = last = time.monotonic()
+    """Sends heartbeats, and checks those of the processes."""
+    last = checked = time.monotonic()
     while True:
       await asyncio.sleep(HEARTBEAT_SECS)
       now = time.monotonic()
-      # If this process itself was stopped for long, the others were not silent.
-      passed, last = min(now - last, 2 * HEARTBEAT_SECS), now
+      # If this process itself was stopped for a while, the others were not
+      # silent.
+      passed = min(now - last, 2 * HEARTBEAT_SECS)
+      last = now
       self._send_all({"kind": "heartbeat"})
       for member in self._members.values():
         member.silent_secs += passed
@@ -236,28 +266,32 @@ class Hub:
           logging.warning("%s", line)
 
   def _stragglers(self, now: float) -> list[str]:
-    rates: dict[int, tuple[float, float]] = {}  # (host work, all) in a step.
+    """Lines about the processes that were slow since the last check."""
+    # Seconds per step, by process: on the host, and in all.
+    host_secs: dict[int, float] = {}
+    all_secs: dict[int, float] = {}
     for member in self._members.values():
-      then, step, host_secs = member.last_check
+      then, old_step, old_host_secs = member.last_check
       member.last_check = (now, member.step, member.host_secs)
-      if 0 < step < member.step:
-        steps = member.step - step
-        host_secs = (member.host_secs - host_secs) / steps
-        rates[member.index] = host_secs, (now - then) / steps
-    if len(rates) < self._count:
+      if 0 < old_step < member.step:
+        num_steps = member.step - old_step
+        own_secs = member.host_secs - old_host_secs
+        host_secs[member.index] = own_secs / num_steps
+        all_secs[member.index] = (now - then) / num_steps
+    if len(host_secs) < self._count:
       return []
-    median = statistics.median_low(host_secs for host_secs, _ in rates.values())
-    step_secs = statistics.median(secs for _, secs in rates.values())
+    median = statistics.median_low(host_secs.values())
+    step_secs = statistics.median(all_secs.values())
     limit = max(_STRAGGLER_RATIO * median, _STRAGGLER_FRACTION * step_secs)
-    slowest = sorted(rates.items(), key=lambda item: -item[1][0])
+    slowest = sorted(host_secs.items(), key=lambda item: -item[1])
     lines = [
       f"straggler: {self._members[index]} spends {secs:.3g} s per step on the "
       f"host (input, hooks); the median is {median:.3g} s. All others wait."
-      for index, (secs, _) in slowest
+      for index, secs in slowest
       if secs > limit
     ]
     if lines:
-      shown = [f"{i}: {secs:.3g}" for i, (secs, _) in slowest[:_MAX_LISTED]]
+      shown = [f"{index}: {secs:.3g}" for index, secs in slowest[:_MAX_LISTED]]
       lines.append(
         f"host seconds per step, by process: {', '.join(shown)}; a step takes "
         f"{step_secs:.3g}."

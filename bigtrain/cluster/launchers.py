@@ -1,7 +1,8 @@
-"""Detects the launcher, and the place of this process in its job.
+"""Detects which launcher started this process, and its place in the job.
 
-In this order: flags or environment variables set by the user; Slurm's srun;
-Open MPI's or another mpirun; a Cloud TPU slice, or several of them.
+`detect` looks for these, in this order: flags or environment variables that the
+user has set; Slurm's srun; Open MPI's or another mpirun; a Cloud TPU slice, or
+several of them.
 """
 
 import dataclasses
@@ -13,22 +14,30 @@ from collections.abc import Mapping
 from bigtrain.cluster import channel
 from bigtrain.config.errors import ConfigError
 
-# Same as jax's: above the ports that operating systems assign by themselves.
+# The same ports as jax's, above those that operating systems assign themselves.
 _FIRST_PORT = 61440
 _NUM_PORTS = 4096
 
-_VISIBLE = [f"{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ROCR")]
+_VISIBLE_DEVICES = (
+  "CUDA_VISIBLE_DEVICES",
+  "HIP_VISIBLE_DEVICES",
+  "ROCR_VISIBLE_DEVICES",
+)
 
 _FLAGS = {
   "JAX_COORDINATOR_ADDRESS": "--coordinator",
   "JAX_NUM_PROCESSES": "--num_processes",
   "JAX_PROCESS_ID": "--process_id",
 }
-# Variables for the number of ranks, the own rank, and both on this host alone.
-_OMPI = [
-  f"OMPI_COMM_WORLD_{n}" for n in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
-]
-_PMI = ["PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"]
+# Variables for the number of ranks, this process's rank, and both on this host.
+_OMPI = (
+  "OMPI_COMM_WORLD_SIZE",
+  "OMPI_COMM_WORLD_RANK",
+  "OMPI_COMM_WORLD_LOCAL_SIZE",
+  "OMPI_COMM_WORLD_LOCAL_RANK",
+)
+# MPICH and Intel MPI.
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +46,9 @@ class Place:
 
   launcher: str  # Source of this information, for the log.
   address: str  # HOST:PORT of process 0.
-  count: int  # Of processes, at least two.
+  count: int  # Number of processes, at least two.
   index: int
-  # GPUs for this process, as positions among the visible ones; None for all.
+  # GPUs of this process, as positions among the visible ones; None for all.
   devices: list[int] | None = None
 
 
@@ -69,12 +78,13 @@ def detect(
 
 
 def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
+  """The place from variables that the user has set, at least in part."""
   # Kubernetes numbers the pods of an indexed job.
-  values = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
+  defaults = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
   if ranks is not None:
-    values["JAX_NUM_PROCESSES"] = str(ranks.count)
-    values["JAX_PROCESS_ID"] = str(ranks.index)
-  values = {name: env.get(name) or values.get(name, "") for name in _FLAGS}
+    defaults["JAX_NUM_PROCESSES"] = str(ranks.count)
+    defaults["JAX_PROCESS_ID"] = str(ranks.index)
+  values = {name: env.get(name) or defaults.get(name, "") for name in _FLAGS}
   if values["JAX_NUM_PROCESSES"] == "1":
     return None
   address = values["JAX_COORDINATOR_ADDRESS"]
@@ -90,7 +100,8 @@ def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
         f"{name}={values[name]!r}: expected a number, since "
         f"JAX_COORDINATOR_ADDRESS is set (flag {_FLAGS[name]})."
       )
-  count, index = int(values["JAX_NUM_PROCESSES"]), int(values["JAX_PROCESS_ID"])
+  count = int(values["JAX_NUM_PROCESSES"])
+  index = int(values["JAX_PROCESS_ID"])
   if index >= count:
     raise ConfigError(
       f"JAX_PROCESS_ID={index}: must be below JAX_NUM_PROCESSES={count}."
@@ -103,36 +114,49 @@ def _slurm_ranks(env: Mapping[str, str]) -> _Ranks | None:
   count = int(env.get("SLURM_STEP_NUM_TASKS", 1))
   if count == 1 or "SLURM_PROCID" not in env:
     return None
-  tasks: list[int] = []  # On each node; 2(x3),1 stands for 2, 2, 2, 1.
+  # Number of tasks on each node; "2(x3),1" stands for 2, 2, 2, 1.
+  tasks: list[int] = []
   for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
     number, _, times = part.rstrip(")").partition("(x")
     tasks += [int(number or 1)] * int(times or 1)
   node = int(env.get("SLURM_NODEID", 0))
-  local_count = tasks[node] if node < len(tasks) else 1
-  local_index = int(env.get("SLURM_LOCALID", 0))
-  index = int(env["SLURM_PROCID"])
-  return _Ranks("Slurm", count, index, local_count, local_index)
+  return _Ranks(
+    launcher="Slurm",
+    count=count,
+    index=int(env["SLURM_PROCID"]),
+    local_count=tasks[node] if node < len(tasks) else 1,
+    local_index=int(env.get("SLURM_LOCALID", 0)),
+  )
 
 
 def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
-  for launcher, names in (("Open MPI", _OMPI), ("MPI", _PMI)):  # MPICH, Intel.
-    defaults = 1, -1, 1, 0
-    count, index, local_count, local_index = (
-      int(env.get(name, default)) for name, default in zip(names, defaults)
+  for launcher, names in (("Open MPI", _OMPI), ("MPI", _PMI)):
+    count, index, local_count, local_index = names
+    ranks = _Ranks(
+      launcher=launcher,
+      count=int(env.get(count, 1)),
+      index=int(env.get(index, -1)),
+      local_count=int(env.get(local_count, 1)),
+      local_index=int(env.get(local_index, 0)),
     )
-    if count > 1 and index >= 0:
-      return _Ranks(launcher, count, index, local_count, local_index)
+    if ranks.count > 1 and ranks.index >= 0:
+      return ranks
   return None
 
 
 def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  host, number = "", 0
+  """The place from variables of the launcher alone."""
+  host = ""
+  number = (
+    0  # Chooses the port, so that two jobs on a host have different ones.
+  )
   if ranks.launcher == "Slurm":
     host = first_host(env.get("SLURM_STEP_NODELIST", ""))
     number = int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
   elif uri := env.get("OMPI_MCA_orte_hnp_uri"):
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or tcp6://[fe80::b9b]:43370
-    if match := re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri):
+    match = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri)
+    if match:
       host = match[1] or f"{match[2]}]"
     number = int(uri.partition(".")[0]) // _NUM_PORTS
   if not host:
@@ -141,23 +165,33 @@ def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
       "of process 0: use launch/mpi.sh or --coordinator=HOST:PORT."
     )
   port = env.get("JAX_COORDINATOR_PORT") or _FIRST_PORT + number % _NUM_PORTS
-  address, devices = f"{host}:{port}", _devices(env, ranks)
-  return Place(ranks.launcher, address, ranks.count, ranks.index, devices)
+  return Place(
+    launcher=ranks.launcher,
+    address=f"{host}:{port}",
+    count=ranks.count,
+    index=ranks.index,
+    devices=_devices(env, ranks),
+  )
 
 
 def first_host(nodes: str) -> str:
-  """The first of Slurm's list of nodes: "n[07-12,15]-ib,other" -> "n07-ib"."""
+  """The first node of Slurm's list.
+
+  >>> first_host("n[07-12,15]-ib,other")
+  'n07-ib'
+  """
   first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
   return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _devices(env: Mapping[str, str], ranks: _Ranks | None) -> list[int] | None:
+  """This process's share of the host's GPUs."""
   if ranks is None or ranks.local_count == 1 or "JAX_LOCAL_DEVICE_IDS" in env:
     return None  # jax reads JAX_LOCAL_DEVICE_IDS itself.
-  visible = next((env[name] for name in _VISIBLE if env.get(name)), "")
+  visible = [env[name] for name in _VISIBLE_DEVICES if env.get(name)]
   if not visible:
     return [ranks.local_index]
-  num_visible = len(visible.split(","))
+  num_visible = len(visible[0].split(","))
   num_gpus = int(env.get("SLURM_GPUS_ON_NODE") or ranks.local_count)
   if num_visible < max(num_gpus, ranks.local_count):
     return None  # Slurm has already given each process its own.
@@ -179,6 +213,6 @@ def _from_tpu_slice(timeout_secs: float) -> Place | None:
         override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
       )
       return Place("TPU slice", address, count, cluster.get_process_id())
-    except OSError as e:  # No metadata server: a TPU outside of Google Cloud.
+    except OSError as e:  # No metadata server: a TPU outside Google Cloud.
       logging.warning("%s does not answer: %s", cluster.__name__, e)
   return None

@@ -1,14 +1,15 @@
-"""One job at a time in a workdir: workdir/lease.json.
+"""The lease of a workdir, lease.json, so that one job at a time writes to it.
 
-The lease names the job that holds the workdir, and a thread renews it. Another
-job takes it over if that job is dead: on the same machine, if its process is
-gone (boot, process number and start time together are never used twice); on
-another machine, if the lease is not renewed. If it does so by mistake, `check`
-raises in the job that lost the lease; checkpoints are committed only after it.
+The lease names the job that holds the workdir, and a thread of that job renews
+it. Another job takes it over if the holder is dead. On the same machine, that
+means that its process is gone (boot, process number and start time together
+identify a process for ever); on another machine, that the lease is not renewed.
+Should a job take over by mistake, `check` raises in the job that lost the
+lease, and every commit of a checkpoint calls `check` before.
 
 In a file system the lease is created by a hard link, which succeeds for only
-one of several jobs; in an object store, by a write that depends on the version
-read before.
+one of several jobs. In an object store it is created by a write that depends on
+the version that was read.
 """
 
 import contextlib
@@ -31,13 +32,14 @@ from bigtrain.files import objects, paths
 
 FILE = "lease.json"
 
-# A lease is renewed every quarter of this; a dead job's is taken over after it.
+# A lease is renewed four times in a term. If it is not renewed for a whole
+# term, its job counts as dead.
 TERM_SECS = 60.0
 _POLL_SECS = 1.0
 
 
 class LeaseLostError(Exception):
-  """Another job has taken over the workdir; this one must not write there."""
+  """Another job has taken over the workdir. This one must not write to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +50,12 @@ class Holder:
   host: str
   pid: int
   machine: str  # Boot id and process namespace that `pid` belongs to.
-  process_start: int  # Of its process, in clock ticks since boot.
+  process_start: int  # Start of the process, in clock ticks since boot.
   since: str  # When the lease was taken, for people to read.
   expires: float  # Unix time in seconds, unless renewed.
 
   def is_alive(self) -> bool | None:
-    """None if it is on another machine."""
+    """Whether its process exists; None if it is on another machine."""
     if not self.machine or self.machine != _machine():
       return None
     return _process_start(self.pid) == self.process_start
@@ -63,14 +65,16 @@ class Holder:
 
 
 def _machine() -> str:
+  """Identifies this machine, until it is started again, and the container."""
   try:
     with open("/proc/sys/kernel/random/boot_id") as file:
       return file.read().strip() + " " + os.readlink("/proc/self/ns/pid")
   except OSError:
-    return ""  # Not Linux: a job is alive if its lease is renewed.
+    return ""  # Not Linux: only renewal shows that a job is alive.
 
 
 def _process_start(pid: int) -> int:
+  """Start of a process in clock ticks since boot; 0 if it does not exist."""
   try:
     with open(f"/proc/{pid}/stat") as file:
       # The second field is the command's name and may contain spaces.
@@ -85,8 +89,10 @@ class Lease:
   """A workdir held by this process, until `release`; see `acquire`."""
 
   def __init__(self, path: str, holder: Holder, term_secs: float):
-    self._path, self._holder, self._term_secs = path, holder, term_secs
-    self._lost: str | None = None
+    self._path = path
+    self._holder = holder
+    self._term_secs = term_secs
+    self._lost: str | None = None  # Message about who has taken it over.
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self._renew, daemon=True)
     self._thread.start()
@@ -100,7 +106,7 @@ class Lease:
       except LeaseLostError as e:
         logging.error("%s", e)
         return
-      except OSError as e:  # Such as a full disk: the next try may succeed.
+      except OSError as e:  # The disk may be full. The next try may succeed.
         logging.warning("%s: cannot be renewed: %s", self._path, e)
 
   def check(self) -> None:
@@ -113,6 +119,7 @@ class Lease:
     raise LeaseLostError(self._lost)
 
   def release(self) -> None:
+    """Ends the renewal, and removes the lease."""
     if self._stop.is_set():
       return
     self._stop.set()
@@ -134,7 +141,10 @@ class Lease:
 
 @contextlib.contextmanager
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
-  """Process 0 holds the workdir's lease; yields `Lease.check`, else None."""
+  """Holds a workdir's lease inside a `with` block.
+
+  Process 0 alone does so, and yields `Lease.check`; the others yield None.
+  """
   import jax
 
   if jax.process_index() != 0:
@@ -146,7 +156,11 @@ def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
 
 
 def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
-  """Takes the lease of a workdir; ConfigError if another job holds it."""
+  """Takes the lease of a workdir.
+
+  Raises:
+    ConfigError: if another job holds it.
+  """
   path = os.path.join(workdir, FILE)
   try:
     paths.make_folder(workdir)
@@ -160,7 +174,7 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         expires=time.time() + term_secs,
       )
-      # Again if the lease has changed meanwhile.
+      # If the lease has changed meanwhile, another turn looks at it again.
       if _create(path, own) or _take_over(path, own, term_secs):
         return Lease(path, own, term_secs)
   except OSError as e:
@@ -174,7 +188,7 @@ def _text(holder: Holder) -> str:
 
 
 def _create(path: str, holder: Holder) -> bool:
-  """Writes a lease; False if there is one."""
+  """Writes a new lease; False if there is one already."""
   if paths.is_remote(path):
     version = objects.read(path)
     return version.content is None and objects.write(
@@ -206,7 +220,7 @@ def _replace(path: str, holder: Holder) -> None:
 
 
 def _link(tmp: str, path: str) -> None:
-  """Gives a file another name; only one of several jobs can, also on NFS."""
+  """Gives a file another name. One of several jobs succeeds, also on NFS."""
   try:
     os.link(tmp, path)
   except OSError as e:
@@ -218,6 +232,7 @@ def _link(tmp: str, path: str) -> None:
 
 
 def read(workdir: str) -> Holder | None:
+  """The job that holds a workdir, if there is one."""
   return _read(os.path.join(workdir, FILE))
 
 
@@ -239,7 +254,13 @@ def _parse(content: bytes | None) -> Holder | None:
 
 
 def _take_over(path: str, own: Holder, term_secs: float) -> bool:
-  """Replaces the lease of a dead job by `own`; False if it has changed."""
+  """Replaces the lease of a dead job by `own`.
+
+  Returns: False if the lease has changed meanwhile.
+
+  Raises:
+    ConfigError: if the other job is alive.
+  """
   version = objects.read(path) if paths.is_remote(path) else None
   other = _parse(version.content) if version else _read(path)
   if other and other.token == own.token:
@@ -265,9 +286,10 @@ def _take_over(path: str, own: Holder, term_secs: float) -> bool:
 def _replace_file(
   path: str, dead: Holder | None, own: Holder, term_secs: float
 ) -> bool:
+  """Replaces a dead job's lease, if no other job does so at the same time."""
   # The claim is a hard link to the lease. Of several jobs that see the same
-  # dead lease, only one can create it. A late job may create one again, but
-  # then the claim's content is no longer the dead lease.
+  # dead lease, only one can create it. A job that comes late may create one
+  # again, but then its content is no longer the dead lease.
   claim = f"{path}.{dead.token if dead else 'unreadable'}.claim"
   try:
     _link(path, claim)
@@ -289,8 +311,14 @@ def _replace_file(
 
 
 def _watch(path: str, holder: Holder | None, term_secs: float) -> bool:
-  """Waits until a lease counts as not renewed; False if it is removed."""
-  # The clocks of two machines may differ: watch it for a whole term.
+  """Waits until a lease has not been renewed for a term.
+
+  Returns: False if it was removed meanwhile.
+
+  Raises:
+    ConfigError: if it was renewed, so that the other job is alive.
+  """
+  # The clocks of two machines may differ, so it is watched for a whole term.
   began = time.monotonic()
   logging.warning(f"{path}: held by {holder}; waiting to see if it is renewed")
   while True:

@@ -1,6 +1,10 @@
-"""The process and its job: signals, exit codes, joining other processes.
+"""This process and its job: signals, exit codes, joining other processes.
 
-Importing this does not load jax: signals are caught before slow imports begin.
+The program imports this first and calls `catch_signals`. So signals are caught
+before the slow imports begin; this module imports jax only in its functions.
+`join_job` connects the processes of a job; afterwards `gather`, `broadcast` and
+`event` exchange values between them, and `preempted` says when they end after a
+signal.
 """
 
 import contextlib
@@ -31,9 +35,11 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL: schedulers may requeue the job.
 
 _signals: list[int] = []
 _profile_requests: list[bool] = []
-_agrees_on_end = False  # Whether `preempted` was called: processes are in step.
+# Whether `preempted` has been called. From then on all processes end together.
+_agrees_on_end = False
 
-# The channel to the job's other processes, and what others use of it.
+# The channel to the job's other processes, and those of its methods that other
+# modules use.
 job = channel.Channel()
 gather = job.gather
 broadcast = job.broadcast
@@ -46,7 +52,7 @@ on_abrupt_end = job.on_abrupt_end
 
 
 class Preempted(Exception):
-  """A signal ended the run; the state, if any, is saved."""
+  """A signal ended the run. If there was a state to save, it is saved."""
 
 
 def num_cores() -> int:
@@ -59,7 +65,7 @@ def num_cores() -> int:
 def catch_signals() -> None:
   """Makes SIGTERM, SIGUSR1 and SIGINT save, then exit with code 75.
 
-  A second one ends the process at once. SIGUSR2 asks for a profile.
+  A second signal ends the process at once. SIGUSR2 asks for a profile.
   """
   for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, _on_signal)
@@ -85,27 +91,28 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def received() -> list[int]:
-  """Signals that ask this process to save and end; a caller may change it."""
+  """Signals that ask this process to save and end; callers may clear it."""
   return _signals
 
 
 def _print(text: str) -> None:
-  # A handler may interrupt any code, even the logger while it holds its lock.
+  # Without the logger: a signal may interrupt it while it holds its lock.
   os.write(2, f"bigtrain: {text}\n".encode())
 
 
 def preempted() -> bool:
-  """Whether the job ends here after a signal; the same on all processes."""
+  """Whether the job ends now, after a signal; the same on all processes."""
   global _agrees_on_end
   _agrees_on_end = True
   if not job.joined:
     return bool(_signals)
-  if _signals:  # Perhaps it came before this process had joined.
+  if _signals:  # It may have come before this process had joined.
     job.report_signal(signal.Signals(_signals[0]).name)
   return job.should_end()
 
 
 def profile_requested() -> bool:
+  """Whether a SIGUSR2 has come since the last call."""
   requested = bool(_profile_requests)
   _profile_requests.clear()
   return requested
@@ -114,7 +121,7 @@ def profile_requested() -> bool:
 def check_preempted() -> None:
   """Raises Preempted after a signal, where there is nothing to save.
 
-  Once the processes of a job agree on their end, none may end by itself.
+  It does not do so once the processes of a job end together (`preempted`).
   """
   if _signals and not (_agrees_on_end and job.joined):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
@@ -123,7 +130,7 @@ def check_preempted() -> None:
 def join_job(config: "Config") -> None:
   """Joins the job's other processes, if the launcher started several.
 
-  Call this before jax is asked for its devices. If jax.distributed is
+  Call it before anything asks jax for its devices. If jax.distributed is
   initialized already, its processes are the job.
   """
   import jax
@@ -161,27 +168,32 @@ def join_job(config: "Config") -> None:
 
 
 def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
+  """Joins the channel, and then initializes jax.distributed."""
   import jax
   from absl import logging as absl_logging
 
-  address, count, index = place.address, place.count, place.index
-  host, _, port = address.rpartition(":")
-  address_0 = host.strip("[]"), int(port)
-  job.join([address_0], index, count, times, check=check_preempted)
-  job_name = f"Process {index} of {count} (launcher: {place.launcher})"
-  absl_logging.info(f"{job_name}; process 0 is at {address}.")
+  host, _, port = place.address.rpartition(":")
+  address = host.strip("[]"), int(port)
+  job.join([address], place.index, place.count, times, check=check_preempted)
+  absl_logging.info(
+    "Process %d of %d (launcher: %s); process 0 is at %s.",
+    place.index,
+    place.count,
+    place.launcher,
+    place.address,
+  )
 
   def initialize() -> None:
     # jax's handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
-    # jax's own heartbeats have less helpful messages: let ours come first.
     jax.distributed.initialize(
-      coordinator_address=address,
-      num_processes=count,
-      process_id=index,
+      coordinator_address=place.address,
+      num_processes=place.count,
+      process_id=place.index,
       local_device_ids=place.devices,
-      # With detection on, jax would give a process only one of several GPUs.
+      # Otherwise jax would give a process only one of several GPUs.
       cluster_detection_method="deactivate",
+      # The messages of jax's own heartbeats are less helpful: ours come first.
       heartbeat_timeout_seconds=int(max(100, 4 * times.heartbeat_secs)),
     )
 
@@ -190,27 +202,39 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
 
 
 def _join_running(times: hub.Times) -> None:
+  """Joins the channel of a job whose jax.distributed is initialized already.
+
+  Process 0 opens a port, and tells its addresses to the others through jax.
+  """
   import jax
   import numpy as np
   from jax.experimental import multihost_utils
 
-  index, listening = jax.process_index(), None
+  index = jax.process_index()
+  listening = None
   text = np.zeros(1024, np.uint8)
   if index == 0:
     listening = hub.listen()
     hosts = [socket.gethostname(), "127.0.0.1"]
     udp = socket.socket(type=socket.SOCK_DGRAM)
-    with contextlib.suppress(OSError), udp as s:
-      s.connect(("192.0.2.1", 9))  # Any other host; this sends nothing.
-      hosts.insert(0, s.getsockname()[0])
+    with contextlib.suppress(OSError), udp:
+      # Finds this host's own address. It may be any other host: connecting a
+      # UDP socket sends nothing.
+      udp.connect(("192.0.2.1", 9))
+      hosts.insert(0, udp.getsockname()[0])
     port = listening.getsockname()[1]
     content = json.dumps([(host, port) for host in hosts]).encode()
     text[: len(content)] = list(content)
   text = np.asarray(multihost_utils.broadcast_one_to_all(text))
-  addresses = [(h, p) for h, p in json.loads(bytes(text).rstrip(b"\0"))]
-  count = jax.process_count()
+  content = bytes(text).rstrip(b"\0")
+  addresses = [(host, port) for host, port in json.loads(content)]
   job.join(
-    addresses, index, count, times, listening=listening, check=check_preempted
+    addresses,
+    index,
+    jax.process_count(),
+    times,
+    listening=listening,
+    check=check_preempted,
   )
 
 
@@ -222,12 +246,15 @@ def require_same_run(identity: Callable[[], Mapping[str, Any]]) -> None:
 
   own = [f"{name}={value!r}" for name, value in sorted(identity().items())]
   by_process = gather(own, "identity")
-  first, problems = set(by_process[0]), []
+  first = set(by_process[0])
+  problems = []
   for index, values in enumerate(by_process):
-    if others := sorted(set(values) - first):
-      problems.append(f"process {index} has {', '.join(others)}")
-    if missing := sorted(first - set(values)):
-      problems.append(f"process 0 has {', '.join(missing)}")
+    only_here = sorted(set(values) - first)
+    if only_here:
+      problems.append(f"process {index} has {', '.join(only_here)}")
+    only_first = sorted(first - set(values))
+    if only_first:
+      problems.append(f"process 0 has {', '.join(only_first)}")
   if problems:
     raise ConfigError(
       f"the processes of this job differ: {'; '.join(problems)}."
@@ -242,7 +269,11 @@ def end_job(code: int, reason: str, *, hang: bool = False) -> None:
 
 
 class Background:
-  """Runs `fn` in a thread; in the main one, C++ code would block signals."""
+  """Runs a function in a thread.
+
+  While C++ code runs in the main thread, Python cannot handle signals. So what
+  may take minutes in C++ runs in a thread, and the main one waits in `result`.
+  """
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):
     self._future: futures.Future[Any] = futures.Future()
@@ -262,14 +293,18 @@ class Background:
     return self._future.done() and self._future.exception() is not None
 
   def result(self) -> Any:
-    """Waits for `fn`; Preempted after a signal: end with `exit_now` then."""
+    """Waits for the function's result.
+
+    Raises:
+      Preempted: after a signal. The process should then end with `exit_now`.
+    """
     while not futures.wait([self._future], timeout=0.2).done:
       check_preempted()
     return self._future.result()
 
 
 def exit_now(code: int) -> NoReturn:
-  """Ends the process without waiting for threads that compile, or barriers."""
+  """Ends the process, without waiting for threads or jax's barriers."""
   if job.joined and not job.failed:
     job.close()
   logging.shutdown()

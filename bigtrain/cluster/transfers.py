@@ -1,7 +1,8 @@
 """Sends files between the processes of a job, over TCP.
 
-A process serves a folder at an address that it passes on through the channel.
-Others send the job's secret and names of files, and receive size and content.
+A process serves a folder (`Server`), and passes its address on through the
+channel. Other processes send the job's secret and names of files (`fetch`), and
+receive the size and content of each.
 """
 
 import contextlib
@@ -15,12 +16,16 @@ from typing import Any
 
 from bigtrain.cluster import hub, process
 
-_LIMIT_SECS = 60.0  # Of one step of a conversation.
+_LIMIT_SECS = 60.0  # For each message between the two ends.
 _BLOCK_BYTES = 2**20
 
 
 class Server:
-  """Serves the files below a folder; `address`, as JSON, is for `fetch`."""
+  """Serves the files below a folder until `close`.
+
+  Attributes:
+    address: argument of `fetch`; it can be passed on as JSON.
+  """
 
   def __init__(self, folder: str):
     self._folder = os.path.realpath(folder)
@@ -61,6 +66,7 @@ class Server:
 
 
 def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
+  """Receives files of another process's folder into a folder of this one."""
   host, port = address[0] or process.job.first_host, address[1]
   with (
     socket.create_connection((host, port), _LIMIT_SECS) as connection,
@@ -71,9 +77,12 @@ def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
     for name in names:
       path = os.path.join(folder, name)
       os.makedirs(os.path.dirname(path), exist_ok=True)
-      left = int(received.readline() or -1)
+      left = int(received.readline() or -1)  # Bytes to come; -1 for no answer.
       with open(path, "wb") as file:
-        while left > 0 and (block := received.read(min(left, _BLOCK_BYTES))):
+        while left > 0:
+          block = received.read(min(left, _BLOCK_BYTES))
+          if not block:
+            break
           left -= file.write(block)
       if left:
         raise ConnectionError(f"{host} port {port} did not send {name}")

@@ -25,16 +25,26 @@ from bigtrain.config import settings
 from bigtrain.config.errors import check_keys, check_number
 from bigtrain.files import paths
 
-# Seconds, generous: ending a healthy run is worse than ending a hung one late.
-# `evaluation` is for each batch, `step_floor` the least that a step may learn.
-LIMITS = dict(start=3600.0, compile=7200.0, step=1800.0, step_floor=60.0)
-LIMITS |= dict(evaluation=3600.0, save=3600.0)
-# A step hangs if it takes this multiple of the median of enough last steps.
+# Limits in seconds. They are generous, because to end a healthy run is worse
+# than to end a hung one late.
+LIMITS = {
+  "start": 3600.0,
+  "compile": 7200.0,
+  "step": 1800.0,
+  "step_floor": 60.0,  # Least limit that is learned from earlier steps.
+  "evaluation": 3600.0,  # For each batch.
+  "save": 3600.0,
+}
+# A step also hangs if it takes this multiple of the median of the last steps,
+# of which there have to be enough. Slower storage or a busy host make a step a
+# few times slower, but not twenty times.
 _TIMES_MEDIAN = 20.0
-_MOST_STEPS, _LEAST_STEPS = 100, 20
+_MAX_STEPS = 100
+_MIN_STEPS = 20
 _POLL_SECS = 0.5
-_NATIVE_EXTRA_SECS = 60.0
-_WRITE_SECS = 10.0  # For the stacks; the storage may be the cause of the hang.
+_NATIVE_EXTRA_SECS = 60.0  # The timer in C ends the process this much later.
+# For writing the stacks. A storage that does not answer may be why it hangs.
+_WRITE_SECS = 10.0
 
 
 def read_limits(config: settings.Config) -> dict[str, float] | None:
@@ -61,18 +71,19 @@ class Watchdog:
     is_remote = paths.is_remote(workdir)
     self._folder = tempfile.gettempdir() if is_remote else workdir
     self._path = os.path.join(self._folder, name)
-    self._file: Any = None  # Opened beforehand, for the timer in C.
+    self._file: Any = None  # Opened in advance, for the timer in C.
     self._closed = threading.Event()
     self._writing = threading.Lock()
-    self._outcome = ""  # Of writing the stacks, in words.
+    self._outcome = ""  # Text about the stacks, once they are written.
     self._phase = ("start", 0, time.monotonic())  # Name, step, beginning.
-    self._step_secs = collections.deque[float](maxlen=_MOST_STEPS)
+    self._step_secs = collections.deque[float](maxlen=_MAX_STEPS)
     process.on_hang(self._write_stacks)
     self._thread = threading.Thread(target=self._watch, daemon=True)
     if self._limits:
       self._thread.start()
 
   def enter(self, phase: str, step: int) -> None:
+    """Begins a phase, or the next step."""
     now = time.monotonic()
     previous, previous_step, began = self._phase
     if (previous, phase) == ("step", "step") and step != previous_step:
@@ -81,10 +92,12 @@ class Watchdog:
     process.report_phase(phase, step)
 
   def beat(self) -> None:
+    """Gives the phase its whole limit again, after a batch of it."""
     phase, step, _ = self._phase
     self._phase = (phase, step, time.monotonic())
 
   def close(self) -> None:
+    """Ends the watch, and removes the file if nothing was written."""
     if self._limits and not self._closed.is_set():
       self._closed.set()
       self._thread.join()
@@ -104,14 +117,16 @@ class Watchdog:
       if self._file is None and os.path.isdir(self._folder):
         self._file = self._open()
       if self._file is not None:
-        # Postponed in every turn of this loop, as long as this thread can run.
+        # Every turn of this loop postpones the timer, as long as this thread
+        # can run.
         secs = max(self._limits.values()) + _NATIVE_EXTRA_SECS
         faulthandler.dump_traceback_later(secs, exit=True, file=self._file)
 
   def _limit(self, phase: str) -> tuple[float, str]:
+    """The limit of a phase, and where it comes from."""
     limit = self._limits[phase]
     known = tuple(self._step_secs)
-    if phase == "step" and len(known) >= _LEAST_STEPS:
+    if phase == "step" and len(known) >= _MIN_STEPS:
       median = statistics.median(known)
       learned = max(_TIMES_MEDIAN * median, self._limits["step_floor"])
       if learned < limit:
@@ -129,7 +144,7 @@ class Watchdog:
       return sys.__stderr__
 
   def _clear(self) -> None:
-    """Removes empty files that killed processes of this host left behind."""
+    """Removes empty files that killed processes of this host have left."""
     prefix = f"stacks-{socket.gethostname()}-"
     for name in os.listdir(self._folder):
       pid = name.removeprefix(prefix).removesuffix(".txt")
@@ -140,19 +155,23 @@ class Watchdog:
             os.remove(path)
 
   def _end(self, phase: str, step: int, limit: float, reason: str) -> None:
-    took = f"took more than {limit:.3g} s ({reason})"
-    message = f"the phase {phase!r} at step {step} {took}"
+    """Writes the stacks, and ends this process and its job."""
+    message = (
+      f"the phase {phase!r} at step {step} took more than {limit:.3g} s "
+      f"({reason})"
+    )
     message += self._write_stacks(message)
-    # In a job of several processes all end here, with the laggard's name.
+    # In a job of several processes, all end here, with a message that names the
+    # one that is behind the others.
     process.end_job(process.EXIT_ERROR, f"hang: {message}", hang=True)
     # Straight to the descriptor: a hung thread may hold the stream's lock.
     os.write(2, f"error: hang: {message}\n".encode())
     os._exit(process.EXIT_ERROR)
 
   def _write_stacks(self, why: str = "a process of the job hangs") -> str:
-    """Writes the stacks of all threads once; returns the outcome in words."""
-    # Two threads may call this, as this process and another one hang. The
-    # second must wait for the file, since the process ends after this.
+    """Writes the stacks of all threads once; returns a text about the file."""
+    # Two threads may call this, if this process and another one hang. The
+    # second has to wait for the file, because the process ends afterwards.
     if not self._writing.acquire(timeout=_WRITE_SECS):
       return f"; their stacks were not written within {_WRITE_SECS:g} s"
     try:
@@ -163,7 +182,7 @@ class Watchdog:
 
   def _write_once(self, why: str) -> str:
     try:
-      os.makedirs(self._folder, exist_ok=True)  # The program may not have yet.
+      os.makedirs(self._folder, exist_ok=True)  # The start may hang before.
       with open(self._path, "w") as file:
         file.write(f"{why}\n\n")
         file.flush()

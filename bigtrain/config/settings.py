@@ -8,8 +8,6 @@ for each key that nothing has read, with the nearest name that was.
 import difflib
 import hashlib
 import json
-import pathlib
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -168,8 +166,3 @@ def to_json(config: Mapping[str, Any], **kwargs: Any) -> str:
 def digest(config: Mapping[str, Any]) -> str:
   """Returns the SHA-256 of a config, to see whether it has changed."""
   return hashlib.sha256(to_json(config).encode()).hexdigest()
-
-
-def read_table(module: str, name: str) -> dict[str, Any]:
-  """Reads a .toml file beside a module, whose `__file__` is given."""
-  return tomllib.loads(pathlib.Path(module).with_name(name).read_text())

@@ -1,6 +1,7 @@
 """Files in local folders and object stores.
 
-Open paths.py first: it has one interface for both, and objects.py is its client
-for object stores. Any package may import this one; it imports only
-bigtrain.config, and tensorstore when an object store is used.
+Open paths.py first: it has one interface for both. objects.py is its client for
+object stores, and disk.py is about local disks. Any package may import this
+one. It imports only bigtrain.config, and tensorstore when an object store is
+used.
 """

@@ -1,4 +1,4 @@
-"""Disks: which one is full, sizes as text, and folders put on disk."""
+"""Local disks: errors about full ones, sizes as text, and syncing folders."""
 
 import errno
 import os
@@ -6,22 +6,23 @@ import shutil
 
 from bigtrain.files import paths
 
-_CODES = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # No space, or no more of a quota.
 
 
 def is_full(error: BaseException | None) -> bool:
+  """Whether a full disk is the cause of an error."""
   while error is not None:
-    # tensorstore's errors have only a text.
-    if getattr(error, "errno", None) in _CODES or any(
-      os.strerror(code) in str(error) for code in _CODES
-    ):
+    if getattr(error, "errno", None) in _FULL:
+      return True
+    # tensorstore's errors have a text and no number.
+    if any(os.strerror(code) in str(error) for code in _FULL):
       return True
     error = error.__cause__
   return False
 
 
 def size(num_bytes: float) -> str:
-  """Returns a size as text, such as "9.1 GB" (10^9 bytes)."""
+  """A size as text, such as "9.1 GB" (10^9 bytes each)."""
   for unit, number in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
     if num_bytes >= number:
       return f"{num_bytes / number:.3g} {unit}"
@@ -29,6 +30,7 @@ def size(num_bytes: float) -> str:
 
 
 def sync_folder(path: str) -> None:
+  """Waits until a folder's entries are on disk."""
   folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
   try:
     os.fsync(folder)
@@ -37,6 +39,7 @@ def sync_folder(path: str) -> None:
 
 
 def reason(error: BaseException, path: str) -> str:
+  """An error's text, with the free space if the disk of `path` is full."""
   text = str(error) or type(error).__name__
   if isinstance(error, OSError) and error.filename:
     text = f"{error.filename}: {error.strerror}"
@@ -44,9 +47,9 @@ def reason(error: BaseException, path: str) -> str:
 
 
 def room(error: BaseException, path: str) -> str:
-  """Free bytes of a full disk, in parentheses; "" for other errors."""
-  known = "bytes free" in str(error)
-  if known or not is_full(error) or paths.is_remote(path):
+  """The free space of a full disk, in parentheses; "" for other errors."""
+  has_room = "bytes free" in str(error)
+  if has_room or not is_full(error) or paths.is_remote(path):
     return ""
   while not os.path.isdir(path) and os.path.dirname(path) != path:
     path = os.path.dirname(path)

@@ -4,12 +4,12 @@ The clients are tensorstore's. Callers rely on these properties:
 
 - An object exists as a whole or not at all, even if its writer dies.
 - A read or a listing after a write sees that write.
-- A write can depend on the version that it replaces, so one of several
+- A write can depend on the version that it replaces, so that one of several
   concurrent writers wins, at least in Google Cloud Storage and Amazon S3.
 - Objects cannot be appended to or renamed, and there are no folders.
 
-Failures are OSErrors that name the URL. A store that does not answer is one
-after a minute, and after seconds from then on.
+All failures are OSErrors that name the URL. If a store does not answer, the
+first request fails after a minute, and later ones after seconds.
 """
 
 import errno
@@ -22,39 +22,42 @@ from typing import Any, NamedTuple
 
 from bigtrain.config.errors import ConfigError
 
-# URL scheme -> tensorstore driver.
+# {scheme of a URL: tensorstore's driver}.
 SCHEMES = {"gs": "gcs", "s3": "s3"}
 
-# Retry delays: 0.5, 1, 2, 4 and then 8 seconds, 40 in total; or 1.5 in total.
+# Delays between retries: 0.5, 1, 2, 4 and then 8 seconds, in total 40; or 0.5
+# and 1 second.
 _PATIENT = {"max_retries": 8, "initial_delay": "0.5s", "max_delay": "8s"}
 _HASTY = {"max_retries": 2, "initial_delay": "0.5s", "max_delay": "1s"}
-# After a timeout, requests to the same store are hasty for this long.
+# After a timeout, requests to the same bucket are hasty for this long.
 _HASTE_SECS = 120.0
-# Upper limit of one request, which is never this large or slow.
+# Time after which a request is given up. None is so large or slow.
 _LIMIT_SECS = 600.0
-# How tensorstore's errors begin when all retries have failed.
+# Beginnings of tensorstore's errors after all retries have failed.
 _SILENCE = ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED")
 
+# {(scheme, bucket, whether it is hasty): open store}.
 _stores: dict[tuple[str, str, bool], Any] = {}
-_silent_since: dict[str, float] = {}
+_silent_since: dict[str, float] = {}  # By bucket.
 
 
 class Place(NamedTuple):
-  """A parsed URL; `key` has no slashes at its ends; "" for the bucket."""
+  """A parsed URL."""
 
   scheme: str
   bucket: str
-  key: str
+  key: str  # Without slashes at its ends; "" for the bucket itself.
 
 
 class Version(NamedTuple):
-  """The content of an object, None if it does not exist, at some moment."""
+  """An object at some moment."""
 
-  content: bytes | None
-  generation: bytes
+  content: bytes | None  # None if it does not exist.
+  generation: bytes  # Identifies the version.
 
 
 def parse(path: str) -> Place:
+  """Parses a URL, or raises a ConfigError."""
   scheme, _, rest = path.partition("://")
   if scheme not in SCHEMES:
     known = " or ".join(f"{name}://bucket/..." for name in SCHEMES)
@@ -72,12 +75,15 @@ def parse(path: str) -> Place:
 
 
 def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
-  """Returns the tensorstore spec of a URL, with the environment's endpoints."""
+  """The tensorstore spec of a URL, with the endpoints of the environment."""
   place = parse(path)
+  key = place.key
+  if is_folder and key:
+    key += "/"
   spec: dict[str, Any] = {
     "driver": SCHEMES[place.scheme],
     "bucket": place.bucket,
-    "path": place.key + "/" * (is_folder and bool(place.key)),
+    "path": key,
   }
   if place.scheme == "s3":
     get = os.environ.get
@@ -100,6 +106,7 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
 
 
 def context(*, hasty: bool = False) -> dict[str, Any]:
+  """Entries of a tensorstore context: how often requests are repeated."""
   # Limits for connections that cannot be made or that transfer no bytes.
   os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", "10")
   os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "60")
@@ -126,6 +133,7 @@ def _open(place: Place, hasty: bool) -> Any:
 
 
 def _result(future: Any, path: str) -> Any:
+  """Waits for a request; its failure is an OSError."""
   try:
     return future.result(timeout=_LIMIT_SECS)
   except TimeoutError as e:
@@ -136,14 +144,15 @@ def _result(future: Any, path: str) -> Any:
 
 
 def text(error: BaseException) -> str:
-  # What follows " [" is about tensorstore's source code.
+  """The text of a tensorstore error, without lines of its source code."""
   return str(error).split(" [", maxsplit=1)[0].rstrip(".")
 
 
 def as_os_error(error: BaseException, path: str) -> OSError:
-  """Converts a failure of tensorstore to an OSError that names the URL.
+  """Converts an error of tensorstore to an OSError that names the URL.
 
-  Never a FileNotFoundError: a missing bucket proves nothing about its objects.
+  It is never a FileNotFoundError, because a missing bucket proves nothing about
+  its objects.
   """
   reason = text(error)
   if reason.startswith(_SILENCE):
@@ -171,7 +180,10 @@ def read_all(paths: Iterable[str]) -> list[Version]:
 def read_ranges(
   ranges: Iterable[tuple[str, int, int | None]],
 ) -> list[Version]:
-  """Reads (path, offset, size; None: to the end), all of them at once."""
+  """Reads (path, offset, size) ranges, all of them at once.
+
+  A size of None reads to the end.
+  """
   reading = []
   for path, start, size in ranges:
     place = parse(path)
@@ -186,10 +198,11 @@ def read_ranges(
 
 
 class Ranges(io.RawIOBase):
-  """An object as a file that is read by ranges, in large chunks by a buffer."""
+  """An object as a raw file, for io.BufferedReader; it is read by ranges."""
 
   def __init__(self, path: str):
-    self._path, self._at = path, 0
+    self._path = path
+    self._at = 0
 
   def readable(self) -> bool:
     return True
@@ -206,7 +219,7 @@ class Ranges(io.RawIOBase):
     except OSError as e:
       if e.errno != errno.ERANGE:
         raise
-      # Less is left, or nothing.
+      # The range ends beyond the object: read what is left, perhaps nothing.
       total = re.search(r"total size (\d+)", str(e.__cause__))
       rest = max(0, int(total[1]) - self._at if total else 0)
       ((content, _),) = read_ranges(
@@ -227,8 +240,13 @@ def write(
 ) -> bool:
   """Writes an object, or removes it if `content` is None.
 
-  Returns False if the object is not at the version `instead_of`, if given. If
-  `hasty`, it fails soon when the store does not answer.
+  Args:
+    path: URL of the object.
+    content: its new content.
+    instead_of: the version to replace; another one stays as it is.
+    hasty: whether to fail soon if the store does not answer.
+
+  Returns: False if the object has another version than `instead_of`.
   """
   place = parse(path)
   condition = {} if instead_of is None else {"if_equal": instead_of.generation}
@@ -237,6 +255,7 @@ def write(
 
 
 def below(folder: str) -> list[str]:
+  """Names of all objects below a folder, relative to it."""
   prefix, names = _range(folder)
   store = _open(parse(folder), False)
   keys = _result(store.list(names, strip_prefix_length=len(prefix)), folder)
@@ -244,11 +263,13 @@ def below(folder: str) -> list[str]:
 
 
 def remove_below(folder: str) -> None:
+  """Removes all objects below a folder."""
   _, names = _range(folder)
   _result(_open(parse(folder), False).delete_range(names), folder)
 
 
-def _range(folder: str) -> tuple[bytes, Any]:  # Prefix and range of keys.
+def _range(folder: str) -> tuple[bytes, Any]:
+  """The prefix of the keys below a folder, and the range of these keys."""
   import tensorstore as ts
 
   key = parse(folder).key.encode()

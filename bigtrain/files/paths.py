@@ -1,7 +1,10 @@
 """Files of a run, in a local folder or in an object store.
 
-Paths are strings that os.path.join joins. A path with "://" is a URL of an
+Paths are strings, which os.path.join joins. A path with "://" is a URL of an
 object store (objects.py); any other path is local.
+
+Objects are written as a whole. So a file that grows, such as a log, is written
+locally and uploaded from time to time (`Mirror`).
 """
 
 import contextlib
@@ -15,20 +18,22 @@ from typing import Any
 
 from bigtrain.files import objects
 
-# Objects are written whole, so a growing file is uploaded again from time to
-# time: at most every _PUSH_SECS, and at most 1 / _PUSH_SHARE of the time.
+# A growing file is uploaded again at most every _PUSH_SECS. If an upload takes
+# long, the pause after it is _PUSH_PAUSE times as long, so that uploads take at
+# most 5% of the time.
 _PUSH_SECS = 10.0
-_PUSH_SHARE = 20.0
+_PUSH_PAUSE = 20.0
 
 
 def is_remote(path: str) -> bool:
+  """Whether a path is a URL of an object store."""
   return "://" in path
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-  """Returns the absolute path of what a user typed; "~" is expanded.
+  """The absolute path of what a user typed; "~" is expanded.
 
-  As for the operating system, "link/.." is the parent of the link's target.
+  "link/.." is the parent of the link's target, as for the operating system.
   """
   path = os.fspath(path)
   if is_remote(path):
@@ -49,6 +54,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def exists(path: str) -> bool:
+  """Whether there is a file, link or folder."""
   if not is_remote(path):
     return os.path.lexists(path)
   if objects.parse(path).key and objects.read(path).content is not None:
@@ -57,7 +63,11 @@ def exists(path: str) -> bool:
 
 
 def read_bytes(path: str) -> bytes:
-  """Returns the content; FileNotFoundError if there certainly is no file."""
+  """Reads a file.
+
+  Raises:
+    FileNotFoundError: only if there is certainly no file.
+  """
   if not is_remote(path):
     with open(path, "rb") as file:
       return file.read()
@@ -68,6 +78,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def remove(path: str) -> None:
+  """Removes a file, if it exists."""
   if is_remote(path):
     objects.write(path, None)
   else:
@@ -76,11 +87,13 @@ def remove(path: str) -> None:
 
 
 def make_folder(path: str) -> None:
+  """Makes a local folder; object stores need none."""
   if not is_remote(path):
     os.makedirs(path, exist_ok=True)
 
 
 def kvstore(folder: str) -> dict[str, Any]:
+  """The tensorstore spec of a folder."""
   if is_remote(folder):
     return objects.kvstore(folder, is_folder=True)
   return {"driver": "file", "path": f"{folder}/"}
@@ -88,7 +101,7 @@ def kvstore(folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: str, mode: str = "w") -> Iterator[Any]:
-  """Opens a file to replace it; readers see the old or the new content."""
+  """Opens a file to replace it. Readers see the old or the new content."""
   encoding = None if "b" in mode else "utf-8"
   if not is_remote(path):
     # Several processes may write the same file at once.
@@ -114,14 +127,19 @@ def replacing(path: str, mode: str = "w") -> Iterator[Any]:
 
 
 class Mirror:
-  """A local file that grows and is uploaded to `path`, unless that is local."""
+  """A local file that grows, and is uploaded if `path` is in an object store.
+
+  Attributes:
+    path: where the file finally is.
+    local: the file to write to.
+  """
 
   def __init__(self, path: str, local: str = ""):
     self.path = path
     self.local = local or path
     self._folder: tempfile.TemporaryDirectory[str] | None = None
-    self._pushed = (0, 0)
-    self._next = 0.0
+    self._pushed = (0, 0)  # Size and time of the file at the last upload.
+    self._next = 0.0  # Earliest time of the next upload.
     if is_remote(path) and not local:
       self._folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
       self.local = os.path.join(self._folder.name, os.path.basename(path))
@@ -136,7 +154,7 @@ class Mirror:
     return stat.st_size, stat.st_mtime_ns
 
   def push(self, *, soon: bool = False) -> None:
-    """Uploads a file that has changed; with `soon`, perhaps in a later call."""
+    """Uploads the file if it has changed; with `soon`, perhaps later."""
     if self.local == self.path or self._state() == self._pushed:
       return
     started = time.monotonic()
@@ -147,7 +165,7 @@ class Mirror:
       objects.write(self.path, file.read())
     self._pushed = state
     now = time.monotonic()
-    self._next = now + max(_PUSH_SECS, _PUSH_SHARE * (now - started))
+    self._next = now + max(_PUSH_SECS, _PUSH_PAUSE * (now - started))
 
   def close(self) -> None:
     if self._folder is not None:
@@ -155,6 +173,7 @@ class Mirror:
 
 
 def push_within(local: str, path: str, secs: float) -> bool:
+  """Uploads a file; False if that takes longer than `secs`."""
   pushed = threading.Event()
 
   def push() -> None:
@@ -167,6 +186,7 @@ def push_within(local: str, path: str, secs: float) -> bool:
 
 
 def push_folder(local: str, path: str) -> None:
+  """Uploads all files below a folder."""
   for folder, _, files in os.walk(local):
     for name in files:
       file = os.path.join(folder, name)

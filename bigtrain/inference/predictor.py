@@ -28,7 +28,7 @@ from bigtrain.config.errors import (
 from bigtrain.inference import ops, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.inputs.named_features import Features
-from bigtrain.objective import building
+from bigtrain.objective import building, task_functions
 from bigtrain.pp import registry
 from bigtrain.text import decoding, tokenizers
 
@@ -67,7 +67,7 @@ class Predictor:
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
     # Whether the model reads "inputs" and writes "targets".
-    sizes = building.vocab_sizes(self.task, self.model)
+    sizes = task_functions.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
     padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
     self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]

@@ -22,6 +22,7 @@ def inputs(batch: Batch) -> dict[str, jax.Array]:
 
 
 def flat(x_BKL: jax.Array) -> jax.Array:
+  """[B, K, L] as [X, L]."""
   return x_BKL.reshape(-1, x_BKL.shape[-1])
 
 
@@ -32,11 +33,13 @@ def log_probs(
   chunk: int | None,
   temperature: float = 1.0,
 ) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-  """Log-probabilities [B, K, L] of "targets", 0 where "loss_mask" is.
+  """Returns log-probabilities without a gradient, and how to add it.
 
-  These have no gradient. The second result, (loss, its gradient with respect to
-  them) -> loss, turns that gradient into weights of the tokens' losses, so that
-  all logits never exist at once.
+  The first are those of "targets", [B, K, L], and 0 where "loss_mask" is. With
+  a gradient, all logits would exist at once. So the caller differentiates its
+  loss with respect to the log-probabilities, and the second result, (loss, that
+  gradient) -> loss, makes weights of the tokens' losses from it, which
+  losses/linear_xent.py needs in the forward pass.
   """
   mask_BKL = batch["loss_mask"] != 0
   _, out = model.apply(variables, **inputs(batch), head=False, train=False)
@@ -48,6 +51,7 @@ def log_probs(
   def with_gradient(loss: jax.Array, grad_BKL: jax.Array) -> jax.Array:
     weight_BKL = jnp.where(mask_BKL, -grad_BKL, 0.0)
     weighted = losses(variables, out["pre_logits"], weight_BKL).total
+    # The value of the loss, with the gradient of the weighted losses.
     return loss + weighted - jax.lax.stop_gradient(weighted)
 
   stopped = jax.lax.stop_gradient((variables, out["pre_logits"]))
@@ -63,7 +67,10 @@ def reference(
   option: str,
   given: bool = False,
 ) -> tuple[Any, Variables]:
-  """(model, variables) of the reference that an option needs."""
+  """(model, variables) of the reference that an option needs.
+
+  `given` says that the batch has the reference's log-probabilities.
+  """
   if teacher is not None:
     return teacher, variables["teacher"]
   names = trees.names(variables["params"])

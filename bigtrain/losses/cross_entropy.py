@@ -27,13 +27,15 @@ def softmax_xent(
   """Computes the cross-entropy of softmax(logits) against the labels, in nats.
 
   Args:
-    label_smoothing_over: "all": evenly over all C classes, the label's own
-      among them (Szegedy et al. 2016, arxiv.org/abs/1512.00567). "others": over
-      the C - 1 other classes, as in big_vision and T5X.
+    label_smoothing_over: "all" spreads that share of the label evenly over all
+      C classes, its own among them (Szegedy et al. 2016,
+      arxiv.org/abs/1512.00567); "others" over the C - 1 other classes, as in
+      big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
-    axis_name: axis of a shard_map over which the logits' classes are split;
-      class numbers are not. Devices exchange a few numbers for each loss.
+    axis_name: axis of a shard_map over which the classes of the logits are
+      split. The labels are class numbers, of all classes. Devices exchange a
+      few numbers for each loss.
   """
   check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
@@ -55,11 +57,12 @@ def softmax_xent(
     picked = total_of(jnp.sum(labels * logits, axis=-1), axis_name)
     total = total_of(jnp.sum(labels, axis=-1), axis_name)
   if _smooths(label_smoothing):
-    share, mean = label_smoothing, jnp.mean(logits, axis=-1)
+    share = label_smoothing
+    mean = jnp.mean(logits, axis=-1)
     if axis_name:
       mean = jax.lax.pmean(mean, axis_name)
     if label_smoothing_over == "others":
-      # The same loss as with this share of a label spread over all.
+      # Spreading this larger share over all classes is the same.
       C = logits.shape[-1] * num_parts(axis_name)
       share = label_smoothing * C / (C - 1)
     picked = (1 - share) * picked + share * total * mean
@@ -70,8 +73,8 @@ def softmax_xent(
 
 
 def _smooths(label_smoothing: float) -> bool:
-  key = "config.loss.label_smoothing"
-  return bool(check_number(key, label_smoothing, least=0, below=1))
+  check_number("config.loss.label_smoothing", label_smoothing, least=0, below=1)
+  return label_smoothing != 0
 
 
 def sigmoid_xent(
@@ -98,6 +101,7 @@ def sigmoid_xent(
 
 
 def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
+  """Whether labels are class numbers, and not probabilities."""
   if labels.shape == logits.shape:
     return False
   integers = jnp.issubdtype(labels.dtype, jnp.integer)
@@ -108,6 +112,9 @@ def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
     f"{list(logits.shape)} probabilities for logits {list(logits.shape)}, got "
     f"{labels.dtype}{list(labels.shape)}."
   )
+
+
+# These reduce over classes that `axis_name` may split over devices.
 
 
 def largest(logits: jax.Array, axis_name: str | None = None) -> jax.Array:
@@ -141,7 +148,7 @@ def label_mask(
 def _nan_unless_valid(
   logits: jax.Array, classes: jax.Array, axis_name: str | None = None
 ) -> jax.Array:
-  # Without it an invalid label would look like one that is hard to predict.
+  # Without NaN an invalid label would look like one that is hard to predict.
   C = logits.shape[-1] * num_parts(axis_name)
   valid = (classes >= 0) & (classes < C)
   return jnp.where(valid, 0.0, jnp.nan)

@@ -28,8 +28,8 @@ def distance(
   Args:
     kind: "kl": Kullback-Leibler divergence, times the squared temperature;
       "hard": cross-entropy with the teacher's best class, minus the entropy of
-      the smoothed label; "l2": squared Euclidean distance; "euclidean";
-      "logsoftmax_euclidean", between log-probabilities.
+      the smoothed label; "l2": squared Euclidean distance; "euclidean": its
+      root; "logsoftmax_euclidean": the same between log-probabilities.
   """
   check_choice("config.loss.distance", kind, KINDS)
   if student_BC.shape != teacher_BC.shape:
@@ -58,9 +58,10 @@ def distance(
 
 
 def agreement(student_BC: jax.Array, teacher_BC: jax.Array) -> jax.Array:
-  return metrics.top_k_hits(
-    student_BC, jnp.argmax(teacher_BC, axis=-1), 1
-  ) & metrics.has_order(teacher_BC)
+  """Whether both have the same best class; False for a teacher without one."""
+  best_B = jnp.argmax(teacher_BC, axis=-1)
+  hits_B = metrics.top_k_hits(student_BC, best_B, 1)
+  return hits_B & metrics.has_order(teacher_BC)
 
 
 def entropy(logits_BC: jax.Array) -> jax.Array:

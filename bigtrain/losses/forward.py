@@ -31,7 +31,9 @@ def apply(
     mutable=[*mutable, *collect] if train else [],
     **kwargs,
   )
-  return out, dict(new) if train else {k: variables[k] for k in mutable}
+  if train:
+    return out, dict(new)
+  return out, {name: variables[name] for name in mutable}
 
 
 def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
@@ -40,11 +42,13 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
   def loss(variables: Variables, batch: Any, **options: Any) -> Metrics:
     return loss_fn(variables, batch, None, train=False, **given, **options)[0]
 
-  hidden = {"rng", "train", *given}
-  parameters = inspect.signature(loss_fn).parameters.items()
+  # Its signature shows the options, so that a wrong one is refused by name.
   result: Any = loss
-  own = [x for name, x in parameters if name not in hidden]
-  result.__signature__ = inspect.Signature(own)
+  parameters = inspect.signature(loss_fn).parameters.values()
+  hidden = {"rng", "train", *given}
+  result.__signature__ = inspect.Signature(
+    [parameter for parameter in parameters if parameter.name not in hidden]
+  )
   return result
 
 
@@ -54,17 +58,26 @@ def whole_loss_fn(
   """The loss_fn of both halves, see objective.gradients.TwoPassLoss."""
 
   def loss_fn(
-    variables: Variables, *args: Any, model: Any, train: bool, **options: Any
+    variables: Variables,
+    batch: Batch,
+    rng: jax.Array | None,
+    *,
+    model: Any,
+    train: bool,
+    **options: Any,
   ) -> tuple[Metrics, Variables]:
-    z, mutable = embed_fn(variables, *args, model=model, train=train)
+    z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
     params = trees.merge(variables["params"], variables.get("base", {}))
-    return embeddings_loss_fn(params, z, args[0], **options), mutable
+    return embeddings_loss_fn(params, z, batch, **options), mutable
 
   result: Any = loss_fn
-  halves = [inspect.signature(fn) for fn in (embed_fn, embeddings_loss_fn)]
-  first, others = (half.parameters.values() for half in halves)
-  options = [x for x in others if x.kind is x.KEYWORD_ONLY]
-  result.__signature__ = inspect.Signature([*first, *options])
+  embed_parameters = inspect.signature(embed_fn).parameters.values()
+  loss_options = [
+    parameter
+    for parameter in inspect.signature(embeddings_loss_fn).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY
+  ]
+  result.__signature__ = inspect.Signature([*embed_parameters, *loss_options])
   result.__doc__ = embeddings_loss_fn.__doc__
   return result
 
@@ -74,8 +87,8 @@ def layers_fn(
 ) -> PredictFn:
   """A predict function of features: of a layer, or a dict of several.
 
-  A layer is a name in the dict that the model returns, or of one of its
-  modules, as in names of parameters: "Transformer/encoderblock_3".
+  A layer is a name in the dict that the model returns, or the name of one of
+  its modules, as in names of parameters: "Transformer/encoderblock_3".
   """
 
   def layers(
@@ -85,18 +98,24 @@ def layers_fn(
     layer: str | Sequence[str] = default,
     pool: bool = False,  # Averages over all but the first and the last axis.
   ) -> Any:
-    capture = dict(capture_intermediates=True, mutable=["intermediates"])
-    args = {**inputs(batch), "train": False}
-    out, states = model.apply(variables, **args, **capture)
+    out, states = model.apply(
+      variables,
+      **inputs(batch),
+      train=False,
+      capture_intermediates=True,
+      mutable=["intermediates"],
+    )
     features: dict[str, jax.Array] = {}
     for name, x in trees.flatten_with_names(states["intermediates"]):
       features.setdefault(name.partition("/__call__/")[0], x)
     features |= out if isinstance(out, dict) else out[-1]
 
-    def one(name: str) -> jax.Array:
+    def feature(name: str) -> jax.Array:
       x = features[check_choice("pred_kw.layer", name, features)]
       return jnp.mean(x, range(1, x.ndim - 1)) if pool else x
 
-    return one(layer) if isinstance(layer, str) else {n: one(n) for n in layer}
+    if isinstance(layer, str):
+      return feature(layer)
+    return {name: feature(name) for name in layer}
 
   return layers

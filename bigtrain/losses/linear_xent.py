@@ -1,9 +1,14 @@
 """Softmax cross-entropy from hidden states, without storing all logits.
 
+`linear_softmax_xent` splits the batch over a mesh (`_over_mesh`), and on each
+device the positions into chunks (`_in_chunks`). A chunk's logits exist once, in
+the forward pass, which also computes the gradients (`_one_chunk`).
+
 Axes: B batch, L length, D width, V vocabulary, K chunk of L.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +21,10 @@ from bigtrain.arrays import model_flops
 from bigtrain.config.errors import check_number
 from bigtrain.losses import cross_entropy
 
-# Most logits, and elements of a kernel's gradient, at a time: 256 MiB each.
+# Most logits of a chunk: 256 MiB in float32. With fewer, products are smaller
+# and more often read the kernel; with more, they need more memory.
 _LOGITS_AT_A_TIME = 2**26
+# Most elements of a kernel's gradient that are added at a time: 256 MiB too.
 _PRODUCT_AT_A_TIME = 2**26
 
 
@@ -51,8 +58,8 @@ def linear_softmax_xent(
 
   Args:
     targets_BL: token ids, valid in padding too, where the weight is 0.
-    chunk: positions of each example at a time; need not divide L. 0 is all of
-      them, None is `default_chunk`.
+    chunk: positions of each example at a time, which need not divide L. 0 is
+      all of them, None is `default_chunk`.
     dtype: dtype of the products' operands; by default the hidden states'.
       Results are float32; devices sum the kernel's gradient in this dtype.
     softcap: logits x become softcap * tanh(x / softcap).
@@ -62,9 +69,14 @@ def linear_softmax_xent(
   """
   if chunk is not None:
     check_number("config.loss.chunk", chunk, least=0, whole=True)
-  smoothing, dtype = label_smoothing, dtype or hidden_BLD.dtype
-  of_softmax = smoothing, label_smoothing_over, z_loss, softcap
-  options = _Options(chunk, dtype, *of_softmax)
+  options = _Options(
+    chunk=chunk,
+    dtype=dtype or hidden_BLD.dtype,
+    label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
+    z_loss=z_loss,
+    softcap=softcap,
+  )
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
   args = _Args(
@@ -98,6 +110,7 @@ class _Args(NamedTuple):
 def _over_mesh(
   options: "_Options", args: _Args, mesh: Mesh | AbstractMesh
 ) -> TokenLosses:
+  """The loss of a batch that is split over a mesh."""
   D, V = args.kernel_DV.shape
   tensor, fsdp = mesh.shape.get("tensor", 1), mesh.shape["fsdp"]
   if tensor == 1:
@@ -106,17 +119,21 @@ def _over_mesh(
   by_class = tensor > 1 and V % tensor == 0
   if by_class:
     options = options._replace(axis_name="tensor")
-  # The devices of a group split the positions, if evenly. In a `tensor` group
-  # all have the same positions, and each a part of the vocabulary.
+
+  # Devices that share an example split its positions, if evenly. With
+  # `by_class`, devices along `tensor` have the same positions instead, and each
+  # of them a part of the vocabulary.
   stream = sharding.stream_spec(mesh, args.hidden_BLD)
   shared = sharding.axes_of_length(stream)
   if by_class:
     shared = tuple(axis for axis in shared if axis != "tensor")
-  length = [shared] if shared else []
   batch_axes = sharding.batch_axes(mesh)
-  by_token: Any = PartitionSpec(batch_axes, *length)
-  summed = (*batch_axes, *shared)
+  by_token: Any = PartitionSpec(batch_axes)
+  if shared:
+    by_token = PartitionSpec(batch_axes, shared)
+  summed = (*batch_axes, *shared)  # Axes over which losses are summed.
   copied = tuple(axis for axis in summed if axis != "fsdp")
+
   # The dimension of the kernel that fsdp splits, if it divides one.
   dim = None
   if fsdp > 1 and V % fsdp == 0 and not by_class:
@@ -147,17 +164,26 @@ def _over_mesh(
     local = _token_losses(options, args)
     return local._replace(total=jax.lax.psum(local.total, summed))
 
-  classes = "tensor" if by_class else "fsdp" if dim == 1 else None
-  kernel = PartitionSpec("fsdp" if dim == 0 else None, classes)
-  bias = PartitionSpec("tensor") if by_class else PartitionSpec()
-  hidden = stream if by_class else by_token
-  args_specs: tuple[Any, ...] = (hidden, by_token, by_token, kernel, bias)
-  losses_specs: tuple[Any, ...] = (PartitionSpec(), by_token, by_token)
+  class_axis = None
+  if by_class:
+    class_axis = "tensor"
+  elif dim == 1:
+    class_axis = "fsdp"
+  # Trees of specs, in place of the arrays.
+  in_specs: Any = _Args
+  in_specs = in_specs(
+    hidden_BLD=stream if by_class else by_token,
+    targets_BL=by_token,
+    weight_BL=by_token,
+    kernel_DV=PartitionSpec("fsdp" if dim == 0 else None, class_axis),
+    bias_V=PartitionSpec("tensor") if by_class else PartitionSpec(),
+  )
+  out_specs: Any = TokenLosses
+  out_specs = out_specs(
+    total=PartitionSpec(), loss_BL=by_token, correct_BL=by_token
+  )
   return jax.shard_map(
-    on_device,
-    mesh=mesh,
-    in_specs=(_Args(*args_specs),),
-    out_specs=TokenLosses(*losses_specs),
+    on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs
   )(args)
 
 
@@ -168,22 +194,25 @@ def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
   (64, 4)
   """
   most = max(1, _LOGITS_AT_A_TIME // (batch_size * vocab_size))
-  chunks = -(-length // most)
-  return -(-length // chunks)
+  num_chunks = math.ceil(length / most)
+  return math.ceil(length / num_chunks)
 
 
 class _Options(NamedTuple):
+  """The options of `linear_softmax_xent`."""
+
   chunk: int | None
   dtype: Any
   label_smoothing: float
   label_smoothing_over: str
   z_loss: float
   softcap: float | None
-  axis_name: str | None = None
+  axis_name: str | None = None  # Mesh axis that splits the vocabulary, if any.
 
   def losses(
     self, logits: jax.Array, targets: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens' losses, and whether each target is the likeliest."""
     if self.softcap is not None:
       logits = self.softcap * jnp.tanh(logits / self.softcap)
     loss = cross_entropy.softmax_xent(
@@ -227,8 +256,8 @@ def _forward(options: _Options, args: _Args) -> tuple[TokenLosses, Any]:
 
 def _backward(options: _Options, grads: Any, cotangents: TokenLosses) -> Any:
   hidden, kernel, bias = jax.tree.map(lambda g: g * cotangents.total, grads)
-  grad: Any = _Args(hidden, None, None, kernel, bias)  # type: ignore[arg-type]
-  return (grad,)
+  no_gradient: Any = None  # Targets and weights have none.
+  return (_Args(hidden, no_gradient, no_gradient, kernel, bias),)
 
 
 _token_losses.defvjp(_forward, _backward)
@@ -251,8 +280,8 @@ def _add_by_columns(
 ) -> jax.Array:
   """Returns sum + product(operand), in place, with a small temporary."""
   D, V = sum_DV.shape
-  slices = -(-V // max(1, _PRODUCT_AT_A_TIME // D))
-  size = -(-V // slices)
+  num_slices = math.ceil(V / max(1, _PRODUCT_AT_A_TIME // D))
+  size = math.ceil(V / num_slices)
 
   def add(i: Any, sum_DV: jax.Array) -> jax.Array:
     columns = jax.lax.dynamic_slice_in_dim(operand_BKV, i * size, size, 2)
@@ -260,22 +289,27 @@ def _add_by_columns(
     new = old + product(columns)
     return jax.lax.dynamic_update_slice_in_dim(sum_DV, new, i * size, 1)
 
-  if slices == 1:
+  if num_slices == 1:
     return sum_DV + product(operand_BKV)
-  whole = V // size
-  sum_DV = jax.lax.fori_loop(0, whole, add, sum_DV)
+  num_whole = V // size
+  sum_DV = jax.lax.fori_loop(0, num_whole, add, sum_DV)
   if V % size:
-    rest = product(operand_BKV[..., whole * size :])
-    sum_DV = sum_DV.at[:, whole * size :].add(rest)
+    rest = product(operand_BKV[..., num_whole * size :])
+    sum_DV = sum_DV.at[:, num_whole * size :].add(rest)
   return sum_DV
 
 
 def _in_chunks(
   options: _Options, args: _Args, *, gradients: bool
 ) -> tuple[TokenLosses, Any]:
-  (B, L), V = args.targets_BL.shape, args.kernel_DV.shape[1]
-  size = L if options.chunk == 0 else options.chunk or default_chunk(B, L, V)
-  size = min(size, L)
+  """Returns the losses, and with `gradients` those of hidden, kernel, bias."""
+  B, L = args.targets_BL.shape
+  V = args.kernel_DV.shape[1]
+  size = options.chunk
+  if size is None:
+    size = default_chunk(B, L, V)
+  if size == 0 or size > L:
+    size = L
 
   def split(x: jax.Array) -> jax.Array:
     x = jnp.pad(x, [(0, 0), (0, -L % size)] + [(0, 0)] * (x.ndim - 2))
@@ -294,8 +328,9 @@ def _in_chunks(
   if size == L:
     sums, by_token = one_chunk(None, xs)
   else:
-    zeros = jax.tree.map(jnp.zeros_like, (args.kernel_DV, args.bias_V))
-    zeros = zeros if gradients else None
+    zeros = None
+    if gradients:
+      zeros = jax.tree.map(jnp.zeros_like, (args.kernel_DV, args.bias_V))
     with model_flops.share(L, L + -L % size):
       sums, by_chunk = jax.lax.scan(one_chunk, zeros, jax.tree.map(split, xs))
     by_token = jax.tree.map(join, by_chunk)
@@ -314,9 +349,15 @@ def _one_chunk(
   sums: Any,
   xs: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[Any, Any]:
+  """One step of the scan over chunks.
+
+  Returns:
+    (sums of the gradients of kernel and bias, (losses, whether targets are the
+    likeliest tokens, gradient of the hidden states)).
+  """
   hidden_BKD, targets_BK, weight_BK = xs
   product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  # Without the factor, small gradients would underflow in float16.
+  # Without this factor, small gradients would underflow in float16.
   factor = 2.0**10 if jnp.dtype(options.dtype) == jnp.float16 else 1.0
   hidden_BKD = hidden_BKD.astype(options.dtype)
   logits_BKV = product("bkd,dv->bkv", hidden_BKD, kernel_DV)
@@ -324,9 +365,11 @@ def _one_chunk(
     logits_BKV += bias_V
   if not gradients:
     return None, (*options.losses(logits_BKV, targets_BK), None)
-  loss_BK, vjp, correct_BK = jax.vjp(
-    lambda logits: options.losses(logits, targets_BK), logits_BKV, has_aux=True
-  )
+
+  def losses(logits_BKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return options.losses(logits_BKV, targets_BK)
+
+  loss_BK, vjp, correct_BK = jax.vjp(losses, logits_BKV, has_aux=True)
   (grad_BKV,) = vjp(weight_BK)
   operand_BKV = (factor * grad_BKV).astype(options.dtype)
   hidden_grad_BKD = product("bkv,dv->bkd", operand_BKV, kernel_DV) / factor

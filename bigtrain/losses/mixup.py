@@ -14,14 +14,15 @@ from bigtrain.losses import forward
 class Mix(NamedTuple):
   """A blend of each image with its neighbour in the batch.
 
-  Mixup (arXiv 1710.09412) blends all pixels by `share`, at least 0.5. CutMix
-  (arXiv 1905.04899) puts a box of the neighbour at `center_2`, a place in
-  fractions of the image, whose area is 1 - share before it is clipped.
+  Mixup (arXiv 1710.09412) blends all pixels. CutMix (arXiv 1905.04899) puts a
+  box of the neighbour into the image, whose area is 1 - share before it is
+  clipped.
   """
 
-  share: jax.Array
+  share: jax.Array  # Of the image itself; in mixup at least 0.5.
+  # Center of the box, in fractions of the image; None for mixup alone.
   center_2: jax.Array | None = None
-  is_cut: jax.Array | bool = False
+  is_cut: jax.Array | bool = False  # Whether this is CutMix.
 
   def weights(self, image: jax.Array) -> jax.Array:
     """An image's share of its blended pixels: (H, W, 1), or () for mixup."""
@@ -45,8 +46,9 @@ class Mix(NamedTuple):
     self, image: jax.Array, labels: jax.Array, loss: Callable[..., jax.Array]
   ) -> jax.Array:
     """The loss of blended labels, for a loss that is linear in the labels."""
-    share, others = jnp.mean(self.weights(image)), jnp.roll(labels, 1, axis=0)
-    return share * loss(labels) + (1 - share) * loss(others)
+    share = jnp.mean(self.weights(image))
+    neighbours = jnp.roll(labels, 1, axis=0)
+    return share * loss(labels) + (1 - share) * loss(neighbours)
 
 
 def apply(
@@ -65,8 +67,9 @@ def apply(
   Returns:
     (output, images that it saw, their blend or None, new mutable collections).
   """
-  for name, value in zip(("mixup_alpha", "cutmix_alpha"), options):
-    check_number(f"config.loss.{name}", value, least=0)
+  mixup_alpha, cutmix_alpha, cutmix_prob = options
+  check_number("config.loss.mixup_alpha", mixup_alpha, least=0)
+  check_number("config.loss.cutmix_alpha", cutmix_alpha, least=0)
   image: Any = inputs.get("image")
   if not train:
     out, mutable = forward.apply(model, variables, None, False, **inputs)
@@ -74,13 +77,13 @@ def apply(
   assert rng is not None
   mixup_rng, dropout_rng = jax.random.split(rng)
   mix = None
-  if any(options[:2]) and (image is None or "shapes" in inputs):
-    raise ConfigError(
-      f"config.loss.mixup_alpha={options[0]}, cutmix_alpha={options[1]}: "
-      "texts, and images of several shapes, cannot be blended."
-    )
-  if any(options[:2]):
-    mix = draw(mixup_rng, *options)
+  if mixup_alpha or cutmix_alpha:
+    if image is None or "shapes" in inputs:
+      raise ConfigError(
+        f"config.loss.mixup_alpha={mixup_alpha}, cutmix_alpha={cutmix_alpha}: "
+        "texts, and images of several shapes, cannot be blended."
+      )
+    mix = draw(mixup_rng, mixup_alpha, cutmix_alpha, cutmix_prob)
     image = mix.images(image)
     inputs = {**inputs, "image": image}
   out, mutable = forward.apply(model, variables, dropout_rng, True, **inputs)
@@ -90,10 +93,16 @@ def apply(
 def draw(
   rng: jax.Array, alpha: float, cutmix_alpha: float, cutmix_prob: float
 ) -> Mix:
-  # Beta(alpha, alpha), as shares of two draws from Gamma(alpha).
-  # jax.random.beta draws the same, with 1,300 more instructions.
+  """Draws the blend of a batch."""
   gammas = jax.vmap(jax.random.loggamma, (0, None))
-  beta = lambda key, a: jax.nn.softmax(gammas(jax.random.split(key), a))
+
+  def beta(key: jax.Array, a: float) -> jax.Array:
+    """Beta(a, a), as the shares of two draws from Gamma(a).
+
+    jax.random.beta draws the same, with 1,300 more instructions.
+    """
+    return jax.nn.softmax(gammas(jax.random.split(key), a))
+
   if not cutmix_alpha:
     return Mix(jnp.max(beta(rng, alpha)))
   keys = jax.random.split(rng, 4)

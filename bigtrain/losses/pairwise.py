@@ -1,7 +1,8 @@
 """Losses over all pairs of a global batch of images and texts.
 
-For its own rows (embeddings of one side) each device goes through the columns
-(all embeddings of the other) in chunks. Only b x K logits exist at a time.
+The logits of all pairs are a matrix. A device computes the rows of its own
+examples (embeddings of one side), and goes through the columns (all embeddings
+of the other side) in chunks, so that only b x K logits exist at a time.
 
 Axes: B global batch, b examples of one device, m columns of an example, C all
 columns, K columns of a chunk, E embedding.
@@ -19,7 +20,7 @@ from bigtrain import sharding
 from bigtrain.arrays import model_flops
 from bigtrain.config.errors import check_number
 
-# Logit of padding; finite, as gradients of padding alone must be 0, not NaN.
+# Logit of padding. Finite, so that gradients of padding alone are 0, not NaN.
 _PADDING_LOGIT = -1e30
 
 # (logits [b, K], whether the column matches the row [b, K], whether the column
@@ -66,10 +67,11 @@ def softmax(
   weight_B: jax.Array | None = None,
   chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes CLIP's loss of each example, arXiv 2103.00020, like `sigmoid`.
+  """Computes CLIP's loss of each example, arXiv 2103.00020.
 
-  The mean of the cross-entropies of its image among texts and its text among
-  images. Negatives are texts that belong to no image.
+  That is the mean of two cross-entropies: of its image among all texts and of
+  its text among all images. Negatives are texts that belong to no image. The
+  other arguments and the results are those of `sigmoid`.
   """
 
   def chunk_fn(
@@ -89,20 +91,22 @@ def softmax(
     normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
     return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
 
-  negatives = () if negatives_BnE is None else (negatives_BnE,)
+  texts = [text_BE[:, None]]
+  if negatives_BnE is not None:
+    texts.append(negatives_BnE)
   # Both directions have the same logits, and each computes them.
   with model_flops.share(1, 2):
-    image_loss_B, correct_B = one_direction(
-      image_BE, text_BE[:, None], *negatives
-    )
+    image_loss_B, correct_B = one_direction(image_BE, *texts)
     text_loss_B, _ = one_direction(text_BE, image_BE[:, None])
   return (image_loss_B + text_loss_B) / 2, correct_B
 
 
 def _correct(values: dict[str, jax.Array]) -> jax.Array:
-  best = {name: jnp.max(values[name], axis=0) for name in ("right", "wrong")}
-  right = best["right"] >= best["wrong"]  # False for NaN.
-  return (right & jnp.isfinite(best["right"])).astype(jnp.float32)
+  """1.0 where no other column has a larger logit than the matching one."""
+  right_B = jnp.max(values["right"], axis=0)
+  wrong_B = jnp.max(values["wrong"], axis=0)
+  is_best_B = right_B >= wrong_B  # False for NaN.
+  return (is_best_B & jnp.isfinite(right_B)).astype(jnp.float32)
 
 
 def _over_chunks(
@@ -147,11 +151,11 @@ def _over_chunks(
     )
     return body(rows_bE, columns_BmE, weight_B, number_b, scale, bias)
 
-  by_batch, replicated = PartitionSpec(axes), PartitionSpec()
+  by_example, replicated = PartitionSpec(axes), PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(by_batch, by_batch, by_batch, replicated, replicated),
+    in_specs=(by_example, by_example, by_example, replicated, replicated),
     out_specs=PartitionSpec(None, axes),
   )(rows_BE, columns_BmE, weight_B, scale, bias)
 
@@ -166,6 +170,7 @@ def _scan_chunks(
   scale: jax.Array,
   bias: jax.Array,
 ) -> dict[str, jax.Array]:
+  """The values of this device's rows, numbered by their example."""
   m = columns_BmE.shape[1]
   columns_CE = columns_BmE.reshape(-1, columns_BmE.shape[-1])
   C = len(columns_CE)

@@ -1,8 +1,9 @@
 """Losses of two answers to a prompt, from the log-probabilities of both.
 
-A pair holds a chosen and a rejected answer, in that order, along an axis of
-size 2. Methods with a reference compare each answer's log-probability
-with that of a frozen model. Constants follow TRL's trainers.
+A pair has a chosen and a rejected answer, in that order, along an axis of size
+2. Methods with a reference compare each answer's log-probability with that of a
+frozen model. Each loss is a function of Pairs and Options; the tables after
+them have their names in configs. Constants are those of TRL's trainers.
 
 Axes: B pairs.
 """
@@ -21,7 +22,7 @@ class Pairs(NamedTuple):
 
   sums_B2: jax.Array
   tokens_B2: jax.Array  # Numbers of tokens; 0 for an absent answer, as in KTO.
-  reference_B2: jax.Array | None = None  # If the method has a reference.
+  reference_B2: jax.Array | None = None  # The reference's, if it is needed.
   drift: jax.Array | float = 0.0  # For kto: log-ratio of mismatched answers.
 
   @property
@@ -44,89 +45,150 @@ class Options(NamedTuple):
   undesirable: float = 1.0  # Weight of its rejected ones.
 
   def smoothed(self, x_B: jax.Array) -> jax.Array:
+    """Cross-entropy of the logit that the chosen answer is the better one."""
     e = self.label_smoothing
     return -(1 - e) * _log_sigmoid(x_B) - e * _log_sigmoid(-x_B)
 
 
 _Loss = Callable[[Pairs, Options], jax.Array]
-_log_sigmoid, _sigmoid, _relu = jax.nn.log_sigmoid, jax.nn.sigmoid, jax.nn.relu
+
+# +1 for the chosen answer, and -1 for the rejected one.
+_SIGNS = (1.0, -1.0)
+
+
+def _log_sigmoid(x: jax.Array) -> jax.Array:
+  return jax.nn.log_sigmoid(x)
 
 
 def _margin(x_B2: jax.Array) -> jax.Array:
+  """How much larger the chosen answer's value is."""
   return x_B2[:, 0] - x_B2[:, 1]
 
 
-def _robust(p: Pairs, o: Options) -> jax.Array:
-  x_B, e = o.beta * _margin(p.ratio_B2), o.label_smoothing
+# Losses of each pair, [B], with a reference.
+
+
+def _sigmoid(pairs: Pairs, options: Options) -> jax.Array:
+  """DPO, arXiv 2305.18290; with label smoothing, cDPO."""
+  return options.smoothed(options.beta * _margin(pairs.ratio_B2))
+
+
+def _sigmoid_norm(pairs: Pairs, options: Options) -> jax.Array:
+  """DPO with means over tokens in place of sums."""
+  return options.smoothed(options.beta * _margin(pairs.mean(pairs.ratio_B2)))
+
+
+def _ipo(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2310.12036, with means over tokens."""
+  margin_B = _margin(pairs.mean(pairs.ratio_B2))
+  return (margin_B - 1 / (2 * options.beta)) ** 2
+
+
+def _hinge(pairs: Pairs, options: Options) -> jax.Array:
+  """SLiC, arXiv 2305.10425."""
+  return jax.nn.relu(1 - options.beta * _margin(pairs.ratio_B2))
+
+
+def _robust(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2403.00409."""
+  x_B = options.beta * _margin(pairs.ratio_B2)
+  e = options.label_smoothing
   loss_B = -(1 - e) * _log_sigmoid(x_B) + e * _log_sigmoid(-x_B)
   return loss_B / (1 - 2 * e)
 
 
-def _squared_distance(x_B2: jax.Array, half: float) -> jax.Array:
-  return (x_B2[:, 0] - half) ** 2 + (x_B2[:, 1] + half) ** 2
+def _apo_zero(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2408.06266, equation 7, for answers better than the model's own."""
+  return 1 - _margin(jax.nn.sigmoid(options.beta * pairs.ratio_B2))
+
+
+def _apo_down(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2408.06266, equation 8, for answers worse than the model's own."""
+  return (
+    jax.nn.sigmoid(options.beta * pairs.ratio_B2[:, 0])
+    + 1
+    - jax.nn.sigmoid(_margin(options.beta * pairs.ratio_B2))
+  )
+
+
+def _bco_pair(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2404.04656, without the shift of rewards."""
+  x_B2 = options.beta * pairs.ratio_B2 * jnp.array(_SIGNS)
+  return jnp.sum(-_log_sigmoid(x_B2), axis=1)
+
+
+def _sppo_hard(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2405.00675."""
+  half = 0.5 / options.beta
+  ratio_B2 = pairs.ratio_B2
+  return (ratio_B2[:, 0] - half) ** 2 + (ratio_B2[:, 1] + half) ** 2
+
+
+def _kto(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2402.01306, summed over a pair's answers; one may be absent."""
+  drift = jax.lax.stop_gradient(jnp.maximum(pairs.drift, 0.0))
+  x_B2 = options.beta * (pairs.ratio_B2 - drift)
+  loss_B2 = 1 - jax.nn.sigmoid(x_B2 * jnp.array(_SIGNS))
+  loss_B2 *= jnp.array([options.desirable, options.undesirable])
+  return jnp.sum(jnp.where(pairs.tokens_B2 > 0, loss_B2, 0.0), axis=1)
+
+
+# And without a reference.
+
+
+def _simpo(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2405.14734."""
+  margin_B = _margin(pairs.mean(pairs.sums_B2))
+  return options.smoothed(options.beta * margin_B - options.gamma)
+
+
+def _cpo(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2401.08417."""
+  return options.smoothed(options.beta * _margin(pairs.sums_B2))
+
+
+def _orpo(pairs: Pairs, options: Options) -> jax.Array:
+  """arXiv 2403.07691: the ratio of the odds of both answers."""
+  log_odds_B2 = _log_odds(pairs.mean(pairs.sums_B2))
+  return -options.beta * _log_sigmoid(_margin(log_odds_B2))
 
 
 def _log_odds(log_prob: jax.Array) -> jax.Array:
   """log(p / (1 - p)), accurately on both sides of p = 1/2."""
-  near_0 = log_prob > -0.6931472
-  small = jnp.where(near_0, log_prob, -1.0)
-  large = jnp.where(near_0, -1.0, log_prob)
-  of_small = jnp.log(-jnp.expm1(small))
-  return log_prob - jnp.where(near_0, of_small, jnp.log1p(-jnp.exp(large)))
-
-
-def _kto(p: Pairs, o: Options) -> jax.Array:
-  drift = jax.lax.stop_gradient(jnp.maximum(p.drift, 0.0))
-  x_B2 = o.beta * (p.ratio_B2 - drift)
-  loss_B2 = 1 - _sigmoid(x_B2 * jnp.array([1.0, -1.0]))
-  loss_B2 *= jnp.array([o.desirable, o.undesirable])
-  return jnp.sum(jnp.where(p.tokens_B2 > 0, loss_B2, 0.0), axis=1)
+  is_large = log_prob > -0.6931472  # log(1/2)
+  # Each form sees -1 in place of the arguments that the other one is for.
+  large = jnp.where(is_large, log_prob, -1.0)
+  small = jnp.where(is_large, -1.0, log_prob)
+  log_rest_of_large = jnp.log(-jnp.expm1(large))
+  log_rest_of_small = jnp.log1p(-jnp.exp(small))
+  return log_prob - jnp.where(is_large, log_rest_of_large, log_rest_of_small)
 
 
 WITH_REFERENCE: dict[str, _Loss] = {
-  # DPO, arXiv 2305.18290; with label smoothing, cDPO.
-  "sigmoid": lambda p, o: o.smoothed(o.beta * _margin(p.ratio_B2)),
-  "sigmoid_norm": lambda p, o: o.smoothed(o.beta * _margin(p.mean(p.ratio_B2))),
-  # arXiv 2310.12036, with means over tokens.
-  "ipo": lambda p, o: (_margin(p.mean(p.ratio_B2)) - 1 / (2 * o.beta)) ** 2,
-  # SLiC, arXiv 2305.10425.
-  "hinge": lambda p, o: _relu(1 - o.beta * _margin(p.ratio_B2)),
-  "robust": _robust,  # arXiv 2403.00409.
-  # arXiv 2408.06266, for chosen answers that are better than the model's own
-  # (equation 7), or worse (equation 8).
-  "apo_zero": lambda p, o: 1 - _margin(_sigmoid(o.beta * p.ratio_B2)),
-  "apo_down": lambda p, o: (
-    _sigmoid(o.beta * p.ratio_B2[:, 0])
-    + 1
-    - _sigmoid(_margin(o.beta * p.ratio_B2))
-  ),
-  "bco_pair": lambda p, o: jnp.sum(
-    -_log_sigmoid(o.beta * p.ratio_B2 * jnp.array([1.0, -1.0])), axis=1
-  ),
-  # arXiv 2405.00675.
-  "sppo_hard": lambda p, o: _squared_distance(p.ratio_B2, 0.5 / o.beta),
-  "kto": _kto,  # arXiv 2402.01306; an answer may be absent.
+  "sigmoid": _sigmoid,
+  "sigmoid_norm": _sigmoid_norm,
+  "ipo": _ipo,
+  "hinge": _hinge,
+  "robust": _robust,
+  "apo_zero": _apo_zero,
+  "apo_down": _apo_down,
+  "bco_pair": _bco_pair,
+  "sppo_hard": _sppo_hard,
+  "kto": _kto,
 }
 WITHOUT_REFERENCE: dict[str, _Loss] = {
-  # arXiv 2405.14734.
-  "simpo": lambda p, o: o.smoothed(
-    o.beta * _margin(p.mean(p.sums_B2)) - o.gamma
-  ),
-  # arXiv 2401.08417.
-  "cpo": lambda p, o: o.smoothed(o.beta * _margin(p.sums_B2)),
-  # arXiv 2403.07691: the ratio of the odds of both answers.
-  "orpo": lambda p, o: (
-    -o.beta * _log_sigmoid(_margin(_log_odds(p.mean(p.sums_B2))))
-  ),
+  "simpo": _simpo,
+  "cpo": _cpo,
+  "orpo": _orpo,
 }
 KINDS = (*WITH_REFERENCE, *WITHOUT_REFERENCE)
-# Kinds with an option that the others ignore.
-_KINDS_WITH = dict(
-  label_smoothing="sigmoid sigmoid_norm robust simpo cpo",
-  gamma="simpo",
-  desirable="kto",
-  undesirable="kto",
-)
+# Kinds that use an option which the others ignore.
+_KINDS_WITH = {
+  "label_smoothing": ("sigmoid", "sigmoid_norm", "robust", "simpo", "cpo"),
+  "gamma": ("simpo",),
+  "desirable": ("kto",),
+  "undesirable": ("kto",),
+}
 
 
 def read_options(
@@ -140,9 +202,10 @@ def read_options(
   for name, value in result._asdict().items():
     below = 0.5 if name == "label_smoothing" else None
     check_number(f"{key}.{name}", value, least=0, below=below)
-    kinds = _KINDS_WITH.get(name, kind)
-    if kind not in kinds.split() and value != Options._field_defaults[name]:
-      raise ConfigError(f"{key}.{name}: used only by {kinds}.")
+    kinds = _KINDS_WITH.get(name)
+    is_default = value == Options._field_defaults[name]
+    if kinds is not None and kind not in kinds and not is_default:
+      raise ConfigError(f"{key}.{name}: used only by {' '.join(kinds)}.")
   return result
 
 

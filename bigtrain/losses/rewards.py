@@ -1,7 +1,8 @@
 """Losses of answers with rewards: GRPO and its relatives.
 
-The answers were drawn with the probabilities that the loss sees, so the ratio
-of the two is 1, and there is nothing to clip.
+The answers were drawn with the weights of the same step. So the ratio of both
+probabilities, that of the loss and that of the sampler, is 1, and there is
+nothing to clip.
 
 Axes: B prompts; G answers to a prompt; L tokens of an answer.
 """
@@ -15,7 +16,9 @@ from bigtrain import metrics
 # 2503.14476 (DAPO), 2402.14740 (RLOO). "bnpo" is TRL's name for a mean over the
 # tokens of a batch; here it is the global one, so it equals DAPO's.
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "rloo")
-_SMALLEST_STD = 1e-4  # As in TRL.
+# Added to the standard deviation of a prompt's rewards, as in TRL, so that
+# equal rewards have advantages of 0.
+_SMALLEST_STD = 1e-4
 
 
 def loss(
@@ -31,8 +34,8 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (sum, weight) of the loss over prompts with weights.
 
-  `beta` is the weight of the divergence from the reference; in RLOO, of an
-  answer's log-ratio, which is subtracted from its reward.
+  `beta` is the weight of the divergence from the reference. In RLOO it is the
+  weight of an answer's log-ratio, which is subtracted from its reward.
   """
   log_prob_BGL = jnp.where(mask_BGL, log_prob_BGL, 0.0)
   stopped_BGL = jax.lax.stop_gradient(log_prob_BGL)

@@ -12,12 +12,17 @@ from bigtrain.config.errors import ConfigError
 def by_name(
   teacher: Any, variables: Variables
 ) -> Iterator[tuple[str, Any, Variables]]:
-  """Yields (name, model, its variables without gradient); one is "teacher"."""
-  models, of_teachers = teacher or {}, variables.get("teacher", {})
+  """Yields (name, model, its variables without gradient).
+
+  A single teacher, which has no name, is "teacher".
+  """
+  models = teacher or {}
+  their_variables = variables.get("teacher", {})
   if not isinstance(models, Mapping):
-    models, of_teachers = {"teacher": models}, {"teacher": of_teachers}
+    models = {"teacher": models}
+    their_variables = {"teacher": their_variables}
   for name, model in models.items():
-    yield name, model, jax.lax.stop_gradient(of_teachers[name])
+    yield name, model, jax.lax.stop_gradient(their_variables[name])
 
 
 def weights_of(

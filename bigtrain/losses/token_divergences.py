@@ -1,7 +1,9 @@
 """Divergences of a student's next-token predictions from its teachers'.
 
+The logits of all models exist for a chunk of positions at a time, so a Teacher
+is a pair: arrays [B, L, ...], and a function from a chunk of them to logits.
+
 Axes: B batch, L length, K chunk of L, D width, V vocabulary, k likely tokens.
-A teacher is (arrays [B, L, ...], the function from a chunk to its logits).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +17,8 @@ from bigtrain.losses import cross_entropy, linear_xent
 from bigtrain.losses.teachers import weights_of
 
 Teacher = tuple[Any, Callable[[Any], jax.Array]]
-# Finite, so that 0 times a difference of two of them is not NaN.
+# Logit of a token that is not among the k likeliest. Finite, so that 0 times a
+# difference of two of them is not NaN.
 _NEVER = -1e30
 
 
@@ -39,9 +42,14 @@ def divergence(
   """
   s = jax.nn.log_softmax(student / temperature)
   t = jax.nn.log_softmax(teacher / temperature)
-  kl = lambda p, q: jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-  if beta in (0, 1):
-    return kl(s, t) if beta else kl(t, s)
+
+  def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+  if beta == 0:
+    return kl(t, s)
+  if beta == 1:
+    return kl(s, t)
   mixture = jnp.logaddexp(s + jnp.log1p(-beta), t + jnp.log(beta))
   return beta * kl(t, mixture) + (1 - beta) * kl(s, mixture)
 
@@ -75,20 +83,23 @@ def taught(
 
   def of_chunk(total: jax.Array, xs: Any) -> Any:
     hidden_BKD, targets_BK, weight_BK, arrays = xs
-    student = head(hidden_BKD)  # Logits.
-    xent_BK = cross_entropy.softmax_xent(student, targets_BK)
+    student_BKV = head(hidden_BKD)
+    xent_BK = cross_entropy.softmax_xent(student_BKV, targets_BK)
     loss_BK = nll * xent_BK
     for name, (_, logits_of) in teachers.items():
-      logits = jax.lax.stop_gradient(logits_of(arrays[name]))
-      loss_BK += weights[name] * divergence(student, logits, beta, temperature)
+      teacher_BKV = jax.lax.stop_gradient(logits_of(arrays[name]))
+      loss_BK += weights[name] * divergence(
+        student_BKV, teacher_BKV, beta, temperature
+      )
+    # The loss of a token of weight 0 may be NaN.
     total += jnp.sum(jnp.where(weight_BK == 0, 0.0, loss_BK * weight_BK))
-    right_BK = jnp.argmax(student, axis=-1) == targets_BK
+    right_BK = jnp.argmax(student_BKV, axis=-1) == targets_BK
     return total, jax.lax.stop_gradient((xent_BK, right_BK * 1.0))
 
   def losses(hidden_BLD: jax.Array, *others: jax.Array) -> Any:
     B, L, _ = hidden_BLD.shape
-    rows = B * (1 + len(teachers))
-    size = min(L, chunk or linear_xent.default_chunk(rows, L, vocab_size))
+    num_logits = B * (1 + len(teachers))  # Of a position, by V.
+    size = min(L, chunk or linear_xent.default_chunk(num_logits, L, vocab_size))
 
     def split(x: jax.Array) -> jax.Array:
       x = jnp.pad(x, [(0, 0), (0, -L % size)] + [(0, 0)] * (x.ndim - 2))
@@ -97,7 +108,11 @@ def taught(
     arrays = {name: arrays for name, (arrays, _) in teachers.items()}
     xs = jax.tree.map(split, (hidden_BLD, *others, arrays))
     total, by_token = jax.lax.scan(jax.checkpoint(of_chunk), jnp.zeros(()), xs)
-    join = lambda x: x.swapaxes(0, 1).reshape(B, -1)[:, :L]
-    return linear_xent.TokenLosses(total, *jax.tree.map(join, by_token))
+
+    def join(x: jax.Array) -> jax.Array:
+      return x.swapaxes(0, 1).reshape(B, -1)[:, :L]
+
+    loss_BL, correct_BL = jax.tree.map(join, by_token)
+    return linear_xent.TokenLosses(total, loss_BL, correct_BL)
 
   return losses

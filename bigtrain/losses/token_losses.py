@@ -1,5 +1,9 @@
 """Losses of a language model's predictions, for tasks on text.
 
+`model_losses` applies a model and its head to a batch. TokenTask has the loss
+and the predict functions that tasks on text share, and adds teachers and the
+losses of experts.
+
 Axes: B batch, L length.
 """
 
@@ -39,11 +43,12 @@ class ModelLosses(NamedTuple):
   ) -> Metrics:
     """Returns the metrics, with losses and statistics of experts if any.
 
-    "loss" then has both terms, and "nll" is the loss without them.
-    "load_balance" is the loss of Switch Transformers (arXiv 2101.03961,
-    equation 4), of each of the "layers" or of the tokens of "all". A product of
-    two means, it depends on the number of microbatches. "router_z" is ST-MoE's
-    (arXiv 2202.08906, equation 5).
+    "loss" then has both of these terms, and "nll" is the loss without them:
+    "load_balance", the loss of Switch Transformers (arXiv 2101.03961, equation
+    4), either the mean of all "layers" or that of "all" layers' tokens
+    together, and "router_z", that of ST-MoE (arXiv 2202.08906, equation 5). The
+    first is a product of two means, which depends on the number of
+    microbatches.
     """
     key = "config.loss.load_balance_over"
     check_choice(key, load_balance_over, ("layers", "all"))
@@ -79,14 +84,20 @@ def model_losses(
   head: Callable[..., linear_xent.TokenLosses] | None = None,
   **options: Any,
 ) -> ModelLosses:
+  """Applies a model without its head, and then the loss of a head.
+
+  Args:
+    head: by default `head_losses`, which gets the options.
+  """
   (_, out), mutable = forward.apply(
     model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
   )
   head = head or head_losses(variables, model, **options)
-  losses = head(out["pre_logits"], targets_BL, weight_BL)
-  total, loss_BL, correct_BL = losses
-  accuracy = metrics.pair(correct_BL, weight_BL)
-  by_token = {"loss": (total, jnp.sum(weight_BL)), "accuracy": accuracy}
+  total, loss_BL, correct_BL = head(out["pre_logits"], targets_BL, weight_BL)
+  by_token: Metrics = {
+    "loss": (total, jnp.sum(weight_BL)),
+    "accuracy": metrics.pair(correct_BL, weight_BL),
+  }
   return ModelLosses(by_token, loss_BL, correct_BL, out.get("moe"), mutable)
 
 
@@ -134,26 +145,41 @@ class TokenTask(NamedTuple):
       ModelLosses.with_experts; the new mutable collections).
     """
     own = {name: x for name, x in variables.items() if name != "teacher"}
-    known, head = self._teachers(variables, batch, model, teacher), None
-    if (label_smoothing or z_loss) if known else distill is not None:
+    known_teachers = self._teachers(variables, batch, model, teacher)
+    has_other_losses = bool(label_smoothing or z_loss)
+    if has_other_losses if known_teachers else distill is not None:
       raise ConfigError(
         "config.loss.distill: expected config.teacher, or teacher_ids and "
         "teacher_logits in the data, and neither label_smoothing nor z_loss."
       )
-    if known:
-      taught, options = token_divergences.taught, distill or {}
-      check_kwargs(taught, options, "config.loss.distill")
-      logits = _head_logits(own, model)
-      head = taught(logits, known, model.vocab_size, chunk, **options)
-    smoothing: Any = dict(label_smoothing=label_smoothing, z_loss=z_loss)
-    smoothing |= dict(label_smoothing_over=label_smoothing_over)
-    of_step: Any = dict(rng=rng, model=model, train=train, chunk=chunk)
-    losses = self.losses(own, batch, head=head, **of_step, **smoothing)
+    head = None
+    if known_teachers:
+      options = distill or {}
+      check_kwargs(token_divergences.taught, options, "config.loss.distill")
+      head = token_divergences.taught(
+        _head_logits(own, model),
+        known_teachers,
+        model.vocab_size,
+        chunk,
+        **options,
+      )
+    losses = self.losses(
+      own,
+      batch,
+      rng=rng,
+      model=model,
+      train=train,
+      head=head,
+      chunk=chunk,
+      label_smoothing=label_smoothing,
+      label_smoothing_over=label_smoothing_over,
+      z_loss=z_loss,
+    )
     result = losses.with_experts(load_balance, router_z, load_balance_over)
     if "loss_mask" in batch:
       count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)
       result = result | {"supervised_tokens": metrics.Sum(count)}
-    if known:
+    if known_teachers:
       xent = metrics.pair(losses.loss_BL, self.weights(batch))
       result = result | {"cross_entropy": xent}
     return result, losses.mutable
@@ -161,13 +187,18 @@ class TokenTask(NamedTuple):
   def _teachers(
     self, variables: Variables, batch: Batch, model: Any, teacher: Any
   ) -> dict[str, token_divergences.Teacher]:
+    """The teachers of a batch by name; "file" for a file of likely tokens."""
     result: dict[str, token_divergences.Teacher] = {}
-    for name, each, fixed in teachers.by_name(teacher, variables):
-      key, size = f"config.teacher: vocab_size of {name!r}", model.vocab_size
-      check_number(key, each.vocab_size, least=size, most=size)
+    for name, their_model, fixed in teachers.by_name(teacher, variables):
+      check_number(
+        f"config.teacher: vocab_size of {name!r}",
+        their_model.vocab_size,
+        least=model.vocab_size,
+        most=model.vocab_size,
+      )
       with model_flops.share(1, 3):  # Without a backward pass.
-        _, out = each.apply(fixed, **self.inputs(batch), head=False)
-      result[name] = out["pre_logits"], _head_logits(fixed, each)
+        _, out = their_model.apply(fixed, **self.inputs(batch), head=False)
+      result[name] = out["pre_logits"], _head_logits(fixed, their_model)
     if "teacher_ids" in batch:
       result["file"] = token_divergences.from_file(
         batch["teacher_ids"], batch["teacher_logits"], model.vocab_size
@@ -196,11 +227,12 @@ class TokenTask(NamedTuple):
     model: Any,
     chunk: int | None = None,
   ) -> dict[str, jax.Array]:
-    """Scores the targets that have a loss, such as an answer.
+    """Scores the targets that have a loss, such as those of an answer.
 
     Returns:
-      {"log_likelihood": float32 [B] in nats, their sum, "tokens": float32 [B],
-      their number, "greedy": bool [B], whether greedy decoding gives them all}.
+      A dict of "log_likelihood", float32 [B], their sum in nats; "tokens",
+      float32 [B], their number; and "greedy", bool [B], whether greedy decoding
+      gives all of them.
     """
     losses = self.losses(variables, batch, model=model, chunk=chunk)
     selected_BL = self.weights(batch) != 0
@@ -233,34 +265,56 @@ def head_losses(
   variables: Variables, model: Any, temperature: float = 1.0, **options: Any
 ) -> Callable[..., linear_xent.TokenLosses]:
   """linear_softmax_xent of a model's head: (hidden, targets, weights)."""
-  # Dividing all that the logits are made of divides the logits.
-  divide = lambda x: x if x is None or temperature == 1 else x / temperature
-  kernel_DV, *others = _head(variables, model)
-  bias_V, softcap = map(divide, others)
-  options |= dict(bias_V=bias_V, dtype=model.dtype, softcap=softcap)
-  return lambda hidden_BLD, *args: linear_xent.linear_softmax_xent(
-    divide(hidden_BLD), kernel_DV, *args, **options
-  )
+  kernel_DV, bias_V, softcap = _head(variables, model)
+
+  # The logits are hidden @ kernel + bias, capped. Dividing hidden states, bias
+  # and cap divides the logits.
+  def divided(x: Any) -> Any:
+    return x if x is None or temperature == 1 else x / temperature
+
+  def losses(hidden_BLD: jax.Array, *args: Any) -> linear_xent.TokenLosses:
+    return linear_xent.linear_softmax_xent(
+      divided(hidden_BLD),
+      kernel_DV,
+      *args,
+      bias_V=divided(bias_V),
+      softcap=divided(softcap),
+      dtype=model.dtype,
+      **options,
+    )
+
+  return losses
 
 
 def _head_logits(
   variables: Variables, model: Any
 ) -> Callable[[jax.Array], jax.Array]:
-  kernel_DV, bias_V, cap = _head(variables, model)
+  """The function from hidden states to logits in float32."""
+  kernel_DV, bias_V, softcap = _head(variables, model)
 
   def logits(hidden: jax.Array) -> jax.Array:
-    operands = hidden.astype(model.dtype), kernel_DV.astype(model.dtype)
-    x = jnp.matmul(*operands, preferred_element_type=jnp.float32)
-    x = x if bias_V is None else x + bias_V
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    x = jnp.matmul(
+      hidden.astype(model.dtype),
+      kernel_DV.astype(model.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    if bias_V is not None:
+      x = x + bias_V
+    if softcap is not None:
+      x = softcap * jnp.tanh(x / softcap)
+    return x
 
   return logits
 
 
 def _head(variables: Variables, model: Any) -> tuple[jax.Array, Any, Any]:
+  """(kernel, bias or None, cap of the logits or None) of a model's head."""
   params = trees.merge(variables["params"], variables.get("base", {}))
-  bias = getattr(model, "head_bias", lambda params: None)(params)
-  return model.head_kernel(params), bias, getattr(model, "logits_softcap", None)
+  bias_V = None
+  if hasattr(model, "head_bias"):
+    bias_V = model.head_bias(params)
+  softcap = getattr(model, "logits_softcap", None)
+  return model.head_kernel(params), bias_V, softcap
 
 
 def real_positions(
@@ -269,6 +323,7 @@ def real_positions(
   """Bool [B, L]: whether a document has a target with a loss here or later."""
   L = weight_BL.shape[1]
   own_BL = jnp.where(weight_BL != 0, jnp.arange(L), L)
+  # Position of the next target with a loss, L if there is none.
   next_BL = jax.lax.cummin(own_BL, axis=1, reverse=True)
   real_BL = next_BL < L
   if segments_BL is not None:

@@ -34,7 +34,10 @@ from bigtrain.models.published import blocks, conversions
 
 
 class States(NamedTuple):
-  """Factors of the logits, which are hidden @ kernel + bias."""
+  """Factors of the logits, which are hidden @ kernel + bias.
+
+  A loss that never forms all logits at once needs them.
+  """
 
   hidden_BLD: jax.Array
   kernel_DV: jax.Array
@@ -46,7 +49,7 @@ class States(NamedTuple):
 
 
 class Captioner(encoder.Fields):
-  """What captioners share. Sizes and rates are the encoder's, a ViT."""
+  """The base of captioners. Sizes and rates are those of the encoder, a ViT."""
 
   vocab_size: int  # V.
   max_len: int = 64  # Largest number of tokens of a text.
@@ -59,17 +62,19 @@ class Captioner(encoder.Fields):
   decoder_dropout: float = 0.0  # Rate in the decoder.
   decoder_bias: bool = True  # Whether its MLPs and layer norms have biases.
 
-  # Of CapPa and of CoCa alone: token V; what reads a text before the decoder.
+  # CapPa has a mask token, with the id V.
   mask_token = False
-  text_depth, num_class_tokens = 0, 0
+  # CoCa has another decoder, which reads a text, and a class token after it.
+  text_depth = 0
+  num_class_tokens = 0
 
   def __post_init__(self) -> None:
-    of_image = encoder_of(self, parent=None)
+    image_encoder = encoder_of(self, parent=None)
     sizes = [f"decoder_{name}" for name in vit.SIZES]
-    missing = [name for name in sizes if getattr(self, name) is None]
-    options.set_fields(
-      self, {n: getattr(of_image, n.removeprefix("decoder_")) for n in missing}
-    )
+    for size in sizes:
+      if getattr(self, size) is None:
+        default = getattr(image_encoder, size.removeprefix("decoder_"))
+        options.set_fields(self, {size: default})
     options.check_sizes(self, ("vocab_size", "max_len", *sizes))
     if self.decoder_width % self.decoder_num_heads:
       raise ConfigError(
@@ -93,12 +98,18 @@ class Captioner(encoder.Fields):
   def make_decoder(
     self, depth: int, **others: Any
   ) -> captioner_decoder.Decoder:
-    sizes = [f"decoder_{name}" for name in ("width", "mlp_dim", "num_heads")]
-    own = {n: getattr(self, n) for n in (*sizes, "decoder_dropout")}
-    own = {n.removeprefix("decoder_"): x for n, x in own.items()}
-    own |= dict(use_bias=self.decoder_bias, **others)
+    decoder_options = options.pick(
+      captioner_decoder.Options,
+      self,
+      width=self.decoder_width,
+      mlp_dim=self.decoder_mlp_dim,
+      num_heads=self.decoder_num_heads,
+      dropout=self.decoder_dropout,
+      use_bias=self.decoder_bias,
+      **others,
+    )
     return captioner_decoder.Decoder(
-      options.pick(captioner_decoder.Options, self, **own),
+      decoder_options,
       num_embeddings=self.vocab_size + self.mask_token,
       vocab_size=self.vocab_size,
       depth=depth,
@@ -125,8 +136,9 @@ class Captioner(encoder.Fields):
 
   @nn.nowrap
   def tokens_before(self, text: jax.Array) -> jax.Array:
-    """The tokens (B, L) before each of a text's, 0 at first."""
-    if (L := text.shape[1]) > self.max_len:
+    """The token before each token of a text (B, L); 0 before the first."""
+    L = text.shape[1]
+    if L > self.max_len:
       raise ConfigError(
         f"config.model.max_len: {self.max_len} is less than the {L} tokens of "
         "a text."
@@ -134,11 +146,12 @@ class Captioner(encoder.Fields):
     return jnp.pad(text, ((0, 0), (1, 0)))[:, :-1]
 
   def factors(self, *args: Any, **kwargs: Any) -> States:
-    (hidden_BLD, head), _ = self.decoder(*args, **kwargs)
-    return States(hidden_BLD, *head)
+    """Calls the decoder; the factors of its logits."""
+    (hidden_BLD, (kernel_DV, bias_V)), _ = self.decoder(*args, **kwargs)
+    return States(hidden_BLD, kernel_DV, bias_V)
 
   def begin(self, encoded_BPE: jax.Array, num_tokens: int) -> tuple[Any, Any]:
-    """Returns the caches `source`, of the images, and `caches` of `step`."""
+    """Returns the cache of the images, and the caches that `step` changes."""
     B, P, _ = encoded_BPE.shape
     H = self.decoder_num_heads
 
@@ -146,29 +159,37 @@ class Captioner(encoder.Fields):
       K = self.decoder_width // H
       return kv_cache.empty(B, depth, length, H, K, self.dtype)
 
-    depths = self.decoder_depth, self.text_depth
-    _, source = self.decoder(None, encoded_BPE, cache=empty(P, depths[0]))
-    return source, [empty(num_tokens, n) if n else None for n in depths]
+    _, source = self.decoder(
+      None, encoded_BPE, cache=empty(P, self.decoder_depth)
+    )
+    of_decoder = empty(num_tokens, self.decoder_depth)
+    of_text = None
+    if self.text_depth:
+      of_text = empty(num_tokens, self.text_depth)
+    return source, [of_decoder, of_text]
 
   def step(
     self, source: Any, caches: Any, token_B: jax.Array, position: jax.Array
   ) -> tuple[jax.Array, Any]:
     """Returns (float32 logits (B, V) of the token at `position`, new caches).
 
-    `token_B` come before it, 0 at first. B may be a multiple of the images.
+    `token_B` come before it, 0 at first. B may be a multiple of the number of
+    images.
     """
-    x, (cache, of_text) = token_B[:, None], caches
+    of_decoder, of_text = caches
+    x = token_B[:, None]
     posemb: Any = self.posemb_1LD
     posemb = jax.lax.dynamic_slice_in_dim(posemb, position, 1, 1)
     if self.text_depth:
       (x, _), of_text = self.text(
         x, None, posemb, cache=of_text, start=position
       )
-      posemb = 0.0
-    (hidden_B1D, head), cache = self.decoder(
-      x, source, posemb, cache=cache, start=position
+      posemb = 0.0  # The text's decoder has added it.
+    (hidden_B1D, (kernel_DV, bias_V)), of_decoder = self.decoder(
+      x, source, posemb, cache=of_decoder, start=position
     )
-    return States(hidden_B1D, *head).logits()[:, 0], [cache, of_text]
+    states = States(hidden_B1D, kernel_DV, bias_V)
+    return states.logits()[:, 0], [of_decoder, of_text]
 
 
 class Model(Captioner):
@@ -204,7 +225,7 @@ class Model(Captioner):
   ) -> States:
     """Runs the decoder; the factors of its logits.
 
-    With M texts per image there are M B rows, grouped by image.
+    With M texts per image there are M B texts, grouped by image.
 
     Args:
       text: int (B, L), L up to max_len.
@@ -231,9 +252,20 @@ class Model(Captioner):
 
 
 def encoder_of(model: Captioner, **kwargs: Any) -> vit.Model:
-  sizes = ("variant", "patch_size", *vit.SIZES)
-  others = ("posemb", "mlp", "dropout", "drop_path", "scan", "attention")
-  fields = (*sizes, *others, "remat_policy", "dtype")
+  """The ViT, which has all of its fields from the captioner."""
+  fields = (
+    "variant",
+    "patch_size",
+    *vit.SIZES,
+    "posemb",
+    "mlp",
+    "dropout",
+    "drop_path",
+    "scan",
+    "attention",
+    "remat_policy",
+    "dtype",
+  )
   return vit.Model(**{name: getattr(model, name) for name in fields}, **kwargs)
 
 
@@ -243,13 +275,16 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
+  """Reads the released CapPa, and files of our own."""
   flat = conversions.normalise(flat)
-  of_image = vit.from_published(
+  image_encoder = vit.from_published(
     conversions.below("encoder/", flat),
     conversions.below("encoder/", like),
     posemb_align=posemb_align,
   )
-  decoder = {n: v for n, v in flat.items() if not n.startswith("encoder/")}
+  decoder = {
+    name: x for name, x in flat.items() if not name.startswith("encoder/")
+  }
   block = "EncDecBlock"
   prefix = f"decoder/{block}/"
   norm = decoder.get(prefix + "LayerNorm1/scale")
@@ -257,14 +292,23 @@ def from_published(
   # A scale is a vector (D,), so the other axis of stacked scales counts blocks.
   # If both are D long, the file is taken to be our own.
   if norm is not None and norm.shape[:1] == width != norm.shape[1:]:
-    decoder = {
-      n: np.moveaxis(v, 1, 0) if n.startswith(prefix) else v
-      for n, v in decoder.items()
-    }
+    for name, x in decoder.items():
+      if name.startswith(prefix):
+        decoder[name] = np.moveaxis(x, 1, 0)
   decoder = blocks.restack_blocks(decoder, like, block=block, separator="")
-  return {f"encoder/{n}": v for n, v in of_image.items()} | decoder
+  image_encoder = {f"encoder/{name}": x for name, x in image_encoder.items()}
+  return image_encoder | decoder
+
+
+_DIMS: dict[str, str] = {
+  r"pos_embedding_decoder": "1 positions -> D",
+  r"decoder/EmbedTargets/embedding": "V -> D",
+  r"decoder/LogitsDense/kernel": "D -> V",
+  r"decoder/LogitsDense/bias": "V",
+  **layer_dims.LAYERS,
+}
 
 
 def param_dims(model: Model) -> dims.Table:
-  of_image = vit.param_dims(encoder_of(model, parent=None))
-  return dims.under("encoder/", of_image) | layer_dims.of_module("cappa")
+  encoder_dims = vit.param_dims(encoder_of(model, parent=None))
+  return dims.under("encoder/", encoder_dims) | _DIMS

@@ -8,6 +8,7 @@ Axes: B batch, P patches, N queries, L length of a text, D width of the decoders
 and of what is pooled, E embedding, V vocabulary.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -26,7 +27,8 @@ POOLS = ("cascade", "parallel")
 class Model(cappa.Captioner):
   """CoCa. 0 is the padding of texts, and the token before the first."""
 
-  text_depth: int = options.DERIVED  # Of the text's decoder; decoder_depth.
+  # Depth of the decoder that reads texts; by default decoder_depth.
+  text_depth: int = options.DERIVED
   num_queries: int = 256  # N, for the captions.
   # What the embedding's query attends to: the output of the captions' queries,
   # "cascade", or the patches, as they do, "parallel".
@@ -47,15 +49,22 @@ class Model(cappa.Captioner):
 
   def setup(self) -> None:
     super().setup()
-    D, parallel = self.decoder_width, self.pool == "parallel"
+    D = self.decoder_width
     self.text = self.make_decoder(self.text_depth, cross=False)
     self.cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
-    sizes: Any = dict(num_heads=self.decoder_num_heads, width=D)
-    sizes |= dict(mlp=None, dtype=self.dtype)
-    N = self.num_queries + parallel
-    self.caption_pool = pooling.MAPHead(num_queries=N, **sizes)
-    if not parallel:
-      self.contrastive_pool = pooling.MAPHead(**sizes)
+    pool = functools.partial(
+      pooling.MAPHead,
+      num_heads=self.decoder_num_heads,
+      width=D,
+      mlp=None,
+      dtype=self.dtype,
+    )
+    if self.pool == "parallel":
+      # The last query is the embedding's.
+      self.caption_pool = pool(num_queries=self.num_queries + 1)
+    else:
+      self.caption_pool = pool(num_queries=self.num_queries)
+      self.contrastive_pool = pool()
     self.text_norm = nn.LayerNorm()
     self.image_head = nn.Dense(self.out_dim, use_bias=False)
     self.text_head = nn.Dense(self.out_dim, use_bias=False)
@@ -73,35 +82,41 @@ class Model(cappa.Captioner):
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
-      that input; the results of `encode` as "img/...", "t", of both "states".
+      that input; a dict of the results of `encode` as "img/...", the
+      temperature "t" and, given both, the captions' "states".
     """
     out: dict[str, Any] = {"t": jnp.exp(self.t_1)}
     image_BE = text_BE = None
     if image is not None:
-      of_image = self.encode(image, train=train)
-      out |= {f"img/{name}": x for name, x in of_image.items()}
-      image_BE = pooling.normalise(self.image_head(of_image["pre_logits"]))
+      encoded = self.encode(image, train=train)
+      out |= {f"img/{name}": x for name, x in encoded.items()}
+      image_BE = pooling.normalise(self.image_head(encoded["pre_logits"]))
     if text is not None:
       text_BLD, cls_BD = self._read(text, train)
       text_BE = pooling.normalise(self.text_head(self.text_norm(cls_BD)))
       if image is not None:
-        source = of_image["encoded"]
+        source = encoded["encoded"]
         out["states"] = self.factors(text_BLD, source, train=train)
     return image_BE, text_BE, out
 
   def encode(
     self, image: jax.Array, *, train: bool = False
   ) -> dict[str, jax.Array]:
-    """Returns the ViT's dict, with "patches" for its "encoded" (B, P, width).
+    """Returns the ViT's dict, whose "encoded" (B, P, width) is "patches" here.
 
     "encoded" (B, N, D) and "pre_logits" (B, D) are pooled by queries.
     """
     out = super().encode(image, train=train)
     pooled = self.caption_pool(out["encoded"])
-    one = self.contrastive_pool(pooled) if self.pool == "cascade" else pooled
-    one_BD = one[:, -1].astype(jnp.float32)
-    own = dict(encoded=pooled[:, : self.num_queries], pre_logits=one_BD)
-    return {**out, "patches": out["encoded"], **own}
+    contrastive = pooled
+    if self.pool == "cascade":
+      contrastive = self.contrastive_pool(pooled)
+    return {
+      **out,
+      "patches": out["encoded"],
+      "encoded": pooled[:, : self.num_queries],
+      "pre_logits": contrastive[:, -1].astype(jnp.float32),
+    }
 
   def decode(
     self, encoded_BND: jax.Array, text: jax.Array, *, train: bool = False
@@ -127,6 +142,18 @@ class Model(cappa.Captioner):
     return x_BSD[:, :-1], x_BSD[:, -1]
 
 
+_DIMS: dict[str, str] = {
+  r"pos_embedding_decoder": "1 positions -> D",
+  r"cls": "1 1 D",
+  r"(caption|contrastive)_pool/probe": "1 positions -> D",
+  r"text/EmbedTargets/embedding": "V -> D",
+  r"decoder/LogitsDense/kernel": "D -> V",
+  r"decoder/LogitsDense/bias": "V",
+  r"(image|text)_head/kernel": "D -> V",
+  **layer_dims.LAYERS,
+}
+
+
 def param_dims(model: Model) -> dims.Table:
-  encoder = vit.param_dims(cappa.encoder_of(model, parent=None))
-  return dims.under("encoder/", encoder) | layer_dims.of_module("coca")
+  encoder_dims = vit.param_dims(cappa.encoder_of(model, parent=None))
+  return dims.under("encoder/", encoder_dims) | _DIMS

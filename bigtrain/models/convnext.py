@@ -3,7 +3,11 @@
 Version 1 is https://arxiv.org/abs/2201.03545; version 2,
 https://arxiv.org/abs/2301.00808, has global response norms in its MLPs.
 
-Axes: B batch, H rows, W columns, D channels, F hidden, C classes, T taps.
+XLA's depthwise convolution is slow on CPUs, and its gradient on meshes. The
+functions between Model and Block replace it.
+
+Axes: B batch, H rows, W columns, D channels, F hidden, C classes, T taps of a
+kernel.
 """
 
 import functools
@@ -21,7 +25,14 @@ from bigtrain.models.layers import encoder, kernels, mlp, options, patches
 from bigtrain.models.published import stage_families
 from bigtrain.sharding import batches
 
-VARIANTS = options.variants("convnext")
+VARIANTS: dict[str, dict[str, Any]] = {
+  "tiny": dict(depths=(3, 3, 9, 3), widths=(96, 192, 384, 768)),
+  "small": dict(depths=(3, 3, 27, 3), widths=(96, 192, 384, 768)),
+  "base": dict(depths=(3, 3, 27, 3), widths=(128, 256, 512, 1024)),
+  "large": dict(depths=(3, 3, 27, 3), widths=(192, 384, 768, 1536)),
+  "xlarge": dict(depths=(3, 3, 27, 3), widths=(256, 512, 1024, 2048)),
+  "huge": dict(depths=(3, 3, 27, 3), widths=(352, 704, 1408, 2816)),
+}
 
 
 class Model(nn.Module):
@@ -64,9 +75,16 @@ class Model(nn.Module):
         x_BHWD = norm(name=f"down{stage}_norm")(x_BHWD)
         x_BHWD = conv(D, 2, name=f"conv_down{stage}")(x_BHWD)
       for i in range(1, self.depths[stage - 1] + 1):
-        of_block = (self.version, self.mlp, self.layer_scale, self.dtype)
-        y_BHWD = Block(*of_block, name=f"stage{stage}_block{i}")(x_BHWD)
-        if (rate := rates.pop(0)) and train:
+        block = Block(
+          self.version,
+          self.mlp,
+          self.layer_scale,
+          self.dtype,
+          name=f"stage{stage}_block{i}",
+        )
+        y_BHWD = block(x_BHWD)
+        rate = rates.pop(0)
+        if rate and train:
           y_BHWD = encoder.drop_path(y_BHWD, rate, self.make_rng("dropout"))
         x_BHWD += y_BHWD
     x = jnp.mean(x_BHWD, axis=(1, 2), dtype=jnp.float32)
@@ -79,15 +97,26 @@ class Model(nn.Module):
 
 
 def _by_device(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-  """By device: XLA would add up a kernel's gradient over equal examples."""
-  conv = lambda x, k: jax.lax.conv_general_dilated(x, k, *args, **kwargs)
+  """A depthwise convolution, on each device by itself.
+
+  On a mesh XLA would add up a kernel's gradient over equal examples.
+  """
+
+  def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, *args, **kwargs)
+
   depthwise = functools.partial(_depthwise, conv)
   mesh = batches.ambient(x.shape[0])
   if mesh is None or mesh.size == 1:
     return depthwise(x, kernel)
-  rows = jax.P(batches.batch_axes())
-  specs: Any = dict(in_specs=(rows, jax.P()), out_specs=rows, check_vma=False)
-  return jax.shard_map(depthwise, mesh=mesh, **specs)(x, kernel)
+  by_example = jax.P(batches.batch_axes())
+  return jax.shard_map(
+    depthwise,
+    mesh=mesh,
+    in_specs=(by_example, jax.P()),
+    out_specs=by_example,
+    check_vma=False,
+  )(x, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,34 +128,60 @@ def _depthwise(conv: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
   return jax.lax.platform_dependent(x, kernel, cpu=_shifted, default=conv)
 
 
-def _gradients(conv: Any, kept: Any, dy: jax.Array) -> tuple[Any, Any]:
-  of_conv = lambda *args: jax.vjp(conv, *args[:2])[1](args[2])
-  by_platform: Any = dict(cpu=_shifted_gradients, default=of_conv)
-  return jax.lax.platform_dependent(*kept, dy, **by_platform)
+def _depthwise_forward(
+  conv: Any, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _depthwise(conv, x, kernel), (x, kernel)
 
 
-_depthwise.defvjp(lambda *args: (_depthwise(*args), args[1:]), _gradients)
+def _depthwise_backward(
+  conv: Any, kept: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  def gradients_of_conv(x: Any, kernel: Any, dy: Any) -> Any:
+    return jax.vjp(conv, x, kernel)[1](dy)
+
+  return jax.lax.platform_dependent(
+    *kept, dy, cpu=_shifted_gradients, default=gradients_of_conv
+  )
+
+
+_depthwise.defvjp(_depthwise_forward, _depthwise_backward)
 
 
 def _shifted(x_BHWD: jax.Array, kernel: jax.Array) -> jax.Array:
-  seen, kernel_TD = _seen(x_BHWD, kernel), kernel.reshape(-1, kernel.shape[-1])
-  terms = [seen(n) * weight_D for n, weight_D in enumerate(kernel_TD)]
+  """The convolution as a sum of T shifted images."""
+  seen = _shifts(x_BHWD, kernel)
+  kernel_TD = kernel.reshape(-1, kernel.shape[-1])
+  terms = [seen(tap) * weight_D for tap, weight_D in enumerate(kernel_TD)]
   return functools.reduce(jnp.add, terms).astype(x_BHWD.dtype)
 
 
-def _shifted_gradients(x: Any, kernel: Any, dy: Any) -> tuple[Any, Any]:
-  seen = _seen(x, kernel)
+def _shifted_gradients(
+  x: jax.Array, kernel: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  seen = _shifts(x, kernel)
+
+  def gradient_of_tap(tap: jax.Array) -> jax.Array:
+    return jnp.sum(seen(tap) * dy, axis=(0, 1, 2))
+
   # In a loop: XLA would fuse the sums of all taps to slower code.
-  of_tap = lambda n: jnp.sum(seen(n) * dy, axis=(0, 1, 2))
-  dkernel_TD = jax.lax.map(of_tap, jnp.arange(kernel.size // x.shape[-1]))
+  num_taps = kernel.size // x.shape[-1]
+  dkernel_TD = jax.lax.map(gradient_of_tap, jnp.arange(num_taps))
   dkernel = dkernel_TD.reshape(kernel.shape).astype(kernel.dtype)
   return _shifted(dy, kernel[::-1, ::-1]), dkernel
 
 
-def _seen(x: jax.Array, kernel: jax.Array) -> Callable[[Any], jax.Array]:
-  w, pad = kernel.shape[1], [(n // 2,) * 2 for n in (1, *kernel.shape[:2], 1)]
-  wide = jnp.pad(x.astype(jnp.promote_types(x.dtype, jnp.float32)), pad)
-  return lambda n: jax.lax.dynamic_slice(wide, (0, n // w, n % w, 0), x.shape)
+def _shifts(x: jax.Array, kernel: jax.Array) -> Callable[[Any], jax.Array]:
+  """A function from the number of a tap to the image that it sees."""
+  h, w = kernel.shape[:2]
+  rows, columns = (h // 2, h // 2), (w // 2, w // 2)
+  x_float32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  padded = jnp.pad(x_float32, [(0, 0), rows, columns, (0, 0)])
+
+  def seen(tap: Any) -> jax.Array:
+    return jax.lax.dynamic_slice(padded, (0, tap // w, tap % w, 0), x.shape)
+
+  return seen
 
 
 class Block(nn.Module):
@@ -140,8 +195,9 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x_BHWD: jax.Array) -> jax.Array:
     D = x_BHWD.shape[-1]
-    product = kernels.product
-    dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general=product)
+    dense = functools.partial(
+      nn.Dense, dtype=self.dtype, dot_general=kernels.product
+    )
     y = nn.Conv(
       D,
       (7, 7),
@@ -154,7 +210,7 @@ class Block(nn.Module):
     y = nn.LayerNorm(1e-6, dtype=self.dtype, name="LayerNorm_0")(y)
     y = dense(4 * D, name="Dense_0")(y)
     y = mlp.KINDS[self.mlp].activation(y)
-    if self.version == 2:
+    if self.version == 2:  # Global response normalization.
       zeros, shape = nn.initializers.zeros, y.shape[-1:]
       scale_F = self.param("response_scale", zeros, shape)
       bias_F = self.param("response_bias", zeros, shape)

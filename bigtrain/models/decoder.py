@@ -1,8 +1,10 @@
 """A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
 
-GPT-2 is Radford et al. 2019, Llama https://arxiv.org/abs/2302.13971; a field
-stands for each difference. Kernels multiply from the right:
-blocks/attention/query/kernel is (D, H, K).
+Each difference between GPT-2 (Radford et al. 2019), Llama
+(https://arxiv.org/abs/2302.13971) and later models is a field of Model, and
+fields combine freely. VARIANTS, at the end, has the published sizes. The model
+is embedding, blocks (layers/causal_block.py, run by layers/stack.py) and head.
+Kernels multiply from the right: blocks/attention/query/kernel is (D, H, K).
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -34,16 +36,21 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, decoder_families
 
-VARIANTS = options.variants("decoder")
 POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
 QK_NORMS = ("head", "projection", "l2")
 
-_SIZES = ("vocab_size", "width", "depth", "num_heads")
-# Fields that are None unless they are given: then the variant's, or these.
-_DEFAULTS: dict[str, Any] = dict(rope_theta=1e4, norm_offset=0.0, norm_at="pre")
-_DEFAULTS |= dict(layers=(), sinks=False, embed_multiplier=1.0)
-_GIVEN_BY_VARIANTS = {name for v in VARIANTS.values() for name in v}
+# Defaults of the fields that some variants give. In the class they are None, so
+# that a value in the config can be told from the default: a value in the config
+# comes first, then the variant's, then the one here.
+_DEFAULTS: dict[str, Any] = dict(
+  rope_theta=1e4,
+  norm_offset=0.0,
+  norm_at="pre",
+  layers=(),
+  sinks=False,
+  embed_multiplier=1.0,
+)
 
 
 class Model(nn.Module):
@@ -135,12 +142,12 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
       segments: int (B, L), document of each token, 0 for padding; documents do
-        not see each other. None for one document a row.
+        not see each other. None for one document per example.
       positions: int (B, L); by default they count from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
-      prefix: int (B,), number of first tokens that all tokens see, later ones
-        included. Not with segments or a window.
+      prefix: int (B,), number of leading tokens that all tokens see, also those
+        before them. Not with segments or a window.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -156,8 +163,9 @@ class Model(nn.Module):
     if self.embed_multiplier != 1:
       multiplier = self.embed_multiplier
       if multiplier == "sqrt_width":
-        multiplier = self.width**0.5
+        multiplier = D**0.5
       x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+
     mask = masks.Mask(causal=True, prefix_B=prefix)
     if prefix is not None:
       _check_prefix(self, segments)
@@ -172,6 +180,7 @@ class Model(nn.Module):
         positions = positions - _document_ends(segments)[0]
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
+
     if cache is not None:
       cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
@@ -182,7 +191,8 @@ class Model(nn.Module):
     )
     if cache is not None:
       cache = cache.after_call()
-    x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
+    x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
+
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
@@ -195,6 +205,7 @@ class Model(nn.Module):
     return self._logits(x_BLD, weights) if head else None, out
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
+    """What `config.model.pool` makes of each text: (B, D)."""
     real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
@@ -236,7 +247,8 @@ class Model(nn.Module):
   def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
     logits_BLV = kernels.logits(x_BLD, kernel_DV)
-    if (bias_V := self.head_bias(weights)) is not None:
+    bias_V = self.head_bias(weights)
+    if bias_V is not None:
       logits_BLV += bias_V
     if self.logits_softcap is None:
       return logits_BLV
@@ -296,8 +308,9 @@ class Model(nn.Module):
       )
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
-    caches, dtype = layers.caches, self.dtype
-    return kv_cache.of_layers(batch_size, max_len, caches, kind_N, dtype)
+    return kv_cache.of_layers(
+      batch_size, max_len, layers.caches, kind_N, self.dtype
+    )
 
 
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
@@ -312,7 +325,13 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
     )
 
 
-def _lengths(tokens: jax.Array, segments: Any, cache: Any) -> Any:
+def _lengths(
+  tokens: jax.Array, segments: jax.Array | None, cache: kv_cache.Caches | None
+) -> jax.Array | int:
+  """Length of each token's text (B, L), or one length for all texts.
+
+  Rotary embeddings of type "longrope" depend on it.
+  """
   if segments is not None:
     first_BL, last_BL = _document_ends(segments)
     return last_BL + 1 - first_BL
@@ -332,13 +351,22 @@ def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _read(model: Model) -> None:
   """Checks the fields, and sets those that have several spellings."""
-  sizes = (*_SIZES, "num_kv_heads", "head_dim", "mlp_dim")
-  optional = ("max_len", "window", "num_classes")
-  given = [name for name in optional if getattr(model, name) is not None]
-  options.check_sizes(model, (*sizes, *given))
-  choices: Any = dict(posemb=POSEMBS, pool=POOLS, mlp=mlp.KINDS)
-  choices |= dict(norm=causal_block.NORMS, norm_at=causal_block.NORMS_AT)
-  options.check_fields(model, "dropout", "drop_path", **choices)
+  sizes = ["vocab_size", "width", "depth", "num_heads", "num_kv_heads"]
+  sizes += ["head_dim", "mlp_dim"]
+  for name in ("max_len", "window", "num_classes"):
+    if getattr(model, name) is not None:
+      sizes.append(name)
+  options.check_sizes(model, sizes)
+  options.check_fields(
+    model,
+    "dropout",
+    "drop_path",
+    posemb=POSEMBS,
+    pool=POOLS,
+    mlp=mlp.KINDS,
+    norm=causal_block.NORMS,
+    norm_at=causal_block.NORMS_AT,
+  )
   _check_numbers(model)
   if model.posemb == "learn" and model.max_len is None:
     raise ConfigError("config.model.max_len: missing; posemb='learn' needs it.")
@@ -347,9 +375,10 @@ def _read(model: Model) -> None:
       "config.model.norm_at: expected 'pre' with parallel=True, got "
       f"{model.norm_at!r}."
     )
-  use_bias, qk_norm = model.use_bias, model.qk_norm
+  use_bias = model.use_bias
   if isinstance(use_bias, bool):
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
+  qk_norm = model.qk_norm
   if isinstance(qk_norm, bool):
     qk_norm = "head" if qk_norm else None
   if qk_norm is not None:
@@ -378,13 +407,185 @@ def _check_numbers(model: Model) -> None:
     check_choice(key, multiplier, ["sqrt_width"])
   else:
     check_number(key, multiplier, above=0)
-  optional = ("qkv_clip", "attention_softcap", "logits_softcap")
-  for name in ("residual_multiplier", "logits_multiplier", *optional):
-    if (value := getattr(model, name)) is not None or name not in optional:
+  for name in ("residual_multiplier", "logits_multiplier"):
+    check_number(f"config.model.{name}", getattr(model, name), above=0)
+  for name in ("qkv_clip", "attention_softcap", "logits_softcap"):
+    value = getattr(model, name)
+    if value is not None:
       check_number(f"config.model.{name}", value, above=0)
 
 
-_DIMS = layer_dims.of_module("decoder")
+# What the models of a lineage have in common, except for their sizes.
+_GPT2: dict[str, Any] = dict(
+  norm_eps=1e-5,
+  posemb="learn",
+  norm="layernorm",
+  mlp="gelu",
+  use_bias=True,
+  tied_head=True,
+)
+_LLAMA: dict[str, Any] = dict(
+  norm_eps=1e-5,
+  posemb="rope",
+  norm="rmsnorm",
+  mlp="swiglu",
+  use_bias=False,
+  tied_head=False,
+)
+_QWEN3: dict[str, Any] = _LLAMA | dict(
+  norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
+)
+# https://arxiv.org/abs/2503.19786. Five layers with a window, then one without.
+_GEMMA3: dict[str, Any] = _QWEN3 | dict(
+  mlp="geglu",
+  norm_offset=1.0,
+  norm_at="sandwich",
+  embed_multiplier="sqrt_width",
+  attention_scale=0.0625,  # 1 / sqrt(256), the width of a head.
+  kinds={"local": dict(window=512, rope_theta=1e4), "global": {}},
+  layers=("local",) * 5 + ("global",),
+)
+# https://arxiv.org/abs/2508.10925.
+_GPT_OSS: dict[str, Any] = _LLAMA | dict(
+  use_bias=("qkv", "out", "experts", "router"),
+  mlp_clip=dict(limit=7.0, alpha=1.702, up_offset=1.0),
+  sinks=True,
+  rope_theta=150000.0,
+  rope_scaling=dict(
+    type="yarn", factor=32.0, original_len=4096, truncate=False
+  ),
+  kinds={"local": dict(window=128), "global": {}},
+  layers=("local", "global"),
+)
+# Every fourth layer has no positions.
+_SMOLLM3: dict[str, Any] = _LLAMA | dict(
+  norm_eps=1e-6,
+  rope_theta=5e6,
+  tied_head=True,
+  kinds={"rope": {}, "plain": dict(posemb="none")},
+  layers=("rope", "rope", "rope", "plain"),
+)
+_MIXTRAL_EXPERTS = dict(num_experts=8, top_k=2)
+
+# Sizes of variants for tests.
+_MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
+_LLAMA_MU: dict[str, Any] = _MU | dict(num_kv_heads=2, mlp_dim=64)
+
+
+def _llama3(rope_factor: float) -> dict[str, Any]:
+  """Llama 3's vocabulary and positions, https://arxiv.org/abs/2407.21783."""
+  return _LLAMA | dict(
+    vocab_size=128256,
+    max_len=131072,
+    rope_theta=5e5,
+    rope_scaling=dict(
+      type="llama3",
+      original_len=8192,
+      factor=rope_factor,
+      low_freq_factor=1.0,
+      high_freq_factor=4.0,
+    ),
+    num_kv_heads=8,
+  )
+
+
+_GPT2_SIZED = _GPT2 | dict(vocab_size=50257, max_len=1024)
+
+# By config.model.variant. "gpt2" and "llama" leave the sizes to the config.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "gpt2": _GPT2,
+  "gpt2_mu": _GPT2 | _MU,
+  "gpt2_124m": _GPT2_SIZED | dict(width=768, depth=12, num_heads=12),
+  "gpt2_355m": _GPT2_SIZED | dict(width=1024, depth=24, num_heads=16),
+  "gpt2_774m": _GPT2_SIZED | dict(width=1280, depth=36, num_heads=20),
+  "gpt2_1558m": _GPT2_SIZED | dict(width=1600, depth=48, num_heads=25),
+  "llama": _LLAMA,
+  "llama_mu": _LLAMA | _LLAMA_MU,
+  "llama_1b": _llama3(rope_factor=32.0)
+  | dict(width=2048, depth=16, num_heads=32, mlp_dim=8192, tied_head=True),
+  "llama_8b": _llama3(rope_factor=8.0)
+  | dict(width=4096, depth=32, num_heads=32, mlp_dim=14336),
+  "llama_70b": _llama3(rope_factor=8.0)
+  | dict(width=8192, depth=80, num_heads=64, mlp_dim=28672),
+  "mixtral_mu": _LLAMA | _LLAMA_MU | dict(moe=_MIXTRAL_EXPERTS),
+  "mixtral_8x7b": _LLAMA
+  | dict(
+    moe=_MIXTRAL_EXPERTS,
+    width=4096,
+    depth=32,
+    num_heads=32,
+    num_kv_heads=8,
+    mlp_dim=14336,
+    vocab_size=32000,
+    max_len=32768,
+    rope_theta=1e6,
+  ),
+  "qwen3_mu": _QWEN3 | _LLAMA_MU,
+  "qwen3_0_6b": _QWEN3
+  | dict(
+    width=1024,
+    depth=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_dim=3072,
+    vocab_size=151936,
+    max_len=40960,
+  ),
+  "gemma3_mu": _GEMMA3 | _LLAMA_MU | dict(depth=7),
+  "gemma3_1b": _GEMMA3
+  | dict(
+    width=1152,
+    depth=26,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    mlp_dim=6912,
+    vocab_size=262144,
+    max_len=32768,
+  ),
+  "gpt_oss_mu": _GPT_OSS
+  | _LLAMA_MU
+  | dict(moe=dict(num_experts=4, top_k=2, score="softmax_of_top")),
+  "gpt_oss_20b": _GPT_OSS
+  | dict(
+    width=2880,
+    depth=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_dim=2880,
+    vocab_size=201088,
+    max_len=131072,
+    moe=dict(num_experts=32, top_k=4, score="softmax_of_top"),
+  ),
+  "smollm3_mu": _SMOLLM3 | _LLAMA_MU | dict(depth=4),
+  "smollm3_3b": _SMOLLM3
+  | dict(
+    width=2048,
+    depth=36,
+    num_heads=16,
+    num_kv_heads=4,
+    mlp_dim=11008,
+    vocab_size=128256,
+    max_len=65536,
+  ),
+}
+
+# Fields that are None in Model unless the config gives them.
+_GIVEN_BY_VARIANTS = {
+  field for variant in VARIANTS.values() for field in variant
+}
+
+_DIMS: dict[str, str] = {
+  r"token_embedding": "V -> D",
+  r"pos_embedding": "positions -> D",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  r"score/kernel": "D -> V",
+  r"score/bias": "V",
+  **layer_dims.LAYERS,
+}
 
 
 def param_dims(model: Model) -> dims.Table:

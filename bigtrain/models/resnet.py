@@ -33,14 +33,14 @@ VERSIONS = (1, 2)
 
 
 class Norm(NamedTuple):
-  """A value of config.model.norm."""
+  """What a value of config.model.norm stands for."""
 
-  epsilon: float
-  # Added to the standard deviation, and to the variance, by which a kernel's
-  # columns are divided; None for kernels as they are.
+  epsilon: float  # Added to the variance in norms.
+  # For standardised kernels: added to the standard deviation, and to the
+  # variance, of each output's weights. None for kernels as they are.
   in_kernels: tuple[float, float] | None = None
-  same: bool = False  # Pads like TensorFlow's "SAME".
-  zeros: bool = False  # Zeros pad the image that is pooled.
+  same: bool = False  # Whether to pad like TensorFlow's "SAME".
+  zeros: bool = False  # Whether zeros, not -inf, pad the first max-pooling.
 
 
 NORMS = {
@@ -56,13 +56,13 @@ class Model(nn.Module):
   """ResNet."""
 
   num_classes: int | None = None  # C; None for a model without a head.
-  # Number of layers, one of DEPTHS, or of the blocks in each stage.
+  # Number of layers, one of DEPTHS, or the numbers of blocks of all stages.
   depth: int | Sequence[int] = 50
   version: int = 1  # 1 (v1.5) or 2 (pre-activation).
   width: float = 1.0  # Factor of all numbers of channels.
-  # "batch"; or group norms and standardised kernels, as big_vision's "bit" has
-  # them, with version 1, and with version 2 its "bit_paper" or transformers'
-  # and timm's "bit_torch".
+  # "batch"; or group norms and standardised kernels as in big_vision, with
+  # version 1 "bit" and with version 2 "bit_paper", or as in transformers and
+  # timm, with version 2 "bit_torch".
   norm: str = "batch"
   groups: int = 32  # Number of groups of a group norm.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
@@ -119,6 +119,7 @@ class Model(nn.Module):
 
 
 def stage_depths(model: Model) -> tuple[int, ...]:
+  """Number of blocks of each stage."""
   depth = model.depth
   return DEPTHS[depth] if isinstance(depth, int) else tuple(depth)
 

@@ -1,9 +1,10 @@
 """T5, an encoder-decoder for text: versions 1.0 and 1.1.
 
-https://arxiv.org/abs/1910.10683. Version 1.0 has ReLUs and one embedding table
-for inputs, targets and, scaled, logits; 1.1 has gated GELUs and a separate
-head. With experts in every second layer it is a Switch Transformer,
-https://arxiv.org/abs/2101.03961. Targets begin with 0, the id of padding.
+https://arxiv.org/abs/1910.10683. Version 1.0 has ReLUs, and one embedding table
+for inputs, targets and (scaled) logits. Version 1.1 has gated GELUs and a
+separate head. With experts in every second layer it is a Switch Transformer,
+https://arxiv.org/abs/2101.03961. The decoder's first input is 0, the id of
+padding. The stacks are in layers/t5_stack.py.
 
 Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
@@ -32,7 +33,60 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, t5_families
 
-VARIANTS = options.variants("t5")
+# What the two versions differ in, beside their sizes.
+_T5 = dict(mlp="relu", tied_head=True)
+_T5_1_1 = dict(mlp="geglu", tied_head=False)
+
+
+def _sized(
+  version: dict[str, Any],
+  *,
+  width: int,
+  depth: int,
+  num_heads: int,
+  mlp_dim: int,
+  head_dim: int = 64,
+) -> dict[str, Any]:
+  return version | dict(
+    vocab_size=32128,
+    head_dim=head_dim,
+    width=width,
+    depth=depth,
+    num_heads=num_heads,
+    mlp_dim=mlp_dim,
+  )
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+  # With sizes from the config.
+  "t5": _T5,
+  "t5_1_1": _T5_1_1,
+  # The released models. Heads times their width is not always the width D.
+  "t5_small": _sized(_T5, width=512, depth=6, num_heads=8, mlp_dim=2048),
+  "t5_base": _sized(_T5, width=768, depth=12, num_heads=12, mlp_dim=3072),
+  "t5_large": _sized(_T5, width=1024, depth=24, num_heads=16, mlp_dim=4096),
+  "t5_3b": _sized(
+    _T5, width=1024, depth=24, num_heads=32, head_dim=128, mlp_dim=16384
+  ),
+  "t5_11b": _sized(
+    _T5, width=1024, depth=24, num_heads=128, head_dim=128, mlp_dim=65536
+  ),
+  "t5_1_1_small": _sized(
+    _T5_1_1, width=512, depth=8, num_heads=6, mlp_dim=1024
+  ),
+  "t5_1_1_base": _sized(
+    _T5_1_1, width=768, depth=12, num_heads=12, mlp_dim=2048
+  ),
+  "t5_1_1_large": _sized(
+    _T5_1_1, width=1024, depth=24, num_heads=16, mlp_dim=2816
+  ),
+  "t5_1_1_xl": _sized(
+    _T5_1_1, width=2048, depth=24, num_heads=32, mlp_dim=5120
+  ),
+  "t5_1_1_xxl": _sized(
+    _T5_1_1, width=4096, depth=24, num_heads=64, mlp_dim=10240
+  ),
+}
 MLPS = ("relu", "geglu")
 _NEEDED = ("vocab_size", "width", "depth", "num_heads")
 
@@ -44,13 +98,13 @@ class Model(nn.Module):
   vocab_size: int = options.DERIVED  # V.
   width: int = options.DERIVED  # D.
   depth: int = options.DERIVED  # N, number of blocks of the encoder.
-  decoder_depth: int = options.DERIVED  # Number of its blocks; N by default.
+  decoder_depth: int = options.DERIVED  # The same of the decoder; N by default.
   num_heads: int = options.DERIVED  # H.
   head_dim: int = options.DERIVED  # K; D / H by default.
   mlp_dim: int = options.DERIVED  # F; 4 D by default.
   mlp: str = options.DERIVED  # "relu" or "geglu".
   moe: Any = None  # See moe.Options: experts in place of MLPs, in both stacks.
-  # Whether the head is the embedding, and its input divided by the root of D.
+  # Whether the head is the embedding, with its input divided by sqrt(D).
   tied_head: bool = options.DERIVED
   num_buckets: int = 32  # Number of buckets of distances between positions.
   max_distance: int = 128  # Larger distances share the last bucket.
@@ -68,10 +122,15 @@ class Model(nn.Module):
     values = options.filled(
       self, VARIANTS, names, default="t5_1_1", example="t5_1_1_base"
     )
-    options.set_fields(self, dict(decoder_depth=values["depth"]) | values)
+    values.setdefault("decoder_depth", values["depth"])
+    options.set_fields(self, values)
     _check(self)
-    depths = dict(depth=self.depth, decoder_depth=self.decoder_depth)
-    experts = moe.read(self.moe, "config.model.moe", **depths)
+    experts = moe.read(
+      self.moe,
+      "config.model.moe",
+      depth=self.depth,
+      decoder_depth=self.decoder_depth,
+    )
     options.set_fields(self, {"moe": experts})
     super().__post_init__()
 
@@ -106,11 +165,11 @@ class Model(nn.Module):
         give NaN.
       targets: int (B, L) token ids, padded with 0.
       inputs_segments: int (B, S), document of each token, 0 for padding;
-        documents do not see each other. None for one document a row.
-      targets_segments: int (B, L), the same for targets, with the former.
+        documents do not see each other. None for one document per example.
+      targets_segments: int (B, L), the same for targets; both or neither.
       real: bool (B, L), False for targets that no loss depends on. Experts
-        leave them out, and the inputs of a row without other targets. By
-        default, segment 0, or without segments the padding at a row's end.
+        leave them out, and all inputs of an example without other targets. By
+        default, segment 0, or without segments the padding at the end.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
@@ -125,6 +184,7 @@ class Model(nn.Module):
       source_mask = masks.Mask(real_BS=inputs != 0)
       mask = masks.Mask(causal=True)
       if real is None:
+        # Up to the last one that follows a token other than padding.
         read_BL = (before_BL != 0).at[:, 0].set(True).astype(jnp.int32)
         real = jax.lax.cummax(read_BL, axis=1, reverse=True) != 0
     else:
@@ -132,8 +192,10 @@ class Model(nn.Module):
         segments_BL=targets_segments, segments_BS=inputs_segments
       )
       mask = masks.within_documents(targets_segments, causal=True)
-      first_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
-      before_BL = jnp.where(first_BL == targets_segments, before_BL, 0)
+      # Each document begins with 0, not with the last token of another one.
+      segments_before_BL = jnp.pad(targets_segments[:, :-1], ((0, 0), (1, 0)))
+      is_same_BL = segments_before_BL == targets_segments
+      before_BL = jnp.where(is_same_BL, before_BL, 0)
       if real is None:
         real = targets_segments != 0
     encoded_BSD, inputs_stats = self._encode(
@@ -143,13 +205,16 @@ class Model(nn.Module):
     x_BLD, _, targets_stats = self.decoder(
       self._embed(before_BL), mask, source=source, real_BL=real, train=train
     )
-    # Weighted by layers: the stacks may have different depths.
-    depths = (self.depth, self.decoder_depth)
-    mean = lambda *x: sum(n * x for n, x in zip(depths, x)) / sum(depths)
-    stats = jax.tree.map(mean, inputs_stats, targets_stats)
+    stats = jax.tree.map(self._mean_of_stacks, inputs_stats, targets_stats)
     x_BLD = self._scaled(x_BLD)
     out = {"pre_logits": x_BLD, "encoded": encoded_BSD, "moe": stats}
     return self._logits(x_BLD) if head else None, out
+
+  @nn.nowrap
+  def _mean_of_stacks(self, encoder: jax.Array, decoder: jax.Array) -> Any:
+    """Weighted by layers: the stacks may have different depths."""
+    total = self.depth * encoder + self.decoder_depth * decoder
+    return total / (self.depth + self.decoder_depth)
 
   def encode(
     self,
@@ -195,7 +260,10 @@ class Model(nn.Module):
   def step(
     self, state: t5_stack.DecodingState, token_B: jax.Array, position: jax.Array
   ) -> tuple[jax.Array, t5_stack.DecodingState]:
-    """Decodes the token at a position, see decoding.py; the first one is 0."""
+    """Returns the logits (B, V) after the token at a position; the first is 0.
+
+    text/decoding.py calls it.
+    """
     x_B1D, state = self._advance(state, token_B, position, None)
     return self._logits(self._scaled(x_B1D))[:, 0], state
 
@@ -253,7 +321,13 @@ def _check(model: Model) -> None:
   options.check_fields(model, "dropout", "drop_path", mlp=MLPS)
 
 
-_DIMS = layer_dims.of_module("t5")
+_DIMS: dict[str, str] = {
+  r"token_embedding": "V -> D",
+  r"(encoder|decoder)/relative_bias/embedding": "buckets -> heads",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 
 
 def param_dims(model: Model) -> dims.Table:

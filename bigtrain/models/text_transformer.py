@@ -1,9 +1,9 @@
 """Transformer encoder of token ids: text towers of SigLIP and CLIP, and BERT.
 
-Every position attends to every other, padding included, as in SigLIP, arXiv
-2303.15343, and LiT, 2111.07991, or with `causal` to earlier ones only, as in
-CLIP, 2103.00020. With `post_norm` and the fields after it, it is a BERT,
-1810.04805, or RoBERTa, 1907.11692.
+Every position attends to every other, padding included, as in SigLIP
+(https://arxiv.org/abs/2303.15343) and LiT (2111.07991), or with `causal` only
+to earlier ones, as in CLIP (2103.00020). With `post_norm` and the fields after
+it, the model is a BERT (1810.04805) or RoBERTa (1907.11692).
 
 Axes: B batch, L length, D model width, C outputs, V vocabulary.
 """
@@ -39,9 +39,9 @@ class Model(encoder.Fields):
 
   num_classes: int | None = None  # C; None for a model without a head.
   vocab_size: int = 32_000  # Number of token ids.
-  # "last" position (which must not be cut off: tokenize with eos="sticky"),
-  # "first" position, "eos", the first token `eos_id`, "gap" global average,
-  # "max", or "map", attention.
+  # What represents a text: its "last" position (which must not be cut off:
+  # tokenize with eos="sticky"), its "first" one, "eos" for that of the first
+  # `eos_id`, "gap" for the mean, "max", or "map" for attention.
   pool_type: str = "last"
   eos_id: int | None = None  # Id of the token that ends a text.
   causal: bool = False  # Whether a position attends to no later one.
@@ -58,8 +58,9 @@ class Model(encoder.Fields):
   def __post_init__(self) -> None:
     options.set_fields(self, vit.sizes(self, vit.SIZES, "B"))
     options.check_sizes(self, (*vit.SIZES, "vocab_size"))
-    rates = "dropout", "drop_path"
-    options.check_fields(self, *rates, pool_type=POOL_TYPES, mlp=vit.MLPS)
+    options.check_fields(
+      self, "dropout", "drop_path", pool_type=POOL_TYPES, mlp=vit.MLPS
+    )
     if self.pool_type == "eos" and self.eos_id is None:
       raise ConfigError(
         "config.model.eos_id: missing; pool_type='eos' needs it."
@@ -81,8 +82,8 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 (B, C), or the pooled features without a head, or with `mlm_head`
-      logits (B, L, V); a dict with "encoded" (B, L, D), and but for these
-      logits "pre_logits" (B, D), pooled).
+      logits (B, L, V); a dict with "encoded" (B, L, D), and without `mlm_head`
+      "pre_logits" (B, D), pooled).
     """
     L, D = text.shape[1], self.width
     embed = nn.Embed(self.vocab_size, D, name="Embed_0")
@@ -92,22 +93,22 @@ class Model(encoder.Fields):
     if self.token_types:
       kinds = jnp.zeros_like(text) if types is None else types
       x_BLD += nn.Embed(self.token_types, D, name="token_types")(kinds)
-    first, rows = self.first_position, self.max_len or L
-    if first + L > max(rows, L):
+    first, num_positions = self.first_position, self.max_len or L
+    if first + L > max(num_positions, L):
       raise ConfigError(
-        f"config.model.max_len={rows}: expected at least {first + L} for texts "
-        f"of {L} tokens."
+        f"config.model.max_len={num_positions}: expected at least {first + L} "
+        f"for texts of {L} tokens."
       )
     init = nn.initializers.normal(D**-0.5)
-    table_1LD = self.param("pos_embedding", init, (1, rows, D))
+    table_1LD = self.param("pos_embedding", init, (1, num_positions, D))
     x_BLD = x_BLD + table_1LD[:, first : first + L]
     if self.post_norm:
       norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="embed_norm")
       x_BLD = nn.Dropout(self.dropout)(norm(x_BLD), deterministic=not train)
     real_BL = None if self.pad_id is None else text != self.pad_id
     mask = masks.Mask(causal=self.causal, real_BS=real_BL)
-    of_text = encoder.of_fields(self, "Encoder_0", not self.post_norm)
-    x_BLD = of_text(x_BLD, mask=mask, train=train)
+    blocks = encoder.of_fields(self, "Encoder_0", final_norm=not self.post_norm)
+    x_BLD = blocks(x_BLD, mask=mask, train=train)
     if self.mlm_head:
       return self._mlm_logits(x_BLD, embed), {"encoded": x_BLD}
     x_BD = self._pool(x_BLD, text).astype(jnp.float32)
@@ -123,8 +124,7 @@ class Model(encoder.Fields):
     x_BLD = mlp.KINDS[self.mlp].activation(x_BLD)
     norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="mlm_norm")
     kernel_DV = embed.embedding.T.astype(self.dtype)
-    zeros, shape = nn.initializers.zeros, (self.vocab_size,)
-    bias_V = self.param("mlm_bias", zeros, shape)
+    bias_V = self.param("mlm_bias", nn.initializers.zeros, (self.vocab_size,))
     return kernels.logits(norm(x_BLD), kernel_DV) + bias_V
 
   def _pool(self, x_BLD: jax.Array, text: jax.Array) -> jax.Array:
@@ -150,7 +150,8 @@ def from_published(
 
   Some add two position embeddings. Other text lengths are not resampled.
   """
-  if (converted := bert_families.load(flat, like, DIMS)) is not None:
+  converted = bert_families.load(flat, like, DIMS)
+  if converted is not None:
     return converted
   flat = dict(flat)
   posemb_1LD = flat.pop("pos_embedding", None)
@@ -166,7 +167,17 @@ def from_published(
   return flat
 
 
-DIMS = layer_dims.of_module("text_transformer")
+DIMS: dict[str, str] = {
+  r"Embed_0/embedding": "V -> D",
+  r"pos_embedding": "1 positions -> D",
+  r"MAPHead_0/probe": "1 1 D",
+  r"token_types/embedding": "types -> D",
+  r"(pre_logits|mlm_dense)/kernel": "D -> D",
+  r"mlm_bias": "V",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(bert_families.PUBLISHED.export, DIMS)
 published_fields = bert_families.PUBLISHED.fields

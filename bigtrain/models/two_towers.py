@@ -27,14 +27,18 @@ from bigtrain.models.published import (
   bert_families,
   conversions,
   families,
+  layouts,
   two_tower_families,
   vit_families,
 )
 
+# Keys of the towers' options.
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
 # Of the towers that published files have.
-_DIMS = dims.under("img/", vit.DIMS)
-_DIMS |= dims.under("txt/", text_transformer.DIMS)
+_DIMS = {
+  **dims.under("img/", vit.DIMS),
+  **dims.under("txt/", text_transformer.DIMS),
+}
 
 
 class Model(nn.Module):
@@ -43,8 +47,8 @@ class Model(nn.Module):
   image: Mapping[str, Any] | None = None  # Options of the image tower's Model.
   text: Mapping[str, Any] | None = None  # Options of the text tower's Model.
   image_model: str = "vit"  # Module in bigtrain.models, or a dotted path.
-  # The same; its Model takes (text [B, L], train=). None for one tower, which
-  # embeds pictures of texts too (CLIPPO, 2212.08045).
+  # The same; its Model is called with (text [B, L], train=). None for one tower
+  # that embeds pictures of texts too (CLIPPO, arXiv 2212.08045).
   text_model: str | None = "text_transformer"
   # E, or (image head, text head), each None for pooled features.
   out_dim: int | Sequence[int | None] = 128
@@ -68,11 +72,12 @@ class Model(nn.Module):
   ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array]]:
     """Embeds images (B, height, width, channels), texts (B, L), or both.
 
-    `shapes` (B, 2) are of images in ready patches, see models.vit.
+    Images may come in ready patches, with `shapes` (B, 2): see models.vit.
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
-      that input; the towers' results as "img/..." and "txt/...", "t" and "b".
+      that input; a dict of the towers' results as "img/..." and "txt/...", the
+      temperature "t" and the bias "b".
     """
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
@@ -80,15 +85,15 @@ class Model(nn.Module):
     built: dict[str, nn.Module] = {}
     for name, x in (("img", image), ("txt", text)):
       if x is not None:
-        own = name if name in towers else "img"
-        model, options = towers[own]
+        tower = name if name in towers else "img"
+        model, options = towers[tower]
         others = {}
         if name == "img" and shapes is not None:
           others["shapes"] = shapes
-        with _named(_KEYS[own]):
-          if own not in built:
-            built[own] = model(**options, name=own)
-          z_BE, tower_out = built[own](x, train=train, **others)
+        with _named(_KEYS[tower]):
+          if tower not in built:
+            built[tower] = model(**options, name=tower)
+          z_BE, tower_out = built[tower](x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = pooling.normalise(z_BE)
     init = nn.initializers.constant(math.log(self.temperature_init))
@@ -106,15 +111,18 @@ class Model(nn.Module):
     return getattr(model(**options, parent=None), "vocab_size", None)
 
   def _towers(self) -> dict[str, tuple[type[nn.Module], dict[str, Any]]]:
-    dims = self.out_dim
-    dims = (dims, dims) if isinstance(dims, int) else tuple(dims)
-    if len(dims) != 2:
+    """The classes of the towers, and their options."""
+    out_dims = self.out_dim
+    if isinstance(out_dims, int):
+      out_dims = (out_dims, out_dims)
+    out_dims = tuple(out_dims)
+    if len(out_dims) != 2:
       raise ConfigError(
-        f"config.model.out_dim: expected one number or two, got {dims!r}."
+        f"config.model.out_dim: expected one number or two, got {out_dims!r}."
       )
-    towers = {"img": _tower("image", self.image_model, self.image, dims[0])}
+    towers = {"img": _tower("image", self.image_model, self.image, out_dims[0])}
     if self.text_model is not None:
-      towers["txt"] = _tower("text", self.text_model, self.text, dims[1])
+      towers["txt"] = _tower("text", self.text_model, self.text, out_dims[1])
     return towers
 
 
@@ -136,6 +144,7 @@ def _tower(
 
 @contextlib.contextmanager
 def _named(key: str) -> Iterator[None]:
+  """Names the tower's key in errors, in place of config.model."""
   try:
     yield
   except ConfigError as e:
@@ -158,27 +167,49 @@ def from_published(
       # The temperature and bias of some releases are plain scalars.
       fits = name in like and value.size == math.prod(like[name].shape)
       result[name] = value.reshape(like[name].shape) if fits else value
-  to_image = functools.partial(vit.from_published, posemb_align=posemb_align)
-  to_text = text_transformer.from_published
-  for prefix, convert in (("img/", to_image), ("txt/", to_text)):
-    own_like = conversions.below(prefix, like)
-    converted = convert(conversions.below(prefix, flat), own_like)
-    result.update({prefix + name: value for name, value in converted.items()})
+  image = vit.from_published(
+    conversions.below("img/", flat),
+    conversions.below("img/", like),
+    posemb_align=posemb_align,
+  )
+  text = text_transformer.from_published(
+    conversions.below("txt/", flat), conversions.below("txt/", like)
+  )
+  result.update({f"img/{name}": value for name, value in image.items()})
+  result.update({f"txt/{name}": value for name, value in text.items()})
   return result
 
 
 def param_dims(model: Model) -> dims.Table:
-  modules = {"img": model.image_model, "txt": model.text_model or ""}
+  module_names = {"img": model.image_model, "txt": model.text_model or ""}
   table: dict[str, str] = {}
   for tower, (cls, options) in model._towers().items():
-    module = find_module("models", modules[tower], _KEYS[tower])
+    module = find_module("models", module_names[tower], _KEYS[tower])
     if hasattr(module, "param_dims"):
-      of_tower = module.param_dims(cls(**options, parent=None))
-      table |= dims.under(f"{tower}/", of_tower)
+      tower_dims = module.param_dims(cls(**options, parent=None))
+      table |= dims.under(f"{tower}/", tower_dims)
   return table
 
 
+# Fields of towers that do not change what they compute.
+_OF_TRAINING = (
+  "parent",
+  "name",
+  "variant",
+  "dropout",
+  "drop_path",
+  "scan",
+  "attention",
+  "remat_policy",
+  "dtype",
+  "head_zeroinit",
+  "head_bias_init",
+  "num_classes",
+)
+
+
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Fields of which two models with the same function have the same values."""
   out_dim = values.get("out_dim")
   pair = (out_dim,) * 2 if isinstance(out_dim, int) else tuple(out_dim or ())
   result = {
@@ -191,24 +222,24 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   for name, cls in towers:
     options = values.get(name) or {}
     tower = cls(**options, parent=None)
-    fields = {x: getattr(tower, x) for x in cls.__dataclass_fields__}
-    fields = vit_families.canonical(fields)
-    result[name] = {n: fields[n] for n in fields if n not in _OF_TRAINING}
+    fields = {
+      field: getattr(tower, field) for field in cls.__dataclass_fields__
+    }
+    result[name] = {
+      field: value
+      for field, value in vit_families.canonical(fields).items()
+      if field not in _OF_TRAINING
+    }
   return result
 
 
-# Fields of towers that say nothing of what they compute.
-_OF_TRAINING = (
-  *("parent", "name", "variant", "dropout", "drop_path", "scan", "attention"),
-  *("remat_policy", "dtype", "head_zeroinit", "head_bias_init", "num_classes"),
-)
-_PUBLISHED = families.Layouts(two_tower_families.FAMILIES, _canonical)
+_PUBLISHED = layouts.Layouts(two_tower_families.FAMILIES, _canonical)
 to_published = functools.partial(_PUBLISHED.export, _DIMS)
 
 
 def published_fields(
   path: str, allow_unread: Collection[str] = ()
-) -> families.Fields | None:
+) -> layouts.Fields | None:
   _, values = families.read_json(path)
   if values and values["model_type"] in bert_families.FAMILIES:
     return None  # The weights of a text tower.

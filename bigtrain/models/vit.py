@@ -1,9 +1,11 @@
 """Vision Transformer, https://arxiv.org/abs/2010.11929.
 
-With average pooling by default, 2D sine-cosine position embeddings
+Pooling is an average by default. Also here: 2D sine-cosine position embeddings
 (https://arxiv.org/abs/2205.01580), attention pooling and larger sizes
 (https://arxiv.org/abs/2106.04560), So400m (https://arxiv.org/abs/2305.13035).
-Its options make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT, MAE or MLP-Mixer.
+The fields of Model make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT, MAE or
+MLP-Mixer. The blocks are in layers/encoder.py; what surrounds them is here:
+patches, positions, class token and registers, pooling, head.
 
 Axes: B batch, P patches, L length (P, after a class token and registers), D
 model width, H heads, C classes.
@@ -33,7 +35,37 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, vit_families
 
-VARIANTS = options.variants("vit")
+# Sizes by the name before the slash in config.model.variant. "mu" is for
+# tests.
+VARIANTS: dict[str, dict[str, Any]] = {
+  "mu": dict(width=32, depth=1, mlp_dim=128, num_heads=2),
+  "Ti": dict(width=192, depth=12, mlp_dim=768, num_heads=3),
+  "S": dict(width=384, depth=12, mlp_dim=1536, num_heads=6),
+  "M": dict(width=512, depth=12, mlp_dim=2048, num_heads=8),
+  "B": dict(width=768, depth=12, mlp_dim=3072, num_heads=12),
+  "L": dict(width=1024, depth=24, mlp_dim=4096, num_heads=16),
+  "So400m": dict(width=1152, depth=27, mlp_dim=4304, num_heads=16),
+  "H": dict(width=1280, depth=32, mlp_dim=5120, num_heads=16),
+  "g": dict(width=1408, depth=40, mlp_dim=6144, num_heads=16),
+  "G": dict(width=1664, depth=48, mlp_dim=8192, num_heads=16),
+  # MLP-Mixer, https://arxiv.org/abs/2105.01601, table 1. The number of heads is
+  # unused: an MLP over the patches takes the place of attention.
+  "Mixer-mu": dict(
+    width=32, depth=1, mlp_dim=128, num_heads=1, token_mlp_dim=16
+  ),
+  "Mixer-S": dict(
+    width=512, depth=8, mlp_dim=2048, num_heads=1, token_mlp_dim=256
+  ),
+  "Mixer-B": dict(
+    width=768, depth=12, mlp_dim=3072, num_heads=1, token_mlp_dim=384
+  ),
+  "Mixer-L": dict(
+    width=1024, depth=24, mlp_dim=4096, num_heads=1, token_mlp_dim=512
+  ),
+  "Mixer-H": dict(
+    width=1280, depth=32, mlp_dim=5120, num_heads=1, token_mlp_dim=640
+  ),
+}
 SIZES = ("width", "depth", "mlp_dim", "num_heads")
 POSEMBS = ("learn", "sincos2d", "none")
 POOL_TYPES = ("gap", "map", "tok", "tok_gap", "none")
@@ -53,9 +85,9 @@ class Model(encoder.Fields):
   # for patches of patch_size.
   seqhw: int | None = None
   token_mlp_dim: int | None = None  # See encoder.Encoder; "Mixer-B" has one.
-  class_token: bool | None = None  # By default if it is pooled.
-  # Number of tokens without a meaning of their own
-  # (https://arxiv.org/abs/2309.16588), after the class token.
+  class_token: bool | None = None  # By default, whether it is pooled.
+  # Number of learned tokens after the class token that only attention uses
+  # (https://arxiv.org/abs/2309.16588).
   registers: int = 0
   posemb: str = "learn"  # "learn", "sincos2d" or "none", as in a Mixer.
   posemb_class: bool = False  # Whether the class token has one, the first.
@@ -90,9 +122,15 @@ class Model(encoder.Fields):
       values["posemb_grid"] = _two("posemb_grid", self.posemb_grid)
     options.set_fields(self, values)
     options.check_sizes(self, SIZES)
-    choices: Any = dict(posemb=POSEMBS, pool_type=POOL_TYPES, mlp=MLPS)
-    choices |= dict(relative_bias=RELATIVE_BIASES)
-    options.check_fields(self, "dropout", "drop_path", **choices)
+    options.check_fields(
+      self,
+      "dropout",
+      "drop_path",
+      posemb=POSEMBS,
+      pool_type=POOL_TYPES,
+      mlp=MLPS,
+      relative_bias=RELATIVE_BIASES,
+    )
     check_number("config.model.registers", self.registers, least=0, whole=True)
     if self.layer_scale is not None:
       check_number("config.model.layer_scale", self.layer_scale)
@@ -134,8 +172,8 @@ class Model(encoder.Fields):
     Args:
       image: or ready patches (B, P, height * width * channels of a patch), row
         by row, for images of several shapes (NaFlex).
-      shapes: int (B, 2), rows and columns of ready patches; those beyond are
-        padding.
+      shapes: int (B, 2), numbers of rows and columns of ready patches; further
+        patches are padding.
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
@@ -179,12 +217,14 @@ class Model(encoder.Fields):
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
     out["pre_logits"] = x
     if self.num_classes:
-      zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
+      kernel_init = nn.initializers.lecun_normal()
+      if self.head_zeroinit:
+        kernel_init = nn.initializers.zeros
       x = nn.Dense(
         self.num_classes,
         name="head",
         use_bias=self.head_bias,
-        kernel_init=zeros if self.head_zeroinit else lecun,
+        kernel_init=kernel_init,
         bias_init=nn.initializers.constant(self.head_bias_init),
       )(x)
     return x, out
@@ -207,12 +247,14 @@ class Model(encoder.Fields):
       bias_1HLL = positions.GridBias(
         self.num_heads, grid, name="relative_bias"
       )()
-    grid_of_layers = grid if self.relative_bias == "layer" else None
-    others = dict(bias=self.use_bias, relative_grid=grid_of_layers)
-    of_image = encoder.of_fields(
-      self, "Transformer", not self.norm_pooled, **others
+    transformer = encoder.of_fields(
+      self,
+      "Transformer",
+      final_norm=not self.norm_pooled,
+      bias=self.use_bias,
+      relative_grid=grid if self.relative_bias == "layer" else None,
     )
-    return of_image(
+    return transformer(
       x_BLD,
       rope=self._rotation(grid, prefix, train),
       mask=mask,
@@ -229,11 +271,14 @@ class Model(encoder.Fields):
       raise ConfigError(
         "config.model.posemb_grid: missing; images of several shapes need it."
       )
-    whole = dict(posemb=self.posemb == "sincos2d", rope=self.rope is not None)
-    for name in ("relative_bias", "token_mlp_dim"):
-      whole[name] = bool(getattr(self, name))
-    for name, used in whole.items():
-      if used:
+    needs_a_grid = dict(
+      posemb=self.posemb == "sincos2d",
+      rope=self.rope is not None,
+      relative_bias=bool(self.relative_bias),
+      token_mlp_dim=bool(self.token_mlp_dim),
+    )
+    for name, is_used in needs_a_grid.items():
+      if is_used:
         raise ConfigError(
           f"config.model.{name}={getattr(self, name)!r}: expected images of "
           "one shape."
@@ -249,11 +294,15 @@ class Model(encoder.Fields):
     if self.posemb == "sincos2d":
       assert grid is not None
       return jnp.asarray(positions.sincos_2d(grid, D)), None
-    size = math.prod(self.posemb_grid) if self.posemb_grid else P
-    init, first = nn.initializers.normal(D**-0.5), int(self.posemb_class)
-    table = self.param("pos_embedding", init, (1, first + size, D))
+    num_patches = math.prod(self.posemb_grid) if self.posemb_grid else P
+    num_class = int(self.posemb_class)
+    table = self.param(
+      "pos_embedding",
+      nn.initializers.normal(D**-0.5),
+      (1, num_class + num_patches, D),
+    )
     of_class_11D = table[:, :1] if self.posemb_class else None
-    posemb_1PD = table[:, first:]
+    posemb_1PD = table[:, num_class:]
     if self.posemb_grid is None:
       return posemb_1PD, of_class_11D
     if shapes is None:
@@ -264,18 +313,23 @@ class Model(encoder.Fields):
   def _with_prefix(
     self, x_BPD: jax.Array, of_class_11D: jax.Array | None
   ) -> jax.Array:
+    """Puts the class token and the registers before the patches."""
     B, _, D = x_BPD.shape
-    zeros, tokens = nn.initializers.zeros, []
+    prefix = []
     if self.class_token:
-      cls_11D = self.param("cls", zeros, (1, 1, D))
-      tokens.append(cls_11D if of_class_11D is None else cls_11D + of_class_11D)
+      cls_11D = self.param("cls", nn.initializers.zeros, (1, 1, D))
+      if of_class_11D is not None:
+        cls_11D = cls_11D + of_class_11D
+      prefix.append(cls_11D)
     if self.registers:
       init = nn.initializers.normal(0.02)
-      tokens.append(self.param("registers", init, (1, self.registers, D)))
-    parts = [
-      jnp.broadcast_to(x.astype(x_BPD.dtype), (B, *x.shape[1:])) for x in tokens
+      prefix.append(self.param("registers", init, (1, self.registers, D)))
+    if not prefix:
+      return x_BPD
+    of_all = [
+      jnp.broadcast_to(x.astype(x_BPD.dtype), (B, *x.shape[1:])) for x in prefix
     ]
-    return jnp.concatenate([*parts, x_BPD], axis=1) if parts else x_BPD
+    return jnp.concatenate([*of_all, x_BPD], axis=1)
 
   def _rotation(
     self, grid: tuple[int, int] | None, prefix: int, train: bool
@@ -285,11 +339,12 @@ class Model(encoder.Fields):
     assert grid is not None
     factor_2: Any = 1.0
     shift_2: Any = 0.0
-    if train and any(self.rope[1:]):
+    if train and (self.rope.shift or self.rope.jitter or self.rope.rescale):
       keys = jax.random.split(self.make_rng("dropout"), 3)
-      draw = lambda key, n, most: jax.random.uniform(
-        key, (n,), minval=-most, maxval=most
-      )
+
+      def draw(key: jax.Array, n: int, most: float) -> jax.Array:
+        return jax.random.uniform(key, (n,), minval=-most, maxval=most)
+
       shift_2 = draw(keys[0], 2, self.rope.shift)
       log_jitter_2 = draw(keys[1], 2, math.log(self.rope.jitter or 1.0))
       log_rescale_1 = draw(keys[2], 1, math.log(self.rope.rescale or 1.0))
@@ -327,22 +382,27 @@ class Model(encoder.Fields):
 class Rope(NamedTuple):
   """config.model.rope, see positions.grid_rotation.
 
-  In training the coordinates of an image are shifted by up to `shift`, and
-  multiplied by up to `jitter` (each axis by itself) and `rescale`, or divided;
-  None or 0 changes nothing.
+  All but `theta` change the coordinates of the patches in training, by random
+  numbers for each step.
   """
 
-  theta: float = 100.0
-  shift: float = 0.0
+  theta: float = 100.0  # Base of the wavelengths.
+  shift: float = 0.0  # Largest shift, of an image that is 2 wide.
+  # Largest factor, or divisor, of each axis by itself; None for none.
   jitter: float | None = None
-  rescale: float | None = None
+  rescale: float | None = None  # The same of both axes together.
 
 
 def _rope(model: Model) -> Rope | None:
-  key, factor = "config.model.rope", dict(least=1)
-  limits = dict(theta=dict(above=0), shift=dict(least=0))
+  key = "config.model.rope"
   rope = options.read_tuple(
-    Rope, model.rope, key, **limits, jitter=factor, rescale=factor
+    Rope,
+    model.rope,
+    key,
+    theta=dict(above=0),
+    shift=dict(least=0),
+    jitter=dict(least=1),
+    rescale=dict(least=1),
   )
   if rope is not None and model.width // model.num_heads % 4:
     raise ConfigError(
@@ -374,9 +434,9 @@ class PatchEmbedding(nn.Module):
   def __call__(
     self, image: jax.Array
   ) -> tuple[jax.Array, tuple[int, int] | None]:
-    """Returns embeddings (B, P, D) and the grid's rows and columns.
+    """Returns embeddings (B, P, D), and the grid's rows and columns.
 
-    Of ready patches there is no grid.
+    Ready patches have no grid: None.
     """
     p, q = self.patch_size
     if image.ndim == 3:
@@ -433,10 +493,14 @@ def _resized_kernel(kernel: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
+  """Sizes that the fields of a model give, or its variant, or other sizes."""
   known = {} if model.variant is None else variant_sizes(model.variant)
-  given = {name: getattr(model, name) for name in names}
-  known |= {name: value for name, value in given.items() if value is not None}
-  known = {"token_mlp_dim": None, "mlp_dim": 4 * known.get("width", 0)} | known
+  for name in names:
+    given = getattr(model, name)
+    if given is not None:
+      known[name] = given
+  known.setdefault("token_mlp_dim", None)
+  known.setdefault("mlp_dim", 4 * known.get("width", 0))
   for name in names:
     if name not in known:
       raise ConfigError(
@@ -447,8 +511,10 @@ def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
 
 
 def _two(name: str, value: Any) -> tuple[int, int]:
+  """A pair of numbers from one or two."""
   numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-  numbers = numbers * 2 if len(numbers) == 1 else numbers
+  if len(numbers) == 1:
+    numbers = numbers * 2
   whole = all(isinstance(n, int) and n > 0 for n in numbers)
   if not whole or len(numbers) != 2:
     raise ConfigError(
@@ -459,6 +525,7 @@ def _two(name: str, value: Any) -> tuple[int, int]:
 
 
 def variant_sizes(variant: str) -> dict[str, Any]:
+  """The sizes of a variant such as "B", or "B/16" with patches."""
   name, slash, patch = str(variant).partition("/")
   choices = [known + slash + patch for known in VARIANTS]
   check_choice("config.model.variant", variant, choices)
@@ -481,7 +548,7 @@ def from_published(
 ) -> dict[str, Any]:
   """Reads the AugReg and big_vision releases, and vit_families.py's layouts.
 
-  If the head's shape differs as well, as after fine-tuning, a pre-logits layer
+  If the shape of the head differs, as after fine-tuning, a pre-logits layer
   that the model lacks is dropped. Otherwise it stays, for the caller to list.
   """
   flat = conversions.normalise(flat)
@@ -494,9 +561,11 @@ def from_published(
     _fit_posemb(flat, like["pos_embedding"].shape, posemb_align)
   result: dict[str, Any] = blocks.restack_blocks(flat, like)
 
-  heads = [params.get("head/kernel") for params in (result, like)]
-  shapes = [getattr(head, "shape", None) for head in heads]
-  if "pre_logits/kernel" not in like and shapes[0] != shapes[1]:
+  their_head, our_head = result.get("head/kernel"), like.get("head/kernel")
+  same_head = getattr(their_head, "shape", None) == getattr(
+    our_head, "shape", None
+  )
+  if "pre_logits/kernel" not in like and not same_head:
     names = {"pre_logits/kernel", "pre_logits/bias"} & set(result)
     for name in names:
       del result[name]
@@ -509,23 +578,25 @@ def from_published(
 def _fit_posemb(
   flat: dict[str, np.ndarray], shape: tuple[int, int, int], align: str
 ) -> None:
+  """Resamples position embeddings in `flat` to the grid of a shape."""
   posemb_1PD = flat["pos_embedding"]
   if posemb_1PD.shape == shape or posemb_1PD.shape[::2] != shape[::2]:
     return
   # Older files have a position embedding of the class token too; the model
   # only has their sum.
   P = posemb_1PD.shape[1]
-  square = conversions.square_grid
-  if "cls" in flat and not square(P) and square(P - 1):
+  grid_of = conversions.square_grid
+  if "cls" in flat and not grid_of(P) and grid_of(P - 1):
     flat["cls"] = flat["cls"] + posemb_1PD[:, :1]
     posemb_1PD = posemb_1PD[:, 1:]
-  old, new = square(posemb_1PD.shape[1]), square(shape[1])
+  old, new = grid_of(posemb_1PD.shape[1]), grid_of(shape[1])
   if old and new:
     posemb_1PD = conversions.resample_posemb(posemb_1PD, old, new, align)
   flat["pos_embedding"] = posemb_1PD
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Names of older releases as those of the model."""
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():
@@ -542,19 +613,33 @@ def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   )
   numbers: dict[tuple[str, str], set[int]] = {}
   for name in renamed:
-    if m := layer.fullmatch(name):
-      numbers.setdefault((m[1], m[2]), set()).add(int(m[3]))
+    match = layer.fullmatch(name)
+    if match:
+      block, kind, number, _ = match.groups()
+      numbers.setdefault((block, kind), set()).add(int(number))
 
   def renumber(name: str) -> str:
-    if not (m := layer.fullmatch(name)):
+    match = layer.fullmatch(name)
+    if not match:
       return name
-    number = sorted(numbers[m[1], m[2]]).index(int(m[3]))
-    return f"{m[1]}{m[2]}_{number}{m[4]}"
+    block, kind, number, parameter = match.groups()
+    index = sorted(numbers[block, kind]).index(int(number))
+    return f"{block}{kind}_{index}{parameter}"
 
   return {renumber(name): value for name, value in renamed.items()}
 
 
-DIMS = layer_dims.of_module("vit")
+DIMS: dict[str, str] = {
+  r"embedding/kernel": "height width channels -> D",
+  r"pos_embedding": "1 patches -> D",
+  r"cls|MAPHead_0/probe": "1 1 D",
+  r"registers": "1 positions -> D",
+  r"(.*/)?relative_bias/table": "positions -> H",
+  r"pre_logits/kernel": "D -> D",
+  r"head/kernel": "D -> V",
+  r"head/bias": "V",
+  **layer_dims.LAYERS,
+}
 param_dims = dims.of_all(DIMS)
 to_published = functools.partial(vit_families.PUBLISHED.export, DIMS)
 published_fields = vit_families.PUBLISHED.fields

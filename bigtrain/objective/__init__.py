@@ -1,8 +1,22 @@
-"""What a run learns: its task and model, and all that the gradients need.
+"""What a run learns: its task and model, and all that its gradients need.
 
-Open building.py first: the task and the model that a config names, and the loss
-that binds them. initial.py makes the first variables, gradients.py computes a
-step's gradients over microbatches, teacher.py and frozen_base.py load variables
-that are used and never trained, rollouts.py makes batches with the weights of
-the step. The program, inference and tools import this package.
+Open objective.py first: `Objective`, the one object that main.py passes around.
+Its parts, in the order in which it builds them:
+
+  building.py          the task and the model that a config names
+    published_sizes.py   the model's sizes, from a published model's folder
+    logical_axes.py      names of axes in flax's way
+  task_functions.py    the task's loss and predict functions, with their options
+  teacher.py           a second model, which is used and never trained
+  variants.py          fields of the model that each step draws
+  initial.py           the first variables, and how they are laid out
+  frozen_base.py       the base of adapters
+    trained_adapters.py  adapters after training: loaded, merged, exported
+  rollouts.py          batches that are made with the weights of the step
+  gradients.py         gradients over the global batch
+    microbatching.py     cutting the batch
+    activations.py       statistics of activations in log steps
+    sharpness.py         SAM and GSAM
+
+The program, inference and tools import this package.
 """

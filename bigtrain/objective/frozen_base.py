@@ -1,7 +1,8 @@
 """The frozen base of a run with config.adapters; see models/layers/lora.py.
 
-Every start loads it from config.model_init, like a teacher. Checkpoints have
-only a digest of its arrays, and refuse another base.
+Every start loads it from config.model_init, like a teacher, and quantizes it if
+the config says so. Checkpoints have only a digest of its arrays, by which they
+refuse another base. Without config.adapters a run has an empty `Base`.
 """
 
 import hashlib
@@ -13,38 +14,49 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from bigtrain import sharding
-from bigtrain.arrays import trees
+from bigtrain.arrays import dims, trees
 from bigtrain.arrays.types import TrainState
 from bigtrain.checkpoints import checksums, device_checksums, warm_start
 from bigtrain.cluster import process
 from bigtrain.config import settings
 from bigtrain.models.layers import block_quantization, lora
 from bigtrain.models.layers.block_quantization import Quantized
+from bigtrain.objective.initial import InitialVariables
 
 KEY = "config.model_init"
 
 
 class Loaded(NamedTuple):
-  """A base from its source."""
+  """What a source of a base holds, sorted by its use."""
 
-  base: Any
-  # {"digest": of its arrays, "arrays": {name: [dtype, shape]}}, as before
-  # quantization.
+  base: Any  # The arrays that stay as they are, perhaps quantized.
+  # Goes into checkpoints: {"digest": of the base's arrays before quantization,
+  # "arrays": {name: [dtype, shape]}}.
   saved: dict[str, Any]
-  others: dict[str, Any]  # Mutable collections, "params" that train in full.
+  # Mutable collections, and as "params" the arrays that train in full.
+  others: dict[str, Any]
+
+
+_NOTHING = Loaded({}, {}, {})
 
 
 class Base:
   """The base of a run; without config.adapters, `spec` and `saved` are {}."""
 
   def __init__(
-    self, model: Any, spec: Mapping[str, Any], read: Callable[[], Loaded]
+    self,
+    model: Any,
+    spec: Mapping[str, Any],
+    read: Callable[[], Loaded] = lambda: _NOTHING,
   ):
-    self._model, self.spec, self._read = model, spec, read
-    self._loaded = Loaded({}, {}, {})
+    self.spec = spec  # {"base": specs of its arrays}, or {}.
+    self._model = model
+    self._read = read
+    self._loaded = _NOTHING
 
   @property
   def saved(self) -> dict[str, Any]:
+    """What checkpoints say of the base; known once it is loaded."""
     return self._loaded.saved
 
   def load(self) -> dict[str, Any]:
@@ -55,55 +67,66 @@ class Base:
     return {"base": self._loaded.base}
 
   def begin(self, state: TrainState) -> None:
-    """Adds to a new state what trains in full, and DoRA's norms."""
+    """Adds to a new state what the base's source has for it.
+
+    These are the arrays that train in full, mutable collections, and for DoRA
+    the magnitudes, which begin as the norms of the base's kernels.
+    """
     others = dict(self._loaded.others)
-    params = trees.flatten_with_names(others.pop("params", {}))
+    in_full = dict(trees.flatten_with_names(others.pop("params", {})))
     if others:
       state["mutable"] = others
-    place = jax.tree.map(lambda x: x.sharding, state["params"])
-    flat = dict(trees.flatten_with_names(state["params"])) | dict(params)
-    fill = jax.jit(self._model.adapters.with_magnitudes, out_shardings=place)
-    state["params"] = fill(trees.from_flat(flat), self._loaded.base)
+    shardings = jax.tree.map(lambda x: x.sharding, state["params"])
+    params = dict(trees.flatten_with_names(state["params"])) | in_full
+    fill = jax.jit(
+      self._model.adapters.with_magnitudes, out_shardings=shardings
+    )
+    state["params"] = fill(trees.from_flat(params), self._loaded.base)
 
 
 def from_config(
   config: settings.Config,
   module: Any,
   model: Any,
-  variables: Any,  # Of initial.py.
+  variables: InitialVariables,
   state_spec: Mapping[str, Any],
   rules: sharding.Rules,
   mesh: Mesh,
 ) -> Base:
   """Reads config.model_init; without it, draws a base for tests by the seed."""
   if not hasattr(model, "adapters"):
-    return Base(model, {}, lambda: Loaded({}, {}, {}))
+    return Base(model, {})
   source = config.get("model_init")
   if isinstance(source, settings.Config):
     source = config.kwargs("model_init")
+  # The base as the run keeps it, perhaps quantized.
   shapes = jax.eval_shape(variables.base)
   spec = sharding.state_spec({"base": shapes}, mesh, rules)
-  as_loaded = {"base": lora.unquantized(shapes)}
-  like_base = sharding.state_spec(as_loaded, mesh, rules)["base"]
-  in_full = lora.in_full(state_spec["params"])
-  params = trees.merge(like_base, in_full)
+  # All that the source holds: the base before quantization, what trains in
+  # full, and mutable collections.
+  unquantized = {"base": lora.unquantized(shapes)}
+  params = trees.merge(
+    sharding.state_spec(unquantized, mesh, rules)["base"],
+    lora.in_full(state_spec["params"]),
+  )
   like = {"params": params, **state_spec.get("mutable", {})}
 
   def fresh() -> dict[str, Any]:
+    """Initial values of all that, for arrays that the source may lack."""
     others = variables()
     base = lora.unquantized(variables.base())
     params = trees.merge(base, lora.in_full(others.pop("params")))
     return {"params": params, **others}
 
   def read() -> Loaded:
-    place = jax.tree.map(lambda x: x.sharding, spec["base"])
+    base_shardings = jax.tree.map(lambda x: x.sharding, spec["base"])
     if source is None:
-      base = jax.jit(variables.base, out_shardings=place)()
+      base = jax.jit(variables.base, out_shardings=base_shardings)()
       named = trees.flatten_with_names(lora.unquantized(base))
       return Loaded(base, about(dict(named)), {})
     shardings = jax.tree.map(lambda x: x.sharding, like)
     init = jax.jit(fresh, out_shardings=shardings)
-    return load(source, like, place, init, module, model)
+    return load(source, like, base_shardings, init, module, model)
 
   return Base(model, spec, read)
 
@@ -122,22 +145,24 @@ def load(
     like: {"params": specs of all arrays but adapters, mutable collections}.
     place: shardings of the base as it is kept.
   """
-  read = warm_start.load_variables
-  variables = read(source, like, init=init, module=module, key=KEY)
+  variables = warm_start.load_variables(
+    source, like, init=init, module=module, key=KEY
+  )
   params = traverse_util.flatten_dict(variables.pop("params"), sep="/")
   place = traverse_util.flatten_dict(place, sep="/")
   base = {name: params.pop(name) for name in place}
   saved = about(base)
-  table = module.param_dims(model) if hasattr(module, "param_dims") else {}
-  for name, kept in place.items():
-    if isinstance(kept, Quantized):
+  table = dims.of_model(module, model)
+  for name, layout in place.items():
+    if isinstance(layout, Quantized):
       options = model.adapters.quantization(name, base[name].shape, table)
-      fn = jax.jit(
+      quantize = jax.jit(
         block_quantization.quantize,
         static_argnames=tuple(options),
-        out_shardings=kept,
+        out_shardings=layout,
       )
-      base[name] = fn(base[name], **options)
+      base[name] = quantize(base[name], **options)
+  # What is left of the parameters trains in full.
   others = {"params": trees.from_flat(params), **variables}
   return Loaded(trees.from_flat(base), saved, others)
 
@@ -152,13 +177,14 @@ def about(base: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(named: Sequence[tuple[str, jax.Array]]) -> str:
   """A hash of arrays and their names, however devices share them."""
   by_device = device_checksums.start(named)()
-  own = {}
+  own = {}  # The sum over this process's shards, each shard counted once.
   for name, x in named:
-    shards = [s.device for s in x.addressable_shards if s.replica_id == 0]
-    own[name] = checksums.add(by_device[name][device] for device in shards)
-  parts = process.gather(own)
+    devices = [s.device for s in x.addressable_shards if s.replica_id == 0]
+    own[name] = checksums.add(by_device[name][device] for device in devices)
+  of_processes = process.gather(own)
   result = hashlib.sha256()
   for name, x in named:
-    total = checksums.as_text(checksums.add(part[name] for part in parts))
+    sums = [of_process[name] for of_process in of_processes]
+    total = checksums.as_text(checksums.add(sums))
     result.update(f"{name} {x.dtype} {x.shape} {total}\n".encode())
   return result.hexdigest()[:32]

@@ -1,4 +1,9 @@
-"""A model's variables before the first step, and the layout that it wants."""
+"""A model's variables before the first step, and how they are laid out.
+
+`variables_fn` draws them from the seed. `sharding_rules` collects what decides
+their layout on the mesh, and that of their optimizer state: names of axes that
+the model gives in flax's way, config.sharding, and the model's `param_dims`.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,13 +27,17 @@ OPT_SHARDING = ("fsdp", "replica")
 
 
 class InitialVariables:
-  """Initial variables of a model, which may name axes in flax's boxes."""
+  """Draws a model's variables; `boxed` may wrap arrays in flax's boxes.
+
+  Flax puts an array whose axes have names into a box beside these names.
+  """
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
     self._boxed = boxed
     self._seed = keys.seed_word(seed)
 
   def boxed_spec(self) -> Variables:
+    """Shapes of all variables, the base included, with their boxes."""
     return jax.eval_shape(self._boxed, self._seed)
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
@@ -40,15 +49,22 @@ class InitialVariables:
     """The base, or {} of a model without adapters."""
     return self._unboxed(None).get("base", {})
 
-  def _unboxed(self, seed: jax.Array | int | None) -> Variables:
-    word = keys.seed_word(seed) if isinstance(seed, int) else seed
-    return dict(unboxed(self._boxed(self._seed if word is None else word)))
-
   def spec(self) -> Variables:
+    """Shapes of the variables without boxes and base."""
     return dict(jax.eval_shape(self))
+
+  def _unboxed(self, seed: jax.Array | int | None) -> Variables:
+    if seed is None:
+      word: Any = self._seed
+    elif isinstance(seed, int):
+      word = keys.seed_word(seed)
+    else:
+      word = seed
+    return dict(unboxed(self._boxed(word)))
 
 
 def unboxed(variables: Any) -> Any:
+  """The arrays without the boxes in which flax keeps names of axes."""
   # Under a mesh, a box's own unbox constrains its value to the names in it.
   return meta.map_axis_meta(
     lambda box: unboxed(box.value if hasattr(box, "value") else box.unbox()),
@@ -87,50 +103,63 @@ def sharding_rules(
   model: Any,
   part: settings.Config | None = None,
 ) -> sharding.Rules:
-  """The rules of sharding.state_spec; the axes of a teacher are in `part`."""
+  """The rules of sharding.state_spec.
+
+  Args:
+    module, model: the model's module and the model itself.
+    part: the part of the config with the model's logical_axes, which is
+      config.teacher for a teacher; the config itself by default.
+  """
   part = part or config
+  boxed = variables.boxed_spec()
+  params = trees.merge(boxed["params"], boxed.get("base", {}))
+  named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
+  param_shapes = {name: tuple(x.shape) for name, x in named}
+  rules_of_boxes = _rules_of_boxes(boxed, part)
+  rules = config.get("sharding", sharding.DEFAULT_RULES)
+  if not isinstance(rules, list | tuple):
+    raise ConfigError(
+      f"config.sharding: expected a list of (regex, layout), got {rules!r}."
+    )
+  opt_sharding = check_choice(
+    "config.opt_sharding", config.get("opt_sharding", "fsdp"), OPT_SHARDING
+  )
+  return sharding.Rules(
+    layouts=[*rules_of_boxes, *rules],
+    of_model=tensor_axes(part, module, model, param_shapes),
+    split_opt=opt_sharding == "replica",
+    opt_memory=sharding.read_opt_memory(config),
+  )
+
+
+def _rules_of_boxes(
+  boxed: Variables, part: settings.Config
+) -> list[tuple[str, Any]]:
+  """(regex of names, layout) of each array whose axes have names."""
   # An axis of the mesh stands for itself.
   axes = (
     *logical_axes.logical_axes(part),
     *((axis, axis) for axis in sharding.AXES),
   )
   known = [name for name, _ in axes]
-  boxed = variables.boxed_spec()
-  shapes = jax.tree.leaves(boxed)  # Boxes have one leaf each.
   rules: list[tuple[str, Any]] = []
   named = trees.flatten_with_names(nn.get_partition_spec(boxed))
+  shapes = jax.tree.leaves(boxed)  # Boxes have one leaf each.
   for (name, names), shape in zip(named, shapes, strict=True):
     dims = tuple(names)
     if not dims:  # The model does not name its axes.
       continue
     for axis in dims:
       if isinstance(axis, str) and axis not in known:
-        raise logical_axes.no_rule(
-          f"{part.path}.logical_axes", axis, known, name
-        )
+        key = f"{part.path}.logical_axes"
+        raise logical_axes.no_rule(key, axis, known, name)
     spec = nn.logical_to_mesh_axes(dims, axes)
     assert spec is not None  # Only for names without axes.
-    layout = sharding.along(spec, shape.shape, dims)
     # The optimizer's state of a parameter has its name at the end.
-    pattern = f"(.*/)?{re.escape(re.sub('^(params|base)/', '', name))}"
-    rules.append((pattern, layout))
-  given = config.get("sharding", sharding.DEFAULT_RULES)
-  if not isinstance(given, list | tuple):
-    raise ConfigError(
-      f"config.sharding: expected a list of (regex, layout), got {given!r}."
-    )
-  params = trees.merge(boxed["params"], boxed.get("base", {}))
-  named = trees.flatten_with_names(jax.eval_shape(unboxed, params))
-  param_shapes = {name: tuple(x.shape) for name, x in named}
-  opt_sharding = check_choice(
-    "config.opt_sharding", config.get("opt_sharding", "fsdp"), OPT_SHARDING
-  )
-  return sharding.Rules(
-    layouts=[*rules, *given],
-    of_model=tensor_axes(part, module, model, param_shapes),
-    split_opt=opt_sharding == "replica",
-    opt_memory=sharding.read_opt_memory(config),
-  )
+    name = re.sub("^(params|base)/", "", name)
+    layout = sharding.along(spec, shape.shape, dims)
+    rules.append((f"(.*/)?{re.escape(name)}", layout))
+  return rules
 
 
 def tensor_axes(
@@ -139,17 +168,22 @@ def tensor_axes(
   model: Any,
   shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-  """`of_model` of sharding.Rules, for the ambient mesh."""
+  """Where the ambient mesh splits parameters by the roles of their dimensions.
+
+  The result is `of_model` of sharding.Rules. A model without `param_dims` has
+  no roles; then the axes `tensor` and `pipeline` need rules of the user's.
+  """
   sizes = jax.sharding.get_abstract_mesh().shape
-  if not hasattr(module, "param_dims"):
-    of_axes = [axes for _, axes in logical_axes.logical_axes(config)]
-    named = f"{config.get('sharding', '')} {of_axes}"
-    for axis in ("tensor", "pipeline"):
-      if (ways := sizes.get(axis, 1)) > 1 and axis not in named:
-        raise ConfigError(
-          f"config.mesh.{axis}={ways}: {module.__name__} has no function "
-          f"param_dims(model), and config.sharding does not name the axis "
-          f"{axis}; expected 1."
-        )
-    return {}
-  return sharding.place(module.param_dims(model), shapes, sizes)
+  if hasattr(module, "param_dims"):
+    return sharding.place(module.param_dims(model), shapes, sizes)
+  mesh_axes = [axes for _, axes in logical_axes.logical_axes(config)]
+  mentioned = f"{config.get('sharding', '')} {mesh_axes}"
+  for axis in ("tensor", "pipeline"):
+    ways = sizes.get(axis, 1)
+    if ways > 1 and axis not in mentioned:
+      raise ConfigError(
+        f"config.mesh.{axis}={ways}: {module.__name__} has no function "
+        f"param_dims(model), and config.sharding does not name the axis "
+        f"{axis}; expected 1."
+      )
+  return {}

@@ -1,4 +1,9 @@
-"""config.logical_axes: the axes of the mesh for the axes that flax names."""
+"""config.logical_axes: the axes of the mesh for the axes that flax names.
+
+A model of the user's own may name the axes of its arrays in flax's way
+(nn.with_logical_partitioning, nn.with_logical_constraint). These rules say
+which axes of the mesh split them. A name without a rule is an error.
+"""
 
 import contextlib
 import functools
@@ -14,10 +19,10 @@ from bigtrain.models.layers import options
 
 
 def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
-  """config.logical_axes as flax's rules: (name, axes of the mesh).
+  """Reads config.logical_axes as flax's rules: (name, axes of the mesh).
 
-  A dict or a list of pairs, of names that the model gives to dimensions. Of two
-  names of an array with the same axis of the mesh, the first gets it.
+  It is a dict or a list of pairs. If two names of one array want the same axis
+  of the mesh, the first gets it.
   """
   key = f"{config.path}.logical_axes"
   rules = config.get("logical_axes") or ()

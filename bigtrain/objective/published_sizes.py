@@ -17,16 +17,18 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
   The run saves them, so its checkpoints do not need the published folder.
   """
   plain = config.to_dict()
-  parts: dict[str, dict[str, Any] | None] = {
-    config.path: plain,
-    f"{config.path}.teacher": plain.get("teacher"),
-  }
-  teachers = config.kwargs("teacher") if plain.get("teacher") else {}
-  if "model_name" not in teachers:
-    parts |= {f"{config.path}.teacher.{n}": x for n, x in teachers.items()}
+  # The parts of a config that name a model: itself, its teacher, or several.
+  parts: dict[str, Any] = {config.path: plain}
+  if plain.get("teacher"):
+    path = f"{config.path}.teacher"
+    parts[path] = plain["teacher"]
+    teachers = config.kwargs("teacher")  # ConfigError if it is no dict.
+    if "model_name" not in teachers:
+      for name, teacher in plain["teacher"].items():
+        parts[f"{path}.{name}"] = teacher
   for path, part in parts.items():
     model = part.get("model") if isinstance(part, dict) else None
-    if part and isinstance(model, dict) and model.get(PUBLISHED) is not None:
+    if isinstance(model, dict) and model.get(PUBLISHED) is not None:
       part["model"] = _published_sizes(part, path)
   return settings.Config(plain)
 
@@ -46,11 +48,13 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
       f"{key}, which gives all sizes."
     )
   init = part.get("model_init")
-  allowed = lambda key: init.get(key, ()) if isinstance(init, dict) else ()
-  fields = module.published_fields(folder, allowed("allow_unread"))
+  init_options = init if isinstance(init, dict) else {}
+  fields = module.published_fields(folder, init_options.get("allow_unread", ()))
   if fields is None:
     raise ConfigError(
       f"{key}: expected the folder of a published model, with a config.json, "
       f"got {folder!r}."
     )
-  return fields.merge(options, allowed("allow_changed"), f"{path}.model")
+  return fields.merge(
+    options, init_options.get("allow_changed", ()), f"{path}.model"
+  )

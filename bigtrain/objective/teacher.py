@@ -1,10 +1,13 @@
 """A teacher: a second model that steps and evaluations use but never train.
 
-Several are a dict by name, and so are their models and variables. The variables
-are split over the devices by config.sharding, under the names
+config.teacher names it as a config names its model: model_name, model and
+model_init. Several teachers are a dict by name, and so are their models and
+variables. With ema=True, the teacher is the average of the student in the train
+state, and has no variables of its own.
+
+config.sharding splits the variables over the devices, under the names
 "teacher/params/...". They are no part of the train state: every start loads
-them, and checkpoints leave them out. With ema=True, a teacher is the average in
-the state, and has no variables here.
+them, and checkpoints leave them out.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,12 +49,11 @@ def from_config(
     _, model = building.model(config)
     return Teacher(model, {"teacher": {}}, lambda: {"teacher": {}})
   if "model_name" not in part:
-    of = lambda x: from_config(config, task, batch_spec, mesh, seed, x)
-    several = {name: of(part[name]) for name in part}
-    return Teacher(
-      {name: x.model for name, x in several.items()},
-      {"teacher": {name: x.spec["teacher"] for name, x in several.items()}},
-      lambda: {"teacher": {n: x.load()["teacher"] for n, x in several.items()}},
+    return _joined(
+      {
+        name: from_config(config, task, batch_spec, mesh, seed, part[name])
+        for name in part
+      }
     )
   module, model = building.model(part)
   source = part["model_init"]
@@ -59,8 +61,10 @@ def from_config(
     source = part.kwargs("model_init")
   if source is not None:
     warm_start.check_published(source, module, model, path=part.path)
+  # Teachers may see images of their own, such as larger ones: "teacher_image",
+  # or with the name of one of several teachers.
   for name in ("teacher", part.path.rpartition(".")[2]):
-    if f"{name}_image" in batch_spec:  # Which it sees in its place.
+    if f"{name}_image" in batch_spec:
       batch_spec = {**batch_spec, "image": batch_spec[f"{name}_image"]}
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, module, model, part)
@@ -78,3 +82,15 @@ def from_config(
     return {"teacher": variables}
 
   return Teacher(model, spec, load)
+
+
+def _joined(teachers: Mapping[str, Teacher]) -> Teacher:
+  """Several teachers as one, with models and variables by name."""
+
+  def load() -> dict[str, Any]:
+    variables = {name: x.load()["teacher"] for name, x in teachers.items()}
+    return {"teacher": variables}
+
+  specs = {name: x.spec["teacher"] for name, x in teachers.items()}
+  models = {name: x.model for name, x in teachers.items()}
+  return Teacher(models, {"teacher": specs}, load)

@@ -1,4 +1,9 @@
-"""Trained adapters: loaded with their base or for another one, and merged."""
+"""Adapters after training: with their base or another one, merged, exported.
+
+Tools and inference use these functions on checkpoints of runs with
+config.adapters (see frozen_base.py for the run itself). PEFT's format is in
+checkpoints/foreign/peft_files.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,7 +14,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from bigtrain import sharding
-from bigtrain.arrays import trees
+from bigtrain.arrays import dims, trees
 from bigtrain.arrays.types import Params
 from bigtrain.checkpoints import changes
 from bigtrain.checkpoints.foreign import peft_files
@@ -31,9 +36,8 @@ class Adapted(NamedTuple):
     return cls(dict(config), *building.model(settings.Config(config)))
 
   @property
-  def table(self) -> Any:
-    has_table = hasattr(self.module, "param_dims")
-    return self.module.param_dims(self.model) if has_table else {}
+  def table(self) -> dims.Table:
+    return dims.of_model(self.module, self.model)
 
 
 def load_base(
@@ -55,8 +59,11 @@ def load_base(
     raise ConfigError(
       f"{frozen_base.KEY}: missing; expected the base of the run's adapters."
     )
-  arrays = saved["arrays"].items()
-  specs = {n: jax.ShapeDtypeStruct(shape, d) for n, (d, shape) in arrays}
+  specs = {
+    name: jax.ShapeDtypeStruct(shape, dtype)
+    for name, (dtype, shape) in saved["arrays"].items()
+  }
+  # As the run kept the base, perhaps quantized.
   stored = {
     name: jax.eval_shape(
       lambda x, name=name: model.adapters.stored(name, x, adapted.table), spec
@@ -107,27 +114,30 @@ def merged(
   config: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, Any]:
   """{name: array} of a plain model that computes the same."""
-  _, _, model = Adapted.of(config)
-  flat = lambda tree: traverse_util.flatten_dict(tree, sep="/")
-  params = flat(variables["params"])
-  result = dict(flat(lora.unquantized(variables["base"])))
+  model = Adapted.of(config).model
+  params = traverse_util.flatten_dict(variables["params"], sep="/")
+  base = lora.unquantized(variables["base"])
+  result = dict(traverse_util.flatten_dict(base, sep="/"))
   for name, x in params.items():
-    root, _, last = name.rpartition("/")
+    layer, _, last = name.rpartition("/")
     if last == lora.A:
-      kernel, prefix = f"{root}/kernel", f"{root}/"
-      names = [f for f in lora.FACTORS if prefix + f in params]
-      factors = {f: params[prefix + f] for f in names}
+      factors = {
+        factor: params[f"{layer}/{factor}"]
+        for factor in lora.FACTORS
+        if f"{layer}/{factor}" in params
+      }
+      kernel = f"{layer}/kernel"
       scale = model.adapters.options.scale(kernel)
       result[kernel] = lora.merged(result[kernel], factors, scale)
-    elif last not in lora.FACTORS:
+    elif last not in lora.FACTORS:  # It trained in full.
       result[name] = x
   return result
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-  """The config of the merged model."""
-  of_run = ("adapters", "model_init")
-  return {key: x for key, x in config.items() if key not in of_run}
+  """The config of the merged model, which has no adapters and no base."""
+  left_out = ("adapters", "model_init")
+  return {key: x for key, x in config.items() if key not in left_out}
 
 
 def published(

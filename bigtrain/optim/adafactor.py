@@ -1,8 +1,10 @@
-"""Adafactor, and the variant of large vision transformers.
+"""Adafactor, and its variant for large vision transformers.
 
-Adafactor (Shazeer and Stern 2018, arxiv.org/abs/1804.04235) keeps the means of
-a matrix's squared gradients over its rows and over its columns in place of the
-second moment of each element. views.py says which matrices an array holds.
+Adam keeps a second moment for each element of a matrix. Adafactor (Shazeer and
+Stern 2018, arxiv.org/abs/1804.04235) keeps only the mean of each row and of
+each column, and estimates an element as their product. views.py says which
+matrices an array holds; optax.adafactor would take the two largest dimensions,
+which in a stack of layers or in an attention are not a matrix.
 """
 
 import math
@@ -17,7 +19,8 @@ import optax
 from bigtrain.arrays import trees
 from bigtrain.optim.views import View
 
-# Dimensions of the rows and of the columns of a matrix; None without factors.
+# Dimensions of a matrix's rows and of its columns; None if the second moment is
+# not factored.
 _Factors = tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
@@ -53,7 +56,10 @@ def adafactor(
     eps: added to squared gradients.
     factored: whether second moments are factored at all.
   """
-  decay = lambda t: 1.0 - t**-decay_rate
+
+  def decay(t: jax.Array) -> jax.Array:
+    return 1.0 - t**-decay_rate
+
   least = min_dim_size_to_factor if factored else math.inf
   stages = [_scale_by_factored_rms(views, least, decay, decay_offset, eps)]
   if clipping_threshold is not None:
@@ -62,8 +68,10 @@ def adafactor(
   if multiply_by_parameter_scale:
     stages.append(_scale_by_param_rms(views, 1e-3))
   if momentum is not None:
-    stored = dtype_momentum
-    stages.append(optax.ema(momentum, debias=False, accumulator_dtype=stored))
+    average = optax.ema(
+      momentum, debias=False, accumulator_dtype=dtype_momentum
+    )
+    stages.append(average)
   return optax.chain(*stages, optax.scale(-1))
 
 
@@ -93,32 +101,40 @@ def big_vision_adafactor(
       momentum.
     momentum, dtype_momentum: see `adafactor`.
   """
-  decay = lambda t: jnp.minimum(beta2_cap, 1.0 - t**-decay_rate)
-  # Each stage keeps its place in the state, even where it does nothing.
+
+  def decay(t: jax.Array) -> jax.Array:
+    return jnp.minimum(beta2_cap, 1.0 - t**-decay_rate)
+
+  scale = _scale_by_factored_rms(
+    views, min_dim_size_to_factor, decay, decay_offset, eps
+  )
+  # Stages that are off are identities, so that the others keep their names in
+  # the state, such as "2/ema".
   clip = ema = optax.identity()
   if clipping_threshold:
     clip = _clip_by_rms(views, clipping_threshold)
   if momentum:
     ema = optax.ema(momentum, debias=False, accumulator_dtype=dtype_momentum)
-  least = min_dim_size_to_factor
-  scaled = _scale_by_factored_rms(views, least, decay, decay_offset, eps)
-  by_rate = optax.scale_by_learning_rate(learning_rate)
-  return optax.chain(scaled, clip, ema, by_rate)
+  return optax.chain(
+    scale, clip, ema, optax.scale_by_learning_rate(learning_rate)
+  )
 
 
 def _factors(view: View, shape: tuple[int, ...], least: float) -> _Factors:
+  """The dimensions to factor: those of the smaller side first, as in optax."""
   rows, columns = view.rows, view.columns
-  if rows is None:
+  if rows is None:  # The view does not say: take the two largest.
     if len(columns) < 2:
       return None
-    order = np.argsort([shape[d] for d in columns])
-    rows, columns = (columns[order[-2]],), (columns[order[-1]],)
+    *_, second, largest = np.argsort([shape[dim] for dim in columns])
+    rows, columns = (columns[second],), (columns[largest],)
   if not rows:
     return None
-  sizes = [math.prod(shape[d] for d in dims) for dims in (rows, columns)]
-  if min(sizes) < least:
+  num_rows = math.prod(shape[dim] for dim in rows)
+  num_columns = math.prod(shape[dim] for dim in columns)
+  if min(num_rows, num_columns) < least:
     return None
-  return (rows, columns) if sizes[0] <= sizes[1] else (columns, rows)
+  return (rows, columns) if num_rows <= num_columns else (columns, rows)
 
 
 def _scale_by_factored_rms(
@@ -132,9 +148,17 @@ def _scale_by_factored_rms(
 
   The state is laid out as in optax.scale_by_factored_rms: a factored
   matrix does not use `v`, and others do not use `v_row` and `v_col`.
+
+  Args:
+    views: by name of the parameters.
+    least: smallest number of rows and of columns to factor.
+    decay: t, from 1, -> decay of the second moment in this update.
+    offset: number of earlier updates that do not count for t.
+    eps: added to squared gradients.
   """
 
   def init_leaf(name: str, p: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns v_row, v_col and v."""
     unused = jnp.zeros((1,), p.dtype)
     factors = _factors(views[name], p.shape, least)
     if factors is None:
@@ -148,48 +172,84 @@ def _scale_by_factored_rms(
     return without(columns), without(rows), unused
 
   def update_leaf(
-    name: str, g: jax.Array, moments: list[jax.Array], keep: jax.Array
+    name: str,
+    g: jax.Array,
+    v_row: jax.Array,
+    v_col: jax.Array,
+    v: jax.Array,
+    keep: jax.Array,
   ) -> tuple[jax.Array, ...]:
-    v_row, v_col, v = moments
+    """Returns the update, v_row, v_col and v; `keep` is the decay."""
     squares = jnp.square(g) + eps
     factors = _factors(views[name], g.shape, least)
     if factors is None:
       v = (keep * v + (1.0 - keep) * squares).astype(v.dtype)
       return g * v**-0.5, v_row, v_col, v
-    rows, columns = factors
-
-    def average(old: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-      new = keep * old + (1.0 - keep) * jnp.mean(squares, axis=dims)
-      return new.astype(old.dtype)
-
-    v_row, v_col = average(v_row, columns), average(v_col, rows)
-    # Places of the rows among the dimensions of v_row.
-    places = tuple(d - sum(c < d for c in columns) for d in rows)
-    mean = jnp.mean(v_row, axis=places, keepdims=True)
-    row_factor = jnp.expand_dims((v_row / mean) ** -0.5, columns)
-    return g * row_factor * jnp.expand_dims(v_col**-0.5, rows), v_row, v_col, v
+    v_row, v_col = _average(squares, v_row, v_col, factors, keep)
+    return _divide(g, v_row, v_col, factors), v_row, v_col, v
 
   def init(params: Any) -> optax.FactoredState:
-    named = trees.flatten_with_names(params)
-    leaves = [init_leaf(name, p) for name, p in named]
-    state = _unzip(leaves, params, 3)
-    return optax.FactoredState(jnp.zeros([], jnp.int32), *state)
+    leaves = [init_leaf(n, p) for n, p in trees.flatten_with_names(params)]
+    v_row, v_col, v = _unzip(leaves, params, 3)
+    count = jnp.zeros([], jnp.int32)
+    return optax.FactoredState(count, v_row, v_col, v)
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     t = jnp.maximum(state.count - offset, 0).astype(jnp.float32) + 1.0
     keep = decay(t)
-    moments = [jax.tree.leaves(tree) for tree in state[1:]]
-    named = trees.flatten_with_names(grads)
-    rows = zip(named, *moments)
-    leaves = [update_leaf(name, g, v, keep) for (name, g), *v in rows]
-    updates, *moments = _unzip(leaves, grads, 4)
+    leaves = [
+      update_leaf(name, g, v_row, v_col, v, keep)
+      for (name, g), v_row, v_col, v in zip(
+        trees.flatten_with_names(grads),
+        jax.tree.leaves(state.v_row),
+        jax.tree.leaves(state.v_col),
+        jax.tree.leaves(state.v),
+      )
+    ]
+    updates, v_row, v_col, v = _unzip(leaves, grads, 4)
     count = optax.safe_increment(state.count)
-    return updates, optax.FactoredState(count, *moments)
+    return updates, optax.FactoredState(count, v_row, v_col, v)
 
   return optax.GradientTransformation(init, update)
 
 
+def _average(
+  squares: jax.Array,
+  v_row: jax.Array,
+  v_col: jax.Array,
+  factors: tuple[tuple[int, ...], tuple[int, ...]],
+  keep: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """The new means of a matrix's rows and columns; `keep` is the decay."""
+  rows, columns = factors
+
+  def average(old: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    new = keep * old + (1.0 - keep) * jnp.mean(squares, axis=dims)
+    return new.astype(old.dtype)
+
+  return average(v_row, columns), average(v_col, rows)
+
+
+def _divide(
+  g: jax.Array,
+  v_row: jax.Array,
+  v_col: jax.Array,
+  factors: tuple[tuple[int, ...], tuple[int, ...]],
+) -> jax.Array:
+  """Divides gradients by the roots of the factored second moment.
+
+  The moment of an element is v_row * v_col / mean(v_row).
+  """
+  rows, columns = factors
+  # v_row lacks the columns' dimensions, so the rows' have moved forward.
+  dims = tuple(d - sum(c < d for c in columns) for d in rows)
+  mean = jnp.mean(v_row, axis=dims, keepdims=True)
+  row_factor = jnp.expand_dims((v_row / mean) ** -0.5, columns)
+  return g * row_factor * jnp.expand_dims(v_col**-0.5, rows)
+
+
 def _unzip(leaves: list[tuple[Any, ...]], like: Any, number: int) -> list[Any]:
+  """From a list of tuples to a tree for each element of the tuples."""
   structure = jax.tree.structure(like)
   return [
     jax.tree.unflatten(structure, [leaf[i] for leaf in leaves])
@@ -198,6 +258,7 @@ def _unzip(leaves: list[tuple[Any, ...]], like: Any, number: int) -> list[Any]:
 
 
 def _rms(x: jax.Array, view: View) -> jax.Array:
+  """Root mean square of each array in a stack; it broadcasts against x."""
   dims = view.array_dims()
   return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
@@ -205,13 +266,20 @@ def _rms(x: jax.Array, view: View) -> jax.Array:
 def _clip_by_rms(
   views: Mapping[str, View], limit: float
 ) -> optax.GradientTransformation:
-  clip = lambda name, u: u / jnp.maximum(1.0, _rms(u, views[name]) / limit)
-  return optax.stateless(lambda u, params: trees.map_with_names(clip, u))
+  def clip(name: str, u: jax.Array) -> jax.Array:
+    return u / jnp.maximum(1.0, _rms(u, views[name]) / limit)
+
+  return optax.stateless(
+    lambda updates, params: trees.map_with_names(clip, updates)
+  )
 
 
 def _scale_by_param_rms(
   views: Mapping[str, View], least: float
 ) -> optax.GradientTransformation:
-  scale = lambda name, u, p: u * jnp.maximum(_rms(p, views[name]), least)
-  by_name = trees.map_with_names
-  return optax.stateless(lambda u, params: by_name(scale, u, params))
+  def scale(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
+    return u * jnp.maximum(_rms(p, views[name]), least)
+
+  return optax.stateless(
+    lambda updates, params: trees.map_with_names(scale, updates, params)
+  )

@@ -1,6 +1,7 @@
-"""From the config to one optax transformation.
+"""The whole optimizer, as one optax transformation.
 
-A gradient g of a parameter p passes through these stages, in this order:
+`make` reads the config into a Recipe, and `build` makes the transformation. A
+gradient g of a parameter p passes through these stages, in this order:
 
   1. g *= grad_mult                        config.grad_mults
   2. clip g elementwise                    config.grad_clip_value
@@ -15,6 +16,9 @@ Weight decay is decoupled from the learning rate, but not from the schedule
 published ViT recipes mean this by wd). The AdamW of optax and PyTorch also
 multiplies it by the learning rate: wd_coupling="lr" does that, lr_mult
 included. docs/config.md lists all keys.
+
+Stages that would change nothing are not traced. With hundreds of parameters and
+several operations for each, tracing them would take seconds at the start.
 """
 
 import functools
@@ -37,14 +41,15 @@ from bigtrain.optim.views import View
 
 
 class Optimizer(NamedTuple):
-  """An optimizer for the trainable parameters."""
+  """An optimizer of the trainable parameters."""
 
-  # Over the trainable parameters ALONE. Its update also takes `step`, the count
-  # of earlier updates; `hparams`, those of the step by default, with the "seed"
-  # of stochastic rounding; and `loss`, a (sum, weight).
+  # The transformation, of the trainable parameters ALONE. `build` describes the
+  # extra arguments of its update.
   tx: optax.GradientTransformationExtraArgs
+  # Number of earlier updates -> scalars that the update uses.
   hparams: Callable[[int], dict[str, Any]]
-  trainable: Any  # Nested dicts of bools with the structure of the parameters.
+  # Whether each parameter is trainable: bools in the parameters' structure.
+  trainable: Any
 
 
 def make(
@@ -58,7 +63,21 @@ def make(
 
 
 def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
+  """Makes the transformation of a recipe.
+
+  Extra arguments of its update:
+    step: number of earlier updates.
+    hparams: results of `Recipe.hparams`, computed by default, and the "seed" of
+      stochastic rounding.
+    loss: (sum, weight), for optimizers that use the loss.
+    grad_norm: L2 norm of all gradients, if it is already known.
+  """
+
+  # Made here already, so that mistakes in the config are errors now.
   initial = _last_stages(recipe, recipe.hparams(0))
+
+  def init(params: Params) -> Any:
+    return recipe.moments.initial(initial.init(params))
 
   def update(
     grads: Params,
@@ -70,70 +89,87 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     loss: tuple[Any, Any] | None = None,
     grad_norm: jax.Array | None = None,
   ) -> tuple[Params, Any]:
-    extra = {} if loss is None else {"value": loss[0] / loss[1]}
     hparams = recipe.hparams(step) if hparams is None else hparams
-    given, grads = grads, _multiplied(recipe, grads)
+    unchanged = grads
+
+    # 1 to 4: the gradients.
+    grads = _multiplied(recipe, grads)
     if recipe.clip_value is not None:
       limit = recipe.clip_value
       grads = jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
     for members, largest in recipe.clip_norms:
-      norm = grad_norm if grads is given else None
-      grads = _clipped(grads, members, largest, recipe.clip_norm_type, norm)
+      known_norm = grad_norm if grads is unchanged else None
+      grads = _clipped(
+        grads, members, largest, recipe.clip_norm_type, known_norm
+      )
     if recipe.coupling == "gradient":
       grads = _with_decay(recipe, grads, params, hparams["wd"])
-    old = sharding.on_device(state)
-    # Moments may be stored in bfloat16, but the arithmetic is float32: in
-    # bfloat16, b1=0.9 would become 0.898 and 0.999 become 1.
-    stored = recipe.stored_arithmetic
-    moments = old if stored else jax.tree.map(_as_float32, old)
-    update = _last_stages(recipe, hparams).update
-    updates, new = update(grads, moments, params, **extra)
-    new = recipe.moments.stored(new, old, step, hparams.get("seed", 0))
-    return updates, sharding.in_memory_of(new, state)
 
-  return optax.GradientTransformationExtraArgs(
-    lambda params: recipe.moments.initial(initial.init(params)), update
-  )
+    # 5 and 6: the direction of the base optimizer, and the update.
+    old_state = sharding.on_device(state)
+    moments = old_state
+    if not recipe.stored_arithmetic:
+      # Moments may be stored in bfloat16, but the arithmetic is float32: in
+      # bfloat16, b1=0.9 would become 0.898, and 0.999 would become 1.
+      moments = jax.tree.map(_as_float32, old_state)
+    extra = {} if loss is None else {"value": loss[0] / loss[1]}
+    last_stages = _last_stages(recipe, hparams)
+    updates, new_state = last_stages.update(grads, moments, params, **extra)
+    seed = hparams.get("seed", 0)
+    new_state = recipe.moments.stored(new_state, old_state, step, seed)
+    return updates, sharding.in_memory_of(new_state, state)
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _last_stages(
   recipe: Recipe, hparams: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
-  """Stages 5 and 6 and their wrapper, with the learning rate of a trace."""
+  """Stages 5 and 6 and their wrapper.
+
+  They are made anew in each trace, because optax takes the learning rate when
+  an optimizer is made, and here it is a traced scalar of `hparams`.
+  """
   base = _base_optimizer(recipe, hparams)
-  after = _scale_by_schedule_and_decay(recipe, hparams)
 
   def update(
     grads: Params, state: Any, params: Params, **extra: Any
   ) -> tuple[Params, Any]:
-    updates, state = base.update(grads, state, params, **extra)
-    return after(updates, params), state
+    directions, state = base.update(grads, state, params, **extra)
+    return _scaled_and_decayed(recipe, hparams, directions, params), state
 
   tx = optax.GradientTransformationExtraArgs(base.init, update)
   if recipe.wrap is None:
     return tx
   _check_one_schedule(recipe)
-  wrapped = recipe.wrap(tx, _only_one(hparams["next_lr"]))
+  wrapped = recipe.wrap(tx, _the_schedule(hparams["next_lr"]))
   return optax.with_extra_args_support(wrapped)
-
-
-# Operations that would change nothing are not traced: with several for each of
-# hundreds of parameters, tracing them takes seconds at the start.
 
 
 def _multiplied(recipe: Recipe, grads: Params) -> Params:
   mults = {name: leaf.grad_mult for name, leaf in recipe.leaves.items()}
   if all(mult is None for mult in mults.values()):
     return grads
-  return trees.map_with_names(
-    lambda name, g: g if (m := mults[name]) is None else g * m, grads
-  )
+
+  def multiply(name: str, g: jax.Array) -> jax.Array:
+    mult = mults[name]
+    return g if mult is None else g * mult
+
+  return trees.map_with_names(multiply, grads)
 
 
 def _clipped(
   grads: Params, members: set[str], limit: float, kind: str, norm: Any
 ) -> Params:
-  """Clips a group; `norm` is that of all unclipped gradients, if known."""
+  """Scales a group of gradients down to a norm of at most `limit`.
+
+  Args:
+    grads: all gradients.
+    members: names of the group.
+    limit: largest norm.
+    kind: "l2", "l1" or "max".
+    norm: L2 norm of all gradients, or None if it is not known.
+  """
   named = trees.flatten_with_names(grads)
   group = [g for name, g in named if name in members]
   if not group:  # The whole group is frozen.
@@ -147,7 +183,10 @@ def _clipped(
     norm = jnp.sqrt(sum(squares))
   # A norm of 0 gives a scale of 1; NaN stays NaN, for the guard to see.
   scale = jnp.minimum(1.0, limit / norm)
-  clip = lambda name, g: g * scale.astype(g.dtype) if name in members else g
+
+  def clip(name: str, g: jax.Array) -> jax.Array:
+    return g * scale.astype(g.dtype) if name in members else g
+
   return trees.map_with_names(clip, grads)
 
 
@@ -163,7 +202,8 @@ def _with_decay(
   return trees.map_with_names(add, grads, params)
 
 
-def _only_one(rates: Mapping[str, Any]) -> Callable[[Any], Any]:
+def _the_schedule(rates: Mapping[str, Any]) -> Callable[[Any], Any]:
+  """The only rate as optax's schedule, whatever the optimizer's own count."""
   (rate,) = rates.values()
   return lambda count: rate
 
@@ -176,8 +216,8 @@ def _base_optimizer(
     _check_one_schedule(recipe)
     if any(leaf.lr_mult != 1.0 for leaf in recipe.leaves.values()):
       name = recipe.optimizer["name"]
-      raise ConfigError(f"{recipe.path}.lr_mults: {name!r} takes none.")
-    learning_rate = _only_one(hparams["lr"])
+      raise ConfigError(f"{recipe.path}.lr_mults: {name!r} supports none.")
+    learning_rate = _the_schedule(hparams["lr"])
   return optax.with_extra_args_support(
     optimizers.base_optimizer(
       recipe.optimizer,
@@ -189,30 +229,36 @@ def _base_optimizer(
   )
 
 
-def _scale_by_schedule_and_decay(
-  recipe: Recipe, hparams: Mapping[str, Any]
-) -> Callable[[Params, Params], Params]:
+def _scaled_and_decayed(
+  recipe: Recipe,
+  hparams: Mapping[str, Any],
+  directions: Params,
+  params: Params,
+) -> Params:
+  """Stage 6. The base optimizer's directions point downhill already."""
   lr_inside = optimizers.lr_inside(recipe.optimizer)
 
-  @functools.cache  # Of scalars: many parameters share a product.
-  def scaled(name: str, schedule: str, mult: float) -> jax.Array:
+  # Many parameters have the same factors, so each product is traced once.
+  @functools.cache
+  def factor(name: str, schedule: str, mult: float) -> jax.Array:
     return hparams[name][schedule] * jnp.float32(mult)
 
   def update(name: str, u: jax.Array, p: jax.Array) -> jax.Array:
     leaf = recipe.leaves[name]
     u = _as_float32(u)
-    u = u if lr_inside else u * scaled("lr", leaf.schedule, leaf.lr_mult)
+    if not lr_inside:
+      u = u * factor("lr", leaf.schedule, leaf.lr_mult)
     if recipe.coupling == "gradient" or leaf.wd_mult is None:
       return u
-    return u - _as_float32(p) * scaled("wd", leaf.schedule, leaf.wd_mult)
+    return u - _as_float32(p) * factor("wd", leaf.schedule, leaf.wd_mult)
 
-  return lambda updates, params: trees.map_with_names(update, updates, params)
+  return trees.map_with_names(update, directions, params)
 
 
 def _check_one_schedule(recipe: Recipe) -> None:
   if len({leaf.schedule for leaf in recipe.leaves.values()}) > 1:
     name = recipe.optimizer["name"]
-    raise ConfigError(f"{recipe.path}.schedule: {name!r} takes only one.")
+    raise ConfigError(f"{recipe.path}.schedule: {name!r} supports only one.")
 
 
 def _as_float32(x: jax.Array) -> jax.Array:

@@ -35,9 +35,17 @@ def init(params: Any) -> Any:
 def update(
   ema: Any, params: Any, step: Any, decay: float, start_step: int = 0
 ) -> Any:
-  """The warm-up, (1 + t) / (10 + t), makes it forget the initial parameters."""
+  """Averages the parameters after an update.
+
+  Before `start_step` the average is a copy of the parameters. After it the
+  decay warms up as (1 + t) / (10 + t), so that the average soon forgets the
+  parameters with which it began.
+  """
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))
   d = jnp.where(t < 0, 0.0, warm)
-  mean = lambda e, p: (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype)
-  return jax.tree.map(mean, ema, params)
+
+  def average(e: jax.Array, p: jax.Array) -> jax.Array:
+    return (d * e + (1 - d) * p.astype(jnp.float32)).astype(e.dtype)
+
+  return jax.tree.map(average, ema, params)

@@ -3,10 +3,11 @@
 Moments are running averages of gradients or of their squares, one number for
 each element of a parameter. Other state stays in float32.
 
-With a decay of 0.999 a second moment shrinks by 0.1% a step at most, less than
-half of bfloat16's last bit: rounded to nearest, it would never shrink.
-Stochastic rounding takes the upper or the lower neighbour such that the
-expected value is exact (Gupta et al. 2015, arxiv.org/abs/1502.02551, 3).
+With a decay of 0.999 a second moment shrinks by at most 0.1% a step, which is
+less than half of bfloat16's last bit. Rounded to nearest, it would never
+shrink. Stochastic rounding chooses the upper or the lower neighbour at random,
+so that the expected value is exact (Gupta et al. 2015,
+arxiv.org/abs/1502.02551, section 3).
 """
 
 import zlib
@@ -30,33 +31,36 @@ _FIELDS = frozenset(
   "mu nu m m1 m2 n v trace ema e_g e_x exp_avg exp_avg_sq".split()
 )
 
-# Separates these random numbers from the other uses of the seed.
+# Keeps these random numbers apart from the other uses of the seed.
 _STREAM = zlib.crc32(b"moments")
 
 
 class Moments(NamedTuple):
-  """How moments are stored; `sizes` are of trainable parameters, by name."""
+  """How moments are stored."""
 
-  dtype: Any
+  dtype: Any  # None: as the optimizer's own arguments say.
   stochastic: bool
-  sizes: Mapping[str, int]
-  key: str
+  sizes: Mapping[str, int]  # Number of elements by name of the parameters.
+  key: str  # Key of the optimizer in the config, for messages.
 
   def initial(self, state: Any) -> Any:
+    """Converts the moments of a new state to the stored dtype."""
     if self.dtype is None:
       return state
-    names = [n for n, x in trees.flatten_with_names(state) if self._has(n, x)]
-    if not names:
+    named = trees.flatten_with_names(state)
+    if not any(self._is_moment(name, x) for name, x in named):
       raise ConfigError(
         f"{self.key}.moment_dtype: this optimizer stores no moments of each "
         "element of a parameter."
       )
-    return trees.map_with_names(
-      lambda name, x: x.astype(self.dtype) if self._has(name, x) else x, state
-    )
+
+    def convert(name: str, x: jax.Array) -> jax.Array:
+      return x.astype(self.dtype) if self._is_moment(name, x) else x
+
+    return trees.map_with_names(convert, state)
 
   def stored(self, new: Any, old: Any, step: Any, seed: Any) -> Any:
-    """The new state, computed in float32, in the dtypes of the old one."""
+    """Converts a new state, which is float32, to the dtypes of the old one."""
     if not self.stochastic:
       return jax.tree.map(_cast_like, new, old)
     key = jax.random.fold_in(jax.random.key(seed), _STREAM)
@@ -70,25 +74,37 @@ class Moments(NamedTuple):
 
     return trees.map_with_names(store, new, old)
 
-  def _has(self, name: str, x: Any) -> bool:
+  def _is_moment(self, name: str, x: Any) -> bool:
+    """Whether a name such as "0/mu/Dense_0/kernel" is a parameter's moment."""
     parts = name.split("/")
-    return any(
-      field in _FIELDS and self.sizes.get("/".join(parts[i + 1 :])) == x.size
-      for i, field in enumerate(parts)
-    )
+    for i, field in enumerate(parts):
+      parameter = "/".join(parts[i + 1 :])
+      if field in _FIELDS and self.sizes.get(parameter) == x.size:
+        return True
+    return False
 
 
 def read(
   spec: Mapping[str, Any], shapes: Any, arithmetic: str, key: str
 ) -> Moments:
-  dtype, rounding = (spec.get(name) for name in KEYS)
-  for name, value, known in zip(KEYS, (dtype, rounding), (_DTYPES, _ROUNDINGS)):
-    if value is not None:
-      check_choice(f"{key}.{name}", value, known)
+  """Reads KEYS of config.optimizer.
+
+  Args:
+    spec: config.optimizer.
+    shapes: specs of the trainable parameters.
+    arithmetic: "float32" or "stored", config.optimizer.moment_arithmetic.
+    key: name of `spec` in messages.
+  """
+  dtype = spec.get("moment_dtype")
+  rounding = spec.get("moment_rounding")
+  if dtype is not None:
+    check_choice(f"{key}.moment_dtype", dtype, _DTYPES)
+  if rounding is not None:
+    check_choice(f"{key}.moment_rounding", rounding, _ROUNDINGS)
   if rounding == "stochastic" and dtype != "bfloat16":
     raise ConfigError(
       f"{key}.moment_rounding='stochastic': expected "
-      f"{key}.moment_dtype='bfloat16' beside it, got {dtype!r}."
+      f"{key}.moment_dtype='bfloat16' with it, got {dtype!r}."
     )
   if dtype is not None and arithmetic == "stored":
     raise ConfigError(
@@ -106,11 +122,18 @@ def read(
 def without_own_dtypes(
   kwargs: Mapping[str, Any], parameters: Mapping[str, Any], key: str
 ) -> dict[str, Any]:
+  """Sets an optimizer's own dtype arguments to float32.
+
+  Args:
+    kwargs: arguments of the optimizer in the config.
+    parameters: names of all its arguments.
+    key: key of the optimizer in the config, for messages.
+  """
   names = [name for name in parameters if "dtype" in name]
   for name in names:
     if kwargs.get(name) is not None:
       raise ConfigError(
-        f"{key}.{name}={str(kwargs[name])!r}: expected none beside "
+        f"{key}.{name}={str(kwargs[name])!r}: expected none with "
         f"{key}.moment_dtype, which concerns all moments."
       )
   return {**kwargs, **dict.fromkeys(names, jnp.float32)}

@@ -1,7 +1,9 @@
-"""Base optimizers by name, without learning rate and weight decay.
+"""The base optimizer that config.optimizer names.
 
-They are optimizers of optax, optax.contrib or adafactor.py, or the user's own
-by dotted path. chain.py applies learning rate, weight decay and schedule.
+It is an optimizer of optax, optax.contrib or adafactor.py, or the user's own by
+dotted path. The base optimizer gives the direction of an update: chain.py
+applies learning rate, weight decay and schedule. The tables at the top say what
+is special about single optimizers; `base_optimizer` builds one.
 """
 
 import functools
@@ -14,7 +16,6 @@ import jax.numpy as jnp
 import optax
 
 from bigtrain.arrays import trees
-from bigtrain.config import settings
 from bigtrain.config.errors import (
   ConfigError,
   check_choice,
@@ -25,36 +26,115 @@ from bigtrain.config.modules import find_attribute
 from bigtrain.optim import adafactor, by_array, moments, views
 from bigtrain.optim.patterns import first_match
 
-_FACTS = settings.read_table(__file__, "optimizers.toml")
-REFUSED, _CONFIG_KEYS = _FACTS["refused"], _FACTS["config_keys"]
-_MUON_RULES = "muon_weight_dimension_numbers"
+Constructor = Callable[..., optax.GradientTransformation]
 
 # Keys of config.optimizer that are not arguments of the optimizer.
 OWN_KEYS = ("name", "view", "lr_inside", "moment_arithmetic", *moments.KEYS)
 
+# Muon's argument with the matrices that it acts on.
+_MUON_RULES = "muon_weight_dimension_numbers"
 
-def constructors() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  result: dict[str, Callable[..., optax.GradientTransformation]] = {}
+# Optimizers whose learning rate is not a factor of the update. They get lr *
+# schedule as an argument, and apply it on their own count of updates.
+_LR_INSIDE = (
+  "cocob",
+  "dadapt_adamw",
+  "fromage",
+  "madgrad",
+  "momo",
+  "momo_adam",
+  "prodigy",
+)
+
+# Optimizers of optax that a config cannot name, and why.
+REFUSED = {
+  "differentially_private_aggregate": "it needs a gradient for each example",
+  "dpsgd": "it needs a gradient for each example",
+  "lbfgs": "it evaluates the loss several times an update",
+  "lookahead": "it trains two sets of parameters",
+  "optimistic_adam": "use optimistic_adam_v2",
+  "rprop": "it is for gradients of the whole data set",
+  "sam": "a task's gradients_fn has the gradient at other parameters",
+  "scale_by_backtracking_linesearch": (
+    "it evaluates the loss several times an update"
+  ),
+  "scale_by_cocob": "use cocob",
+  "scale_by_distance_over_gradients": "use dog",
+  "scale_by_learning_rate": "the learning rate is config.lr",
+  "scale_by_madgrad": "use madgrad",
+  "scale_by_muon": "use muon",
+  "scale_by_rprop": "it is for gradients of the whole data set",
+  "scale_by_schedule": "the schedule is config.schedule",
+  "scale_by_zoom_linesearch": "it evaluates the loss several times an update",
+  "sophia": "it needs the Hessian's diagonal, by second derivatives",
+  "split_real_and_imaginary": "it is for complex parameters",
+}
+
+# Arguments of optimizers that config keys replace.
+_CONFIG_KEYS = {
+  "adam_learning_rate": "config.lr_mults",
+  "adam_weight_decay": "config.wd",
+  "learning_rate": "config.lr",
+  "lr": "config.lr",
+  "mask": "config.wd_mults",
+  "wd": "config.wd",
+  "weight_decay": "config.wd",
+  "weight_decay_mask": "config.wd_mults",
+  "weight_decay_rate": "config.wd",
+}
+
+# The default of config.optimizer.view, see `views.seen`. The other optimizers
+# act on each element alone, so that they see whole parameters.
+_VIEWS = {
+  "adafactor": "matrices",
+  "galore": "matrices",
+  "muon": "matrices",
+  "scale_by_factored_rms": "matrices",
+  "scale_by_galore": "matrices",
+  "big_vision_adafactor": "layers",
+  "fromage": "layers",
+  "lamb": "layers",
+  "lars": "layers",
+  "novograd": "layers",
+  "scale_by_novograd": "layers",
+  "scale_by_param_block_norm": "layers",
+  "scale_by_param_block_rms": "layers",
+  "scale_by_sm3": "layers",
+  "scale_by_trust_ratio": "layers",
+  "sm3": "layers",
+}
+
+
+def constructors() -> dict[str, Constructor]:
+  """{name: constructor} of all optimizers that a config can name."""
+  result: dict[str, Constructor] = {}
   for module in (optax.contrib, optax):
     for name, fn in vars(module).items():
-      if name[0] == "_" or not isinstance(
-        fn, types.FunctionType | functools.partial
-      ):
-        continue
-      parameters = inspect.signature(fn).parameters
-      takes_rate = "learning_rate" in parameters and (
-        "base_optimizer" not in parameters or name == "galore"
-      )
-      is_stage = name.startswith("scale_by_")
-      if is_stage or takes_rate or name in _FACTS["other_names"]:
+      if _is_optimizer(name, fn):
         result[name] = fn
   result["adafactor"] = adafactor.adafactor
   result["big_vision_adafactor"] = adafactor.big_vision_adafactor
   return {name: fn for name, fn in result.items() if name not in REFUSED}
 
 
+def _is_optimizer(name: str, fn: Any) -> bool:
+  """Whether a public attribute of optax makes an optimizer."""
+  is_function = isinstance(fn, types.FunctionType | functools.partial)
+  if name.startswith("_") or not is_function:
+    return False
+  if name.startswith("scale_by_"):
+    return True
+  if name == "polyak_sgd":  # It has no argument learning_rate.
+    return True
+  parameters = inspect.signature(fn).parameters
+  # wrappers.py has those around another optimizer. galore's is an option.
+  is_wrapper = "base_optimizer" in parameters and name != "galore"
+  return "learning_rate" in parameters and not is_wrapper
+
+
 def lr_inside(spec: Mapping[str, Any]) -> bool:
-  return spec.get("lr_inside", spec.get("name") in _FACTS["lr_inside"])
+  """Whether the optimizer of `spec` applies the learning rate itself."""
+  return spec.get("lr_inside", spec.get("name") in _LR_INSIDE)
 
 
 def base_optimizer(
@@ -64,35 +144,40 @@ def base_optimizer(
   key: str,
   param_views: Mapping[str, views.View],
 ) -> optax.GradientTransformation:
-  """Builds the optimizer of `spec`, at `key`, without weight decay."""
+  """Builds the optimizer of a config, without weight decay.
+
+  Args:
+    spec: config.optimizer.
+    learning_rate: 1, or the schedule if the optimizer applies it itself.
+    shapes: specs of the trainable parameters.
+    key: name of `spec` in messages.
+    param_views: {name of a parameter: its view}.
+  """
   name = str(spec.get("name", ""))
   constructor = _constructor(name, key)
+  parameters = inspect.signature(constructor).parameters
   options = {k: v for k, v in spec.items() if k not in OWN_KEYS}
-  for kwarg in options:
-    if kwarg in _CONFIG_KEYS:
-      raise ConfigError(f"{key}.{kwarg}: use {_CONFIG_KEYS[kwarg]} instead.")
+  for argument in options:
+    if argument in _CONFIG_KEYS:
+      instead = _CONFIG_KEYS[argument]
+      raise ConfigError(f"{key}.{argument}: use {instead} instead.")
   check_kwargs(
     constructor, options, key, given={*_CONFIG_KEYS, "views"}, others=OWN_KEYS
   )
-  kwargs = {k: _plain_dtype(k, v, key) for k, v in options.items()}
-  parameters = inspect.signature(constructor).parameters
-  if spec.get("moment_dtype") is not None:
-    kwargs = moments.without_own_dtypes(kwargs, parameters, key)
-  for kwarg in ("weight_decay", "adam_weight_decay"):
-    # Some default to a decay. None already means no decay.
-    if kwarg in parameters and parameters[kwarg].default is not None:
-      kwargs[kwarg] = 0.0
+  kwargs = _arguments(spec, options, parameters, key)
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
-  level = spec.get("view", _FACTS["views"].get(name, "parameters"))
-  arrays = check_choice(f"{key}.view", level, views.ARRAYS)
-  specs = dict(trees.flatten_with_names(shapes))
-  by_name = {name: spec.shape for name, spec in specs.items()}
-  seen = views.seen(param_views, by_name, arrays)
+
+  # What the optimizer sees: whole parameters, layers or matrices.
+  level = spec.get("view", _VIEWS.get(name, "parameters"))
+  check_choice(f"{key}.view", level, views.ARRAYS)
+  shape_of = {n: x.shape for n, x in trees.flatten_with_names(shapes)}
+  seen = views.seen(param_views, shape_of, level)
   if "views" in parameters:
     kwargs["views"] = seen
-  elif name == "muon" and (arrays != "parameters" or _MUON_RULES in kwargs):
+  elif name == "muon" and (level != "parameters" or _MUON_RULES in kwargs):
     _set_muon_dimensions(kwargs, shapes, key, seen)
+
   try:
     tx = constructor(**kwargs)
   except (TypeError, ValueError) as e:
@@ -102,17 +187,34 @@ def base_optimizer(
       f"{key}.name: expected a function that returns an "
       f"optax.GradientTransformation, but {name!r} returned {tx!r}."
     )
-  # scale_by_* returns uphill directions; its state has names as in adam.
+  # scale_by_* returns uphill directions. In a chain with a negative scale, the
+  # names in its state are the same as in adam's.
   if name.rpartition(".")[2].startswith("scale_by_"):
     tx = optax.chain(tx, optax.scale(-1.0))
-  if arrays == "parameters" or "views" in parameters or name == "muon":
+  if level == "parameters" or "views" in parameters or name == "muon":
     return tx
   return by_array.by_array(tx, seen, shapes, key)
 
 
-def _constructor(
-  name: str, key: str
-) -> Callable[..., optax.GradientTransformation]:
+def _arguments(
+  spec: Mapping[str, Any],
+  options: Mapping[str, Any],
+  parameters: Mapping[str, inspect.Parameter],
+  key: str,
+) -> dict[str, Any]:
+  """Arguments of the constructor, apart from learning rate and views."""
+  kwargs = {k: _plain_dtype(k, v, key) for k, v in options.items()}
+  if spec.get("moment_dtype") is not None:
+    kwargs = moments.without_own_dtypes(kwargs, parameters, key)
+  for argument in ("weight_decay", "adam_weight_decay"):
+    # Some optimizers decay by default. A default of None means no decay, and
+    # some of these do not accept 0.
+    if argument in parameters and parameters[argument].default is not None:
+      kwargs[argument] = 0.0
+  return kwargs
+
+
+def _constructor(name: str, key: str) -> Constructor:
   if "." in name:
     constructor = find_attribute(name, f"{key}.name")
     if not callable(constructor):
@@ -126,37 +228,44 @@ def _constructor(
     raise ConfigError(
       f"{key}.name: {name!r} is not supported: {REFUSED[name]}."
     )
-  optimizers = constructors()
-  check_choice(f"{key}.name", name, optimizers, "unknown optimizer")
-  return optimizers[name]
+  known = constructors()
+  check_choice(f"{key}.name", name, known, "unknown optimizer")
+  return known[name]
 
 
-def _plain_dtype(kwarg: str, value: Any, key: str) -> Any:
-  if "dtype" not in kwarg or not isinstance(value, str):
+def _plain_dtype(argument: str, value: Any, key: str) -> Any:
+  """Converts a name such as "bfloat16" to a dtype."""
+  if "dtype" not in argument or not isinstance(value, str):
     return value
   try:
     return jnp.dtype(value)
   except TypeError as e:
     hint = did_you_mean(value, ("bfloat16", "float16", "float32"))
-    raise ConfigError(f"{key}.{kwarg}: unknown dtype {value!r}.{hint}") from e
+    message = f"{key}.{argument}: unknown dtype {value!r}.{hint}"
+    raise ConfigError(message) from e
 
 
 def _set_muon_dimensions(
   kwargs: dict[str, Any], shapes: Any, key: str, seen: Mapping[str, views.View]
 ) -> None:
-  """Sets Muon's matrices: those of the config's rules, or all hidden ones."""
-  numbers = optax.contrib.MuonDimensionNumbers
-  rules = kwargs.get(_MUON_RULES)
+  """Sets the matrices that Muon updates; Adam updates the other parameters.
+
+  They are those of the config's rules, or by default the matrices of all hidden
+  layers.
+  """
   key = f"{key}.{_MUON_RULES}"
   expected = "a list of (regex, input dimensions, output dimensions)"
   names = trees.names(shapes)
-  by_name: dict[str, Any] = {}
+  rules = kwargs.get(_MUON_RULES)
+  matrices: dict[str, optax.contrib.MuonDimensionNumbers] = {}
   if rules is None:
     for name in names:
       view = seen[name]
       if view.rows and view.hidden:
-        by_name[name] = numbers(view.rows, view.columns)
-    if not by_name:
+        matrices[name] = optax.contrib.MuonDimensionNumbers(
+          view.rows, view.columns
+        )
+    if not matrices:
       raise ConfigError(
         f"{key}: missing, and no trainable parameter is a hidden layer's "
         f"matrix. Expected {expected}."
@@ -168,10 +277,15 @@ def _set_muon_dimensions(
       raise ConfigError(f"{key}: expected {expected}, got {rules!r}.")
     matches = first_match([rule[0] for rule in rules], names, key)
     for name, i in matches.items():
-      by_name[name] = numbers(*map(_as_tuple, rules[i][1:]))
-  kwargs[_MUON_RULES] = functools.partial(
-    trees.map_with_names, lambda name, _: by_name.get(name)
-  )
+      _, inputs, outputs = rules[i]
+      matrices[name] = optax.contrib.MuonDimensionNumbers(
+        _as_tuple(inputs), _as_tuple(outputs)
+      )
+
+  def dimension_numbers(params: Any) -> Any:
+    return trees.map_with_names(lambda name, _: matrices.get(name), params)
+
+  kwargs[_MUON_RULES] = dimension_numbers
 
 
 def _as_tuple(dims: Any) -> tuple[int, ...]:

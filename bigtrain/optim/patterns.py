@@ -19,6 +19,7 @@ def read_pairs(
   expected: str,
   default: Sequence[tuple[str, Any]] = (),
 ) -> list[tuple[str, Any]]:
+  """Reads a list of (regular expression, value of one of `kinds`) pairs."""
   pairs = cfg.get(key)
   if pairs is None:
     return list(default)
@@ -31,7 +32,7 @@ def read_pairs(
       or len(pair) != 2
       or not isinstance(pair[0], str)
       or not isinstance(pair[1], kinds)
-      or isinstance(pair[1], bool)
+      or isinstance(pair[1], bool)  # In Python, a bool is also an int.
     ):
       raise ConfigError(f"{cfg.path}.{key}[{i}]: {message} the item {pair!r}.")
   return [(regex, value) for regex, value in pairs]
@@ -40,7 +41,13 @@ def read_pairs(
 def first_match(
   regexes: Sequence[str], names: Sequence[str], key: str
 ) -> dict[str, int]:
-  """{name: index of its first matching regex}, without other names."""
+  """{name: index of the first regex that matches it}.
+
+  Names without a match are left out.
+
+  Raises:
+    ConfigError: if a regex is the first match of no name.
+  """
   try:
     patterns = [re.compile(regex) for regex in regexes]
   except (re.error, TypeError) as e:
@@ -55,7 +62,7 @@ def first_match(
     if i in index_by_name.values():
       continue
     if any(patterns[i].fullmatch(name) for name in names):
-      reason = "earlier ones take every parameter it matches."
+      reason = "earlier ones match every parameter that it matches."
     else:
       reason = "matches no parameter." + _nearest(regex, names)
     raise ConfigError(f"{key}[{i}]: {regex!r}: {reason}")
@@ -63,7 +70,7 @@ def first_match(
 
 
 def _nearest(regex: str, names: Sequence[str]) -> str:
-  """A suggestion for the regex's first word that no name contains."""
+  """A hint: the name nearest to the regex's first word that is in no name."""
   parts = {part for name in names for part in name.split("/")}
   for word in re.findall(r"[a-zA-Z]\w*", re.sub(r"\\.", " ", regex)):
     if not any(word in part for part in parts):

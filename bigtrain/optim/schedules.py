@@ -1,7 +1,7 @@
 """Learning-rate schedules: warm-up x decay x cool-down, lengths in any unit.
 
 A schedule is a function of the number of updates done so far. Its value is a
-factor of config.lr, the product of
+factor of config.lr, the product of:
 
   warmup    linear, from 0 at step 0 to 1 at step `warmup`
   decay     by decay_type, see below; progress p goes from 0 at the end of the
@@ -32,9 +32,12 @@ warmup, cooldown, timescale, shift, stair, decay and peak are lengths with a
 unit: warmup_steps, warmup_epochs, warmup_examples, warmup_tokens or
 warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 
-A piece is the dict of a schedule with its length, such as length_percent=10,
-and may have `scale`, a factor of its values. Its own lengths in percent are
-relative to the piece. The last piece has no length: it takes the rest.
+A piece is the dict of a schedule and its length, such as length_percent=10. An
+optional `scale` multiplies its values. Lengths in percent inside a piece are
+relative to the piece. The last piece has no length: it lasts until the end.
+
+`make` builds a schedule from its dict. The functions that are named after the
+decay types make the decay alone.
 """
 
 import dataclasses
@@ -58,11 +61,11 @@ Schedule = Callable[[int], float]
 
 
 class _At(NamedTuple):
-  """A moment of the run; `since` and `progress` are 0 in the warm-up."""
+  """A moment of the run, as a decay sees it."""
 
   step: int
-  since: int
-  progress: float
+  since: int  # Steps since the end of the warm-up; 0 before.
+  progress: float  # From 0 at the end of the warm-up to 1 at that of the run.
 
 
 _Decay = Callable[[_At], float]
@@ -179,19 +182,18 @@ def _one_cycle(
   return value
 
 
-_ALL = (
-  _constant,
-  _cosine,
-  _linear,
-  _polynomial,
-  _rsqrt,
-  _stair,
-  _wsd,
-  _one_cycle,
-)
-DECAYS: dict[str, Callable[..., _Decay]] = {fn.__name__[1:]: fn for fn in _ALL}
+DECAYS: dict[str, Callable[..., _Decay]] = {
+  "constant": _constant,
+  "cosine": _cosine,
+  "linear": _linear,
+  "polynomial": _polynomial,
+  "rsqrt": _rsqrt,
+  "stair": _stair,
+  "wsd": _wsd,
+  "one_cycle": _one_cycle,
+}
 _NAMES = (*DECAYS, "pieces")
-# Arguments of decays with a unit.
+# Arguments of decays that are lengths: a config gives them with a unit.
 _LENGTHS = ("timescale", "shift", "decay", "peak")
 _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 
@@ -199,6 +201,7 @@ _NEED_TOTAL = ("cosine", "linear", "polynomial", "wsd", "one_cycle")
 def make(
   spec: Mapping[str, Any], units: Units, path: str = "config.schedule"
 ) -> Schedule:
+  """Builds the schedule of a dict, which is at `path` in the config."""
   spec = dict(spec)
   decay_type = spec.pop("decay_type", None)
   if decay_type is None:
@@ -211,16 +214,17 @@ def make(
   total = units.total_steps
   _check_lengths(warmup, cooldown, total, decay_type, path)
   if "." in decay_type:
-    decay = _own(decay_type, spec, path)
+    decay = _user_function(decay_type, spec, path)
   elif decay_type == "pieces":
     decay = _pieces(spec.pop("pieces", None), units, path)
   else:
     decay = DECAYS[decay_type](**_arguments(spec, decay_type, units, path))
-  rest = max(1, (total or 0) - warmup)
+  steps_after_warmup = max(1, (total or 0) - warmup)
 
   def schedule(step: int) -> float:
     since = max(step - warmup, 0)
-    value = decay(_At(step, since, min(since / rest, 1.0)))
+    progress = min(since / steps_after_warmup, 1.0)
+    value = decay(_At(step, since, progress))
     if warmup:
       value *= min(step / warmup, 1.0)
     if cooldown and total:
@@ -230,7 +234,10 @@ def make(
   return schedule
 
 
-def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
+def _user_function(
+  dotted: str, options: Mapping[str, Any], path: str
+) -> _Decay:
+  """The decay of a function that a dotted path names."""
   key = f"{path}.decay_type"
   fn = find_attribute(dotted, key)
   if not callable(fn):
@@ -249,13 +256,23 @@ def _own(dotted: str, options: Mapping[str, Any], path: str) -> _Decay:
   return lambda at: float(fn(at.progress, **options))
 
 
+class _Piece(NamedTuple):
+  """A part of a run with its own schedule."""
+
+  begin: int
+  length: int | None  # None for the last piece of a run without an end.
+  scale: float
+  schedule: Schedule
+
+
 def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
+  """Several schedules, one after the other."""
   if not isinstance(pieces, list | tuple) or not pieces:
     raise ConfigError(
       f"{path}.pieces: expected a list of dicts, got {pieces!r}."
     )
   begin = 0
-  made: list[tuple[int, int | None, float, Schedule]] = []
+  made: list[_Piece] = []
   for i, piece in enumerate(pieces):
     key = f"{path}.pieces[{i}]"
     if not isinstance(piece, Mapping):
@@ -275,27 +292,33 @@ def _pieces(pieces: Any, units: Units, path: str) -> _Decay:
         f"{key}: expected no length, as the last piece takes the remaining "
         f"{rest} steps, got {length}."
       )
-    length = rest if is_last else length
-    inner = make(spec, dataclasses.replace(units, total_steps=length), key)
-    made.append((begin, length, scale, inner))
+    if is_last:
+      length = rest
+    inner_units = dataclasses.replace(units, total_steps=length)
+    schedule = make(spec, inner_units, key)
+    made.append(_Piece(begin, length, scale, schedule))
     begin += length or 0
 
   def value(at: _At) -> float:
-    begin, length, scale, inner = [x for x in made if at.step >= x[0]][-1]
-    since = at.step - begin
-    return scale * inner(since if length is None else min(since, length))
+    piece = [piece for piece in made if at.step >= piece.begin][-1]
+    since = at.step - piece.begin
+    if piece.length is not None:
+      since = min(since, piece.length)
+    return piece.scale * piece.schedule(since)
 
   return value
 
 
 def _check_keys(spec: dict[str, Any], decay_type: str, path: str) -> None:
-  parameters = {"pieces"}
+  """Refuses keys that the decay type does not have."""
+  arguments = {"pieces"}
   if decay_type in DECAYS:
-    parameters = {*inspect.signature(DECAYS[decay_type]).parameters}
-  lengths = parameters & {*_LENGTHS, "stair"}
-  keys = {"decay_type", *parameters} - {*lengths, "total"}
-  lengths |= {"warmup", "cooldown"}
-  keys |= {f"{name}_{unit}" for name in lengths for unit in UNITS}
+    arguments = {*inspect.signature(DECAYS[decay_type]).parameters}
+    arguments.discard("total")  # The run's length, from `units`.
+  lengths = arguments & {*_LENGTHS, "stair"}
+  keys = {"decay_type"} | (arguments - lengths)
+  for name in {"warmup", "cooldown"} | lengths:
+    keys |= {f"{name}_{unit}" for unit in UNITS}
   for key in spec:
     if key not in keys:
       hint = did_you_mean(key, keys)
@@ -320,8 +343,12 @@ def _check_lengths(
 def _arguments(
   spec: dict[str, Any], decay_type: str, units: Units, path: str
 ) -> dict[str, Any]:
-  lengths = {name: steps(spec, name, units, None, path) for name in _LENGTHS}
-  kwargs: dict[str, Any] = {n: x for n, x in lengths.items() if x is not None}
+  """Arguments of a decay; lengths are in steps."""
+  kwargs: dict[str, Any] = {}
+  for name in _LENGTHS:
+    length = steps(spec, name, units, None, path)  # Takes the key off `spec`.
+    if length is not None:
+      kwargs[name] = length
   if decay_type == "stair":
     kwargs.update(_stair_arguments(spec, units, path))
   if decay_type in ("wsd", "one_cycle"):

@@ -1,9 +1,11 @@
-"""Views of parameters: the vectors and matrices that an array stands for.
+"""Views of parameters: which vectors or matrices the elements of an array form.
 
-An attention's query kernel is (D, H, K), or (N, D, H, K) for N stacked layers.
-Optimizers that act by array or by matrix (Adafactor, LAMB, Muon, ...) have to
-see each layer, and the matrix (D, H * K). The model's description of its
-parameters (dims.py) says which dimensions are which, or names and shapes do.
+An attention's query kernel has the shape (D, H, K), or (N, D, H, K) for N
+stacked layers. Optimizers that act on whole layers (LAMB) or on matrices
+(Adafactor, Muon) have to treat it as N matrices (D, H * K). A view says which
+dimensions are stacked, which are rows and which are columns. It comes from the
+model's description of its parameters (arrays/dims.py), or is guessed from
+flax's names and shapes.
 """
 
 import math
@@ -14,26 +16,30 @@ from typing import Any, NamedTuple
 from bigtrain.arrays import dims, trees
 
 _ATTENTION_INPUT = re.compile(r"(.*/)?(query|key|value)/kernel")
-# Parts of names of first and last layers.
+# Names of first and last layers, for models without a description.
 _OUTER = re.compile(
   r"\w*embed\w*|(lm_)?head|logits\w*|cls|probe|wte|wpe|conv_root", re.IGNORECASE
 )
-# Dimensions that hidden layers have on both sides.
+# Letters of dimensions, of arrays/dims.py, that hidden layers have as inputs
+# and as outputs.
 _INNER = {"D", "H", "G", "K", "F"}
 
 
 class View(NamedTuple):
-  """What the dimensions of an array mean. Each dimension is in one tuple."""
+  """What the dimensions of an array mean. Each is in exactly one tuple."""
 
   # Dimensions that number separate arrays, such as layers and experts.
   stack: tuple[int, ...] = ()
-  # Dimensions of a matrix's input; () for a vector, None if it is not split.
+  # Dimensions of a matrix's input; () for a vector; None if rows and columns
+  # are not told apart, and all dimensions are in `columns`.
   rows: tuple[int, ...] | None = ()
-  columns: tuple[int, ...] = ()  # Dimensions of its output, or of a vector.
-  # Whether it is a hidden layer's. Muon leaves embeddings and heads to Adam.
+  # Dimensions of a matrix's output, or of a vector.
+  columns: tuple[int, ...] = ()
+  # Whether it belongs to a hidden layer. Muon leaves the others to Adam.
   hidden: bool = True
 
   def array_dims(self) -> tuple[int, ...]:
+    """All dimensions but those of the stack."""
     return tuple(sorted((self.rows or ()) + self.columns))
 
 
@@ -59,58 +65,63 @@ def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
 def _view(
   shape: tuple[int, ...], stack: int, num_rows: int, hidden: bool
 ) -> View:
-  """A view; a matrix with a single row or column is a vector."""
-  every = tuple(range(len(shape)))
-  rows, columns = every[stack : stack + num_rows], every[stack + num_rows :]
-  if 1 in (math.prod(shape[d] for d in dims) for dims in (rows, columns)):
+  """A view whose first dimensions are the stack, and the next the rows."""
+  all_dims = tuple(range(len(shape)))
+  rows = all_dims[stack : stack + num_rows]
+  columns = all_dims[stack + num_rows :]
+  sizes = [math.prod(shape[d] for d in side) for side in (rows, columns)]
+  if 1 in sizes:  # A matrix with a single row or column is a vector.
     rows, columns = (), rows + columns
-  return View(every[:stack], rows, columns, hidden)
+  return View(all_dims[:stack], rows, columns, hidden)
 
 
 def described(name: str, shape: tuple[int, ...], roles: dims.Dims) -> View:
-  """The view of known dimensions; a router counts as a vector, as in T5X."""
-  num_rows, num_columns = len(roles.inputs), len(roles.outputs)
-  stack = len(shape) - num_rows - num_columns
+  """The view that a model's description of the parameter gives."""
+  num_rows = len(roles.inputs)
+  stack = len(shape) - num_rows - len(roles.outputs)
   if stack < len(roles.stack):
     raise ValueError(
       f"dims: {name!r} is described as {roles}, but has the shape {shape}."
     )
   if "E" in roles.outputs:
-    num_rows = 0
+    num_rows = 0  # A router counts as a vector, as in T5X.
   sides = (roles.inputs or roles.outputs, roles.outputs)
   hidden = all(_INNER.intersection(side) for side in sides)
   return _view(shape, stack, num_rows, hidden)
 
 
 def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
+  """{name: view} of a model's parameters."""
   table = dims.of_model(module, model)
   result = {}
   for name, leaf in trees.flatten_with_names(params):
-    shape, roles = tuple(leaf.shape), dims.find(table, name)
-    view = described(name, shape, roles) if roles else default(name, shape)
-    result[name] = view
+    shape = tuple(leaf.shape)
+    roles = dims.find(table, name)
+    if roles:
+      result[name] = described(name, shape, roles)
+    else:
+      result[name] = default(name, shape)
   return result
 
 
-# Levels of `seen`, which are also the values of config.optimizer.view.
+# What an optimizer can see; the values of config.optimizer.view.
 ARRAYS = ("parameters", "layers", "matrices")
 
 
 def seen(
   views: Mapping[str, View], shapes: Mapping[str, tuple[int, ...]], arrays: str
 ) -> dict[str, View]:
-  """Views for an optimizer: "layers" have no rows, "parameters" no stacks."""
+  """The views for an optimizer that acts on `arrays`, one of ARRAYS.
+
+  matrices    the views as they are
+  layers      stacks of arrays, whose rows and columns are not told apart
+  parameters  the same, and stacks count as one array
+  """
   if arrays == "matrices":
     return dict(views)
-  stacks = {name: views[name].stack for name in shapes}
-  if arrays == "parameters":
-    stacks = dict.fromkeys(shapes, ())
-  return {
-    name: View(
-      stacks[name],
-      None,
-      tuple(d for d in range(len(shape)) if d not in stacks[name]),
-      views[name].hidden,
-    )
-    for name, shape in shapes.items()
-  }
+  result = {}
+  for name, shape in shapes.items():
+    stack = views[name].stack if arrays == "layers" else ()
+    others = tuple(dim for dim in range(len(shape)) if dim not in stack)
+    result[name] = View(stack, None, others, views[name].hidden)
+  return result

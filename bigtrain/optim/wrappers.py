@@ -1,11 +1,11 @@
 """Optimizers around another optimizer, config.optimizer.base_optimizer.
 
-These act on whole updates, with learning rate and weight decay in them:
+A wrapper acts on whole updates, which include learning rate and weight decay:
 
   schedule_free      averages in place of a decaying schedule (Defazio et al.
                      2024, arxiv.org/abs/2405.15682)
-  schedule_free_adamw, schedule_free_sgd   the same around Adam without
-                     momentum, around gradient descent
+  schedule_free_adamw  the same around Adam without momentum
+  schedule_free_sgd  the same around gradient descent
   mechanize          learns a factor of the learning rate (Cutkosky et al. 2023,
                      arxiv.org/abs/2306.00144)
   reduce_on_plateau  reduces the learning rate while the loss does not improve
@@ -19,7 +19,7 @@ import optax
 from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 from bigtrain.optim import optimizers
 
-# (the optimizer, fn(step) -> learning rate) -> the optimizer around it.
+# (optimizer, fn(step) -> learning rate) -> the wrapped optimizer.
 Wrap = Callable[
   [optax.GradientTransformationExtraArgs, Callable[[Any], Any]],
   optax.GradientTransformation,
@@ -39,11 +39,19 @@ NAMES = tuple(_WRAPPERS)
 def split(
   spec: Mapping[str, Any], key: str
 ) -> tuple[dict[str, Any], Wrap | None]:
-  """Splits config.optimizer, at `key`, into base optimizer and wrapper."""
+  """Splits config.optimizer into the base optimizer and its wrapper.
+
+  Args:
+    spec: config.optimizer.
+    key: its name in messages.
+
+  Returns: the config of the base optimizer, and the wrapper or None.
+  """
   options = dict(spec)
   name = options.get("name")
   if name not in _WRAPPERS:
     return options, None
+  # Such as the dtype of moments, which concerns the base optimizer.
   kept = {k: options.pop(k) for k in optimizers.OWN_KEYS if k in options}
   base: Any = options.pop("base_optimizer", None)
   if name == "schedule_free_adamw":
@@ -62,8 +70,7 @@ def split(
       f"dict(name='adam'), got {base!r}."
     )
   fn = _WRAPPERS[name]
-  given = ("base_optimizer", "learning_rate")
-  check_kwargs(fn, options, key, given=given)
+  check_kwargs(fn, options, key, given=("base_optimizer", "learning_rate"))
   if fn is optax.contrib.schedule_free:
     b1 = options.get("b1", 0.9)
     check_number(f"{key}.b1", b1, above=0, most=1)

@@ -1,4 +1,4 @@
-"""Where a run's time goes: accounts, throughput, MFU, time left.
+"""Where a run's time goes: time accounts, throughput, MFU, time left.
 
 Every second of a run belongs to one account:
 
@@ -9,8 +9,12 @@ Every second of a run belongs to one account:
   eval       evaluations
   save       the loop waited for a checkpoint
   lost       steps after the last checkpoint, which a restart had to repeat
-  down       from the last sign of life to a restart; without devices, so it is
-             not in `device_hours`
+  down       from the last sign of life to a restart; the run had no devices
+             then, so this is not in `device_hours`
+
+The loop never waits for the device to take a time. A thread waits for each step
+that is logged and notes when it completed (`completes`); `figures` then books
+the time up to that moment.
 """
 
 import concurrent.futures
@@ -28,21 +32,40 @@ import jax
 
 from bigtrain.reports import flops
 
-ACCOUNTS = tuple("start compile step data_wait eval save lost down".split())
-_ROWS_FOR_ETA = 20  # The whole run's mean would include a slow beginning.
+ACCOUNTS = (
+  "start",
+  "compile",
+  "step",
+  "data_wait",
+  "eval",
+  "save",
+  "lost",
+  "down",
+)
+# Number of log entries whose mean step time gives the time left. With more it
+# would react slowly; the mean of the whole run would include a slow beginning.
+_ENTRIES_FOR_ETA = 20
 
 
 def memory_bytes() -> dict[str, int]:
+  """Resident memory of this process, and the largest peak of its devices."""
   try:
     with open("/proc/self/statm") as f:
-      rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+      num_pages = int(f.read().split()[1])
+    rss_bytes = num_pages * os.sysconf("SC_PAGE_SIZE")
   except FileNotFoundError:  # Not Linux: only the peak is available.
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rss *= 1 if sys.platform == "darwin" else 1024
-  stats = [d.memory_stats() or {} for d in jax.local_devices()]
-  peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
-  peak = {"device_peak_bytes": max(peaks)} if peaks else {}
-  return {"host_rss_bytes": rss, **peak}
+    rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # In kilobytes, except on macOS.
+      rss_bytes *= 1024
+  result = {"host_rss_bytes": rss_bytes}
+  peaks = []
+  for device in jax.local_devices():
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+      peaks.append(stats["peak_bytes_in_use"])
+  if peaks:  # CPU devices have no statistics.
+    result["device_peak_bytes"] = max(peaks)
+  return result
 
 
 @dataclasses.dataclass
@@ -51,32 +74,41 @@ class Chrono:
 
   batch_size: int
   total_steps: int
-  last_step: int | None = None  # Of this run, if earlier.
+  last_step: int | None = None  # Where this process ends, if earlier.
   examples_per_epoch: int | None = None
   tokens_per_example: int | None = None
-  # Figures of each source of a mixture, after a number of steps.
+  # Maps a step to the figures of each source of a mixture, such as its epoch.
   sources_at: Callable[[int], Mapping[str, float]] | None = None
   flops_per_step: float | None = None  # Model FLOPs, over all devices.
   peak_flops_per_device: float | None = None  # FLOP/s.
   num_devices: int = 1
   clock: Callable[[], float] = time.monotonic
-  wall: Callable[[], float] = time.time  # Measures across restarts.
+  wall: Callable[[], float] = time.time  # For times across restarts.
   memory: Callable[[], dict[str, int]] = memory_bytes
 
   def __post_init__(self) -> None:
-    self._born, self._born_wall = self.clock(), self.wall()
-    self._mark = self._born  # All time before this is in the accounts.
-    self._base = "start"  # Account for time outside of all spans.
+    self._born = self.clock()
+    self._born_wall = self.wall()
+    # The accounts have all time before the mark. Spans since then are kept
+    # until the mark passes their end.
     self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
-    self._spans: list[tuple[str, float, float]] = []  # Since the mark.
-    self._open: list[str] = []  # Nested `account` contexts.
+    self._mark = self._born
+    self._spans: list[tuple[str, float, float]] = []  # Account, begin, end.
+    self._base = "start"  # The account of time outside of all spans.
+    # Nested `account` contexts, and since when the innermost one is active.
+    self._open: list[str] = []
     self._open_since = 0.0
-    self._step = 0  # Of the last row, or the warm-up's end.
-    self._recent: list[tuple[int, float]] = []  # Steps and seconds of rows.
+    # Step of the previous log entry, or of the end of the first step.
+    self._step = 0
+    # Number of steps, and their seconds, of the newest log entries.
+    self._recent: list[tuple[int, float]] = []
     self._completions: dict[int, concurrent.futures.Future[float]] = {}
-    self._first_row = True
-    self._compile_before = 0.0  # In earlier processes of this run.
-    self._stall_secs = self._write_secs = 0.0
+    self._is_first_entry = True
+    # Since the previous log entry.
+    self._stall_secs = 0.0
+    self._write_secs = 0.0
+    # Of earlier processes of this run.
+    self._compile_secs_before = 0.0
     self._device_secs_before = 0.0
     self._restarts = 0
 
@@ -93,7 +125,8 @@ class Chrono:
   def account(self, name: str) -> Iterator[None]:
     """Puts the time inside the context, but not in an inner one, into `name`.
 
-    Wait for the last step before: otherwise its time counts as the context's.
+    Wait for the last step before entering the context: otherwise the rest of
+    that step counts as the context's time.
     """
     self._end_span()
     self._open.append(name)
@@ -113,7 +146,7 @@ class Chrono:
     self._write_secs += secs or 0.0
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
-    """Notes in a thread when `wait` returns, as the end of the step's `row`."""
+    """Notes in a thread when `wait` returns: then the step was complete."""
     completion: concurrent.futures.Future[float] = concurrent.futures.Future()
     self._completions[step] = completion
 
@@ -127,10 +160,11 @@ class Chrono:
     name = f"completion of step {step}"
     threading.Thread(target=note, name=name, daemon=True).start()
 
-  def row(self, step: int, now: float | None = None) -> dict[str, float]:
-    """Figures since the previous row, with the names of docs/config.md.
+  def figures(self, step: int, now: float | None = None) -> dict[str, float]:
+    """Figures of a log entry, with the names in docs/config.md.
 
-    They end at the step's completion, as `completes` noted, else now.
+    They cover the time from the previous entry to the completion of the step,
+    as `completes` noted it, or else until now.
     """
     if now is None:
       completion = self._completions.pop(step, None)
@@ -138,32 +172,36 @@ class Chrono:
     is_warm = self._base == "step"
     spent = self._book(now)
     self._base = "step"
-    steps = step - self._step if is_warm else 0
+    # Steps of which all the time was measured: the first one compiles.
+    num_steps = step - self._step if is_warm else 0
     self._step = step
-    examples = step * self.batch_size
-    row: dict[str, float] = {
-      "examples_seen": examples,
+    num_examples = step * self.batch_size
+    figures: dict[str, float] = {
+      "examples_seen": num_examples,
       "progress": step / self.total_steps if self.total_steps else 1.0,
     }
     if self.tokens_per_example:
-      row["tokens_seen"] = examples * self.tokens_per_example
+      figures["tokens_seen"] = num_examples * self.tokens_per_example
     if self.examples_per_epoch:
-      row["epoch"] = examples / self.examples_per_epoch
+      figures["epoch"] = num_examples / self.examples_per_epoch
     if self.sources_at:
-      row |= self.sources_at(step)
-    busy = spent["step"] + spent["data_wait"]
-    if steps > 0 and busy > 0:
-      self._recent = [*self._recent, (steps, busy)][-_ROWS_FOR_ETA:]
-      row |= self._rates(busy / steps)
-      row["data_wait_fraction"] = spent["data_wait"] / busy
+      figures |= self.sources_at(step)
+    busy_secs = spent["step"] + spent["data_wait"]
+    if num_steps > 0 and busy_secs > 0:
+      self._recent = [*self._recent, (num_steps, busy_secs)]
+      self._recent = self._recent[-_ENTRIES_FOR_ETA:]
+      figures |= self._rates(busy_secs / num_steps)
+      figures["data_wait_fraction"] = spent["data_wait"] / busy_secs
     if self._recent:
-      row["eta_secs"] = self._eta(step)
-    if self._first_row:
-      row["compile_secs"] = self._accounts["compile"] - self._compile_before
-      self._first_row = False
-    return row | self.memory() | self._totals(now)
+      figures["eta_secs"] = self._eta_secs(step)
+    if self._is_first_entry:
+      compile_secs = self._accounts["compile"] - self._compile_secs_before
+      figures["compile_secs"] = compile_secs
+      self._is_first_entry = False
+    return figures | self.memory() | self._totals(now)
 
   def summary(self) -> dict[str, float]:
+    """The totals at the end of a run."""
     self._book(self.clock())
     return self._totals(self._mark)
 
@@ -183,54 +221,69 @@ class Chrono:
   def restore(
     self, state: Mapping[str, Any] | None, last_alive: float | None = None
   ) -> None:
-    """Continues the accounts of `state`; time up to `last_alive` was `lost`."""
+    """Continues the accounts of an earlier process, saved by `state`.
+
+    From the save to `last_alive`, the Unix time of that process's last sign of
+    life, time was `lost`; from then to the start of this process the run was
+    `down`.
+    """
     if state is None:
       return
+    # Clocks of two hosts may differ.
     saved = min(state["wall_secs"], self._born_wall)
     alive = saved if last_alive is None else last_alive
     alive = min(max(alive, saved), self._born_wall)
     for name, secs in state["accounts"].items():
       self._accounts[name] = self._accounts.get(name, 0.0) + secs
-    self._accounts["lost"] += alive - saved
+    lost_secs = alive - saved
+    self._accounts["lost"] += lost_secs
     self._accounts["down"] += self._born_wall - alive
-    self._compile_before = state["accounts"]["compile"]
+    self._compile_secs_before = state["accounts"]["compile"]
     self._device_secs_before = (
-      state["device_secs"] + (alive - saved) * state["num_devices"]
+      state["device_secs"] + lost_secs * state["num_devices"]
     )
     self._restarts = state["restarts"] + 1
 
   def _rates(self, step_secs: float) -> dict[str, float]:
-    n, peak = self.num_devices, self.peak_flops_per_device
     per_sec = {"examples_per_sec": self.batch_size / step_secs}
     if self.tokens_per_example:
-      tokens = self.batch_size * self.tokens_per_example
-      per_sec["tokens_per_sec"] = tokens / step_secs
+      num_tokens = self.batch_size * self.tokens_per_example
+      per_sec["tokens_per_sec"] = num_tokens / step_secs
     rates = {"step_secs": step_secs, **per_sec}
-    if n > 1:
-      rates |= {f"{k}_per_device": rate / n for k, rate in per_sec.items()}
-    if self.flops_per_step and peak:
-      rates["mfu"] = flops.mfu(self.flops_per_step, step_secs, n, peak)
+    if self.num_devices > 1:
+      for name, rate in per_sec.items():
+        rates[f"{name}_per_device"] = rate / self.num_devices
+    if self.flops_per_step and self.peak_flops_per_device:
+      rates["mfu"] = flops.mfu(
+        self.flops_per_step,
+        step_secs,
+        self.num_devices,
+        self.peak_flops_per_device,
+      )
     return rates
 
-  def _eta(self, step: int) -> float:
-    """Seconds left, pauses included at their rate so far."""
-    steps = sum(n for n, _ in self._recent)
-    step_secs = sum(secs for _, secs in self._recent) / steps
-    busy = self._accounts["step"] + self._accounts["data_wait"]
-    pauses = self._accounts["eval"] + self._accounts["save"]
+  def _eta_secs(self, step: int) -> float:
+    """Seconds left, if evaluations and saves go on to take their share."""
+    num_steps = sum(number for number, _ in self._recent)
+    step_secs = sum(secs for _, secs in self._recent) / num_steps
+    busy_secs = self._accounts["step"] + self._accounts["data_wait"]
+    pause_secs = self._accounts["eval"] + self._accounts["save"]
     last = self.total_steps if self.last_step is None else self.last_step
-    return max(0, last - step) * step_secs * (1 + pauses / busy)
+    return max(0, last - step) * step_secs * (1 + pause_secs / busy_secs)
 
   def _totals(self, now: float) -> dict[str, float]:
-    row = {
+    """Figures of the whole run, and checkpoint times since the last call."""
+    figures = {
       "ckpt_stall_secs": self._stall_secs,
       "ckpt_write_secs": self._write_secs,
       "restarts": self._restarts,
-      **{f"account/{name}_secs": v for name, v in self._accounts.items()},
     }
-    self._stall_secs = self._write_secs = 0.0
+    for name, secs in self._accounts.items():
+      figures[f"account/{name}_secs"] = secs
+    self._stall_secs = 0.0
+    self._write_secs = 0.0
     hours = {"device_hours": self._device_secs(now) / 3600}
-    return hours | {name: value for name, value in row.items() if value}
+    return hours | {name: value for name, value in figures.items() if value}
 
   def _device_secs(self, now: float) -> float:
     return self._device_secs_before + (now - self._born) * self.num_devices
@@ -249,7 +302,11 @@ class Chrono:
   def _split(
     self, now: float
   ) -> tuple[dict[str, float], list[tuple[str, float, float]]]:
-    """Seconds by account from the mark to `now`, and later spans."""
+    """Seconds by account from the mark to `now`, and the spans after it.
+
+    `now` may be in the past: a step can complete before an evaluation that the
+    loop has already begun.
+    """
     spent = dict.fromkeys(ACCOUNTS, 0.0)
     later = []
     spans = list(self._spans)

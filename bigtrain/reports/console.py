@@ -1,7 +1,11 @@
-"""Shows progress: a bar on a terminal and in a notebook, else plain lines.
+"""Shows a run's progress on a terminal, in a notebook or in a log file.
 
-The bar stays on the last line, below messages. A log file gets one line per
-row, through absl.
+On a terminal a bar stays on the last line, below the log messages. A notebook
+shows a bar and a table of the newest log entries. A log file gets one line for
+each log entry, through absl.
+
+Which metrics fit into such a line is decided by their names: FIGURES and
+PREFIXES list those that are not the task's own metrics.
 """
 
 import atexit
@@ -18,24 +22,80 @@ from typing import Any
 
 from absl import logging
 
-from bigtrain.config import settings
-
-_NAMES = settings.read_table(__file__, "names.toml")
-# Names in a training row that are not the task's metrics.
-FIGURES = frozenset(_NAMES["figures"].split())
-# First parts of names of training that have several.
-PREFIXES = frozenset(_NAMES["prefixes"].split())
-_MAX_METRICS = 5  # Shown of a training row.
-_MAX_RESULTS = 12  # Shown of an evaluation row.
-_MAX_ROWS = 8  # Shown in a notebook.
+# Names in the log entries of training steps that are not the task's metrics.
+FIGURES = frozenset(
+  {
+    # Position in the run.
+    "step",
+    "epoch",
+    "examples_seen",
+    "progress",
+    "tokens_seen",
+    # The optimizer, and statistics of gradients and parameters.
+    "grad_norm",
+    "grad_norm_last",
+    "loss_last",
+    "lr",
+    "param_norm",
+    "stats_steps",
+    "update_norm",
+    # Speed and time.
+    "ckpt_stall_secs",
+    "ckpt_write_secs",
+    "compile_secs",
+    "data_wait_fraction",
+    "device_hours",
+    "eta_secs",
+    "examples_per_sec",
+    "examples_per_sec_per_device",
+    "mfu",
+    "model_flops_per_step",
+    "restarts",
+    "step_secs",
+    "tokens_per_sec",
+    "tokens_per_sec_per_device",
+    # Memory.
+    "device_peak_bytes",
+    "host_rss_bytes",
+    "update_alias_bytes",
+    "update_argument_bytes",
+    "update_output_bytes",
+    "update_peak_bytes",
+    "update_temporary_bytes",
+  }
+)
+# Parts before the slash in names such as "lr/encoder" or "grad_rms/kernel". The
+# metrics of evaluations and hooks have other prefixes: their own names.
+PREFIXES = frozenset(
+  {
+    "account",
+    "activation_max",
+    "activation_mean",
+    "activation_nonfinite",
+    "activation_rms",
+    "epoch",
+    "examples_seen",
+    "grad_norm",
+    "grad_rms",
+    "lr",
+    "update_rms",
+    "weight_max",
+    "weight_rms",
+    "weight_update_divided_by_weight_rms",
+  }
+)
+# How many metrics fit into a line: more would wrap on a usual terminal.
+_MAX_TRAINING_METRICS = 5
+_MAX_EVALUATION_METRICS = 12
+_MAX_NOTEBOOK_ENTRIES = 8
 _REFRESHES_PER_SEC = 4
 
 
 class Console:
-  """Shows progress of process 0; methods are thread-safe and never wait.
+  """Shows the progress of process 0; methods are thread-safe and never wait.
 
-  A `bar` of None shows one in a notebook, and if standard error is a terminal
-  that can move its cursor.
+  With `bar=None` there is a bar in a notebook, and if standard error is a
+  terminal that can move its cursor.
   """
 
   def __init__(
@@ -58,7 +118,7 @@ class Console:
     self._status = text
     if bar := self._shown_bar():
       bar.change(status=text, part=None)
-    elif text != "training":  # The rows show that.
+    elif text != "training":  # The log entries show that.
       logging.info("%s", text)
 
   def evaluation_progress(self, done: int, total: int) -> None:
@@ -69,18 +129,22 @@ class Console:
     if bar := self._shown_bar():
       bar.change(step=step)
 
-  def row(self, row: Mapping[str, Any]) -> None:
+  def entry(self, entry: Mapping[str, Any]) -> None:
+    """Shows a log entry of training, or the results of an evaluation."""
     if self._silent:
       return
-    bar, is_training = self._shown_bar(), is_training_row(row)
-    line_of = training_line if is_training else evaluation_line
-    if bar and is_training:
-      bar.take(row)
-    elif line := line_of(row, self._total_steps):
+    bar = self._shown_bar()
+    if is_of_training(entry):
       if bar:
-        bar.print(line)
-      else:
-        logging.info("%s", line)
+        bar.show(entry)
+        return
+      line = training_line(entry, self._total_steps)
+    else:
+      line = evaluation_line(entry, self._total_steps)
+    if line and bar:
+      bar.print(line)
+    elif line:
+      logging.info("%s", line)
 
   def close(self) -> None:
     with self._lock:
@@ -104,40 +168,46 @@ class Console:
 
 
 class _Progress:
+  """What a bar shows: phase, step, loss, speed and time left."""
+
   def __init__(self, total_steps: int):
     self.status = "starting"
     self.step = 0
-    self.part: tuple[int, int] | None = None  # Batches: done, total.
+    # Batches of the evaluation: done, total.
+    self.part: tuple[int, int] | None = None
     self._total = total_steps
-    self._figures: list[str] = []
+    self._figures: list[str] = []  # Loss and speed.
     self._eta_secs: float | None = None
-    self._row_time = 0.0
+    self._eta_time = 0.0  # When the estimate was made.
 
   def change(self, **fields: Any) -> None:
     for name, value in fields.items():
       setattr(self, name, value)
 
-  def take(self, row: Mapping[str, Any]) -> None:
-    figures = [f"loss {number(row['loss'])}"] if "loss" in row else []
-    self._figures = figures + _speed(row)
-    self._eta_secs = row.get("eta_secs")
-    self._row_time = time.monotonic()
-    self.step = max(self.step, row["step"])
+  def show(self, entry: Mapping[str, Any]) -> None:
+    loss = [f"loss {number(entry['loss'])}"] if "loss" in entry else []
+    self._figures = loss + _speed(entry)
+    self._eta_secs = entry.get("eta_secs")
+    self._eta_time = time.monotonic()
+    self.step = max(self.step, entry["step"])
 
   def texts(self) -> list[str]:
-    """What to show, the most important first."""
+    """The parts of the line, the most important first."""
     status = self.status
     if self.part:
       status += f" {self.part[0]}/{self.part[1]}"
     done = self.step / self._total if self._total else 1.0
     texts = [status, f"{self.step}/{self._total} {done:.0%}", *self._figures]
     if self._eta_secs is not None:
-      passed = time.monotonic() - self._row_time
-      texts.append(f"{duration(max(0.0, self._eta_secs - passed))} left")
+      # Counts down between two log entries.
+      passed_secs = time.monotonic() - self._eta_time
+      texts.append(f"{duration(max(0.0, self._eta_secs - passed_secs))} left")
     return texts
 
 
 class _Bar(_Progress):
+  """The last line of a terminal."""
+
   def __init__(self, total_steps: int):
     import rich.console
     import rich.live
@@ -175,11 +245,13 @@ class _Bar(_Progress):
     import rich.table
     import rich.text
 
-    texts = self.texts()  # Narrow terminals drop the last ones.
     width = self._console.width - 1
-    while len(texts) > 1 and sum(len(t) + 2 for t in texts) + 12 > width:
-      texts.pop()
-    bar_width = width - sum(len(t) + 2 for t in texts)
+    texts = self.texts()
+    text_width = sum(len(t) + 2 for t in texts)  # With the space between them.
+    # A narrow terminal leaves out the last ones, in favour of a short bar.
+    while len(texts) > 1 and text_width + 12 > width:
+      text_width -= len(texts.pop()) + 2
+    bar_width = width - text_width
     grid = rich.table.Table.grid(padding=(0, 2))
     cells: list[Any] = [rich.text.Text(t, no_wrap=True) for t in texts]
     cells[0].stylize("bold cyan")
@@ -192,24 +264,24 @@ class _Bar(_Progress):
 
 
 class _Table(_Progress):
-  """A progress bar and the newest rows, in the output of a notebook's cell."""
+  """A bar and a table of the newest log entries, below a notebook's cell."""
 
   def __init__(self, total_steps: int):
     super().__init__(total_steps)
-    self._rows: list[Mapping[str, Any]] = []
-    self._drawn = time.monotonic()
+    self._entries: list[Mapping[str, Any]] = []
+    self._draw_time = time.monotonic()
     display = importlib.import_module("IPython.display").display
     self._handle = display(self, display_id=True)
 
   def change(self, **fields: Any) -> None:
     super().change(**fields)
-    passed = time.monotonic() - self._drawn
-    if "status" in fields or passed > 1 / _REFRESHES_PER_SEC:
+    passed_secs = time.monotonic() - self._draw_time
+    if "status" in fields or passed_secs > 1 / _REFRESHES_PER_SEC:
       self._draw()
 
-  def take(self, row: Mapping[str, Any]) -> None:
-    super().take(row)
-    self._rows = [*self._rows, row][-_MAX_ROWS:]
+  def show(self, entry: Mapping[str, Any]) -> None:
+    super().show(entry)
+    self._entries = [*self._entries, entry][-_MAX_NOTEBOOK_ENTRIES:]
     self._draw()
 
   def print(self, line: str) -> None:
@@ -221,32 +293,37 @@ class _Table(_Progress):
     self._draw()
 
   def _draw(self) -> None:
-    self._drawn = time.monotonic()
+    self._draw_time = time.monotonic()
     self._handle.update(self)
 
   def __repr__(self) -> str:
-    lines = [training_line(row, self._total) for row in self._rows]
+    lines = [training_line(entry, self._total) for entry in self._entries]
     return "\n".join([*lines, "  ".join(self.texts())])
 
   def _repr_html_(self) -> str:
-    rows = [
-      {"step": f"{row['step']:,}"}
-      | {name: number(row[name]) for name in metric_names(row)}
-      | ({"lr": number(row["lr"])} if "lr" in row else {})
-      for row in self._rows
-    ]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([row.get(name, "") for name in names] for row in rows)]
-    body = "".join(
-      f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>"
-      for line in lines
-      if line
-    )
+    """The HTML that Jupyter and Colab show."""
+    table = [self._cells(entry) for entry in self._entries]
+    # All columns in the order in which they first occur.
+    names = list(dict.fromkeys(name for cells in table for name in cells))
+    lines = [names] if names else []
+    lines += [[cells.get(name, "") for name in names] for cells in table]
+    body = ""
+    for line in lines:
+      columns = "".join(f"<td>{html.escape(text)}</td>" for text in line)
+      body += f"<tr>{columns}</tr>"
     texts = html.escape(" | ".join(self.texts()))
     return (
       f'<progress value="{self.step}" max="{max(self._total, 1)}"></progress> '
       f"{texts}<table>{body}</table>"
     )
+
+  def _cells(self, entry: Mapping[str, Any]) -> dict[str, str]:
+    cells = {"step": f"{entry['step']:,}"}
+    for name in metric_names(entry):
+      cells[name] = number(entry[name])
+    if "lr" in entry:
+      cells["lr"] = number(entry["lr"])
+    return cells
 
 
 def in_notebook() -> bool:
@@ -266,42 +343,49 @@ def _terminal_handlers() -> list[Any]:
   return [h for h in handlers if getattr(h, "stream", None) in streams]
 
 
-def is_training_row(row: Mapping[str, Any]) -> bool:
-  return "loss" in row or "examples_seen" in row
+def is_of_training(entry: Mapping[str, Any]) -> bool:
+  """Whether an entry is of a training step, and not of an evaluation."""
+  return "loss" in entry or "examples_seen" in entry
 
 
-def training_line(row: Mapping[str, Any], total_steps: int) -> str:
-  """Formats a row of training: "step 100/1200 (8.3%) loss 1.234 lr 1e-3"."""
-  words = [_at(row["step"], total_steps)]
-  words += [f"{name} {number(row[name])}" for name in metric_names(row)]
-  if "lr" in row:
-    words.append(f"lr {number(row['lr'])}")
-  words += _speed(row)
-  if "mfu" in row:
-    words.append(f"mfu {row['mfu']:.1%}")
-  if "eta_secs" in row:
-    words.append(f"eta {duration(row['eta_secs'])}")
+def training_line(entry: Mapping[str, Any], total_steps: int) -> str:
+  """Formats training metrics: "step 100/1200 (8.3%) loss 1.234 lr 1e-3"."""
+  words = [_position(entry["step"], total_steps)]
+  words += [f"{name} {number(entry[name])}" for name in metric_names(entry)]
+  if "lr" in entry:
+    words.append(f"lr {number(entry['lr'])}")
+  words += _speed(entry)
+  if "mfu" in entry:
+    words.append(f"mfu {entry['mfu']:.1%}")
+  if "eta_secs" in entry:
+    words.append(f"eta {duration(entry['eta_secs'])}")
   return " ".join(words)
 
 
-def metric_names(row: Mapping[str, Any]) -> list[str]:
+def metric_names(entry: Mapping[str, Any]) -> list[str]:
+  """Names of the task's metrics to show, the loss first."""
   names = [
     name
-    for name, value in row.items()
+    for name, value in entry.items()
     if name not in FIGURES and "/" not in name and _is_number(value)
   ]
-  return sorted(names, key=lambda name: name != "loss")[:_MAX_METRICS]
+  names.sort(key=lambda name: name != "loss")
+  return names[:_MAX_TRAINING_METRICS]
 
 
-def evaluation_line(row: Mapping[str, Any], total_steps: int) -> str:
+def evaluation_line(entry: Mapping[str, Any], total_steps: int) -> str:
+  """Formats the results of evaluations; "" if there are none."""
   results = [
     f"{name} {number(value)}"
-    for name, value in row.items()
+    for name, value in entry.items()
     if "/" in name and not name.startswith("account/") and _is_number(value)
   ]
-  if len(results) > _MAX_RESULTS:
-    results[_MAX_RESULTS:] = [f"and {len(results) - _MAX_RESULTS} more"]
-  return " ".join([_at(row["step"], total_steps), *results]) if results else ""
+  if not results:
+    return ""
+  num_more = len(results) - _MAX_EVALUATION_METRICS
+  if num_more > 0:
+    results = [*results[:_MAX_EVALUATION_METRICS], f"and {num_more} more"]
+  return " ".join([_position(entry["step"], total_steps), *results])
 
 
 def number(value: float) -> str:
@@ -328,15 +412,15 @@ def duration(secs: float) -> str:
   return f"{secs // 86400}d{secs // 3600 % 24:02}h"
 
 
-def _at(step: int, total_steps: int) -> str:
+def _position(step: int, total_steps: int) -> str:
   share = f" ({step / total_steps:.1%})" if total_steps else ""
   return f"step {step}/{total_steps}{share}"
 
 
-def _speed(row: Mapping[str, Any]) -> list[str]:
+def _speed(entry: Mapping[str, Any]) -> list[str]:
   for unit in ("tokens", "examples"):
-    if f"{unit}_per_sec" in row:
-      return [f"{number(row[f'{unit}_per_sec'])} {unit}/s"]
+    if f"{unit}_per_sec" in entry:
+      return [f"{number(entry[f'{unit}_per_sec'])} {unit}/s"]
   return []
 
 

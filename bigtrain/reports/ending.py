@@ -8,7 +8,8 @@ from typing import Any
 
 from bigtrain.arrays import trees
 
-_KEPT = {
+# What the last lines point to, if the workdir has it.
+_FILES = {
   "metrics": "metrics.jsonl",
   "checkpoints": "checkpoints",
   "TensorBoard": "tensorboard",
@@ -20,25 +21,29 @@ def message(results: Mapping[str, Any], workdir: str | None) -> str:
     path = os.path.join(workdir, "run.json")
     return f"Compiled; {path} has its memory and FLOPs."
   lines = [f"Finished at step {results['step']}."]
-  shown = {k: v for k, v in results.items() if "/" in k}
-  for name, value in {"loss": results.get("loss"), **shown}.items():
+  # The loss, and the results of evaluations.
+  shown = {"loss": results.get("loss")}
+  shown |= {name: value for name, value in results.items() if "/" in name}
+  for name, value in shown.items():
     hidden = name.startswith(("account/", "epoch/")) or name.endswith("/secs")
     if isinstance(value, float) and not hidden:
       lines.append(f"  {name:24} {value:.4g}")
   if workdir is None:
     return "\n".join([*lines, "  No files were kept."])
-  for title, name in _KEPT.items():
-    if os.path.exists(path := os.path.join(workdir, name)):
+  for title, name in _FILES.items():
+    path = os.path.join(workdir, name)
+    if os.path.exists(path):
       lines.append(f"  {title:13} {path}")
   return "\n".join(lines)
 
 
 def users_frames(error: Exception, config: Mapping[str, Any]) -> str:
-  """The frames of an error in modules that the config names by dotted paths.
+  """The part of an error's traceback that is in the user's own modules.
 
-  "" if there are none.
+  Those are the modules that the config names by dotted paths. Returns "" if the
+  error has no frame in them.
   """
-  keys = {}
+  keys = {}  # {file of a module: the config key that names it}.
   for name, value in trees.flatten_with_names(dict(config)):
     module = sys.modules.get(value) if isinstance(value, str) else None
     if module and not value.startswith("bigtrain."):

@@ -17,7 +17,9 @@ parameter is trained.
 
 import fractions
 import math
+import pathlib
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +29,6 @@ from absl import logging
 from jax.extend import core as jex_core
 
 from bigtrain.arrays import model_flops
-from bigtrain.config import settings
 from bigtrain.config.errors import check_number
 from bigtrain.config.settings import Config
 
@@ -204,7 +205,10 @@ for _name in ("dot_product_attention", "dot_product_attention_fp8"):
     _COUNTS[f"{_name}_bwd{_suffix}"] = lambda eqn: 2 * _attention(eqn)
 
 
-_TERA = settings.read_table(__file__, "peak_flops.toml")
+# Teraflops by patterns of device kinds, see the file.
+_PEAK_TFLOPS: dict[str, float] = tomllib.loads(
+  pathlib.Path(__file__).with_name("peak_flops.toml").read_text()
+)
 
 
 def read_peak_flops(config: Config, device: Any) -> float | None:
@@ -219,7 +223,7 @@ def peak_flops(device: Any) -> float | None:
   None for CPUs, slices of a GPU (MIG) and kinds that the table lacks.
   """
   kind = device if isinstance(device, str) else device.device_kind
-  for pattern, tera in _TERA.items():
+  for pattern, peak_tflops in _PEAK_TFLOPS.items():
     if re.search(pattern, kind, re.IGNORECASE):
-      return tera * 1e12 or None
+      return peak_tflops * 1e12 or None
   return None

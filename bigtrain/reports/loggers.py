@@ -1,26 +1,239 @@
-"""Loggers, which show runs: what they have in common, and TensorBoard.
+"""Loggers: dashboards that show the log entries of a run.
 
-A logger receives the rows of metrics.jsonl in order, in a thread of its own
-(writers.py), and may fail: write(row, shown), with the values whose paths are
-in the row, flush() and close(). trackers.py has the others.
+A logger is a metric writer: an object with the methods of clu's
+`metric_writers.MetricWriter`. So a writer that a user of big_vision or T5X
+already has plugs in by its dotted path:
+
+  config.loggers = dict(mine=dict(type="my_project.Writer", verbose=True))
+
+It is a metric writer by its methods only, and not by its base class: importing
+clu's package of writers loads tensorflow and needs tensorboard. The program's
+own writers are in tensorboard.py and trackers.py.
+
+`from_config` finds and checks the loggers of a config. Each then gets a thread
+(writers.py), in which a `Feed` opens the writer and passes log entries to it.
 """
 
+import inspect
 import json
 import os
-import tempfile
-import time
-from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError, check_kwargs
+from bigtrain.config.modules import find_attribute
 from bigtrain.files import paths
-from bigtrain.reports import media
+from bigtrain.reports import media, trackers
 from bigtrain.reports.rows import Row
+from bigtrain.reports.tensorboard import TensorBoard
 
+
+class MetricWriter(Protocol):
+  """The methods of clu's MetricWriter that this program calls.
+
+  The others are write_summaries, write_audios and write_videos.
+  """
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None: ...
+
+  # [N, height, width, channels].
+  def write_images(self, step: int, images: Mapping[str, Any]) -> None: ...
+
+  def write_texts(self, step: int, texts: Mapping[str, Any]) -> None: ...
+
+  def write_histograms(
+    self,
+    step: int,
+    arrays: Mapping[str, Any],
+    num_buckets: Mapping[str, int] | None = None,
+  ) -> None: ...
+
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None: ...
+
+  def flush(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+METHODS = (
+  "write_scalars",
+  "write_images",
+  "write_texts",
+  "write_histograms",
+  "write_hparams",
+  "flush",
+  "close",
+)
+# Parameters of a user's writer that get the folder of the run.
+_FOLDER_PARAMETERS = ("workdir", "logdir")
+
+
+class Logger(NamedTuple):
+  """A logger of the config. Its writer is opened for the first log entry."""
+
+  name: str  # For messages.
+  open: Callable[[str, int], MetricWriter]  # Of the workdir and first step.
+
+
+def from_config(config: settings.Config) -> list[Logger]:
+  """Finds and checks the loggers of a config; opens none of them."""
+  loggers = []
+  if config.get("tensorboard", True):
+    loggers.append(Logger("TensorBoard", TensorBoard))
+  for key, (name, tracker) in trackers.TRACKERS.items():
+    given = config.get(key)
+    if given is None or given is False:
+      continue
+    options = {} if given is True else config.kwargs(key)
+    trackers.check(key, options)
+    loggers.append(_logger(name, tracker, options))
+  for name, entry in config.kwargs("loggers", {}).items():
+    if entry is not None and entry is not False:
+      loggers.append(_users_logger(name, entry))
+  return loggers
+
+
+def _logger(name: str, make: Any, options: Mapping[str, Any]) -> Logger:
+  def open_writer(workdir: str, first_step: int) -> MetricWriter:
+    return make(workdir, first_step, **options)
+
+  return Logger(name, open_writer)
+
+
+def _users_logger(name: str, entry: Any) -> Logger:
+  path = f"config.loggers.{name}"
+  if not isinstance(entry, Mapping):
+    raise ConfigError(f"{path}: expected a dict with a type, got {entry!r}.")
+  options = dict(entry)
+  dotted = options.pop("type", None)
+  if not isinstance(dotted, str):
+    raise ConfigError(
+      f"{path}.type: expected the dotted path of a metric writer, such as "
+      f"'my_project.Writer', got {dotted!r}."
+    )
+  make = _import_writer(dotted, f"{path}.type")
+  if isinstance(make, type):  # Of a function, the result is checked.
+    _check_methods(make, dotted, path)
+  parameters = inspect.signature(make).parameters
+  folder_names = [
+    parameter
+    for parameter in _FOLDER_PARAMETERS
+    if parameter in parameters and parameter not in options
+  ]
+  check_kwargs(make, options, path, given=folder_names)
+
+  def open_writer(workdir: str, first_step: int) -> MetricWriter:
+    folders = dict.fromkeys(folder_names, workdir)
+    writer = make(**options, **folders)
+    _check_methods(writer, dotted, path)
+    return writer
+
+  return Logger(name, open_writer)
+
+
+def _import_writer(dotted: str, key: str) -> Callable[..., Any]:
+  try:
+    make = find_attribute(dotted, key)
+  except ModuleNotFoundError as e:
+    package = (e.name or "").partition(".")[0]
+    raise ConfigError(
+      f"{key}: {dotted} cannot be imported without {package} ({e}); pip "
+      f"install {package}."
+    ) from e
+  if not callable(make):
+    raise ConfigError(f"{key}: {dotted} is not a class but {make!r}.")
+  return make
+
+
+def _check_methods(writer: Any, dotted: str, path: str) -> None:
+  """Refuses a writer without a method, as clu's abstract class does."""
+  missing = [
+    method for method in METHODS if not callable(getattr(writer, method, None))
+  ]
+  # Of a subclass of clu's MetricWriter, which has them all.
+  missing += sorted(getattr(writer, "__abstractmethods__", ()))
+  if missing:
+    raise ConfigError(
+      f"{path}.type: {dotted} has no {', '.join(missing)}. A logger needs the "
+      "methods of clu.metric_writers.MetricWriter; one that does nothing will "
+      "do."
+    )
+
+
+class Feed:
+  """Passes the log entries of a run to one metric writer."""
+
+  def __init__(self, logger: Logger, workdir: str, first_step: int):
+    hparams, self._evaluations = _read_config(workdir)
+    self._writer = logger.open(workdir, first_step)
+    self._writer.write_hparams(hparams)
+    if table := _read_text(workdir, "parameters.txt"):
+      # Dashboards show texts as Markdown, in which indented lines keep their
+      # columns.
+      shown = "".join(f"    {line}\n" for line in table.splitlines())
+      text = media.MediaText.of(media.Text(table), shown, "parameters.txt")
+      self._writer.write_texts(first_step, {"parameters": text})
+
+  def write(self, entry: Row, shown: Mapping[str, Any]) -> None:
+    """Writes a log entry and the media that it has paths of (`media.split`)."""
+    step = entry["step"]
+    scalars = {
+      grouped(metric, self._evaluations): value
+      for metric, value in entry.items()
+      if metric != "step" and isinstance(value, int | float)
+    }
+    images: dict[str, media.MediaArray] = {}
+    texts: dict[str, media.MediaText] = {}
+    histograms: dict[str, media.MediaArray] = {}
+    num_buckets: dict[str, int] = {}
+    for metric, value in shown.items():
+      name, path = grouped(metric, self._evaluations), entry[metric]
+      if isinstance(value, media.Image):
+        images[name] = media.image_array(value, path)
+      elif isinstance(value, media.Text):
+        texts[name] = media.MediaText.of(value, value.text, path)
+      elif isinstance(value, media.Table):
+        texts[name] = media.MediaText.of(value, value.markdown(), path)
+      else:
+        histograms[name], num_buckets[name] = media.histogram_array(value, path)
+    if scalars:
+      self._writer.write_scalars(step, scalars)
+    if images:
+      self._writer.write_images(step, images)
+    if texts:
+      self._writer.write_texts(step, texts)
+    if histograms:
+      self._writer.write_histograms(step, histograms, num_buckets=num_buckets)
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def _read_text(workdir: str, name: str) -> str:
+  try:
+    return paths.read_bytes(os.path.join(workdir, name)).decode()
+  except FileNotFoundError:
+    return ""
+
+
+def _read_config(workdir: str) -> tuple[dict[str, Any], Container[str]]:
+  """Hyperparameters, such as {"model.depth": 12}, and names of evaluations."""
+  config = json.loads(_read_text(workdir, "config.json") or "{}")
+  hparams = {
+    key: json.dumps(value) if isinstance(value, list) else value
+    for key, value in settings.flatten(config).items()
+    if value not in (None, {})  # Dashboards have no type for these.
+  }
+  return hparams, config.get("evals") or {}
+
+
+# Figures of speed that have no unit in their names.
 _SPEED = ("account", "data_wait_fraction", "device_hours", "mfu")
-# First parts of names of training that have several.
+# Figures of training of which there can be several: "lr/encoder", "epoch/web".
 _OF_TRAINING = ("epoch", "examples_seen", "lr")
 
 
@@ -36,138 +249,6 @@ def grouped(name: str, evaluations: Container[str]) -> str:
     return f"speed/{name}"
   if name.endswith("_bytes"):
     return f"memory/{name}"
-  return name if slash and first not in _OF_TRAINING else f"train/{name}"
-
-
-class Setup(NamedTuple):
-  """What a logger gets at the start of a run."""
-
-  workdir: str
-  config: dict[str, Any]  # {"model.depth": 12, ...}, without None.
-  parameters: str  # Content of parameters.txt.
-  evaluations: Container[str]
-
-  @classmethod
-  def read(cls, workdir: str) -> "Setup":
-    def content(name: str) -> str:
-      try:
-        return paths.read_bytes(os.path.join(workdir, name)).decode()
-      except FileNotFoundError:
-        return ""
-
-    config = json.loads(content("config.json") or "{}")
-    flat = {
-      key: json.dumps(value) if isinstance(value, list) else value
-      for key, value in settings.flatten(config).items()
-      if value not in (None, {})
-    }
-    text = content("parameters.txt")
-    return cls(workdir, flat, text, config.get("evals") or {})
-
-  def numbers(self, row: Row) -> dict[str, float]:
-    return {
-      grouped(name, self.evaluations): value
-      for name, value in row.items()
-      if name != "step" and isinstance(value, int | float)
-    }
-
-  def grouped(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-    return {grouped(name, self.evaluations): v for name, v in shown.items()}
-
-
-def preformatted(text: str) -> str:
-  return "".join(f"    {line}\n" for line in text.splitlines())
-
-
-class TensorBoard:
-  """Event files in workdir/tensorboard; they replace those from purge_step on.
-
-  Uses the layer below tensorboardX's SummaryWriter, whose thread dies silently
-  when the disk is full; its queue then blocks forever.
-  """
-
-  def __init__(self, setup: Setup, purge_step: int):
-    from tensorboardX import event_file_writer, summary
-    from tensorboardX.proto import event_pb2, summary_pb2
-
-    self._event, self._summary = event_pb2.Event, summary_pb2
-    self._make, self._setup = summary, setup
-    folder = os.path.join(setup.workdir, "tensorboard")
-    paths.make_folder(folder)
-    self._local_folder: tempfile.TemporaryDirectory[str] | None = None
-    self._mirror: paths.Mirror | None = None
-    local = folder
-    if paths.is_remote(folder):
-      self._local_folder = tempfile.TemporaryDirectory(prefix="bigtrain-")
-      local = self._local_folder.name
-    # A restart within the same second must not overwrite the earlier file.
-    suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
-    path = os.path.join(local, "events")
-    self._writer = event_file_writer.EventsWriter(path, suffix)
-    if self._local_folder:
-      (name,) = os.listdir(local)
-      target, source = os.path.join(folder, name), os.path.join(local, name)
-      self._mirror = paths.Mirror(target, source)
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    self._add(purge_step, session_log=start)
-    if setup.config:
-      for part in summary.hparams(setup.config, {"train/loss": 0}):
-        self._add(purge_step, summary=part)
-    if setup.parameters:
-      text = preformatted(setup.parameters)
-      self._add(purge_step, summary=summary.text("parameters", text))
-
-  def _add(self, step: int, **content: Any) -> None:
-    event = self._event(wall_time=time.time(), step=step, **content)
-    self._writer.write_event(event)
-
-  def write(self, row: Row, shown: Mapping[str, Any]) -> None:
-    values = [
-      self._summary.Summary.Value(tag=name, simple_value=value)
-      for name, value in self._setup.numbers(row).items()
-    ]
-    self._add(row["step"], summary=self._summary.Summary(value=values))
-    for name, value in self._setup.grouped(shown).items():
-      self._add(row["step"], summary=self._media(name, value))
-
-  def _media(self, name: str, value: Any) -> Any:
-    if isinstance(value, media.Text):
-      return self._make.text(name, value.text)
-    if isinstance(value, media.Table):
-      return self._make.text(name, value.markdown())
-    if isinstance(value, media.Image):
-      height, width = value.pixels.shape[:2]
-      image = self._summary.Summary.Image(
-        height=height, width=width, encoded_image_string=value.png()
-      )
-      entry = self._summary.Summary.Value(tag=name, image=image)
-    else:
-      counts, middles = bins(value)
-      histogram = self._summary.HistogramProto(
-        min=value.low,
-        max=value.high,
-        num=counts.sum(),
-        sum=counts @ middles,
-        sum_squares=counts @ middles**2,
-        bucket_limit=value.edges[1:],
-        bucket=counts,
-      )
-      entry = self._summary.Summary.Value(tag=name, histo=histogram)
-    return self._summary.Summary(value=[entry])
-
-  def flush(self) -> None:
-    self._writer.flush()
-    if self._mirror is not None:
-      self._mirror.push(soon=True)
-
-  def close(self) -> None:
-    self._writer.close()
-    if self._mirror and self._local_folder:
-      self._mirror.push()
-      self._local_folder.cleanup()
-
-
-def bins(value: Any) -> tuple[np.ndarray, np.ndarray]:
-  """(counts, middles of the bins), float64."""
-  edges = value.edges
-  return np.asarray(value.counts, np.float64), (edges[1:] + edges[:-1]) / 2
+  if slash and first not in _OF_TRAINING:
+    return name
+  return f"train/{name}"

@@ -1,8 +1,10 @@
-"""Images, texts, tables and histograms in rows.
+"""Images, texts, tables and histograms in log entries.
 
 The results of an evaluator, and the metrics of a task, may have these values
-beside numbers. metrics.jsonl has the path of the file that holds one: by
-default media/<metric>/<step>.<suffix> in the workdir.
+beside numbers. Each is written to a file of its own, by default
+media/<metric>/<step>.<suffix> in the workdir, and its log entry in
+metrics.jsonl has the file's path. Loggers get it as a `MediaArray` or a
+`MediaText`, and reports read the file with `read`.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -123,15 +125,15 @@ def path_of(name: str, step: int, value: Any) -> str:
   return given or f"{FOLDER}/{name}/{step:08d}.{suffix}"
 
 
-def split(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns (the row with the paths of files, {metric: media value})."""
-  shown = {
+def split(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns (the entry with paths in place of media, {metric: media})."""
+  media = {
     name: value
-    for name, value in row.items()
+    for name, value in entry.items()
     if isinstance(value, Image | Text | Table) or hasattr(value, "edges")
   }
-  files = {k: path_of(k, row["step"], value) for k, value in shown.items()}
-  return {**row, **files}, shown
+  files = {k: path_of(k, entry["step"], value) for k, value in media.items()}
+  return {**entry, **files}, media
 
 
 def content(value: Any) -> bytes:
@@ -146,12 +148,75 @@ def content(value: Any) -> bytes:
   return json.dumps({"edges": value.edges.tolist(), "counts": counts}).encode()
 
 
-def save(workdir: str, step: int, shown: Mapping[str, Any]) -> None:
-  for name, value in shown.items():
-    path = os.path.join(workdir, path_of(name, step, value))
-    paths.make_folder(os.path.dirname(path))
-    with paths.replacing(path, "wb") as file:
-      file.write(content(value))
+def save(workdir: str, step: int, media: Mapping[str, Any]) -> None:
+  for name, value in media.items():
+    save_file(workdir, path_of(name, step, value), value)
+
+
+def save_file(folder: str, path: str, value: Any) -> None:
+  """Writes a value to a file whose path is relative to the folder."""
+  path = os.path.join(folder, path)
+  paths.make_folder(os.path.dirname(path))
+  with paths.replacing(path, "wb") as file:
+    file.write(content(value))
+
+
+class MediaArray(np.ndarray):
+  """An array for a logger, which also carries what the array cannot say.
+
+  `media` is the `Image` with its caption or the `metrics.Histogram` with its
+  counts; `path` is that of its file in the workdir.
+  """
+
+  media: Any
+  path: str
+
+  @classmethod
+  def of(cls, media: Any, array: np.ndarray, path: str) -> Self:
+    result = array.view(cls)
+    result.media, result.path = media, path
+    return result
+
+
+class MediaText(str):
+  """A text for a logger, with the `Text` or `Table` that it shows."""
+
+  media: Text | Table
+  path: str
+
+  @classmethod
+  def of(cls, media: Text | Table, text: str, path: str) -> Self:
+    result = cls(text)
+    result.media, result.path = media, path
+    return result
+
+
+def image_array(image: Image, path: str) -> MediaArray:
+  """The pixels, uint8 [1, height, width, channels]."""
+  return MediaArray.of(image, image.uint8()[None], path)
+
+
+# Values that stand for the counts of one histogram, at most. With more, small
+# bins would be more precise, and each logger's thread would sort them all.
+_MAX_SAMPLES = 10_000
+
+
+def histogram_array(histogram: Any, path: str) -> tuple[MediaArray, int]:
+  """Returns (values with the histogram's counts, number of buckets).
+
+  Metric writers count values themselves. A bin becomes copies of its middle, as
+  many as its count; a histogram of so many buckets then has the same counts.
+  """
+  counts = np.asarray(histogram.counts, np.float64)
+  edges = histogram.edges
+  middles = (edges[1:] + edges[:-1]) / 2
+  scale = min(1.0, _MAX_SAMPLES / max(counts.sum(), 1.0))
+  # No bin with a count, however small, disappears.
+  copies = np.where(counts > 0, np.maximum(np.rint(counts * scale), 1), 0)
+  (filled,) = np.nonzero(copies)
+  num_buckets = filled[-1] - filled[0] + 1 if filled.size else 1
+  values = np.repeat(middles, copies.astype(np.int64))
+  return MediaArray.of(histogram, values, path), int(num_buckets)
 
 
 class ImageFile(NamedTuple):
@@ -163,7 +228,7 @@ class ImageFile(NamedTuple):
 
 
 def read(workdir: str, path: str) -> Any:
-  """Reads a file that a row points to; None if it is not in the workdir.
+  """Reads the file that a log entry names; None if it is not in the workdir.
 
   Histograms are {"edges": ..., "counts": ...}.
   """

@@ -1,6 +1,8 @@
-"""The table of a model's parameters: parameters.txt of a run.
+"""The table of a model's parameters, which a run writes to parameters.txt.
 
-Means and standard deviations are computed where the shards are.
+`moments` starts to compute means and standard deviations on the devices, where
+the shards are, before the first update donates the parameters. `write` waits
+for them and writes the table, in a background thread.
 """
 
 import dataclasses
@@ -35,16 +37,17 @@ class _Row:
 
 
 @functools.cache
-def _moments(mesh: Mesh) -> Any:
+def _compiled_mean_and_std(mesh: Mesh) -> Any:
   fn = functools.partial(_mean_and_std, jnp)
   return jax.jit(fn, out_shardings=sharding.replicated(mesh))
 
 
-def _mean_and_std(module: Any, array: Any) -> Any:  # jax.numpy or numpy.
-  values = array.astype(module.float32)
-  mean = module.mean(values)
-  std = module.sqrt(module.mean(module.square(values - mean)))
-  return module.stack([mean, std])
+def _mean_and_std(numpy: Any, array: Any) -> Any:
+  """[mean, std] of an array, with `numpy` either jax.numpy or numpy itself."""
+  values = array.astype(numpy.float32)
+  mean = numpy.mean(values)
+  std = numpy.sqrt(numpy.mean(numpy.square(values - mean)))
+  return numpy.stack([mean, std])
 
 
 def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
       # A program for each shape would take long to load.
       result[name] = _mean_and_std(np, np.asarray(array))
     else:
-      result[name] = _moments(mesh)(array)
+      result[name] = _compiled_mean_and_std(mesh)(array)
       if on_cpu:
         # Simulated devices share a few threads: several programs at a time
         # may wait for threads that the others hold.
@@ -70,13 +73,18 @@ def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
 
 
 def facts(params: Params, trainable: Any) -> dict[str, int]:
-  """Numbers for run.json; param_bytes are of one copy."""
-  leaves, flags = jax.tree.leaves(params), jax.tree.leaves(trainable)
-  sizes = [math.prod(leaf.shape) for leaf in leaves]
+  """Numbers for run.json; param_bytes are those of one copy."""
+  num_params, num_trained, num_bytes = 0, 0, 0
+  flags = jax.tree.leaves(trainable)
+  for leaf, is_trained in zip(jax.tree.leaves(params), flags):
+    size = math.prod(leaf.shape)
+    num_params += size
+    num_trained += size if is_trained else 0
+    num_bytes += size * leaf.dtype.itemsize
   return {
-    "num_params": sum(sizes),
-    "num_trained_params": sum(n for n, flag in zip(sizes, flags) if flag),
-    "param_bytes": sum(n * x.dtype.itemsize for n, x in zip(sizes, leaves)),
+    "num_params": num_params,
+    "num_trained_params": num_trained,
+    "param_bytes": num_bytes,
   }
 
 
@@ -88,33 +96,56 @@ def write(
   origin: str,
   param_dims: dims.Table | None = None,
 ) -> str:
-  """Writes parameters.txt, on process 0; returns the table and its totals."""
+  """Writes parameters.txt, on process 0; returns the table and its totals.
+
+  `values` are the results of `moments`; without them, the table has no columns
+  for the mean and the standard deviation.
+  """
   from clu import parameter_overview
 
   on_host = jax.device_get(dict(values))
   flags = dict(trees.flatten_with_names(trainable))
   rows = []
   for name, leaf in sorted(trees.flatten_with_names(params)):
-    shape, size = tuple(leaf.shape), math.prod(leaf.shape)
-    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
-    axes = ["+".join(a) if isinstance(a, tuple) else a or "-" for a in spec]
-    axes += ["-"] * (len(shape) - len(axes)) if any(spec) else []
-    named = dims.text(param_dims or {}, name)
     row = _Row(
-      name, shape, str(leaf.dtype), size, flags[name], named, " ".join(axes)
+      name,
+      shape=tuple(leaf.shape),
+      dtype=str(leaf.dtype),
+      size=math.prod(leaf.shape),
+      trained=flags[name],
+      dims=dims.text(param_dims or {}, name),
+      axes=_axes(leaf),
     )
     if name in on_host:
       row.mean, row.std = map(float, on_host[name])
     rows.append(row)
   columns = [field.name for field in dataclasses.fields(_Row)]
-  columns = columns if values else columns[:-2]
+  if not values:
+    columns = [name for name in columns if name not in ("mean", "std")]
   table = parameter_overview.make_table(rows, column_names=columns)
-  size, num_trained, num_bytes = facts(params, trainable).values()
+  totals = facts(params, trainable)
+  size, num_trained = totals["num_params"], totals["num_trained_params"]
   trained = "all" if num_trained == size else f"{num_trained:,} of them"
-  text = f"{table}\n{size:,} parameters, {trained} trained, {num_bytes:,} bytes"
+  text = (
+    f"{table}\n{size:,} parameters, {trained} trained, "
+    f"{totals['param_bytes']:,} bytes"
+  )
   if origin:
     text += f", {origin}"
   if jax.process_index() == 0:
     with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
       file.write(f"{text}\n")
   return text
+
+
+def _axes(leaf: Any) -> str:
+  """Mesh axes of each dimension, such as "fsdp -"; "" if none is split."""
+  spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+  if not any(spec):
+    return ""
+  # A spec may end before the array's last dimensions.
+  axes = ["-"] * len(leaf.shape)
+  for i, axis in enumerate(spec):
+    if axis:
+      axes[i] = "+".join(axis) if isinstance(axis, tuple) else axis
+  return " ".join(axes)

@@ -1,4 +1,9 @@
-"""Records the setup of a run: config.json, run.json and parameters.txt."""
+"""Records the setup of a run: config.json, run.json and parameters.txt.
+
+config.json is the config of the newest start. run.json has an entry for every
+start, with the command, the code, the packages and the devices; facts that are
+known later, such as the memory of a program, are merged into the newest entry.
+"""
 
 import collections
 import contextlib
@@ -28,9 +33,18 @@ from bigtrain.config.lengths import Units
 from bigtrain.files import paths
 from bigtrain.reports import parameters
 
+# Packages whose versions run.json has, and that are the same on all processes.
 _PACKAGES = (
-  "bigtrain jax jaxlib flax optax numpy tensorstore tensorflow-cpu tensorflow"
-).split()
+  "bigtrain",
+  "jax",
+  "jaxlib",
+  "flax",
+  "optax",
+  "numpy",
+  "tensorstore",
+  "tensorflow-cpu",
+  "tensorflow",
+)
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
@@ -89,7 +103,13 @@ def summary(config: Mapping[str, Any], units: Units) -> list[str]:
   ]
 
 
+def log_summary(config: Mapping[str, Any], units: Units) -> None:
+  for line in summary(config, units):
+    logging.info("%s", line)
+
+
 def _words(options: Mapping[str, Any]) -> str:
+  """Options as "a=1, b=2", cut after a line's length."""
   words = [f"{k}={v}" for k, v in options.items() if v is not None]
   return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
 
@@ -104,9 +124,10 @@ def versions() -> dict[str, str]:
 
 def _git(*arguments: str) -> str:
   folder = os.path.dirname(os.path.abspath(__file__))
-  command, nothing = ["git", "-C", folder, *arguments], subprocess.DEVNULL
   try:
-    output = subprocess.check_output(command, stderr=nothing, timeout=5)
+    output = subprocess.check_output(
+      ["git", "-C", folder, *arguments], stderr=subprocess.DEVNULL, timeout=5
+    )
     return output.decode().strip()
   except (OSError, subprocess.SubprocessError):
     return ""  # No git, or not a checkout.
@@ -136,10 +157,11 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
   """What must be equal on all processes of a job, by name."""
-  digest = hashlib.sha256()  # A checkout can have uncommitted changes.
-  folder = pathlib.Path(__file__).parents[1]  # The package bigtrain.
-  for path in sorted(p for p in folder.rglob("*.*") if p.suffix != ".pyc"):
-    digest.update(f"{path.relative_to(folder)}\0".encode())
+  # Of all files, as a checkout can have uncommitted changes.
+  digest = hashlib.sha256()
+  package = pathlib.Path(__file__).parents[1]
+  for path in sorted(p for p in package.rglob("*.*") if p.suffix != ".pyc"):
+    digest.update(f"{path.relative_to(package)}\0".encode())
     digest.update(path.read_bytes())
   flat = dict(trees.flatten_with_names({"config": as_json(config)}))
   return {
@@ -170,10 +192,13 @@ def start(
   first_example: Sequence[tuple[str, bool]] = (),
   param_dims: dims.Table | None = None,
 ) -> Callable[[], None]:
-  """Returns a function that writes all files of a run's start, in any thread.
+  """Returns a function that writes the files of a run's start.
 
-  `origin` is where the state comes from, such as "from scratch";
-  `first_example` is a text in pieces, each with whether it has a loss.
+  The function can run in any thread, also after the state has been donated.
+
+  Args:
+    origin: where the state comes from, such as "from scratch".
+    first_example: a text in pieces, each with whether it has a loss.
   """
   params = state["params"]
   moments = parameters.moments(params, mesh)

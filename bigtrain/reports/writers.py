@@ -1,8 +1,9 @@
-"""Writes rows of metrics to metrics.jsonl, to loggers and to the console.
+"""Writes log entries to metrics.jsonl, to loggers and to the console.
 
-A background thread writes metrics.jsonl (rows.py) and the files that it points
-to (media.py): if they fail, the run fails. Each logger (loggers.py,
-trackers.py) has a thread of its own; if it fails or hangs, it is turned off.
+A background thread of process 0 writes metrics.jsonl (rows.py) and the files
+that its entries name (media.py). If it fails, the run fails. Each logger
+(loggers.py) has a thread of its own; a logger that fails or hangs is turned
+off, and the run goes on.
 """
 
 import functools
@@ -12,38 +13,32 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from bigtrain.config import settings
 from bigtrain.files import disk
-from bigtrain.reports import loggers, media, trackers
+from bigtrain.reports import media
 from bigtrain.reports.console import Console
+from bigtrain.reports.loggers import Feed, Logger
 from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
 __all__ = ["Console", "WriteError", "Writers", "read_rows"]
 
-_SYNC_SECS = 2.0  # Between two flushes of the files, at least.
-_PATIENCE_SECS = 120.0  # With a call of a logger, such as W&B's login.
-
-
-def read_options(config: settings.Config) -> dict[str, Any]:
-  options: dict[str, Any] = {"tensorboard": config.get("tensorboard", True)}
-  for name in ("wandb", "mlflow", "trackio"):
-    given = config.get(name)
-    options[name] = None if given in (None, False) else {}
-    if given not in (None, False, True):
-      options[name] = config.kwargs(name)
-  return options
+# Longest time that an entry waits to be flushed to disk, and to dashboards.
+_FLUSH_SECS = 2.0
+# Longest call of a logger before it counts as hanging. A login to a tracker
+# takes seconds; a longer limit would delay the end of a run that much.
+_MAX_CALL_SECS = 120.0
 
 
 class Writers:
-  """Writes rows in order, on background threads of process 0.
+  """Writes log entries in order, on background threads of process 0.
 
-  The next call of any method raises an error of metrics.jsonl. Rows after
-  `restored_step`, or all if it is None, are removed: the run writes them again.
+  If metrics.jsonl cannot be written, the next call of any method raises the
+  error. Entries of steps after `restored_step`, or all if it is None, are
+  removed from the file: the run writes them again.
   """
 
   def __init__(
@@ -52,52 +47,46 @@ class Writers:
     restored_step: int | None = None,
     process_index: int = 0,
     console: Console | None = None,
-    *,
-    tensorboard: bool = True,
-    **others: Mapping[str, Any] | None,
+    loggers: Sequence[Logger] = (),
   ):
     # Unix time of the last write by an earlier process, if known.
     self.last_alive: float | None = None
     self._thread: threading.Thread | None = None
     self._error: WriteError | None = None
     self._console = console
-    self._shown_console = console  # None once it has failed.
+    self._working_console = console  # None once it has failed.
     if process_index:
       return
-    options = {key: value for key, value in others.items() if value is not None}
-    for key, value in options.items():
-      trackers.check(key, value)
     self._workdir = workdir
     self._file = RowFile(os.path.join(workdir, FILE_NAME), restored_step)
     self.last_alive = self._file.last_alive
-    setup = functools.partial(loggers.Setup.read, workdir)
-    purge_step = 0 if restored_step is None else restored_step + 1
-    self._sinks: list[_Sink] = []
-    if tensorboard:
-      make_tensorboard = lambda: loggers.TensorBoard(setup(), purge_step)
-      self._sinks.append(_Sink("TensorBoard", make_tensorboard))
-    for key, value in options.items():
-      name = {"wandb": "W&B", "mlflow": "MLflow"}.get(key, key)
-      make = functools.partial(trackers.make, key, setup, value)
-      self._sinks.append(_Sink(name, make))
-    # A row with its media values, an event to set, or None at the end.
+    first_step = 0 if restored_step is None else restored_step + 1
+    self._logger_threads = [
+      _LoggerThread(
+        logger.name, functools.partial(Feed, logger, workdir, first_step)
+      )
+      for logger in loggers
+    ]
+    # A tuple of an entry and its media, an event to set once everything before
+    # it is on disk, or None at the end.
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    run = self._run
-    self._thread = threading.Thread(target=run, name="writers", daemon=True)
+    self._thread = threading.Thread(
+      target=self._run, name="writers", daemon=True
+    )
     self._thread.start()
 
   def write(
-    self, row: Mapping[str, Any], shown: Mapping[str, Any] | None = None
+    self, entry: Mapping[str, Any], shown: Mapping[str, Any] | None = None
   ) -> None:
-    """Queues a row: "step", and numbers, strings, bools or None by name.
+    """Queues an entry: "step", and numbers, strings, bools or None by name.
 
-    `shown` are the values whose paths are in the row (`media.split`).
+    `shown` are the media that the entry has paths of (`media.split`).
     """
     if self._thread:
       self.check()
-      plain = {name: _scalar(name, value) for name, value in row.items()}
+      plain = {name: _scalar(name, value) for name, value in entry.items()}
       if not isinstance(plain.get("step"), int):
-        raise TypeError(f"a row needs an integer 'step'; got {plain}")
+        raise TypeError(f"a log entry needs an integer 'step'; got {plain}")
       self._queue.put((plain, dict(shown or {})))
       self._show(plain)
 
@@ -106,7 +95,7 @@ class Writers:
       raise self._error
 
   def flush(self) -> None:
-    """Waits until all rows so far are on disk."""
+    """Waits until all entries so far are on disk."""
     if self._thread:
       flushed = threading.Event()
       self._queue.put(flushed)
@@ -120,41 +109,49 @@ class Writers:
       self._queue.put(None)
       self._thread.join()
       self._thread = None
-      for sink in self._sinks:
-        sink.close()
+      for thread in self._logger_threads:
+        thread.close()
     if self._console:
       self._console.close()
     self.check()
 
   def _run(self) -> None:
-    sync_at = math.inf
+    flush_at = math.inf
     while True:
-      if time.monotonic() >= sync_at:
+      if time.monotonic() >= flush_at:
         self._on_file(self._file.publish)
-        self._each(operator.methodcaller("flush"))
-        sync_at = math.inf
-      wait = max(0.0, sync_at - time.monotonic())
+        self._call_loggers(operator.methodcaller("flush"))
+        flush_at = math.inf
+      wait_secs = max(0.0, flush_at - time.monotonic())
       try:
-        item = self._queue.get(timeout=wait if wait < math.inf else None)
+        item = self._queue.get(
+          timeout=wait_secs if wait_secs < math.inf else None
+        )
       except queue.Empty:
         continue
       if isinstance(item, tuple):
-        row, shown = item
-        # A row must not point to a file that does not exist yet.
-        save = functools.partial(media.save, self._workdir, row["step"], shown)
-        self._on_file(save, "media")
-        self._on_file(functools.partial(self._file.add, row))
-        self._each(operator.methodcaller("write", row, shown))
-        sync_at = min(sync_at, time.monotonic() + _SYNC_SECS)
+        self._write(*item)
+        flush_at = min(flush_at, time.monotonic() + _FLUSH_SECS)
         continue
       self._on_file(self._file.sync)
-      self._each(operator.methodcaller("flush"))
+      self._call_loggers(operator.methodcaller("flush"))
       if item is None:
         self._on_file(self._file.close)
         return
       item.set()
 
+  def _write(self, entry: Row, shown: Mapping[str, Any]) -> None:
+    # An entry must not name a file that does not exist yet.
+    save = functools.partial(media.save, self._workdir, entry["step"], shown)
+    self._on_file(save, path="media")
+    self._on_file(functools.partial(self._file.add, entry))
+    self._call_loggers(operator.methodcaller("write", entry, shown))
+
   def _on_file(self, call: Callable[[], None], path: str = FILE_NAME) -> None:
+    """Makes a call that writes files; its error is raised to the caller later.
+
+    Nothing is written after an error.
+    """
     if self._error:
       return
     try:
@@ -166,18 +163,18 @@ class Writers:
       self._error = WriteError(f"cannot write {path}: {reason}{room}")
       self._error.__cause__ = e
 
-  def _show(self, row: Row) -> None:
-    # In the caller's thread, in order with log messages.
+  def _show(self, entry: Row) -> None:
+    # In the caller's thread, so that it is in order with log messages.
     try:
-      if self._shown_console:
-        self._shown_console.row(row)
+      if self._working_console:
+        self._working_console.entry(entry)
     except Exception as e:
       _log_failure("The console", "failed", f"{type(e).__name__}: {e}")
-      self._shown_console = None
+      self._working_console = None
 
-  def _each(self, method: Callable[[Any], None]) -> None:
-    for sink in self._sinks:
-      sink.call(method)
+  def _call_loggers(self, method: Callable[[Feed], None]) -> None:
+    for thread in self._logger_threads:
+      thread.call(method)
 
 
 def _log_failure(name: str, verb: str, reason: str) -> None:
@@ -198,28 +195,34 @@ def _scalar(name: str, value: Any) -> Any:
   )
 
 
-class _Sink:
-  """A logger in a thread of its own, which makes it at the first row."""
+class _LoggerThread:
+  """The thread of one logger, which `open` opens at the first call.
 
-  def __init__(self, name: str, make: Callable[[], Any]):
-    self._name, self._make = name, make
+  `call` and `close` never wait for a call that hangs, or for longer than
+  _MAX_CALL_SECS.
+  """
+
+  def __init__(self, name: str, open: Callable[[], Feed]):
+    self._name, self._open = name, open
+    # Methods to call, and None at the end.
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._call_began = math.inf
     self._is_off = False
     self._thread: threading.Thread | None = None
 
-  def call(self, method: Callable[[Any], None]) -> None:
+  def call(self, method: Callable[[Feed], None]) -> None:
     self._check_answers()
     if self._is_off:
       return
     self._queue.put(method)
     if self._thread is None:
-      name = f"writer {self._name}"
-      self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+      self._thread = threading.Thread(
+        target=self._run, name=f"writer {self._name}", daemon=True
+      )
       self._thread.start()
 
   def close(self) -> None:
-    if self._thread is None:
+    if self._thread is None:  # Nothing was written.
       return
     self.call(operator.methodcaller("close"))
     self._queue.put(None)
@@ -228,22 +231,22 @@ class _Sink:
       self._check_answers()
 
   def _run(self) -> None:
-    logger = None
+    feed = None
     while not self._is_off:
       method = self._queue.get()
       if method is None:
         return
       self._call_began = time.monotonic()
       try:
-        logger = logger or self._make()
-        method(logger)
+        feed = feed or self._open()
+        method(feed)
       except Exception as e:
         self._give_up("failed", f"{type(e).__name__}: {e}")
       self._call_began = math.inf
 
   def _check_answers(self) -> None:
-    if time.monotonic() - self._call_began > _PATIENCE_SECS:
-      reason = f"It did not answer for {_PATIENCE_SECS:g} seconds."
+    if time.monotonic() - self._call_began > _MAX_CALL_SECS:
+      reason = f"It did not answer for {_MAX_CALL_SECS:g} seconds."
       self._give_up("hangs", reason)
 
   def _give_up(self, verb: str, reason: str) -> None:

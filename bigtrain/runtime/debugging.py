@@ -1,8 +1,8 @@
-"""Options that help to find mistakes: logged shapes, forbidden transfers."""
+"""Options that help to find mistakes: logged shapes, guarded transfers."""
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -13,21 +13,30 @@ from bigtrain.config.settings import Config
 _TRANSFER_GUARDS = ("allow", "log", "disallow", "log_explicit")
 
 
-def transfer_guard(config: Config) -> contextlib.AbstractContextManager[Any]:
-  level = config.get("transfer_guard")
-  if level is None:
-    return contextlib.nullcontext()
-  check_choice("config.transfer_guard", level, _TRANSFER_GUARDS)
-  return jax.transfer_guard(level)
+class Transfers(NamedTuple):
+  """config.transfer_guard: what happens when arrays are copied implicitly."""
 
+  level: str | None  # None leaves all as it is.
 
-def hparams_placement(
-  config: Config, layout: jax.sharding.Sharding
-) -> Callable[[Any], Any]:
-  if config.get("transfer_guard") is None:
-    return lambda hparams: hparams
-  # The update copies numpy's scalars itself, which is faster, but implicit.
-  return lambda hparams: jax.device_put(hparams, layout)
+  @classmethod
+  def read(cls, config: Config) -> "Transfers":
+    level = config.get("transfer_guard")
+    if level is not None:
+      check_choice("config.transfer_guard", level, _TRANSFER_GUARDS)
+    return cls(level)
+
+  def guard(self) -> contextlib.AbstractContextManager[Any]:
+    """The guard of the loop, as a context manager."""
+    if self.level is None:
+      return contextlib.nullcontext()
+    return jax.transfer_guard(self.level)
+
+  def place(self, hparams: Any, layout: jax.sharding.Sharding) -> Any:
+    """Copies scalars of the host to the devices, explicitly under a guard."""
+    if self.level is None:
+      # The update copies numpy's scalars itself, which is faster, but implicit.
+      return hparams
+    return jax.device_put(hparams, layout)
 
 
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
@@ -50,7 +59,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
     lines = [f"batch: {_shapes(batch)}"]
 
     def intercept(next_fn: Any, args: Any, kwargs: Any, context: Any) -> Any:
-      place = len(lines)  # Above the lines of the modules inside of this one.
+      place = len(lines)  # Above the lines of the modules inside this one.
       lines.append("")
       result = next_fn(*args, **kwargs)
       is_bound = context.module.scope is not None
@@ -72,6 +81,7 @@ def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
 
 
 def _shapes(tree: Any) -> str:
+  """The shapes of a tree, as "name=dtype[sizes]" for each array."""
   words = []
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     if not hasattr(leaf, "shape"):

@@ -1,9 +1,10 @@
-"""Memory of the devices: what a program needs, and what to do if it is less.
+"""Memory of the devices: errors about programs that need more than there is.
 
-A compiled program knows how much memory it needs. If a device has less, the run
-ends before its first step. If a device runs out of memory later, the error
-names the phase of the run. Both errors have the sizes, and the command with
-which tools.plan finds settings that fit.
+A compiled program knows how much memory it needs. If a device has less, `check`
+ends the run before its first step. If a device runs out of memory later,
+`explained` makes an error that names the phase of the run. Both errors have the
+sizes of state, batch and temporary values, and the tools.plan command that
+finds settings that fit.
 """
 
 import math
@@ -21,8 +22,9 @@ from bigtrain.files.disk import size
 
 UPDATE = "update"
 
-# After an error at run time: fraction of the failed program's memory, so that
-# what else is on the device gets room.
+# After an error at run time, tools.plan is asked for a program with this
+# fraction of the memory of the one that failed: something else was on the
+# device, too.
 _MARGIN = 0.9
 
 
@@ -31,7 +33,7 @@ class OutOfMemory(RuntimeError):
 
 
 def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
-  """Memory of a device that programs may use; None if unknown."""
+  """Memory of a device that programs may use; None if it is unknown."""
   given = config.get("device_memory_bytes")
   if given is not None:
     key = "config.device_memory_bytes"
@@ -44,9 +46,10 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
 
 
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-  """Memory of a compiled program on each device, if the backend reports it.
+  """Memory of a compiled program on each device; {} if it is unknown.
 
-  alias_bytes are shared by arguments and outputs; all leave out host_*_bytes.
+  alias_bytes are of buffers that arguments and outputs share. The host_*_bytes
+  are in host memory, and the others do not include them.
   """
   analysis = program.memory_analysis()
   if analysis is None:
@@ -72,8 +75,10 @@ def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
 def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
   """Memory of a program on each device.
 
-  Only compilers for TPUs place each buffer, so that the peak is what counts;
-  other backends allocate all temporary memory at once.
+  Args:
+    memory: result of `memory_bytes`.
+    by_peak: whether the peak counts, as on TPUs, whose compiler plans the place
+      of each buffer. Other backends allocate all temporary memory at once.
   """
   if by_peak:
     return memory["peak_bytes"]
@@ -82,6 +87,7 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
 
 
 def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
+  """Raises OutOfMemory if a program needs more than `limit`."""
   memory = memory_bytes(program)
   if limit is None or not memory or _needed(memory) <= limit:
     return
@@ -94,6 +100,7 @@ def check(name: str, program: jax.stages.Compiled, limit: int | None) -> None:
 
 
 def is_exhausted(error: BaseException | None) -> bool:
+  """Whether an error of jax is about a device's memory."""
   exhausted = "RESOURCE_EXHAUSTED" in str(error)
   return isinstance(error, jax.errors.JaxRuntimeError) and exhausted
 
@@ -104,7 +111,14 @@ def explained(
   update: jax.stages.Compiled | None,
   limit: int | None,
 ) -> OutOfMemory:
-  """An OutOfMemory for an error of jax while compiling `name`, or running."""
+  """Makes an OutOfMemory of an error of jax.
+
+  Args:
+    error: the error; its notes name the phase of the run.
+    name: the program that was being compiled; "" if a program was running.
+    update: the compiled update, if it exists.
+    limit: memory of a device.
+  """
   where = ", ".join(getattr(error, "__notes__", [])) or "while training"
   if name:
     what = "update" if name == UPDATE else f"program {name!r}"
@@ -114,7 +128,7 @@ def explained(
   memory = memory_bytes(update) if update else {}
   if update and memory:
     text += f" The update {_sizes(update, limit)}."
-    # It failed although this much was allowed.
+    # The program fits into `limit`, and failed nevertheless.
     needed = _needed(memory)
     limit = int(_MARGIN * min(needed, limit or needed))
   advice = f" {_advice(limit)}" if name in ("", UPDATE) else ""
@@ -126,11 +140,15 @@ def _needed(memory: Mapping[str, int]) -> int:
 
 
 def _sizes(update: jax.stages.Compiled, limit: int | None) -> str:
+  """What the update needs, by part of the state, as a text."""
   memory = memory_bytes(update)
   arguments = zip(update.args_info[0], update.input_shardings[0])
-  (state, of_state), _, (batch, of_batch), *_ = arguments
-  parts = {name: _on_device(state[name], of_state[name]) for name in state}
-  parts["batch"] = _on_device(batch, of_batch)
+  # The update's arguments are state, running metrics, batch, ...
+  (state, state_shardings), _, (batch, batch_shardings), *_ = arguments
+  parts = {
+    name: _on_device(state[name], state_shardings[name]) for name in state
+  }
+  parts["batch"] = _on_device(batch, batch_shardings)
   parts["temporary values"] = memory["temporary_bytes"]
   listed = ", ".join(
     f"{name} {size(nbytes)}" for name, nbytes in parts.items() if name != "step"
@@ -154,7 +172,10 @@ def _on_device(infos: Any, shardings: Any) -> int:
 
 
 def _advice(limit: int | None) -> str:
-  """The command that finds settings that fit, from this process's own."""
+  """The tools.plan command that finds settings that fit.
+
+  It has the --config flags of this process.
+  """
   words = iter(sys.argv[1:])
   config = [
     word if "=" in word else f"{word}={next(words, '')}"
@@ -162,7 +183,7 @@ def _advice(limit: int | None) -> str:
     if word.startswith("--config")
   ]
   if not any(word.startswith("--config=") for word in config):
-    config = ["--config=FILE"]  # A notebook, or a program of one's own.
+    config = ["--config=FILE"]  # A notebook, or another program.
   if limit:
     key = "--config.device_memory_bytes="
     config = [word for word in config if not word.startswith(key)]
@@ -180,13 +201,13 @@ def _advice(limit: int | None) -> str:
 
 
 def _smaller_batch(name: str, program: jax.stages.Compiled, limit: int) -> str:
-  """Advice for an evaluation: the largest batch that fits, if there is one."""
+  """Advice for an evaluation: the largest batch that would fit, or ""."""
   variables, batch = program.args_info[0]
   fixed = _on_device(variables, program.input_shardings[0][0])
   now = jax.tree.leaves(batch)[0].shape[0]
   per_example = (_needed(memory_bytes(program)) - fixed) / now
   for number in range(now - 1, 0, -1):
-    divides = now % number == 0 == number % jax.device_count()
+    divides = now % number == 0 and number % jax.device_count() == 0
     needed = fixed + per_example * number
     if divides and needed <= limit:
       flag = f"--config.evals.{name}.batch_size={number}"

@@ -1,4 +1,8 @@
-"""A hook's view of the run, and its requests; hooks.py carries them out."""
+"""What a hook sees of the run, and what it can ask for.
+
+Each hook gets a `Context`. All contexts share one `Run`, which has the present
+state and collects the requests; hooks.py carries them out.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,18 +20,24 @@ from bigtrain.config.errors import (
 )
 from bigtrain.step import frozen, guard
 
-_MOST_ROLLBACKS = 3
+# Rollbacks of one run because of a hook. A state that is wrong again after
+# three of them will be wrong a fourth time.
+_MAX_ROLLBACKS = 3
 
 
 class Corrupt(RuntimeError):
-  """The hardware computed, moved or stored wrong bits."""
+  """A hook found a wrong state: the hardware made a mistake."""
 
 
 class End(NamedTuple):
-  """How training ended; argument of a hook's `after_train`.
+  """How training ended; the argument of a hook's `after_train`.
 
-  `how` is "finished"; "stopped" by a hook, as a success; "preempted" by a
-  signal; "rolled_back" to a checkpoint, to start again from it; or "failed".
+  The values of `how` are:
+    finished     all steps are done
+    stopped      a hook ended the run, as a success
+    preempted    a signal ended it
+    rolled_back  the run starts again from a checkpoint
+    failed       with `error`
   """
 
   how: str
@@ -57,22 +67,28 @@ class Run:
   saved_step: int | None = None  # Step of the newest checkpoint.
   values: dict[str, float] | None = None
   scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
-  in_row: bool = False  # Whether hooks see a row at present.
+  in_row: bool = False  # Whether `after_row` is running.
+  # Requests of hooks.
   stop: Stop | None = None
   save: bool = False
   asked_evaluations: set[str] = dataclasses.field(default_factory=set)
 
   def take_asked(self) -> list[Any]:
+    """Returns the requests [stop, save, evaluations], and forgets them."""
     asked = [self.stop, self.save, sorted(self.asked_evaluations)]
     self.stop, self.save, self.asked_evaluations = None, False, set()
     return asked
 
 
 class Context:
-  """A hook's view of the run, and its requests; docs/hooks.md has examples.
+  """What a hook sees of the run, and its requests; docs/hooks.md has examples.
 
-  The state and the requests exist once the run has started, not in `__init__`.
-  `path` is the hook's location in the config, for error messages.
+  A hook can use state and requests once the run has started, not in its
+  `__init__`.
+
+  Attributes:
+    name: the hook's name in the config.
+    path: its key, for error messages.
   """
 
   def __init__(self, name: str, run: Run):
@@ -82,7 +98,7 @@ class Context:
     self.config = run.config
     self.mesh = run.mesh
     self.predict_fns = run.predict_fns
-    self.asks = False  # Whether it may ask outside of after_row.
+    self.asks = False  # Whether it may make requests outside after_row.
     self._run = run
 
   @property
@@ -95,15 +111,16 @@ class Context:
     return self._run.state
 
   def variables(self, weights: str = "params") -> Variables:
-    state = self._run.state
-    fixed = frozen.variables({**state, **self._run.frozen})
-    return {"params": state[weights], **state.get("mutable", {}), **fixed}
+    """The model's variables; "ema" has averaged weights."""
+    state = {**self._run.state, **self._run.frozen}
+    return frozen.model_variables(state, weights)
 
   @property
   def values(self) -> dict[str, float]:
-    """The step's metrics as in a row, for hooks that `needs_values`.
+    """The step's metrics, for hooks that declare `needs_values`.
 
-    "loss_last" is the loss of this step, "loss" the mean since the last row.
+    They are named as in log entries: "loss_last" is the loss of this step, and
+    "loss" the mean since the last log step.
     """
     if self._run.values is None:
       raise RuntimeError(
@@ -113,10 +130,10 @@ class Context:
     return self._run.values
 
   def add_scalars(self, scalars: Mapping[str, Any]) -> None:
-    """Adds `<name of the hook>/<name>` to the next row of training.
+    """Adds `<name of the hook>/<name>` to the next log entry of training.
 
-    Arrays of one number are fetched from the device when the row is written;
-    they must not be part of the state.
+    A value may be an array of one number, which is fetched from the device when
+    the entry is written. It must not be part of the state.
     """
     if self.name in self._run.evaluations:
       raise ConfigError(
@@ -126,6 +143,7 @@ class Context:
     self._run.scalars |= {f"{self.name}/{k}": v for k, v in scalars.items()}
 
   def request_save(self) -> None:
+    """Asks for a checkpoint of the present state."""
     self._check_asks()
     self._run.save = True
 
@@ -133,26 +151,29 @@ class Context:
     """Asks for evaluations of the present state, by default for all."""
     self._check_asks()
     for name in names:
-      known, problem = self._run.evaluations, "there is no evaluation"
-      check_choice(self.path, name, known, problem)
+      check_choice(
+        self.path, name, self._run.evaluations, "there is no evaluation"
+      )
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
-    """Asks to end the run; a failure wins, else the first call."""
+    """Asks to end the run. The first call counts, or the first failure."""
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
 
   def check_every(self, steps: int) -> int:
+    """Checks the hook's option every_steps."""
     key = f"{self.path}.every_steps"
     return check_number(key, steps, least=1, whole=True)
 
   def check_policy(self, policy: str) -> str:
+    """Checks the hook's option policy."""
     key = f"{self.path}.policy"
     return check_choice(key, policy, ("stop", "rollback"))
 
   def reject_state(self, reason: str, policy: str) -> NoReturn:
-    """Ends the run, on all processes at the same step; nothing more is saved.
+    """Ends the run without saving; all processes call it at the same step.
 
     With the policy "rollback" the run returns to the newest checkpoint, if
     there is one, at most three times.
@@ -160,7 +181,7 @@ class Context:
     error = Corrupt(f"hook {self.name!r}: {reason}")
     saved = self._run.saved_step
     if policy == "rollback" and saved is not None:
-      raise guard.Rollback(error, saved, saved, _MOST_ROLLBACKS)
+      raise guard.Rollback(error, saved, saved, _MAX_ROLLBACKS)
     raise error
 
   def _check_asks(self) -> None:
@@ -172,7 +193,10 @@ class Context:
 
 
 class WatchedMetric:
-  """Reads a metric from rows; warns once if it is missing or not a number."""
+  """Reads a metric from log entries.
+
+  It warns once if the metric is missing or not a number.
+  """
 
   def __init__(self, name: str):
     self.name = name
@@ -180,13 +204,19 @@ class WatchedMetric:
     self._seen: set[str] = set()
 
   def value(self, row: Mapping[str, Any]) -> float | None:
+    """The metric in a log entry; None if the entry does not have it."""
     self._seen |= set(row)
     value = row.get(self.name)
     if isinstance(value, int | float):
       return float(value)
-    # Only rows with the same prefix should have this metric.
+    # An entry has the results of one evaluation, or those of training. Only
+    # entries that have names with the same prefix should have this metric.
     prefix = self.name.rpartition("/")[0]
-    related = [k for k in row if k != "step" and k.rpartition("/")[0] == prefix]
+    related = [
+      name
+      for name in row
+      if name != "step" and name.rpartition("/")[0] == prefix
+    ]
     if (value is not None or related) and not self._warned:
       self._warned = True
       problem = "is not a number" if value is not None else "is not in the rows"

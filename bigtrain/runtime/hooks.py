@@ -1,8 +1,8 @@
-"""Builds and runs the hooks of a config; bigtrain.hooks describes a hook.
+"""Builds and calls the hooks of a config; bigtrain.hooks describes a hook.
 
 Every process has all hooks and calls them at the same steps. Process 0 decides:
-it alone shows its hooks the rows, and what its hooks ask for is broadcast. No
-method here waits for the device, except for a hook that `needs_values`.
+only its hooks see the log entries, and its hooks' requests are broadcast. No
+method here waits for the device, unless a hook `needs_values`.
 """
 
 import functools
@@ -25,37 +25,50 @@ from bigtrain.step import guard, running_metrics
 from bigtrain.step.running_metrics import RunningMetrics
 
 _METHODS = (
-  "before_train before_step around_update after_step after_row before_save "
-  "keep_steps after_train"
-).split()
+  "before_train",
+  "before_step",
+  "around_update",
+  "after_step",
+  "after_row",
+  "before_save",
+  "keep_steps",
+  "after_train",
+)
 
 
 class Hooks:
   """All hooks of a config, called in the config's order.
 
-  `stopped` is the decision that ended the run, in this process or an earlier
-  one; `evaluations` are those that hooks asked for and that have no results.
+  Attributes:
+    stopped: the decision that ended the run, now or before it was resumed.
+    evaluations: those that hooks have asked for and that have no results yet.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
     self._hooks = dict(hooks)
     self._run = run
     self._digest = digest
-    every = self._hooks.values()
+    all_hooks = self._hooks.values()
+    # {method: that of each hook that has it}.
     self._calls = {
-      method: [getattr(hook, method) for hook in every if hasattr(hook, method)]
+      method: [
+        getattr(hook, method) for hook in all_hooks if hasattr(hook, method)
+      ]
       for method in _METHODS
     }
-    self._asks = any(getattr(h, "asks", False) for h in every)
-    self._needs_values = any(getattr(h, "needs_values", False) for h in every)
-    self._save_step: int | None = None
-    # Newest step, and the names in its rows. A resumed run shows the rows of
-    # its checkpoint's evaluations again, and the hooks must see them once.
+    self._asks = any(getattr(hook, "asks", False) for hook in all_hooks)
+    self._needs_values = any(
+      getattr(hook, "needs_values", False) for hook in all_hooks
+    )
+    self._save_step: int | None = None  # A hook has asked to save this step.
+    # The newest step, and the names in its log entries. A resumed run reads the
+    # results of its checkpoint's evaluations again; hooks see them only once.
     self._seen: tuple[int, list[str]] = (-1, [])
     self.stopped: Stop | None = None
     self.evaluations: set[str] = set()
 
   def before_train(self) -> None:
+    """Calls before_train of the hooks."""
     self._call("before_train", self._run.step)
     self._agree()
 
@@ -63,6 +76,7 @@ class Hooks:
     self._call("before_step", step)
 
   def update(self, step: int, update: Callable[..., Any], *args: Any) -> Any:
+    """Runs the update, inside around_update of the hooks."""
     for call in reversed(self._calls["around_update"]):
       update = functools.partial(call, step, update)
     return update(*args)
@@ -79,7 +93,9 @@ class Hooks:
       self._agree()
 
   def after_row(self, row: Mapping[str, Any]) -> None:
-    step, names = row["step"], row.keys() - {"step"}
+    """Shows a log entry to the hooks of process 0."""
+    step = row["step"]
+    names = row.keys() - {"step"}
     self.evaluations -= {name.partition("/")[0] for name in names}
     seen = {*self._seen[1]} if step == self._seen[0] else set()
     repeated = step == self._seen[0] and names <= seen
@@ -101,15 +117,19 @@ class Hooks:
       call(*args)
 
   def _agree(self) -> None:
-    """Makes what process 0's hooks have asked for the decision of all."""
+    """Makes the requests of process 0's hooks the decision of all processes."""
     stop, save, evaluations = process.broadcast(self._run.take_asked())
-    self._save_step = self._run.step if save else self._save_step
+    if save:
+      self._save_step = self._run.step
     self.evaluations |= set(evaluations)
-    # The first decision stands, but a failure wins over a success.
-    if stop and (self.stopped is None or stop[1]):
-      self.stopped = Stop(*stop)
+    # The first decision counts, but a failure replaces a success.
+    if stop:
+      decision = Stop(*stop)
+      if self.stopped is None or decision.failure:
+        self.stopped = decision
 
   def wants_save(self, step: int) -> bool:
+    """Whether a hook has asked to save this step."""
     return self._save_step == step
 
   @property
@@ -117,21 +137,23 @@ class Hooks:
     return self.stopped.reason if self.stopped else ""
 
   def raise_failure(self) -> None:
+    """Raises an error if a hook has ended the run as a failure."""
     if self.stopped and self.stopped.failure:
       raise RuntimeError(self.stopped.reason)
 
   def take_scalars(self) -> dict[str, Any]:
+    """Returns the scalars that hooks have added for the next log entry."""
     scalars, self._run.scalars = self._run.scalars, {}
     return scalars
 
   def keep_steps(self) -> set[int]:
-    """Steps whose checkpoints must stay; valid on process 0."""
+    """Steps whose checkpoints hooks want to keep; valid on process 0."""
     return {step for call in self._calls["keep_steps"] for step in call()}
 
   def after_train(
     self, kind: Any, error: BaseException | None, traceback: Any
   ) -> None:
-    """Takes the arguments of `__exit__` of a context manager."""
+    """Tells the hooks how training ended; the arguments are `__exit__`'s."""
     if error is None:
       end = End("stopped" if self.stopped else "finished", self.stop_reason)
     else:
@@ -152,10 +174,13 @@ class Hooks:
       raise failures[0]
 
   def state(self) -> dict[str, Any]:
+    """What a checkpoint saves; it is JSON."""
     scalars = jax.device_get(self._run.scalars)
     hooks = self._hooks.items()
     return {
-      "hooks": {k: hook.state() for k, hook in hooks if hasattr(hook, "state")},
+      "hooks": {
+        name: hook.state() for name, hook in hooks if hasattr(hook, "state")
+      },
       "seen": self._seen,
       "scalars": {
         name: value.tolist() if hasattr(value, "tolist") else value
@@ -173,9 +198,12 @@ class Hooks:
     state: TrainState,
     frozen: Mapping[str, Variables] | None = None,
   ) -> None:
-    """Restores the result of `state`; older versions saved fewer keys.
+    """Restores a result of `state`, which had fewer keys in older versions.
 
-    `frozen` has what steps use beside the state: a teacher, a base.
+    Args:
+      saved: the result of `state`; {} for a new run.
+      step, state: the step and the train state with which the run starts.
+      frozen: variables beside the state, of a teacher or of adapters' base.
     """
     self._run.step, self._run.state = step, state
     self._run.frozen = frozen or {}
@@ -200,6 +228,7 @@ def from_config(
   predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
 ) -> Hooks:
+  """Builds the hooks of config.hooks."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}
@@ -214,7 +243,8 @@ def from_config(
     if not isinstance(entry, Mapping):
       raise ConfigError(f"{context.path}: expected a dict, got {entry!r}.")
     options = dict(entry)
-    kind, key = options.pop("type", None), f"{context.path}.type"
+    kind = options.pop("type", None)
+    key = f"{context.path}.type"
     if isinstance(kind, str) and "." in kind:
       make = find_attribute(kind, key)
     else:
@@ -236,6 +266,7 @@ def from_config(
 def _check_evaluations(
   hook: Any, config: settings.Config, path: str, hook_names: Iterable[str]
 ) -> None:
+  """Warns if a hook watches a metric of an evaluation that does not exist."""
   evals = list(config.get("evals") or {})
   for metric in getattr(hook, "watches", ()):
     prefix, slash, _ = str(metric).partition("/")

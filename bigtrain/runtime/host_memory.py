@@ -9,18 +9,18 @@ from bigtrain.runtime import jax_flags
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-_MMAP_FROM_BYTES = 2**31 - 1  # The most that mallopt takes.
-_GROW_BYTES = 2**26
+_MMAP_FROM_BYTES = 2**31 - 1  # The largest value that mallopt accepts.
+_GROW_BYTES = 2**26  # The heap grows in steps of this size.
 
 
 def keep_freed() -> bool:
   """Makes glibc's malloc keep freed blocks below 2 GiB; False if it cannot.
 
-  By default large blocks are mapped and unmapped one by one, and XLA's CPU
-  backend, which allocates its temporaries anew for every step, would fault in
-  all pages again: a quarter to a third of a step (docs/benchmarks.md). Only
+  By default malloc maps and unmaps large blocks one by one. XLA's CPU backend
+  allocates its temporaries anew in every step, and would fault in all pages
+  again, which takes a quarter to a third of a step (docs/benchmarks.md). Only
   malloc's main arena holds blocks above 64 MiB, and only for the main thread,
-  so programs run in that one. Call this before the first use of devices.
+  so programs run in that thread. Call this before the first use of devices.
   """
   jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

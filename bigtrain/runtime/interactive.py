@@ -1,6 +1,6 @@
 """Training in a notebook or at Python's prompt: messages and Ctrl-C.
 
-Handlers of signals and logs are as before when a run has ended.
+When a run has ended, the handlers of signals and logs are those from before.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from absl import logging as absl_logging
 from bigtrain.cluster import process
 from bigtrain.reports import console
 
-_MOST_LINES = 10
+_MAX_LINES = 10  # Longer messages are tables, and are shortened.
 
 
 class Interrupted(KeyboardInterrupt):
@@ -31,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
 def session() -> Iterator[None]:
   """Makes Ctrl-C save and raise Interrupted, and shows messages in a notebook.
 
-  Does nothing under the command line, which catches signals itself.
+  It does nothing under the command line, which catches signals itself.
   """
   with _interrupts() as signals, contextlib.ExitStack() as at_end:
     if console.in_notebook():
@@ -39,7 +39,7 @@ def session() -> Iterator[None]:
     try:
       yield
     except process.Preempted as e:
-      if signal.SIGINT in signals:  # And not another signal.
+      if signal.SIGINT in signals:  # It was Ctrl-C, and not another signal.
         raise Interrupted(str(e)) from None
       raise
 
@@ -48,7 +48,7 @@ def session() -> Iterator[None]:
 def _interrupts() -> Iterator[list[int]]:
   """Makes Ctrl-C ask for the end of the run; yields the signals of the run.
 
-  Only replaces Python's own handler, as in a notebook's cell and in a script.
+  It replaces only Python's own handler, which notebooks and scripts have.
   """
   is_main = threading.current_thread() is threading.main_thread()
   default = signal.default_int_handler
@@ -72,11 +72,14 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 class _Messages(logging.Handler):
+  """Prints messages below a notebook's cell."""
+
   def emit(self, record: logging.LogRecord) -> None:
     lines = record.getMessage().splitlines()
-    if len(lines) > _MOST_LINES:  # A table; it is in a file too.
+    if len(lines) > _MAX_LINES:  # It is in a file, too.
       lines = [lines[0], "...", lines[-1]]
-    text, is_problem = "\n".join(lines), record.levelno >= logging.WARNING
+    text = "\n".join(lines)
+    is_problem = record.levelno >= logging.WARNING
     if is_problem:
       text = f"{record.levelname.lower()}: {text}"
     print(text, file=sys.stderr if is_problem else sys.stdout, flush=True)
@@ -84,10 +87,13 @@ class _Messages(logging.Handler):
 
 @contextlib.contextmanager
 def _messages() -> Iterator[None]:
-  logger, handler = absl_logging.get_absl_logger(), _Messages()
-  propagate, verbosity = logger.propagate, absl_logging.get_verbosity()
+  logger = absl_logging.get_absl_logger()
+  handler = _Messages()
+  propagate = logger.propagate
+  verbosity = absl_logging.get_verbosity()
   logger.addHandler(handler)
-  logger.propagate = False  # Else a handler of the notebook repeats them.
+  # Otherwise a handler of the notebook would repeat the messages.
+  logger.propagate = False
   if verbosity == absl_logging.WARNING:  # absl's default.
     absl_logging.set_verbosity(absl_logging.INFO)
   try:

@@ -2,9 +2,9 @@
 
   --jax_debug_nans --jax_log_compiles --verbosity=-1 --log_dir=logs
 
-Every option of `jax.config` is a flag of the same name. absl contributes its
-logging flags. Values go to their owners; options that this program sets
-itself, by `default`, keep the value of the command line.
+Every option of `jax.config` is a flag with the same name, and so are the flags
+of absl's logging. The values go to jax and absl. Options that this program sets
+itself (`default`) keep the value of the command line.
 """
 
 import functools
@@ -18,12 +18,12 @@ from absl import flags, logging
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
 
-# Module of absl whose flags are taken. Those of absl.app belong to its run().
+# The module of absl whose flags are used. Those of absl.app are for its run().
 _LOGGING = "absl.logging"
-# Options that this program needs as they are, with the reason.
+# Options that this program needs as they are, and why.
 _FIXED = {"jax_enable_preemption_service": "bigtrain itself saves on a signal"}
 
-_given: set[str] = set()
+_given: set[str] = set()  # Options that the command line has set.
 
 
 @functools.cache
@@ -36,14 +36,16 @@ def _jax_names() -> frozenset[str]:
 
 
 def define(values: flags.FlagValues) -> None:
+  """Adds the flags of jax and absl."""
   by_module = flags.FLAGS.flags_by_module_dict()
-  of_jax = [flags.FLAGS[name] for name in _jax_names()]
-  for flag in [*by_module.get(_LOGGING, ()), *of_jax]:
-    flag.present = 0  # Of an earlier command line in this process.
+  jax_flags = [flags.FLAGS[name] for name in _jax_names()]
+  for flag in [*by_module.get(_LOGGING, ()), *jax_flags]:
+    flag.present = 0  # An earlier command line of this process may have set it.
     values[flag.name] = flag
 
 
 def apply(values: flags.FlagValues) -> None:
+  """Passes parsed values on to jax and absl."""
   _given.clear()
   for name in sorted(_jax_names()):
     if not values[name].present:
@@ -79,6 +81,7 @@ def take(words: Sequence[str]) -> list[str]:
 
 
 def names() -> list[str]:
+  """All flags, such as "--jax_debug_nans"."""
   values = flags.FlagValues()
   define(values)
   return [f"--{name}" for name in values]
@@ -91,9 +94,13 @@ def default(name: str, value: Any) -> None:
 
 
 def use_compile_cache(folder: str | bool | None) -> str:
-  """Enables jax's compilation cache in a folder; returns it, "" for none.
+  """Enables jax's compilation cache.
 
-  True stands for the user's cache folder. The command line's flags come first.
+  Args:
+    folder: its folder; True for the user's cache folder, False for none. Flags
+      of the command line override it.
+
+  Returns: the folder, or "".
   """
   if folder is False or folder is None:
     return ""
@@ -102,7 +109,7 @@ def use_compile_cache(folder: str | bool | None) -> str:
     folder = os.path.join(home, "bigtrain", "xla")
   folder = paths.absolute(folder)
   default("jax_compilation_cache_dir", folder)
-  # Cache small programs too: a start compiles dozens of them.
+  # Small programs are cached, too, because a start compiles dozens of them.
   default("jax_persistent_cache_min_compile_time_secs", 0.0)
   default("jax_persistent_cache_min_entry_size_bytes", -1)
   return str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]

@@ -1,4 +1,9 @@
-"""The log of a run's metrics: from the device to the writers and the hooks."""
+"""Passes a run's metrics from the device to the writers and the hooks.
+
+The loop calls `queue` in a log step, and `flush` after it has dispatched the
+next step, so that the device does not wait for the host. Results of evaluations
+are written at once.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,10 +21,12 @@ from bigtrain.step.running_metrics import RunningMetrics
 
 @dataclasses.dataclass
 class MetricsLog:
-  """Makes rows of metrics.jsonl from log steps and from evaluations.
+  """Makes the log entries of log steps and evaluations.
 
-  `check` raises if the metrics of a log step are bad; `facts` are about the
-  update, for the first row and run.json.
+  Attributes:
+    check: raises if the metrics of a log step are bad.
+    facts: numbers about the update, for the first log entry and run.json.
+    newest: newest value of every metric.
   """
 
   workdir: str
@@ -32,29 +39,40 @@ class MetricsLog:
 
   def __post_init__(self) -> None:
     self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
-    self._noted: set[str] = set()
+    self._noted: set[str] = set()  # Programs whose costs are written.
     self._rows = {row["step"]: row for row in rows.read_rows(self.workdir)}
-    self.newest: dict[str, Any] = {}  # Newest value of every metric.
+    self.newest: dict[str, Any] = {}
     for row in self._rows.values():
       self.newest.update(row)
 
   def replay(self, step: int, owns: Callable[[str], bool]) -> bool:
-    """Shows the hooks an evaluation's results on disk, if there are any."""
+    """Shows the hooks an evaluation's results that are already on disk.
+
+    Args:
+      step: step of the evaluation.
+      owns: whether a metric's name is one of the evaluation's.
+
+    Returns: whether there are results.
+    """
     results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
     if results:
       self.hooks.after_row({"step": step, **results})
     return bool(results)
 
   def queue(self, step: int, sums: RunningMetrics) -> None:
+    """Keeps the metrics of a log step until `flush`."""
     self._queued = step, sums, self.hooks.take_scalars()
 
   def flush(self) -> None:
+    """Fetches and writes the metrics of the queued log step."""
     if not self._queued:
       return
-    step, *arrays = self._queued
-    self._queued, (sums, scalars) = None, jax.device_get(arrays)
+    step, sums, scalars = self._queued
+    sums, scalars = jax.device_get((sums, scalars))
+    self._queued = None
     self.check(sums)
-    facts, times = self._note("update", **self.facts), self.clock.row(step)
+    facts = self._note("update", **self.facts)
+    times = self.clock.figures(step)
     values = running_metrics.row(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
@@ -65,6 +83,7 @@ class MetricsLog:
   def write_results(
     self, name: str, step: int, results: Mapping[str, Any]
   ) -> None:
+    """Writes the results of an evaluation."""
     self._note(name)
     row = {f"{name}/{k}": v for k, v in results.items()}
     self._write({"step": step, **row})
@@ -76,7 +95,7 @@ class MetricsLog:
     self.hooks.after_row(row)
 
   def _note(self, program: str, **facts: float) -> dict[str, float]:
-    """Writes what a program costs to run.json; returns it for a row, once."""
+    """Writes a program's costs to run.json, and returns them, once."""
     if program in self._noted:
       return {}
     self._noted.add(program)

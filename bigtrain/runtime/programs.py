@@ -1,9 +1,10 @@
-"""Compiles programs ahead of time and records what each of them costs.
+"""Compiles programs ahead of time, and records what each of them costs.
 
-Tracing needs the interpreter and the ambient mesh of its thread. Compilation
-runs in C++ and may take minutes, so it goes into a thread of its own. Identical
-programs, such as the steps of two evaluations that differ only in their data,
-are compiled once.
+`Programs.lower` traces a function, which needs the interpreter and the ambient
+mesh of its thread. It returns a function that compiles the program. Compilation
+runs in C++ and may take minutes, so it runs in another thread (`Builder`, or
+process.Background). Identical programs, such as the steps of two evaluations
+that differ only in their data, are compiled once.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _this_thread = threading.local()
 
 @functools.cache
 def _count_cache_hits() -> None:
-  """Counts what jax reads from its cache, by thread: one compiles at a time."""
+  """Counts the programs that jax reads from its cache, in each thread."""
 
   def listen(event: str, **details: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
@@ -39,11 +40,13 @@ def _count_cache_hits() -> None:
 
 
 class Programs:
-  """Lowers and compiles functions, and records the time it takes.
+  """Lowers and compiles functions, and records how long that takes.
 
-  The mode is "compiled"; "checked", compiled at the first call, which keeps the
-  arguments, so that jax can run again to find a NaN; or "eager", one operation
-  at a time.
+  The modes are:
+    compiled  ahead of time
+    checked   at the first call. Arguments are not donated, so that jax can run
+              a step again to find the operation that made a NaN.
+    eager     not at all: one operation at a time
   """
 
   def __init__(
@@ -72,15 +75,22 @@ class Programs:
   ) -> Callable[[], Program]:
     """Traces a function; returns a function that compiles it, in any thread.
 
-    The program takes arguments of exactly these shapes, types and shardings.
-    With `share`, an identical program that was compiled with `share` before is
-    returned. With `limited`, one that needs more than limit_bytes is refused.
+    Args:
+      name: name of the program, for reports.
+      fn: the function.
+      *specs: shapes, dtypes and shardings of its arguments.
+      share: whether an identical program may be used, if one was compiled with
+        `share` before.
+      limited: whether a program that needs more than limit_bytes is an error.
+      **options: arguments of jax.jit.
     """
     if self.mode == "eager":
       return lambda: _eager(fn, options.get("out_shardings"))
     if self.compiler_options:
       options["compiler_options"] = self.compiler_options
-    options["keep_unused"] = share  # So that the text tells which are used.
+    # The text of a shared program shows which arguments it uses only if it
+    # keeps the others.
+    options["keep_unused"] = share
     if self.mode == "checked":
       options.pop("donate_argnums", None)
       return lambda: jax.jit(fn, **options)
@@ -103,20 +113,30 @@ class Programs:
   ) -> Callable[[], Program]:
     """`lower` for several sizes of one argument, each with its own program.
 
-    The size in `specs`, the largest, has the name, and counts in reports.
+    Args:
+      name: name of the program of the largest size, which counts in reports.
+      fn: the function.
+      *specs: specs of its arguments, of the largest size.
+      argnum: number of the argument with several sizes.
+      sizes: specs of this argument.
+      **options: arguments of `lower`.
     """
     if self.mode != "compiled" or len(sizes) == 1:
       return self.lower(name, fn, *specs, **options)
-    shapes = lambda tree: tuple(x.shape for x in jax.tree.leaves(tree))
-    compiles = {}
+
+    def shapes(tree: Any) -> tuple[Any, ...]:
+      return tuple(x.shape for x in jax.tree.leaves(tree))
+
+    compile_fns = {}
     for i, size in enumerate(sizes):
-      given = (*specs[:argnum], size, *specs[argnum + 1 :])
-      largest = shapes(size) == shapes(specs[argnum])
-      own_name = name if largest else f"{name} of batch size {i}"
-      compiles[shapes(size)] = self.lower(own_name, fn, *given, **options)
+      is_largest = shapes(size) == shapes(specs[argnum])
+      own_name = name if is_largest else f"{name} of batch size {i}"
+      own_specs = (*specs[:argnum], size, *specs[argnum + 1 :])
+      compile_fn = self.lower(own_name, fn, *own_specs, **options)
+      compile_fns[shapes(size)] = compile_fn
 
     def compile_all() -> Program:
-      programs = {size: compile() for size, compile in compiles.items()}
+      programs = {key: compile_fn() for key, compile_fn in compile_fns.items()}
       return lambda *args: programs[shapes(args[argnum])](*args)
 
     return compile_all
@@ -126,7 +146,8 @@ class Programs:
   ) -> Program:
     key = _identity(lowered) if share else name
     facts = self._facts[name]
-    with self._lock:  # The second of two identical ones waits for the first.
+    # One at a time: the second of two identical programs waits for the first.
+    with self._lock:
       program = self._shared.get(key)
       if program is not None:
         facts |= {"compile_secs": 0.0, "cache": "shared"}
@@ -140,18 +161,27 @@ class Programs:
         facts["compile_secs"] = time.monotonic() - began
         hit = getattr(_this_thread, "hits", 0) > hits
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-        facts["cache"] = "hit" if hit else "miss" if folder else "off"
+        if hit:
+          facts["cache"] = "hit"
+        else:
+          facts["cache"] = "miss" if folder else "off"
       self._programs[name] = program
-    took = f"{facts['compile_secs']:.2f} s (cache: {facts['cache']})"
-    logging.info("Compiled %s in %s.", name, took)
+    logging.info(
+      "Compiled %s in %.2f s (cache: %s).",
+      name,
+      facts["compile_secs"],
+      facts["cache"],
+    )
     if limited:
       device_memory.check(name, program, self.limit_bytes)
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
-    """OutOfMemory for an error of jax about memory, else the error.
+    """Makes an OutOfMemory of jax's errors about memory; others stay.
 
-    `name` is the program that was being compiled; "" at run time.
+    Args:
+      error: the error.
+      name: the program that was being compiled; "" if one was running.
     """
     if not device_memory.is_exhausted(error):
       return error
@@ -161,13 +191,15 @@ class Programs:
   def compile(
     self, name: str, fn: Callable[..., Any], *specs: Any, **options: Any
   ) -> Program:
+    """Lowers and compiles a program that may be shared."""
     return self.lower(name, fn, *specs, share=True, **options)()
 
   def facts(self, name: str) -> dict[str, Any]:
-    """Costs of a program: trace_secs, compile_secs, bytes, and "cache".
+    """Costs of a program: trace_secs, compile_secs, sizes and "cache".
 
-    That is "hit" or "miss" in the compilation cache, "off" without one, or
-    "shared" with an identical program. {} if nothing was compiled ahead.
+    "cache" is "hit" or "miss" in the compilation cache, "off" without one, or
+    "shared" with an identical program. Programs that were not compiled ahead of
+    time have no facts.
     """
     if name not in self._programs:
       return {}
@@ -184,14 +216,22 @@ def from_config(config: settings.Config, mesh: Mesh) -> Programs:
       "config.eager=True and config.debug_nans=True: set one of them; the "
       "second also names the operation that made a NaN."
     )
-  mode = "eager" if eager else "checked" if checked else "compiled"
+  mode = "compiled"
+  if eager:
+    mode = "eager"
+  elif checked:
+    mode = "checked"
   options = compiler_options.read(config, mesh)
   return Programs(mode, options, device_memory.limit_bytes(config, mesh))
 
 
 @contextlib.contextmanager
 def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
-  """Programs for a `with` block, with the checks and errors of their mode."""
+  """The programs of a run, in a `with` block.
+
+  Inside it, jax's errors about memory are explained, and with the mode
+  "checked" NaNs are errors.
+  """
   programs = from_config(config, mesh)
   with jax.debug_nans(programs.mode == "checked"):
     try:
@@ -204,7 +244,8 @@ def of_run(config: settings.Config, mesh: Mesh) -> Iterator[Programs]:
 
 
 def _identity(lowered: jax.stages.Lowered) -> Any:
-  # The text has the constants too.
+  """A key that is equal for identical programs."""
+  # The text has the constants, too.
   avals = str(lowered.in_avals)
   return lowered.as_text(), lowered.in_tree, lowered.out_tree, avals
 
@@ -222,8 +263,9 @@ def _eager(fn: Callable[..., Any], out_shardings: Any) -> Program:
 class Builder:
   """Calls functions in the background, one after the other.
 
-  They must not communicate with other processes. `start` calls each of them
-  once; `close` does not wait for a running one.
+  They compile programs, for instance, and must not communicate with other
+  processes. Each is called once, by the first `start` or `get` of its name.
+  `close` does not wait for a running one.
   """
 
   def __init__(self, builds: Mapping[str, Callable[[], Any]], mesh: Mesh):
@@ -254,10 +296,12 @@ class Builder:
       done.set()
 
   def get(self, name: str) -> Any:
+    """Waits for the result of a function."""
     self.start([name])
     return self._running[name].result()
 
   def check(self) -> None:
+    """Raises the error of a function that has failed."""
     for running in self._running.values():
       if running.failed:
         running.result()

@@ -1,4 +1,4 @@
-"""What the parts of a run share."""
+"""The facts about a run that its parts share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,16 +13,13 @@ from bigtrain.runtime.programs import Programs
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A run of the program; `plain` is the config as a dict.
-
-  The batch size is the number of examples per step, over all devices.
-  """
+  """A run of the program."""
 
   config: settings.Config
-  plain: Mapping[str, Any]
+  plain: Mapping[str, Any]  # The config as a dict.
   workdir: str
   mesh: Mesh
   programs: Programs
   seed: int
-  batch_size: int
+  batch_size: int  # Number of examples per step, over all devices.
   lengths: Lengths

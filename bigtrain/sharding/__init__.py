@@ -1,10 +1,11 @@
 """How arrays are split over devices.
 
-mesh.py makes the device mesh and names its axes; open it first. batches.py has
-the shardings of batches and the ambient mesh of a program; rules.py the layout
-of parameters and optimizer state; memory.py what stays in host memory,
-tensor.py layers that are split, absent.py devices that are not there. Any
-package may import this one; it imports dims, model_flops, settings and trees.
+Open mesh.py first: it makes the device mesh and names its axes. batches.py has
+the shardings of batches and the ambient mesh of a traced program, rules.py the
+layout of parameters and optimizer state, memory.py the optimizer state that
+stays in host memory, tensor.py the products of layers that are split over
+`tensor`, and absent.py devices that exist only for the compiler. Other packages
+use the names below, and may all import this one; it imports arrays and config.
 """
 
 from bigtrain.sharding.absent import absent_devices

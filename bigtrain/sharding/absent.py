@@ -1,7 +1,8 @@
-"""Devices that are absent: the compiler's descriptions of TPUs and GPUs.
+"""Absent devices: descriptions of TPUs and GPUs to compile programs for.
 
 XLA's compilers for TPUs (package libtpu) and for NVIDIA's GPUs (jax's CUDA
-plugin) run on any machine and need no device. Only tools.plan asks for them.
+plugin) run on any machine; they need no device. tools.plan compiles for absent
+devices to estimate memory and time.
 """
 
 import contextlib
@@ -17,13 +18,16 @@ import numpy as np
 
 from bigtrain.config.errors import ConfigError
 
-# GPUs with a description: name -> file.
+# {name of a GPU: file with its description for XLA}.
 GPUS = {p.stem: p for p in pathlib.Path(__file__).parent.glob("*.txtpb")}
 _GPU = re.compile(r"(\w+):(\d+)x(\d+)$")
 
-_CHIPS_OF_HOST = 4  # Of a TPU host, at least.
+# Every TPU host has at least this number of chips. A smaller topology is a part
+# of a host.
+_MIN_CHIPS_PER_HOST = 4
 
-# libtpu neither searches for TPUs nor locks them: processes may run at once.
+# Environment in which libtpu neither searches for TPUs nor locks them, so that
+# several processes can compile together.
 NO_TPU = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -37,10 +41,11 @@ current_topology: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def absent_devices(topology: str | None) -> Iterator[None]:
-  """Makes `sharding.from_config` use absent devices.
+  """Makes `sharding.from_config` use absent devices inside a `with` block.
 
-  A topology is a TPU slice, such as "v5p:2x2x2", or servers x GPUs of a server,
-  such as "h100:8x8"; None for this machine's devices.
+  Args:
+    topology: a TPU slice, such as "v5p:2x2x2", or servers x GPUs of a server,
+      such as "h100:8x8"; None for this machine's devices.
   """
   token = current_topology.set(topology)
   try:
@@ -50,6 +55,7 @@ def absent_devices(topology: str | None) -> Iterator[None]:
 
 
 def devices(topology: str) -> Sequence[Any]:
+  """The absent devices of a topology."""
   match = _GPU.match(topology)
   if match and match[1] in GPUS:
     return _gpus(topology, match)
@@ -59,7 +65,7 @@ def devices(topology: str) -> Sequence[Any]:
 def _gpus(topology: str, match: re.Match[str]) -> Sequence[Any]:
   from jax.experimental import topologies
 
-  name, servers, of_server = match.groups()
+  name, servers, gpus_per_server = match.groups()
   description = GPUS[name].read_text()
   if not _has_cuda_plugin():
     raise ConfigError(
@@ -72,7 +78,7 @@ def _gpus(topology: str, match: re.Match[str]) -> Sequence[Any]:
       topology_name="",
       target_config=description,
       # Slices x hosts x devices: jax numbers servers of real GPUs as slices.
-      topology=f"{servers}x1x{of_server}",
+      topology=f"{servers}x1x{gpus_per_server}",
     ).devices
   except Exception as e:  # The plugin may raise anything.
     raise ConfigError(
@@ -90,7 +96,10 @@ def _has_cuda_plugin() -> bool:
 
 
 def tell_cudnn(description: str) -> None:
-  """Makes jax's checks of cuDNN read an absent GPU's description."""
+  """Makes jax's checks of the cuDNN version use an absent GPU's description.
+
+  jax has no public setting for this: it asks the GPU of this machine.
+  """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   def numbers(field: str) -> list[int]:
@@ -101,12 +110,19 @@ def tell_cudnn(description: str) -> None:
 
   major, minor, patch = numbers("dnn_version_info")
   capability = numbers("cuda_compute_capability")[:2]
-  asked = lambda text: [int(n) for n in text.split(".")]
-  cudnn.check_cudnn_version = lambda: major * 10_000 + minor * 100 + patch
-  cudnn.check_compute_capability = lambda text: capability >= asked(text)
-  cudnn.is_cuda_compute_capability_equal = lambda text: (
-    capability == asked(text)
-  )
+
+  def check_cudnn_version() -> int:
+    return major * 10_000 + minor * 100 + patch
+
+  def check_compute_capability(least: str) -> bool:
+    return capability >= [int(n) for n in least.split(".")]
+
+  def is_cuda_compute_capability_equal(other: str) -> bool:
+    return capability == [int(n) for n in other.split(".")]
+
+  cudnn.check_cudnn_version = check_cudnn_version
+  cudnn.check_compute_capability = check_compute_capability
+  cudnn.is_cuda_compute_capability_equal = is_cuda_compute_capability_equal
 
 
 def _tpus(topology: str) -> Sequence[Any]:
@@ -114,14 +130,15 @@ def _tpus(topology: str) -> Sequence[Any]:
 
   for name, value in NO_TPU.items():
     os.environ.setdefault(name, value)
-  # A topology names whole hosts unless it comes with the size of a host.
+  # By default libtpu expects whole hosts. For a part of one, the part is
+  # declared to be a host.
   sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
-  part = {"chips_per_host_bounds": [*sizes, 1, 1][:3]}
+  options: dict[str, Any] = {}
+  if np.prod(sizes) < _MIN_CHIPS_PER_HOST:
+    options["chips_per_host_bounds"] = [*sizes, 1, 1][:3]
   try:
     return topologies.get_topology_desc(
-      platform="tpu",
-      topology_name=topology,
-      **(part if np.prod(sizes) < _CHIPS_OF_HOST else {}),
+      platform="tpu", topology_name=topology, **options
     ).devices
   except Exception as e:  # The plugin may raise anything.
     gpus = ", ".join(f"'{name}:8x8'" for name in sorted(GPUS))

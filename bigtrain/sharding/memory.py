@@ -1,4 +1,4 @@
-"""State of the optimizer that stays in host memory between two updates.
+"""Optimizer state that stays in host memory between two updates.
 
 config.opt_memory is "device", "pinned_host", or a list of (regular expression,
 one of these) pairs over names in the train state, such as "opt/0/nu/.*". The
@@ -37,10 +37,12 @@ def read_opt_memory(config: Config) -> OptMemory:
 
 
 def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
-  """Puts shardings of the optimizer's state into the configured memory."""
+  """Sets the kind of memory in the shardings of the optimizer's state."""
   for kind in {kind for _, kind in pairs} - {"device"}:
-    # Those of other processes cannot be asked, and all may be absent.
-    device = [*mesh.local_devices, mesh.devices.flat[0]][0]
+    # A device of this process: others cannot say what memory they have. There
+    # is none if all devices are absent.
+    local = mesh.local_devices
+    device = local[0] if local else mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if kind not in kinds:
       raise ConfigError(
@@ -50,12 +52,14 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
   matched = set()
 
   def place(name: str, array: Any, sharding: Any) -> Any:
+    if not name.startswith("opt/"):
+      return sharding
     for pattern, kind in pairs:
-      if name.startswith("opt/") and re.fullmatch(pattern, name):
+      if re.fullmatch(pattern, name):
         matched.add(pattern)
-        if kind != "device" and array.size >= _MIN_SIZE:
-          return sharding.with_memory_kind(kind)
-        return sharding
+        if kind == "device" or array.size < _MIN_SIZE:
+          return sharding
+        return sharding.with_memory_kind(kind)
     return sharding
 
   result = trees.map_with_names(place, shapes, shardings)
@@ -71,31 +75,38 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
 
 
 def in_host(x: Any) -> bool:
+  """Whether an array, or a traced one, is in host memory."""
   return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def on_device(tree: Any) -> Any:
-  """Copies arrays of host memory to the device; traceable.
+  """Copies arrays that are in host memory to the device.
 
-  XLA copies as early as it can: a branch of jax.lax.cond keeps the arrays from
-  taking the device's memory during the rest of a program.
+  In a jitted function XLA copies as early as it can. Inside a branch of
+  jax.lax.cond the copies occupy the device's memory only during the branch.
   """
-  copy = lambda x: jax.device_put(x, jax.memory.Space.Device)
-  return jax.tree.map(lambda x: copy(x) if in_host(x) else x, tree)
+
+  def copy(x: Any) -> Any:
+    if not in_host(x):
+      return x
+    return jax.device_put(x, jax.memory.Space.Device)
+
+  return jax.tree.map(copy, tree)
 
 
 def in_memory_of(tree: Any, like: Any) -> Any:
-  """Copies arrays to host memory where `like` has them there; traceable."""
-  space = jax.memory.Space.Host
-  return jax.tree.map(
-    lambda x, old: jax.device_put(x, space) if in_host(old) else x, tree, like
-  )
+  """Copies arrays to host memory where those of `like` are in host memory."""
+
+  def copy(x: Any, old: Any) -> Any:
+    return jax.device_put(x, jax.memory.Space.Host) if in_host(old) else x
+
+  return jax.tree.map(copy, tree, like)
 
 
 def bytes_per_device(
   shapes: Any, shardings: Any, *, in_host: bool = False
 ) -> int:
-  """Bytes of a tree of shapes in a device's memory, or in its host's."""
+  """Bytes of a tree of shapes that a device holds, on it or in host memory."""
   return sum(
     math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings))

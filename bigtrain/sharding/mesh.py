@@ -1,16 +1,19 @@
-"""The device mesh: replica x pipeline x fsdp x sequence x tensor.
+"""The device mesh, which config.mesh describes by the sizes of its five axes.
 
   replica    copies of the training state
-  pipeline   stages, groups of layers that each example passes in turn
-  fsdp       parts of the training state; a layer's are gathered for its use
+  pipeline   stages: groups of layers that each example passes in turn
+  fsdp       parts of the training state; a layer is gathered when it is used
   sequence   parts of each example along its length
   tensor     parts of each layer: heads, hidden widths, vocabularies
 
-The batch is split over `replica` and `fsdp`, and outside of the stages over
-`pipeline` too. A slice is a set of devices with a
-fast network among them: a slice of TPUs, or a server with GPUs. An axis that
-sends little is spread over the slices, `replica` first, and one that sends much
-stays inside of a slice, `tensor` above all.
+The batch is split over `replica` and `fsdp`, and outside the stages also over
+`pipeline`.
+
+`make_mesh` has three steps: it fills in the size that is -1, groups the devices
+by slice, and arranges them in an array. A slice is a set of devices connected
+by a fast network: a slice of TPUs, or one server with GPUs. The axes are listed
+from the one that sends least to the one that sends most, and they are spread
+over the slices in this order: `replica` first, `tensor` last.
 """
 
 import math
@@ -22,7 +25,6 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 from bigtrain.config.settings import Config
 from bigtrain.sharding import absent
@@ -30,35 +32,66 @@ from bigtrain.sharding import absent
 BATCH_AXES = ("replica", "fsdp")
 AXES = ("replica", "pipeline", "fsdp", "sequence", "tensor")
 
-# What an axis sends between slices, for the warning.
-_TRAFFIC = settings.read_table(__file__, "traffic.toml")
+# What an axis sends over the network between slices, for the warning. `part` is
+# (n - 1) / n for an axis of size n: the part of an array that a device lacks.
+_TRAFFIC = {
+  "fsdp": (
+    "in each microbatch, a device sends 3 x {part:.2f} x the bytes of the "
+    "parameters of its tensor group"
+  ),
+  "sequence": (
+    "every attention sends 2 x {part:.2f} x its keys and values, and every "
+    "step 2 x {part:.2f} x the gradients of a device"
+  ),
+  "tensor": (
+    "every block sends 8 x {part:.2f} x its activations (tokens x width), 4 "
+    "forward and 4 backward"
+  ),
+}
+
+# Microbatches for each stage of a pipeline, unless the config gives a number. A
+# stage is then idle for at most a quarter of the time that it works. More
+# microbatches idle less, but are smaller, and their products are slower.
+_MICROBATCHES_PER_STAGE = 4
 
 
 class Schedule(NamedTuple):
-  """How a pipeline runs: in rounds, on a number of microbatches at once."""
+  """The schedule of a pipeline.
+
+  In each of `rounds`, every microbatch passes all stages; each round applies
+  other layers (a circular pipeline).
+  """
 
   stages: int
   rounds: int = 1
-  microbatches: int = 0  # Those at once; by default as many as `split` finds.
+  # Number of microbatches that are in the pipeline together. 0 means that
+  # `split` chooses it.
+  microbatches: int = 0
 
   def split(self, examples: int) -> "Schedule | None":
-    """The schedule for a number of examples; None if it does not divide.
+    """The schedule with its number of microbatches for so many examples.
 
-    By default four microbatches for each stage, or fewer.
+    That is the largest number that divides the examples, up to `microbatches`,
+    and by default up to four for each stage. None if the examples do not divide
+    among the stages.
     """
-    most = (self.microbatches or 4 * self.stages) // self.stages
-    share, rest = divmod(examples, self.stages)
-    if rest or not share:
+    limit = self.microbatches or _MICROBATCHES_PER_STAGE * self.stages
+    limit_per_stage = limit // self.stages
+    examples_per_stage, rest = divmod(examples, self.stages)
+    if rest or not examples_per_stage:
       return None
-    per_stage = max(n for n in range(1, most + 1) if share % n == 0)
+    per_stage = max(
+      n for n in range(1, limit_per_stage + 1) if examples_per_stage % n == 0
+    )
     return self._replace(microbatches=per_stage * self.stages)
 
   def idle(self) -> float:
-    """Idle time of a stage as a share of its work."""
+    """Idle time of a stage as a fraction of the time that it works."""
     return (self.stages - 1) / (self.rounds * self.microbatches)
 
 
-# Of the last mesh of these sizes: a mesh has no place for it.
+# A jax Mesh has no room for the pipeline's options, and models see only the
+# ambient mesh. So the schedule of the last mesh of each shape is kept here.
 _schedules: dict[tuple[tuple[str, int], ...], Schedule] = {}
 
 
@@ -87,38 +120,53 @@ def make_mesh(
   slices: int | None = None,
   devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh of all devices with the axes `AXES`; one size may be -1.
+  """Makes a mesh of all devices with the axes `AXES`; one size may be -1.
 
   Args:
     replica: number of copies of the sharded state.
+    fsdp, sequence, tensor, pipeline: see the module.
     pipeline_rounds: number of times that an example passes the stages, each
       time through other layers.
-    pipeline_microbatches: number of microbatches in the stages at once, a
-      multiple of their number; 0 for four times it, or less.
-    slices: number of slices of TPUs or of servers with GPUs, which is checked;
-      by default as many as the devices report.
-    devices: all devices of the job unless given.
+    pipeline_microbatches: number of microbatches that are in the pipeline
+      together, a multiple of the number of stages; 0 for four times the number
+      of stages, or less if the batch is small.
+    slices: expected number of TPU slices or GPU servers. By default the number
+      that the devices report. Simulated devices form this many slices.
+    devices: by default all devices of the job.
   """
   devices = jax.devices() if devices is None else list(devices)
-  given = (replica, pipeline, fsdp, sequence, tensor)
-  sizes = _filled(dict(zip(AXES, given)), devices)
+  sizes = dict(
+    replica=replica,
+    pipeline=pipeline,
+    fsdp=fsdp,
+    sequence=sequence,
+    tensor=tensor,
+  )
+  sizes = _filled(sizes, devices)
   groups = grouped(devices, slices)
-  mesh = Mesh(arranged(groups, tuple(sizes.values())), AXES)
-  _warn_of_slow_axes(mesh.devices, groups)
+  grid = arranged(groups, [sizes[axis] for axis in AXES])
+  mesh = Mesh(grid, AXES)
+  _warn_of_slow_axes(grid, groups)
   schedule = Schedule(sizes["pipeline"], pipeline_rounds, pipeline_microbatches)
-  key = "config.mesh.pipeline_"
-  check_number(f"{key}rounds", pipeline_rounds, least=1, whole=True)
-  check_number(f"{key}microbatches", pipeline_microbatches, least=0, whole=True)
-  if pipeline_microbatches % schedule.stages:
-    raise ConfigError(
-      f"{key}microbatches={pipeline_microbatches}: expected a multiple of "
-      f"config.mesh.pipeline={schedule.stages}."
-    )
+  _check_schedule(schedule)
   _schedules[tuple(mesh.shape.items())] = schedule
   return mesh
 
 
+def _check_schedule(schedule: Schedule) -> None:
+  key = "config.mesh.pipeline_"
+  check_number(f"{key}rounds", schedule.rounds, least=1, whole=True)
+  microbatches = schedule.microbatches
+  check_number(f"{key}microbatches", microbatches, least=0, whole=True)
+  if microbatches % schedule.stages:
+    raise ConfigError(
+      f"{key}microbatches={microbatches}: expected a multiple of "
+      f"config.mesh.pipeline={schedule.stages}."
+    )
+
+
 def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
+  """Replaces -1 by the size that uses all devices."""
   for axis, size in sizes.items():
     if not isinstance(size, int) or (size < 1 and size != -1):
       raise ConfigError(
@@ -131,19 +179,21 @@ def _filled(sizes: dict[str, int], devices: Sequence[Any]) -> dict[str, int]:
       f"config.mesh: only one of {' and '.join(open_axes)} can be -1."
     )
   known = math.prod(size for size in sizes.values() if size != -1)
-  rest = max(1, len(devices) // known)
-  filled = {axis: rest if n == -1 else n for axis, n in sizes.items()}
+  remaining = max(1, len(devices) // known)
+  filled = {
+    axis: remaining if size == -1 else size for axis, size in sizes.items()
+  }
   total = math.prod(filled.values())
   if total != len(devices):
     raise ConfigError(
       f"config.mesh: {in_words(filled)} = {total}, but the number "
-      f"of devices is {len(devices)}{_nearest(sizes, len(devices))}."
+      f"of devices is {len(devices)}{_suggestion(sizes, len(devices))}."
     )
   return filled
 
 
 def in_words(sizes: Mapping[str, int]) -> str:
-  """Describes the sizes of a mesh, such as "replica=2 x fsdp=4"."""
+  """The sizes of a mesh as a text, such as "replica=2 x fsdp=4"."""
   return " x ".join(
     f"{axis}={sizes[axis]}"
     for axis in AXES
@@ -151,36 +201,43 @@ def in_words(sizes: Mapping[str, int]) -> str:
   )
 
 
-def _nearest(sizes: Mapping[str, int], num_devices: int) -> str:
-  """For the message: the nearest sizes of one axis that fit the devices."""
-  exact = -1 not in sizes.values()
-  fits = []
+def _suggestion(sizes: Mapping[str, int], num_devices: int) -> str:
+  """The two smallest changes of one axis that would fit, as a text."""
+  one_is_open = -1 in sizes.values()
+  fits = []  # (distance from the size in the config, text) pairs.
   for axis, size in sizes.items():
     if size == -1 or (size == 1 and axis not in BATCH_AXES):
       continue
     others = math.prod(
       n for name, n in sizes.items() if name != axis and n != -1
     )
-    room, rest = divmod(num_devices, others)
-    for n in range(room if exact else 1, room + 1):
-      if not rest and room % n == 0:
+    available, rest = divmod(num_devices, others)
+    if rest:
+      continue
+    # Without an open axis, this axis has to use all that the others leave.
+    candidates = range(1, available + 1) if one_is_open else [available]
+    for n in candidates:
+      if n and available % n == 0:
         fits.append((abs(n - size), f"{axis}={n}"))
-  words = [word for _, word in sorted(fits)[:2]]
-  return f"; the nearest that work: {' or '.join(words)}" if words else ""
+  texts = [text for _, text in sorted(fits)[:2]]
+  return f"; the nearest that work: {' or '.join(texts)}" if texts else ""
 
 
 def _slice_of(device: Any) -> int:
-  # jax numbers servers with GPUs as slices. Elsewhere a server is a process.
+  """Number of the TPU slice or of the server that a device is in."""
+  # On GPUs, slice_index is the number of the server.
   number = getattr(device, "slice_index", None)
-  if number is None and device.platform == "tpu":
-    return 0  # One slice.
-  return int(device.process_index if number is None else number)
+  if number is not None:
+    return int(number)
+  if device.platform == "tpu":
+    return 0  # A single slice does not number itself.
+  return int(device.process_index)  # One process runs on each server.
 
 
 def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
-  """Returns the devices of each slice.
+  """Groups the devices by slice, and checks the number of slices.
 
-  Simulated devices of one process form `slices` slices, each of neighbours.
+  Devices that XLA simulates on one CPU form `slices` slices of neighbours.
   """
   groups: dict[int, list[Any]] = {}
   for device in devices:
@@ -202,28 +259,33 @@ def grouped(devices: Sequence[Any], slices: int | None) -> list[list[Any]]:
 
 
 def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
-  """Returns an array of devices with the shape of a mesh.
+  """Arranges the devices of all slices in an array with the mesh's shape.
 
-  The outer axes go over the slices, as far as their sizes have a factor in
-  common with the number of slices.
+  Each axis is a product of an outer factor, over the slices, and an inner one,
+  within a slice. The first axes get the slices, as far as their sizes and the
+  number of slices have common factors.
   """
-  outer, left = [], len(groups)
+  outer = []
+  remaining = len(groups)
   for size in shape:
-    outer.append(math.gcd(size, left))
-    left //= outer[-1]
-  if left > 1 or len({len(group) for group in groups}) > 1:
+    factor = math.gcd(size, remaining)
+    outer.append(factor)
+    remaining //= factor
+  if remaining > 1 or len({len(group) for group in groups}) > 1:
+    # The slices do not divide this way. Some axis crosses them anyhow.
     devices = [device for group in groups for device in group]
-    return _inside(devices, shape)
+    return _within_slice(devices, shape)
   inner = [size // factor for size, factor in zip(shape, outer)]
-  grids = [_inside(group, inner) for group in groups]
-  # One array [factors of all axes, sizes within a slice].
+  grids = [_within_slice(group, inner) for group in groups]
+  # [outer of all axes, inner of all axes] -> [outer, inner of each axis].
   grid = np.stack(grids).reshape(*outer, *inner)
-  order = np.arange(2 * len(shape)).reshape(2, -1).T.ravel()
+  rank = len(shape)
+  order = [dim for axis in range(rank) for dim in (axis, rank + axis)]
   return grid.transpose(order).reshape(tuple(shape))
 
 
-def _inside(devices: Sequence[Any], shape: Sequence[int]) -> Any:
-  """Returns an array of the devices of a slice; near in a TPU's torus."""
+def _within_slice(devices: Sequence[Any], shape: Sequence[int]) -> Any:
+  """An array of devices; on TPUs its neighbours are near in the torus."""
   # Devices of several slices are not in one torus.
   one_torus = len({_slice_of(device) for device in devices}) == 1
   if devices[0].platform == "tpu" and one_torus:
@@ -233,34 +295,49 @@ def _inside(devices: Sequence[Any], shape: Sequence[int]) -> Any:
     return mesh_utils.create_device_mesh(
       tuple(shape), devices=list(devices), allow_split_physical_axes=True
     )
-  grid = np.empty(len(devices), object)
+  grid = np.empty(len(devices), object)  # np.array could look into devices.
   grid[:] = devices
   return grid.reshape(tuple(shape))
 
 
 def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
-  """{axis: largest number of slices that a group of it is in, above 1}."""
-  number_of = {d: i for i, group in enumerate(groups) for d in group}
-  numbers = np.vectorize(number_of.get, otypes=[int])(grid)
-  most = {}
-  for at, axis in enumerate(AXES):
-    rows = np.moveaxis(numbers, at, -1).reshape(-1, grid.shape[at])
-    most[axis] = max(len(set(row)) for row in rows.tolist())
-  return {axis: number for axis, number in most.items() if number > 1}
+  """The axes that cross slices, and how many.
+
+  Returns: {axis: largest number of slices that one group of the axis is in}, of
+    the axes for which it is more than 1.
+  """
+  slice_of = {}
+  for number, group in enumerate(groups):
+    slice_of.update(dict.fromkeys(group, number))
+  slice_numbers = np.vectorize(slice_of.get, otypes=[int])(grid)
+  result = {}
+  for dim, axis in enumerate(AXES):
+    # A line per group: the devices that differ in this axis alone.
+    lines = np.moveaxis(slice_numbers, dim, -1).reshape(-1, grid.shape[dim])
+    num_slices = max(len(set(line)) for line in lines.tolist())
+    if num_slices > 1:
+      result[axis] = num_slices
+  return result
 
 
 def _warn_of_slow_axes(grid: Any, groups: Sequence[Sequence[Any]]) -> None:
   sizes = dict(zip(AXES, grid.shape))
-  parts = [
-    f"config.mesh.{axis}={sizes[axis]} is in {number} slices or servers: "
-    + _TRAFFIC[axis].format(part=(sizes[axis] - 1) / sizes[axis])
-    for axis, number in crossing(grid, groups).items()
-    if axis not in ("replica", "pipeline")
-  ]
-  if parts:
-    size = min(len(group) for group in groups)
+  crossings = []
+  for axis, num_slices in crossing(grid, groups).items():
+    if axis not in _TRAFFIC:  # `replica` and `pipeline` send little.
+      continue
+    size = sizes[axis]
+    traffic = _TRAFFIC[axis].format(part=(size - 1) / size)
+    crossings.append(
+      f"config.mesh.{axis}={size} is in {num_slices} slices or servers: "
+      f"{traffic}"
+    )
+  if crossings:
+    slice_size = min(len(group) for group in groups)
     logging.warning(
-      f"{'; '.join(parts)}; all of it over the network between them. A slice "
-      f"or server has {size} devices: axes whose product (without replica) "
-      f"divides {size} stay inside."
+      "%s; all of it over the network between them. A slice or server has %d "
+      "devices: axes whose product (without replica) divides %d stay inside.",
+      "; ".join(crossings),
+      slice_size,
+      slice_size,
     )

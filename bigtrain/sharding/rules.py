@@ -1,6 +1,7 @@
 """Rules for the layout of each array of the state on the mesh.
 
-A rule is a pair of (regular expression over state names, layout):
+config.sharding is a list of rules, pairs of (regular expression over the names
+in the state, layout). A layout is a text such as:
 
   ("replicated")            every device holds all of it
   ("fsdp")                  the largest dimension that divides is split
@@ -8,12 +9,19 @@ A rule is a pair of (regular expression over state names, layout):
   ("fsdp(0), tensor(-1)")   these dimensions are split, or it is an error
   ("shard_dim(0)")          the same as "fsdp(0)"
 
-The first rule that matches a name decides. The model's description of its
-parameters (dims.py) says which dimension goes over `tensor`, `pipeline` and the
-axis of experts, unless the layout names a dimension for this axis or is
-"replicated"; "fsdp" leaves out those dimensions. `tensor` splits attention by
-heads, MLPs and experts by hidden units, embeddings and output layers by tokens
-or classes. Arrays that do not divide are reported before anything compiles.
+The first rule that matches a name decides.
+
+The axes `tensor` and `pipeline` and the axis of experts need no rules: the
+model's description of its parameters (arrays/dims.py) says which dimension they
+split, and "fsdp" chooses among the other dimensions. `tensor` splits attention
+by heads, MLPs and experts by hidden units, embeddings and output layers by
+tokens or classes. A layout that names a dimension for one of these axes, or
+"replicated", overrides the model's description.
+
+`place` applies the model's description. `state_shardings` then applies the
+rules to the names and shapes of the whole state, before anything compiles, and
+collects all arrays that do not divide into one error. The parts of this file:
+the state, the layouts, their texts, the model's description.
 """
 
 import ast
@@ -41,26 +49,28 @@ from bigtrain.sharding.batches import replicated
 
 DEFAULT_RULES = ((".*", "fsdp"),)
 
-_MIN_SIZE = 1024  # Smaller arrays are replicated by default.
+# Arrays with fewer elements are replicated by default: to gather them costs
+# more time than they take memory.
+_MIN_SIZE = 1024
 
 Shape = tuple[int, ...]
-# Axes by dimension.
+# {dimension: axes that split it}.
 Placed = Mapping[int, tuple[str, ...]]
-# A spec, and a complaint or "".
+# A spec, and a note about an array that could not be split, or "".
 _Result = tuple[PartitionSpec, str]
-# From the axes that the model's rules have placed; None for the next rules.
+# (shape, mesh, what the model's description has placed) -> the array's spec, or
+# None if the next matching rule decides.
 Layout = Callable[[Shape, Mesh, Placed], _Result | None]
-# (regular expression, layout or its text in the config) pairs.
+# (regular expression, layout or its text) pairs.
 Layouts = Sequence[tuple[str, str | Layout]]
 
 
 class Rules(NamedTuple):
-  """All that decides the layout of the state."""
+  """Everything that decides the layout of the state."""
 
   # The first full match decides; arrays without a match are replicated.
   layouts: Layouts = DEFAULT_RULES
-  # What `place` returns. Arrays of the same shape whose names end with that of
-  # a parameter, such as moments of the optimizer, are split alike.
+  # The result of `place`.
   of_model: Mapping[str, tuple[Shape, Placed]] = {}
   # Whether `replica` splits the optimizer's state as well (ZeRO-1,
   # https://arxiv.org/abs/1910.02054).
@@ -68,10 +78,16 @@ class Rules(NamedTuple):
   opt_memory: memory.OptMemory = ()
 
   def placed(self, name: str, shape: Shape) -> Placed:
+    """The model's placement of the parameter that an array belongs to.
+
+    Moments of the optimizer and EMAs have a parameter's shape, and its name
+    after a prefix: "opt/0/mu/Dense_0/kernel" is split like "Dense_0/kernel".
+    """
     while name:
-      known = self.of_model.get(name)
-      if known is not None and known[0] == shape:
-        return known[1]
+      if name in self.of_model:
+        parameter_shape, placed = self.of_model[name]
+        if parameter_shape == shape:
+          return placed
       name = name.partition("/")[2]
     return {}
 
@@ -79,7 +95,10 @@ class Rules(NamedTuple):
 def state_spec(
   shapes: Any, mesh: Mesh, rules: Rules | Layouts = DEFAULT_RULES
 ) -> Any:
-  """Adds shardings to a tree of ShapeDtypeStructs, and logs the notes."""
+  """Adds shardings to a tree of ShapeDtypeStructs.
+
+  Arrays that do not divide and are replicated are logged.
+  """
   shardings, notes = state_shardings(shapes, mesh, rules)
   for note in notes:
     logging.warning("config.sharding: %s", note)
@@ -90,7 +109,10 @@ def with_shardings(shapes: Any, shardings: Any = None) -> Any:
   """Specs of arrays or shapes with shardings, by default the arrays' own."""
   if shardings is None:
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-  spec = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
+  def spec(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
   return jax.tree.map(spec, shapes, shardings)
 
 
@@ -100,10 +122,13 @@ def state_shardings(
   rules: Rules | Layouts = DEFAULT_RULES,
   key: str = "config.sharding",
 ) -> tuple[Any, list[str]]:
-  """Computes the NamedSharding of each array of the state, and notes.
+  """Returns the NamedSharding of each array of the state, and notes.
 
-  There is a note for each array above the rule's minimum size that does not
-  divide and is replicated. A ConfigError lists all arrays that cannot be split.
+  There is a note for each array above its rule's minimum size that does not
+  divide and is therefore replicated.
+
+  Raises:
+    ConfigError: for all arrays that a rule should split and cannot.
   """
   if not isinstance(rules, Rules):
     rules = Rules(rules)
@@ -114,20 +139,21 @@ def state_shardings(
   def place(name: str, array: Any) -> NamedSharding:
     shape = tuple(array.shape)
     for pattern, layout in parsed:
-      if pattern.fullmatch(name):
-        try:
-          result = layout(shape, mesh, rules.placed(name, shape))
-        except ConfigError as e:
-          errors.append(f"{name}: {e}")
-          return replicated(mesh)
-        if result is None:
-          continue
-        spec, note = result
-        if note:
-          notes.append(f"{name}: {note}")
-        if rules.split_opt and name.startswith("opt/"):
-          spec = _over_replica(shape, spec, mesh)
-        return NamedSharding(mesh, spec)
+      if not pattern.fullmatch(name):
+        continue
+      try:
+        result = layout(shape, mesh, rules.placed(name, shape))
+      except ConfigError as e:
+        errors.append(f"{name}: {e}")
+        return replicated(mesh)
+      if result is None:
+        continue
+      spec, note = result
+      if note:
+        notes.append(f"{name}: {note}")
+      if rules.split_opt and name.startswith("opt/"):
+        spec = _over_replica(shape, spec, mesh)
+      return NamedSharding(mesh, spec)
     return replicated(mesh)
 
   shardings = trees.map_with_names(place, shapes)
@@ -139,71 +165,97 @@ def state_shardings(
 def _over_replica(
   shape: Shape, spec: PartitionSpec, mesh: Mesh
 ) -> PartitionSpec:
-  """Splits an array of the optimizer over `replica` as well, if one divides.
+  """Splits an array of the optimizer over `replica` too, if it divides.
 
-  `fsdp`'s dimension first: a device then holds rows that it updates anyway.
+  The dimension over `fsdp` comes first: there a device's part of the moments
+  lies within its part of the parameters. Then the largest, and the last of
+  equal ones.
   """
   ways = mesh.shape["replica"]
   placed = _axes_by_dim(spec)
-  taken = {axis for axes in placed.values() for axis in axes}
-  if ways == 1 or "replica" in taken or math.prod(shape) < _MIN_SIZE:
+  used = {axis for axes in placed.values() for axis in axes}
+  if ways == 1 or "replica" in used or math.prod(shape) < _MIN_SIZE:
     return spec
-  local = {
-    d: size // math.prod(mesh.shape[a] for a in placed.get(d, ()))
-    for d, size in enumerate(shape)
-  }
-  order = sorted(
-    local, key=lambda d: ("fsdp" not in placed.get(d, ()), -local[d], -d)
-  )
-  for dim in order:
-    if local[dim] % ways == 0:
+
+  local_size = {}  # Of each dimension, on a device.
+  for dim, size in enumerate(shape):
+    parts = math.prod(mesh.shape[axis] for axis in placed.get(dim, ()))
+    local_size[dim] = size // parts
+
+  def preference(dim: int) -> tuple[bool, int, int]:
+    return "fsdp" not in placed.get(dim, ()), -local_size[dim], -dim
+
+  for dim in sorted(local_size, key=preference):
+    if local_size[dim] % ways == 0:
       return spec_of({**placed, dim: (*placed.get(dim, ()), "replica")})
   return spec
 
 
 def spec_of(placed: Placed) -> PartitionSpec:
-  by_dim = [placed.get(d, ()) for d in range(max(placed, default=-1) + 1)]
-  return PartitionSpec(
-    *[axes[0] if len(axes) == 1 else axes or None for axes in by_dim]
-  )
+  """The PartitionSpec of {dimension: axes}.
+
+  >>> spec_of({1: ("fsdp",)}) == PartitionSpec(None, "fsdp")
+  True
+  """
+  entries: list[Any] = []
+  for dim in range(max(placed, default=-1) + 1):
+    axes = placed.get(dim, ())
+    if not axes:
+      entries.append(None)
+    elif len(axes) == 1:
+      entries.append(axes[0])
+    else:
+      entries.append(axes)
+  return PartitionSpec(*entries)
 
 
 def _axes_by_dim(spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
-  as_tuple = lambda axes: axes if isinstance(axes, tuple) else (axes,)
-  return {dim: as_tuple(axes) for dim, axes in enumerate(spec) if axes}
+  """The inverse of `spec_of`."""
+  result = {}
+  for dim, axes in enumerate(spec):
+    if axes:
+      result[dim] = axes if isinstance(axes, tuple) else (axes,)
+  return result
 
 
 # Layouts.
 
 
 def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
-  """Splits the largest free dimension that divides, unless one is given."""
+  """Splits `dim`, by default the largest free dimension that divides."""
   check_number("min_size", min_size, whole=True, error=TypeError)
   if dim is not None:
-    return _on("fsdp", dim)
+    return _dimension("fsdp", dim)
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
     ways = mesh.shape["fsdp"]
-    taken = any("fsdp" in axes for axes in placed.values())
-    if ways == 1 or taken or math.prod(shape) < min_size:
+    # Experts may be over `fsdp` already.
+    used = any("fsdp" in axes for axes in placed.values())
+    if ways == 1 or used or math.prod(shape) < min_size:
       return spec_of(placed), ""
     free = largest_free(shape, ways, placed)
-    if free is not None:
-      return spec_of({**placed, free: ("fsdp",)}), ""
-    return spec_of(placed), (
-      f"no dimension of {shape} divides by fsdp={ways}; it is replicated"
-    )
+    if free is None:
+      note = f"no dimension of {shape} divides by fsdp={ways}; it is replicated"
+      return spec_of(placed), note
+    return spec_of({**placed, free: ("fsdp",)}), ""
 
   return layout
 
 
 def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
-  # Later dimensions win ties: the first is often a stack of layers.
-  free = [d for d, n in enumerate(shape) if d not in placed and n % ways == 0]
-  return max(free, key=lambda d: (shape[d], d), default=None)
+  """The largest dimension that no axis splits and that `ways` divides."""
+  free = [
+    dim
+    for dim, size in enumerate(shape)
+    if dim not in placed and size % ways == 0
+  ]
+  # The last of equal ones: the first is often a stack of layers, and a loop
+  # over layers would have to gather all of them.
+  return max(free, key=lambda dim: (shape[dim], dim), default=None)
 
 
-def _on(axis: str, dim: int) -> Layout:
+def _dimension(axis: str, dim: int) -> Layout:
+  """Splits dimension `dim` over `axis`; an array that cannot be is an error."""
   check_number("dim", dim, whole=True, error=TypeError)
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
@@ -217,30 +269,37 @@ def _on(axis: str, dim: int) -> Layout:
       raise ConfigError(
         f"dimension {at} of shape {shape} is {shape[at]}, which does not "
         f"divide by {by}; the nearest sizes that work: "
-        f"{_nearest(ways, shape[at])}"
+        f"{_nearest_divisors(ways, shape[at])}"
       )
     return spec_of({**placed, at: axes}), ""
 
   return layout
 
 
-def _nearest(size: int, dim: int) -> str:
-  """Names the nearest sizes that divide a dimension.
+def _nearest_divisors(ways: int, size: int) -> str:
+  """The divisors of a dimension's size next to `ways`, as a text.
 
-  >>> _nearest(4, 6), _nearest(3, 50257)
+  >>> _nearest_divisors(4, 6), _nearest_divisors(3, 50257)
   ('3 and 6', '1 and 29')
   """
-  divisors = [n for n in range(1, dim + 1) if dim % n == 0]
-  down = max(n for n in divisors if n < size)
-  up = [n for n in divisors if n > size]
-  return " and ".join(map(str, [down, *up[:1]]))
+  divisors = [n for n in range(1, size + 1) if size % n == 0]
+  below = [n for n in divisors if n < ways]
+  above = [n for n in divisors if n > ways]
+  return " and ".join(str(n) for n in below[-1:] + above[:1])
 
 
 def along(spec: PartitionSpec, shape: Shape, names: Sequence[Any]) -> Layout:
-  """The layout `spec` for arrays of one shape; others follow the next rules."""
+  """A layout from a flax model's own names of dimensions, config.logical_axes.
+
+  Args:
+    spec: spec of a parameter.
+    shape: its shape. Arrays of other shapes, such as factored moments, follow
+      the next rules.
+    names: names of its dimensions, for messages.
+  """
 
   def layout(given: Shape, mesh: Mesh, placed: Placed) -> _Result | None:
-    del placed  # Names of dimensions are also the model's.
+    del placed  # `spec` is the model's own description.
     if given != shape:
       return None
     if len(spec) > len(shape):
@@ -258,45 +317,69 @@ def along(spec: PartitionSpec, shape: Shape, names: Sequence[Any]) -> Layout:
   return layout
 
 
-# Texts of a config.
+def _replicated() -> Layout:
+  return lambda shape, mesh, placed: (PartitionSpec(), "")
+
+
+# Texts of layouts.
 
 _LAYOUTS: dict[str, Callable[..., Layout]] = {
-  "replicated": lambda: lambda shape, mesh, placed: (PartitionSpec(), ""),
+  "replicated": _replicated,
   "fsdp": _fsdp,
-  "shard_dim": functools.partial(_on, "fsdp"),
-  "tensor": functools.partial(_on, "tensor"),
-  "sequence": functools.partial(_on, "sequence"),
-  "replica": functools.partial(_on, "replica"),
-  "pipeline": functools.partial(_on, "pipeline"),
+  "shard_dim": functools.partial(_dimension, "fsdp"),
+  "tensor": functools.partial(_dimension, "tensor"),
+  "sequence": functools.partial(_dimension, "sequence"),
+  "replica": functools.partial(_dimension, "replica"),
+  "pipeline": functools.partial(_dimension, "pipeline"),
 }
 
 
 def _rule(rule: Any, key: str) -> tuple[re.Pattern[str], Layout]:
   if not isinstance(rule, list | tuple) or len(rule) != 2:
     raise ConfigError(f"{key}: expected (regex, layout), got {rule!r}.")
-  pattern, layout = regex(key, rule[0]), rule[1]
-  return pattern, layout if callable(layout) else _parse_layout(layout, key)
+  pattern, layout = rule
+  if not callable(layout):
+    layout = _parse_layout(layout, key)
+  return regex(key, pattern), layout
 
 
-def _parse_layout(text: str, key: str) -> Layout:
+class _Term(NamedTuple):
+  """One of the comma-separated parts of a layout's text."""
+
+  name: str
+  args: list[Any]
+  kwargs: dict[str, Any]
+
+
+def _parse_terms(text: str, key: str) -> list[_Term]:
   try:
     node = ast.parse(text, mode="eval").body
-    terms = node.elts if isinstance(node, ast.Tuple) else [node]
-    parsed = []
-    for term in terms:
-      call = term if isinstance(term, ast.Call) else ast.Call(term, [], [])
-      args = [ast.literal_eval(a) for a in call.args]
-      kwargs = {k.arg or "**": ast.literal_eval(k.value) for k in call.keywords}
-      parsed.append((ast.unparse(call.func), args, kwargs))
+    terms = []
+    for element in node.elts if isinstance(node, ast.Tuple) else [node]:
+      # "fsdp" is the same as "fsdp()".
+      call = element
+      if not isinstance(call, ast.Call):
+        call = ast.Call(element, [], [])
+      args = [ast.literal_eval(arg) for arg in call.args]
+      kwargs = {
+        # "**" is no keyword: check_kwargs refuses it.
+        keyword.arg or "**": ast.literal_eval(keyword.value)
+        for keyword in call.keywords
+      }
+      terms.append(_Term(ast.unparse(call.func), args, kwargs))
+    return terms
   except (SyntaxError, ValueError, AttributeError, TypeError) as e:
     raise ConfigError(
       f"{key}: cannot read the layout {text!r}; expected for example 'fsdp' or "
       "'fsdp(0), tensor(-1)'."
     ) from e
-  # Those that search for a dimension come last.
-  first, last = [], []
+
+
+def _parse_layout(text: str, key: str) -> Layout:
+  terms = _parse_terms(text, key)
+  of_dimensions, searching = [], []
   named_axes: set[str] = set()
-  for name, args, kwargs in parsed:
+  for name, args, kwargs in terms:
     make = _LAYOUTS[check_choice(key, name, _LAYOUTS)]
     signature = inspect.signature(make)
     given = list(signature.parameters)[: len(args)]
@@ -307,112 +390,152 @@ def _parse_layout(text: str, key: str) -> Layout:
     except TypeError as e:
       raise ConfigError(f"{key}: {text!r}: {str(e).rstrip('.')}.") from e
     if args or "dim" in kwargs:
-      first.append(layout)
+      of_dimensions.append(layout)
       named_axes.add("fsdp" if name == "shard_dim" else name)
     else:
-      last.append(layout)
-  names = [name for name, _, _ in parsed]
+      searching.append(layout)
+  names = [term.name for term in terms]
   if len(set(names)) < len(names) or (len(names) > 1 and "replicated" in names):
     raise ConfigError(
       f"{key}: {text!r} names an axis twice, or 'replicated' and an axis."
     )
-  return _in_turn([*first, *last], named_axes)
+  # "fsdp" alone searches for a dimension that no other axis splits, so it has
+  # to be the last.
+  return _in_turn([*of_dimensions, *searching], named_axes)
 
 
 def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
-  """Applies several layouts; `named_axes` replace the model's."""
+  """Applies several layouts, each to what those before it have placed.
+
+  Args:
+    layouts: layouts that always return a result.
+    named_axes: axes for which the config names a dimension. The model's
+      placement of these is dropped.
+  """
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
-    notes = []
-    free = lambda axes: tuple(a for a in axes if a not in named_axes)
-    placed = {d: free(axes) for d, axes in placed.items() if free(axes)}
+    remaining = {}
+    for dim, axes in placed.items():
+      kept = tuple(axis for axis in axes if axis not in named_axes)
+      if kept:
+        remaining[dim] = kept
     spec = PartitionSpec()
+    notes = []
     for one in layouts:
-      result = one(shape, mesh, placed)
+      result = one(shape, mesh, remaining)
       assert result is not None
       spec, note = result
-      placed = _axes_by_dim(spec)
-      notes += [note] if note else []
+      remaining = _axes_by_dim(spec)
+      if note:
+        notes.append(note)
     return spec, "; ".join(notes)
 
   return layout
 
 
-# The model's rules.
+# The model's description of its parameters.
 
-# Arrays that a message lists by name.
-_MOST_NAMES = 4
+# Number of arrays that a message lists by name.
+_MAX_LISTED = 4
 
-# {dimension that `tensor` splits: whether a size that does not divide is an
-# error}. Otherwise every device of a group has the whole array, which is a
-# warning: for heads of keys and values see sharding.columns.
-_OVER_TENSOR = {"H": True, "F": True, "G": False, "V": False}
+# Dimensions that `tensor` splits (see arrays/dims.py for the letters), and
+# whether a size that does not divide is an error. Where it is none, every
+# device of a group holds the whole array, with a warning. For heads of keys and
+# values that do not divide see `tensor.columns`.
+_SPLIT_BY_TENSOR = {"H": True, "F": True, "G": False, "V": False}
+
+
+class _Split(NamedTuple):
+  """The dimension that an axis splits, and whether it has to divide."""
+
+  dim: int
+  required: bool
 
 
 def place(
   table: dims.Table, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> dict[str, tuple[Shape, Placed]]:
-  """{name: (shape, axes by dimension)} by the model's own rules."""
-  splits = {name: _splits(table, name, x) for name, x in shapes.items()}
+  """Places the mesh's axes on the dimensions that a model describes.
+
+  Args:
+    table: the model's description of its parameters.
+    shapes: {name of a parameter: shape}.
+    sizes: {axis: size}; other axes are not placed.
+
+  Returns: {name: (shape, {dimension: axes})} of the parameters that are split.
+  """
+  splits = {name: _splits(table, name, shapes[name]) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
   for axis, ways in sizes.items():
-    own = {name: split[axis] for name, split in splits.items() if axis in split}
-    if axis == "pipeline" and ways > 1 and not own:
+    if ways == 1:
+      continue
+    by_axis = {name: s[axis] for name, s in splits.items() if axis in s}
+    if axis == "pipeline" and not by_axis:
       raise ConfigError(
         f"config.mesh.pipeline={ways}: the model has no loop over layers; "
         "expected config.model.scan=True, or 1 if there is no such key."
       )
-    if ways > 1:
-      for name, dim in _dims(own, shapes, axis, ways).items():
-        placed.setdefault(name, {})[dim] = (axis,)
-  return {name: (shapes[name], at) for name, at in placed.items()}
+    for name, dim in _dividing(by_axis, shapes, axis, ways).items():
+      placed.setdefault(name, {})[dim] = (axis,)
+  return {name: (shapes[name], axes) for name, axes in placed.items()}
 
 
-def _splits(
-  table: dims.Table, name: str, shape: Shape
-) -> dict[str, tuple[int, bool]]:
-  """Returns {axis: (negative dimension, whether it must divide)}."""
+def _splits(table: dims.Table, name: str, shape: Shape) -> dict[str, _Split]:
+  """{axis: the dimension of the parameter that it splits}."""
   roles = dims.find(table, name)
   if roles is None:
     return {}
   letters = [*roles.stack, *roles.inputs, *roles.outputs]
-  result: dict[str, tuple[int, bool]] = {}
-  if len(shape) > len(letters):  # A loop over layers.
-    result["pipeline"] = (0, True)
-  for dim, letter in enumerate(letters, -len(letters)):
-    if dim in roles.axes:
-      result.setdefault(roles.axes[dim], (dim, True))
-    elif letter in _OVER_TENSOR:
-      result.setdefault("tensor", (dim, _OVER_TENSOR[letter]))
+  result: dict[str, _Split] = {}
+  stacked = len(shape) - len(letters)
+  if stacked > 0:  # A loop over layers has put a dimension in front.
+    result["pipeline"] = _Split(0, required=True)
+  for dim, letter in enumerate(letters, start=stacked):
+    axis = roles.axes.get(dim - len(shape))  # It counts from the end.
+    if axis is not None:
+      result.setdefault(axis, _Split(dim, required=True))
+    elif letter in _SPLIT_BY_TENSOR:
+      required = _SPLIT_BY_TENSOR[letter]
+      result.setdefault("tensor", _Split(dim, required))
   return result
 
 
-def _dims(
-  splits: Mapping[str, tuple[int, bool]],
+def _dividing(
+  splits: Mapping[str, _Split],
   shapes: Mapping[str, Shape],
   axis: str,
   ways: int,
 ) -> dict[str, int]:
+  """{name: dimension} of the parameters that `ways` divides.
+
+  Raises:
+    ConfigError: for those that have to divide and do not.
+  """
   result: dict[str, int] = {}
-  wrong: list[str] = []
+  errors: list[str] = []
   whole: list[str] = []
-  for name, (negative, needed) in splits.items():
+  for name, (dim, required) in splits.items():
     shape = shapes[name]
-    dim = negative % len(shape)
+    text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
     if shape[dim] % ways == 0:
       result[name] = dim
+    elif required:
+      errors.append(text)
     else:
-      text = f"{name} (dimension {dim} of {shape} is {shape[dim]})"
-      (wrong if needed else whole).append(text)
+      whole.append(text)
   key = f"config.mesh.{axis}={ways}"
-  if wrong:
-    needed_dims = [(n, dim) for n, (dim, needed) in splits.items() if needed]
-    common = math.gcd(*[shapes[name][dim] for name, dim in needed_dims])
-    works = [n for n in range(1, common + 1) if common % n == 0]
-    near = sorted(sorted(works, key=lambda n: abs(n - ways))[:2])
+  if errors:
+    required_sizes = [
+      shapes[name][split.dim]
+      for name, split in splits.items()
+      if split.required
+    ]
+    common = math.gcd(*required_sizes)
+    divisors = [n for n in range(1, common + 1) if common % n == 0]
+    nearest = sorted(divisors, key=lambda n: abs(n - ways))[:2]
     raise ConfigError(
-      f"{key} does not divide {_listed(wrong)}; the nearest sizes that work "
-      f"for all: {' and '.join(map(str, near))}."
+      f"{key} does not divide {_listed(errors)}; the nearest sizes that work "
+      f"for all: {' and '.join(str(n) for n in sorted(nearest))}."
     )
   if whole:
     logging.warning(
@@ -422,6 +545,7 @@ def _dims(
 
 
 def _listed(names: Sequence[str]) -> str:
-  more = len(names) - _MOST_NAMES
-  rest = f", and {more} more" if more > 0 else ""
-  return ", ".join(names[:_MOST_NAMES]) + rest
+  text = ", ".join(names[:_MAX_LISTED])
+  if len(names) > _MAX_LISTED:
+    text += f", and {len(names) - _MAX_LISTED} more"
+  return text

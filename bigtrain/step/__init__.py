@@ -1,8 +1,9 @@
 """Parts of one step on the device, between its gradients and the next state.
 
-Open guard.py first: it judges a step and keeps bad ones out of the state, with
-loss_scale.py and spikes.py, which finds steps far above the mean. norms.py
-computes norms in log steps, running_metrics.py merges metrics until the next
-log step, keys.py makes the random keys of a step, and frozen.py names the
-variables that no step changes. main puts these together in update_fn.
+Open guard.py first: it judges each step and keeps bad ones out of the state.
+It uses loss_scale.py, for float16, and spikes.py, which finds steps whose loss
+is far above the mean. norms.py computes norms for log steps, and
+running_metrics.py merges metrics until the next log step. keys.py makes the
+random keys of a step, and frozen.py names the variables that no step changes.
+main.py puts these together in update_fn.
 """

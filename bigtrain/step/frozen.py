@@ -1,4 +1,7 @@
-"""Variables that steps use but never train: of a teacher and of a base."""
+"""Variables that steps use and never train: a teacher's, and adapters' base.
+
+They are beside the train state, because checkpoints do not have them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +12,28 @@ NAMES = ("teacher", "base")
 
 
 def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
-  """The entries NAMES of a state; a teacher without variables is its "ema"."""
+  """The frozen variables of a state, by NAMES.
+
+  A teacher can be the moving average of the trained model itself. Its entry in
+  the state is then empty, and this fills it with the state's "ema". Several
+  teachers are a dict by name, of which each may be the average.
+  """
   result = {name: state[name] for name in NAMES if name in state}
   if "teacher" in result and "ema" in state:
-    own = {**result, **state.get("mutable", {}), "params": state["ema"]}
-    teachers = own.pop("teacher")
-    filled = {name: each or own for name, each in teachers.items()}
-    result["teacher"] = filled or own
+    average = {**result, **state.get("mutable", {}), "params": state["ema"]}
+    teachers = average.pop("teacher")
+    filled = {name: given or average for name, given in teachers.items()}
+    result["teacher"] = filled or average
   return result
+
+
+def model_variables(
+  state: Mapping[str, Any], weights: str = "params"
+) -> Variables:
+  """What a model is applied to, of a state and what is frozen beside it.
+
+  Args:
+    weights: entry of the state with the parameters, "params" or "ema".
+  """
+  mutable = state.get("mutable", {})
+  return {"params": state[weights], **mutable, **variables(state)}

@@ -14,6 +14,11 @@ was, and config.nonfinite decides what follows:
 
 A step whose gradients overflow under a loss scale that can still shrink only
 changes the scale, whatever the policy.
+
+On the device, `Guard.judge` decides about a step, and `Guard.run` makes the new
+state or keeps the old one. The host reads the running metrics some steps later:
+`Guard.bad_step` and `Guard.spike` say whether the run has to stop, `explain`
+finds the cause, and `Guard.failure` is the exception to raise.
 """
 
 import functools
@@ -37,11 +42,12 @@ from bigtrain.step.spikes import Spike, Spikes, Statistics
 
 POLICIES = ("stop", "skip", "rollback")
 
-# Platforms on which the guard selects each array. TPUs fuse the selection with
-# the optimizer, where a branch keeps all gradients until the verdict: an update
-# of a ViT-B/16 by Adam takes 4.7 ms on a v5e, and with a branch 12.6 ms and 0.9
-# GB, as the TPU's compiler estimates it. On CPUs the selection copies the
-# optimizer state: a step takes 1.35 times as long.
+# Platforms on which the guard computes the new state of every step and then
+# selects the new or the old array; elsewhere it branches. TPUs fuse the
+# selection with the optimizer, whereas a branch keeps all gradients until the
+# verdict: by the compiler's estimate, Adam's update of a ViT-B/16 takes 4.7 ms
+# on a v5e, and with a branch 12.6 ms and 0.9 GB. On CPUs the selection copies
+# the optimizer state, and a step takes 1.35 times as long.
 _BY_SELECTION = ("tpu",)
 
 
@@ -50,7 +56,13 @@ class NotFinite(RuntimeError):
 
 
 class Rollback(Exception):
-  """The run returns to the step `restart` and skips batches up to `step`."""
+  """The run returns to the step `restart` and skips batches up to `step`.
+
+  Attributes:
+    error: the reason; it ends the run if too many rollbacks have the same type.
+    step: the bad step.
+    restart: step of the checkpoint.
+  """
 
   def __init__(
     self, error: Exception, step: int, restart: int, most: int | None = None
@@ -65,38 +77,45 @@ class Rollback(Exception):
     self._most = most
 
   def add_to(self, rollbacks: "list[Rollback]") -> None:
-    """Appends this one, or raises its error if there are too many like it."""
-    alike = [r for r in rollbacks if type(r.error) is type(self.error)]
-    if self._most is not None and len(alike) >= self._most:
+    """Appends this one to the run's rollbacks.
+
+    Raises its error if there were too many for the same reason already.
+    """
+    same_reason = [r for r in rollbacks if type(r.error) is type(self.error)]
+    if self._most is not None and len(same_reason) >= self._most:
       raise self.error
     rollbacks.append(self)
 
 
 class Verdict(NamedTuple):
-  """The guard's judgement of a step: bool scalars, at most one of them set.
+  """The guard's judgement of a step: bool scalars, of which at most one is set.
 
-  All are False once the run is to stop or to roll back. After an `overflow` a
-  smaller loss scale may help.
+  All are False in steps after one at which the run has to stop or roll back.
   """
 
-  good: jax.Array
-  bad: jax.Array
-  overflow: jax.Array
+  good: jax.Array  # The state advances.
+  bad: jax.Array  # Loss or gradients are not finite.
+  overflow: (
+    jax.Array
+  )  # Gradients are not finite; a smaller loss scale may help.
   skipped_spike: jax.Array | None = None
-  spikes: Statistics | None = None
+  spikes: Statistics | None = (
+    None  # The new statistics, if config.spikes is set.
+  )
 
 
-# with_norms -> (the state after the step without its loss scale, the norms).
+# (whether to compute the norms) -> (the state after the step without its loss
+# scale, the norms).
 Advance = Callable[[bool], tuple[TrainState, NamedScalars]]
 
 
 class Guard(NamedTuple):
   """Settings of the guard."""
 
-  policy: str
-  max_nonfinite: int  # Skipped steps, or rollbacks, that the run may have.
+  policy: str  # One of POLICIES.
+  max_nonfinite: int  # Largest number of skipped steps, or of rollbacks.
   loss_scale: LossScale | None
-  by_branch: bool = True  # Whether `run` branches, or selects each array.
+  by_branch: bool = True  # Whether `run` branches or selects arrays.
   spikes: Spikes | None = None
 
   def judge(
@@ -106,6 +125,13 @@ class Guard(NamedTuple):
     loss: metrics.Pair,
     grad_norm: jax.Array,
   ) -> Verdict:
+    """Judges a step by its loss, a (sum, weight), and its gradient norm.
+
+    Args:
+      state: the state before the step.
+      running: the running metrics before the step.
+      loss, grad_norm: of the step.
+    """
     may_shrink: Any = False
     if self.loss_scale:
       may_shrink = self.loss_scale.may_shrink(state["loss_scale"])
@@ -113,21 +139,26 @@ class Guard(NamedTuple):
     finite_loss = jnp.isfinite(mean_loss)
     finite = finite_loss & jnp.isfinite(grad_norm)
     overflow = finite_loss & ~finite & may_shrink
+    # Whether the run goes on: no step before this one has stopped it.
     active = (running["bad_step"] == 0) | (self.policy == "skip")
     if self.spikes:
       active &= self.spikes.is_active(running["spikes"])
     good = finite & active
-    verdict = Verdict(good, ~finite & ~overflow & active, overflow & active)
+    verdict = Verdict(
+      good=good, bad=~finite & ~overflow & active, overflow=overflow & active
+    )
     if not self.spikes:
       return verdict
     spike, statistics = self.spikes.judge(
       running["spikes"], state["step"] + 1, mean_loss, grad_norm, good
     )
+    verdict = verdict._replace(spikes=statistics)
     if self.spikes.policy == "warn":
-      return verdict._replace(spikes=statistics)
-    skipped = None if self.spikes.rolls_back else spike
-    good &= ~spike
-    return verdict._replace(good=good, skipped_spike=skipped, spikes=statistics)
+      return verdict
+    verdict = verdict._replace(good=good & ~spike)
+    if self.spikes.rolls_back:
+      return verdict
+    return verdict._replace(skipped_spike=spike)
 
   def run(
     self,
@@ -138,16 +169,22 @@ class Guard(NamedTuple):
     log_norms: jax.Array | bool = False,
     no_norms: NamedScalars | None = None,
   ) -> tuple[TrainState, NamedScalars | None]:
-    """The new state and norms after a good step, else the old state.
+    """Returns the new state and norms after a good step, else the old state.
 
-    After a step that is skipped or overflows, the old state still takes the new
-    step number, so that the next batch follows, and the new loss scale. With
-    `by_branch`, or with arrays in host memory, the device runs `advance` only
-    for a good step; without `log_norms` the norms may be `no_norms`.
+    After a step that is skipped or overflows, the old state still gets the next
+    step number, so that the next batch follows, and the new loss scale.
+
+    Args:
+      verdict: result of `judge`.
+      state: the state before the step.
+      advance: computes the new state. If the guard branches, the device runs it
+        for good steps alone.
+      log_norms: whether the step reports norms.
+      no_norms: stands for the norms of other steps.
     """
     old = {k: v for k, v in state.items() if k != "loss_scale"}
-    # In a branch, arrays of host memory are on the device for the update only.
-    in_host = any(map(sharding.in_host, jax.tree.leaves(old)))
+    # In a branch, arrays in host memory are on the device only for the update.
+    in_host = any(sharding.in_host(x) for x in jax.tree.leaves(old))
     if self.by_branch or in_host:
       chosen, norms = _branch(verdict.good, old, advance, log_norms, no_norms)
     else:
@@ -155,27 +192,37 @@ class Guard(NamedTuple):
       select = functools.partial(jax.lax.select, verdict.good)
       chosen = jax.tree.map(select, new, old)
     chosen = dict(chosen)
+    next_step = state["step"] + 1
     if self.policy == "skip":
-      chosen["step"] = state["step"] + 1
+      chosen["step"] = next_step
     if verdict.skipped_spike is not None:
-      next_step, spike = state["step"] + 1, verdict.skipped_spike
-      chosen["step"] = jnp.where(spike, next_step, chosen["step"])
+      chosen["step"] = jnp.where(
+        verdict.skipped_spike, next_step, chosen["step"]
+      )
     if self.loss_scale:
       choose = functools.partial(jnp.where, verdict.good | verdict.overflow)
-      chosen["step"] = choose(state["step"] + 1, chosen["step"])
+      chosen["step"] = choose(next_step, chosen["step"])
       old_scale = state["loss_scale"]
       new_scale = self.loss_scale.update(old_scale, verdict.overflow)
       chosen["loss_scale"] = jax.tree.map(choose, new_scale, old_scale)
     return chosen, norms
 
   def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a log entry reports about the loss scale."""
     return loss_scale.row(state)
 
   def bad_step(self, running: Mapping[str, Any]) -> int:
-    """The step at which the run must stop or roll back; 0 for none."""
-    if self.spikes and (spike := self.spikes.bad_step(running["spikes"])):
-      return spike
-    bad_step, skipped = int(running["bad_step"]), int(running["skipped"])
+    """The step at which the run must stop or roll back; 0 for none.
+
+    Raises:
+      NotFinite, Spike: after too many skipped steps.
+    """
+    if self.spikes:
+      spike = self.spikes.bad_step(running["spikes"])
+      if spike:
+        return spike
+    bad_step = int(running["bad_step"])
+    skipped = int(running["skipped"])
     if self.policy != "skip":
       return bad_step
     if skipped > self.max_nonfinite:
@@ -187,10 +234,11 @@ class Guard(NamedTuple):
     return 0
 
   def spike(self, running: Mapping[str, Any]) -> Spike | None:
+    """The spike to roll back from, if there is one."""
     if not (self.spikes and self.spikes.bad_step(running["spikes"])):
       return None
-    what = spikes.describe(running["spikes"])
-    return Spike(f"{what}, a spike. No checkpoint contains it.")
+    description = spikes.describe(running["spikes"])
+    return Spike(f"{description}, a spike. No checkpoint contains it.")
 
   def failure(
     self,
@@ -199,9 +247,19 @@ class Guard(NamedTuple):
     saved_step: int | None,
     rollbacks: int,
   ) -> Exception:
-    rolls_back, most = self.policy == "rollback", self.max_nonfinite
+    """The exception to raise for a bad step: a Rollback or the error itself.
+
+    Args:
+      error: what is wrong with the step.
+      step: its number.
+      saved_step: step of the last checkpoint, if there is one.
+      rollbacks: number of rollbacks so far.
+    """
+    rolls_back = self.policy == "rollback"
+    most = self.max_nonfinite
     if self.spikes and isinstance(error, Spike):
-      rolls_back, most = self.spikes.rolls_back, self.spikes.most
+      rolls_back = self.spikes.rolls_back
+      most = self.spikes.most
     if rolls_back and saved_step is not None and rollbacks < most:
       return Rollback(error, step, saved_step)
     return error
@@ -214,11 +272,12 @@ def _branch(
   log_norms: jax.Array | bool,
   norms: NamedScalars | None,
 ) -> tuple[TrainState, NamedScalars | None]:
-  """Runs `advance` on the device only after a good step.
+  """Runs `advance` on the device for good steps only.
 
-  Norms have a branch of their own, which computes the step too: then the state
-  changes in place. In one branch with three arms XLA copies it, and a step of a
-  ViT-S/16 on CPUs takes 1.2 times as long.
+  Norms have a branch of their own, which computes the step a second time, in
+  log steps alone. So the other branch can change the state in place. In one
+  branch with three arms XLA copies the state, and every step of a ViT-S/16 on
+  CPUs takes 1.2 times as long.
   """
   if log_norms is not False:
     # The barrier makes the second branch wait for the first.
@@ -233,11 +292,15 @@ def _branch(
 def from_config(config: settings.Config, mesh: Mesh) -> Guard:
   policy = config.get("nonfinite", "stop")
   check_choice("config.nonfinite", policy, POLICIES)
+  # A skipped step costs a batch, and a rollback everything since the
+  # checkpoint.
   default = 100 if policy == "skip" else 3
   return Guard(
-    policy,
-    settings.whole_number(config, "max_nonfinite", default, least=0),
-    loss_scale.from_config(config),
+    policy=policy,
+    max_nonfinite=settings.whole_number(
+      config, "max_nonfinite", default, least=0
+    ),
+    loss_scale=loss_scale.from_config(config),
     by_branch=mesh.devices.flat[0].platform not in _BY_SELECTION,
     spikes=spikes.from_config(config),
   )
@@ -253,61 +316,89 @@ def explain(
 ) -> NotFinite:
   """Finds why a step was not finite, by computing it again.
 
-  The next batch, on the state before the step, shows whether the cause is in
-  this batch; if not, skipping would not help. Returns the error to raise.
+  It also computes the next batch on the same state. If that is not finite
+  either, the cause is not in this batch, and skipping it would not help.
+
+  Args:
+    step: number of the bad step.
+    index: number of its batch.
+    state: the state before the step.
+    train_input: the training data.
+    gradients: (state, batch) -> gradients, metrics and mutable variables.
+    rollout: (batch, its number) -> the batch with a policy's completions.
+
+  Returns: the error to raise.
   """
 
   @jax.jit
-  def inspect(state: Any, batch: Any) -> Any:
+  def inspect(state: Any, batch: Any) -> dict[str, Any]:
     grads, step_metrics, _ = gradients(state, batch)
-    finite = jax.tree.map(lambda g: jnp.isfinite(g).all(), grads)
+    # Class numbers and the like, for which the task declares no limit.
     integers = {name: batch[name] for name in train_input.unlimited}
-    ranges = {name: (x.min(), x.max()) for name, x in integers.items()}
-    finite_batch = jnp.asarray([jnp.isfinite(x).all() for x in batch.values()])
+    finite_inputs = [jnp.isfinite(x).all() for x in batch.values()]
     loss = step_metrics["loss"][0] / step_metrics["loss"][1]
-    good = jnp.isfinite(loss) & jnp.isfinite(metrics.global_norm(grads))
-    return finite, loss, finite_batch.all(), ranges, good
+    grad_norm = metrics.global_norm(grads)
+    return {
+      "loss": loss,
+      "finite_grads": jax.tree.map(lambda g: jnp.isfinite(g).all(), grads),
+      "finite_batch": jnp.asarray(finite_inputs).all(),
+      "ranges": {name: (x.min(), x.max()) for name, x in integers.items()},
+      "good": jnp.isfinite(loss) & jnp.isfinite(grad_norm),
+    }
 
   batches = train_input.start(index, index + 2)
   try:
-    made = (rollout(x, index + i) for i, x in enumerate(batches))
-    result = jax.device_get(inspect(state, next(made)))
-    next_is_good = _is_good(inspect, state, made)
+    completed = (rollout(x, index + i) for i, x in enumerate(batches))
+    found = jax.device_get(inspect(state, next(completed)))
+    next_is_good = _is_good(inspect, state, completed)
   finally:
     batches.close()
-  finite, loss, finite_batch, ranges, _ = result
-  bad = [name for name, ok in trees.flatten_with_names(finite) if not ok]
-  where = f"first of {len(bad)}: {bad[0]}" if bad else "none, only their norm"
+
+  finite_grads = trees.flatten_with_names(found["finite_grads"])
+  bad = [name for name, finite in finite_grads if not finite]
+  bad_grads = (
+    f"first of {len(bad)}: {bad[0]}" if bad else "none, only their norm"
+  )
   order = train_input.order(index)
-  ids = ", ".join(map(str, order.index[:8]))
-  more = ", ..." if len(order.index) > 8 else ""
+  examples = ", ".join(str(i) for i in order.index[:8])
+  if len(order.index) > 8:
+    examples += ", ..."
   first = train_input.where(int(order.source[0]), int(order.index[0]))
-  advice = {
-    True: "The next batch is finite: nonfinite='skip' would skip such steps.",
-    False: "The next batch is not finite either, so skipping would not help. "
-    "Check the learning rate, the initial parameters and the data.",
-    None: "The next batch cannot be made.",
-  }[next_is_good]
-  if np.isnan(loss) and finite_batch and ranges:
-    # The task declares no limit for these. A number beyond the model's classes
-    # is a mistake in the config or the data, which skipping would only hide.
-    listed = ", ".join(f"{n!r} {x[0]} to {x[1]}" for n, x in ranges.items())
-    advice = f"Check that the model can take these class numbers: {listed}."
   return NotFinite(
-    f"step {step} is not finite: loss {np.float32(loss)}, gradients that are "
-    f"not finite: {where}; examples {ids}{more} (the first is {first}). No "
-    f"checkpoint contains this step. {advice}"
+    f"step {step} is not finite: loss {np.float32(found['loss'])}, gradients "
+    f"that are not finite: {bad_grads}; examples {examples} (the first is "
+    f"{first}). No checkpoint contains this step. "
+    f"{_advice(found, next_is_good)}"
+  )
+
+
+def _advice(found: Mapping[str, Any], next_is_good: bool | None) -> str:
+  if np.isnan(found["loss"]) and found["finite_batch"] and found["ranges"]:
+    # A number beyond the model's classes is a mistake in the config or the
+    # data, which skipping would only hide.
+    ranges = ", ".join(
+      f"{name!r} {least} to {most}"
+      for name, (least, most) in found["ranges"].items()
+    )
+    return f"Check that the model can take these class numbers: {ranges}."
+  if next_is_good is None:
+    return "The next batch cannot be made."
+  if next_is_good:
+    return "The next batch is finite: nonfinite='skip' would skip such steps."
+  return (
+    "The next batch is not finite either, so skipping would not help. "
+    "Check the learning rate, the initial parameters and the data."
   )
 
 
 def _is_good(
   inspect: Callable[[Any, Any], Any], state: Any, batches: Any
 ) -> bool | None:
-  """Whether a step of the next batch is finite; None without a next batch."""
+  """Whether a step of the next batch is finite; None if it cannot be made."""
   try:
     batch = next(batches)
   except ConfigError:
     if jax.process_count() > 1:
       raise  # The other processes would wait for this one.
     return None
-  return bool(jax.device_get(inspect(state, batch)[-1]))
+  return bool(jax.device_get(inspect(state, batch)["good"]))

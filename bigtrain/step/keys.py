@@ -1,4 +1,8 @@
-"""Random keys of a run and of its steps, which are never stored."""
+"""Random keys of a run and of its steps.
+
+They are functions of the seed and the step, so that no state stores a key and a
+resumed run draws the same numbers.
+"""
 
 from typing import Any
 
@@ -10,22 +14,28 @@ from bigtrain.arrays.types import Batch
 
 
 def seed_word(seed: int) -> np.int32:
-  """The last 32 bits of a seed, as an argument of a program."""
+  """The lower 32 bits of a seed, as an argument of a compiled program."""
   return np.uint32(seed % 2**32).view(np.int32)
 
 
 def step_key(seed: jax.Array | int, step: jax.Array | int) -> jax.Array:
+  """Key of a step, for dropout and the like."""
   _, key = jax.random.split(jax.random.key(seed))
   return jax.random.fold_in(key, step)
 
 
 def init_key(seed: jax.Array | int) -> jax.Array:
+  """Key of the initial parameters."""
   key, _ = jax.random.split(jax.random.key(seed))
   return key
 
 
 def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
-  """Adds "_keys" [B], so that no random number depends on the microbatch."""
-  number = jnp.arange(jax.tree.leaves(batch)[0].shape[0])
-  keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, number)
+  """Adds "_keys" [B], a key for each example.
+
+  So random numbers do not depend on how the batch is split into microbatches.
+  """
+  batch_size = jax.tree.leaves(batch)[0].shape[0]
+  fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+  keys = fold_in(rng, jnp.arange(batch_size))
   return {**batch, "_keys": keys}

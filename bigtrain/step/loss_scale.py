@@ -1,9 +1,10 @@
 """Dynamic loss scale, for gradients computed in float16.
 
-float16 has no numbers below 6e-8, so the loss is multiplied by a scale before
-backpropagation, and the gradients are divided by it in float32. An overflow
-halves the scale and changes nothing else; after a number of steps without one
-the scale doubles (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+float16 has no numbers below 6e-8, and many gradients are smaller. So the loss
+is multiplied by a scale before backpropagation, and the gradients are divided
+by it in float32. If gradients overflow, the scale is halved and the step
+changes nothing else. After some number of steps without an overflow the scale
+doubles (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 """
 
 from collections.abc import Mapping
@@ -23,18 +24,24 @@ class LossScale(NamedTuple):
   growth_steps: int = 2000  # Consecutive good steps before the scale grows.
   factor: float = 2.0  # Growth factor, and shrink factor after an overflow.
   least: float = 2.0**-10  # Smallest scale; an overflow there is an error.
-  most: float = 2.0**24
+  most: float = 2.0**24  # Largest scale.
 
   def start(self) -> dict[str, jax.Array]:
-    counts = {"good_steps": jnp.int32(0), "overflows": jnp.float32(0.0)}
-    return {"scale": jnp.float32(self.init), **counts}
+    """The "loss_scale" of a new train state."""
+    return {
+      "scale": jnp.float32(self.init),
+      "good_steps": jnp.int32(0),
+      "overflows": jnp.float32(0.0),
+    }
 
   def may_shrink(self, state: Mapping[str, jax.Array]) -> jax.Array:
+    """Whether a smaller scale is still allowed."""
     return state["scale"] > self.least
 
   def update(
     self, state: Mapping[str, jax.Array], overflow: jax.Array
   ) -> dict[str, jax.Array]:
+    """The scale after a step that was good or overflowed."""
     good_steps = jnp.where(overflow, 0, state["good_steps"] + 1)
     grows = good_steps >= self.growth_steps
     scale = state["scale"]
@@ -48,6 +55,7 @@ class LossScale(NamedTuple):
 
 
 def row(state: Mapping[str, Any]) -> dict[str, Any]:
+  """What a log entry reports about the scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]

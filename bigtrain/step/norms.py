@@ -23,21 +23,24 @@ DETAILS = ("none", "global", "per_param", "per_param_mean")
 )
 @dataclasses.dataclass(frozen=True)
 class NamedScalars:
-  """Scalars by name, in one array, because outputs cost microseconds each."""
+  """Scalars by name, in one array: each output costs a program microseconds."""
 
   names: tuple[str, ...]
   values: Any
-  # Whether each good step has them. Running metrics then sum over these steps.
+  # Whether each good step computes them. The running metrics then hold their
+  # sums over the good steps since the last log step.
   of_each_step: bool = False
 
   def row(self, steps: float) -> dict[str, float]:
-    """The fetched scalars by name, of a log step after `steps` good steps."""
+    """The scalars of a log entry after `steps` good steps, as means."""
     if self.of_each_step and not steps:
       return {}
-    number = steps if self.of_each_step else 1.0
-    values = {k: float(x) / number for k, x in zip(self.names, self.values)}
-    if any("/" in name for name in self.names):
-      values["stats_steps"] = number
+    num_summed = steps if self.of_each_step else 1.0
+    values = {}
+    for name, value in zip(self.names, self.values):
+      values[name] = float(value) / num_summed
+    if any("/" in name for name in self.names):  # Statistics by parameter.
+      values["stats_steps"] = num_summed
     return values
 
 
@@ -52,6 +55,7 @@ class LogNorms(NamedTuple):
     return self.detail == "per_param_mean"
 
   def due(self, log_step: jax.Array) -> jax.Array | bool:
+    """Whether a step computes the norms."""
     return self.of_each_step or (bool(self.names) and log_step)
 
   def zeros(self) -> NamedScalars:
@@ -61,11 +65,14 @@ class LogNorms(NamedTuple):
   def __call__(
     self, before: Params, params: Params, grads: Params, updates: Params
   ) -> NamedScalars:
+    if not self.names:
+      return self.zeros()
     named = _norms(before, params, grads, updates, self.detail)
     # jax.lax and not jax.numpy, as in metrics.global_norm.
-    rows = [jax.lax.reshape(named[name], (1,)) for name in self.names]
-    values = jax.lax.concatenate(rows, 0) if rows else self.zeros().values
-    return NamedScalars(self.names, values, self.of_each_step)
+    values = [jax.lax.reshape(named[name], (1,)) for name in self.names]
+    return NamedScalars(
+      self.names, jax.lax.concatenate(values, 0), self.of_each_step
+    )
 
 
 def from_config(
@@ -74,9 +81,13 @@ def from_config(
   detail = config.get("weight_stats", "global")
   check_choice("config.weight_stats", detail, DETAILS)
   trained, _ = trees.partition(params, trainable)
-  compute = lambda p, t: _norms(p, p, t, t, detail)
-  named = jax.eval_shape(compute, params, trained)
-  return LogNorms(detail, tuple(named))
+
+  def compute(params: Params, trained: Params) -> dict[str, jax.Array]:
+    # Gradients and updates have the shapes of the trained parameters.
+    return _norms(params, params, trained, trained, detail)
+
+  names = tuple(jax.eval_shape(compute, params, trained))
+  return LogNorms(detail, names)
 
 
 def _norms(
@@ -101,7 +112,8 @@ def weight_stats(
   def rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
-  stats, weights = {}, dict(trees.flatten_with_names(before))
+  stats = {}
+  old_weights = dict(trees.flatten_with_names(before))
   for name, leaf in trees.flatten_with_names(params):
     stats[f"weight_rms/{name}"] = rms(leaf)
     stats[f"weight_max/{name}"] = jnp.max(jnp.abs(leaf)).astype(jnp.float32)
@@ -110,7 +122,7 @@ def weight_stats(
     stats[f"grad_norm/{name}"] = metrics.global_norm(leaf)
   for name, leaf in trees.flatten_with_names(updates):
     stats[f"update_rms/{name}"] = rms(leaf)
-    old = weights[name].astype(jnp.float32)
-    ratio = jnp.where(leaf == 0, 0.0, leaf / old)
+    old = old_weights[name].astype(jnp.float32)
+    ratio = jnp.where(leaf == 0, 0.0, leaf / old)  # 0 / 0 is 0.
     stats[f"weight_update_divided_by_weight_rms/{name}"] = rms(ratio)
   return stats

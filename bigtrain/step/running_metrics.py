@@ -1,8 +1,9 @@
 """Running metrics: metrics merged on the device between two log steps.
 
-They pass through every update beside the state, so the loop waits for none of
-them. Checkpoints store them, so a resumed run logs the same as an
-uninterrupted one.
+They pass through every update together with the state, so the loop never waits
+for a step's metrics: `add_step` merges those of one step on the device, and
+`row` makes a log entry on the host. Checkpoints store them (`to_host` and
+`from_host`), so a resumed run logs the same as an uninterrupted one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,23 +29,33 @@ def spec(
   log_norms: norms.LogNorms | None = None,
   run_spikes: spikes.Spikes | None = None,
 ) -> RunningMetrics:
+  """Shapes and dtypes of the running metrics.
+
+  Args:
+    step_metrics: shapes of a step's (sum, weight) pairs.
+    last: names of scalars of which a log step reports the newest value.
+    log_norms: norms that log steps report.
+    run_spikes: settings of config.spikes.
+  """
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
-  number = jax.ShapeDtypeStruct((), jnp.int32)
+  integer = jax.ShapeDtypeStruct((), jnp.int32)
   step_metrics = metrics.checked(step_metrics, "config.task: loss_fn")
   sums = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.float32), step_metrics
   )
   names = ("loss_last", "grad_norm_last", *last)
   log_norms = log_norms or norms.LogNorms("none", ())
-  return {
-    # The key "pairs" is the name in checkpoints.
+  # Checkpoints contain these names.
+  result = {
     "sums": {"steps": scalar, "grad_norm": scalar, "pairs": sums},
     "last": dict.fromkeys(names, scalar),
     "norms": jax.eval_shape(log_norms.zeros),
-    "bad_step": number,
-    "skipped": number,
-    **({"spikes": run_spikes.spec()} if run_spikes else {}),
+    "bad_step": integer,  # The first bad step; 0 for none.
+    "skipped": integer,  # Number of bad steps.
   }
+  if run_spikes:
+    result["spikes"] = run_spikes.spec()
+  return result
 
 
 def zeros(spec: RunningMetrics) -> RunningMetrics:
@@ -63,41 +74,57 @@ def add_step(
   log_norms: jax.Array | bool = False,
   step_norms: norms.NamedScalars | None = None,
 ) -> RunningMetrics:
-  """Adds the step `step` (from 1), which follows a log step if `after_log`.
+  """Adds one step.
 
-  A log step reports the newest value of scalars in `last`. `log_norms` says
-  whether `step_norms` were computed, if the step is good.
+  Args:
+    running: the running metrics before the step.
+    verdict: the guard's judgement of the step.
+    step: number of the step, from 1.
+    after_log: whether the step before it was a log step, after which the sums
+      begin anew.
+    step_metrics: (sum, weight) pairs of the step.
+    grad_norm: norm of its gradients.
+    last: scalars of which a log step reports the newest value.
+    log_norms: whether `step_norms` were computed, if the step is good.
+    step_norms: norms of the step.
   """
   # Tasks may give a weight as a Python float.
-  as_float = lambda x: jnp.asarray(x, jnp.float32)
-  step_metrics = jax.tree.map(as_float, step_metrics)
-  count = jnp.ones((), jnp.float32)
-  one = {"steps": count, "grad_norm": grad_norm, "pairs": step_metrics}
+  step_metrics = jax.tree.map(
+    lambda x: jnp.asarray(x, jnp.float32), step_metrics
+  )
+  new = {
+    "steps": jnp.ones((), jnp.float32),
+    "grad_norm": grad_norm,
+    "pairs": step_metrics,
+  }
   # A skipped step must not make the means of a whole log step NaN.
-  one = jax.tree.map(lambda new: jnp.where(verdict.good, new, 0.0), one)
-  kept = lambda old: jnp.where(after_log, 0.0, old)
-  old = jax.tree.map(kept, running["sums"])
+  new = jax.tree.map(lambda x: jnp.where(verdict.good, x, 0.0), new)
+  old = jax.tree.map(lambda x: jnp.where(after_log, 0.0, x), running["sums"])
+  sums = {
+    "steps": old["steps"] + new["steps"],
+    "grad_norm": old["grad_norm"] + new["grad_norm"],
+    "pairs": metrics.merge(old["pairs"], new["pairs"]),
+  }
+
   loss = step_metrics["loss"][0] / step_metrics["loss"][1]
   newest = {
     name: jnp.where(verdict.good, value, running["last"][name])
     for name, value in (("loss_last", loss), ("grad_norm_last", grad_norm))
   }
-  first_bad = verdict.bad & (running["bad_step"] == 0)
-  bad_step = jnp.where(first_bad, step, running["bad_step"])
-  return {
-    "sums": {
-      "steps": old["steps"] + one["steps"],
-      "grad_norm": old["grad_norm"] + one["grad_norm"],
-      "pairs": metrics.merge(old["pairs"], one["pairs"]),
-    },
+  is_first_bad = verdict.bad & (running["bad_step"] == 0)
+  bad_step = jnp.where(is_first_bad, step, running["bad_step"])
+  result = {
+    "sums": sums,
     "last": {**newest, **last},
     "norms": _newest_norms(
       running["norms"], step_norms, verdict.good & log_norms, after_log
     ),
     "bad_step": bad_step.astype(jnp.int32),
     "skipped": running["skipped"] + verdict.bad.astype(jnp.int32),
-    **({"spikes": verdict.spikes} if verdict.spikes else {}),
   }
+  if verdict.spikes:
+    result["spikes"] = verdict.spikes
+  return result
 
 
 def _newest_norms(
@@ -106,19 +133,27 @@ def _newest_norms(
   computed: jax.Array,
   after_log: jax.Array,
 ) -> norms.NamedScalars:
+  """The norms of the newest log step, or their sums since the last one."""
   if new is None:
     return old
   if not new.of_each_step:
     return jax.tree.map(lambda n, o: jnp.where(computed, n, o), new, old)
-  kept = lambda n, o: jnp.where(after_log, 0.0, o) + jnp.where(computed, n, 0.0)
-  return jax.tree.map(kept, new, old)
+
+  def add(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(after_log, 0.0, old) + jnp.where(computed, new, 0.0)
+
+  return jax.tree.map(add, new, old)
 
 
 def row(running: RunningMetrics) -> dict[str, Any]:
-  """What a log step reports; without metrics if all its steps were skipped."""
+  """The log entry of the steps so far.
+
+  It has no means if all the steps were skipped.
+  """
   sums = running["sums"]
   values: dict[str, Any] = {}
-  if steps := float(sums["steps"]):
+  steps = float(sums["steps"])
+  if steps:
     values = metrics.host_values([sums["pairs"]])
     values["grad_norm"] = float(sums["grad_norm"]) / steps
   values |= {name: float(value) for name, value in running["last"].items()}
@@ -131,9 +166,10 @@ def row(running: RunningMetrics) -> dict[str, Any]:
 
 
 def step_values(running: RunningMetrics) -> dict[str, Any]:
-  """`row` without the norms, which only log steps have."""
-  names = running["norms"].row(1.0)
-  return {name: x for name, x in row(running).items() if name not in names}
+  """`row` without the norms, which only log steps compute."""
+  norm_names = running["norms"].row(1.0)
+  values = row(running)
+  return {name: x for name, x in values.items() if name not in norm_names}
 
 
 def to_host(running: RunningMetrics) -> dict[str, Any]:
@@ -144,12 +180,15 @@ def to_host(running: RunningMetrics) -> dict[str, Any]:
 def from_host(
   saved: Mapping[str, Any], spec: RunningMetrics, mesh: Mesh
 ) -> RunningMetrics:
-  """What `to_host` stored; the state that is saved with it has no bad step."""
+  """Restores what `to_host` returned; a metric that is new starts at 0."""
+  # The state that is saved with them contains no bad step.
   saved = {**saved, "bad_step": 0}
 
   def value(name: str, x: Any) -> np.ndarray:
     stored = np.asarray(saved.get(name, 0), x.dtype)
-    return stored if stored.shape == x.shape else np.zeros(x.shape, x.dtype)
+    if stored.shape != x.shape:  # config.weight_stats may have changed.
+      return np.zeros(x.shape, x.dtype)
+    return stored
 
   values = trees.map_with_names(value, spec)
   return jax.device_put(values, sharding.replicated(mesh))

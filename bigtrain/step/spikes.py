@@ -1,4 +1,4 @@
-"""Spikes: steps whose loss or gradient norm is far above those before.
+"""Spikes: steps whose loss or gradient norm is far above the usual one.
 
   config.spikes = dict(z=6, window=200, policy="warn")
 
@@ -27,31 +27,32 @@ from bigtrain.config.errors import check_choice, check_kwargs, check_number
 POLICIES = ("warn", "skip", "rollback")
 _WATCHED = ("loss", "gradient norm")
 
-# The smallest standard deviation, relative to the mean: rounding is no spike.
+# The smallest standard deviation, as a fraction of the mean. Without it,
+# rounding of a loss that hardly changes would be a spike.
 _LEAST_DEVIATION = 1e-6
 
 Statistics = dict[str, Any]
 
 
 class Spike(RuntimeError):
-  """A spike that ends the run or rolls it back."""
+  """A spike that rolls the run back, or the one too many that ends it."""
 
 
 class Spikes(NamedTuple):
-  """Settings of config.spikes; `most` skips or rollbacks are allowed."""
+  """Settings of config.spikes."""
 
   z: float
   window: int
   policy: str
-  most: int
+  most: int  # Largest number of skipped steps, or of rollbacks.
 
   def spec(self) -> Statistics:
-    """Shapes and dtypes of the statistics; they start as zeros.
+    """Shapes and dtypes of the statistics, which start as zeros.
 
-    "counts" are the numbers of steps in the averages and of spikes, the step of
-    the newest spike, and the step to roll back (0 for none). "values" are rows
-    of [loss, gradient norm]: mean and variance; and of the newest spike its
-    values, and mean and standard deviation before it.
+    "counts" [4]: number of steps in the averages, number of spikes, step of the
+      newest spike, step of the spike to roll back from (0 for none).
+    "values" [5, 2], of loss and gradient norm: their mean; their variance; and
+      for the newest spike its values, the mean and the standard deviation.
     """
     return {
       "counts": jax.ShapeDtypeStruct((4,), jnp.int32),
@@ -66,9 +67,16 @@ class Spikes(NamedTuple):
     grad_norm: jax.Array,
     counts: jax.Array,
   ) -> tuple[jax.Array, Statistics]:
-    """(whether a step that `counts` is a spike, the new statistics)."""
+    """Returns whether the step is a spike, and the new statistics.
+
+    Args:
+      statistics: those of the steps before.
+      step, loss, grad_norm: of the step.
+      counts: whether the step is in the averages at all, and can be a spike.
+    """
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
-    mean, variance, *last = statistics["values"]
+    mean, variance = statistics["values"][:2]
+    old_spike = statistics["values"][2:]
     values = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     deviation = jnp.sqrt(variance)
     deviation = jnp.maximum(deviation, _LEAST_DEVIATION * jnp.abs(mean))
@@ -76,38 +84,45 @@ class Spikes(NamedTuple):
     known = num_steps >= self.window
     spike = counts & known & (values > limit).any()
 
-    # The mean of all steps at first, so that the zeros have no weight.
+    # In the first window this is the plain mean, so that the zeros with which
+    # the averages start have no weight.
     weight = 1.0 / jnp.minimum(num_steps + 1, self.window)
-    delta = jnp.where(known, jnp.minimum(values, limit), values) - mean
-    averages = [
-      mean + weight * delta,
-      (1.0 - weight) * (variance + weight * jnp.square(delta)),
+    limited = jnp.where(known, jnp.minimum(values, limit), values)
+    delta = limited - mean
+    new_mean = mean + weight * delta
+    new_variance = (1.0 - weight) * (variance + weight * jnp.square(delta))
+    new_spike = jnp.where(
+      spike, jnp.stack([values, mean, deviation]), old_spike
+    )
+    new_counts = [
+      jnp.minimum(num_steps + 1, self.window),
+      num_spikes + spike,
+      jnp.where(spike, step, newest),
+      jnp.where(spike & self.rolls_back, step, rolled_back),
     ]
-    newest_values = jnp.stack([values, mean, deviation])
-    of_spike = jnp.where(spike, newest_values, jnp.stack(last))
     new = {
-      "counts": jnp.stack(
-        [
-          jnp.minimum(num_steps + 1, self.window),
-          num_spikes + spike,
-          jnp.where(spike, step, newest),
-          jnp.where(spike & self.rolls_back, step, rolled_back),
-        ]
-      ).astype(jnp.int32),
-      "values": jnp.concatenate([jnp.stack(averages), of_spike]),
+      "counts": jnp.stack(new_counts).astype(jnp.int32),
+      "values": jnp.concatenate(
+        [jnp.stack([new_mean, new_variance]), new_spike]
+      ),
     }
-    choose = lambda new, old: jnp.where(counts, new, old)
-    return spike, jax.tree.map(choose, new, statistics)
+    new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, statistics)
+    return spike, new
 
   @property
   def rolls_back(self) -> bool:
     return self.policy == "rollback"
 
   def is_active(self, statistics: Statistics) -> jax.Array:
+    """Whether there is no spike to roll back from."""
     return statistics["counts"][3] == 0
 
   def bad_step(self, statistics: Mapping[str, Any]) -> int:
-    """The step to roll back; 0 for none. Raises Spike after too many."""
+    """The step of a spike to roll back from; 0 for none.
+
+    Raises:
+      Spike: if too many spikes were skipped.
+    """
     num_spikes = int(statistics["counts"][1])
     if self.policy == "skip" and num_spikes > self.most:
       raise Spike(
@@ -118,6 +133,7 @@ class Spikes(NamedTuple):
 
 
 def row(statistics: Mapping[str, Any]) -> dict[str, int]:
+  """What a log entry reports about spikes."""
   _, num_spikes, newest, _ = map(int, statistics["counts"])
   if not num_spikes:
     return {}
@@ -125,13 +141,16 @@ def row(statistics: Mapping[str, Any]) -> dict[str, int]:
 
 
 def describe(statistics: Mapping[str, Any]) -> str:
+  """Describes the newest spike."""
   values, means, deviations = np.asarray(statistics["values"])[2:]
-  words = [
-    f"{name} {value:.6g} ({(value - mean) / max(deviation, 1e-30):+.1f} "
-    f"standard deviations from the mean {mean:.6g})"
-    for name, value, mean, deviation in zip(_WATCHED, values, means, deviations)
-  ]
-  return f"step {int(statistics['counts'][2])} has {' and '.join(words)}"
+  parts = []
+  for name, value, mean, deviation in zip(_WATCHED, values, means, deviations):
+    z = (value - mean) / max(deviation, 1e-30)
+    parts.append(
+      f"{name} {value:.6g} ({z:+.1f} standard deviations from the mean "
+      f"{mean:.6g})"
+    )
+  return f"step {int(statistics['counts'][2])} has {' and '.join(parts)}"
 
 
 def from_config(config: settings.Config) -> Spikes | None:
@@ -153,8 +172,8 @@ def _make(
   if most is None:
     most = 3 if policy == "rollback" else 100
   return Spikes(
-    float(check_number(f"{path}.z", z, above=0)),
-    check_number(f"{path}.window", window, least=2, whole=True),
-    policy,
-    check_number(f"{path}.most", most, least=0, whole=True),
+    z=float(check_number(f"{path}.z", z, above=0)),
+    window=check_number(f"{path}.window", window, least=2, whole=True),
+    policy=policy,
+    most=check_number(f"{path}.most", most, least=0, whole=True),
   )

@@ -44,9 +44,9 @@ def parallel_examples(
     )
 
   def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    which, where = jax.random.split(key)
-    rank_L = jax.random.permutation(where, length)
-    return jax.random.uniform(which) < prob, rank_L < num_masked
+    parallel_key, masked_key = jax.random.split(key)
+    rank_L = jax.random.permutation(masked_key, length)
+    return jax.random.uniform(parallel_key) < prob, rank_L < num_masked
 
   parallel_B, masked_BL = jax.vmap(draw)(keys_B)
   return parallel_B, None if num_masked == length else masked_BL
@@ -62,8 +62,9 @@ def token_weights(batch: Batch, labels: jax.Array, pad_id: int) -> jax.Array:
 
 def token_losses(states: Any, *args: Any, **kwargs: Any) -> Any:
   """linear_softmax_xent from what the model's `states` returns."""
-  factors, kwargs["bias_V"] = states[:2], states.bias_V
-  return linear_xent.linear_softmax_xent(*factors, *args, **kwargs)
+  return linear_xent.linear_softmax_xent(
+    states.hidden_BLD, states.kernel_DV, *args, bias_V=states.bias_V, **kwargs
+  )
 
 
 def loss_fn(
@@ -99,7 +100,7 @@ def loss_fn(
     (metrics "loss" in nats and "token_accuracy", new mutable collections).
   """
   check_choice("config.loss.normalize", normalize, ("sentence", "tokens"))
-  image, labels = inputs(batch).values()
+  image, labels = batch["image"], batch["labels"]
   parallel: dict[str, Any] = {}
   if train and masked_pred_prob:
     keys_B = batch.get("_keys")
@@ -112,15 +113,24 @@ def loss_fn(
   states, mutable = forward.apply(
     model, variables, rng, train, image, labels, **parallel, method="states"
   )
-  weight_BL = share_BL = token_weights(batch, labels, pad_id)
-  total_weight = jnp.sum(weight_BL)
+  weight_BL = token_weights(batch, labels, pad_id)
   if normalize == "sentence":
+    # A token's share of its caption; each caption has a weight of 1.
     total_B = jnp.sum(weight_BL, axis=1)
     share_BL = weight_BL / jnp.where(total_B == 0, 1.0, total_B)[:, None]
     total_weight = jnp.sum((total_B != 0).astype(jnp.float32))
-  smoothing: Any = dict(label_smoothing=label_smoothing, z_loss=z_loss)
-  smoothing |= dict(label_smoothing_over=label_smoothing_over, chunk=chunk)
-  losses = token_losses(states, labels, share_BL, **smoothing)
+  else:
+    share_BL = weight_BL
+    total_weight = jnp.sum(weight_BL)
+  losses = token_losses(
+    states,
+    labels,
+    share_BL,
+    chunk=chunk,
+    label_smoothing=label_smoothing,
+    label_smoothing_over=label_smoothing_over,
+    z_loss=z_loss,
+  )
   return {
     "loss": (losses.total, total_weight),
     "token_accuracy": metrics.pair(losses.correct_BL, weight_BL),
@@ -133,11 +143,14 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (perplexity, score, caption)
-  encode = lambda batch: dict(image=batch["image"], method="encode")
+  def encode_arguments(batch: Batch) -> dict[str, Any]:
+    return dict(image=batch["image"], method="encode")
+
   return {
-    "enc_rep": forward.layers_fn(model, encode),
-    **{fn.__name__: functools.partial(fn, model=model) for fn in fns},
+    "enc_rep": forward.layers_fn(model, encode_arguments),
+    "perplexity": functools.partial(perplexity, model=model),
+    "score": functools.partial(score, model=model),
+    "caption": functools.partial(caption, model=model),
   }
 
 
@@ -150,8 +163,17 @@ def perplexity(
   chunk: int | None = None,
 ) -> Metrics:
   """Computes metrics of the captions' tokens, given the ones before them."""
-  options = dict(model=model, normalize="tokens", pad_id=pad_id, chunk=chunk)
-  return loss_fn(variables, batch, None, train=False, **options)[0]
+  result, _ = loss_fn(
+    variables,
+    batch,
+    None,
+    model=model,
+    train=False,
+    normalize="tokens",
+    pad_id=pad_id,
+    chunk=chunk,
+  )
+  return result
 
 
 def score(
@@ -176,7 +198,8 @@ def score(
   """
   image, tokens_CL = batch["image"], batch["class_tokens"]
   encoded = model.apply(variables, image, method="encode")["encoded"]
-  B, (C, L) = len(image), tokens_CL.shape
+  B = len(image)
+  C, L = tokens_CL.shape
   K = min(class_chunk, C)
   tokens_CL = jnp.pad(tokens_CL, ((0, -C % K), (0, 0)), constant_values=pad_id)
 
@@ -216,7 +239,7 @@ def caption(
     method: "greedy", "beam" or "sample".
     num_beams, length_penalty: for "beam", see decoding.beam_search.
     temperature, top_k, top_p: for "sample", see decoding.sample.
-    seed: for "sample": a sample depends on it and the image.
+    seed: for "sample": a sample depends on it and on the image.
   """
   check_choice("caption.method", method, ("greedy", "beam", "sample"))
   max_len = max_len or model.max_len

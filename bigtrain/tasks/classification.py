@@ -5,8 +5,8 @@ Legend: B batch, H height, W width, L length, C classes.
 A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
 multi-hot [B, C], or float [B] for a regression. With "shapes" [B, 2], "image"
 has ready patches, see models.vit. Texts are "tokens" int [B, L], with -1 for
-padding, for a decoder with config.model.num_classes; or "text" int [B, L], and
-perhaps the kinds of its tokens, "types", for a text_transformer.
+padding, for a decoder with config.model.num_classes; or "text" int [B, L] for a
+text_transformer, optionally with "types" [B, L], the kinds of its tokens.
 """
 
 import functools
@@ -78,9 +78,13 @@ def loss_fn(
     cutmix_prob: share of the batches with CutMix, if both are on.
   """
   check_choice("config.loss.kind", kind, (*_LOSSES, "squared_error"))
-  mixing = mixup_alpha, cutmix_alpha, cutmix_prob
   (logits_BC, _), image, mix, mutable = mixup.apply(
-    model, variables, inputs(batch), rng, mixing, train
+    model,
+    variables,
+    inputs(batch),
+    rng,
+    (mixup_alpha, cutmix_alpha, cutmix_prob),
+    train,
   )
   labels = batch["labels"]
   weight_B = metrics.example_weights(batch, logits_BC)
@@ -91,11 +95,10 @@ def loss_fn(
       )
     error_B = (logits_BC[:, 0] - labels.reshape(-1)) ** 2
     return {"loss": metrics.pair(error_B, weight_B)}, mutable
-  classes = labels.shape[-1] if labels.ndim > 1 else logits_BC.shape[-1]
-  if classes != logits_BC.shape[-1]:
+  if labels.ndim > 1 and labels.shape[-1] != logits_BC.shape[-1]:
     raise ConfigError(
-      f"config.model.num_classes: expected {classes}, the number of classes in "
-      f"the labels, got {logits_BC.shape[-1]}."
+      f"config.model.num_classes: expected {labels.shape[-1]}, the number of "
+      f"classes in the labels, got {logits_BC.shape[-1]}."
     )
   smoothing: dict[str, Any] = dict(label_smoothing=label_smoothing)
   if kind == "softmax_xent":
@@ -117,10 +120,11 @@ def loss_fn(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-
   def logits(variables: Variables, batch: Batch) -> jax.Array:
     return model.apply(variables, **inputs(batch), train=False)[0]
 
-  loss = forward.metrics_fn(loss_fn, model=model)
-  pre_logits = forward.layers_fn(model, inputs)
-  return {"logits": logits, "pre_logits": pre_logits, "loss": loss}
+  return {
+    "logits": logits,
+    "pre_logits": forward.layers_fn(model, inputs),
+    "loss": forward.metrics_fn(loss_fn, model=model),
+  }

@@ -4,10 +4,11 @@ Legend: B batch, H height, W width, L length, E embedding.
 
 A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
 of the image's text, or [B, H, W, 3] floats, a picture of it. With "shapes"
-[B, 2], "image" has ready patches, see models.vit. The loss compares each image
-with every text of the global batch, so microbatches (objective/gradients.py)
-need the halves of loss_fn: embed_fn, which treats examples independently, and
-embeddings_loss_fn.
+[B, 2], "image" has ready patches, see models.vit.
+
+The loss compares each image with every text of the global batch. So it is in
+two halves, which microbatches need (objective/gradients.py): embed_fn, which
+treats examples independently, and embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
 [1] is the logarithm of the logits' scale, and "b" [1], if any, their bias. A
@@ -52,15 +53,17 @@ def embed_fn(
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections.
 
-  Of captions also "captions" [B], the mean of the losses of all, because only
-  their total has a gradient, and "hits" [B], the numbers of right tokens.
+  A model that writes captions adds "hits" [B], the numbers of right tokens, and
+  "captions" [B], losses that add up to that of all captions. Each is their
+  mean, because only the total has a gradient.
   """
   (image_BE, text_BE, out), mutable = forward.apply(
     model, variables, rng, train, **inputs(batch)
   )
   result = {"image": image_BE, "text": text_BE}
   if "states" in out:
-    labels, B = batch["labels"], len(batch["labels"])
+    labels = batch["labels"]
+    B = len(labels)
     weight_BL = captioning.token_weights(batch, labels, 0)
     losses = captioning.token_losses(out["states"], labels, weight_BL)
     result["captions"] = jnp.broadcast_to(losses.total / B, (B,))
@@ -84,8 +87,8 @@ def embeddings_loss_fn(
       over all texts. "softmax" (CLIP): the mean of the cross-entropies of an
       image among the texts and of its text among the images.
     chunk: pairs of each image at a time, see losses/pairwise.py.
-    caption_weight: of the mean cross-entropy of captions' tokens, which is
-      added; CoCa's is 2, with "softmax".
+    caption_weight: weight of the mean cross-entropy of captions' tokens, which
+      is added. CoCa has 2, with "softmax".
 
   Returns:
     Metrics "loss"; "accuracy", the share of images that no other text scores
@@ -96,26 +99,32 @@ def embeddings_loss_fn(
   image_BE, text_BE = embeddings["image"], embeddings["text"]
   weight_B = metrics.example_weights(batch, image_BE)
   scale = jnp.exp(params["t"][0])
-  scalars, args = {"temperature": scale}, [scale]
-  loss_of: Any = pairwise.softmax
+  scalars = {"temperature": scale}
   if kind == "sigmoid":
     if "b" not in params:
       raise ConfigError(
         "config.model.bias_init: the sigmoid loss needs a bias, such as -10."
       )
     scalars["bias"] = params["b"][0]
-    args, loss_of = [scale, scalars["bias"]], pairwise.sigmoid
-  loss_B, correct_B = loss_of(
-    image_BE, text_BE, *args, weight_B=weight_B, chunk=chunk
-  )
-  values = {"loss": loss_B, "accuracy": correct_B}
+    loss_B, correct_B = pairwise.sigmoid(
+      image_BE, text_BE, scale, scalars["bias"], weight_B=weight_B, chunk=chunk
+    )
+  else:
+    loss_B, correct_B = pairwise.softmax(
+      image_BE, text_BE, scale, weight_B=weight_B, chunk=chunk
+    )
+  per_example = {"loss": loss_B, "accuracy": correct_B}
   for name, value in scalars.items():
     fixed = jax.lax.stop_gradient(value)
-    values[name] = jnp.broadcast_to(fixed, loss_B.shape)
-  result = {n: metrics.pair(x_B, weight_B) for n, x_B in values.items()}
+    per_example[name] = jnp.broadcast_to(fixed, loss_B.shape)
+  result = {
+    name: metrics.pair(x_B, weight_B) for name, x_B in per_example.items()
+  }
+
   check_number("config.loss.caption_weight", caption_weight, least=0)
   if "captions" in embeddings:
-    total, number = result["contrastive_loss"] = result["loss"]
+    total, number = result["loss"]
+    result["contrastive_loss"] = total, number
     tokens = jnp.sum(captioning.token_weights(batch, batch["labels"], 0))
     captions = jnp.sum(embeddings["captions"])
     mean = captions / jnp.maximum(tokens, 1.0)
@@ -155,14 +164,20 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     return z.reshape(*labels.shape[:-axes], z.shape[-1])
 
   def embed(variables: Variables, batch: Batch) -> dict[str, jax.Array]:
-    fns = (("image", "image", image), ("text", "labels", text))
-    present = [(kind, fn) for kind, name, fn in fns if name in batch]
-    return {kind: fn(variables, batch) for kind, fn in present}
+    result = {}
+    if "image" in batch:
+      result["image"] = image(variables, batch)
+    if "labels" in batch:
+      result["text"] = text(variables, batch)
+    return result
 
-  loss = forward.metrics_fn(loss_fn, model=model)
-  pre_logits = forward.layers_fn(model, image_inputs, "img/pre_logits")
-  fns: tuple[PredictFn, ...] = (embed, image, text, loss)
-  own = {fn.__name__: fn for fn in fns} | {"pre_logits": pre_logits}
-  if not hasattr(model, "decode"):
-    return own
-  return captioning.predict_fns(model) | own
+  fns: dict[str, PredictFn] = {}
+  if hasattr(model, "decode"):
+    fns |= captioning.predict_fns(model)
+  return fns | {
+    "embed": embed,
+    "image": image,
+    "text": text,
+    "loss": forward.metrics_fn(loss_fn, model=model),
+    "pre_logits": forward.layers_fn(model, image_inputs, "img/pre_logits"),
+  }

@@ -7,14 +7,16 @@ is one teacher, or several by name; they are not trained. With ema=True and
 
 Legend: B batch, H height, W width, C classes.
 
-A batch has "image" [B, H, W, 3] floats and perhaps "labels", int [B] or one-hot
-[B, C], which only metrics and `label_weight` use; of an example without a label
-they are zeros. With "teacher_image", or "NAME_image" for the teacher NAME, it
-sees that one, such as the same view at its own resolution, blended in the same
-way. "shapes" are of the student's image, see models.vit.
+A batch has "image" [B, H, W, 3] floats and optionally "labels", int [B] or
+one-hot [B, C], which only metrics and `label_weight` use; an example without a
+label has zeros. If there is a "teacher_image", or a "NAME_image" for the
+teacher NAME, the teacher sees that, for instance the same view at another
+resolution, blended in the same way. "shapes" belong to the student's image, see
+models.vit.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,34 +60,45 @@ def loss_fn(
     variables: the student's, and the teacher's as the entry "teacher".
     distance: "kl", "hard", "l2", "euclidean" or "logsoftmax_euclidean"; see
       losses/distances.py.
-    temperature, label_smoothing: of "kl", and of "hard".
+    temperature: used by "kl".
+    label_smoothing: used by "hard".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
     cutmix_alpha: the same of CutMix.
     cutmix_prob: share of the batches with CutMix, if both are on.
-    weights: of the distances from several teachers, by name; by default of
-      their mean. big_vision's are 1.
-    label_weight: of the cross-entropy with the labels, which is added.
+    weights: weights of the distances from several teachers, by name; by
+      default their mean. big_vision's are 1.
+    label_weight: weight of the cross-entropy with the labels, which is added.
   """
-  student = {k: v for k, v in variables.items() if k != "teacher"}
-  mixing = mixup_alpha, cutmix_alpha, cutmix_prob
+  student = _without_teacher(variables)
   (logits_BC, _), image, mix, mutable = mixup.apply(
-    model, student, inputs(batch), rng, mixing, train
+    model,
+    student,
+    inputs(batch),
+    rng,
+    (mixup_alpha, cutmix_alpha, cutmix_prob),
+    train,
   )
-  blend = (lambda x: x) if mix is None else mix.images
-  taught = _teacher_logits(teacher, variables, batch, image, blend)
-  shares = teachers.weights_of(taught, weights, "config.loss.weights")
-  options = dict(temperature=temperature, label_smoothing=label_smoothing)
-  losses = {
-    f"{name}_loss": distances.distance(logits_BC, x_BC, distance, **options)
-    for name, x_BC in taught.items()
-  }
-  loss_B = sum(shares[name] * losses[f"{name}_loss"] for name in taught)
+  teacher_logits = _teacher_logits(teacher, variables, batch, image, mix)
+  shares = teachers.weights_of(teacher_logits, weights, "config.loss.weights")
+  loss_B: Any = 0
+  losses = {}
+  for name, x_BC in teacher_logits.items():
+    distance_B = distances.distance(
+      logits_BC,
+      x_BC,
+      distance,
+      temperature=temperature,
+      label_smoothing=label_smoothing,
+    )
+    losses[f"{name}_loss"] = distance_B
+    loss_B = loss_B + shares[name] * distance_B
   if label_weight:
-    xent = lambda labels: cross_entropy.softmax_xent(logits_BC, labels)
     labels = batch["labels"]
+    xent = functools.partial(cross_entropy.softmax_xent, logits_BC)
     xent_B = mix.losses(image, labels, xent) if mix else xent(labels)
-    loss_B, losses["label_loss"] = loss_B + label_weight * xent_B, xent_B
-  teacher_BC = _ensemble(taught)
+    losses["label_loss"] = xent_B
+    loss_B = loss_B + label_weight * xent_B
+  teacher_BC = _ensemble(teacher_logits)
   per_example: dict[str, Any] = {
     "loss": loss_B,
     **(losses if len(losses) > 1 else {}),
@@ -100,8 +113,14 @@ def loss_fn(
       "teacher_accuracy": metrics.top_k_hits(teacher_BC, labels, 1),
     }
   weight_B = metrics.example_weights(batch, logits_BC)
-  result = {n: metrics.pair(x_B, weight_B) for n, x_B in per_example.items()}
+  result = {
+    name: metrics.pair(x_B, weight_B) for name, x_B in per_example.items()
+  }
   return result, mutable
+
+
+def _without_teacher(variables: Variables) -> Variables:
+  return {name: x for name, x in variables.items() if name != "teacher"}
 
 
 def _teacher_logits(
@@ -109,24 +128,26 @@ def _teacher_logits(
   variables: Variables,
   batch: Batch,
   image: jax.Array,
-  blend: Callable[[jax.Array], jax.Array],
+  mix: mixup.Mix | None = None,
 ) -> dict[str, jax.Array]:
-  """Logits [B, C] by name; `image` is the student's, as it sees it."""
+  """Logits [B, C] by name; `image` is the student's, already blended."""
   result = {}
   # Three passes count as a step's model FLOPs; a teacher has one of them.
   with model_flops.share(1, 3):
     for name, model, fixed in teachers.by_name(teacher, variables):
-      own = [f"{x}_image" for x in (name, "teacher") if f"{x}_image" in batch]
-      seen = {**inputs(batch), "image": image}
-      seen = {"image": blend(batch[own[0]])} if own else seen
-      result[name] = jax.lax.stop_gradient(
-        model.apply(fixed, **seen, train=False)[0]
-      )
+      seen: Batch = {**inputs(batch), "image": image}
+      for feature in (f"{name}_image", "teacher_image"):
+        if feature in batch:
+          own_image = batch[feature]
+          seen = {"image": mix.images(own_image) if mix else own_image}
+          break
+      logits_BC, _ = model.apply(fixed, **seen, train=False)
+      result[name] = jax.lax.stop_gradient(logits_BC)
   return result
 
 
 def _ensemble(logits: Mapping[str, jax.Array]) -> jax.Array:
-  """Logits of the mean probabilities; of one teacher its own."""
+  """Logits of the teachers' mean probabilities; a single teacher's own."""
   if len(logits) == 1:
     return next(iter(logits.values()))
   log_p = [jax.nn.log_softmax(x_BC) for x_BC in logits.values()]
@@ -134,24 +155,23 @@ def _ensemble(logits: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """ "logits" and "pre_logits" of the student, for evaluators.
+  """Functions for evaluators: the student's "logits" and "pre_logits".
 
-  With a teacher (None for inference) also "loss", and "teacher_logits", of
-  several those of their mean probabilities.
+  With a teacher (None for inference) also "loss", and "teacher_logits"; several
+  teachers have those of their mean probabilities.
   """
 
   def logits(variables: Variables, batch: Batch) -> jax.Array:
-    student = {k: v for k, v in variables.items() if k != "teacher"}
+    student = _without_teacher(variables)
     return model.apply(student, **inputs(batch), train=False)[0]
 
   def teacher_logits(variables: Variables, batch: Batch) -> jax.Array:
-    same = lambda x: x
-    return _ensemble(
-      _teacher_logits(teacher, variables, batch, batch["image"], same)
-    )
+    return _ensemble(_teacher_logits(teacher, variables, batch, batch["image"]))
 
-  pre_logits = forward.layers_fn(model, inputs)
-  fns: dict[str, PredictFn] = {"logits": logits, "pre_logits": pre_logits}
+  fns: dict[str, PredictFn] = {
+    "logits": logits,
+    "pre_logits": forward.layers_fn(model, inputs),
+  }
   if teacher is not None:
     loss = forward.metrics_fn(loss_fn, model=model, teacher=teacher)
     fns |= {"teacher_logits": teacher_logits, "loss": loss}

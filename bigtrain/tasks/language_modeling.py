@@ -5,15 +5,15 @@ Axes: B batch, L length, V vocabulary.
 A batch has
   "tokens": int [B, L].
   "targets": int [B, L], the token after each.
-  "segments": packed rows only: [B, L], each token's document, 0 for padding.
+  "segments": only packed: [B, L], each token's document, 0 for padding.
   "positions": optional with "segments": [B, L], places in the document.
-  "loss_mask": optional [B, L], 0 for targets without loss. Tokens before a
-    target with loss are its context, as a prompt is; others are padding.
-  "prefix": optional int [B], number of first tokens that all tokens see, later
-    ones included, in one document a row: a prefix language model.
+  "loss_mask": optional [B, L], 0 for targets without a loss. Tokens before a
+    target with a loss are its context, as a prompt is; others are padding.
+  "prefix": optional int [B], number of leading tokens that all tokens see, also
+    those before them (a prefix language model). Not with "segments".
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
-    or with config.teacher, one or several by name, the model learns the
+    or with config.teacher (one, or several by name), the model learns the
     teachers' probabilities in place of the targets.
 """
 
@@ -67,7 +67,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 def likely(
   variables: Variables, batch: Batch, *, model: Any, top_k: int = 64
 ) -> dict[str, jax.Array]:
-  """The features of a teacher, which evaluators.columns writes."""
+  """Features for a student, which evaluators.columns writes to files."""
   logits_BLV = _TASK.logits(variables, batch, model=model)
   values, ids = jax.lax.top_k(logits_BLV, top_k)
   return {"teacher_ids": ids, "teacher_logits": values}
@@ -111,28 +111,23 @@ def generate(
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
   B, L = prompt_BL.shape
-  real_BL = (prompt_BL != pad_id) & (
-    metrics.example_weights(batch, prompt_BL) != 0
-  )[:, None]
+  real_B = metrics.example_weights(batch, prompt_BL) != 0
+  real_BL = (prompt_BL != pad_id) & real_B[:, None]
   # Up to the last token that is not padding: prompts may contain the pad id.
   length_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
+  # One token at a time is read from the end of the shortest prompt on.
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
+  prefix_B = length_B if "prefix" in batch else None
+  options = {} if prefix_B is None else {"prefix": prefix_B}
   _, out = model.apply(
     variables,
     prompt_BL,
     real=jnp.arange(L) < length_B[:, None],
     cache=model.init_cache(B, L + max_new),
     head=False,
-    **({"prefix": length_B} if "prefix" in batch else {}),
+    **options,
   )
-  prefix_B = length_B if "prefix" in batch else None
   step = functools.partial(step_fn, variables, model, prefix_B=prefix_B)
-  # Samples depend on the prompts, not on their order or padding.
-  words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-  hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
-  ids_B = decoding.row_hashes(hashed_BL)
-  if "sample" in batch:
-    ids_B += batch["sample"].astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
   return decoding.generate(
     step,
     out["cache"],
@@ -145,13 +140,25 @@ def generate(
     length_penalty=length_penalty,
     temperature=temperature,
     seed=seed,
-    ids_B=ids_B,
+    ids_B=_sample_ids(batch, real_BL),
     top_k=top_k,
     top_p=top_p,
     start=shortest - 1,
     rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
     whole=whole,
   )
+
+
+def _sample_ids(batch: Batch, real_BL: jax.Array) -> jax.Array:
+  """Numbers on which samples depend: not on the order or padding of prompts."""
+  prompt_BL = batch["tokens"]
+  # The multipliers are those of xxHash32.
+  words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
+  hashed_BL = jnp.where(real_BL & (prompt_BL != 0), words_BL, 0)
+  ids_B = decoding.row_hashes(hashed_BL)
+  if "sample" in batch:
+    ids_B += batch["sample"].astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+  return ids_B
 
 
 def step_fn(
@@ -162,11 +169,11 @@ def step_fn(
   position: jax.Array,
   prefix_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-  """Decodes one token: returns (logits [B, V] of the next, new cache)."""
+  """Reads one token: returns (logits [B, V] of the next one, new cache)."""
   options = {}
-  if prefix_B is not None:  # A beam search has several rows of each prompt.
-    rows = token_B.shape[0] // prefix_B.shape[0]
-    options["prefix"] = jnp.repeat(prefix_B, rows)
+  if prefix_B is not None:  # A beam search has several texts of each prompt.
+    num_texts = token_B.shape[0] // prefix_B.shape[0]
+    options["prefix"] = jnp.repeat(prefix_B, num_texts)
   logits_B1V, out = model.apply(
     variables, token_B[:, None], cache=cache, start=position, **options
   )

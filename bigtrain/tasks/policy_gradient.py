@@ -1,13 +1,13 @@
 """Learns from the rewards of answers that the model writes: GRPO and others.
 
 The losses are in losses/rewards.py. Answers are written with the weights of the
-step (objective/rollouts.py). The reference that `beta` wants is config.teacher,
+step (objective/rollouts.py). The reference that `beta` needs is config.teacher,
 or with config.adapters the base. Dropout is off.
 
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
 A batch of the input has "prompt" int [B, P], padded at the end, and
-"prompt_length" int [B]. `rollout` makes of it
+"prompt_length" int [B]. From it `rollout` makes
   "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
@@ -55,21 +55,23 @@ def rollout(
   check_number("config.loss.samples", samples, least=2, whole=True)
   check_number("config.loss.max_new", max_new, least=1, whole=True)
   check_number("config.loss.temperature", temperature, above=0)
-  (B, P), G = batch["prompt"].shape, samples
+  B, P = batch["prompt"].shape
+  G = samples
   if model.max_len is not None and P + max_new > model.max_len:
     raise ConfigError(
       f"config.loss.max_new={max_new}: expected at most {model.max_len - P}, "
       f"the model's max_len={model.max_len} without the prompts' length={P}."
     )
-  repeat = lambda x: jnp.repeat(x, G, axis=0)
-  place = jnp.arange(P + max_new)
-  length_X1 = repeat(batch["prompt_length"])[:, None]
+  place_T = jnp.arange(P + max_new)
+  length_X1 = jnp.repeat(batch["prompt_length"], G, axis=0)[:, None]
+  prompt_XP = jnp.repeat(batch["prompt"], G, axis=0)
+  prompts = {
+    "tokens": jnp.where(place_T[:P] < length_X1, prompt_XP, -1),
+    "sample": jnp.arange(B * G) % G,
+  }
   text_XT, log_probs_XT = language_modeling.generate(
     variables,
-    {
-      "tokens": jnp.where(place[:P] < length_X1, repeat(batch["prompt"]), -1),
-      "sample": jnp.arange(B * G) % G,
-    },
+    prompts,
     model=model,
     max_new=max_new,
     eos_id=eos_ids,
@@ -79,8 +81,9 @@ def rollout(
     whole=True,
   )
   # Short prompts have room for more tokens.
-  new_XT = (place >= length_X1) & (place < length_X1 + max_new) & (text_XT >= 0)
-  text_XT = jnp.where(new_XT | (place < length_X1), text_XT, 0)
+  is_answer_XT = (place_T >= length_X1) & (place_T < length_X1 + max_new)
+  new_XT = is_answer_XT & (text_XT >= 0)
+  text_XT = jnp.where(new_XT | (place_T < length_X1), text_XT, 0)
   ends_XT = new_XT & jnp.isin(text_XT, jnp.asarray(eos_ids, jnp.int32))
   made = {
     "tokens": text_XT[:, :-1],
@@ -109,8 +112,8 @@ def loss_fn(
 ) -> tuple[Metrics, Variables]:
   """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
 
-  Metrics are means over answers and prompts, and "log_prob_difference", the
-  largest between sampler and loss. For `chunk` see losses.linear_xent.
+  Metrics are means over answers and prompts, except "log_prob_difference", the
+  largest one between sampler and loss. For `chunk` see losses.linear_xent.
   """
   del rng, train, samples
   check_choice("config.loss.kind", kind, rewards.KINDS)
@@ -123,33 +126,50 @@ def loss_fn(
   score = functools.partial(
     answers.log_probs, batch=batch, chunk=chunk, temperature=temperature
   )
-  log_prob, with_gradient = score(model, own)
+  log_prob_BGL, with_gradient = score(model, own)
   result: Metrics = {}
-  options: dict[str, Any] = dict(max_new=max_new, beta=beta)
+  reference_BGL = None
   if beta:
-    frozen = answers.reference(variables, model, teacher, f"beta={beta}")
+    frozen_model, frozen = answers.reference(
+      variables, model, teacher, f"beta={beta}"
+    )
     with model_flops.share(1, 3):  # Without a backward pass.
-      reference = jax.lax.stop_gradient(score(*frozen)[0])
-    options["reference_BGL"] = reference
-    kl = rewards.divergence(log_prob, reference)
-    result["kl"] = metrics.pair(kl, real_BGL)
-  (total, number), grad = jax.value_and_grad(
-    lambda x: rewards.loss(kind, x, mask_BGL, reward_BG, weight_B, **options),
-    has_aux=True,
-  )(log_prob)
-  std_B, by_answer = jnp.std(reward_BG, axis=1, ddof=1), weight_B[:, None]
-  difference = jnp.abs(log_prob - batch["log_probs"])
+      reference_BGL, _ = score(frozen_model, frozen)
+      reference_BGL = jax.lax.stop_gradient(reference_BGL)
+    kl_BGL = rewards.divergence(log_prob_BGL, reference_BGL)
+    result["kl"] = metrics.pair(kl_BGL, real_BGL)
+
+  def loss_of(log_prob_BGL: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rewards.loss(
+      kind,
+      log_prob_BGL,
+      mask_BGL,
+      reward_BG,
+      weight_B,
+      max_new=max_new,
+      reference_BGL=reference_BGL,
+      beta=beta,
+    )
+
+  (total, number), grad_BGL = jax.value_and_grad(loss_of, has_aux=True)(
+    log_prob_BGL
+  )
+  std_B = jnp.std(reward_BG, axis=1, ddof=1)
+  by_answer = weight_B[:, None]
+  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
   result |= {
-    "loss": (with_gradient(total, grad), number),
+    "loss": (with_gradient(total, grad_BGL), number),
     "reward": metrics.pair(reward_BG, by_answer),
     "reward_std": metrics.pair(std_B, weight_B),
     "zero_advantage": metrics.pair(std_B == 0, weight_B),
     "length": metrics.pair(jnp.sum(mask_BGL, axis=2), by_answer),
     "truncated": metrics.pair(batch["truncated"], by_answer),
     "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
-    "log_prob_difference": metrics.Max.of(difference, real_BGL),
+    "log_prob_difference": metrics.Max.of(difference_BGL, real_BGL),
   }
-  mutable = {n: x for n, x in own.items() if n not in ("params", "base")}
+  mutable = {
+    name: x for name, x in own.items() if name not in ("params", "base")
+  }
   return result, mutable
 
 

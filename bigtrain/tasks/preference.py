@@ -29,7 +29,6 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.losses import answers, forward, preferences, token_losses
 
 _FROZEN = ("teacher", "base")
-_LOG_PROBS = ("log_prob/chosen", "log_prob/rejected")
 
 
 def inputs(batch: Batch) -> Batch:
@@ -71,31 +70,34 @@ def loss_fn(
     larger reward), "margin" and rewards; the mutable collections).
   """
   del rng, train
-  numbers = dict(beta=beta, gamma=gamma, label_smoothing=label_smoothing)
-  numbers |= dict(desirable=desirable, undesirable=undesirable)
-  options = preferences.read_options(kind, "config.loss", sft, **numbers)
+  options = preferences.read_options(
+    kind,
+    "config.loss",
+    sft,
+    beta=beta,
+    gamma=gamma,
+    label_smoothing=label_smoothing,
+    desirable=desirable,
+    undesirable=undesirable,
+  )
   own = {name: x for name, x in variables.items() if name != "teacher"}
   weight_B = metrics.example_weights(batch, batch["tokens"])
   weight_B *= jnp.max(batch["loss_mask"], axis=(1, 2))
-  mutable = {k: x for k, x in own.items() if k not in ("params", *_FROZEN)}
+  mutable = {
+    name: x for name, x in own.items() if name not in ("params", *_FROZEN)
+  }
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
-  score = functools.partial(_scores, chunk=chunk)
-  reference, drift = None, jnp.zeros(())
+
+  reference_B2, drift = None, jnp.zeros(())
   if kind in preferences.WITH_REFERENCE:
-    given = "reference" in batch and kind != "kto"
-    of_reference = answers.reference(
-      variables, model, teacher, f"kind={kind!r}", given
+    reference_B2, drift = _by_reference(
+      kind, variables, batch, model=model, teacher=teacher, chunk=chunk
     )
-    with model_flops.share(1, 3):  # Without a backward pass.
-      if (reference := batch.get("reference")) is None:
-        reference = score(*of_reference, batch)
-      if kind == "kto":
-        drift = _drift(score, (model, own), of_reference, batch)
   tokens_B2 = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
 
   def total(sums_B2: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
-    pairs = preferences.Pairs(sums_B2, tokens_B2, reference, drift)
+    pairs = preferences.Pairs(sums_B2, tokens_B2, reference_B2, drift)
     loss_B = preferences.losses(kind, pairs, options)
     return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
 
@@ -104,14 +106,44 @@ def loss_fn(
   (loss, pairs), grad_B2 = jax.value_and_grad(total, has_aux=True)(sums_B2)
   loss = with_gradient(loss, grad_B2[..., None])
   number = jnp.sum(weight_B)
-  if kind == "kto":  # TRL's mean is over answers.
+  if kind == "kto":  # A mean over answers, as in TRL.
     number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
   reward_B2 = options.beta * _implicit_rewards(kind, pairs)
-  log_probs = dict(zip(_LOG_PROBS, pairs.sums_B2.T))
+  log_probs = {
+    "log_prob/chosen": pairs.sums_B2[:, 0],
+    "log_prob/rejected": pairs.sums_B2[:, 1],
+  }
   return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
 
 
+def _by_reference(
+  kind: str,
+  variables: Variables,
+  batch: Batch,
+  *,
+  model: Any,
+  teacher: Any,
+  chunk: int | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probabilities of the answers by the reference, and KTO's drift."""
+  own = {name: x for name, x in variables.items() if name != "teacher"}
+  score = functools.partial(_scores, chunk=chunk)
+  given = "reference" in batch and kind != "kto"
+  reference = answers.reference(
+    variables, model, teacher, f"kind={kind!r}", given
+  )
+  drift = jnp.zeros(())
+  with model_flops.share(1, 3):  # Without a backward pass.
+    reference_B2 = batch.get("reference")
+    if reference_B2 is None:
+      reference_B2 = score(*reference, batch)
+    if kind == "kto":
+      drift = _drift(score, (model, own), reference, batch)
+  return reference_B2, drift
+
+
 def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:
+  """What the loss compares of both answers, [B, 2], without its beta."""
   if kind in preferences.WITH_REFERENCE:
     return pairs.ratio_B2
   return pairs.sums_B2 if kind == "cpo" else pairs.mean(pairs.sums_B2)
@@ -192,6 +224,7 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
   tokens, mask = batch["tokens"], batch["loss_mask"] != 0
   L = tokens.shape[-1]
   texts = jnp.concatenate([tokens, batch["targets"][..., -1:]], axis=-1)
+  # Answers are from `first` to before `last` of the texts.
   place = jnp.arange(L)
   first = jnp.min(jnp.where(mask, place, L), axis=-1, keepdims=True) + 1
   last = jnp.max(jnp.where(mask, place + 1, 0), axis=-1, keepdims=True) + 1
@@ -212,17 +245,18 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """ "preference": the metrics; "rewards"; "reference": the feature."""
-
-  preference = forward.metrics_fn(loss_fn, model=model, teacher=teacher)
+  """Functions for evaluators: metrics, rewards, and the reference's feature."""
 
   def reference(
     variables: Variables, batch: Batch, chunk: int | None = None
   ) -> dict[str, jax.Array]:
-    of_reference = answers.reference(
+    frozen_model, frozen = answers.reference(
       variables, model, teacher, "kind='sigmoid'"
     )
-    return {"reference": _scores(*of_reference, batch, chunk=chunk)}
+    return {"reference": _scores(frozen_model, frozen, batch, chunk=chunk)}
 
-  scores = functools.partial(rewards, model=model)
-  return {"preference": preference, "rewards": scores, "reference": reference}
+  return {
+    "preference": forward.metrics_fn(loss_fn, model=model, teacher=teacher),
+    "rewards": functools.partial(rewards, model=model),
+    "reference": reference,
+  }

@@ -4,8 +4,8 @@ Axes: B batch, S length of inputs, L length of targets, V vocabulary.
 
 A batch has
   "inputs", "targets": int [B, S] and [B, L], padded with 0.
-  "inputs_segments", "targets_segments": packed rows only: [B, S] and [B, L],
-    each token's document, 0 for padding. Models use distances, not positions.
+  "inputs_segments", "targets_segments": only packed: [B, S] and [B, L], each
+    token's document, 0 for padding. Models use distances, not positions.
   "loss_mask": optional [B, L], weights of the targets, in place of their ids:
     0 for padding and for targets without a loss.
   "num_bytes": optional [B], bytes of the targets' text.
@@ -76,7 +76,7 @@ def generate(
 
   Args:
     batch: "inputs" [B, S], not packed.
-    max_len: largest number of tokens, the end included.
+    max_len: largest number of tokens, including the end.
     eos_id: token or tokens that end targets.
     num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
     length_penalty: see decoding.beam_search.

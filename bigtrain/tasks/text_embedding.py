@@ -3,8 +3,8 @@
 Axes: B batch, L length, n wrong answers of a query, E embedding.
 
 A batch has "query" and "positive" int [B, L], ids with -1 for padding, and
-perhaps "negative" [B, (n,) L], wrong answers. The loss is of the whole global
-batch, as in tasks/contrastive.py. config.model.pool makes embeddings.
+optionally "negative" [B, (n,) L], wrong answers. The loss compares the whole
+global batch, as in tasks/contrastive.py. config.model.pool makes embeddings.
 """
 
 from collections.abc import Sequence
@@ -50,15 +50,20 @@ def embed_fn(
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {feature: [B, (n,) E]}, and the mutable collections."""
   result = {}
-  for i, name in enumerate(name for name in _FEATURES if name in batch):
+  features = [name for name in _FEATURES if name in batch]
+  for i, name in enumerate(features):
     ids = batch[name]
     texts = _inputs(ids.reshape(-1, ids.shape[-1]))
     rngs = None if rng is None else {"dropout": jax.random.fold_in(rng, i)}
     _, out = model.apply(variables, **texts, head=False, train=train, rngs=rngs)
     z_XE = model.pooled(out["pre_logits"], texts["real"]).astype(jnp.float32)
     result[name] = z_XE.reshape(*ids.shape[:-1], -1)
-  others = ("params", *frozen.NAMES)
-  return result, {k: x for k, x in variables.items() if k not in others}
+  mutable = {
+    name: x
+    for name, x in variables.items()
+    if name not in ("params", *frozen.NAMES)
+  }
+  return result, mutable
 
 
 def embeddings_loss_fn(
@@ -74,12 +79,12 @@ def embeddings_loss_fn(
 
   Args:
     temperature: divides the cosines.
-    widths: numbers of first entries that are embeddings by themselves, whose
-      losses are added up (arXiv 2205.13147); all entries by default.
+    widths: numbers of leading entries that are embeddings by themselves
+      (arXiv 2205.13147), whose losses are added up; by default all entries.
     chunk: pairs of each query at a time, see losses/pairwise.py.
 
   Returns:
-    Metrics "loss" and, by the last width, "accuracy": the share of queries
+    Metrics "loss", and "accuracy" by the last width: the share of queries
     with no other answer nearer.
   """
   check_number("config.loss.temperature", temperature, above=0)
@@ -87,8 +92,7 @@ def embeddings_loss_fn(
   weight_B = metrics.example_weights(batch, embeddings["query"])
   total_B = jnp.zeros(B)
   for width in widths or (E,):
-    key = "config.loss.widths"
-    check_number(key, width, least=1, most=E, whole=True)
+    check_number("config.loss.widths", width, least=1, most=E, whole=True)
     z = {name: _unit(x[..., :width]) for name, x in embeddings.items()}
     wrong = z.get("negative")
     loss_B, correct_B = pairwise.softmax(
@@ -112,7 +116,7 @@ loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """ "text" [B, E], embeddings of "query", and "loss"."""
+  """Functions for evaluators: "text", the queries' embeddings, and "loss"."""
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
     only = {"query": batch["query"]}

@@ -9,8 +9,8 @@
   python -m bigtrain.tools.checkpoint import PATH WORKDIR --config=FILE.py
 
 PATH is a workdir or one of its checkpoints, such as run/checkpoints/00000100.
-`show` and `verify` do not import jax. The PATH of `import` is whatever
-config.model_init reads, such as a checkpoint of T5X or big_vision.
+For `import`, it is anything that config.model_init can read, such as a
+checkpoint of T5X or big_vision. `show` and `verify` do not import jax.
 
 Exit codes: 0; 1 for a checkpoint that is damaged or cannot be read; 2 for a
 wrong argument.
@@ -28,11 +28,12 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.files import disk, paths
 from bigtrain.tools import arguments, exits
 
-# Parameters that a model can be exported with.
+# Trees of parameters that a model can be exported with.
 _WEIGHTS = ("params", "ema")
 
 
 def show(path: str, step: int | None = None, depth: int | None = None) -> str:
+  """Describes a checkpoint and its arrays, up to a depth of the tree."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   writer = manifest.writer
@@ -46,15 +47,18 @@ def show(path: str, step: int | None = None, depth: int | None = None) -> str:
   steps = folders.find_all(path)
   if len(steps) > 1:
     lines.append(f"steps in this workdir: {', '.join(map(str, steps))}")
-  rows = list(_rows("", dict(manifest.arrays), 0, depth))
-  width = max([len(name) for name, _, _ in rows], default=0)
-  tree = [f"{n:<{width}}  {size:>9}  {x}".rstrip() for n, size, x in rows]
-  return "\n".join([*lines, "", *tree])
+  lines.append("")
+  nodes = list(_nodes("", dict(manifest.arrays), 0, depth))
+  width = max([len(name) for name, _, _ in nodes], default=0)
+  for name, size, content in nodes:
+    lines.append(f"{name:<{width}}  {size:>9}  {content}".rstrip())
+  return "\n".join(lines)
 
 
-def _rows(
+def _nodes(
   prefix: str, arrays: dict[str, Array], level: int, depth: int | None
 ) -> Iterator[tuple[str, str, str]]:
+  """Yields (indented name, size, content) of subtrees and arrays, in order."""
   heads = dict.fromkeys(
     name.removeprefix(prefix).split("/")[0] for name in arrays
   )
@@ -76,13 +80,13 @@ def _rows(
     size = sum(a.num_bytes for a in children.values())
     yield indented + "/", disk.size(size), f"{count:,} values"
     if depth is None or level + 1 < depth:
-      yield from _rows(f"{prefix}{head}/", children, level + 1, depth)
+      yield from _nodes(f"{prefix}{head}/", children, level + 1, depth)
 
 
 def verify(
   path: str, step: int | None = None
 ) -> dict[str, list[integrity.Problem]]:
-  """Returns {directory: problems}, of all checkpoints without a step."""
+  """Returns {directory: problems} of one checkpoint, or of all of a workdir."""
   if step is not None:
     directories = [folders.find(path, step)]
   else:
@@ -94,53 +98,171 @@ def verify(
 
 
 def _check(args: argparse.Namespace) -> None:
+  """Makes paths absolute, and refuses arguments that cannot work."""
   args.path = paths.absolute(args.path)
   if args.command in ("import", "export"):
     args.out = paths.absolute(args.out)
   if args.command == "import":
-    return  # Finds PATH itself: NAME.bv need not exist.
+    return  # Its PATH may be more than a file, such as NAME.bv of big_vision.
   if not paths.exists(args.path):
     raise ConfigError(f"{args.path}: no such file or directory.")
   if args.step is not None:
     folders.find_named(args.path, args.step, args.command)
   if args.command == "export":
-    if args.layout and not args.format:
-      args.format = "hf"
-    if args.format and args.prefix not in ("", *_WEIGHTS):
-      raise ConfigError(
-        f"--format={args.format}: expected params or ema as --prefix, got "
-        f"{args.prefix!r}."
-      )
-    for name in ("layout", "dtype", "max_shard_bytes"):
-      if getattr(args, name) and args.format != "hf":
-        raise ConfigError(f"--{name}: only with --format=hf.")
-    one_file = not args.format
-    if one_file and not args.out.endswith((".npz", ".safetensors")):
-      raise ConfigError(
-        f"{args.out}: expected a name ending in .npz or .safetensors."
-      )
-    if os.path.lexists(args.out) and not args.overwrite:
-      raise ConfigError(
-        f"{args.out}: already exists; give --overwrite to replace it."
-      )
-    if not os.path.isdir(folder := os.path.dirname(args.out)):
-      raise ConfigError(f"{args.out}: no such folder {folder}.")
+    _check_export(args)
+
+
+def _check_export(args: argparse.Namespace) -> None:
+  if args.layout and not args.format:
+    args.format = "hf"
+  if args.format and args.prefix not in ("", *_WEIGHTS):
+    raise ConfigError(
+      f"--format={args.format}: expected params or ema as --prefix, got "
+      f"{args.prefix!r}."
+    )
+  for name in ("layout", "dtype", "max_shard_bytes"):
+    if getattr(args, name) and args.format != "hf":
+      raise ConfigError(f"--{name}: only with --format=hf.")
+  if not args.format and not args.out.endswith((".npz", ".safetensors")):
+    raise ConfigError(
+      f"{args.out}: expected a name ending in .npz or .safetensors."
+    )
+  if os.path.lexists(args.out) and not args.overwrite:
+    raise ConfigError(
+      f"{args.out}: already exists; give --overwrite to replace it."
+    )
+  folder = os.path.dirname(args.out)
+  if not os.path.isdir(folder):
+    raise ConfigError(f"{args.out}: no such folder {folder}.")
 
 
 def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
-  for directory, of_directory in problems.items():
-    for problem in of_directory:
+  for directory, found in problems.items():
+    for problem in found:
       print(f"DAMAGED {problem}")
-    count = len(of_directory)
-    print(f"{directory}: {f'{count} problem(s)' if count else 'intact'}")
+    summary = f"{len(found)} problem(s)" if found else "intact"
+    print(f"{directory}: {summary}")
   return 1 if any(problems.values()) else 0
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("checkpoint", __doc__)
+  commands = parser.add_subparsers(
+    dest="command", required=True, parser_class=argparse.ArgumentParser
+  )
+
+  def add(
+    name: str, text: str, default_step: str = "the newest"
+  ) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument(
+      "path",
+      help="a workdir, or one of its checkpoints, such as "
+      "run/checkpoints/00000100",
+    )
+    command.add_argument(
+      "--step",
+      type=int,
+      help=f"step of the workdir's checkpoint (default: {default_step})",
+    )
+    return command
+
+  show = add("show", "Prints the tree of arrays with shapes, dtypes and sizes.")
+  show.add_argument(
+    "--depth", type=int, help="number of levels to show (default: all)"
+  )
+  add(
+    "verify",
+    "Reads every byte and lists all damaged arrays.",
+    default_step="all checkpoints",
+  )
+  _add_export_arguments(
+    add(
+      "export",
+      "Writes arrays to one .npz or .safetensors file, or to a folder in a "
+      "published layout.",
+    )
+  )
+  importing = add(
+    "import",
+    "Writes a checkpoint of T5X, Mesh TensorFlow or big_vision, or a file of "
+    "parameters, as a checkpoint of a new workdir.",
+  )
+  importing.add_argument("out", help="workdir to write")
+  importing.add_argument(
+    "--config",
+    default="",
+    help="FILE.py[:arguments]: the parameters get the names and shapes of its "
+    "model, and the workdir its config.json (default: all arrays as they are)",
+  )
+  return parser
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "out",
+    help="file to write, ending in .npz or .safetensors; a folder with "
+    "--format",
+  )
+  parser.add_argument(
+    "--prefix",
+    default="",
+    help="tree to export, such as params or ema (default: all arrays; with "
+    "--format: params)",
+  )
+  parser.add_argument(
+    "--layout",
+    default="",
+    help="with --format=hf: the layout, such as gpt2 or llama (default: the "
+    "first that can express the model)",
+  )
+  parser.add_argument(
+    "--format",
+    default="",
+    choices=["", "hf", "peft", "stablehlo", "onnx"],
+    help="hf: a folder that transformers opens, with adapters merged; peft: "
+    "the adapters alone; stablehlo: a predict function with its parameters, "
+    "for jax alone; onnx: the same for ONNX Runtime and others",
+  )
+  parser.add_argument(
+    "--dtype",
+    default="",
+    choices=["", "float32", "bfloat16", "float16"],
+    help="with --format=hf: dtype of the weights",
+  )
+  parser.add_argument(
+    "--max_shard_bytes",
+    type=int,
+    default=0,
+    help="with --format=hf: split weights of more bytes into several files "
+    "(default: one file)",
+  )
+  parser.add_argument(
+    "--pred",
+    default="",
+    help="with --format=stablehlo or onnx: predict function to export "
+    "(default: the first of caption, generate, logits, image, pre_logits that "
+    "the task has)",
+  )
+  parser.add_argument(
+    "--batch_size",
+    type=int,
+    help="with --format=stablehlo or onnx: number of examples of a call "
+    "(default: any)",
+  )
+  parser.add_argument(
+    "--platforms",
+    default="cpu,cuda,tpu",
+    help="with --format=stablehlo: platforms to run on (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--overwrite", action="store_true", help="replace an existing OUT"
+  )
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("checkpoint", __doc__)
-  parser.add_commands("checkpoint")
-  args = parser.parse_args(argv)
+  args = _parser().parse_args(argv)
   _check(args)
   if args.command == "show":
     print(show(args.path, args.step, args.depth))
@@ -155,6 +277,13 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{written}: {count} arrays")
     return 0
+  count, size = _export(args)
+  print(f"{args.out}: {count} arrays, {disk.size(size)}")
+  return 0
+
+
+def _export(args: argparse.Namespace) -> tuple[int, int]:
+  """Writes the export; returns (number of arrays, bytes of the files)."""
   # These import jax, which `show` and `verify` do without.
   from bigtrain.inference import serving
   from bigtrain.tools import checkpoint_export
@@ -162,9 +291,9 @@ def main(argv: Sequence[str]) -> int:
   path, out, step = args.path, args.out, args.step
   weights = args.prefix or "params"
   if args.format == "peft":
-    count, size = checkpoint_export.to_peft(path, out, weights, step)
-  elif args.format in serving.FORMATS:
-    count, size = serving.export(
+    return checkpoint_export.to_peft(path, out, weights, step)
+  if args.format in serving.FORMATS:
+    return serving.export(
       path,
       out,
       format=args.format,
@@ -174,8 +303,8 @@ def main(argv: Sequence[str]) -> int:
       batch_size=args.batch_size,
       platforms=args.platforms.split(","),
     )
-  elif args.format == "hf":
-    count, size = checkpoint_export.to_layout(
+  if args.format == "hf":
+    return checkpoint_export.to_layout(
       path,
       out,
       args.layout or None,
@@ -184,11 +313,8 @@ def main(argv: Sequence[str]) -> int:
       dtype=args.dtype,
       max_shard_bytes=args.max_shard_bytes,
     )
-  else:
-    count = checkpoint_export.to_file(path, out, args.prefix, step)
-    size = os.path.getsize(out)
-  print(f"{out}: {count} arrays, {disk.size(size)}")
-  return 0
+  count = checkpoint_export.to_file(path, out, args.prefix, step)
+  return count, os.path.getsize(out)
 
 
 if __name__ == "__main__":

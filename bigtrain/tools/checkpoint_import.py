@@ -21,12 +21,12 @@ from bigtrain.reports import record
 def run(
   path: str, out: str, config: str = "", step: int | None = None
 ) -> tuple[str, int]:
-  """Writes what config.model_init reads as a checkpoint of a new workdir.
+  """Writes what config.model_init can read as a checkpoint of a new workdir.
 
   Without a config, all arrays keep their names. With one, the parameters get
-  the names and shapes of its model, which takes the shapes of a batch from
-  config.input; the workdir gets the config.json of a run. Returns (directory of
-  the checkpoint, number of arrays).
+  the names and shapes of its model, for batches of config.input, and the
+  workdir gets a config.json. Returns (directory of the checkpoint, number of
+  arrays).
   """
   if os.path.isdir(out) and folders.steps(out):
     raise ConfigError(f"{out}: already has checkpoints; give another folder.")
@@ -50,6 +50,7 @@ def run(
 
 
 def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
+  """The variables of the config's model, read from `source`."""
   config = published_sizes.with_published_sizes(settings.Config(plain))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
@@ -68,10 +69,13 @@ def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
     spec = sharding.state_spec(jax.eval_shape(init), mesh, rules)
     shardings = jax.tree.map(lambda x: x.sharding, spec)
     given = config.get("model_init")
-    if isinstance(given, settings.Config):  # Such as renames and convert.
+    if isinstance(given, settings.Config):
+      # It may also have options, such as `renames` and `convert`.
       source = {**config.kwargs("model_init"), **source}
     variables = warm_start.load_variables(
       source, spec, init=jax.jit(init, out_shardings=shardings), module=module
     )
-  params = variables.pop("params")
-  return {"params": params, **({"mutable": variables} if variables else {})}
+  state = {"params": variables.pop("params")}
+  if variables:  # Such as batch statistics.
+    state["mutable"] = variables
+  return state

@@ -1,20 +1,20 @@
-"""Evaluates a checkpoint of a run with the evaluations of the run.
+"""Evaluates a run's checkpoint with the run's evaluations.
 
   python -m bigtrain.tools.evaluate --workdir=runs/digits
   python -m bigtrain.tools.evaluate --workdir=runs/digits --step=600 \\
       --config.evals.val.batch_size=64 --config.mesh.fsdp=1
   python -m bigtrain.tools.evaluate --workdir=runs/digits --follow
 
-The config is config.json of the workdir, with the changes of the command line.
-The last line on standard output is a row of results as JSON. Files of
-evaluators go to the folder `evaluate` of the workdir, or to --output; those of
-the run stay as they are. It reads neither training data nor optimizer state.
-On the same devices its results equal the run's, bit for bit. config.eval_only
-evaluates inside of main, which can also start from config.model_init.
+The config is the workdir's config.json, with the changes of the command line.
+The last line on standard output has the results as JSON. Files of evaluators go
+to the folder `evaluate` of the workdir, or to --output; the run's own files are
+not changed. The tool reads neither training data nor optimizer state. On the
+same devices its results equal the run's, bit for bit. (config.eval_only
+evaluates within main, which can also start from config.model_init.)
 
---all_checkpoints evaluates each checkpoint, in order, and --follow also waits
-for new ones until the run is finished, as a job beside it. They append rows to
-metrics.jsonl in the output folder, and skip steps that have one.
+--all_checkpoints evaluates each checkpoint, in order. --follow also waits for
+new ones until the run is finished, as a job beside it. Both append the results
+to metrics.jsonl in the output folder, and skip steps that are there already.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
@@ -38,15 +38,21 @@ from bigtrain.config import lengths, loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
-from bigtrain.objective import building, initial, teacher, trained_adapters
+from bigtrain.objective import (
+  building,
+  initial,
+  task_functions,
+  teacher,
+  trained_adapters,
+)
 from bigtrain.reports import media, record, rows
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
 
-# Folder in the workdir for the files of evaluators: the run has its own ones of
-# the same names.
+# Folder in the workdir for the evaluators' files, because the run itself writes
+# files of the same names into the workdir.
 _FOLDER = "evaluate"
-_POLL_SECS = 10.0
+_POLL_SECS = 10.0  # Between looks for new checkpoints.
 
 
 def evaluate(
@@ -64,7 +70,8 @@ def evaluate(
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
   directory = folders.find_named(workdir, step, "--workdir")
-  return _judge(config, directory, output)[0]
+  evaluate_checkpoint = _evaluator(config, directory, output)
+  return evaluate_checkpoint(directory)
 
 
 def evaluate_all(
@@ -73,45 +80,53 @@ def evaluate_all(
   output: str = "",
   follow: bool = False,
 ) -> Iterator[dict[str, Any]]:
-  """Yields a row, as `evaluate`, of each checkpoint without one in `output`.
+  """Yields the results of each checkpoint for which `output` has none.
 
-  With `follow`, waits for new checkpoints until the run is finished.
+  They are as those of `evaluate`. With `follow`, this waits for new checkpoints
+  until the run is finished.
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
   if not follow and not folders.steps(workdir):
     raise ConfigError(f"--workdir={workdir}: there are no checkpoints.")
-  judged = {row["step"] for row in rows.read_rows(output)}
-  judge = None
+  done = {results["step"] for results in rows.read_rows(output)}
+  evaluate_checkpoint = None
   while True:
-    # In this order: checkpoints before the end of the run are found after it.
-    newest = {k: v for row in rows.read_rows(workdir) for k, v in row.items()}
-    ended = not follow or runs.state(workdir, newest) == "finished"
-    steps = [s for s in folders.steps(workdir) if s not in judged]
-    ended, steps = process.broadcast([ended, steps])
+    # In this order: once the run has ended, the list of steps is complete.
+    has_ended = not follow or _is_finished(workdir)
+    steps = [s for s in folders.steps(workdir) if s not in done]
+    # All processes do what the first one sees.
+    has_ended, steps = process.broadcast([has_ended, steps])
     if not steps:
-      if ended:
+      if has_ended:
         return
       time.sleep(_POLL_SECS)
       continue
-    judged.add(steps[0])
+    step = steps[0]
+    done.add(step)
     try:
-      directory = folders.find(workdir, steps[0])
-      if judge is None:
-        row, judge = _judge(config, directory, output)
-      else:
-        row = judge(directory)
+      directory = folders.find(workdir, step)
+      if evaluate_checkpoint is None:
+        evaluate_checkpoint = _evaluator(config, directory, output)
+      results = evaluate_checkpoint(directory)
     except (CheckpointError, OSError):
-      # The run may have removed it since, as config.keep_ckpts says.
-      if steps[0] in folders.steps(workdir):
+      # The run removes old checkpoints, as config.keep_ckpts says.
+      if step in folders.steps(workdir):
         raise
-      logging.warning("Step %d: its checkpoint is gone; skipped.", steps[0])
+      logging.warning("Step %d: its checkpoint is gone; skipped.", step)
       continue
     if jax.process_index() == 0:
       file = rows.RowFile(os.path.join(output, rows.FILE_NAME), sys.maxsize)
-      file.add(row)
+      file.add(results)
       file.close()
-    yield row
+    yield results
+
+
+def _is_finished(workdir: str) -> bool:
+  newest = {}
+  for entry in rows.read_rows(workdir):
+    newest.update(entry)
+  return runs.state(workdir, newest) == "finished"
 
 
 def _folders(workdir: str, output: str) -> tuple[str, str]:
@@ -122,10 +137,14 @@ def _folders(workdir: str, output: str) -> tuple[str, str]:
   return workdir, output
 
 
-def _judge(
+def _evaluator(
   config: settings.Config, directory: str, output: str
-) -> tuple[dict[str, Any], Callable[[str], dict[str, Any]]]:
-  """Evaluates a checkpoint; returns its row, and what evaluates others."""
+) -> Callable[[str], dict[str, Any]]:
+  """Returns a function from a checkpoint's directory to its results.
+
+  All checkpoints of a run have the same arrays as `directory`, so the programs
+  are compiled once.
+  """
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
@@ -141,21 +160,20 @@ def _judge(
       batch_size=config.input.batch_size,
       pp_modules=config.get("pp_modules", ()),
       progress=lambda done, batches: None,
-      vocab_sizes=building.vocab_sizes(task, model),
+      vocab_sizes=task_functions.vocab_sizes(task, model),
       class_names=saved.host_state.data.get("class_names", {}),
       compile=programs.Programs("compiled", xla_options).compile,
     )
-    state = restore.read_tree(directory, saved, state_spec)
     frozen = {}
     if config.get("adapters"):
-      about, plain = saved.host_state.base, config.to_dict()
+      state = restore.read_tree(directory, saved, state_spec)
       frozen["base"] = trained_adapters.load_base(
-        plain, about, state["params"], mesh
+        config.to_dict(), saved.host_state.base, state["params"], mesh
       )
     teaching = _teacher(config, task, model, context)
     enabled = evaluations.from_config(
       config,
-      building.predict_fns(config, task, model, teaching.model),
+      task_functions.predict_fns(config, task, model, teaching.model),
       lengths.Units(context.batch_size),
       context,
       weights=start.evaluated(
@@ -165,27 +183,26 @@ def _judge(
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
     frozen |= teaching.load()
-    built = [(each, each.build()) for each in enabled]
+    evaluators = [(evaluation, evaluation.build()) for evaluation in enabled]
 
-    def row_of(state: Any, step: int) -> dict[str, Any]:
+  def evaluate_checkpoint(directory: str) -> dict[str, Any]:
+    saved = folders.read_manifest(directory)
+    step = saved.step
+    all_results: dict[str, Any] = {"step": step}
+    with jax.set_mesh(mesh):
+      state = restore.read_tree(directory, saved, state_spec)
       variables = start.evaluated({**state, **frozen})
-      row: dict[str, Any] = {"step": step}
-      for evaluation, evaluator in built:
+      for evaluation, evaluator in evaluators:
         logging.info("Evaluating %s at step %d.", evaluation.name, step)
         results = evaluator.run(variables[evaluation.weights], step)
-        row |= {f"{evaluation.name}/{k}": v for k, v in results.items()}
-      row, shown = media.split(row)
+        for name, value in results.items():
+          all_results[f"{evaluation.name}/{name}"] = value
+      all_results, files = media.split(all_results)
       if jax.process_index() == 0:
-        media.save(output, step, shown)
-      return row
+        media.save(output, step, files)
+    return all_results
 
-    def judge(directory: str) -> dict[str, Any]:
-      saved = folders.read_manifest(directory)
-      with jax.set_mesh(mesh):
-        state = restore.read_tree(directory, saved, state_spec)
-        return row_of(state, saved.step)
-
-    return row_of(state, saved.step), judge
+  return evaluate_checkpoint
 
 
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
@@ -216,16 +233,17 @@ def _state_spec(
     config.get("sharding", sharding.DEFAULT_RULES),
     initial.tensor_axes(config, module, model, shapes),
   )
-  iterates = averages.averaged(arrays)
-  others = {*iterates.values(), *averages.STATE} if iterates else set()
-  weights = trees.from_flat(
-    {
-      name: jax.ShapeDtypeStruct(array.shape, manifest.dtype_of(array.dtype))
-      for name, array in arrays.items()
-      if name.split("/")[0] in ("params", "ema", "mutable") or name in others
-    }
-  )
-  return sharding.state_spec(weights, mesh, rules)
+  # Some optimizers keep the weights to evaluate in their own state.
+  in_opt_state: set[str] = set()
+  if iterates := averages.averaged(arrays):
+    in_opt_state = {*iterates.values(), *averages.STATE}
+  specs = {}
+  for name, array in arrays.items():
+    tree = name.split("/")[0]
+    if tree in ("params", "ema", "mutable") or name in in_opt_state:
+      dtype = manifest.dtype_of(array.dtype)
+      specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
+  return sharding.state_spec(trees.from_flat(specs), mesh, rules)
 
 
 def _teacher(
@@ -234,17 +252,21 @@ def _teacher(
   model: Any,
   context: evaluations.Context,
 ) -> teacher.Teacher:
-  """Reads config.teacher if an evaluation needs it.
+  """The teacher of config.teacher, if an evaluation needs it.
 
-  The first such evaluation gives the shapes of the teacher's inputs.
+  An evaluation needs it if its predict function exists only with a teacher. The
+  first such evaluation gives the shapes of the teacher's inputs.
   """
-  without = building.predict_fns(config, task, model)
+  no_teacher = teacher.Teacher(None, {}, dict)
+  if not config.get("teacher"):
+    return no_teacher
+  preds_without_teacher = set(task_functions.predict_fns(config, task, model))
   for name, entry in (config.to_dict().get("evals") or {}).items():
-    if not config.get("teacher") or not entry.get("enabled", True):
+    if not entry.get("enabled", True) or "data" not in entry:
       continue
     preds = entry.get("pred", ())
-    preds = {preds} if isinstance(preds, str) else {*preds}
-    if preds <= {*without} or "data" not in entry:
+    preds = {preds} if isinstance(preds, str) else set(preds)
+    if preds <= preds_without_teacher:
       continue
     fields = ("data", "pp", "batch_size")
     batches = evaluations.Batches(
@@ -254,24 +276,46 @@ def _teacher(
     batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
     seed = config.get("seed", 0)
     return teacher.from_config(config, task, batch_spec, context.mesh, seed)
-  return teacher.Teacher(None, {}, dict)
+  return no_teacher
+
+
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("evaluate", __doc__, changes_config=True)
+  parser.add_argument("--workdir", required=True, help="folder of the run")
+  parser.add_argument(
+    "--step", type=int, help="step of the checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--output",
+    default="",
+    help="folder for the evaluators' files (default: evaluate in the workdir)",
+  )
+  parser.add_argument(
+    "--all_checkpoints",
+    action="store_true",
+    help="evaluate, in order, each checkpoint that has no results yet",
+  )
+  parser.add_argument(
+    "--follow",
+    action="store_true",
+    help="as --all_checkpoints, and wait for new ones until the run finishes",
+  )
+  return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("evaluate", __doc__, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   process.join_job(settings.Config({}))
-  several = args.all_checkpoints or args.follow
-  if several and args.step is not None:
-    raise ConfigError("--step: not together with --all_checkpoints.")
-  if several:
+  if args.all_checkpoints or args.follow:
+    if args.step is not None:
+      raise ConfigError("--step: not together with --all_checkpoints.")
     found = evaluate_all(args.workdir, changes, args.output, args.follow)
   else:
     found = iter([evaluate(args.workdir, args.step, changes, args.output)])
-  for row in found:
+  for results in found:
     if jax.process_index() == 0:
-      print(settings.to_json(row), flush=True)
+      print(settings.to_json(results), flush=True)
   return process.EXIT_OK
 
 

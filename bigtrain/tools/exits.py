@@ -10,15 +10,20 @@ from typing import Any
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError
 
-_INTERRUPTED = 128 + signal.SIGINT  # As of a command that a shell runs.
+# A shell's exit code for a command that the signal has ended.
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
   """Decorates a tool's `main`, which returns the exit code.
 
-  A mistake of the user ends it with code 2, a failure with 1, and Ctrl-C with
-  130, each with one line in place of a traceback. A pipe whose reader has seen
-  enough, such as `head`, ends it with 0. Other exceptions pass.
+  A user's mistake ends the tool with code 2, a failure with 1, and Ctrl-C with
+  130, each with one line in place of a traceback. A closed pipe, as `| head`
+  leaves it, ends the tool with 0. Other exceptions pass.
+
+  Args:
+    *failures: exceptions that are failures, besides OSError and
+      CheckpointError.
   """
 
   def decorate(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
@@ -29,14 +34,14 @@ def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
         sys.stdout.flush()
         return code
       except BrokenPipeError:
-        # Python flushes once more at its end, and would report the pipe then.
+        # Python flushes again when it ends, and would report the pipe then.
         with open(os.devnull, "w") as nothing:
           os.dup2(nothing.fileno(), sys.stdout.fileno())
         return process.EXIT_OK
       except ConfigError as e:
         return _end(f"error: {e}", process.EXIT_CONFIG)
       except KeyboardInterrupt:
-        return _end("interrupted", _INTERRUPTED)
+        return _end("interrupted", _EXIT_INTERRUPTED)
       except Exception as e:
         # Imports numpy, which --help does without.
         from bigtrain.checkpoints.manifest import CheckpointError

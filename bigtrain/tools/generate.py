@@ -5,9 +5,9 @@
   python -m bigtrain.tools.generate --model=models/SmolLM2-135M-Instruct \\
       --chat --prompt="Why is the sky blue?"
 
-The text is printed while it is generated. The config saved in the checkpoint
-defines the model. When the text reaches the model's context length, generation
-continues with the second half of the context.
+The text is printed while it is generated. The config in the checkpoint defines
+the model. When the text reaches the model's context length, generation goes on
+with the second half of the context.
 """
 
 import functools
@@ -49,7 +49,8 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search yields it at once. `main` describes the arguments.
+  A beam search yields all of it at its end. The arguments are those of the
+  command line; `given` are the options of sampling.
   """
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
@@ -88,15 +89,20 @@ def generate(
       variables, model, ids, max_new, ends, options
     )
   else:
-    obey = functools.partial(rules.apply, ends=jnp.asarray(ends, jnp.int32))
-    stream = _generate_ids(variables, model, ids, max_new, seed, sampling, obey)
-  num_yielded, new = 0, []
+    apply_rules = functools.partial(
+      rules.apply, ends=jnp.asarray(ends, jnp.int32)
+    )
+    stream = _sample(
+      variables, model, ids, max_new, seed, sampling, apply_rules
+    )
+  new: list[int] = []
+  num_yielded = 0  # Characters.
   for token in stream:
     if token in ends:
       break
     new.append(token)
     text = codec.decode(new)
-    # The next token may complete the last character.
+    # A character of several bytes can have several tokens: wait for the others.
     if not text.endswith("\N{REPLACEMENT CHARACTER}"):
       yield text[num_yielded:]
       num_yielded = len(text)
@@ -106,15 +112,24 @@ def generate(
 def _options(
   generation: Mapping[str, Any], num_beams: int, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], decoding.Rules]:
-  """Options of `decoding.choose`, and rules: as given, or as saved."""
-  options = dict(temperature=0.8, top_k=0, top_p=1.0)
-  options |= decoding.NO_RULES._asdict()
+  """Returns the options of `decoding.choose`, and the repetition rules.
+
+  Each option is the one that is given, else the one that is saved with the
+  model, else a default.
+  """
+  options = {
+    "temperature": 0.8,
+    "top_k": 0,
+    "top_p": 1.0,
+    **decoding.NO_RULES._asdict(),
+  }
   options |= {name: x for name, x in generation.items() if name in options}
   if num_beams > 1:
-    options["temperature"] = 0.0
+    options["temperature"] = 0.0  # A beam search does not sample.
   options |= {name: x for name, x in given.items() if x is not None}
-  names = ("temperature", "top_k", "top_p")
-  sampling: dict[str, Any] = {name: options.pop(name) for name in names}
+  sampling: dict[str, Any] = {
+    name: options.pop(name) for name in ("temperature", "top_k", "top_p")
+  }
   decoding.check_sampling(**sampling)
   decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
   rules = decoding.Rules(**options)  # type: ignore[arg-type]
@@ -125,6 +140,7 @@ def _options(
 def _prompt_ids(
   codec: tokenizers.Tokenizer, model: Any, prompt: str, bos: bool
 ) -> list[int]:
+  """Tokens of the prompt. An empty prompt needs the begin token."""
   if codec.vocab_size > model.vocab_size:
     raise ConfigError(
       f"--tokenizer: has {codec.vocab_size} tokens, more than the model's "
@@ -165,16 +181,22 @@ def _search(
   return [token for token in new_1N[0].tolist() if token >= 0]
 
 
-def _generate_ids(
+def _sample(
   variables: Variables,
   model: Any,
   ids: list[int],
   max_new: int,
   seed: int,
   options: dict[str, Any],
-  obey: Callable[..., jax.Array],
+  apply_rules: Callable[..., jax.Array],
 ) -> Iterator[int]:
-  size = len(ids) + max_new
+  """Yields tokens that follow `ids`.
+
+  `read` fills the cache with the text so far, and `write` adds a token. Legend:
+  a leading 1 is the batch of one text, L the length of the context, N of prompt
+  and new tokens.
+  """
+  size = len(ids) + max_new  # Of the cache.
   if model.max_len is not None:
     size = min(size, model.max_len)
   keys_1 = jax.random.key(seed)[None]
@@ -192,45 +214,145 @@ def _generate_ids(
 
   @functools.partial(jax.jit, donate_argnums=1)
   def write(
-    variables: Variables, cache: Any, text_1L: Any, position: Any, number: Any
+    variables: Variables, cache: Any, text_1N: Any, position: Any, number: Any
   ) -> Any:
+    """Returns new token `number`, and the cache with the token before it."""
     end = len(ids) + number
-    token = text_1L[0, end - 1]
+    token = text_1N[0, end - 1]
     logits, cache = language_modeling.step_fn(
       variables, model, cache, token[None], position
     )
-    logits = obey(logits, text_1L, end - 1, jnp.reshape(number, 1))
+    logits = apply_rules(logits, text_1N, end - 1, jnp.reshape(number, 1))
     return decoding.choose(logits, keys_1, number, **options)[0], cache
 
-  seen, cache, position = list(ids), None, 0
-  text_1L = np.zeros((1, len(ids) + max_new), np.int32)
-  text_1L[0, : len(ids)] = ids
+  text = list(ids)
+  text_1N = np.zeros((1, len(ids) + max_new), np.int32)  # For the rules.
+  text_1N[0, : len(ids)] = ids
+  cache = None
+  position = 0  # Number of tokens in the cache.
   for number in range(max_new):
     if cache is None or position == size:
-      # `read` leaves out the last token: `write` takes it as its input. New
+      # The cache is full: start again with the second half of the context.
+      # `read` leaves out the last token, which is the input of `write`. New
       # tokens overwrite the padding in the cache.
-      view = seen[-size // 2 :] if len(seen) >= size else seen
-      padded = np.zeros((1, size), np.int32)
-      padded[0, : len(view) - 1] = view[:-1]
-      position = len(view) - 1
-      cache = read(variables, padded, position)
-    token, cache = write(variables, cache, text_1L, position, number)
+      context = text[-size // 2 :] if len(text) >= size else text
+      padded_1L = np.zeros((1, size), np.int32)
+      padded_1L[0, : len(context) - 1] = context[:-1]
+      position = len(context) - 1
+      cache = read(variables, padded_1L, position)
+    token, cache = write(variables, cache, text_1N, position, number)
     position += 1
-    seen.append(int(token))
-    text_1L[0, len(seen) - 1] = seen[-1]
-    yield seen[-1]
+    text_1N[0, len(text)] = int(token)
+    text.append(int(token))
+    yield text[-1]
+
+
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("generate", __doc__, changes_config=False)
+  parser.add_argument(
+    "--workdir",
+    "--model",
+    dest="path",
+    required=True,
+    help="a workdir, one of its checkpoints, or a published model's folder",
+  )
+  parser.add_argument("--prompt", default="", help="text to continue")
+  parser.add_argument(
+    "--chat",
+    action="store_true",
+    help="send the prompt as a user's message, in the model's chat template",
+  )
+  parser.add_argument(
+    "--max_new",
+    type=int,
+    default=256,
+    help="largest number of new tokens (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--num_beams",
+    type=int,
+    default=1,
+    help="number of beams of a beam search, which prints its text at the end; "
+    "1 samples (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--length_penalty",
+    type=float,
+    default=0.0,
+    help="larger values favour longer texts in a beam search "
+    "(default: %(default)s)",
+  )
+  _add_sampling_arguments(parser)
+  parser.add_argument(
+    "--seed", type=int, default=0, help="random seed (default: %(default)s)"
+  )
+  parser.add_argument(
+    "--step",
+    type=int,
+    help="step of the workdir's checkpoint (default: the newest)",
+  )
+  parser.add_argument(
+    "--prefix",
+    default="params",
+    help="parameters to use: params or ema (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--tokenizer",
+    help="'bytes' or a path (default: the tokenizer of the run's data)",
+  )
+  parser.add_argument(
+    "--bos", action="store_true", help="start with the begin token"
+  )
+  return parser
+
+
+def _add_sampling_arguments(parser: arguments.Parser) -> None:
+  """Adds options without defaults: `_options` has those.
+
+  What a published model's folder or a run's config says comes before them.
+  """
+  parser.add_argument(
+    "--temperature",
+    type=float,
+    help="temperature of the distribution; 0 always picks the most likely "
+    "token (default: 0.8, or 0 in a beam search)",
+  )
+  parser.add_argument(
+    "--top_k",
+    type=int,
+    help="sample from the K most likely tokens; 0 for all (default: 0)",
+  )
+  parser.add_argument(
+    "--top_p",
+    type=float,
+    help="sample from the most likely tokens whose probabilities sum to P "
+    "(default: 1.0)",
+  )
+  parser.add_argument(
+    "--repetition_penalty",
+    type=float,
+    help="divide the logits of tokens that are already in the text by this "
+    "(default: 1.0)",
+  )
+  parser.add_argument(
+    "--no_repeat_ngram_size",
+    type=int,
+    help="never repeat a sequence of N tokens; 0 allows it (default: 0)",
+  )
+  parser.add_argument(
+    "--min_new", type=int, help="least number of new tokens (default: 0)"
+  )
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("generate", __doc__, changes_config=False)
-  args, _ = parser.parse(argv)
-  # The prompt is printed with the first piece: errors come before it.
-  shown = "" if args.chat else args.prompt
+  args, _ = _parser().parse(argv)
+  # The prompt is printed with the first piece, because errors come before it.
+  prefix = "" if args.chat else args.prompt
   for piece in generate(**vars(args)):
-    sys.stdout.write(shown + piece)
+    sys.stdout.write(prefix + piece)
     sys.stdout.flush()
-    shown = ""
+    prefix = ""
   print()
   return 0
 

@@ -5,9 +5,9 @@
   python -m bigtrain.tools.generate --model=models/smollm2 --chat \\
       --prompt="What is the capital of France?"
 
-Quantised arrays are computed by the package gguf. The file's metadata become
-config.json, tokenizer.json and the chat template. Files of the architecture
-llama are read, which are also Mistral's and SmolLM2's.
+Quantised arrays are dequantised by the package gguf. The file's metadata become
+config.json, tokenizer.json and the chat template. Only the architecture llama
+is read, which Mistral and SmolLM2 use too.
 
 Exit codes: 0; 2 for a wrong argument or without the package gguf.
 """
@@ -24,14 +24,43 @@ import ml_dtypes
 import numpy as np
 
 from bigtrain.checkpoints.foreign import safetensors_files
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice, import_package
 from bigtrain.files import paths
 from bigtrain.tools import arguments, exits
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-_TABLES = settings.read_table(__file__, "gguf.toml")
-_CONTROL = 3  # tokenizer.ggml.token_type of tokens that are no text.
+
+# {key of config.json: key of the metadata, after "llama."}
+_SIZES = {
+  "hidden_size": "embedding_length",
+  "intermediate_size": "feed_forward_length",
+  "num_hidden_layers": "block_count",
+  "num_attention_heads": "attention.head_count",
+  "num_key_value_heads": "attention.head_count_kv",
+  "max_position_embeddings": "context_length",
+}
+# {name of an array in GGUF: its name in transformers}, outside the layers and,
+# after "blk.N." and "model.layers.N.", within them.
+_OUTER_ARRAYS = {
+  "token_embd": "model.embed_tokens",
+  "output_norm": "model.norm",
+  "output": "lm_head",
+}
+_LAYER_ARRAYS = {
+  "attn_norm": "input_layernorm",
+  "attn_q": "self_attn.q_proj",
+  "attn_k": "self_attn.k_proj",
+  "attn_v": "self_attn.v_proj",
+  "attn_output": "self_attn.o_proj",
+  "ffn_norm": "post_attention_layernorm",
+  "ffn_gate": "mlp.gate_proj",
+  "ffn_up": "mlp.up_proj",
+  "ffn_down": "mlp.down_proj",
+}
+# {tokenizer.ggml.pre of a byte-level BPE: whether it splits digits first}
+_SPLITS_DIGITS = {"gpt-2": False, "smollm": True}
+# tokenizer.ggml.token_type of tokens that are not text, such as end tokens.
+_CONTROL = 3
 
 
 def convert(path: str, out: str, dtype: str = "float32") -> None:
@@ -45,28 +74,28 @@ def convert(path: str, out: str, dtype: str = "float32") -> None:
   except (OSError, ValueError) as e:
     raise ConfigError(f"{path}: not a GGUF file: {e}") from e
   metadata = {name: x.contents() for name, x in reader.fields.items()}
-  names = {_name(path, tensor.name): tensor for tensor in reader.tensors}
+  tensors = {_name(path, tensor.name): tensor for tensor in reader.tensors}
   config = _config(path, metadata) | {
-    "tie_word_embeddings": "lm_head.weight" not in names,
+    "tie_word_embeddings": "lm_head.weight" not in tensors,
     "dtype": dtype,
   }
-  heads = {
+  num_heads = {
     "q_proj": config["num_attention_heads"],
     "k_proj": config["num_key_value_heads"],
   }
 
   def arrays() -> Iterator[np.ndarray]:
-    for name, tensor in names.items():
+    for name, tensor in tensors.items():
       array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-      number = heads.get(name.split(".")[-2])
-      yield (_as_halves(array, number) if number else array).astype(
-        _DTYPES[dtype]
-      )
+      projection = name.split(".")[-2]
+      if projection in num_heads:
+        array = _as_halves(array, num_heads[projection])
+      yield array.astype(_DTYPES[dtype])
 
   # The library lists the sizes of the last axis first.
   specs = {
     name: (tuple(map(int, reversed(tensor.shape))), dtype)
-    for name, tensor in names.items()
+    for name, tensor in tensors.items()
   }
   os.makedirs(out, exist_ok=True)
   file = os.path.join(out, safetensors_files.MODEL)
@@ -78,25 +107,27 @@ def convert(path: str, out: str, dtype: str = "float32") -> None:
 
 
 def _name(path: str, name: str) -> str:
+  """Name of an array in transformers."""
   match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-  layer, part, kind = match.groups() if match else (None, name, "")
-  known = _TABLES["outside" if layer is None else "layer"]
-  if part not in known:
-    raise ConfigError(f"{path}: {name}: an array that is not known.")
+  layer, array, kind = match.groups() if match else (None, name, "")
+  names = _OUTER_ARRAYS if layer is None else _LAYER_ARRAYS
+  if array not in names:
+    raise ConfigError(f"{path}: {name}: an unknown array.")
   prefix = "" if layer is None else f"model.layers.{layer}."
-  return f"{prefix}{known[part]}.{kind}"
+  return f"{prefix}{names[array]}.{kind}"
 
 
 def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
   """Contents of config.json but for the head and the dtype."""
-  kind = metadata.get("general.architecture")
-  if kind != "llama":
-    raise ConfigError(f"{path}: architecture {kind!r}: expected 'llama'.")
+  architecture = metadata.get("general.architecture")
+  if architecture != "llama":
+    raise ConfigError(
+      f"{path}: architecture {architecture!r}: expected 'llama'."
+    )
   if metadata.get("llama.rope.scaling.type", "none") != "none":
-    raise ConfigError(f"{path}: scaled rotary embeddings are not read.")
+    raise ConfigError(f"{path}: scaled rotary embeddings are not supported.")
   try:
-    keys = _TABLES["sizes"].items()
-    sizes = {name: metadata[f"llama.{key}"] for name, key in keys}
+    sizes = {name: metadata[f"llama.{key}"] for name, key in _SIZES.items()}
     eps = metadata["llama.attention.layer_norm_rms_epsilon"]
   except KeyError as e:
     raise ConfigError(f"{path}: {e.args[0]}: missing.") from e
@@ -108,7 +139,8 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     **sizes,
     "head_dim": metadata.get("llama.attention.key_length", head_dim),
     "hidden_act": "silu",
-    # The file has float32, of which 1e-5 is the shortest spelling.
+    # The file has a float32, whose shortest decimal form is the number that
+    # was meant: 1e-5, not 9.999999747378752e-06.
     "rms_norm_eps": float(str(np.float32(eps))),
     "rope_theta": metadata.get("llama.rope.freq_base", 1e4),
     "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -117,60 +149,84 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
-  """Rows of features 2 i and 2 i + 1 of a head -> those of its two halves."""
+  """Reorders a projection's output features for our rotary embeddings.
+
+  llama.cpp rotates features 2 i and 2 i + 1 of a head together. transformers
+  and we rotate feature i of the first half with feature i of the second.
+  """
   pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
   return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def _tokenizer(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns {file: content}; {}, with a warning, for an unknown kind."""
 
   def get(name: str) -> Any:
     return metadata.get(f"tokenizer.ggml.{name}")
 
-  tokens, splits = get("tokens"), _TABLES["splits"].get(get("pre") or "gpt-2")
-  if get("model") != "gpt2" or splits is None:
+  splits_digits = _SPLITS_DIGITS.get(get("pre") or "gpt-2")
+  if get("model") != "gpt2" or splits_digits is None:
     logging.warning(
-      "%s: a tokenizer of the kind %r, %r is not read; put the model's "
+      "%s: a tokenizer of the kind %r, %r is not supported; put the model's "
       "tokenizer.json or tokenizer.model into the folder.",
       path,
       get("model"),
       get("pre"),
     )
     return {}
-  by = f"{path}: writing its tokenizer"
-  hf = import_package("tokenizers", by, "'bigtrain[text]'")
+  hf = import_package(
+    "tokenizers", f"{path}: writing its tokenizer", "'bigtrain[text]'"
+  )
+  tokens = get("tokens")
   merges = [tuple(merge.split(" ")) for merge in get("merges")]
   vocab = {token: i for i, token in enumerate(tokens)}
-  made = hf.Tokenizer(hf.models.BPE(vocab, merges))
-  before = [hf.pre_tokenizers.Digits(individual_digits=True)] * splits
-  before.append(hf.pre_tokenizers.ByteLevel(add_prefix_space=False))
-  made.pre_tokenizer = hf.pre_tokenizers.Sequence(before)
-  made.decoder = hf.decoders.ByteLevel()
-  special = [i for i, kind in enumerate(get("token_type")) if kind == _CONTROL]
-  made.add_special_tokens(
-    [hf.AddedToken(tokens[i], normalized=False, special=True) for i in special]
+  tokenizer = hf.Tokenizer(hf.models.BPE(vocab, merges))
+  pre_tokenizers = [hf.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+  if splits_digits:
+    digits = hf.pre_tokenizers.Digits(individual_digits=True)
+    pre_tokenizers.insert(0, digits)
+  tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence(pre_tokenizers)
+  tokenizer.decoder = hf.decoders.ByteLevel()
+  tokenizer.add_special_tokens(
+    [
+      hf.AddedToken(tokens[i], normalized=False, special=True)
+      for i, kind in enumerate(get("token_type"))
+      if kind == _CONTROL
+    ]
   )
-  kinds = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-  ids = {key: get(f"{kind}_token_id") for key, kind in kinds.items()}
-  named: dict[str, Any] = {
-    key: None if i is None else tokens[i] for key, i in ids.items()
+  special_ids = {
+    "bos_token": get("bos_token_id"),
+    "eos_token": get("eos_token_id"),
+    "pad_token": get("padding_token_id"),
   }
-  bos = named["bos_token"]
+  config: dict[str, Any] = {
+    key: None if i is None else tokens[i] for key, i in special_ids.items()
+  }
+  bos = config["bos_token"]
   if get("add_bos_token") and bos is not None:
-    made.post_processor = hf.processors.TemplateProcessing(
+    tokenizer.post_processor = hf.processors.TemplateProcessing(
       single=[bos, "$A"],
       pair=[bos, "$A", "$B:1"],
-      special_tokens=[(bos, ids["bos_token"])],
+      special_tokens=[(bos, special_ids["bos_token"])],
     )
   if template := metadata.get("tokenizer.chat_template"):
-    named["chat_template"] = template
-  content = json.loads(made.to_str())
-  return {"tokenizer.json": content, "tokenizer_config.json": named}
+    config["chat_template"] = template
+  return {
+    "tokenizer.json": json.loads(tokenizer.to_str()),
+    "tokenizer_config.json": config,
+  }
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("gguf", __doc__, changes_config=False)
+  parser = arguments.JaxParser("gguf", __doc__, changes_config=False)
+  parser.add_argument("path", help="a .gguf file")
+  parser.add_argument("out", help="a new folder")
+  parser.add_argument(
+    "--dtype",
+    default="float32",
+    help="dtype of the arrays (default: %(default)s)",
+  )
   args, _ = parser.parse(argv)
   convert(**vars(args))
   return 0

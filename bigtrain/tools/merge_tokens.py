@@ -3,10 +3,11 @@
   python -m bigtrain.tools.merge_tokens news/tokens books/tokens \\
       --output=corpus/tokens --min_tokens=64 --unique --shuffle=0
 
-Training needs none of it: a config mixes folders, and every epoch has an order
-of its own. It is for documents that should not be trained on, and for programs
-that read in sequence. All folders must have the same tokenizer. A document
-takes 24 bytes of memory, and with --unique about 100.
+Training does not need this: a config can mix folders, and each epoch has its
+own order. Use it to leave out documents that should not be trained on, or for
+other programs, which read in sequence. All folders must have the same
+tokenizer. The tool needs 24 bytes of memory for each document, and about 100
+with --unique.
 
 Exit codes: 0; 2 for wrong arguments or folders; 1 otherwise.
 """
@@ -26,8 +27,8 @@ from bigtrain.files import paths
 from bigtrain.text import tokenizers
 from bigtrain.tools import arguments, exits
 
-# Fields of a manifest in which all folders agree.
-_SAME = ("tokenizer", "eos_id", "bos_id", "dtype")
+# Fields of a manifest that all folders must share.
+_SHARED_FIELDS = ("tokenizer", "eos_id", "bos_id", "dtype")
 
 
 def merge(
@@ -43,12 +44,15 @@ def merge(
 ) -> dict[str, Any]:
   """Writes a folder of token files; returns its manifest.
 
+  Legend: N documents; a row of spans_N3 is (shard, start, end).
+
   Args:
-    min_tokens, max_tokens: limits of a document, begin and end included.
-    unique: whether of equal documents only the first is kept.
-    keep: dotted path of a function that says of a document's ids whether it
-      stays, such as "my_project.filters.is_english".
-    shuffle: seed of the order of documents; None keeps the order.
+    min_tokens, max_tokens: limits for the length of a document, with its begin
+      and end tokens.
+    unique: whether to keep only the first of equal documents.
+    keep: dotted path of a function that gets a document's ids and returns
+      whether to keep it, such as "my_project.filters.is_english".
+    shuffle: seed for the order of documents; None keeps the order.
     shard_tokens: a shard ends with the document that reaches this number.
   """
   options = dict(
@@ -65,7 +69,9 @@ def merge(
   output = paths.absolute(output)
   if os.path.isdir(output) and os.listdir(output):
     raise ConfigError(f"--output={output}: expected a new or empty folder.")
-  shards = [s for one in folders for s in token_files.open_shards(one, None)[0]]
+  shards: list[token_files.Shard] = []
+  for folder in folders:
+    shards += token_files.open_shards(folder, None)[0]
   spans_N3 = _spans(shards)
   wanted = _filter(shards, spans_N3, min_tokens, max_tokens, keep, unique)
   if not len(wanted):
@@ -73,23 +79,13 @@ def merge(
   num_bytes = sum(manifest["num_bytes"] for manifest in manifests)
   if len(wanted) < len(spans_N3):  # Manifests have the sum over all documents.
     decode = tokenizers.get(common["tokenizer"]["name"]).decode
-    rows = _rows(shards, spans_N3[wanted])
-    num_bytes = sum(len(decode(row).encode()) for row in rows)
+    num_bytes = sum(
+      len(decode(ids).encode()) for ids in _documents(shards, spans_N3[wanted])
+    )
   if shuffle is not None:
     wanted = np.random.default_rng(shuffle).permutation(wanted)
   os.makedirs(output, exist_ok=True)
-  ends = np.cumsum(spans_N3[wanted, 2] - spans_N3[wanted, 1])
-  cuts = np.searchsorted(ends, np.arange(shard_tokens, ends[-1], shard_tokens))
-  groups = np.split(wanted, np.unique(cuts + 1))
-  written = [
-    token_writer.write_documents(
-      output,
-      f"{i:05}",
-      _rows(shards, spans_N3[group]),
-      {"num_documents": len(group)},
-    )
-    for i, group in enumerate(g for g in groups if len(g))
-  ]
+  written = _write_shards(output, shards, spans_N3[wanted], shard_tokens)
   manifest = dict(
     format=token_files.FORMAT,
     version=token_files.FORMAT_VERSION,
@@ -97,7 +93,7 @@ def merge(
     options=options,
     sources=[dict(path=folder) for folder in folders],
     num_documents=len(wanted),
-    num_tokens=int(ends[-1]),
+    num_tokens=sum(shard["num_tokens"] for shard in written),
     num_bytes=num_bytes,
     num_empty=0,
     num_skipped=0,
@@ -108,13 +104,36 @@ def merge(
   return manifest
 
 
+def _write_shards(
+  output: str,
+  shards: Sequence[token_files.Shard],
+  spans_N3: np.ndarray,
+  shard_tokens: int,
+) -> list[dict[str, Any]]:
+  """Writes the documents in this order; returns a description of each shard."""
+  # A shard ends with the document that reaches a multiple of shard_tokens.
+  ends = np.cumsum(spans_N3[:, 2] - spans_N3[:, 1])
+  cuts = np.searchsorted(ends, np.arange(shard_tokens, ends[-1], shard_tokens))
+  written: list[dict[str, Any]] = []
+  for group_N3 in np.split(spans_N3, np.unique(cuts + 1)):
+    if len(group_N3):
+      counts = {"num_documents": len(group_N3)}
+      name = f"{len(written):05}"
+      ids = _documents(shards, group_N3)
+      written.append(token_writer.write_documents(output, name, ids, counts))
+  return written
+
+
 def _common(
   folders: Sequence[str], manifests: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """The fields of _SAME; the name of a tokenizer may differ, as paths do."""
+  """The fields that all folders share; an error if they do not.
+
+  The name of the tokenizer may differ, because it can be a path.
+  """
   first = manifests[0]
   for folder, manifest in zip(folders, manifests):
-    for name in _SAME:
+    for name in _SHARED_FIELDS:
       ours, theirs = first[name], manifest[name]
       if name == "tokenizer":
         ours, theirs = ours["fingerprint"], theirs["fingerprint"]
@@ -122,11 +141,11 @@ def _common(
         raise ConfigError(
           f"{folder}: has {name} {theirs!r}, and {folders[0]} has {ours!r}."
         )
-  return {name: first[name] for name in _SAME}
+  return {name: first[name] for name in _SHARED_FIELDS}
 
 
 def _spans(shards: Sequence[token_files.Shard]) -> np.ndarray:
-  """(shard, start, end) of every document, int64 [N, 3]."""
+  """Returns (shard, start, end) of every document, int64 [N, 3]."""
   result = []
   for i, shard in enumerate(shards):
     assert shard.ends is not None  # Folders of ours have them.
@@ -144,34 +163,83 @@ def _filter(
   keep: str,
   unique: bool,
 ) -> np.ndarray:
-  """Numbers of the documents that stay, ascending."""
+  """Numbers of the documents to keep, ascending."""
   sizes_N = spans_N3[:, 2] - spans_N3[:, 1]
-  stays_N = (sizes_N >= min_tokens) & (sizes_N <= (max_tokens or sizes_N.max()))
+  is_kept_N = sizes_N >= min_tokens
+  if max_tokens is not None:
+    is_kept_N &= sizes_N <= max_tokens
   if keep:
     function = find_attribute(keep, "--keep")
-    rows = _rows(shards, spans_N3[stays_N])
-    stays_N[stays_N] = [bool(function(row)) for row in rows]
-  wanted = np.flatnonzero(stays_N)
-  if unique:
-    rows = _rows(shards, spans_N3[wanted])
-    digests = [
-      hashlib.blake2b(r.tobytes(), digest_size=16).digest() for r in rows
+    is_kept_N[is_kept_N] = [
+      bool(function(ids)) for ids in _documents(shards, spans_N3[is_kept_N])
     ]
-    _, of_first = np.unique(np.asarray(digests, "V16"), return_index=True)
-    wanted = wanted[np.sort(of_first)]
-  return wanted
+  kept = np.flatnonzero(is_kept_N)
+  if unique:
+    digests = [
+      hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+      for ids in _documents(shards, spans_N3[kept])
+    ]
+    _, first = np.unique(np.asarray(digests, "V16"), return_index=True)
+    kept = kept[np.sort(first)]
+  return kept
 
 
-def _rows(
+def _documents(
   shards: Sequence[token_files.Shard], spans_N3: np.ndarray
 ) -> Iterator[np.ndarray]:
+  """Yields the ids of each document."""
   ids = [shard.map() for shard in shards]
   return (ids[i][start:end] for i, start, end in spans_N3)
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("merge_tokens", __doc__)
+  parser.add_argument(
+    "inputs", nargs="+", help="folders of bigtrain.tools.tokenize"
+  )
+  parser.add_argument(
+    "--output", required=True, help="new folder for the token files"
+  )
+  parser.add_argument(
+    "--min_tokens",
+    type=int,
+    default=1,
+    help="drop documents with fewer tokens, begin and end tokens included "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--max_tokens",
+    type=int,
+    help="drop documents with more tokens (default: keep all)",
+  )
+  parser.add_argument(
+    "--unique",
+    action="store_true",
+    help="keep only the first of equal documents",
+  )
+  parser.add_argument(
+    "--keep",
+    default="",
+    help="dotted path of a function that gets a document's ids and returns "
+    "whether to keep the document",
+  )
+  parser.add_argument(
+    "--shuffle",
+    type=int,
+    help="seed for the order of documents (default: the order of the inputs)",
+  )
+  parser.add_argument(
+    "--shard_tokens",
+    type=int,
+    default=1 << 27,
+    help="number of tokens after which a shard ends (default: %(default)s)",
+  )
+  return parser
+
+
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("merge_tokens", __doc__)
+  parser = _parser()
   args = vars(parser.parse_args(argv))
   for name in ("min_tokens", "max_tokens", "shard_tokens"):
     if args[name] is not None and args[name] < 1:

@@ -1,5 +1,6 @@
 """The best value of a metric, in a run and among runs."""
 
+import argparse
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,10 +8,26 @@ from typing import Any, NamedTuple
 
 from bigtrain.config.errors import check_choice
 
-# Endings of the metrics that compare runs unless one is named, best first.
+# Last parts of the metrics to compare runs by, unless the user names one.
 _PREFERRED = ("acc", "exact", "loss")
 # Metrics whose smaller values are better.
-_LESS = re.compile(r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes")
+_SMALLER_IS_BETTER = re.compile(
+  r"loss|perplexity|bits_|nll|error|_rate$|_norm$|secs|bytes"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds --metric and --mode, by which several tools compare runs."""
+  parser.add_argument(
+    "--metric",
+    help="metric to compare, such as val/acc (default: one of an evaluation)",
+  )
+  parser.add_argument(
+    "--mode",
+    choices=["max", "min"],
+    help="whether the largest or the smallest value is the best (default: min "
+    "for losses, errors, times and sizes, else max)",
+  )
 
 
 class Best(NamedTuple):
@@ -23,10 +40,10 @@ class Best(NamedTuple):
 def default_metric(names: Iterable[str]) -> str:
   """Returns the metric to compare: one of an evaluation, or the loss.
 
-  Test sets come last: a choice by their results would spoil them.
+  Test sets come last, because choosing a run by them would make them useless.
   """
-  evaluated = sorted(name for name in names if "/" in name)
-  evaluated.sort(key=lambda name: name.startswith("test"))
+  evaluated = [name for name in names if "/" in name]
+  evaluated.sort(key=lambda name: (name.startswith("test"), name))
   for ending in _PREFERRED:
     for name in evaluated:
       if name.rpartition("/")[2] == ending:
@@ -36,12 +53,15 @@ def default_metric(names: Iterable[str]) -> str:
 
 def mode_of(metric: str) -> str:
   """Returns "min" for losses, errors, times and sizes, else "max"."""
-  return "min" if _LESS.search(metric.rpartition("/")[2]) else "max"
+  return (
+    "min" if _SMALLER_IS_BETTER.search(metric.rpartition("/")[2]) else "max"
+  )
 
 
 def choose(
   names: Iterable[str], metric: str | None, mode: str | None
 ) -> tuple[str, str]:
+  """Returns the metric and the mode; checks a metric that is given."""
   names = sorted(set(names) - {"step"})
   if metric and names:
     check_choice("--metric", metric, names, "no run has")
@@ -50,19 +70,27 @@ def choose(
 
 
 def best(
-  rows: Iterable[Mapping[str, Any]], metric: str, mode: str
+  entries: Iterable[Mapping[str, Any]], metric: str, mode: str
 ) -> Best | None:
-  values = [
-    Best(row[metric], row["step"])
-    for row in rows
-    if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])
-  ]
+  """The best finite value in a run's log entries; the first among equals."""
+  values = []
+  for entry in entries:
+    value = entry.get(metric)
+    if isinstance(value, int | float) and math.isfinite(value):
+      values.append(Best(value, entry["step"]))
   if not values:
     return None
-  return (max if mode == "max" else min)(values, key=lambda b: b.value)
+  choose_from = max if mode == "max" else min
+  return choose_from(values, key=lambda best: best.value)
 
 
 def order(bests: Sequence[Best | None], mode: str) -> list[int]:
-  sign = -1 if mode == "max" else 1
-  keys = [(b is None, sign * b.value if b else 0.0) for b in bests]
-  return sorted(range(len(bests)), key=keys.__getitem__)
+  """Indices of runs, the best one first; runs without a value come last."""
+
+  def key(i: int) -> tuple[bool, float]:
+    best = bests[i]
+    if best is None:
+      return True, 0.0
+    return False, -best.value if mode == "max" else best.value
+
+  return sorted(range(len(bests)), key=key)

@@ -4,9 +4,13 @@
   python -m bigtrain.tools.runs runs/ --metric=val/loss --mode=min
 
 A line has the run's state, its step, the best value of a metric, the time since
-its last sign of life, its folder and its command. States: running; finished;
-stopped, before its last step; failed, with an error; lost: its process is gone
-without an end.
+its last sign of life, its folder and its command. The states are
+
+  running
+  finished
+  stopped   it ended before its last step, by a signal for instance
+  failed    it ended with an error
+  lost      its process disappeared without saying why
 """
 
 import itertools
@@ -26,23 +30,24 @@ from bigtrain.files import paths
 from bigtrain.reports import record, rows
 from bigtrain.tools import arguments, exits, ranking
 
-# Files that a run writes while it lives.
-_SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
+# Files that a run writes to while it is alive.
+_SIGNS_OF_LIFE = (rows.FILE_NAME, "run.json", lease.FILE)
 
 
 class Line(NamedTuple):
-  """A run."""
+  """What the table says about a run."""
 
   state: str
-  step: int  # The newest in its metrics.
-  progress: float  # Share that is done.
-  best: str  # Metric, value and step; "" without one.
+  step: int  # Newest step in its log.
+  progress: float  # Fraction of its steps that is done.
+  best: str  # Metric, value and step; "" if it has not logged the metric.
   alive: float  # Unix time of its last sign of life, in seconds.
   folder: str
   command: str
 
 
 def find(folder: str) -> Iterator[str]:
+  """Yields the workdirs below a folder."""
   for path, names, files in os.walk(folder):
     names.sort()
     if "run.json" in files and "config.json" in files:
@@ -53,31 +58,40 @@ def find(folder: str) -> Iterator[str]:
 def describe(
   workdir: str, metric: str | None = None, mode: str | None = None
 ) -> Line:
-  written = rows.read_rows(workdir)
-  newest = {name: value for row in written for name, value in row.items()}
+  entries = rows.read_rows(workdir)
+  newest = {name: value for entry in entries for name, value in entry.items()}
   info = record.read_json(os.path.join(workdir, "run.json")) or {}
   starts = info.get("starts") or [{}]
   command = shlex.join(starts[-1].get("command", []))
-  signs = [os.path.join(workdir, name) for name in _SIGNS]
-  alive = max(os.path.getmtime(path) for path in signs if os.path.exists(path))
+  signs = [os.path.join(workdir, name) for name in _SIGNS_OF_LIFE]
   metric = metric or ranking.default_metric(newest)
-  best = ranking.best(written, metric, mode or ranking.mode_of(metric))
+  best = ranking.best(entries, metric, mode or ranking.mode_of(metric))
   return Line(
-    state(workdir, newest, "error" in starts[-1]),
-    newest.get("step", 0),
-    float(newest.get("progress", 0.0)),
-    f"{metric} {best.value:.4g} @ {best.step}" if best else "",
-    alive,
-    workdir,
-    re.sub(r"^\S*bigtrain/main\.py", "python -m bigtrain.main", command),
+    state=state(workdir, newest, failed="error" in starts[-1]),
+    step=newest.get("step", 0),
+    progress=float(newest.get("progress", 0.0)),
+    best=f"{metric} {best.value:.4g} @ {best.step}" if best else "",
+    alive=max(os.path.getmtime(path) for path in signs if os.path.exists(path)),
+    folder=workdir,
+    command=re.sub(
+      r"^\S*bigtrain/main\.py", "python -m bigtrain.main", command
+    ),
   )
 
 
 def state(workdir: str, newest: Mapping[str, Any], failed: bool = False) -> str:
+  """The state of a run, see the head of this module.
+
+  Args:
+    newest: newest value of each metric.
+    failed: whether its newest start has recorded an error.
+  """
   holder = lease.read(workdir)
   if holder is not None:
     is_alive = holder.is_alive()
-    if is_alive is None:  # On another machine.
+    if (
+      is_alive is None
+    ):  # It is on another machine, whose processes are hidden.
       is_alive = holder.expires > time.time()
     return "running" if is_alive else "lost"
   if newest.get("progress", 0) >= 1 or _was_stopped(workdir):
@@ -86,6 +100,7 @@ def state(workdir: str, newest: Mapping[str, Any], failed: bool = False) -> str:
 
 
 def _was_stopped(workdir: str) -> bool:
+  """Whether a hook has ended the run early, and that counts as success."""
   try:
     newest = folders.newest(workdir)
     if newest is None:
@@ -113,12 +128,14 @@ def table(lines: Sequence[Line], now: float) -> str:
   return aligned(cells)
 
 
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-  widths = [max(map(len, column)) for column in zip(*cells)]
-  return "\n".join(
-    "  ".join(cell.ljust(n) for cell, n in zip(row, widths)).rstrip()
-    for row in cells
-  )
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+  """A text of lines of cells, in columns."""
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  texts = []
+  for line in lines:
+    cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+    texts.append("  ".join(cells).rstrip())
+  return "\n".join(texts)
 
 
 def _ago(secs: float) -> str:
@@ -130,7 +147,9 @@ def _ago(secs: float) -> str:
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("runs", __doc__)
+  parser = arguments.Parser("runs", __doc__)
+  parser.add_argument("folder", help="folder of runs, or a run")
+  ranking.add_arguments(parser)
   args = parser.parse_args(argv)
   folder = paths.absolute(args.folder)
   if not os.path.isdir(folder):
@@ -141,9 +160,9 @@ def main(argv: Sequence[str]) -> int:
       f"{args.folder}: contains no run: no folder with run.json and "
       "config.json."
     )
-  if args.metric:
-    written = itertools.chain(*map(rows.read_rows, workdirs))
-    names = {name for row in written for name in row}
+  if args.metric:  # An unknown one is an error.
+    entries = itertools.chain(*map(rows.read_rows, workdirs))
+    names = {name for entry in entries for name in entry}
     ranking.choose(names, args.metric, args.mode)
   lines = [describe(path, args.metric, args.mode) for path in workdirs]
   print(table(lines, time.time()))

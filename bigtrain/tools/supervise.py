@@ -5,12 +5,13 @@
 
 The command is started again after code 75 (preempted), code 1 (any failure but
 a mistake in the config) and death by a signal, after a wait that doubles with
-each failure. Any other code ends the supervisor, and so do several starts in a
-row without progress: a newer checkpoint or row.
+each failure. Any other code ends the supervisor. So do several starts in a row
+without progress; progress is a newer checkpoint or log entry.
 
-SIGTERM, SIGUSR1 and SIGINT are passed on and end the supervisor, too. SIGUSR2
-is passed on. If the supervisor is killed, the kernel sends SIGTERM to the
-command, which may be a launch script of several processes. Needs Linux.
+SIGTERM, SIGUSR1 and SIGINT are passed on to the command and also end the
+supervisor. SIGUSR2 is only passed on. If the supervisor is killed, the kernel
+sends SIGTERM to the command, which may be a launch script of several processes.
+This needs Linux.
 """
 
 import argparse
@@ -34,10 +35,11 @@ from bigtrain.tools import arguments, exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 _PASSED_ON = {*_ENDING, signal.SIGUSR2}
-_AWAITED = {*_PASSED_ON, signal.SIGCHLD}
+_AWAITED = {*_PASSED_ON, signal.SIGCHLD}  # SIGCHLD: the command has ended.
 
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
-_KILLED = 128  # A shell's code of a command that signal n killed is 128 + n.
+# A shell's exit code of a command that signal n has killed is 128 + n.
+_KILLED = 128
 
 
 def supervise(
@@ -45,12 +47,14 @@ def supervise(
 ) -> int:
   """Runs a command until it has finished, and returns the exit code.
 
-  Call this from a process without other threads: it blocks signals, to wait for
-  them and for the command at once. The options are of the command line.
+  Call this from a process without other threads: it blocks signals so that it
+  can wait for them and for the command at the same time. The options are those
+  of the command line.
   """
   unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
   newest = _newest_step(workdir)
-  failures = starts = 0
+  starts = 0
+  failures = 0  # Starts in a row without progress.
   while True:
     starts += 1
     began = time.monotonic()
@@ -65,7 +69,8 @@ def supervise(
     secs = time.monotonic() - began
     if told_to_end or not _may_start_again(code, options):
       return code
-    before, newest = newest, max(newest, _newest_step(workdir))
+    before = newest
+    newest = max(before, _newest_step(workdir))
     failures = 0 if newest > before else failures + 1
     ended = f"start {starts} ended with code {code} after {secs:.0f} s"
     if failures >= options.failures:
@@ -88,10 +93,10 @@ def supervise(
 def _start(
   command: Sequence[str], unblocked: Iterable[int]
 ) -> "subprocess.Popen[bytes]":
-  """Starts the command; it gets SIGTERM if this process dies.
+  """Starts the command, which gets SIGTERM if this process dies.
 
-  In the terminal's process group, Ctrl-C would reach it twice, and the second
-  signal ends it without a save.
+  It has its own process group. In the terminal's group, Ctrl-C would reach it
+  twice, and the second signal ends a run without a save.
   """
   libc = ctypes.CDLL(None, use_errno=True)
   own_pid = os.getpid()
@@ -99,21 +104,22 @@ def _start(
   def prepare() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != own_pid:  # It died before that call.
+    if os.getppid() != own_pid:  # The supervisor died before that call.
       os._exit(process.EXIT_ERROR)
 
   return subprocess.Popen(command, process_group=0, preexec_fn=prepare)
 
 
 def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
-  # Not reaped yet, so that its process group cannot belong to others.
+  # WNOWAIT: until it is reaped, nobody else can get the number of its process
+  # group, which `_reap` kills.
   how = os.WEXITED | os.WNOHANG | os.WNOWAIT
   return os.waitid(os.P_PID, child.pid, how) is not None
 
 
 def _reap(child: "subprocess.Popen[bytes]") -> int:
-  """Ends what is left of the command's process group; returns its code."""
-  with contextlib.suppress(ProcessLookupError):  # It has left its group.
+  """Kills what is left of the command's process group; returns its code."""
+  with contextlib.suppress(ProcessLookupError):  # The group is empty.
     os.killpg(child.pid, signal.SIGKILL)
   code = child.wait()
   return _KILLED - code if code < 0 else code
@@ -128,12 +134,13 @@ def _may_start_again(code: int, options: argparse.Namespace) -> bool:
 
 def _newest_step(workdir: str) -> int:
   try:
-    written = rows.read_rows(workdir)
-    newest = folders.newest(workdir) or 0
+    entries = rows.read_rows(workdir)
+    saved_step = folders.newest(workdir) or 0
   except (OSError, CheckpointError) as e:
     _print(f"progress is unknown: {e}")
     return 0
-  return max([newest, *(row["step"] for row in written[-1:])])
+  logged_step = entries[-1]["step"] if entries else 0
+  return max(saved_step, logged_step)
 
 
 def _sleep(secs: float) -> bool:
@@ -158,17 +165,51 @@ def _workdir_of(command: Sequence[str]) -> str:
       return word.partition("=")[2]
   raise ConfigError(
     f"{shlex.join(command)}: expected a command with --workdir=DIR, whose "
-    "checkpoints and rows show progress."
+    "checkpoints and log entries show progress."
   )
+
+
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser(
+    "supervise", __doc__, usage="%(prog)s [options] -- COMMAND ..."
+  )
+  parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+  parser.add_argument(
+    "--failures",
+    type=int,
+    default=5,
+    help="give up after this many starts in a row without progress "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--wait_secs",
+    type=float,
+    default=1.0,
+    help="wait before a new start; it doubles with each start without progress "
+    "(default: %(default)s)",
+  )
+  parser.add_argument(
+    "--most_wait_secs",
+    type=float,
+    default=300.0,
+    help="upper limit of the wait (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--when_preempted",
+    default="restart",
+    choices=["restart", "end"],
+    help="after exit code 75, start again, or end so that a scheduler can "
+    "requeue the job (default: %(default)s)",
+  )
+  return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  usage = "%(prog)s [options] -- COMMAND ..."
-  parser = arguments.Plain("supervise", __doc__, usage=usage)
-  parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
-  args = parser.parse_args(argv)
-  command = args.command[args.command[:1] == ["--"] :]
+  args = _parser().parse_args(argv)
+  command = args.command
+  if command[:1] == ["--"]:
+    command = command[1:]
   if not command:
     raise ConfigError("no command: expected -- python -m bigtrain.main ...")
   if not hasattr(ctypes.CDLL(None), "prctl"):

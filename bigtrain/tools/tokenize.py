@@ -3,15 +3,16 @@
   python -m bigtrain.tools.tokenize --tokenizer=tokenizer.json \\
       --output=corpus/tokens corpus/*.jsonl.zst
 
-Reads .txt (one document per file), .jsonl and .parquet (one field of each line
-or row), also as .gz and .zst, in one process per core. Writes shards and, last,
-manifest.json. After an interruption, the same command continues and ends with
-the same bytes.
+It reads .txt (one document per file), .jsonl and .parquet (one field of each
+line or row), also as .gz and .zst, in one process per core. It writes shards
+and, at the end, manifest.json. After an interruption, the same command
+continues, and the result has the same bytes.
 
 Exit codes: 0; 2 for a wrong argument, or a wrong document, whose file and line
 the message names; 1 otherwise.
 """
 
+import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -19,7 +20,6 @@ import fcntl
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -38,8 +38,9 @@ from bigtrain.files import paths
 from bigtrain.text import tokenizers
 from bigtrain.tools import arguments, exits
 
+# File with what determines the output, until there is a manifest.
 _PLAN = "plan.json"
-# Bytes at each end of a source that its fingerprint covers.
+# Number of bytes at each end of a source that its fingerprint covers.
 _SAMPLE_BYTES = 1 << 20
 
 
@@ -58,15 +59,16 @@ def tokenize(
 ) -> dict[str, Any]:
   """Writes a folder of token files, or completes an interrupted one.
 
-  Returns the manifest. A process makes one shard, of `shard_bytes` bytes of
-  input, at a time.
+  Returns the manifest. A process makes one shard at a time, from `shard_bytes`
+  bytes of input.
   """
   output = paths.absolute(output)
   plan, groups = _plan(inputs, tokenizer, key, format, eos, bos, shard_bytes)
   os.makedirs(output, exist_ok=True)
   with _locked(output):
-    if (finished := _start(output, plan)) is not None:
-      return finished
+    manifest = _start(output, plan)
+    if manifest is not None:
+      return manifest  # An earlier call has finished.
     recipe = token_writer.Recipe(
       tokenizer, plan["dtype"], plan["eos_id"], plan["bos_id"], skip_errors
     )
@@ -83,21 +85,22 @@ def _plan(
   bos: bool,
   shard_bytes: int,
 ) -> tuple[dict[str, Any], list[list[documents.Part]]]:
-  """(values that determine the output, parts of each shard)."""
+  """Returns (values that determine the output, parts of each shard)."""
   tokens = tokenizers.get(tokenizer)
-  ids = {"eos": (eos, tokens.eos_id), "bos": (bos, tokens.bos_id)}
-  for name, (wanted, id) in ids.items():
-    if wanted and id is None:
+  special = {"eos": (eos, tokens.eos_id), "bos": (bos, tokens.bos_id)}
+  for name, (is_wanted, id) in special.items():
+    if is_wanted and id is None:
       raise ConfigError(
         f"--{name}: the tokenizer {tokenizer!r} has no such token; give "
         f"--no-{name}."
       )
-  found = files.find(inputs, "inputs")
-  for file, count in collections.Counter(found).items():
+  sources = files.find(inputs, "inputs")
+  for file, count in collections.Counter(sources).items():
     if count > 1:
       raise ConfigError(f"{file}: given twice.")
-  all_parts = (documents.parts(file, format, shard_bytes) for file in found)
-  parts = list(itertools.chain.from_iterable(all_parts))
+  parts: list[documents.Part] = []
+  for file in sources:
+    parts += documents.parts(file, format, shard_bytes)
   plan = dict(
     format=token_files.FORMAT,
     version=token_files.FORMAT_VERSION,
@@ -110,13 +113,13 @@ def _plan(
     bos_id=tokens.bos_id if bos else None,
     dtype="uint16" if tokens.vocab_size <= 1 << 16 else "uint32",
     options=dict(key=key, format=format, shard_bytes=shard_bytes),
-    sources=[_fingerprint(file) for file in found],
+    sources=[_fingerprint(file) for file in sources],
   )
   return plan, documents.grouped(parts, shard_bytes)
 
 
 def _fingerprint(path: str) -> dict[str, Any]:
-  """Describes a file of any size by its ends."""
+  """Describes a file by its size and its ends, which is fast for any size."""
   size = os.path.getsize(path)
   digest = hashlib.sha256(str(size).encode())
   with open(path, "rb") as f:
@@ -143,6 +146,10 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
+  """Prepares the folder; returns the manifest if it is complete.
+
+  A folder that was started with another plan is an error.
+  """
   for path in glob.glob(os.path.join(glob.escape(folder), "*.tmp")):
     os.remove(path)  # From a killed process.
   names, _ = files.split_hidden(os.listdir(folder))
@@ -152,7 +159,7 @@ def _start(folder: str, plan: dict[str, Any]) -> dict[str, Any] | None:
     with open(os.path.join(folder, name), encoding="utf-8") as f:
       before = json.load(f)
     for field, value in plan.items():
-      # JSON turns tuples into lists.
+      # As JSON, which has lists in place of tuples.
       if before.get(field) != json.loads(json.dumps(value)):
         raise ConfigError(
           f"--output={folder}: was started with another {field!r}: "
@@ -184,37 +191,44 @@ def _write(
   key: str,
   processes: int,
 ) -> list[dict[str, Any]]:
+  """Writes the shards that are missing; returns the description of each."""
   names = [f"{i:05}" for i in range(len(groups))]
-  finished = (token_writer.finished_shard(folder, name) for name in names)
-  counts = {name: shard for name, shard in zip(names, finished) if shard}
-  todo = [(n, g) for n, g in zip(names, groups) if n not in counts]
-  start_secs, num_tokens = time.monotonic(), 0
+  finished: dict[str, dict[str, Any]] = {}
+  todo = []
+  for name, group in zip(names, groups):
+    if shard := token_writer.finished_shard(folder, name):
+      finished[name] = shard
+    else:
+      todo.append((name, group))
+  start_secs = time.monotonic()
+  num_tokens = 0
   work = functools.partial(_shard, folder, recipe, key)
   for shard in _in_processes(work, todo, processes):
-    counts[shard["name"]] = shard
+    finished[shard["name"]] = shard
     num_tokens += shard["num_tokens"]
     for message in shard["skipped"]:
       print(f"Skipped: {message}", file=sys.stderr)
-    _check_skipped(counts.values(), recipe.skip_errors)
+    _check_skipped(finished.values(), recipe.skip_errors)
     rate = num_tokens / (time.monotonic() - start_secs)
     print(
-      f"[{len(counts)}/{len(names)}] {shard['name']}: "
+      f"[{len(finished)}/{len(names)}] {shard['name']}: "
       f"{shard['num_documents']:,} documents, {shard['num_tokens']:,} tokens "
       f"({rate:,.0f} tokens/s)",
       file=sys.stderr,
       flush=True,
     )
-  _check_skipped(counts.values(), recipe.skip_errors)
-  return [counts[name] for name in names]
+  # Again, for the shards of an earlier call.
+  _check_skipped(finished.values(), recipe.skip_errors)
+  return [finished[name] for name in names]
 
 
-def _check_skipped(shards: Iterable[dict[str, Any]], most: int) -> None:
-  skipping = [shard for shard in shards if shard["num_skipped"]]
-  count = sum(shard["num_skipped"] for shard in skipping)
-  if count > most:
+def _check_skipped(shards: Iterable[dict[str, Any]], limit: int) -> None:
+  incomplete = [shard for shard in shards if shard["num_skipped"]]
+  count = sum(shard["num_skipped"] for shard in incomplete)
+  if count > limit:
     raise DataError(
-      f"{count} documents cannot be used, more than --skip_errors={most}, "
-      f"such as: {skipping[-1]['skipped'][-1]}"
+      f"{count} documents cannot be used, more than --skip_errors={limit}, "
+      f"such as: {incomplete[-1]['skipped'][-1]}"
     )
 
 
@@ -230,12 +244,13 @@ def _shard(
 
 
 def _in_processes(work: Any, items: Sequence[Any], count: int) -> Iterator[Any]:
+  """Yields `work(item)` of each, in the order in which they finish."""
   if count == 1 or len(items) < 2:
     yield from map(work, items)
     return
   pool = concurrent.futures.ProcessPoolExecutor(
     min(count, len(items)),
-    # A fork would copy locks that other threads hold.
+    # A fork could copy locks that other threads hold.
     mp_context=multiprocessing.get_context("spawn"),
     initializer=_follow_parent,
   )
@@ -268,6 +283,7 @@ def _follow_parent() -> None:
 def _finish(
   folder: str, plan: dict[str, Any], shards: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
+  """Writes the manifest, which makes the folder a complete one."""
   manifest: dict[str, Any] = dict(plan)
   for what in ("documents", "tokens", "bytes", "empty", "skipped"):
     manifest[f"num_{what}"] = sum(shard[f"num_{what}"] for shard in shards)
@@ -282,6 +298,7 @@ def _finish(
 
 
 def _clean(folder: str) -> None:
+  """Removes the files that only an unfinished folder needs."""
   manifest = token_files.read_manifest(folder)
   keep = {token_files.MANIFEST}
   for shard in manifest["shards"]:
@@ -292,13 +309,70 @@ def _clean(folder: str) -> None:
       os.remove(os.path.join(folder, name))
 
 
+def _parser() -> arguments.Parser:
+  parser = arguments.Parser("tokenize", __doc__)
+  parser.add_argument(
+    "inputs",
+    nargs="+",
+    help="files and glob patterns: .txt, .jsonl, .parquet, also .gz and .zst",
+  )
+  parser.add_argument(
+    "--tokenizer",
+    required=True,
+    help="'bytes', or the path of a tokenizer's file or folder",
+  )
+  parser.add_argument(
+    "--output",
+    required=True,
+    help="folder for the token files: a new one, or one to continue",
+  )
+  parser.add_argument(
+    "--key",
+    default="text",
+    help="field with the text in .jsonl and .parquet (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--format",
+    default="auto",
+    choices=("auto", *documents.FORMATS),
+    help="format of the inputs; auto goes by the name (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--eos",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="end each document with the end token (default: --eos)",
+  )
+  parser.add_argument(
+    "--bos",
+    action=argparse.BooleanOptionalAction,
+    default=False,
+    help="start each document with the begin token (default: --no-bos)",
+  )
+  parser.add_argument(
+    "--skip_errors",
+    type=int,
+    default=0,
+    help="largest number of unusable documents to skip (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--shard_mb",
+    type=int,
+    default=256,
+    help="MiB of input per shard (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--processes",
+    type=int,
+    default=process.num_cores(),
+    help="number of processes (default: one per core, %(default)s)",
+  )
+  return parser
+
+
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  more: dict[str, dict[str, Any]] = {
-    "format": {"choices": ("auto", *documents.FORMATS)},
-    "processes": {"default": process.num_cores()},
-  }
-  parser = arguments.Plain("tokenize", __doc__, more)
+  parser = _parser()
   args = vars(parser.parse_args(argv))
   args["shard_bytes"] = args.pop("shard_mb") << 20
   for name in ("shard_bytes", "processes"):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import traverse_util
-from support import cases
+from support import cases, rounding
 
 from bigtrain import sharding
 from bigtrain.checkpoints import warm_start
@@ -17,6 +17,8 @@ from bigtrain.losses import token_losses
 from bigtrain.models import decoder
 from bigtrain.models.layers import lora
 from bigtrain.objective import trained_adapters
+
+pytestmark = pytest.mark.golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "peft"
 CASES = cases.quick(["lora", "rslora", "dora", "gpt2"], "lora", "dora", "gpt2")
@@ -68,15 +70,8 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
   config, variables = opened(name, scan)
   expected = reference(name)
   tokens = expected["tokens"]
-  logits = logits_of(config, variables, tokens)
-  scale = np.abs(expected["logits"]).max()
-  # GPT-2's own logits differ by as much.
-  atol = 4e-6 if name == "gpt2" else 1e-6
-  np.testing.assert_allclose(
-    logits / scale, expected["logits"] / scale, atol=atol
-  )
 
-  def loss_fn(params):
+  def loss_fn(params, variables):
     losses = token_losses.model_losses(
       {**variables, "params": params},
       {"tokens": tokens[:, :-1]},
@@ -87,34 +82,40 @@ def test_logits_and_gradients_are_those_of_peft(name, scan):
     total, weight = losses.metrics["loss"]
     return total / weight
 
-  loss, grads = jax.value_and_grad(loss_fn)(variables["params"])
-  np.testing.assert_allclose(loss, expected["loss"], rtol=1e-6)
-  if name == "gpt2":
-    return  # Its A is ours three times, and its B has other zeros.
-  flat = traverse_util.flatten_dict(grads, sep="/")
   published = _published(config, variables)
-  for module, (part,) in published.modules():
-    root = part.kernel.removesuffix("kernel")
-    if root + "lora_a" not in flat:
-      continue
-    if scan and module == "model.layers.1.self_attn.q_proj":
-      continue  # In a stack, its B has the ratio of its scale to layer 0's.
-    shape = published.shape(part.kernel)
-    of = f"grad/base_model.model.{module}."
-    a = expected[of + "lora_A.weight"]
-    b = expected[of + "lora_B.weight"]
-    got_a = flat[root + "lora_a"][part.stack].reshape(shape.rows, -1).T
-    got_b = flat[root + "lora_b"][part.stack].reshape(-1, shape.columns).T
-    for got, want in ((got_a, a), (got_b, b)):
-      size = np.abs(want).max()
-      np.testing.assert_allclose(
-        got[: len(want), : want.shape[1]] / size, want / size, atol=2e-6
-      )
-    if name == "dora":
-      want = expected[of + "lora_magnitude_vector.weight"].reshape(-1)
-      got = flat[root + "lora_magnitude"][part.stack].reshape(-1)
-      size = np.abs(want).max()
-      np.testing.assert_allclose(got / size, want / size, atol=2e-6)
+
+  def theirs(grads):
+    """Gradients by PEFT's names, in its shapes."""
+    flat, result = traverse_util.flatten_dict(grads, sep="/"), {}
+    if name == "gpt2":
+      return result  # Its A is ours three times, and its B has other zeros.
+    for module, (part,) in published.modules():
+      root = part.kernel.removesuffix("kernel")
+      if root + "lora_a" not in flat:
+        continue
+      if scan and module == "model.layers.1.self_attn.q_proj":
+        continue  # In a stack, its B has the ratio of its scale to layer 0's.
+      shape = published.shape(part.kernel)
+      of = f"grad/base_model.model.{module}."
+      a = flat[root + "lora_a"][part.stack].reshape(shape.rows, -1).T
+      b = flat[root + "lora_b"][part.stack].reshape(-1, shape.columns).T
+      for key, x in ((of + "lora_A.weight", a), (of + "lora_B.weight", b)):
+        rows, columns = expected[key].shape
+        result[key] = x[:rows, :columns]
+      if name == "dora":
+        magnitude = flat[root + "lora_magnitude"][part.stack]
+        result[of + "lora_magnitude_vector.weight"] = magnitude.reshape(-1)
+    return result
+
+  @jax.jit
+  def run(variables):
+    logits = logits_of(config, variables, tokens)
+    loss, grads = jax.value_and_grad(loss_fn)(variables["params"], variables)
+    return {"logits": logits, "loss": loss, **theirs(grads)}
+
+  names = ("logits", "loss", *theirs(variables["params"]))
+  wanted = {key: expected[key] for key in names}
+  rounding.assert_close(run, variables, wanted)
 
 
 def _published(config, variables):
@@ -158,14 +159,15 @@ def test_merged_is_unmerged(name):
   config, variables = opened(name)
   tokens = reference(name)["tokens"]
   want = logits_of(config, variables, tokens)
-  merged = traverse_util.unflatten_dict(
-    trained_adapters.merged(config, variables), sep="/"
-  )
   plain = trained_adapters.plain(config)
-  got = logits_of(plain, {"params": merged}, tokens)
-  scale = np.abs(want).max()
-  atol = 4e-6 if name == "gpt2" else 1e-6
-  np.testing.assert_allclose(got / scale, want / scale, atol=atol)
+
+  def of_merged(variables):
+    merged = traverse_util.unflatten_dict(
+      trained_adapters.merged(config, variables), sep="/"
+    )
+    return [logits_of(plain, {"params": merged}, tokens)]
+
+  rounding.assert_close(of_merged, variables, [want])
   off = logits_of(config, lora.reference(variables), tokens)
   base = logits_of(plain, {"params": variables["base"]}, tokens)
   np.testing.assert_array_equal(off, base)

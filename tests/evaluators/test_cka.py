@@ -12,6 +12,8 @@ from bigtrain.config.settings import Config
 from bigtrain.evaluation import evaluations
 from bigtrain.evaluators import cka
 
+pytestmark = pytest.mark.golden
+
 RNG = np.random.default_rng(0)
 N = 37
 X = RNG.normal(size=(N, 6)) + 3

@@ -9,6 +9,8 @@ from tiny import evaluating
 from bigtrain import sharding
 from bigtrain.evaluators import fid
 
+pytestmark = pytest.mark.golden
+
 RNG = np.random.default_rng(0)
 MIX = RNG.normal(size=(6, 6))
 X = (RNG.normal(size=(61, 6)) @ MIX + 1).astype(np.float32)

@@ -1,5 +1,7 @@
 """Votes of neighbours against scikit-learn."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from tiny import evaluating
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
+
+pytestmark = pytest.mark.golden
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}
@@ -21,7 +25,40 @@ def examples(n):
   return x.astype(np.float32), y
 
 
-TRAIN, TEST = examples(90), examples(61)
+TRAIN = examples(90)
+
+
+def clear(x, train_x):
+  """Which examples have neighbours and votes that rounding does not change.
+
+  It changes cosines by 2e-7, and votes by as much divided by the temperature.
+  """
+  unit = lambda a: a / np.linalg.norm(a, axis=1, keepdims=True)
+  cosines = unit(x.astype(np.float64)) @ unit(train_x.astype(np.float64)).T
+  result = np.ones(len(x), bool)
+  for k, temperature in itertools.product((1, 5, 40), (0.07, 1.0)):
+    nearest = np.argsort(-cosines, axis=1)[:, : k + 1]
+    near = np.take_along_axis(cosines, nearest, 1)
+    result &= near[:, k - 1] - near[:, k] > 1e-5
+    weights = np.exp((near[:, :k] - 1) / temperature)
+    votes = weights[..., None] * np.eye(C)[TRAIN[1][nearest[:, :k]]]
+    votes = -np.sort(-votes.sum(1) / weights.sum(1, keepdims=True))
+    for top in (1, 3):
+      apart = votes[:, top - 1] - votes[:, top] > 1e-4
+      result &= apart | (votes[:, top] == 0)
+  return result
+
+
+def clear_examples(n):
+  """Examples that are clear by all of their features, and by the first two."""
+  x, y = examples(2 * n)
+  chosen = clear(x, TRAIN[0]) & clear(x[:, :2], TRAIN[0][:, :2])
+  x, y = x[chosen][:n], y[chosen][:n]
+  assert len(y) == n
+  return x, y
+
+
+TEST = clear_examples(61)
 
 
 def arrays(x, y):

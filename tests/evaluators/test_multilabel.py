@@ -11,6 +11,8 @@ from bigtrain.arrays.types import ClassCount
 from bigtrain.config.errors import ConfigError
 from bigtrain.evaluators import multilabel
 
+pytestmark = pytest.mark.golden
+
 
 @pytest.fixture(scope="module")
 def sklearn():

@@ -44,7 +44,9 @@ def test_results_are_exact_for_any_windows(batch_size, length, tmp_path):
       "bits_per_byte": loss / math.log(2),
       "accuracy": 0.5,
     },
-    rel=1e-6,
+    # Sums of 2,400 float32 numbers, which are off by about sqrt(2,400) * 6e-8;
+    # exp(loss) is off by `loss`, 3.5, times as much.
+    rel=1e-5,
   )
 
 

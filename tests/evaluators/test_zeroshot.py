@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import rounding
 from tensorflow_datasets.datasets.oxford_iiit_pet import (
   oxford_iiit_pet_dataset_builder,
 )
@@ -11,6 +12,8 @@ from tiny import evaluating
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.inputs import labels
+
+pytestmark = pytest.mark.golden
 
 RNG = np.random.default_rng(0)
 VARIABLES = {"scale": jnp.float32(1.0)}
@@ -76,6 +79,7 @@ def test_the_embeddings_of_the_prompts_are_averaged(tmp_path):
     top_k=(1, 3, 99),
   ).run(VARIABLES, 1)
   scores = PICTURES @ class_embeddings(NAMES, PROMPTS).T
+  assert all((rounding.leads(scores, k) > 1e-4).all() for k in (1, 3))
   best = np.argsort(-scores, axis=1)[LABELS >= 0]
   labels = LABELS[LABELS >= 0]
   assert results == {
@@ -136,7 +140,9 @@ def test_several_right_classes():
     data=arrays(image=PICTURES, label=several),
     class_names=NAMES,
   ).run(VARIABLES, 1)
-  best = (PICTURES @ class_embeddings(NAMES, ["{}"]).T).argmax(1)
+  scores = PICTURES @ class_embeddings(NAMES, ["{}"]).T
+  assert (rounding.leads(scores) > 1e-4).all()
+  best = scores.argmax(1)
   hits = several[np.arange(N), best][several.any(axis=1)]
   assert results["acc"] == pytest.approx(hits.mean())
 

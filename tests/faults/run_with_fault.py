@@ -142,7 +142,7 @@ def logger(problem):
   fake = types.ModuleType("wandb")
   fake.init, fake.api = init, types.SimpleNamespace(api_key="key")
   sys.modules["wandb"] = fake
-  writers._PATIENCE_SECS = 1.0  # In place of two minutes.
+  writers._MAX_CALL_SECS = 1.0  # In place of two minutes.
 
 
 def unprivileged():

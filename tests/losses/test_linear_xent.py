@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import cases
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
@@ -44,7 +45,9 @@ def value_and_grads(objective, args, **kw):
   return jax.jit(fn)(*args)
 
 
-@pytest.mark.parametrize("chunk", [None, 0, 1, 4, 5, 10, 64])
+@pytest.mark.parametrize(
+  "chunk", cases.quick([None, 0, 1, 4, 5, 10, 64], None, 1, 4)
+)
 def test_losses_and_gradients_for_any_chunk(chunk):
   kw = dict(label_smoothing=0.1, z_loss=1e-3)
   args = chunked_case()

@@ -1,5 +1,6 @@
 """Losses of preferences equal TRL's, with their gradients."""
 
+import functools
 import json
 import pathlib
 
@@ -10,11 +11,16 @@ import pytest
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import preferences
 
+pytestmark = pytest.mark.golden
+
 GOLDEN = json.loads(
   (pathlib.Path(__file__).parents[1] / "golden" / "trl.json").read_text()
 )
+# The file has ten decimals, of the inputs too.
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-8)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kind", preferences.KINDS)
 def test_losses_and_gradients_are_those_of_trl(kind):
   case = GOLDEN["cases"][kind]
@@ -22,7 +28,7 @@ def test_losses_and_gradients_are_those_of_trl(kind):
     kind, "config.loss", **{"sft": None, **case["options"]}
   )
   sums, tokens, reference = (
-    np.asarray(GOLDEN[name], np.float32)
+    np.asarray(GOLDEN[name], np.float64)
     for name in ("sums", "tokens", "reference")
   )
 
@@ -34,11 +40,11 @@ def test_losses_and_gradients_are_those_of_trl(kind):
     return loss_B.sum() / (sums.size if kind == "kto" else len(sums))
 
   loss, grad = jax.value_and_grad(mean)(sums)
-  np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
-  size = np.abs(case["grad"]).max()
-  np.testing.assert_allclose(grad / size, case["grad"] / size, atol=1e-6)
+  close(loss, case["loss"])
+  close(grad, case["grad"])
 
 
+@pytest.mark.usefixtures("float64")
 def test_label_smoothing_of_dpo_by_its_definition():
   sums = np.asarray(GOLDEN["sums"])
   reference = np.asarray(GOLDEN["reference"])
@@ -48,16 +54,17 @@ def test_label_smoothing_of_dpo_by_its_definition():
   d = 0.3 * (ratio[:, 0] - ratio[:, 1])
   want = 0.8 * np.log1p(np.exp(-d)) + 0.2 * np.log1p(np.exp(d))
   got = preferences.losses("sigmoid", pairs, options)
-  np.testing.assert_allclose(got, want, rtol=1e-5)
+  close(got, want)
 
 
+@pytest.mark.usefixtures("float64")
 def test_the_loss_of_rewards_is_that_of_trl():
   case = GOLDEN["reward"]
-  rewards, margin = np.float32(case["rewards"]), np.float32(case["margin"])
+  rewards, margin = np.float64(case["rewards"]), np.float64(case["margin"])
   mean = lambda x: preferences.reward_losses(x, margin, 0.02).mean()
   loss, grad = jax.value_and_grad(mean)(rewards)
-  np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
-  np.testing.assert_allclose(grad, case["grad"], atol=1e-6)
+  close(loss, case["loss"])
+  close(grad, case["grad"])
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import make_cappa, make_vit
+from support import rounding
 
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import cappa
+
+pytestmark = pytest.mark.golden
 
 SIZES = make_cappa.SIZES
 V, L = SIZES["vocab"], make_cappa.TEXT_LEN
@@ -91,21 +94,21 @@ def test_matches_numpy(golden, case, name, scan):
   variables, image, text, masked = case(name, model)
   expected = golden[2]
 
+  @jax.jit
   def run(variables):
-    in_order = model.apply(variables, image, text)[0]
+    logits = {"logits": model.apply(variables, image, text)[0]}
     if not model.mask_token:
-      return in_order, in_order
+      return logits
     parallel = jnp.array(make_cappa.PARALLEL)
     mixed = model.apply(
       variables, image, text, parallel_B=parallel, masked_BL=masked
     )
-    return in_order, mixed[0]
+    return logits | {"mixed": mixed[0]}
 
-  logits, mixed = jax.jit(run)(variables)
-  assert logits.dtype == jnp.float32
-  np.testing.assert_allclose(logits, expected[f"{name}/logits"], atol=2e-4)
-  if model.mask_token:
-    np.testing.assert_allclose(mixed, expected[f"{name}/mixed"], atol=2e-4)
+  assert jax.eval_shape(run, variables)["logits"].dtype == jnp.float32
+  kinds = ("logits", "mixed")[: 1 + model.mask_token]
+  expected = {kind: expected[f"{name}/{kind}"] for kind in kinds}
+  rounding.assert_close(run, variables, expected)
 
 
 @pytest.mark.parametrize(

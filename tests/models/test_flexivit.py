@@ -7,13 +7,16 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from support import rounding
 
 from bigtrain import main, metrics, sharding
 from bigtrain.arrays import trees
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import vit
-from bigtrain.objective import building, gradients
+from bigtrain.objective import gradients, model_variants
+
+pytestmark = pytest.mark.golden
 
 _PATH = pathlib.Path(__file__).parents[1] / "golden" / "make_flexivit.py"
 _SPEC = importlib.util.spec_from_file_location("make_flexivit", _PATH)
@@ -34,14 +37,17 @@ def test_kernels_and_logits_equal_big_vision(seqhw):
   spec = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
   shapes = {name: p.shape for name, p in trees.flatten_with_names(spec)}
   image, params = golden.inputs(shapes)
-  logits, _ = jax.jit(model.apply)({"params": trees.from_flat(params)}, image)
-  kernel = vit._resized_kernel(params["embedding/kernel"], (60 // seqhw,) * 2)
-  with np.load(golden.GOLDEN / "flexivit.npz") as expected:
-    close = dict(rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(
-      kernel[..., 0], expected[f"kernel/{seqhw}"], **close
-    )
-    np.testing.assert_allclose(logits, expected[f"logits/{seqhw}"], **close)
+
+  @jax.jit
+  def run(params):
+    logits, _ = model.apply({"params": trees.from_flat(params)}, image)
+    size = (60 // seqhw,) * 2
+    kernel = vit._resized_kernel(params["embedding/kernel"], size)
+    return {"kernel": kernel[..., 0], "logits": logits}
+
+  with np.load(golden.GOLDEN / "flexivit.npz") as file:
+    expected = {name: file[f"{name}/{seqhw}"] for name in ("kernel", "logits")}
+  rounding.assert_close(run, params, expected)
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_draws_follow_the_weights(weights):
     dict(flexi=dict(seqhw=values), input=dict(batch_size=8))
   )
   model = vit.Model(5, seqhw=2, posemb_grid=3, **golden.SIZES)
-  variants = building.variants(config, model)
+  variants = model_variants.from_config(config, model)
 
   def loss_of(seqhw):
     return lambda variables, batch, rng: (

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import rounding
 
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import resnet
+
+pytestmark = pytest.mark.golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = dict(num_classes=3, depth=26, width=1 / 32)
@@ -95,20 +98,23 @@ def test_matches_numpy(golden, version, num_devices):
 
   mesh = Mesh(np.array(jax.devices()[:num_devices]), "fsdp")
   image = jax.device_put(image, NamedSharding(mesh, PartitionSpec("fsdp")))
-  step = jax.jit(run, static_argnums=0)
-  eval_logits, logits, _, stats = step(model, variables, image)
-  actual = {
-    f"v{version}/eval/logits": eval_logits,
-    f"v{version}/train/logits": logits,
-  }
-  for name, value in trees.flatten_with_names(stats):
-    actual[f"v{version}/train/batch_stats/{name}"] = value
-  expected = {n: v for n, v in stored.items() if n.startswith(f"v{version}/")}
+
+  prefix = f"v{version}/"
+  expected = {n: v for n, v in stored.items() if n.startswith(prefix)}
   assert len(expected) == 6
-  for name, value in expected.items():
-    np.testing.assert_allclose(
-      actual[name], value, rtol=1e-3, atol=1e-4, err_msg=name
-    )
+
+  @jax.jit
+  def outputs(variables):
+    eval_logits, logits, _, stats = run(model, variables, image)
+    actual = {
+      f"{prefix}eval/logits": eval_logits,
+      f"{prefix}train/logits": logits,
+    }
+    for name, value in trees.flatten_with_names(stats):
+      actual[f"{prefix}train/batch_stats/{name}"] = value
+    return {name: actual[name] for name in expected}
+
+  rounding.assert_close(outputs, variables, expected)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import rounding
 
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
@@ -16,6 +17,8 @@ from bigtrain.models import two_towers, vit
 from bigtrain.models.layers import positions
 from bigtrain.models.published import blocks
 from bigtrain.tasks import classification, contrastive
+
+pytestmark = pytest.mark.golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = dict(patch_size=4, width=16, depth=2, num_heads=2)
@@ -136,12 +139,15 @@ def test_matches_numpy(golden, case, scan):
   assert {n: p.shape for n, p in flat.items()} == {
     n: p.shape for n, p in like.items()
   }
-  logits, out = apply_flat(model, flat, image)
-  assert out.keys() == {"encoded", "head_input", "pre_logits"}
-  for name, value in {"logits": logits, **out}.items():
-    np.testing.assert_allclose(
-      value, stored[f"{case}/{name}"], rtol=2e-5, atol=2e-5, err_msg=name
-    )
+
+  @jax.jit
+  def run(params):
+    logits, out = model.apply({"params": params}, image)
+    return {"logits": logits, **out}
+
+  names = ("logits", "encoded", "head_input", "pre_logits")
+  expected = {name: stored[f"{case}/{name}"] for name in names}
+  rounding.assert_close(run, trees.from_flat(flat), expected)
 
 
 def test_explicit_fields_override_the_variant():

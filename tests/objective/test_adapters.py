@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import traverse_util
+from support import rounding
 
 import bigtrain
 from bigtrain import main
@@ -171,7 +172,8 @@ def test_a_quantized_base_is_its_dequantized_one(base, kind, tmp_path):
   model.variables = dense
   got = model.run("logits", {"tokens": tokens})
   # Two programs, with rounding of their own.
-  np.testing.assert_allclose(got, want, rtol=0, atol=1e-7)
+  atol = rounding.ROUNDINGS * rounding.EPSILON * abs(want).max()
+  np.testing.assert_allclose(got, want, rtol=0, atol=atol)
   original = dict(np.load(base[0]))
   for name, x in flat(dense["base"]).items():
     scale = np.abs(original[name]).max()

@@ -11,7 +11,7 @@ from bigtrain.config import modules, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.modules import find_attribute, find_module
 from bigtrain.inputs.named_features import Features
-from bigtrain.objective import building
+from bigtrain.objective import building, model_variants
 
 # What a module of each kind must define.
 REQUIRED = {
@@ -146,4 +146,4 @@ def test_drawn_fields_of_a_model_are_not_flaxs():
   cfg = settings.Config({"flexi": {"x": {"values": [1, 2]}}})
   message = r"config\.flexi: unknown 'x'\. There are: features\.$"
   with pytest.raises(ConfigError, match=message):
-    building.variants(cfg, _Model(features=4))
+    model_variants.from_config(cfg, _Model(features=4))

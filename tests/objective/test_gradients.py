@@ -17,7 +17,7 @@ from bigtrain import main, metrics, sharding
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import cappa, resnet, vit
-from bigtrain.objective import gradients
+from bigtrain.objective import gradients, microbatching
 from bigtrain.tasks import captioning, classification
 
 
@@ -131,7 +131,7 @@ def test_splitting_needs_no_communication():
   mesh = sharding.make_mesh(2, 4)
   spec = jax.ShapeDtypeStruct((64, 5), "float32", sharding=sharding.batch(mesh))
   text = (
-    jax.jit(lambda x: gradients.split(x, 4, mesh))
+    jax.jit(lambda x: microbatching.split(x, 4, mesh))
     .lower(spec)
     .compile()
     .as_text()
@@ -142,9 +142,7 @@ def test_splitting_needs_no_communication():
 
 def test_microbatches_by_number_or_by_size():
   mesh = sharding.make_mesh()
-  read = lambda **keys: gradients.read_microbatches(
-    settings.Config(keys), 64, mesh
-  )
+  read = lambda **keys: microbatching.read(settings.Config(keys), 64, mesh)
   assert read() == 1
   assert read(microbatches=4) == 4
   assert read(microbatch_examples=16) == 4
@@ -273,11 +271,11 @@ def test_microbatches_and_devices_do_not_change_the_gradients_of_models(case):
 
 def test_a_number_of_microbatches_that_does_not_divide():
   mesh = sharding.make_mesh()
-  gradients.check_microbatches(64, 4, mesh)
+  microbatching.check(64, 4, mesh)
   with pytest.raises(ConfigError, match=r"batch of 64 on 8 .* nearest .* is 2"):
-    gradients.check_microbatches(64, 3, mesh)
+    microbatching.check(64, 3, mesh)
   with pytest.raises(ConfigError, match="at least 1, got 0"):
-    gradients.check_microbatches(64, 0, mesh)
+    microbatching.check(64, 0, mesh)
 
 
 def test_a_task_may_replace_the_gradients(tiny_config, tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ from optim.small_training import assert_close, make, train, tree
 from bigtrain.arrays import trees
 from bigtrain.optim import views
 
+pytestmark = pytest.mark.golden
+
 
 def golden():
   path = pathlib.Path(__file__).parents[1] / "golden" / "t5x_adafactor.py"

@@ -37,6 +37,7 @@ def golden():
   return module
 
 
+@pytest.mark.golden
 @pytest.mark.parametrize("arithmetic", ["float32", "stored"])
 @pytest.mark.parametrize("problem", golden().problems())
 def test_recipes_give_the_parameters_of_big_vision(problem, arithmetic):
@@ -469,11 +470,11 @@ def test_bfloat16_parameters_keep_their_dtype():
           (".*", dict(decay_type="constant")),
         ],
       ),
-      "config.schedule: 'prodigy' takes only one.",
+      "config.schedule: 'prodigy' supports only one.",
     ),
     (
       dict(optimizer=dict(name="prodigy"), lr_mults=[("head/.*", 2.0)]),
-      "config.lr_mults: 'prodigy' takes none.",
+      "config.lr_mults: 'prodigy' supports none.",
     ),
   ],
 )

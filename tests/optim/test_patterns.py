@@ -16,7 +16,7 @@ from bigtrain.config.errors import ConfigError
     ),
     (
       dict(lr_mults=[("body/.*", 2.0), ("body/dense/.*", 3.0)]),
-      "config.lr_mults[1]: 'body/dense/.*': earlier ones take every parameter",
+      "config.lr_mults[1]: 'body/dense/.*': earlier ones match every parameter",
     ),
     # Rules match whole names, as in config.sharding.
     (dict(lr_mults=[("head", 2.0)]), "config.lr_mults[0]: 'head': matches no"),

@@ -49,7 +49,7 @@ def test_throughput_excludes_warm_up_and_pauses():
     with c.account("data_wait"):
       clock.sleep(0.5)
     clock.sleep(1.5)
-  assert c.row(5) == pytest.approx(
+  assert c.figures(5) == pytest.approx(
     {
       "examples_seen": 160,
       "tokens_seen": 1600,
@@ -78,7 +78,7 @@ def test_throughput_excludes_warm_up_and_pauses():
   for _ in range(5):
     clock.sleep(2)
   c.ckpt_written(4.5)
-  row = c.row(10)
+  row = c.figures(10)
   assert row["step_secs"] == 2.0
   assert row["data_wait_fraction"] == 0.0
   assert row["ckpt_stall_secs"] == 1.0
@@ -88,7 +88,7 @@ def test_throughput_excludes_warm_up_and_pauses():
   assert row["account/eval_secs"] == 7.0
   assert "compile_secs" not in row
   clock.sleep(2)
-  row = c.row(11)
+  row = c.figures(11)
   assert "ckpt_stall_secs" not in row and "ckpt_write_secs" not in row
 
 
@@ -98,7 +98,7 @@ def test_rows_have_no_unknown_figures():
   clock.sleep(1)
   c.warm(1)
   clock.sleep(1)
-  row = c.row(2)
+  row = c.figures(2)
   assert row["progress"] == 0.2
   assert row["eta_secs"] == 4.0  # To last_step, not to total_steps.
   for name in row:
@@ -110,11 +110,11 @@ def test_without_warm_the_first_row_ends_the_warm_up():
   clock, c = make()
   c.start(0)
   clock.sleep(30)
-  row = c.row(1)
+  row = c.figures(1)
   assert "step_secs" not in row and "eta_secs" not in row
   assert row["compile_secs"] == 30.0
   clock.sleep(4)
-  assert c.row(3)["step_secs"] == 2.0
+  assert c.figures(3)["step_secs"] == 2.0
 
 
 def test_time_after_an_earlier_row_counts_for_the_next_row():
@@ -125,11 +125,11 @@ def test_time_after_an_earlier_row_counts_for_the_next_row():
   with c.account("eval"):
     clock.sleep(6)
   clock.sleep(1)
-  row = c.row(5, now=8.0)  # The step completed before the evaluation.
+  row = c.figures(5, now=8.0)  # The step completed before the evaluation.
   assert row["step_secs"] == 8 / 5
   assert "account/eval_secs" not in row
   clock.sleep(1)
-  row = c.row(7)
+  row = c.figures(7)
   assert row["step_secs"] == 2.0  # 2 s before, 2 s after the evaluation.
   assert row["account/eval_secs"] == 6.0
 
@@ -145,16 +145,16 @@ def test_a_row_ends_when_the_device_completes_the_step():
   (noting,) = [t for t in threading.enumerate() if "step 4" in t.name]
   noting.join()
   clock.sleep(3)  # The loop fetches the metrics late.
-  assert c.row(4)["step_secs"] == 2.0
+  assert c.figures(4)["step_secs"] == 2.0
   clock.sleep(1)
-  assert c.row(6)["step_secs"] == 2.0  # 3 s before the row, 1 s after it.
+  assert c.figures(6)["step_secs"] == 2.0  # 3 s before the row, 1 s after it.
 
   def fails():
     raise RuntimeError("the device is gone")
 
   c.completes(7, fails)
   with pytest.raises(RuntimeError, match="gone"):
-    c.row(7)
+    c.figures(7)
 
 
 def test_of_nested_accounts_the_inner_one_counts():
@@ -195,7 +195,7 @@ def test_a_restart_continues_the_accounts_and_counts_lost_time():
   sleep(6)
   first.warm(1)
   sleep(20)
-  first.row(11)
+  first.figures(11)
   state = json.loads(json.dumps(first.state()))
   sleep(15)  # Killed here, at 1045, and started again at 1100.
   wall.now = 1100.0
@@ -205,7 +205,7 @@ def test_a_restart_continues_the_accounts_and_counts_lost_time():
   sleep(5)
   second.warm(12)
   sleep(2)
-  row = second.row(13)
+  row = second.figures(13)
   assert row["compile_secs"] == 5.0  # Of this process only.
   assert row["restarts"] == 1
   accounts = second.accounts()
@@ -241,7 +241,7 @@ def test_the_summary_includes_time_after_the_last_row():
   c.start(0)
   c.warm(0)
   clock.sleep(1)
-  c.row(1)
+  c.figures(1)
   with c.account("save"):
     clock.sleep(2)
   with c.account("eval"):
@@ -276,7 +276,7 @@ def test_every_second_is_in_one_account(events):
       with c.account(name):
         clock.sleep(secs)
     elif name == "row":
-      rows.append((c.row(step), step, productive))
+      rows.append((c.figures(step), step, productive))
     elif name == "state":
       c.state()
     else:

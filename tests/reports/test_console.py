@@ -56,7 +56,7 @@ def test_other_processes_show_nothing(caplog):
     shown = console.Console(10, process_index=1, bar=True)
     shown.status("compiling")
     shown.step(1)
-    shown.row(ROW)
+    shown.entry(ROW)
     shown.evaluation_progress(1, 2)
     shown.close()
   assert not caplog.records
@@ -108,7 +108,9 @@ try:
   shown.status("compiling")
   time.sleep(0.6)
   shown.status("training")
-  shown.row(dict(step=50, loss=0.4312, examples_per_sec=8123.4, eta_secs=80.0))
+  shown.entry(
+    dict(step=50, loss=0.4312, examples_per_sec=8123.4, eta_secs=80.0)
+  )
   shown.step(60)
   logging.warning("a message in between")
   print("a print in between")
@@ -116,7 +118,7 @@ try:
   shown.status("evaluating val")
   shown.evaluation_progress(3, 40)
   time.sleep(0.6)
-  shown.row({"step": 60, "val/acc": 0.975})
+  shown.entry({"step": 60, "val/acc": 0.975})
   LAST
 finally:
   shown.close()
@@ -174,7 +176,7 @@ def test_no_bar_without_a_terminal():
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     shown = console.Console(200)
-    shown.row(dict(step=50, loss=0.5))
+    shown.entry(dict(step=50, loss=0.5))
     shown.close()
   """
   process = subprocess.run(
@@ -192,7 +194,7 @@ def test_plain_lines_if_the_bar_fails(monkeypatch, caplog):
   with caplog.at_level(logging.INFO):
     shown = console.Console(200, bar=True)
     shown.status("compiling")
-    shown.row(ROW)
+    shown.entry(ROW)
     shown.close()
   messages = [r.getMessage() for r in caplog.records]
   assert messages[0].startswith("No progress bar: ZeroDivisionError")
@@ -220,8 +222,8 @@ def test_a_notebook_shows_a_table_that_changes(monkeypatch, capsys):
   assert "compiling | 0/100 0%" in drawn[-1][1]
   for step in range(10, 101, 10):
     row = {"step": step, "loss": 1 / step, "a<b": 0.5, "lr": 0.1}
-    shown.row(row | {"examples_per_sec": 1000.0, "eta_secs": 5.0})
-  shown.row({"step": 100, "val/acc": 0.9})
+    shown.entry(row | {"examples_per_sec": 1000.0, "eta_secs": 5.0})
+  shown.entry({"step": 100, "val/acc": 0.9})
   assert capsys.readouterr().out == "step 100/100 (100.0%) val/acc 0.9\n"
   text, html = drawn[-1]
   assert "<td>a&lt;b</td>" in html and html.count("<tr>") == 9

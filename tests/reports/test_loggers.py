@@ -1,121 +1,193 @@
-"""TensorBoard, and the names in it."""
+"""Loggers: a user's metric writer, and the names of metrics in dashboards."""
 
-import errno
-import glob
-import io
 import logging
-import math
-import os
-import time
+import re
 
 import numpy as np
 import pytest
-from PIL import Image
-from support import written_runs
+import tiny
+from reports import clu_writer
 
-from bigtrain.reports import loggers, writers
+from bigtrain import main, metrics
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
+from bigtrain.reports import loggers, media, writers
 
-
-def events(workdir):
-  """Returns the events of all files of a run, in order."""
-  import tensorboardX.proto.event_pb2 as event_pb2
-
-  result = []
-  for path in sorted(glob.glob(f"{workdir}/tensorboard/*tfevents*")):
-    with open(path, "rb") as file:
-      content = file.read()
-    while content:
-      size = int.from_bytes(content[:8], "little")
-      result.append(event_pb2.Event.FromString(content[12 : 12 + size]))
-      content = content[16 + size :]
-  return result
+WRITER = "reports.clu_writer.Writer"
 
 
-def scalars(workdir):
-  """Returns (step, tag, value), and (step, None, None) of purges."""
-  result = []
-  for event in events(workdir):
-    if event.HasField("session_log"):
-      result.append((event.step, None, None))
-    for value in event.summary.value:
-      result.append((event.step, value.tag, value.simple_value))
-  return result
+@pytest.fixture
+def calls(monkeypatch):
+  monkeypatch.setattr(clu_writer, "calls", [])
+  return clu_writer.calls
 
 
-def write(workdir, *rows, **options):
-  writer = writers.Writers(str(workdir), **options)
-  for row in rows:
-    writer.write(row)
+def train(folder, **entries):
+  """Trains a tiny model with loggers; returns its folder as a string."""
+  tiny.write_data(folder)
+  changes = {
+    "loggers": entries,
+    "evals.own": dict(
+      type="reports.clu_writer", pred="logits", data={}, log_steps=3
+    ),
+  }
+  config = tiny.config(folder, changes)
+  config["evals"]["own"]["data"] = config["evals"]["val"]["data"]
+  main.train(config, str(folder / "run"))
+  return str(folder / "run")
+
+
+def test_a_users_clu_writer_gets_everything_of_a_run(tmp_path, calls):
+  workdir = train(tmp_path, mine=dict(type=WRITER, prefix="my/"))
+  assert {folder for folder, *_ in calls} == {workdir}
+  calls = [call for _, *call in calls]
+  # First the config and the table of parameters.
+  name, hparams = calls[0]
+  assert name == "write_hparams"
+  assert hparams["optimizer.name"] == "adam" and hparams["total_steps"] == 6
+  name, step, texts = calls[1]
+  assert (name, step) == ("write_texts", 0)
+  assert "    |" in texts["parameters"] or "    +" in texts["parameters"]
+  assert [name for name, *_ in calls][-2:] == ["flush", "close"]
+
+  scalars = {}
+  for name, *arguments in calls:
+    if name == "write_scalars":
+      step, values = arguments
+      scalars.setdefault(step, {}).update(values)
+  entries = {entry["step"]: entry for entry in writers.read_rows(workdir)}
+  assert set(scalars) == set(entries)
+  for step, entry in entries.items():
+    assert scalars[step].get("my/train/loss") == entry.get("loss")
+  assert scalars[3]["my/eval/val/acc"] == entries[3]["val/acc"]
+  assert scalars[6]["my/eval/own/number"] == 0.25
+
+  (images,) = [c[2] for c in calls if c[:2] == ["write_images", 3]]
+  assert images["eval/own/picture"].shape == (1, 2, 3, 1)
+  assert images["eval/own/picture"].dtype == np.uint8
+  assert (images["eval/own/picture"] == 7).all()
+  assert images["eval/own/picture"].media.caption == "a caption"
+  (texts,) = [c[2] for c in calls if c[:2] == ["write_texts", 3]]
+  assert texts == {
+    "eval/own/note": "**bold**",
+    "eval/own/table": "| a | b |\n|---|---|\n| 1 | x\\|y |",
+  }
+  (histograms,) = [c[2] for c in calls if c[:2] == ["write_histograms", 3]]
+  assert histograms["eval/own/sizes"][0].tolist() == [2, 0, 5]
+
+
+@pytest.mark.parametrize("problem", ["fails", "hangs"])
+def test_a_users_writer_ends_only_itself(
+  tmp_path, calls, monkeypatch, caplog, problem
+):
+  monkeypatch.setattr(writers, "_MAX_CALL_SECS", 0.5)
+  bad = {"type": WRITER, "logdir": "elsewhere", problem: "write_scalars"}
+  workdir = train(tmp_path, bad=bad, good=dict(type=WRITER))
+  steps = [entry["step"] for entry in writers.read_rows(workdir)]
+  assert steps == [1, 2, 3, 4, 6]
+  good = [call for folder, *call in calls if folder == workdir]
+  written = [c[1] for c in good if c[0] == "write_scalars"]
+  assert sorted({*written}) == steps
+  assert good[-1] == ["close"]
+  (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+  verb = "failed" if problem == "fails" else "hangs"
+  assert error.getMessage().startswith(f"bad {verb} and is off from now on;")
+
+
+def test_clus_own_writer_logs(tmp_path, caplog):
+  logging_writer = clu_writer.import_clu("logging_writer")
+  config = settings.Config(
+    dict(
+      tensorboard=False,
+      loggers=dict(
+        log=dict(
+          type=f"{logging_writer.__name__}.LoggingWriter", collection="c"
+        )
+      ),
+    )
+  )
+  entry = {
+    "step": 3,
+    "loss": 0.5,
+    "image": media.Image(np.zeros((2, 2, 3))),
+    "sizes": metrics.Histogram(np.array([1.0, 2.0]), 0.0, 2.0),
+  }
+  with caplog.at_level("INFO"):
+    writer = writers.Writers(str(tmp_path), loggers=loggers.from_config(config))
+    writer.write(*media.split(entry))
+    writer.close()
+  lines = [r.getMessage() for r in caplog.records]
+  assert "[3] collection=c train/loss=0.5" in lines
+  assert "[3] collection=c Got images: {'train/image': (1, 2, 2, 3)}." in lines
+  assert any("Histogram for 'train/sizes'" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+  "entry, message",
+  [
+    ("x", "config.loggers.mine: expected a dict with a type, got 'x'."),
+    ({}, "config.loggers.mine.type: expected the dotted path of a metric"),
+    (dict(type="Writer"), "expected package.module.name, got 'Writer'"),
+    (dict(type="no_such.Writer"), "cannot import 'no_such'"),
+    (
+      dict(type="reports.clu_writer.Wirter"),
+      "reports.clu_writer has no 'Wirter'. Did you mean 'Writer'?",
+    ),
+    (dict(type="reports.clu_writer.calls"), "is not a class but [].\n"),
+    (
+      dict(type=WRITER, prefx="a"),
+      "config.loggers.mine.prefx: unknown key. Did you mean 'prefix'?",
+    ),
+    (
+      dict(type="reports.clu_writer.ScalarsOnly"),
+      "config.loggers.mine.type: reports.clu_writer.ScalarsOnly has no "
+      "write_images, write_texts, write_histograms, write_hparams, close.",
+    ),
+    (
+      dict(type="reports.clu_writer.NotFinished"),
+      "has no close, flush, write_audios, write_histograms",
+    ),
+  ],
+)
+def test_mistakes_are_refused_before_the_run(calls, entry, message):
+  config = settings.Config({"loggers": {"mine": entry}})
+  with pytest.raises(ConfigError) as e:
+    loggers.from_config(config)
+  assert message in f"{e.value}\n" and "\n" not in str(e.value)
+
+
+def test_a_package_that_a_writer_needs_is_named(monkeypatch):
+  clu = dict(type="clu.metric_writers.LoggingWriter")
+  config = settings.Config({"loggers": {"clu": clu}})
+  monkeypatch.setitem(__import__("sys").modules, "tensorboard", None)
+  with pytest.raises(ConfigError) as e:
+    loggers.from_config(config)
+  assert re.fullmatch(
+    r"config\.loggers\.clu\.type: clu\.metric_writers\.LoggingWriter cannot be "
+    r"imported without tensorboard \(.*\); pip install tensorboard\.",
+    str(e.value),
+  )
+
+
+def test_the_result_of_a_function_is_checked_too(tmp_path, caplog):
+  made = dict(type="reports.clu_writer.make_scalars_only")
+  config = settings.Config({"tensorboard": False, "loggers": {"made": made}})
+  writer = writers.Writers(str(tmp_path), loggers=loggers.from_config(config))
+  writer.write({"step": 1})
   writer.close()
+  assert "made failed and is off" in caplog.text
+  assert "make_scalars_only has no write_images" in caplog.text
 
 
-def test_tensorboard_receives_every_number(tmp_path):
-  row = {"step": 5, "loss": 0.5, "n": 3, "note": "text", "val/acc": math.inf}
-  write(tmp_path, row, {"step": 5, "test/acc": 0.25})
-  assert scalars(tmp_path) == [
-    (0, None, None),
-    (5, "train/loss", 0.5),
-    (5, "train/n", 3.0),
-    (5, "val/acc", math.inf),
-    (5, "test/acc", 0.25),
+def test_which_loggers_a_config_has(monkeypatch):
+  monkeypatch.setattr(loggers.trackers, "check", lambda key, options: None)
+  names = lambda **config: [
+    logger.name for logger in loggers.from_config(settings.Config(config))
   ]
-  write(tmp_path, {"step": 6, "n": 1}, restored_step=5)
-  assert scalars(tmp_path)[-2:] == [(6, None, None), (6, "train/n", 1.0)]
-  assert len(glob.glob(f"{tmp_path}/tensorboard/*")) == 2
-
-
-def test_tensorboard_receives_every_kind_of_value(tmp_path):
-  written_runs.write_media(tmp_path, 5)
-  values = {
-    value.tag: (event.step, value)
-    for event in events(tmp_path)
-    for value in event.summary.value
-  }
-  numbers = {
-    t: v.simple_value for t, (_, v) in values.items() if v.simple_value
-  }
-  assert numbers == {
-    "train/loss": 0.5,
-    "speed/examples_per_sec": 3.0,
-    "memory/device_peak_bytes": 7.0,
-    "eval/val/acc": 0.25,
-  }
-  row = written_runs.media_row(5)
-  step, value = values["eval/val/picture"]
-  assert step == 5 and (value.image.height, value.image.width) == (2, 3)
-  with Image.open(io.BytesIO(value.image.encoded_image_string)) as image:
-    np.testing.assert_array_equal(image, row["val/picture"].pixels)
-  text = lambda tag: values[f"{tag}/text_summary"][1].tensor.string_val[0]
-  assert text("eval/val/note").decode() == row["val/note"].text
-  assert text("eval/val/texts").decode().splitlines() == [
-    "| number | text | references |",
-    "|---|---|---|",
-    r"| 0 | a\|b | x; y |",
-  ]
-  histogram = values["eval/val/sizes"][1].histo
-  assert list(histogram.bucket) == [1, 2, 5]
-  assert list(histogram.bucket_limit) == [1, 2, 3]
-  assert histogram.num == 8 and histogram.sum == 0.5 + 2 * 1.5 + 5 * 2.5
-  assert text("parameters") == b"    | kernel | 12 |\n"
-
-
-def test_tensorboard_has_the_config_as_hyperparameters(tmp_path):
-  from tensorboardX.proto import plugin_hparams_pb2
-
-  written_runs.write_media(tmp_path, 5)
-  (start,) = [
-    value.metadata.plugin_data.content
-    for event in events(tmp_path)
-    for value in event.summary.value
-    if value.tag == "_hparams_/session_start_info"
-  ]
-  data = plugin_hparams_pb2.HParamsPluginData.FromString(start)
-  given = data.session_start_info.hparams
-  assert {name: str(value).strip() for name, value in given.items()} == {
-    "lr": "number_value: 0.5",
-    "model.depth": "number_value: 3",
-    "evals.val.type": 'string_value: "mean"',
-  }
+  assert names() == names(wandb=None, mlflow=False) == ["TensorBoard"]
+  assert names(tensorboard=False, loggers=dict(a=None)) == []
+  found = names(mlflow=dict(experiment="e"), trackio={}, wandb=True)
+  assert found == ["TensorBoard", "W&B", "MLflow", "trackio"]
 
 
 @pytest.mark.parametrize(
@@ -138,39 +210,3 @@ def test_tensorboard_has_the_config_as_hyperparameters(tmp_path):
 )
 def test_groups(name, grouped):
   assert loggers.grouped(name, {"val"}) == grouped
-
-
-def test_tensorboard_is_flushed_while_the_run_waits(tmp_path, monkeypatch):
-  monkeypatch.setattr(writers, "_SYNC_SECS", 0.05)
-  writer = writers.Writers(str(tmp_path))
-  writer.write({"step": 5, "loss": 0.5})
-  deadline = time.monotonic() + 60
-  while (5, "train/loss", 0.5) not in scalars(tmp_path):
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-  writer.close()
-
-
-def test_tensorboard_without_its_folder_is_reported_once(tmp_path, caplog):
-  (tmp_path / "tensorboard").write_text("a file where a folder should be")
-  written = [{"step": s, "loss": 0.5} for s in range(5)]
-  write(tmp_path, *written)
-  assert writers.read_rows(str(tmp_path)) == written
-  (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-  assert "TensorBoard failed and is off" in error.getMessage()
-
-
-def test_tensorboard_on_a_full_disk_raises(tmp_path):
-  """A writer that blocks instead would be taken for one that hangs."""
-  logger = loggers.TensorBoard(loggers.Setup.read(str(tmp_path)), 0)
-  logger.write({"step": 0, "loss": 0.5}, {})
-  logger.flush()
-  file = logger._writer._py_recordio_writer._writer
-  full = os.open("/dev/full", os.O_WRONLY)
-  os.dup2(full, file.fileno())
-  os.close(full)
-  with pytest.raises(OSError) as e:
-    for step in range(1, 50):
-      logger.write({"step": step, "loss": 0.5}, {})
-      logger.flush()
-  assert e.value.errno == errno.ENOSPC

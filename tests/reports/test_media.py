@@ -56,7 +56,7 @@ def test_values_of_floats_are_clipped():
 def test_an_image_of_another_shape_fails_the_run(tmp_path):
   """As a full disk does: metrics.jsonl must not point to nothing."""
   row = {"step": 1, "val/x": media.Image(np.zeros((2, 2, 2)))}
-  writer = writers.Writers(str(tmp_path), tensorboard=False)
+  writer = writers.Writers(str(tmp_path))
   writer.write(*media.split(row))
   with pytest.raises(writers.WriteError, match=r"got shape \(2, 2, 2\)"):
     writer.close()

@@ -35,7 +35,7 @@ def strict(line):
 
 
 def make(workdir, **kwargs):
-  return writers.Writers(str(workdir), **{"tensorboard": False, **kwargs})
+  return writers.Writers(str(workdir), **kwargs)
 
 
 def write(workdir, *written, **kwargs):
@@ -176,7 +176,7 @@ def test_the_reader_reports_a_damaged_line(tmp_path, caplog):
 def test_a_kill_leaves_all_flushed_rows(tmp_path):
   code = f"""
     from bigtrain.reports import writers
-    w = writers.Writers({str(tmp_path)!r}, tensorboard=False)
+    w = writers.Writers({str(tmp_path)!r})
     for step in range(1, 10**9):
       w.write({{"step": step, "loss": 1 / step}})
       w.write({{"step": step, "val/acc": 1 / step}})

@@ -12,7 +12,7 @@ from support import written_runs
 
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
-from bigtrain.reports import writers
+from bigtrain.reports import loggers, writers
 
 
 class FakeWandb(types.ModuleType):
@@ -44,11 +44,13 @@ class FakeWandb(types.ModuleType):
     return run
 
 
-def write(workdir, *rows, **options):
-  options = {"tensorboard": False, **options}
-  writer = writers.Writers(str(workdir), **options)
-  for row in rows:
-    writer.write(row)
+def write(workdir, *entries, restored_step=None, **config):
+  config = settings.Config({"tensorboard": False, **config})
+  writer = writers.Writers(
+    str(workdir), restored_step, loggers=loggers.from_config(config)
+  )
+  for entry in entries:
+    writer.write(entry)
   writer.close()
 
 
@@ -82,16 +84,6 @@ def test_a_missing_library_is_refused_at_once(tmp_path, monkeypatch, name):
     write(tmp_path, **{name: {}})
 
 
-def test_options_of_the_config():
-  read = lambda **keys: writers.read_options(settings.Config(keys))
-  nothing = dict(tensorboard=True, wandb=None, mlflow=None, trackio=None)
-  assert read() == read(wandb=None, mlflow=False) == nothing
-  options = read(mlflow=dict(experiment="e"), trackio={}, wandb=True)
-  assert options == nothing | dict(
-    mlflow={"experiment": "e"}, trackio={}, wandb={}
-  )
-
-
 def errors(caplog):
   return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
 
@@ -103,8 +95,8 @@ def test_real_wandb_offline(tmp_path, monkeypatch, caplog):
   assert not errors(caplog)
   assert glob.glob(f"{tmp_path}/wandb/offline-run-*/*.wandb")
   shown = f"{tmp_path}/wandb/offline-run-*/files/media"
-  assert glob.glob(f"{shown}/images/eval/val/picture_0_*.png")
-  (table,) = glob.glob(f"{shown}/table/eval/val/texts_0_*.json")
+  assert glob.glob(f"{shown}/images/eval/val/picture_*_*.png")
+  (table,) = glob.glob(f"{shown}/table/eval/val/texts_*_*.json")
   with open(table) as file:
     assert json.load(file)["data"] == [[0, "a|b", "x; y"]]
 
@@ -148,6 +140,7 @@ def test_real_trackio(tmp_path, monkeypatch, caplog):
   from trackio import sqlite_storage
 
   rows = sqlite_storage.SQLiteStorage.get_logs(project, run.name)
-  rows = {row["step"]: row for row in rows}
-  assert [rows[step]["eval/val/acc"] for step in (5, 6)] == [0.25, 0.25]
-  assert rows[5]["eval/val/picture"]["caption"] == "two rows"
+  # The numbers and each kind of media are rows of their own.
+  values = {(row["step"], name): v for row in rows for name, v in row.items()}
+  assert [values[step, "eval/val/acc"] for step in (5, 6)] == [0.25, 0.25]
+  assert values[5, "eval/val/picture"]["caption"] == "two rows"

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support import cases
 
-from bigtrain.reports import writers
+from bigtrain.config import settings
+from bigtrain.reports import loggers, writers
 
 
 def lines(workdir):
@@ -22,13 +23,13 @@ def lines(workdir):
 
 
 def make(workdir, **kwargs):
-  return writers.Writers(str(workdir), **{"tensorboard": False, **kwargs})
+  return writers.Writers(str(workdir), **kwargs)
 
 
-def write(workdir, *written, **kwargs):
+def write(workdir, *entries, **kwargs):
   w = make(workdir, **kwargs)
-  for row in written:
-    w.write(row)
+  for entry in entries:
+    w.write(entry)
   w.close()
 
 
@@ -60,7 +61,8 @@ def test_flush_waits_for_the_disk(tmp_path, monkeypatch):
 
 
 def test_other_processes_write_nothing(tmp_path):
-  w = make(tmp_path / "run", process_index=1, tensorboard=True, wandb={})
+  default = loggers.from_config(settings.Config({}))
+  w = make(tmp_path / "run", process_index=1, loggers=default)
   w.write({"step": 1, "loss": 0.5})
   w.flush()
   w.check()
@@ -99,10 +101,13 @@ def test_a_workdir_that_cannot_exist_is_refused_at_once(tmp_path):
 def test_no_heavy_package_is_imported(tmp_path):
   code = f"""
     import sys
-    from bigtrain.reports import console, writers
+    from bigtrain.config import settings
+    from bigtrain.reports import console, loggers, writers
     assert not {{"rich", "tensorboardX", "jax"}} & set(sys.modules)
     w = writers.Writers(
-      {str(tmp_path)!r}, console=console.Console(10), wandb=None
+      {str(tmp_path)!r},
+      console=console.Console(10),
+      loggers=loggers.from_config(settings.Config({{}})),
     )
     w.write({{"step": 1, "loss": 0.5}})
     w.close()
@@ -116,60 +121,69 @@ def test_no_heavy_package_is_imported(tmp_path):
 # Loggers that fail or hang.
 
 
-class Logger:
-  """A logger that fails or hangs in its first calls of a method."""
+class Writer:
+  """A metric writer that fails or hangs in its first calls of a method."""
 
   def __init__(self, fails="", hangs=""):
-    self.fails, self.hangs, self.rows = fails, hangs, []
+    self.fails, self.hangs, self.entries = fails, hangs, []
     self.released = threading.Event()
 
-  def _call(self, name):
+  def call(self, name):
     if name == self.fails:
       raise OSError("no route to host")
     if name == self.hangs:
       self.released.wait(30)
 
-  def write(self, row, shown):
-    self._call("write")
-    self.rows.append(row)
+  def write_hparams(self, hparams):
+    self.call("write_hparams")
+
+  def write_scalars(self, step, scalars):
+    self.call("write_scalars")
+    self.entries.append((step, scalars))
 
   def flush(self):
-    self._call("flush")
+    self.call("flush")
 
   def close(self):
-    self._call("close")
+    self.call("close")
 
 
 @pytest.mark.parametrize(
-  "method", cases.quick(["make", "write", "flush", "close"], "write", "close")
+  "method",
+  cases.quick(
+    ["open", "write_hparams", "write_scalars", "flush", "close"],
+    "write_scalars",
+    "close",
+  ),
 )
 @pytest.mark.parametrize("problem", ["fails", "hangs"])
 def test_a_logger_that_fails_or_hangs_is_reported_once(
   tmp_path, monkeypatch, caplog, problem, method
 ):
   """The run goes on, and the other loggers with it."""
-  good, bad = Logger(), Logger(**{problem: method})
+  good, bad = Writer(), Writer(**{problem: method})
 
-  def make_bad(setup, **options):
-    bad._call("make")
+  def open_bad(workdir, first_step):
+    bad.call("open")
     return bad
 
-  monkeypatch.setattr(writers, "_PATIENCE_SECS", 0.2)
-  monkeypatch.setattr(writers.trackers, "check", lambda name, options: None)
-  monkeypatch.setattr(writers.trackers, "Wandb", make_bad)
-  monkeypatch.setattr(writers.trackers, "Trackio", lambda setup, **_: good)
-  w = make(tmp_path, wandb={}, trackio={})
-  written = [{"step": step, "loss": 0.5} for step in range(20)]
-  for row in written:
-    w.write(row)
+  monkeypatch.setattr(writers, "_MAX_CALL_SECS", 0.2)
+  both = [
+    loggers.Logger("bad", open_bad),
+    loggers.Logger("good", lambda workdir, first_step: good),
+  ]
+  w = make(tmp_path, loggers=both)
+  entries = [{"step": step, "loss": 0.5} for step in range(20)]
+  for entry in entries:
+    w.write(entry)
     w.flush()  # Never waits for a logger.
     time.sleep(0.02)
   w.close()
-  assert writers.read_rows(str(tmp_path)) == good.rows == written
+  assert writers.read_rows(str(tmp_path)) == entries
+  assert good.entries == [(step, {"train/loss": 0.5}) for step in range(20)]
   (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
-  assert f"W&B {'failed' if problem == 'fails' else 'hangs'}" in (
-    error.getMessage()
-  )
+  verb = "failed" if problem == "fails" else "hangs"
+  assert f"bad {verb} and is off" in error.getMessage()
   bad.released.set()
 
 
@@ -210,7 +224,7 @@ def test_plain_lines_through_absl(tmp_path, caplog):
 
 def test_a_failing_console_is_reported_once(tmp_path, caplog):
   console = writers.Console(1200, bar=False)
-  console.row = lambda row: 1 / 0
+  console.entry = lambda entry: 1 / 0
   write(tmp_path, {"step": 1}, {"step": 2}, console=console)
   assert len(writers.read_rows(str(tmp_path))) == 2
   (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]

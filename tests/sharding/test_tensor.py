@@ -8,7 +8,7 @@ from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.losses import token_losses
 from bigtrain.models import decoder
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import collectives, hlo
 
 _B, _L, _D, _N = 4, 32, 64, 2
 
@@ -41,8 +41,8 @@ def _sent(**options):
   with jax.set_mesh(mesh):
     grad = jax.jit(jax.grad(loss), out_shardings=places)
     text = grad.lower(spec, ids, ids).compile().as_text()
-  sent = dict.fromkeys(hlo.KINDS, 0.0)
-  for one in hlo.sent(hlo.Module(text))[0]:
+  sent = dict.fromkeys(collectives.KINDS, 0.0)
+  for one in collectives.sent(hlo.Module(text))[0]:
     sent[one.kind] += one.sent_bytes
   return sent
 

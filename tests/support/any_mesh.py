@@ -17,9 +17,9 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
-from bigtrain.objective import building, gradients, initial
+from bigtrain.objective import building, gradients, initial, task_functions
 from bigtrain.objective import teacher as teacher_lib
-from bigtrain.objective.building import Variant
+from bigtrain.objective.model_variants import Variant
 from bigtrain.optim import chain, views
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -221,7 +221,7 @@ def _setup(text):
 def _train(config, mesh, setup):
   task, module, model, teacher, variables, optimizer, *arrays = setup
   state, fixed, batches = arrays
-  loss_fn = jax.jit(building.loss_fn(config, task, model, teacher))
+  loss_fn = jax.jit(task_functions.loss_fn(config, task, model, teacher))
   compute_gradients = gradients.from_config(
     config,
     task,

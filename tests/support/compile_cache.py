@@ -6,7 +6,9 @@ workers and sessions; tests of the cache itself use folders of their own.
 `make clean` removes the folder.
 """
 
+import os
 import pathlib
+import re
 
 import jaxlib.version
 
@@ -15,6 +17,13 @@ QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
 # The older of two code generators of XLA; newer versions lack it.
 if jaxlib.version.__version_info__ < (0, 11):
   QUICK_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+
+
+def flags(devices):
+  """XLA_FLAGS of a process of its own, on the instruction set of this one."""
+  given = re.findall(r"--xla_cpu_max_isa=\S+", os.environ.get("XLA_FLAGS", ""))
+  count = f"--xla_force_host_platform_device_count={devices}"
+  return " ".join([count, QUICK_XLA_FLAGS, *given])
 
 
 def enable():

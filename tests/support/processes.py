@@ -48,8 +48,7 @@ def environment(devices=1, **variables):
   return {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-    + compile_cache.QUICK_XLA_FLAGS,
+    "XLA_FLAGS": compile_cache.flags(devices),
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS))),
     **variables,
   }

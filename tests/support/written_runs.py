@@ -7,7 +7,8 @@ import os
 import numpy as np
 
 from bigtrain import metrics
-from bigtrain.reports import media, writers
+from bigtrain.config import settings
+from bigtrain.reports import loggers, media, writers
 
 
 def write_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
@@ -31,7 +32,7 @@ def write_run(workdir, *, lr=1e-3, evals=("val",), accounts=True, name="loss"):
   for file, content in (("config.json", config), ("run.json", info)):
     with open(os.path.join(workdir, file), "w") as f:
       json.dump(content, f)
-  writer = writers.Writers(str(workdir), tensorboard=False)
+  writer = writers.Writers(str(workdir))
   for i in range(1, 41):
     row = {
       "step": 10 * i,
@@ -92,7 +93,11 @@ def write_media(workdir, *steps, restored_step=None, **options):
   """Writes rows of every kind of value, as a run with a config does."""
   (workdir / "config.json").write_text(json.dumps(CONFIG))
   (workdir / "parameters.txt").write_text("| kernel | 12 |\n")
-  writer = writers.Writers(str(workdir), restored_step=restored_step, **options)
+  writer = writers.Writers(
+    str(workdir),
+    restored_step=restored_step,
+    loggers=loggers.from_config(settings.Config(options)),
+  )
   for step in steps:
     writer.write(*media.split(media_row(step)))
   writer.close()

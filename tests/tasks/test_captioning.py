@@ -217,6 +217,7 @@ def test_microbatches_and_devices_change_rounding_only(model, name, cuts):
 
 
 @pytest.mark.slow
+@pytest.mark.golden
 def test_golden_losses(tmp_path):
   """Compares the first steps of digits_captions with recorded ones.
 

@@ -15,7 +15,7 @@ from bigtrain import metrics, sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import pooling
-from bigtrain.objective import gradients
+from bigtrain.objective import gradients, microbatching
 from bigtrain.reports import writers
 from bigtrain.step import keys
 from bigtrain.tasks import contrastive as task
@@ -186,7 +186,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
   @jax.jit
   @functools.partial(jax.value_and_grad, has_aux=True)
   def plain(params):
-    parts = gradients.split(BATCH, 2, mesh)
+    parts = microbatching.split(BATCH, 2, mesh)
     mutable, embeddings = variables, []
     for i in range(2):
       part = {k: v[i] for k, v in parts.items()}
@@ -223,6 +223,7 @@ def test_both_passes_see_the_same_dropout_and_statistics():
 
 
 @pytest.mark.slow
+@pytest.mark.golden
 def test_golden_losses(tmp_path):
   """Compares the first steps of digits_siglip with recorded ones.
 

@@ -12,6 +12,7 @@ from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.named_features import Features
 from bigtrain.models import decoder
+from bigtrain.objective import gradients
 from bigtrain.tasks import language_modeling as task
 
 V, L, B = 30, 10, 8
@@ -173,7 +174,7 @@ def test_microbatches_and_devices_change_nothing(model, variables):
   batch = texts(rows=16) | {"loss_mask": jnp.asarray(mask, jnp.float32)}
   params = variables["params"]
 
-  def gradients(microbatches, devices, **options):
+  def gradients_of(microbatches, devices, **options):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     loss_fn = functools.partial(
       task.loss_fn, model=model, train=True, **options
@@ -190,8 +191,8 @@ def test_microbatches_and_devices_change_nothing(model, variables):
       )(params, placed)
     return grads, pairs["loss"]
 
-  expected, loss = gradients(1, 1)
-  actual, other = gradients(2, 8, chunk=4)
+  expected, loss = gradients_of(1, 1)
+  actual, other = gradients_of(2, 8, chunk=4)
   assert tuple(map(float, other)) == pytest.approx(
     tuple(map(float, loss)), rel=1e-5
   )
@@ -205,6 +206,7 @@ def test_microbatches_and_devices_change_nothing(model, variables):
 GOLDEN = [4.0323982, 3.3150737, 2.9073875, 2.6046803]
 
 
+@pytest.mark.golden
 def test_golden_losses(model, variables):
   """After an intended change, update GOLDEN and give the reason."""
   batch = texts()

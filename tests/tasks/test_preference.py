@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
+from support import cases, rounding
 
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
@@ -93,13 +93,11 @@ def test_gradients_are_those_of_all_logits(kind):
     loss = jnp.sum(preferences.losses(kind, pairs, options))
     return loss / (2 * B if kind == "kto" else B)
 
-  value, grads = jax.value_and_grad(ours)(params_of(0))
-  want, expected = jax.value_and_grad(plain)(params_of(0))
-  np.testing.assert_allclose(value, want, rtol=2e-6)
-  size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
-  assert size > 1e-4
-  for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(x / size, y / size, atol=2e-6)
+  params = params_of(0)
+  want, expected = jax.jit(jax.value_and_grad(plain))(params)
+  assert max(np.abs(x).max() for x in jax.tree.leaves(expected)) > 1e-4
+  run = jax.jit(jax.value_and_grad(ours))
+  rounding.assert_close(run, params, (want, expected))
 
 
 def test_the_base_of_adapters_is_the_reference():
@@ -196,12 +194,9 @@ def test_weights_of_rows_multiply_their_losses():
     loss_B = preferences.losses(kind, pairs, options)
     return jnp.sum(weight_B * loss_B) / weight_B.sum()
 
-  value, grads = jax.jit(jax.value_and_grad(ours))(params_of(0))
-  want, expected = jax.jit(jax.value_and_grad(plain))(params_of(0))
-  np.testing.assert_allclose(value, want, rtol=2e-6)
-  size = max(np.abs(x).max() for x in jax.tree.leaves(expected))
-  for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(x / size, y / size, atol=2e-6)
+  params = params_of(0)
+  expected = jax.jit(jax.value_and_grad(plain))(params)
+  rounding.assert_close(jax.jit(jax.value_and_grad(ours)), params, expected)
 
 
 def test_losses_add_up_over_microbatches():
@@ -213,4 +208,5 @@ def test_losses_add_up_over_microbatches():
   halves = [run({k: x[i : i + 2] for k, x in batch.items()}) for i in (0, 2)]
   whole = run(batch)
   total = jax.tree.map(lambda a, b: a + b, *halves)
-  np.testing.assert_allclose(total, whole, rtol=1e-6)
+  # Of log-probabilities of whole answers, which are tens of times the loss.
+  np.testing.assert_allclose(total, whole, rtol=1e-5)

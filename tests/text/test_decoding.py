@@ -373,6 +373,7 @@ def test_rules_change_scores_as_in_transformers(case):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
+@pytest.mark.golden
 def test_texts_by_the_rules_are_those_of_transformers():
   model = bigtrain.load(GOLDEN / "hf_llama")
   prompts = np.asarray(GENERATION["prompts"], np.int32)

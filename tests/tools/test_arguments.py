@@ -8,7 +8,7 @@ from bigtrain.tools import arguments, generate, predict
 
 
 def test_changes_flags_of_jax_and_arguments_are_told_apart():
-  parser = arguments.Parser("tool", "A tool.", changes_config=True)
+  parser = arguments.JaxParser("tool", "A tool.", changes_config=True)
   parser.add_argument("--step", type=int)
   parser.add_argument("files", nargs="*")
   try:
@@ -26,7 +26,7 @@ def test_changes_flags_of_jax_and_arguments_are_told_apart():
   [("--stp=3", "--step"), ("--jax_debug_nan", "--jax_debug_nans")],
 )
 def test_a_mistyped_flag_gets_the_nearest_one(word, nearest):
-  parser = arguments.Parser("tool", "A tool.", changes_config=True)
+  parser = arguments.JaxParser("tool", "A tool.", changes_config=True)
   parser.add_argument("--step", type=int)
   with pytest.raises(ConfigError, match=f"Did you mean '{nearest}'"):
     parser.parse([word])

@@ -43,7 +43,7 @@ def test_every_tool_has_help(name, capsys):
 
 
 def test_the_kinds_are_those_of_the_lists():
-  assert sorted(overview._KINDS) == sorted(reference.KINDS)
+  assert sorted(overview.KINDS) == sorted(reference.KINDS)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_second_call_continues_the_output(
 
 
 def rows_of(path, *added):
-  rows = tool.Rows(str(path), 1, ("text",))
+  rows = tool.Results(str(path), 1, ("text",))
   rows.write([{"path": name, "step": 1, "text": x} for name, x in added])
   return rows
 
@@ -153,7 +153,7 @@ def test_embeddings(run, picture_run, capsys):
     (["{folder}/val", "--method=caption"], "cannot do this"),
     (["{folder}/val", "--method=embed_images", "--top_k=2"], "has no classes"),
     (["{folder}/val", "--stp=3"], "unknown argument"),
-    (["{folder}/val", "--output={old}"], "has rows of step 7"),
+    (["{folder}/val", "--output={old}"], "has results of step 7"),
     (["{folder}/val", "--output={old}.csv"], "expected the columns path, step"),
   ],
 )

@@ -64,7 +64,7 @@ def test_types_defaults_and_first_sentences():
       rate: not this one.
     """
 
-  assert reference.arguments(fn, given=("other",)) == inspect.cleandoc(
+  assert reference.arguments(fn, passed=("other",)) == inspect.cleandoc(
     """
       size: int | tuple[int, int]
           one number, e.g. 3, or (height, width).

@@ -33,16 +33,18 @@ def test_the_same_machine_computes_the_same(run, capsys):
   before = files(run)
   assert tool.main([str(run), "--step=6"]) == 0
   assert capsys.readouterr().out.endswith(
-    "No metric differs in the rows (step 6), and no bit in the checkpoint "
-    "of step 6.\n"
+    "No metric differs in the log entries (step 6), and no bit in the "
+    "checkpoint of step 6.\n"
   )
   # From scratch, and only rows, none of them of the step.
   path = run / "metrics.jsonl"
   content = path.read_text()
   try:
     path.write_text(content.splitlines(keepends=True)[0])
-    equal = "No metric differs in the rows (step 1); step 2 has no checkp"
-    assert tool.replay(str(run), 2) == ("", f"{equal}oint.")
+    equal = (
+      "No metric differs in the log entries (step 1); step 2 has no checkpoint."
+    )
+    assert tool.replay(str(run), 2) == ("", equal)
   finally:
     path.write_text(content)
   assert files(run) == before

@@ -1,7 +1,8 @@
-"""Files of parameters that other programs wrote.
+"""Files of parameters that other programs wrote, or that they can read.
 
 Open parameter_files.py first: it opens .npz and .safetensors files, and
-checkpoints of this and other programs alike. safetensors_files.py also writes
-exports; jax_folders.py reads the folders of T5X, Mesh TF and big_vision.
-Checkpoints, inference and tools may import this package.
+checkpoints of this program and of others, through one interface.
+safetensors_files.py reads and writes .safetensors, jax_folders.py reads the
+checkpoints of T5X, Mesh TF and big_vision, and peft_files.py reads and writes
+PEFT's adapters. Checkpoints, inference and tools may import this package.
 """

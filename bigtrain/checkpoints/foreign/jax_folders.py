@@ -1,4 +1,4 @@
-"""Arrays that other programs wrote with tensorstore or TensorFlow.
+"""Reads checkpoints that other programs wrote with tensorstore or TensorFlow.
 
 big_vision   NAME.bv-000001000/params~img~head~kernel/.zarray ...
              jax's GlobalAsyncCheckpointManager writes a folder for each array;
@@ -13,10 +13,12 @@ Mesh TF      MODEL_DIR/model.ckpt-1000.index, and model.ckpt-1000.data-...
              T5's checkpoints before T5X, one array for each variable and slot.
              Here they are in the trees of T5X, under their own names.
 
-The folders are of zarr's second version, see google-research/big_vision,
-utils.py, and google-research/t5x, checkpoints.py and checkpoint_importer.py. An
-array is read when it is indexed; from tensorstore, only the part that is
-needed.
+The arrays are zarr of version 2; see google-research/big_vision, utils.py, and
+google-research/t5x, checkpoints.py and checkpoint_importer.py.
+
+`find` looks for a checkpoint at a path from a user, and `open_folder` opens
+it. An array is read only when it is indexed; tensorstore reads only the part
+that is needed.
 """
 
 import functools
@@ -39,15 +41,16 @@ _STEP = re.compile(r"checkpoint_(\d+)|.*\.ckpt-(\d+)\.index")
 _BV_STEP = re.compile(r".*-(\d{9,})(-tmp)?")
 _METADATA = ".zarray"
 _ORBAX = "state"
-_ZERO: Any = np.int64(0)  # Of a state that does not tell its step.
+_ZERO: Any = np.int64(0)  # Step of a state that does not contain its step.
 _SLOT = re.compile("(.*)_slot_(vr|vc|v|m)")
-# Of equal dimensions, Mesh TF takes the mean over the first one for "vr", and
-# T5X over the second one for "v_row".
+# T5X's fields for Mesh TF's slots. If both dimensions have the same size, Mesh
+# TF takes the mean over the first one for "vr", and T5X over the second one for
+# "v_row".
 _T5X_SLOTS = dict(vr="v_col", vc="v_row", v="v", m="m")
 
 
 class Stored:
-  """An array in a file, read by indexing it."""
+  """An array in a file, which is read when it is indexed."""
 
   def __init__(
     self, read: Callable[[Any], Any], shape: Sequence[int], dtype: Any
@@ -65,18 +68,20 @@ class Stored:
 
 
 class Folder(NamedTuple):
-  """The arrays of a checkpoint; `step` is 0 if the folder does not tell."""
+  """A checkpoint of another program."""
 
   arrays: dict[str, Any]
-  step: int
+  step: int  # 0 if the folder does not contain it.
 
 
 def find(path: str, step: int | None = None) -> str | None:
-  """Returns the folder or file of a checkpoint; None if `path` has no such one.
+  """The folder or file of a checkpoint; None if there is none of these kinds.
 
-  `path` is NAME.bv or one of its folders; a model directory of T5X, one of its
-  checkpoints, or that checkpoint's file; or one of Mesh TF, or a checkpoint in
-  it. By default the newest step is found.
+  Args:
+    path: big_vision's NAME.bv or one of its folders; a model directory of T5X,
+      a checkpoint in it, or the file in that; a model directory of Mesh TF, or
+      a checkpoint in it.
+    step: its step, by default the newest.
   """
   folder, name = os.path.split(path.rstrip("/"))
   last = f"{path}-LAST"
@@ -84,11 +89,11 @@ def find(path: str, step: int | None = None) -> str | None:
     if step is None:
       with open(last) as file:
         return f"{path}-{file.read().strip()}"
-    steps = {
-      int(match[1]): os.path.join(folder, entry)
-      for entry in _names(folder)
-      if entry.startswith(f"{name}-") and (match := _BV_STEP.fullmatch(entry))
-    }
+    steps = {}
+    for entry in _names(folder):
+      match = _BV_STEP.fullmatch(entry)
+      if match and entry.startswith(f"{name}-"):
+        steps[int(match[1])] = os.path.join(folder, entry)
     return _of_step(path, steps, step)
   prefix = path.removesuffix(_INDEX)
   if os.path.isfile(prefix + _INDEX):
@@ -127,11 +132,16 @@ def _names(folder: str) -> list[str]:
 
 
 def _array_names(folder: str) -> list[str]:
-  is_array = lambda n: os.path.isfile(os.path.join(folder, n, _METADATA))
-  return list(filter(is_array, _names(folder)))
+  """Names of the folders that are arrays."""
+  return [
+    name
+    for name in _names(folder)
+    if os.path.isfile(os.path.join(folder, name, _METADATA))
+  ]
 
 
 def open_folder(path: str) -> Folder:
+  """Opens a checkpoint that `find` has found."""
   if os.path.isfile(path + _INDEX):
     return _open_tensorflow(path)
   if not os.path.exists(path):
@@ -150,10 +160,12 @@ def open_folder(path: str) -> Folder:
 
 
 def _folder(*path: str) -> dict[str, Any]:
+  """The tensorstore spec of a local folder."""
   return {"driver": "file", "path": os.path.join(*path, "")}
 
 
 def _open(place: Mapping[str, Any], dtype: Any = None) -> Stored:
+  """Opens a zarr array, whose bits may be those of another dtype."""
   import tensorstore as ts
 
   kvstore = ts.KvStore.open(place).result()
@@ -162,8 +174,8 @@ def _open(place: Mapping[str, Any], dtype: Any = None) -> Stored:
     {
       "driver": "zarr",
       "kvstore": place,
-      # Without a fill value every chunk has been written, so a missing file
-      # is damage, and its zeros would be taken for parameters.
+      # Without a fill value every chunk has been written. A missing file is
+      # then damage, and must not be read as zeros.
       "fill_missing_data_reads": fill_value is not None,
     },
     open=True,
@@ -207,16 +219,17 @@ def _open_t5x(file: str) -> Folder:
 
 
 def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
+  """Adds the arrays of a tree, which it has itself or as tensorstore specs."""
   if isinstance(node, Mapping) and {"driver", "kvstore"} <= node.keys():
     inside = node["kvstore"].get("path") or node.get("path", "")
     path = os.path.normpath(os.path.join(folder, inside))
     if os.path.dirname(path) != os.path.normpath(folder):
       raise ValueError(f"{name}: its path {inside!r} leads out of {folder}")
     # Before tensorstore had bfloat16, T5X wrote it as uint16.
-    words = node.get("dtype", node.get("metadata", {}).get("dtype"))
-    is_half = words in ("uint16", "<u2")
-    half = ml_dtypes.bfloat16 if is_half else None
-    arrays[name] = _open(_folder(path), half)
+    stored_dtype = node.get("dtype", node.get("metadata", {}).get("dtype"))
+    is_bfloat16 = stored_dtype in ("uint16", "<u2")
+    dtype = ml_dtypes.bfloat16 if is_bfloat16 else None
+    arrays[name] = _open(_folder(path), dtype)
   elif isinstance(node, Mapping):
     for key, child in node.items():
       _collect(child, f"{name}/{key}" if name else str(key), folder, arrays)
@@ -230,7 +243,7 @@ def _open_tensorflow(prefix: str) -> Folder:
   def call(function: Callable[[str], Any], name: str) -> Any:
     try:
       return function(name)
-    except (tf.errors.OpError, IndexError) as e:  # The latter: cut off.
+    except (tf.errors.OpError, IndexError) as e:  # IndexError: truncated.
       raise ValueError(f"{prefix}: {e}") from e
 
   reader = call(tf.train.load_checkpoint, prefix)
@@ -238,10 +251,11 @@ def _open_tensorflow(prefix: str) -> Folder:
   dtypes = reader.get_variable_to_dtype_map()
   arrays = {}
   for name, shape in sorted(reader.get_variable_to_shape_map().items()):
-    place = f"target/{name}"
-    if slot := _SLOT.fullmatch(name):
-      place = f"state/param_states/{slot[1]}/{_T5X_SLOTS[slot[2]]}"
+    t5x_name = f"target/{name}"
+    slot = _SLOT.fullmatch(name)
+    if slot:
+      t5x_name = f"state/param_states/{slot[1]}/{_T5X_SLOTS[slot[2]]}"
     dtype = dtypes[name].as_numpy_dtype
     read = lambda index, name=name: get(name)[index]
-    arrays[place] = Stored(read, shape, dtype)
+    arrays[t5x_name] = Stored(read, shape, dtype)
   return Folder(arrays, int(arrays.pop("target/global_step", _ZERO)[()]))

@@ -1,7 +1,9 @@
-"""Files to load parameters from: .npz, .safetensors, checkpoints.
+"""Opens files to load parameters from: .npz, .safetensors, checkpoints.
 
-Of a file that holds more, only the tree `prefix` and the model's mutable
-collections are read. Pickled objects are never loaded: that would run code.
+`open_file` returns the specs of the arrays and a function that reads them. If
+the file contains more than parameters, only the tree `prefix` and the model's
+mutable collections are read. Pickled objects are never loaded, because loading
+runs code.
 """
 
 import functools
@@ -24,23 +26,23 @@ from bigtrain.files import paths
 
 # Trees of the parameters in files of whole train states.
 _PREFIXES = ("params", "opt/target", "target")
-# Tree of the mutable collections in our checkpoints; in other files they lie
-# beside "params".
+# Tree of the mutable collections in our checkpoints. In other files they are at
+# the top, as "params" is.
 _MUTABLE = "mutable/"
 
-
-# Names in a file -> {name of an array that is read: its name in the file}.
+# (names in a file) -> {name of an array to read: its name in the file}.
 _Choose = Callable[[Iterable[str]], dict[str, str]]
 
 
 class File(NamedTuple):
-  """Arrays that can be read, by names without the prefix."""
+  """An open file; the names of its arrays do not have the prefix."""
 
   specs: dict[str, jax.ShapeDtypeStruct]
-  read: Callable[[Sequence[str]], dict[str, Any]]  # Some when indexed.
-  # (directory, manifest, {name: full name}) of checkpoints of this program.
+  # (names) -> arrays, of which some are read only when they are indexed.
+  read: Callable[[Sequence[str]], dict[str, Any]]
+  # (directory, manifest, {name: full name}) of a checkpoint of this program.
   checkpoint: tuple[str, Manifest, dict[str, str]] | None = None
-  step: int = 0
+  step: int = 0  # 0 if it is unknown.
 
 
 def open_file(
@@ -51,11 +53,16 @@ def open_file(
   key: str,
   collections: Sequence[str] = (),
 ) -> File:
-  """Opens a file or checkpoint.
+  """Opens a file or a checkpoint.
 
-  `prefix` is the tree to read, such as "ema"; by default "params" if there is
-  such a tree, else everything. `collections` are mutable collections to read
-  too, such as "batch_stats", with which the names of their arrays begin.
+  Args:
+    path: file, checkpoint or workdir.
+    step: step of the checkpoint, by default the newest.
+    prefix: the tree to read, such as "ema"; by default "params" if there is
+      such a tree, and otherwise everything.
+    key: key of the config, for messages.
+    collections: mutable collections to read as well, such as "batch_stats".
+      The names of their arrays begin with it.
   """
   path = paths.absolute(path)
   choose = functools.partial(
@@ -64,7 +71,8 @@ def open_file(
   published = safetensors_files.is_folder(path)
   if not paths.is_remote(path):
     try:
-      if (folder := jax_folders.find(path, step)) is not None:
+      folder = jax_folders.find(path, step)
+      if folder is not None:
         stored, saved_step = jax_folders.open_folder(folder)
         arrays = {name: stored[full] for name, full in choose(stored).items()}
         if step in (None, saved_step):
@@ -106,6 +114,11 @@ def open_file(
 def _open_checkpoint(
   directory: str, choose: _Choose, *, as_stored: bool
 ) -> File:
+  """Opens a checkpoint of this program.
+
+  Unless `as_stored`, the parameters of a schedule-free optimizer are averages,
+  which are computed when they are read.
+  """
   manifest = folders.read_manifest(directory)
   full_names = choose(manifest.arrays)
   arrays = {name: manifest.arrays[full] for name, full in full_names.items()}
@@ -116,7 +129,8 @@ def _open_checkpoint(
 
   def read(names: Sequence[str]) -> dict[str, np.ndarray]:
     stored = [full_names[name] for name in names]
-    if problems := integrity.inspect(directory, manifest, stored):
+    problems = integrity.inspect(directory, manifest, stored)
+    if problems:
       raise DamagedError(f"{directory}: damaged: {problems[0]}.")
     parts = [
       (full_names[name], (slice(None),) * len(arrays[name].shape))
@@ -132,8 +146,15 @@ def _open_checkpoint(
 
 
 def _of_arrays(arrays: Mapping[str, Any], step: int = 0) -> File:
-  specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-  return File(specs, lambda names: {n: arrays[n] for n in names}, step=step)
+  """A file whose arrays are open already."""
+  specs = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()
+  }
+
+  def read(names: Sequence[str]) -> dict[str, Any]:
+    return {name: arrays[name] for name in names}
+
+  return File(specs, read, step=step)
 
 
 def _load_npz(path: str, choose: _Choose, key: str) -> dict[str, Any]:
@@ -159,6 +180,7 @@ def _load_npz(path: str, choose: _Choose, key: str) -> dict[str, Any]:
 def _full_names(
   names: Iterable[str], prefix: str | None, collections: Sequence[str], key: str
 ) -> dict[str, str]:
+  """{name without prefix: name in the file} of the arrays to read."""
   names = list(names)
   tree = _find_tree(names, prefix, key)
   full_names = {}
@@ -180,6 +202,7 @@ def _full_names(
 
 
 def _find_tree(names: Sequence[str], prefix: str | None, key: str) -> str:
+  """The tree to read, such as "params/"; "" for everything."""
   if prefix is None:
     for tree in _PREFIXES:
       if any(name.startswith(tree + "/") for name in names):

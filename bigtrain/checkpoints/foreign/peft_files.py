@@ -1,10 +1,15 @@
-"""Adapters in the files of PEFT (https://github.com/huggingface/peft).
+"""Reads and writes adapters as PEFT's files (https://github.com/huggingface/peft).
 
-A folder has adapter_config.json and adapter_model.safetensors, with arrays
+A folder has adapter_config.json and adapter_model.safetensors, with the arrays
 base_model.model.<module>.lora_A.weight (rank, inputs), .lora_B.weight (outputs,
 rank) and .lora_magnitude_vector (outputs). The modules are named as in the
-model's published layout. One that joins several kernels of ours, such as
-GPT-2's c_attn, has one adapter with the sum of their ranks.
+model's published layout.
+
+A module may consist of several kernels of ours, as GPT-2's c_attn does of
+query, key and value, and the order of its inputs and outputs may differ. So
+`Published` finds the parts of each module. On writing, a module of several
+kernels gets one adapter, whose rank is the sum of theirs; on reading, each
+kernel gets its part of the module's adapter.
 
 Axes: I inputs, O outputs, R rank.
 """
@@ -29,7 +34,8 @@ CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _SUFFIXES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-# Options that change what an adapter computes, and the values that are read.
+# Options of PEFT that change what an adapter computes, and their values that
+# this program can read.
 _PLAIN: dict[str, Any] = dict(
   peft_type="LORA",
   bias="none",
@@ -44,15 +50,12 @@ _PLAIN: dict[str, Any] = dict(
 
 
 class _Part(NamedTuple):
-  """A kernel of ours in a module.
-
-  `stack` is its index among layers and experts. Input i of the module is its
-  input `inputs[i]`; output `place[i]` of the module is its output `outputs[i]`.
-  """
+  """A kernel of ours that is a module, or a part of one."""
 
   kernel: str
-  stack: tuple[int, ...]
-  inputs: np.ndarray
+  stack: tuple[int, ...]  # Index among layers and experts.
+  inputs: np.ndarray  # Input i of the module is input inputs[i] of the kernel.
+  # Output place[i] of the module is output outputs[i] of the kernel.
   place: np.ndarray
   outputs: np.ndarray
 
@@ -61,9 +64,9 @@ class Published(NamedTuple):
   """A model's kernels in its published layout."""
 
   tensors: Sequence[Any]  # See models/published/tables.py.
-  shapes: Mapping[str, Sequence[int]]  # Of our parameters without adapters.
+  shapes: Mapping[str, Sequence[int]]  # Shapes of our parameters.
   table: dims.Table  # The model's `param_dims`.
-  prefix: str = ""  # Of modules, beyond the names in the layout.
+  prefix: str = ""  # Put before the names of modules in the layout.
 
   def modules(self) -> Iterator[tuple[str, list[_Part]]]:
     """Yields (name, parts) of each module that is one matrix."""
@@ -75,7 +78,7 @@ class Published(NamedTuple):
       if not all(name.endswith("/kernel") for name in names):
         continue
       module = self.prefix + tensor.name.removesuffix(".weight")
-      # Layers are alike.
+      # All layers have the same parts, so they are found once.
       key = (re.sub(r"\d+", "#", tensor.name), tuple(tensor.shape))
       if key not in known:
         known[key] = self._parts(tensor)
@@ -90,27 +93,36 @@ class Published(NamedTuple):
     return Shape.of(name, self.shapes[name], self.table)
 
   def _parts(self, tensor: Any) -> list[_Part]:
-    """Finds inputs and outputs by building the array of their numbers."""
-    rows, columns, first = [], [], 0
-    starts = []
+    """Finds the inputs and outputs of each kernel in a module.
+
+    The layout can build a module's array from our kernels. Here it builds two
+    arrays from kernels whose elements are the numbers of their inputs and of
+    their outputs.
+    """
+    rows, columns = [], []
+    starts = []  # (kernel, number of its first output, number of outputs).
+    first = 0
     for name, index in tensor.parts:
-      sizes = zip(index, self.shapes[name])
-      shape = [len(range(*s.indices(n))) for s, n in sizes]
+      shape = [
+        len(range(*s.indices(size)))
+        for s, size in zip(index, self.shapes[name])
+      ]
       I, O = self.shape(name).rows, self.shape(name).columns
       row_IO, column_IO = np.mgrid[:I, first : first + O]
       rows.append(row_IO.reshape(shape))
       columns.append(column_IO.reshape(shape))
       starts.append((name, first, O))
       first += O
-    of_input, of_output = tensor.build(rows), tensor.build(columns)
-    if np.ptp(of_input[0]) == 0 and of_input.shape[1] > 1:  # (inputs, outputs)
-      of_input, of_output = of_input.T, of_output.T
-    outputs = of_output[:, 0]
+    input_OI, output_OI = tensor.build(rows), tensor.build(columns)
+    # Some modules are (inputs, outputs).
+    if np.ptp(input_OI[0]) == 0 and input_OI.shape[1] > 1:
+      input_OI, output_OI = input_OI.T, output_OI.T
+    output_O = output_OI[:, 0]
     result = []
     for name, start, O in starts:
-      place = np.flatnonzero((outputs >= start) & (outputs < start + O))
-      own = outputs[place] - start
-      result.append(_Part(name, (), of_input[0], place, own))
+      place = np.flatnonzero((output_O >= start) & (output_O < start + O))
+      outputs = output_O[place] - start
+      result.append(_Part(name, (), input_OI[0], place, outputs))
     return result
 
 
@@ -124,39 +136,42 @@ def write(
   """Writes adapters; returns the number of arrays.
 
   Args:
-    params: what trains, by name.
+    folder: where to write.
+    params: the adapters' parameters, by name.
+    options: config.adapters.
+    published: the model's published layout.
     config: entries of adapter_config.json that depend on the model.
   """
   arrays: dict[str, np.ndarray] = {}
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
-  left = set(params)
+  unwritten = set(params)
   modules = dict(published.modules())
   for module, parts in modules.items():
-    roots = [part.kernel.removesuffix("kernel") for part in parts]
-    having = [root + A in params for root in roots]
-    if not any(having):
+    adapted = [
+      _Adapted(part, _root(part.kernel), options.scale(part.kernel))
+      for part in parts
+      if _root(part.kernel) + A in params
+    ]
+    if not adapted:
       continue
-    if options.dora and not all(having):
+    if options.dora and len(adapted) < len(parts):
       raise ConfigError(
         f"{module}: it joins several kernels, of which only some have an "
         "adapter; PEFT's DoRA cannot express it."
       )
-    scales = [options.scale(part.kernel) for part in parts]
-    pairs = zip(parts, roots, scales, having)
-    chosen = [(part, root, s) for part, root, s, has in pairs if has]
-    left -= {root + name for _, root, _ in chosen for name in FACTORS}
+    unwritten -= {one.root + name for one in adapted for name in FACTORS}
     num_outputs = sum(len(part.place) for part in parts)
-    values, rank = _joined(chosen, params, published, num_outputs)
+    values, rank = _joined(adapted, params, num_outputs)
     for suffix, value in zip(_SUFFIXES, values):
       if value is not None:
         arrays[f"{_PREFIX}{module}.{suffix}"] = value
-    scale = chosen[0][2]
+    scale = adapted[0].scale
     ranks[module] = rank
     alphas[module] = scale * (math.sqrt(rank) if options.rslora else rank)
-  if left:
+  if unwritten:
     raise ConfigError(
-      f"--format=peft: PEFT's files have no place for {sorted(left)[0]}; "
+      f"--format=peft: PEFT's files have no place for {sorted(unwritten)[0]}; "
       "--layout exports the merged model."
     )
   content = _config(ranks, alphas, list(modules), options) | dict(config)
@@ -170,19 +185,35 @@ def write(
   return len(arrays)
 
 
+class _Adapted(NamedTuple):
+  """A part of a module that has an adapter."""
+
+  part: _Part
+  root: str  # Name of its adapter's parameters, without their last parts.
+  scale: float
+
+
+def _root(kernel: str) -> str:
+  return kernel.removesuffix("kernel")
+
+
 def _joined(
-  chosen: Sequence[tuple[_Part, str, float]],
+  adapted: Sequence[_Adapted],
   params: Mapping[str, np.ndarray],
-  published: Published,
   num_outputs: int,
 ) -> tuple[list[np.ndarray | None], int]:
-  """(A, B and the magnitude of a module, its rank)."""
-  rows, scale = [], chosen[0][2]
-  ranks = [params[root + A].shape[-1] for _, root, _ in chosen]
+  """Joins the adapters of a module: ([A, B, magnitude or None], rank).
+
+  The files have one scale for a module, that of the first part. The others'
+  matrices B are multiplied accordingly.
+  """
+  rows = []
+  scale = adapted[0].scale
+  ranks = [params[one.root + A].shape[-1] for one in adapted]
   b_OR = np.zeros((num_outputs, sum(ranks)), np.float32)
   first = 0
   magnitude = None
-  for (part, root, own_scale), rank in zip(chosen, ranks):
+  for (part, root, own_scale), rank in zip(adapted, ranks):
     a_IR = np.asarray(params[root + A][part.stack], np.float32)
     a_IR = a_IR.reshape(-1, rank)
     b_RO = np.asarray(params[root + B][part.stack], np.float32)
@@ -205,10 +236,17 @@ def _config(
   modules: Sequence[str],
   options: Options,
 ) -> dict[str, Any]:
-  last = lambda module: module.rpartition(".")[2]
-  whole = set(map(last, modules))
-  whole -= {last(m) for m in modules if m not in ranks}
-  targets = sorted({last(m) if last(m) in whole else m for m in ranks})
+  """The content of adapter_config.json."""
+
+  def last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+  # A name such as "c_attn" stands for all modules with this last part. It is a
+  # target if all of them have adapters; other modules have their whole names.
+  incomplete = {last(module) for module in modules if module not in ranks}
+  targets = {
+    module if last(module) in incomplete else last(module) for module in ranks
+  }
   rank = collections.Counter(ranks.values()).most_common(1)[0][0]
   alpha = collections.Counter(alphas.values()).most_common(1)[0][0]
   return {
@@ -219,7 +257,7 @@ def _config(
     "lora_alpha": alpha,
     "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
     "alpha_pattern": {m: a for m, a in alphas.items() if a != alpha},
-    "target_modules": targets,
+    "target_modules": sorted(targets),
     "lora_dropout": options.dropout,
     "use_rslora": options.rslora,
     "use_dora": options.dora,
@@ -230,13 +268,14 @@ def _config(
 
 
 def is_folder(path: str) -> bool:
+  """Whether a folder has PEFT's adapters."""
   return os.path.isfile(os.path.join(path, CONFIG))
 
 
 def read(
   folder: str, published: Published
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Returns (config.adapters, its parameters by name) of a folder."""
+  """Reads a folder; returns config.adapters, and its parameters by name."""
   with open(os.path.join(folder, CONFIG)) as file:
     config = json.load(file)
   for name, value in _PLAIN.items():
@@ -259,7 +298,7 @@ def read(
       f"{folder}: the model has no module {sorted(unknown)[0]!r} that an "
       f"adapter could be for."
     )
-  # {kernel: {place in its stack: (A, B, magnitude, scale)}}
+  # {kernel: {index in its stack: (A, B, magnitude, scale)}}
   by_kernel: dict[str, dict[tuple[int, ...], Any]] = {}
   for module, of_module in file_arrays.items():
     scale = _scale(config, module, len(of_module[_SUFFIXES[0]]))
@@ -269,13 +308,13 @@ def read(
   params: dict[str, np.ndarray] = {}
   rules: dict[str, list[tuple[str, Any]]] = {"rank": [], "alpha": []}
   for kernel, by_place in by_kernel.items():
-    root, regex = kernel.removesuffix("kernel"), re.escape(kernel)
     factors, scale = _stacked(kernel, by_place, published)
-    params |= {root + name: x for name, x in factors.items()}
+    params |= {_root(kernel) + name: x for name, x in factors.items()}
     rank = factors[A].shape[-1]
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    regex = re.escape(kernel)
     rules["rank"].append((regex, rank))
-    root_of = math.sqrt(rank) if config.get("use_rslora") else rank
-    rules["alpha"].append((regex, scale * root_of))
+    rules["alpha"].append((regex, scale * divisor))
   options = {
     "targets": [regex for regex, _ in rules["rank"]],
     "dropout": config.get("lora_dropout", 0.0),
@@ -287,7 +326,7 @@ def read(
 
 
 def _file_arrays(folder: str) -> dict[str, dict[str, np.ndarray]]:
-  """{module: {suffix: array}}."""
+  """{module: {one of _SUFFIXES: array}}."""
   result: dict[str, dict[str, np.ndarray]] = {}
   arrays = safetensors_files.read(os.path.join(folder, ARRAYS))
   for name, value in arrays.items():
@@ -305,19 +344,19 @@ def _file_arrays(folder: str) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-  def of_pattern(name: str, default: Any) -> Any:
-    for pattern, value in (config.get(name) or {}).items():
-      if re.match(rf"(.*\.)?({pattern})$", module):
-        return value
-    return default
-
-  alpha = of_pattern("alpha_pattern", config["lora_alpha"])
+  """The factor of a module's adapter."""
+  alpha = config["lora_alpha"]
+  for pattern, value in (config.get("alpha_pattern") or {}).items():
+    if re.match(rf"(.*\.)?({pattern})$", module):
+      alpha = value
+      break
   return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _split(
   part: _Part, arrays: Mapping[str, np.ndarray], published: Published
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+  """A kernel's part (A, B, magnitude) of a module's adapter."""
   shape = published.shape(part.kernel)
   I, O = shape.rows, shape.columns
   a_RI, b_OR = (np.asarray(arrays[s], np.float32) for s in _SUFFIXES[:2])
@@ -336,7 +375,11 @@ def _split(
 def _stacked(
   kernel: str, by_place: Mapping[tuple[int, ...], Any], published: Published
 ) -> tuple[dict[str, np.ndarray], float]:
-  """(factors of a kernel of ours, their scale); absent layers have zeros."""
+  """Stacks the adapters of a kernel; layers without one get zeros.
+
+  Returns: {name of a factor: array}, and the scale, that of the first layer.
+    The others' matrices B are multiplied accordingly.
+  """
   shape = published.shape(kernel)
   stack = shape.stack
   rank = max(a.shape[-1] for a, _, _, _ in by_place.values())

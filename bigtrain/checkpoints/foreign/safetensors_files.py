@@ -1,7 +1,7 @@
 """Reads and writes .safetensors files without holding them in memory.
 
-The safetensors library checks headers and writes files. Arrays are mapped from
-the file here, because the library would copy whole arrays.
+The safetensors library checks headers and writes files. This module maps the
+arrays from the file, because the library would copy whole arrays.
 """
 
 import json
@@ -15,24 +15,35 @@ import safetensors
 
 from bigtrain.checkpoints.manifest import dtype_of
 
-# The library's name of a dtype -> ours.
+# {the library's name of a dtype: numpy's}.
 _DTYPES = {
   "BOOL": "bool",
-  **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-  **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-  **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+  "U8": "uint8",
+  "U16": "uint16",
+  "U32": "uint32",
+  "U64": "uint64",
+  "I8": "int8",
+  "I16": "int16",
+  "I32": "int32",
+  "I64": "int64",
+  "F16": "float16",
+  "F32": "float32",
+  "F64": "float64",
   "BF16": "bfloat16",
   "F8_E4M3": "float8_e4m3fn",
   "F8_E5M2": "float8_e5m2",
 }
 
-# The folder of a published model has a single file, or several and an index.
+# A published model's folder has a single file, or several and an index.
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 def is_folder(path: str) -> bool:
-  return any(os.path.isfile(os.path.join(path, n)) for n in (MODEL, INDEX))
+  """Whether a path is the folder of a published model."""
+  return any(
+    os.path.isfile(os.path.join(path, name)) for name in (MODEL, INDEX)
+  )
 
 
 def read(path: str) -> dict[str, np.ndarray]:
@@ -48,11 +59,13 @@ def read(path: str) -> dict[str, np.ndarray]:
     file_of = json.load(file)["weight_map"]
   arrays: dict[str, np.ndarray] = {}
   for name in sorted(set(file_of.values())):
-    of_file = _read_file(os.path.join(path, name))
-    if twice := sorted(set(arrays) & set(of_file)):
-      raise ValueError(f"{twice[0]!r} is in several files of {INDEX}")
-    arrays |= of_file
-  if missing := sorted(set(file_of) - set(arrays)):
+    from_file = _read_file(os.path.join(path, name))
+    repeated = sorted(set(arrays) & set(from_file))
+    if repeated:
+      raise ValueError(f"{repeated[0]!r} is in several files of {INDEX}")
+    arrays |= from_file
+  missing = sorted(set(file_of) - set(arrays))
+  if missing:
     raise ValueError(f"{missing[0]!r} of {INDEX} is in none of its files")
   return arrays
 
@@ -60,16 +73,19 @@ def read(path: str) -> dict[str, np.ndarray]:
 def _read_file(path: str) -> dict[str, np.ndarray]:
   try:
     with safetensors.safe_open(path, framework="numpy") as opened:
-      names = opened.offset_keys()  # The arrays follow one another.
-      slices = {name: opened.get_slice(name) for name in names}
-      about = {n: (s.get_dtype(), s.get_shape()) for n, s in slices.items()}
+      specs = {}
+      for name in opened.offset_keys():  # In the order of their bytes.
+        array = opened.get_slice(name)
+        specs[name] = (array.get_dtype(), array.get_shape())
   except safetensors.SafetensorError as e:
     raise ValueError(f"not a .safetensors file, or truncated: {e}") from e
+  # The file is: size of the header (8 bytes), header, and the arrays one after
+  # the other.
   with open(path, "rb") as file:
     offset = 8 + int.from_bytes(file.read(8), "little")
   data = np.memmap(path, np.uint8, "r") if os.path.getsize(path) else None
   arrays = {}
-  for name, (dtype_name, shape) in about.items():
+  for name, (dtype_name, shape) in specs.items():
     if dtype_name not in _DTYPES:
       raise ValueError(f"{name}: cannot read the dtype {dtype_name}")
     dtype = dtype_of(_DTYPES[dtype_name])
@@ -86,10 +102,16 @@ def write(
   arrays: Iterable[np.ndarray],
   metadata: Mapping[str, str],
 ) -> None:
-  """Writes one file; holds one array in memory at a time.
+  """Writes a file, with one array in memory at a time.
 
-  `specs` is {name: (shape, name of the dtype)}, in the order of `arrays`, which
-  wait in a temporary file, because the library writes all of them at once.
+  The library writes all arrays at once, so they are collected in a temporary
+  file, which is mapped to memory.
+
+  Args:
+    path: the file.
+    specs: {name: (shape, name of the dtype)}.
+    arrays: the arrays, in the same order.
+    metadata: texts for the header.
   """
   for name, (_, dtype) in specs.items():
     if dtype not in _DTYPES.values():
@@ -100,7 +122,8 @@ def write(
     raw.write(b"\0")  # An empty file cannot be mapped.
     raw.flush()
     data = np.memmap(raw, np.uint8, "r")
-    tensors, offset = {}, 0
+    tensors = {}
+    offset = 0
     for name, (shape, dtype) in specs.items():
       size = math.prod(shape) * dtype_of(dtype).itemsize
       tensors[name] = safetensors.TensorSpec(

@@ -1,9 +1,11 @@
 """The layers that models are made of; a config cannot name them.
 
-Open attention.py and mlp.py first: every transformer uses that attention, with
-the masks of masks.py and a backend of attention_backends.py, and that MLP.
-Blocks are built of them in encoder.py (ViT, text tower), causal_block.py
-(decoder-only language models), captioner_decoder.py and t5_stack.py; stack.py
-repeats a block, and moe.py replaces MLPs by experts. Models and tests import
-this package; it imports settings and sharding.
+Open attention.py and mlp.py first: every transformer uses this attention, with
+the masks of masks.py and a backend of attention_backends.py, and this MLP. The
+blocks made of them are in encoder.py (ViT, text tower), causal_block.py
+(decoder-only language models), captioner_decoder.py and t5_stack.py. stack.py
+repeats a block, in a loop or over the stages of a pipeline (stages.py). moe.py
+replaces MLPs by experts; lora.py and quantized.py change the dense layers of
+any model. Models, objective and checkpoints import this package, which imports
+arrays, config and sharding.
 """

@@ -1,5 +1,10 @@
 """Multi-head attention: self and cross, causal and not, with a cache.
 
+`Attention` is the layer: projections, norms and rotations of queries and keys,
+the cache, `attend`, and the last projection. `attend` chooses a backend
+(attention_backends.py) and calls it, on a mesh with an axis `sequence` through
+attention_split.py.
+
 Axes: B batch, L length, S length attended to, D model width, H heads, G heads
 of keys and values, R = H / G, K head width.
 """
@@ -87,7 +92,7 @@ class Attention(nn.Module):
 
     Args:
       x_BLD: stream of the queries; None to write keys and values only. It may
-        have a multiple of y's rows: successive rows of x share a row of y.
+        have n examples for each of y's: n successive ones share it.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
@@ -105,13 +110,16 @@ class Attention(nn.Module):
       )
     if x_BLD is None:
       return None, cache
+
     q = q_BLHK
     if options.num_kv_heads:
       B, L, H, K = q_BLHK.shape
       G = k_BSGK.shape[2]
       q = q_BLHK.reshape(B, L, G, H // G, K)
-    H, zeros = options.num_heads, nn.initializers.zeros
-    sinks_H = self.param("sinks", zeros, (H,)) if options.sinks else None
+    sinks_H = None
+    if options.sinks:
+      zeros = nn.initializers.zeros
+      sinks_H = self.param("sinks", zeros, (options.num_heads,))
     o = attend(
       q,
       k_BSGK,
@@ -153,26 +161,34 @@ class Attention(nn.Module):
         )
       K = D // H
     G = options.num_kv_heads or H
-    in_keys = "qkv" in options.bias
-    in_others = in_keys or "qv" in options.bias
-    dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
-    # Heads over the mesh axis `tensor`, if any.
+    key_bias = "qkv" in options.bias
+    query_value_bias = key_bias or "qv" in options.bias
+    # The mesh axis `tensor`, if any, splits the heads: columns of the kernels.
     splits = self._splits(x_or_y.shape[0])
+    dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
     q_BLHK = k_BSGK = v_BSGK = product = None
     if x_BLD is not None:
       product = sharding.columns(x_BLD) if splits else None
-      init = kernels.initializer(options.query_std)
-      args: Any = dict(kernel_init=init, dot_general=product)
-      of_heads = functools.partial(dense, (H, K), **args)
-      q_BLHK = of_heads(use_bias=in_others, name="query")(x_BLD)
+      query = dense(
+        (H, K),
+        use_bias=query_value_bias,
+        kernel_init=kernels.initializer(options.query_std),
+        dot_general=product,
+        name="query",
+      )
+      q_BLHK = query(x_BLD)
     if y_BSD is not None:
+      # In self-attention all three share the product, which gathers x once.
       if y_BSD is not x_BLD:
         product = sharding.columns(y_BSD) if splits else None
-      init = kernels.initializer(options.kv_std)
-      args = dict(kernel_init=init, dot_general=product)
-      of_heads = functools.partial(dense, (G, K), **args)
-      k_BSGK = of_heads(use_bias=in_keys, name="key")(y_BSD)
-      v_BSGK = of_heads(use_bias=in_others, name="value")(y_BSD)
+      key_or_value = functools.partial(
+        dense,
+        (G, K),
+        kernel_init=kernels.initializer(options.kv_std),
+        dot_general=product,
+      )
+      k_BSGK = key_or_value(use_bias=key_bias, name="key")(y_BSD)
+      v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
     return q_BLHK, k_BSGK, v_BSGK
 
   @nn.nowrap
@@ -182,12 +198,13 @@ class Attention(nn.Module):
     rope: positions.Rotation | None,
     query_scale_BL: jax.Array | None,
   ) -> tuple[Any, Any, Any]:
-    """Normalizes, clips, rotates and scales; what is None stays None."""
+    """Normalizes, clips, rotates and scales. An array may be None."""
     options = self.options
     q_BLHK, k_BSGK, v_BSGK = qkv
     if not options.qk_norm_after_rope:
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
-    if (limit := options.qkv_clip) is not None:
+    limit = options.qkv_clip
+    if limit is not None:
       q_BLHK, k_BSGK, v_BSGK = jax.tree.map(
         lambda x: jnp.clip(x, -limit, limit), (q_BLHK, k_BSGK, v_BSGK)
       )
@@ -223,6 +240,7 @@ class Attention(nn.Module):
 
   @nn.nowrap
   def _splits(self, batch_size: int) -> bool:
+    """Whether the mesh axis `tensor` splits the heads."""
     options = self.options
     ways = sharding.tensor_ways(batch_size)
     if ways == 1 or options.num_heads % ways:
@@ -252,17 +270,19 @@ def attend(
   """Means of values, weighted by the float32 softmax of queries' scores.
 
   Args:
-    q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. B may be a
-      multiple of the keys' rows, which successive rows of queries then share.
+    q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. There may
+      be n examples for each of the keys': n successive ones share it.
     start: number of the first query's position, if the keys come from a cache.
     bias, sinks_H: see attention_inputs.Inputs.
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
   shape = q.shape
   B, S, G, K = k_BSGK.shape
-  L, H = shape[0] // B * shape[1], math.prod(shape[2:]) // K
+  # Queries that share keys become the queries of one example.
+  L = shape[0] // B * shape[1]
+  H = math.prod(shape[2:]) // K
   scale = 1 / math.sqrt(K) if scale is None else scale
-  ways = 1
+  ways = 1  # Number of devices among which an example is split.
   # A single query has no matrix of scores that a kernel would avoid.
   if L == 1 or start is not None or isinstance(bias, jax.Array):
     backend = "xla"
@@ -292,8 +312,9 @@ def attend(
   if ways == 1:
     o = compute(inputs, start)
   else:
-    split = attention_split.attend
-    o = split(backend, inputs, compute, scale=scale, softcap=softcap)
+    o = attention_split.attend(
+      backend, inputs, compute, scale=scale, softcap=softcap
+    )
   return o.reshape(shape)
 
 
@@ -320,7 +341,11 @@ def _attend_by(
 def wants_bias_by_distance(
   options: Options, x_BLD: jax.Array, mask: masks.Mask
 ) -> bool:
-  """Whether self-attention takes a bias by distance, not as a matrix."""
+  """Whether self-attention needs its bias by distance, not as a matrix.
+
+  A matrix of biases is as large as one of scores, which backends other than
+  "xla" avoid.
+  """
   B, L, _ = x_BLD.shape
   if options.backend == "xla" or L == 1:
     return False

@@ -3,7 +3,11 @@
 "xla" multiplies all queries with all keys, "blockwise" block by block, in plain
 JAX. "ring" does the same, while the devices that share an example pass its keys
 and values around a ring. The others are kernels: "splash" of jax's Pallas
-library for TPUs, "cudnn" of NVIDIA's and "tokamax" of that package for GPUs.
+library for TPUs, NVIDIA's "cudnn" and those of the package "tokamax" for GPUs.
+
+The table at the end has two functions for each backend: why it cannot compute a
+call, and why it is the best for one. `choose` goes through it from top to
+bottom. tools.plan prints these reasons.
 """
 
 import importlib.util
@@ -23,16 +27,18 @@ NAMES = ("auto", "splash", "cudnn", "tokamax", "blockwise", "ring", "xla")
 
 KEY = "config.model.attention"
 
-# "blockwise" is used from this number of scores of a head on. On two CPU cores
-# it takes 0.77 of the time and 0.26 of the memory of the full matrix there.
+# "blockwise" is used from this number of scores per head on. With just as many,
+# on two CPU cores, it needs 0.77 of the time and 0.26 of the memory of "xla".
 _BLOCKWISE_MIN_SCORES = 1024 * 1024
 
-# Below, as with the 196 tokens of a ViT, padding costs more than Splash gains.
+# For shorter texts, or the 196 tokens of a ViT, padding to whole blocks costs
+# more than Splash gains.
 _SPLASH_MIN_LENGTH = 512
 # Fewest queries in a block of Splash.
 _SPLASH_MIN_BLOCK = 128
 
-# Largest matrix of a mask: 128 MiB an example; beyond, blockwise takes less.
+# Entries of the largest matrix for a mask: 128 MiB an example. Beyond,
+# "blockwise" needs less memory.
 _MAX_MASK = 8192 * 8192
 
 
@@ -95,22 +101,24 @@ def call_of(
 
 
 class Backend(NamedTuple):
-  """Reasons against and for a backend; None if there are none."""
+  """Reasons against and for a backend; None if there is no reason."""
 
   unsupported_because: Callable[[Call], str | None]
-  # For a call that it supports: why it is better than all later ones.
+  # For a call that it supports: why it is better than all later backends.
   best_because: Callable[[Call], str | None]
 
 
 def choose(name: str, call: Call) -> str:
   """Returns the backend of that name or, for "auto", the best; logs it."""
-  backends = _BACKENDS.items()
-  unsupported = {other: x.unsupported_because(call) for other, x in backends}
+  unsupported = {
+    other: backend.unsupported_because(call)
+    for other, backend in _BACKENDS.items()
+  }
   if name != "auto":
-    if reason := unsupported[name]:
+    if unsupported[name]:
       able = [repr(other) for other in _BACKENDS if not unsupported[other]]
       raise ConfigError(
-        f"{KEY}={name!r} cannot compute {call}: {reason}. Expected "
+        f"{KEY}={name!r} cannot compute {call}: {unsupported[name]}. Expected "
         f"{', '.join(able)} or 'auto'."
       )
     return name
@@ -151,7 +159,8 @@ def _splash_best_because(call: Call) -> str | None:
 
 
 def _cudnn_unsupported_because(call: Call) -> str | None:
-  if reason := _gpu_unsupported_because(call, 8.0):
+  reason = _gpu_unsupported_because(call, least_capability=8.0)  # Ampere.
+  if reason:
     return reason
   if call.width % 8 or call.width > 128:
     return f"the head width must be a multiple of 8 up to 128, not {call.width}"
@@ -163,7 +172,8 @@ def _cudnn_unsupported_because(call: Call) -> str | None:
 def _tokamax_unsupported_because(call: Call) -> str | None:
   if call.platform == "gpu" and importlib.util.find_spec("tokamax") is None:
     return "it needs tokamax (pip install 'bigtrain[tokamax]')"
-  if reason := _gpu_unsupported_because(call, 9.0):
+  reason = _gpu_unsupported_because(call, least_capability=9.0)  # Hopper.
+  if reason:
     return reason
   if not call.splits:
     return "the mesh does not split the batch"
@@ -171,7 +181,7 @@ def _tokamax_unsupported_because(call: Call) -> str | None:
 
 
 def _inputs_unsupported_because(call: Call) -> str | None:
-  """Why kernels of GPUs cannot; they take masks and biases as matrices."""
+  """Why kernels of GPUs cannot; their masks and biases are matrices."""
   if call.sinks:
     return "its softmax takes no sinks"
   if call.bias:
@@ -184,7 +194,7 @@ def _inputs_unsupported_because(call: Call) -> str | None:
   return None
 
 
-def _gpu_unsupported_because(call: Call, least: float) -> str | None:
+def _gpu_unsupported_because(call: Call, least_capability: float) -> str | None:
   if call.platform != "gpu":
     return f"it needs an NVIDIA GPU, not a {call.platform}"
   if jax.default_backend() == "gpu":
@@ -192,8 +202,8 @@ def _gpu_unsupported_because(call: Call, least: float) -> str | None:
     if "cuda" not in backend.platform_version:
       return "it needs an NVIDIA GPU"
     capability = jax.devices()[0].compute_capability
-    if float(capability) < least:
-      return f"it needs compute capability {least}, not {capability}"
+    if float(capability) < least_capability:
+      return f"it needs compute capability {least_capability}, not {capability}"
   elif "AMD" in call.device_kind or "Radeon" in call.device_kind:
     return "it needs an NVIDIA GPU"
   if call.dtype not in ("bfloat16", "float16"):
@@ -216,6 +226,10 @@ def _blockwise_best_because(call: Call) -> str | None:
   return f"memory linear in the length, from {least} scores a head on"
 
 
+def _xla_best_because(call: Call) -> str:
+  return f"the fastest for {call.queries * call.positions:,} scores a head"
+
+
 # In the order in which "auto" considers them; the last supports every call.
 _BACKENDS = {
   "splash": Backend(_splash_unsupported_because, _splash_best_because),
@@ -225,10 +239,5 @@ _BACKENDS = {
   # Not measured, so "auto" does not choose it.
   "tokamax": Backend(_tokamax_unsupported_because, lambda call: None),
   "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
-  "xla": Backend(
-    lambda call: None,
-    lambda call: (
-      f"the fastest for {call.queries * call.positions:,} scores a head"
-    ),
-  ),
+  "xla": Backend(lambda call: None, _xla_best_because),
 }

@@ -3,7 +3,11 @@
 Scores of a block of queries and a block of keys exist at a time, as in
 FlashAttention, https://arxiv.org/abs/2205.14135. The backward pass computes
 them again from the output and the logarithm of the softmax's denominator.
-Pairs of blocks of which the causal order masks every score are left out.
+Pairs of blocks are left out if the causal order masks all of their scores.
+
+A Schedule has steps, each with some Blocks: here one step with all keys, and in
+a ring (attention_split.py) one for the keys of each device. Pair by pair, the
+forward pass adds values to Sums, the backward pass adds to Gradients.
 
 Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions.
 """
@@ -24,17 +28,20 @@ from bigtrain.models.layers.attention_inputs import Inputs
 
 # Largest number of queries or positions in a block. On CPUs, smaller blocks
 # stay in the caches; on accelerators, larger ones keep the matrix units busy.
-_BLOCK, _BLOCK_ON_CPU = 512, 256
+_BLOCK = 512
+_BLOCK_ON_CPU = 256
 
-# Not -inf: the difference of two of them must not be NaN.
+# A masked score. Not -inf: the difference of two of them must not be NaN.
 _MASKED = -1e30
 
-# Number of a block: numpy's outside of loops, an array in a loop.
+# Number of a block: an int outside of loops, an array in a loop.
 Index = jax.Array | int
 
 
 def attend(inputs: Inputs, *, scale: float, softcap: float | None) -> jax.Array:
-  L, S, G = inputs.q.shape[1], *inputs.k_BSGK.shape[1:3]
+  """Means of values (B, L, G, R, K), weighted by the softmax of scores."""
+  L = inputs.q.shape[1]
+  S, G = inputs.k_BSGK.shape[1:3]
   block = largest_block()
   static = Static(scale, softcap, min(block, L), min(block, S))
   if isinstance(inputs.bias, positions.BiasByDistance):
@@ -58,32 +65,33 @@ class Static(NamedTuple):
 
 
 class Order(NamedTuple):
-  """Whole blocks that begin anywhere in an example, see attention_split.py.
+  """Which blocks a device computes; they may begin anywhere in an example."""
 
-  Rows and columns are numbers of first queries and positions; the counts are of
-  all devices; a bias counts distances from `length`, the example's.
-  """
-
-  rows_N: jax.Array
-  columns_M: jax.Array
+  rows_N: jax.Array  # Number of the first query of each block.
+  columns_M: jax.Array  # Number of the first position of each block.
+  # Int [pairs, 2], the pairs (block of queries, block of positions) with a
+  # score that the causal order does not mask.
   pairs: jax.Array
-  length: int
+  length: int  # Queries of the example, from which a bias counts distances.
+  # Numbers of scores of a head on all devices: those that model FLOPs count,
+  # and those that are computed.
   counted: int
   computed: int
 
 
 class Blocks:
-  """Blocks of queries and positions, and the scores of a pair of them.
-
-  `pairs` are the (block of queries, block of positions) with a score that the
-  causal order does not mask. A head has `computed` scores, of which model FLOPs
-  count `counted`.
-  """
+  """Blocks of queries and positions, and the scores of a pair of them."""
 
   def __init__(self, static: Static, inputs: Inputs, order: Order):
-    self.static, self.order, self._mask = static, order, inputs.mask
-    self.bias_GRT, self._S = inputs.bias, inputs.k_BSGK.shape[1]
-    split = lambda x, size: None if x is None else _to_blocks(x, size)
+    self.static = static
+    self.order = order
+    self.bias_GRT = inputs.bias
+    self._mask = inputs.mask
+    self._S = inputs.k_BSGK.shape[1]
+
+    def split(x: jax.Array | None, size: int) -> jax.Array | None:
+      return None if x is None else _to_blocks(x, size)
+
     self._segments_NBA = split(self._mask.segments_BL, static.block_q)
     self._segments_MBC = split(self._mask.segments_BS, static.block_k)
     self._real_MBC = split(self._mask.real_BS, static.block_k)
@@ -124,7 +132,10 @@ class Blocks:
   def _visible(self, n: Index, m: Index) -> jax.Array | None:
     """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
     static = self.static
-    of_block = lambda x, i: None if x is None else _pick(x, i)
+
+    def of_block(x_N: jax.Array | None, i: Index) -> jax.Array | None:
+      return None if x_N is None else _pick(x_N, i)
+
     row_A = self.order.rows_N[n] + jnp.arange(static.block_q)
     column_C = self.order.columns_M[m] + jnp.arange(static.block_k)
     mask = dataclasses.replace(
@@ -141,10 +152,12 @@ class Blocks:
     return visible
 
   def _start(self, n: Index, m: Index) -> Index:
+    """Index of a pair's first distance in the bias."""
     first = self.order.length - self.static.block_q
     return self.order.columns_M[m] - self.order.rows_N[n] + first
 
   def _distances(self, bias_GRT: jax.Array, n: Index, m: Index) -> jax.Array:
+    """The biases of all distances in a pair of blocks."""
     num = self.static.block_q + self.static.block_k - 1
     start = self._start(n, m)
     return jax.lax.dynamic_slice_in_dim(bias_GRT, start, num, axis=2)
@@ -189,7 +202,7 @@ class Schedule:
     return Blocks(static, inputs, order)
 
   def pass_on(self, arrays: Any) -> Any:
-    """Swaps the keys of this step for those of the next."""
+    """Exchanges the keys of this step for those of the next."""
     return arrays
 
 
@@ -226,7 +239,10 @@ def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
-  """Biases (G, R, A, C) of the distances c - a: rows that shift by one."""
+  """Biases (G, R, A, C) of the distances c - a: rows that shift by one.
+
+  Without a gather: A copies of a row of T, read as rows of T - 1.
+  """
   A, C = static.block_q, static.block_k
   G, R, T = bias_GRT.shape
   if A == 1:
@@ -261,7 +277,7 @@ def _add_values(
     old = _pick(sums.largest_N, n)
     largest = jnp.maximum(old, jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - largest[..., None])
-    if visible is not None:  # Also for a row without a visible position.
+    if visible is not None:  # Without a visible position, all are exp(0).
       weights = jnp.where(visible, weights, 0.0)
     shrink = jnp.exp(old - largest)
     total = _pick(sums.total_N, n) * shrink + jnp.sum(weights, axis=-1)
@@ -284,24 +300,24 @@ def _results(
 ) -> tuple[jax.Array, jax.Array]:
   """The output, and the logarithms of denominators (B, G, R, L)."""
   largest_N, total_N, out_N = sums
-  if sinks_GR is not None:
+  if sinks_GR is not None:  # One more score, without a value.
     sinks_GR1 = sinks_GR[..., None]
     old_N, largest_N = largest_N, jnp.maximum(largest_N, sinks_GR1)
     shrink_N = jnp.exp(old_N - largest_N)
     total_N = total_N * shrink_N + jnp.exp(sinks_GR1 - largest_N)
     out_N = out_N * shrink_N[..., None]
-  some_N = total_N > 0
-  total_N = jnp.where(some_N, total_N, 1.0)
+  # Queries that see nothing, as those of padding, also need a number.
+  sees_any_N = total_N > 0
+  total_N = jnp.where(sees_any_N, total_N, 1.0)
   out = blocks.to_queries(out_N / total_N[..., None], q)
-  # Padding and rows that see nothing also need a number.
-  log_N = jnp.where(some_N, largest_N + jnp.log(total_N), 0.0)
+  log_N = jnp.where(sees_any_N, largest_N + jnp.log(total_N), 0.0)
   log_BGRL = jnp.moveaxis(log_N, 0, 3).reshape(*log_N.shape[1:4], -1)
   log_BGRL = log_BGRL[..., : q.shape[1]]
   return checkpoint_name((out, log_BGRL), remat.ATTENTION)
 
 
 class Gradients(NamedTuple):
-  """Gradients so far, float32, in blocks; of the bias, or None."""
+  """Gradients so far, float32, in blocks; None without a bias."""
 
   dq_N: jax.Array
   dk_M: jax.Array

@@ -2,7 +2,13 @@
 
 Splash, of jax's Pallas library, leaves out blocks of keys that a mask hides.
 Lengths are padded to whole blocks. Documents and padding are segments: a query
-attends to the positions with its own number. Axes: see attention_inputs.py.
+attends to the positions with its own number. A Splash kernel is for one
+example, with its mask (`_splash_kernel`); `_call_splash` applies it to a batch.
+
+The kernels for GPUs get masks other than causal order as a matrix
+(`_with_matrix`).
+
+Axes: see attention_inputs.py.
 """
 
 import functools
@@ -33,8 +39,9 @@ _TOKAMAX: tuple[str, ...] = ("mosaic",)
 # A block is a whole number of the lanes of a vector register.
 _LANES = 128
 
-# Numbers of segments: positions that no query sees, and padding of the length.
-_HIDDEN, _PADDING = -1, -2
+# Segment of positions that no query sees, and segment of padding to a block.
+_HIDDEN = -1
+_PADDING = -2
 
 
 def attend_by_splash(
@@ -43,9 +50,13 @@ def attend_by_splash(
   q_BLGRK, k_BSGK, v_BSGK, mask, _, sinks_GR = inputs
   L, S = q_BLGRK.shape[1], k_BSGK.shape[1]
   sizes = _block_size(L), _block_size(S)
-  numbers, positions = np.arange(_padded(L, sizes[0])), _padded(S, sizes[1])
   kernel = functools.partial(
-    _splash_kernel, numbers, positions, sizes, mask, softcap
+    _splash_kernel,
+    np.arange(_padded(L, sizes[0])),
+    _padded(S, sizes[1]),
+    sizes,
+    mask,
+    softcap,
   )
 
   def attend_locally(
@@ -103,19 +114,19 @@ def attend_rows_by_splash(
     shards=ways,
   )
 
+  def own_part(x: jax.Array | None, dim: int) -> jax.Array | None:
+    if x is None:
+      return None
+    size = x.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(x, device * size, size, dim)
+
   def own(info: Any) -> Any:
-    part = lambda x, dim: (
-      None
-      if x is None
-      else jax.lax.dynamic_slice_in_dim(
-        x, device * (x.shape[dim] // ways), x.shape[dim] // ways, dim
-      )
-    )
+    """This device's part of a kernel's tables."""
     return info._replace(
-      data_next=part(info.data_next, 1),
-      mask_next=part(info.mask_next, 1),
-      block_mask=part(info.block_mask, 1),
-      q_sequence=part(info.q_sequence, 0),
+      data_next=own_part(info.data_next, 1),
+      mask_next=own_part(info.mask_next, 1),
+      block_mask=own_part(info.block_mask, 1),
+      q_sequence=own_part(info.q_sequence, 0),
     )
 
   kernel = jax.jit(make)()
@@ -136,14 +147,16 @@ def _call_splash(
   ids = _segments(mask, B, L, S, sizes)
   q = _pad(q, sizes[0]).swapaxes(1, 2)
   k, v = (_pad(x, sizes[1]).swapaxes(1, 2) for x in (k, v))
-  # The kernels compute other blocks than the mathematics counts.
-  num_blocks = kernel.fwd_mask_info.data_next
-  per_row = k.shape[2] // sizes[1]
-  if num_blocks is not None:
-    per_row = num_blocks.shape[-1]
-  with model_flops.counts_as(counted, q.shape[2] * per_row * sizes[1]):
-    axes = (0, 0, 0, None if ids is None else 0, None)
-    sinks_H = None if sinks_GR is None else sinks_GR.reshape(-1)
+  # The kernels compute other blocks than the mathematics counts: those in their
+  # table, if they have one, or all.
+  blocks_per_query = k.shape[2] // sizes[1]
+  table = kernel.fwd_mask_info.data_next
+  if table is not None:
+    blocks_per_query = table.shape[-1]
+  computed = q.shape[2] * blocks_per_query * sizes[1]
+  sinks_H = None if sinks_GR is None else sinks_GR.reshape(-1)
+  axes = (0, 0, 0, None if ids is None else 0, None)
+  with model_flops.counts_as(counted, computed):
     o_BHLK = jax.vmap(kernel, in_axes=axes)(q, k, v, ids, sinks_H)
   return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
 
@@ -207,13 +220,19 @@ def _splash_kernel(
     blocks = splash.FullMask(shape)
   if mask.causal:
     blocks.q_sequence = numbers.astype(np.int32)
-  of_q = ("block_q", "block_q_dkv", "block_q_dq")
-  of_kv = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dq")
-  block_sizes = dict.fromkeys(of_q, sizes[0])
-  block_sizes |= dict.fromkeys((*of_kv, "block_kv_dkv_compute"), sizes[1])
+  block_q, block_kv = sizes
   return splash.make_splash_mha(
     splash.MultiHeadMask([blocks] * heads),
-    block_sizes=splash.BlockSizes(**block_sizes),
+    block_sizes=splash.BlockSizes(
+      block_q=block_q,
+      block_q_dkv=block_q,
+      block_q_dq=block_q,
+      block_kv=block_kv,
+      block_kv_compute=block_kv,
+      block_kv_dkv=block_kv,
+      block_kv_dkv_compute=block_kv,
+      block_kv_dq=block_kv,
+    ),
     attn_logits_soft_cap=softcap,
     head_shards=1,
     q_seq_shards=shards,
@@ -229,8 +248,9 @@ def _library() -> Any:  # Its import takes half a second.
 
 
 def attend_by_cudnn(inputs: Inputs, *, scale: float) -> jax.Array:
-  attend = jax.nn.dot_product_attention
-  kernel = functools.partial(attend, implementation="cudnn")
+  kernel = functools.partial(
+    jax.nn.dot_product_attention, implementation="cudnn"
+  )
   return _attend_locally(kernel, inputs, scale)
 
 
@@ -241,16 +261,23 @@ def attend_by_tokamax(
   tokamax = import_package("tokamax", key, "'bigtrain[tokamax]'")
   if not flags.FLAGS.is_parsed():  # Otherwise it parses a notebook's own.
     flags.FLAGS.mark_as_parsed()
-  options: Any = dict(logits_soft_cap=softcap, implementation=_TOKAMAX)
-  kernel = functools.partial(tokamax.dot_product_attention, **options)
+  kernel = functools.partial(
+    tokamax.dot_product_attention,
+    logits_soft_cap=softcap,
+    implementation=_TOKAMAX,
+  )
   return _attend_locally(kernel, inputs, scale)
 
 
 def _attend_locally(
   kernel: Callable[..., jax.Array], inputs: Inputs, scale: float
 ) -> jax.Array:
-  attend = lambda *arrays: _with_matrix(kernel, Inputs(*arrays), scale)
-  return sharding.split_batch(attend, *inputs[:4], by_heads=3)
+  def attend(*arrays: Any) -> jax.Array:
+    return _with_matrix(kernel, Inputs(*arrays), scale)
+
+  return sharding.split_batch(
+    attend, inputs.q, inputs.k_BSGK, inputs.v_BSGK, inputs.mask, by_heads=3
+  )
 
 
 def _with_matrix(

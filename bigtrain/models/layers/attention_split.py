@@ -1,10 +1,17 @@
 """Attention of examples whose positions are split over the axis `sequence`.
 
-Each device has a run of an example's queries, keys and values. Keys and values
-are gathered, or pass from device to device in a ring, as in Ring Attention,
-https://arxiv.org/abs/2310.01889. Later causal queries see more positions. So
-devices exchange parts of their queries first, and in a ring of their keys: of 2
-n parts, device i takes i and 2 n - 1 - i, which makes their work equal.
+Each of n devices has a run of an example's queries, keys and values. Keys and
+values are gathered, or pass from device to device in a ring, as in Ring
+Attention, https://arxiv.org/abs/2310.01889. If attention is causal, later
+queries see more positions, and the last device would have the most work. So
+devices exchange parts of their queries first, and in a ring of their keys as
+well: of 2 n parts, device i takes i and 2 n - 1 - i, which makes their work
+equal.
+
+`attend` makes a Plan (which blocks, in which order), pads the inputs to it, and
+runs one of three functions on each device: `_blockwise` in plain JAX, with
+gathered keys or a ring; `_by_splash`, the kernel for TPUs, with gathered keys;
+or `_locally`, any other backend, with gathered keys and queries in order.
 
 Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions;
 n devices.
@@ -34,19 +41,21 @@ from bigtrain.models.layers.attention_inputs import Inputs
 
 AXIS = "sequence"
 
-# On accelerators, longer blocks are whole numbers of the registers' lanes.
+# Lanes of a TPU's vector registers. On accelerators, longer blocks are whole
+# multiples of it, so that no register is partly empty.
 _LANES = 128
 
-# Computes a device's part, from the number of the first query, or None.
+# Computes a device's part. The second argument is the number of its first
+# query, or None without a causal mask.
 LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
 class Plan(NamedTuple):
   """Which blocks of an attention the devices compute, and in what order."""
 
-  ways: int
-  queries: int
-  keys: int
+  ways: int  # n.
+  queries: int  # L, in tokens.
+  keys: int  # S.
   # What the order of the positions masks; not causal with a prefix.
   order: masks.Mask
   # Whether keys and values pass in a ring; otherwise they are gathered.
@@ -54,22 +63,22 @@ class Plan(NamedTuple):
   # Whether devices have an early and a late part of the queries and, in a ring,
   # of the keys.
   balanced: bool
-  block_q: int
-  block_k: int
-  # L in whole blocks on all devices, and S in `padded_keys`.
+  block_q: int  # A.
+  block_k: int  # C.
+  # L and S, padded to whole blocks on all devices.
   padded_queries: int
   padded_keys: int
 
 
 class Tables(NamedTuple):
-  """Blocks of each device; columns and pairs for each step.
+  """A plan's blocks on each device. The lists have an entry for each step.
 
-  Int rows [n, N] and columns [n, M] are numbers of first queries and positions;
-  pairs [n, pairs, 2] are as in attention_blockwise.Blocks.
+  All keys are there in the only step, or those of one device in each of n.
   """
 
-  rows: np.ndarray
-  columns: list[np.ndarray]
+  rows: np.ndarray  # Int [n, N], number of the first query of each block.
+  columns: list[np.ndarray]  # Int [n, M], the same of the keys.
+  # Int [n, pairs, 2], as in attention_blockwise.Blocks.
   pairs: list[np.ndarray]
 
 
@@ -86,20 +95,21 @@ def plan_of(
   block_q, padded_queries = _blocks(queries, parts)
   block_k, padded_keys = _blocks(keys, parts)
   return Plan(
-    ways,
-    queries,
-    keys,
-    masks.Mask(mask.in_order, mask.window),
-    ring,
-    balanced,
-    block_q,
-    block_k,
-    padded_queries,
-    padded_keys,
+    ways=ways,
+    queries=queries,
+    keys=keys,
+    order=masks.Mask(mask.in_order, mask.window),
+    ring=ring,
+    balanced=balanced,
+    block_q=block_q,
+    block_k=block_k,
+    padded_queries=padded_queries,
+    padded_keys=padded_keys,
   )
 
 
 def _blocks(length: int, parts: int) -> tuple[int, int]:
+  """Size of a block, and the length of `parts` with whole blocks each."""
   largest = attention_blockwise.largest_block()
   part = math.ceil(length / parts)
   number = math.ceil(part / largest)
@@ -114,20 +124,25 @@ def tables_of(plan: Plan) -> Tables:
   n = plan.ways
   rows = _firsts(plan, plan.padded_queries, plan.block_q)
   if plan.ring:
+    # In step s, device i has the keys that device i - s had at first.
     keys = _firsts(plan, plan.padded_keys, plan.block_k)
     columns = [np.roll(keys, step, axis=0) for step in range(n)]
   else:
     all_keys = np.arange(0, plan.padded_keys, plan.block_k, dtype=np.int32)
     columns = [np.tile(all_keys, (n, 1))]
+  # The pairs depend on the sizes of the blocks alone.
   sizes = attention_blockwise.Static(1.0, None, plan.block_q, plan.block_k)
   pairs = []
-  for of_step in columns:
+  for step_columns in columns:
     visible = [
-      attention_blockwise.visible_pairs(rows[i], of_step[i], sizes, plan.order)
-      for i in range(n)
+      attention_blockwise.visible_pairs(
+        rows[device], step_columns[device], sizes, plan.order
+      )
+      for device in range(n)
     ]
-    most = max(map(len, visible))
-    shape = rows.shape[1], of_step.shape[1]
+    # All devices run the same program, so each needs as many pairs.
+    most = max(len(device_pairs) for device_pairs in visible)
+    shape = rows.shape[1], step_columns.shape[1]
     pairs.append(np.stack([_filled(x, most, shape) for x in visible]))
   return Tables(rows, columns, pairs)
 
@@ -135,10 +150,13 @@ def tables_of(plan: Plan) -> Tables:
 def _firsts(plan: Plan, length: int, block: int) -> np.ndarray:
   """Int [n, blocks], number of the first position of a device's blocks."""
   n = plan.ways
-  parts = [[i, 2 * n - 1 - i] if plan.balanced else [i] for i in range(n)]
-  size = length // (n * len(parts[0]))
-  inside = np.arange(0, size, block)
-  firsts = np.asarray(parts)[..., None] * size + inside
+  if plan.balanced:
+    parts = [[device, 2 * n - 1 - device] for device in range(n)]
+  else:
+    parts = [[device] for device in range(n)]
+  part_size = length // (n * len(parts[0]))
+  inside = np.arange(0, part_size, block)
+  firsts = np.asarray(parts)[..., None] * part_size + inside
   return firsts.reshape(n, -1).astype(np.int32)
 
 
@@ -162,17 +180,17 @@ def attend(
   scale: float,
   softcap: float | None,
 ) -> jax.Array:
-  """Attends by `local` where a backend needs all keys and queries in order."""
+  """Attends, by `local` if a backend needs all keys and queries in order."""
   mask = inputs.mask
   B, S = inputs.k_BSGK.shape[:2]
   L = inputs.q.shape[1]
   mesh: Any = sharding.ambient(B)
   ways = int(mesh.shape[AXIS])
-  make = functools.partial(plan_of, ways, L, S, mask)
+  make_plan = functools.partial(plan_of, ways, L, S, mask)
   compute: Callable[[Inputs], jax.Array]
   counted: Any = contextlib.nullcontext()
   if backend == "ring" or (backend == "blockwise" and mask.causal):
-    plan = make(ring=backend == "ring", balanced=mask.in_order)
+    plan = make_plan(ring=backend == "ring", balanced=mask.in_order)
     static = attention_blockwise.Static(
       scale, softcap, plan.block_q, plan.block_k
     )
@@ -181,12 +199,12 @@ def attend(
     block, part = attention_kernels.splash_parts(L, 2 * ways)
     # A query of the padding sees itself, so that its output is finite.
     length = 2 * ways * part
-    plan = make(ring=False, balanced=True)._replace(
+    plan = make_plan(ring=False, balanced=True)._replace(
       block_q=block, padded_queries=length, padded_keys=length
     )
     compute = functools.partial(_by_splash, plan, scale, softcap)
   else:
-    plan = make(ring=False, balanced=False)._replace(
+    plan = make_plan(ring=False, balanced=False)._replace(
       padded_queries=math.ceil(L / ways) * ways,
       padded_keys=math.ceil(S / ways) * ways,
     )
@@ -213,30 +231,31 @@ def _split(
   if isinstance(inputs.bias, positions.BiasByDistance):
     more = plan.padded_queries - L, plan.padded_keys - S
     bias_GRT = jnp.pad(inputs.bias.by_group(G), ((0, 0), (0, 0), more))
-  specs: Any = (split, split, split, by_example, by_head, by_head)
   padded = attention_blockwise.padded
-  o_BLGRK = jax.shard_map(
-    compute, in_specs=(Inputs._make(specs),), out_specs=split, check_vma=False
-  )(
-    Inputs(
-      padded(inputs.q, plan.padded_queries),
-      padded(inputs.k_BSGK, plan.padded_keys),
-      padded(inputs.v_BSGK, plan.padded_keys),
-      _padded_mask(plan, inputs.mask, B),
-      bias_GRT,
-      inputs.sinks_GR,
-    )
+  padded_inputs = Inputs(
+    padded(inputs.q, plan.padded_queries),
+    padded(inputs.k_BSGK, plan.padded_keys),
+    padded(inputs.v_BSGK, plan.padded_keys),
+    _padded_mask(plan, inputs.mask, B),
+    bias_GRT,
+    inputs.sinks_GR,
   )
-  return o_BLGRK[:, :L]
+  # In the order of the fields of Inputs.
+  specs: Any = (split, split, split, by_example, by_head, by_head)
+  on_devices = jax.shard_map(
+    compute, in_specs=(Inputs._make(specs),), out_specs=split, check_vma=False
+  )
+  return on_devices(padded_inputs)[:, :L]
 
 
 def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
-  fill = attention_blockwise.padded
-  pad = lambda x, length: None if x is None else fill(x, length)
+  def pad(x: jax.Array | None, length: int) -> jax.Array | None:
+    return None if x is None else attention_blockwise.padded(x, length)
+
   real_BS = mask.real_BS
-  # Causal queries do not see the padding after them.
-  padded = plan.padded_keys > plan.keys and not plan.order.causal
-  if real_BS is None and padded:
+  # Causal queries do not see the padding after them anyway.
+  sees_padding = plan.padded_keys > plan.keys and not plan.order.causal
+  if real_BS is None and sees_padding:
     real_BS = jnp.ones((B, plan.keys), bool)
   return dataclasses.replace(
     mask,
@@ -253,6 +272,7 @@ def _with_all_keys(inputs: Inputs) -> Inputs:
 
 
 def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
+  """One device's queries, in order, with all keys, by any backend."""
   inputs = _with_all_keys(inputs)
   mask, bias_GRT = inputs.mask, inputs.bias
   L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
@@ -262,6 +282,7 @@ def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
     mask = dataclasses.replace(mask, segments_BL=segments)
   bias = None
   if bias_GRT is not None:
+    # The distances from this device's queries to all keys.
     bias_GRT = jax.lax.dynamic_slice_in_dim(
       bias_GRT, plan.padded_queries - first - L, L + S - 1, axis=2
     )
@@ -274,14 +295,16 @@ def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
 def _by_splash(
   plan: Plan, scale: float, softcap: float | None, inputs: Inputs
 ) -> jax.Array:
+  """One device's early and late queries, with all keys, by the kernel."""
   mask = inputs.mask
   device = jax.lax.axis_index(AXIS)
+  # The numbers of each device's queries, [n, queries].
   rows = _firsts(plan, plan.padded_queries, plan.block_q)
-  numbers = rows[..., None] + np.arange(plan.block_q)  # Of queries, by device.
+  numbers = rows[..., None] + np.arange(plan.block_q)
   numbers = numbers.reshape(plan.ways, -1)
   if mask.segments_BL is not None:
-    own = jnp.asarray(numbers)[device]
-    segments = jnp.take(mask.segments_BL, own, axis=1)
+    own_numbers = jnp.asarray(numbers)[device]
+    segments = jnp.take(mask.segments_BL, own_numbers, axis=1)
     mask = dataclasses.replace(mask, segments_BL=segments)
   o = attention_kernels.attend_rows_by_splash(
     _with_all_keys(inputs._replace(q=_exchanged(inputs.q), mask=mask)),
@@ -298,6 +321,7 @@ def _by_splash(
 def _blockwise(
   plan: Plan, static: attention_blockwise.Static, inputs: Inputs
 ) -> jax.Array:
+  """One device's queries, with all keys or a ring of them, in plain JAX."""
   if plan.balanced:
     inputs = inputs._replace(q=_exchanged(inputs.q))
   if not plan.ring:
@@ -312,9 +336,17 @@ def _blockwise(
 
 
 def _owners(ways: int) -> list[list[tuple[int, int]]]:
-  """Pairs of devices (from, to), for each one's first and its second part."""
-  owner = lambda part: min(part, 2 * ways - 1 - part)
-  return [[(i, owner(2 * i + half)) for i in range(ways)] for half in (0, 1)]
+  """Pairs of devices (from, to), for each one's first and its second part.
+
+  Before the exchange, device i has the parts 2 i and 2 i + 1 of 2 n.
+  """
+
+  def owner(part: int) -> int:
+    return min(part, 2 * ways - 1 - part)
+
+  first = [(i, owner(2 * i)) for i in range(ways)]
+  second = [(i, owner(2 * i + 1)) for i in range(ways)]
+  return [first, second]
 
 
 def _swapped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -334,11 +366,13 @@ def _exchanged(x: jax.Array) -> jax.Array:
 
 
 def _exchanged_back(x: jax.Array) -> jax.Array:
+  """The inverse of `_exchanged`."""
   to_first, to_second = _owners(jax.lax.axis_size(AXIS))
-  back = lambda pairs: [(receiver, sender) for sender, receiver in pairs]
+  first_back = [(receiver, sender) for sender, receiver in to_first]
+  second_back = [(receiver, sender) for sender, receiver in to_second]
   even, odd = _swapped(*jnp.split(x, 2, axis=1))
-  first = jax.lax.ppermute(even, AXIS, back(to_first))
-  second = jax.lax.ppermute(odd, AXIS, back(to_second))
+  first = jax.lax.ppermute(even, AXIS, first_back)
+  second = jax.lax.ppermute(odd, AXIS, second_back)
   return jnp.concatenate([first, second], axis=1)
 
 
@@ -361,21 +395,24 @@ class _Schedule(attention_blockwise.Schedule):
   def blocks(self, step: int, inputs: Inputs) -> attention_blockwise.Blocks:
     plan, tables, mask = self.plan, tables_of(self.plan), inputs.mask
     device = jax.lax.axis_index(AXIS)
-    own = lambda table: jnp.asarray(table)[device]
-    rows_N, columns_M = own(tables.rows), own(tables.columns[step])
+    rows_N = jnp.asarray(tables.rows)[device]
+    columns_M = jnp.asarray(tables.columns[step])[device]
     computed = sum(pairs.size // 2 for pairs in tables.pairs)
     order = attention_blockwise.Order(
       rows_N,
       columns_M,
-      own(tables.pairs[step]),
+      jnp.asarray(tables.pairs[step])[device],
       plan.padded_queries,
       counted=plan.queries * mask.reach(plan.keys),
       computed=computed * plan.block_q * plan.block_k,
     )
 
     def of_blocks(x: Any, firsts: jax.Array, size: int) -> Any:
+      """The entries of a mask for this device's blocks."""
+      if x is None:
+        return None
       numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
-      return None if x is None else jnp.take(x, numbers, axis=1)
+      return jnp.take(x, numbers, axis=1)
 
     mask = dataclasses.replace(
       mask,

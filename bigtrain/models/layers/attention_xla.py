@@ -1,5 +1,8 @@
 """Attention with a matrix of all scores, which XLA compiles.
 
+`attend` is the general case. `_attend_in_half`, for dtypes of 16 bits and the
+plain case, has a backward pass of its own that stores no float32 scores.
+
 Axes: see attention_inputs.py.
 """
 
@@ -15,7 +18,7 @@ from bigtrain.arrays import model_flops
 from bigtrain.models.layers import positions, remat
 from bigtrain.models.layers.attention_inputs import Inputs
 
-# Not -inf: a row of padding that sees no position must not become NaN.
+# A masked score. Not -inf: a query that sees no position must not become NaN.
 _MASKED = -1e30
 
 
@@ -24,11 +27,12 @@ def attend(
 ) -> jax.Array:
   """Returns means of values, (B, L, G, R, K) up to a reshape."""
   q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
-  (_, L, G, R, _), S = q_BLGRK.shape, k_BSGK.shape[1]
+  _, L, G, R, _ = q_BLGRK.shape
+  S = k_BSGK.shape[1]
   mask_BLS = mask.matrix(L, S, 0 if start is None else start)
-  half = q_BLGRK.dtype in (jnp.bfloat16, jnp.float16)
-  # The scores of a single query are few.
-  if half and start is bias is softcap is None and R == 1 and L > 1:
+  is_half = q_BLGRK.dtype in (jnp.bfloat16, jnp.float16)
+  is_plain = start is None and bias is None and softcap is None and R == 1
+  if is_half and is_plain and L > 1:  # The scores of a single query are few.
     sinks_H = None if sinks_GR is None else sinks_GR[:, 0]
     arrays = _Arrays(q_BLGRK[:, :, :, 0], k_BSGK, v_BSGK, mask_BLS, sinks_H)
     return _attend_in_half(_Static(scale, mask.reach(S), S), arrays)
@@ -36,15 +40,16 @@ def attend(
     bias = bias.matrix(L, S)
   if bias is not None:
     bias = bias.reshape(1, G, R, L, S)
-  # On CPUs XLA would transpose scores if heads were not first. There, half of a
-  # long text saves more by leaving out later keys than another program costs.
+  # On CPUs XLA would transpose scores if heads were not first.
   q_BGRLK = jnp.moveaxis(q_BLGRK, 1, -2)
+  # There, the first half of the queries of a causal text leaves out the later
+  # keys, if the text is long enough to save more than a second product costs.
   in_order = start is None and mask.in_order and sharding.device()[0] == "cpu"
-  blocks = 2 if in_order and L >= 128 else 1
+  num_parts = 2 if in_order and L >= 128 else 1
   means = []
-  for i in range(blocks):
-    rows = slice(i * L // blocks, (i + 1) * L // blocks)
-    seen = slice(rows.stop if blocks > 1 else S)
+  for i in range(num_parts):
+    rows = slice(i * L // num_parts, (i + 1) * L // num_parts)
+    seen = slice(rows.stop if num_parts > 1 else S)
     einsum = _Static(scale, mask.reach(S), seen.stop).einsum
     scores = einsum(
       "bgrlk,bsgk->bgrls", q_BGRLK[..., rows, :], k_BSGK[:, seen], jnp.float32
@@ -92,11 +97,11 @@ def _powers(
 
 
 class _Static(NamedTuple):
-  """What is known before the run; a query attends to `reach` positions."""
+  """What is known before the run."""
 
   scale: float
-  reach: int
-  positions: int
+  reach: int  # Number of positions that a query attends to, for model FLOPs.
+  positions: int  # Number of positions that are computed.
 
   def einsum(
     self, subscripts: str, x: jax.Array, y: jax.Array, dtype: Any = None
@@ -108,7 +113,7 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_in_half(static: _Static, arrays: _Arrays) -> jax.Array:
-  """Attends in 16 bits; scores and softmax are float32, and not stored."""
+  """Attends in 16 bits. Scores and softmax are float32, and not stored."""
   return _half_forward(static, arrays)[0]
 
 
@@ -140,7 +145,10 @@ def _half_forward(
 def sinks_gradient(
   sinks: jax.Array | None, log_sum_BxL: jax.Array, mean_BxL: jax.Array
 ) -> jax.Array | None:
-  """Gradient of sinks (H, or G and R), from the gradients' weighted means."""
+  """Gradient of sinks, with axes x of H, or of G and R.
+
+  `mean_BxL` is the mean of the gradients of a query's weights, by the weights.
+  """
   if sinks is None:
     return None
   weights_BxL = jnp.exp(sinks[..., None] - log_sum_BxL)
@@ -154,18 +162,23 @@ def _half_backward(
 ) -> tuple[_Arrays]:
   arrays, o_BLHK, log_sum_BHL = residuals
   q_BLHK, k_BSHK, v_BSHK, _, sinks_H = arrays
-  half, wide = q_BLHK.dtype, lambda x: x.astype(jnp.float32)
+  half = q_BLHK.dtype
+
+  def wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
   scores_BHLS = _half_scores(static, arrays)
   weights_BHLS = jnp.exp(scores_BHLS - log_sum_BHL[..., None]).astype(half)
-  # As a sum over S it would be another pass over two matrices.
+  # The mean of the weights' gradients, by the weights. As a sum over S it would
+  # be another pass over two matrices.
   mean_BLH = jnp.sum(wide(grad_BLHK) * wide(o_BLHK), axis=-1)
   mean_BHL1 = jnp.swapaxes(mean_BLH, 1, 2)[..., None]
-  gains_BHLS = static.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
-  change = wide(weights_BHLS) * (wide(gains_BHLS) - mean_BHL1)
-  change_BHLS = (change * static.scale).astype(half)
+  dweights_BHLS = static.einsum("blhk,bshk->bhls", grad_BLHK, v_BSHK)
+  dscores_BHLS = wide(weights_BHLS) * (wide(dweights_BHLS) - mean_BHL1)
+  dscores_BHLS = (dscores_BHLS * static.scale).astype(half)
   dsinks_H = sinks_gradient(sinks_H, log_sum_BHL, mean_BHL1[..., 0])
-  dq_BLHK = static.einsum("bhls,bshk->blhk", change_BHLS, k_BSHK)
-  dk_BSHK = static.einsum("bhls,blhk->bshk", change_BHLS, q_BLHK)
+  dq_BLHK = static.einsum("bhls,bshk->blhk", dscores_BHLS, k_BSHK)
+  dk_BSHK = static.einsum("bhls,blhk->bshk", dscores_BHLS, q_BLHK)
   dv_BSHK = static.einsum("bhls,blhk->bshk", weights_BHLS, grad_BLHK)
   return (_Arrays(dq_BLHK, dk_BSHK, dv_BSHK, None, dsinks_H),)
 

@@ -57,9 +57,13 @@ class Block(nn.Module):
     """`source` is the patches (b, P, E), or their cache."""
     options = self.options
     x_BLD, cache = carry
-    dtype, use_bias = options.dtype, options.use_bias
-    norm = functools.partial(nn.LayerNorm, dtype=dtype, use_bias=use_bias)
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+    norm = functools.partial(
+      nn.LayerNorm, dtype=options.dtype, use_bias=options.use_bias
+    )
+
+    def drop(y_BLD: jax.Array) -> jax.Array:
+      return nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+
     of_attention = attention.Options(
       options.num_heads,
       head_dim=options.width // options.num_heads,
@@ -68,7 +72,7 @@ class Block(nn.Module):
       dtype=options.dtype,
     )
     cross = attention.Attention(of_attention, name="CrossAttn")
-    if x_BLD is None:
+    if x_BLD is None:  # Only writes the source's keys and values.
       return cross(None, source, cache=cache, layer=layer), None
 
     y_BLD = norm(name="LayerNorm1")(x_BLD)
@@ -134,9 +138,12 @@ class Decoder(nn.Module):
     """
     x_BLD = tokens
     if tokens is not None and tokens.ndim == 2:
-      init, width = nn.initializers.normal(1.0), self.options.width
+      width = self.options.width
       x_BLD = nn.Embed(
-        self.num_embeddings, width, embedding_init=init, name="EmbedTargets"
+        self.num_embeddings,
+        width,
+        embedding_init=nn.initializers.normal(1.0),
+        name="EmbedTargets",
       )(tokens)
       if last_11D is not None:
         last_B1D = jnp.broadcast_to(last_11D, (len(tokens), 1, width))
@@ -161,7 +168,8 @@ class Decoder(nn.Module):
       return None, cache
     if not self.options.cross:
       return (x_BLD, None), cache
-    norm = nn.LayerNorm(dtype=self.options.dtype, name="LayerNorm")
-    D, V, zeros = self.options.width, self.vocab_size, nn.initializers.zeros
+    D, V = self.options.width, self.vocab_size
+    zeros = nn.initializers.zeros
     head = kernels.Kernel((D, V), (V,), zeros, name="LogitsDense")()
+    norm = nn.LayerNorm(dtype=self.options.dtype, name="LayerNorm")
     return (norm(x_BLD), (head["kernel"], head["bias"])), cache

@@ -1,5 +1,8 @@
 """The block of decoder-only language models.
 
+Options has all differences between layers of one model: layer_kinds.py makes
+them. What layers of a kind share, such as rotary tables, they find by index.
+
 Axes: B batch, L length, D model width.
 """
 
@@ -73,7 +76,7 @@ class Options(NamedTuple):
 
 
 class Tables(NamedTuple):
-  """What layers compute from positions, once for all layers of a kind."""
+  """Rotary tables and query scales, computed once per kind of layer."""
 
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]
@@ -101,7 +104,12 @@ class Block(nn.Module):
     def normed(y_BLD: jax.Array, name: str) -> jax.Array:
       return norm(options, y_BLD.shape[-1], name)(y_BLD)
 
+    def before(x_BLD: jax.Array, name: str) -> jax.Array:
+      """The input of a branch."""
+      return x_BLD if options.norm_at == "post" else normed(x_BLD, name)
+
     def add(x_BLD: jax.Array, y_BLD: jax.Array, name: str) -> jax.Array:
+      """The stream, with the result of a branch."""
       if options.norm_at != "pre":
         y_BLD = normed(y_BLD, name)
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
@@ -112,23 +120,24 @@ class Block(nn.Module):
         y_BLD = encoder.drop_path(y_BLD, rate, self.make_rng("dropout"))
       return x_BLD + y_BLD
 
-    def before(x_BLD: jax.Array, name: str) -> jax.Array:
-      return x_BLD if options.norm_at == "post" else normed(x_BLD, name)
-
     cache: Any = None
     place: Any = 0
     first = start
     if caches is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    rope, scale = options.rope, options.query_scale
+    rope = query_scale_BL = None
+    if options.rope is not None:
+      rope = tables.rotations[options.rope]
+    if options.query_scale is not None:
+      query_scale_BL = tables.query_scales_BL[options.query_scale]
     y_BLD = before(x_BLD, "attention_norm")
     z_BLD, cache = attention.Attention(_attention(options), name="attention")(
       y_BLD,
       y_BLD,
       mask=mask,
-      rope=None if rope is None else tables.rotations[rope],
-      query_scale_BL=None if scale is None else tables.query_scales_BL[scale],
+      rope=rope,
+      query_scale_BL=query_scale_BL,
       cache=cache,
       layer=place,
       start=first,
@@ -136,6 +145,8 @@ class Block(nn.Module):
     if caches is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
+
+    # In parallel, the MLP has the input of the attention.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
     y_BLD, stats = moe.mlp_or_experts(
@@ -146,6 +157,7 @@ class Block(nn.Module):
 
 
 def norm(options: Any, width: int, name: str) -> nn.Module:
+  """The norm of a block's Options, or of a decoder."""
   eps, dtype, offset = options.norm_eps, options.dtype, options.norm_offset
   if options.norm == "rmsnorm":
     return rms_norm.RMSNorm((width,), eps, offset, dtype=dtype, name=name)

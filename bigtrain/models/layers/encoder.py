@@ -7,7 +7,6 @@ layer norms and softmaxes are always float32.
 Axes: B batch, L length, S length attended to, D model width, N layers.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -26,7 +25,7 @@ from bigtrain.models.layers import (
 
 
 class Fields(nn.Module, kw_only=True):
-  """Fields of models with an encoder; sizes that are None are the variant's."""
+  """Fields of models with an encoder. Sizes default to the variant's."""
 
   variant: str | None = None  # Of a ViT, such as "B", or "B/16" with patches.
   width: int = options.DERIVED  # D.
@@ -52,12 +51,13 @@ class Options(NamedTuple):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   mlp: str = "gelu"  # A name in mlp.KINDS.
   bias: tuple[str, ...] = ("qkv", "out", "mlp")
-  # Initial factor of each feature that a branch adds (CaiT, arXiv 2103.17239).
+  # Initial value of a learned factor for each feature that a branch adds (CaiT,
+  # arXiv 2103.17239); None for no factors.
   layer_scale: float | None = None
   # Grid of patches whose relative positions have a bias in each layer, if any.
   relative_grid: tuple[int, int] | None = None
   # Hidden width of an MLP over the tokens in place of attention (MLP-Mixer,
-  # https://arxiv.org/abs/2105.01601); its stochastic depth does not rescale.
+  # https://arxiv.org/abs/2105.01601), whose drop path does not rescale.
   token_mlp_dim: int | None = None
   post_norm: bool = False  # Whether norms follow the residual additions.
   dtype: str = "float32"
@@ -66,12 +66,15 @@ class Options(NamedTuple):
 def of_fields(
   model: Fields, name: str, final_norm: bool, **others: Any
 ) -> "Encoder":
-  fields = ("depth", "drop_path", "scan", "remat_policy")
+  """The encoder of a model; `others` are options that are no fields of it."""
   return Encoder(
     options.pick(Options, model, **others),
+    depth=model.depth,
+    drop_path=model.drop_path,
     final_norm=final_norm,
+    scan=model.scan,
+    remat_policy=model.remat_policy,
     name=name,
-    **{field: getattr(model, field) for field in fields},
   )
 
 
@@ -94,20 +97,35 @@ class Block(nn.Module):
     options = self.options
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
+      """What a branch, the first or the second one, adds to the stream."""
       if options.layer_scale is not None:
-        init = nn.initializers.constant(options.layer_scale)
-        name, shape = f"layer_scale_{number}", y_BLD.shape[-1:]
-        y_BLD = y_BLD * self.param(name, init, shape).astype(y_BLD.dtype)
+        scale_D = self.param(
+          f"layer_scale_{number}",
+          nn.initializers.constant(options.layer_scale),
+          y_BLD.shape[-1:],
+        )
+        y_BLD = y_BLD * scale_D.astype(y_BLD.dtype)
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if train and drop_path_rates_N is not None:
-        rate = drop_path_rates_N[layer]
-        rescale = options.token_mlp_dim is None
-        key = self.make_rng("dropout")
-        y_BLD = drop_path(y_BLD, rate, key, rescale)
+        y_BLD = drop_path(
+          y_BLD,
+          drop_path_rates_N[layer],
+          self.make_rng("dropout"),
+          rescale=options.token_mlp_dim is None,
+        )
       return y_BLD
 
-    eps, dtype = options.norm_eps, options.dtype
-    norm = functools.partial(nn.LayerNorm, epsilon=eps, dtype=dtype)
+    def norm(x_BLD: jax.Array, number: int) -> jax.Array:
+      return nn.LayerNorm(
+        options.norm_eps, options.dtype, name=f"LayerNorm_{number}"
+      )(x_BLD)
+
+    def before(x_BLD: jax.Array, number: int) -> jax.Array:
+      return x_BLD if options.post_norm else norm(x_BLD, number)
+
+    def after(x_BLD: jax.Array, number: int) -> jax.Array:
+      return norm(x_BLD, number) if options.post_norm else x_BLD
+
     if options.relative_grid:
       bias_1HLS = positions.GridBias(
         options.num_heads, options.relative_grid, name="relative_bias"
@@ -121,11 +139,8 @@ class Block(nn.Module):
       dtype=options.dtype,
       names=mlp.VIT_NAMES,
     )
-    before: list[Any] = [norm(name=f"LayerNorm_{i}") for i in range(2)]
-    after: list[Any] = [lambda x: x] * 2
-    if options.post_norm:
-      before, after = after, before
-    y_BLD = before[0](x_BLD)
+
+    y_BLD = before(x_BLD, 0)
     if options.token_mlp_dim:
       of_tokens = of_mlp._replace(
         dim=options.token_mlp_dim, kind="gelu", use_bias=True
@@ -142,11 +157,12 @@ class Block(nn.Module):
         ),
         name="MultiHeadDotProductAttention_0",
       )(y_BLD, y_BLD, rope=rope, mask=mask, bias=bias_1HLS)
-    x_BLD = after[0](x_BLD + branch(y_BLD, 0))
+    x_BLD = after(x_BLD + branch(y_BLD, 0), 0)
 
-    y_BLD = before[1](x_BLD)
+    y_BLD = before(x_BLD, 1)
     y_BLD = mlp.Mlp(of_mlp, name="MlpBlock_0")(y_BLD, train)
-    return sharding.stream(after[1](x_BLD + branch(y_BLD, 1))), None
+    x_BLD = after(x_BLD + branch(y_BLD, 1), 1)
+    return sharding.stream(x_BLD), None
 
 
 def drop_path(
@@ -155,10 +171,13 @@ def drop_path(
   key: jax.Array,
   rescale: bool = True,
 ) -> jax.Array:
-  """Stochastic depth (https://arxiv.org/abs/1603.09382), drawn per example."""
-  keep = 1.0 - rate
-  kept = jax.random.bernoulli(key, keep, x_BLD.shape[:1])
-  scale_B = kept.astype(jnp.float32) / (keep if rescale else 1.0)
+  """Stochastic depth (https://arxiv.org/abs/1603.09382), drawn per example.
+
+  `rescale` divides what is kept by its probability, so that the mean stays.
+  """
+  keep_rate = 1.0 - rate
+  kept_B = jax.random.bernoulli(key, keep_rate, x_BLD.shape[:1])
+  scale_B = kept_B.astype(jnp.float32) / (keep_rate if rescale else 1.0)
   scale = scale_B.reshape((-1,) + (1,) * (x_BLD.ndim - 1))
   return (x_BLD * scale).astype(x_BLD.dtype)
 

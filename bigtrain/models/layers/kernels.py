@@ -14,7 +14,10 @@ def initializer(std: float | None) -> Any:
 
 
 class Kernel(nn.Module):
-  """Parameters "kernel" and "bias" for callers; without a shape, left out."""
+  """Parameters "kernel" and "bias", which the caller multiplies itself.
+
+  One whose shape is None is left out.
+  """
 
   kernel: tuple[int, ...] | None
   bias: tuple[int, ...] | None = None
@@ -36,7 +39,8 @@ def product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> Any:
   With x [B, L, D], XLA on CPUs takes up to four times as long for the gradient
   of a kernel (D, F) as with x [B L, D].
   """
-  rows, last_with_first = x.reshape(-1, len(kernel)), (((1,), (0,)), ((), ()))
+  rows = x.reshape(-1, len(kernel))
+  last_with_first = (((1,), (0,)), ((), ()))
   y = jax.lax.dot_general(rows, kernel, last_with_first, **options)
   return y.reshape(*x.shape[:-1], -1)
 

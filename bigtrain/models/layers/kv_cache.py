@@ -1,5 +1,10 @@
 """The key-value cache of decoding.
 
+A Cache holds the keys and values of all positions, a Ring the last S of them,
+for layers with a window. Both have `extend`, which writes the keys and values
+of a call and returns a View: what its queries attend to. Caches is the whole
+model's: one Cache or Ring for each kind of layer.
+
 Axes: B batch, L length, S positions in a cache, N layers, G heads of keys and
 values, K head width.
 """
@@ -17,16 +22,18 @@ from bigtrain.models.layers import masks
 
 
 class View(NamedTuple):
-  """Keys and values that queries attend to, and the number of the first one."""
+  """Keys and values that a call's queries attend to."""
 
   k_BSGK: jax.Array
   v_BSGK: jax.Array
   mask: masks.Mask
+  # Number of the first query among these positions; None if both begin
+  # together, as in a first call.
   start: Any
 
 
 class Cache(NamedTuple):
-  """Keys and values of all layers, so that a loop updates them in place."""
+  """Keys and values of all positions, and layers: a loop updates the arrays."""
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
@@ -45,12 +52,13 @@ class Cache(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Cache", View]:
-    """Writes the positions from `start`; if None, they see no earlier ones."""
-    late_B, at = None, 0 if start is None else start
+    """Writes the positions from `start` on; None for a first call."""
+    is_new_B = None
     if self.read_B is not None and k_BLGK.shape[1] == 1:
-      late_B = start >= self.read_B
-    k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, at, late_B)
-    v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, at, late_B)
+      is_new_B = start >= self.read_B
+    first = 0 if start is None else start
+    k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, first, is_new_B)
+    v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, first, is_new_B)
     new = Cache(k_BNSGK, v_BNSGK, self.read_B)
     if start is None:
       return new, View(k_BLGK, v_BLGK, mask, None)
@@ -61,16 +69,16 @@ class Cache(NamedTuple):
 
 
 class Ring(NamedTuple):
-  """Keys and values of the last S positions, p in place p modulo S.
+  """Keys and values of the last S positions; p is in place p modulo S.
 
-  One call reads the prompts of a batch; the calls after it read all rows token
-  by token from the end of the shortest prompt. A row ignores the tokens before
-  `read_B` among these, which it has read already.
+  One call reads the prompts of a batch. The calls after it read one token of
+  every text, from the end of the shortest prompt on. Of these, a longer prompt
+  has been read already: such tokens, before `read_B`, are not written again.
   """
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # How many positions of each row were read by calls with several positions.
+  # Number of positions of each text that were read by calls with several.
   read_B: jax.Array
 
   def extend(
@@ -81,24 +89,18 @@ class Ring(NamedTuple):
     layer: Any,
     start: Any,
   ) -> tuple["Ring", View]:
-    """Writes keys and values; with a start, queries see earlier ones too."""
+    """Writes the positions from `start` on; None for a first call."""
+    if k_BLGK.shape[1] == 1:
+      return self._extend_by_one(k_BLGK, v_BLGK, layer, start)
     S, L = self.k_BNSGK.shape[2], k_BLGK.shape[1]
-    if L == 1:
-      late_B = start >= self.read_B
-      k_BNSGK = _put(self.k_BNSGK, k_BLGK, layer, start % S, late_B)
-      v_BNSGK = _put(self.v_BNSGK, v_BLGK, layer, start % S, late_B)
-      new = Ring(k_BNSGK, v_BNSGK, self.read_B)
-      position_BS = new._positions(jnp.maximum(self.read_B, start + 1))
-      seen_BS = (position_BS >= 0) & (position_BS <= start)
-      k_BSGK, v_BSGK = _layer(k_BNSGK, layer), _layer(v_BNSGK, layer)
-      return new, View(k_BSGK, v_BSGK, masks.Mask(real_BS=seen_BS), start)
-
     B = k_BLGK.shape[0]
-    is_first, start = start is None, 0 if start is None else start
+    is_first = start is None
+    start = 0 if start is None else start
     last_S = start - S + jnp.arange(S)  # The S positions before the call.
     real_BS = jnp.broadcast_to(
       jnp.pad(last_S >= 0, (0, L), constant_values=True), (B, S + L)
     )
+    # Which of the call's positions each place gets; negative to keep the old.
     number_BS = self._positions(self.read_B) - start
 
     def join(all_BNSGK: jax.Array, x_BLGK: jax.Array) -> Any:
@@ -122,6 +124,19 @@ class Ring(NamedTuple):
     mask = dataclasses.replace(mask, real_BS=real_BS)
     return new, View(k_BSGK, v_BSGK, mask, S)
 
+  def _extend_by_one(
+    self, k_B1GK: jax.Array, v_B1GK: jax.Array, layer: Any, start: Any
+  ) -> tuple["Ring", View]:
+    S = self.k_BNSGK.shape[2]
+    is_new_B = start >= self.read_B
+    k_BNSGK = _put(self.k_BNSGK, k_B1GK, layer, start % S, is_new_B)
+    v_BNSGK = _put(self.v_BNSGK, v_B1GK, layer, start % S, is_new_B)
+    new = Ring(k_BNSGK, v_BNSGK, self.read_B)
+    position_BS = new._positions(jnp.maximum(self.read_B, start + 1))
+    seen_BS = (position_BS >= 0) & (position_BS <= start)
+    k_BSGK, v_BSGK = _layer(k_BNSGK, layer), _layer(v_BNSGK, layer)
+    return new, View(k_BSGK, v_BSGK, masks.Mask(real_BS=seen_BS), start)
+
   def _positions(self, end_B: jax.Array) -> jax.Array:
     """The last position before `end_B` in each place; negative if none."""
     S = self.k_BNSGK.shape[2]
@@ -134,13 +149,14 @@ def _put(
   new_BLGK: jax.Array,
   layer: Any,
   start: Any,
-  rows_B: jax.Array | None = None,
+  is_new_B: jax.Array | None = None,
 ) -> jax.Array:
+  """Writes a layer's keys or values; where `is_new_B` is False, nothing."""
   new = new_BLGK[:, None].astype(all_BNSGK.dtype)
   at = (0, layer, start, 0, 0)
-  if rows_B is not None:
+  if is_new_B is not None:
     old = jax.lax.dynamic_slice(all_BNSGK, at, new.shape)
-    new = jnp.where(rows_B[:, None, None, None, None], new, old)
+    new = jnp.where(is_new_B[:, None, None, None, None], new, old)
   return jax.lax.dynamic_update_slice(all_BNSGK, new, at)
 
 
@@ -149,20 +165,22 @@ def _layer(all_BNSGK: jax.Array, layer: Any) -> jax.Array:
 
 
 class Kind(NamedTuple):
-  """Heads of keys and values, their width, and the positions they see."""
+  """What the cache of a layer depends on. Layers of a kind share a cache."""
 
-  num_heads: int
-  head_dim: int
-  window: int | None
+  num_heads: int  # G.
+  head_dim: int  # K.
+  window: int | None  # Number of positions that queries see.
 
 
 @struct.dataclass
 class Caches:
-  """Caches of layers that differ in heads or windows."""
+  """The caches of a model."""
 
-  groups: tuple[Cache | Ring, ...]  # One cache for each kind of layer.
-  places_N: tuple[int, ...] = struct.field(pytree_node=False)  # In the group.
-  length: int = struct.field(pytree_node=False)
+  groups: tuple[Cache | Ring, ...]  # One for each kind of layer.
+  # Index of each layer among those of its kind.
+  places_N: tuple[int, ...] = struct.field(pytree_node=False)
+  length: int = struct.field(pytree_node=False)  # Most positions of a text.
+  # Whether the present call is the first one, from position 0 on.
   is_first: bool = struct.field(pytree_node=False, default=False)
 
   def place(self, layer: Any) -> jax.Array:
@@ -174,14 +192,22 @@ class Caches:
     return dataclasses.replace(self, groups=tuple(groups))
 
   def reading(self, start: Any, L: int, real_BL: jax.Array | None) -> "Caches":
-    """Notes how much of each row is read: up to the last True, by default L."""
+    """Before a call: notes how far it reads each text.
+
+    That is up to the last True of `real_BL`, by default all L.
+    """
     if L == 1:
       return self
     count_B: Any = L
     if real_BL is not None:
       count_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
-    read = lambda x: x._replace(read_B=0 * x.read_B + start + count_B)
-    groups = [x if x.read_B is None else read(x) for x in self.groups]
+    groups = []
+    for cache in self.groups:
+      if cache.read_B is not None:
+        # The product keeps the shape, [B], where the rest is a number.
+        read_B = 0 * cache.read_B + start + count_B
+        cache = cache._replace(read_B=read_B)
+      groups.append(cache)
     is_first = isinstance(start, int) and start == 0
     return Caches(tuple(groups), self.places_N, self.length, is_first)
 
@@ -196,21 +222,22 @@ def of_layers(
   kind_N: Sequence[int],
   dtype: str,
 ) -> Caches:
-  """Returns empty caches; `kind_N` has the number of each layer's kind."""
+  """Returns empty caches; `kind_N` has the index of each layer's kind."""
   sizes = [min(kind.window or length, length) for kind in kinds]
-  rings = any(size < length for size in sizes)
+  has_rings = any(size < length for size in sizes)
   groups: list[Cache | Ring] = []
-  for number, (kind, size) in enumerate(zip(kinds, sizes)):
-    heads, width = kind.num_heads, kind.head_dim
-    depth = kind_N.count(number)
-    k, v, _ = empty(batch_size, depth, size, heads, width, dtype)
+  for index, (kind, size) in enumerate(zip(kinds, sizes)):
+    depth = kind_N.count(index)
+    k, v, _ = empty(
+      batch_size, depth, size, kind.num_heads, kind.head_dim, dtype
+    )
     read_B = jnp.zeros(batch_size, jnp.int32)
     if size < length:
       groups.append(Ring(k, v, read_B))
     else:
-      groups.append(Cache(k, v, read_B if rings else None))
-  places = tuple(kind_N[:i].count(number) for i, number in enumerate(kind_N))
-  return Caches(tuple(groups), places, length)
+      groups.append(Cache(k, v, read_B if has_rings else None))
+  places_N = tuple(kind_N[:i].count(index) for i, index in enumerate(kind_N))
+  return Caches(tuple(groups), places_N, length)
 
 
 def empty(

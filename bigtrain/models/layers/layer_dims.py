@@ -1,21 +1,46 @@
-"""Dimensions of the parameters of this package's models and their layers."""
+"""Dimensions of the parameters that models share: those of their layers.
 
-import os
+The first pattern that matches a name decides, so a model's own table comes
+before LAYERS in its `param_dims`. bigtrain/arrays/dims.py explains the notation
+and the letters.
+"""
 
 from bigtrain.arrays import dims
-from bigtrain.config import settings
 from bigtrain.models.layers.moe import Options
 
-_TABLES = settings.read_table(os.path.dirname(__file__), "dims.toml")
-LAYERS: dict[str, str] = _TABLES["layers"]
-PROJECTION_NORMS: dict[str, str] = _TABLES["projection_norms"]
+LAYERS: dict[str, str] = {
+  # Attention.
+  r"(.*/)?query/kernel": "D -> H K",
+  r"(.*/)?query/bias": "H K",
+  r"(.*/)?(key|value)/kernel": "D -> G K",
+  r"(.*/)?(key|value)/bias": "G K",
+  r"(.*/)?out/kernel": "H K -> D",
+  r"(.*/)?attention/sinks": "H",
+  # Experts and their router.
+  r"(.*/)?(moe/router|shared_gate)/kernel": "D -> E",
+  r"(.*/)?moe/router/bias": "E",
+  r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
+  r"(.*/)?moe/(up|gate)/bias": "E; F",
+  r"(.*/)?moe/down/kernel": "E; F -> D",
+  r"(.*/)?moe/down/bias": "E; D",
+  # MLPs.
+  r"(.*/)?(up|gate|Dense_0)/kernel": "D -> F",
+  r"(.*/)?(up|gate|Dense_0)/bias": "F",
+  r"(.*/)?(down|Dense_1)/kernel": "F -> D",
+  # Norms, and biases of what writes to the residual stream.
+  r"(.*/)?(scale|bias|layer_scale_\d)": "D",
+}
 
-
-def of_module(name: str) -> dict[str, str]:
-  return {**_TABLES[name], **LAYERS}
+# Norms of queries and keys over all heads together. They come before LAYERS,
+# whose last pattern would take them for norms of the residual stream.
+PROJECTION_NORMS: dict[str, str] = {
+  r"(.*/)?query_norm/scale": "H K",
+  r"(.*/)?key_norm/scale": "G K",
+}
 
 
 def with_experts(table: dims.Table, options: Options | None) -> dims.Table:
+  """Splits the experts over the axis of the mesh that their options name."""
   if options is None or options.axis is None:
     return table
   split = f"E:{options.axis};"

@@ -1,7 +1,12 @@
 """Kinds of layers: a decoder's layers that differ in some fields.
 
-The fields `kinds`, `layers` and `first_layers` of models.decoder.Model say
-which. This module checks them, and returns the options of each layer's block.
+  kinds=dict(local=dict(window=512), full={}), layers=("local", "local", "full")
+
+A kind overrides some of the model's fields, `layers` names the kinds of one
+period, and `first_layers` those before the first period. This module checks
+these fields, and `of_model` returns the options of each layer's block. What
+several layers can share (rotary tables, query scales, caches) is in tuples, and
+a block's options have indices into them.
 """
 
 from collections.abc import Mapping
@@ -26,8 +31,15 @@ from bigtrain.models.layers import (
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 # Fields of the model that a kind may override.
 FIELDS = (
-  *("window", "posemb", "rope_theta", "rope_scaling", "rope_fraction"),
-  *(*_SIZES, "moe", "query_scale", "attention_scale"),
+  "window",
+  "posemb",
+  "rope_theta",
+  "rope_scaling",
+  "rope_fraction",
+  *_SIZES,
+  "moe",
+  "query_scale",
+  "attention_scale",
 )
 
 
@@ -37,13 +49,14 @@ class Layers(NamedTuple):
   first: tuple[causal_block.Options, ...]  # Options of the leading layers.
   # Options of the layers that repeat after them.
   period: tuple[causal_block.Options, ...]
-  # The numbers in the options are indices into these.
+  # What layers share; `rope`, `query_scale` and `cache` of their options are
+  # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
-  # Number and shapes of the arrays in the cache of keys and values.
   caches: tuple[kv_cache.Kind, ...]
 
   def of_all(self, depth: int) -> list[causal_block.Options]:
+    """Options of each layer of a model."""
     rest = range(depth - len(self.first))
     return [*self.first, *(self.period[i % len(self.period)] for i in rest)]
 
@@ -57,6 +70,7 @@ class Layers(NamedTuple):
     )
 
   def experts(self) -> moe.Options | None:
+    """Options of the first layer with experts, if any."""
     return next(iter(self._experts()), None)
 
   def bias_rate(self) -> float:
@@ -75,33 +89,41 @@ class Layers(NamedTuple):
         )
 
   def _experts(self) -> list[moe.Options]:
-    every = (block.moe for block in (*self.period, *self.first))
-    return [options for options in every if options]
+    return [block.moe for block in (*self.period, *self.first) if block.moe]
 
   def without_drops(self) -> "Layers":
-    drop = lambda block: block._replace(
-      moe=block.moe and block.moe.without_drops()
-    )
-    first, period = map(drop, self.first), map(drop, self.period)
-    return self._replace(first=tuple(first), period=tuple(period))
+    """The same layers, whose experts serve all choices."""
+
+    def without(
+      blocks: tuple[causal_block.Options, ...],
+    ) -> tuple[causal_block.Options, ...]:
+      return tuple(
+        block._replace(moe=block.moe and block.moe.without_drops())
+        for block in blocks
+      )
+
+    return self._replace(first=without(self.first), period=without(self.period))
 
 
 def read_names(model: Any) -> dict[str, Any]:
+  """Checks the names in `kinds`, `layers` and `first_layers`; hashable."""
   kinds = model.kinds or {}
   if not isinstance(kinds, Mapping):
     raise ConfigError(
       "config.model.kinds: expected a dict of names and the fields they "
       f"override, got {kinds!r}."
     )
-  for name, given in kinds.items():
+  for name, fields in kinds.items():
     key = f"config.model.kinds.{name}"
-    if not isinstance(given, Mapping):
-      raise ConfigError(f"{key}: expected a dict, got {given!r}.")
-    check_keys(key, given, FIELDS)
-  names = {}
-  for field in ("layers", "first_layers"):
-    key, given = f"config.model.{field}", getattr(model, field)
-    names[field] = options.read_names(key, given, kinds)
+    if not isinstance(fields, Mapping):
+      raise ConfigError(f"{key}: expected a dict, got {fields!r}.")
+    check_keys(key, fields, FIELDS)
+  names = {
+    field: options.read_names(
+      f"config.model.{field}", getattr(model, field), kinds
+    )
+    for field in ("layers", "first_layers")
+  }
   if kinds and not any(names.values()):
     raise ConfigError(
       "config.model.layers: missing; it names the kind of each layer of a "
@@ -121,41 +143,53 @@ def of_model(model: Any) -> Layers:
   scales: list[positions.QueryScale] = []
   caches: list[kv_cache.Kind] = []
 
-  def number(of: list[Any], value: Any) -> int | None:
+  def index(shared: list[Any], value: Any) -> int | None:
+    """Index of a value among the shared ones, which get it if it is new."""
     if value is None:
       return None
-    if value not in of:
-      of.append(value)
-    return of.index(value)
+    if value not in shared:
+      shared.append(value)
+    return shared.index(value)
 
-  def block(name: str | None) -> causal_block.Options:
-    key, values = "config.model", {n: getattr(model, n) for n in FIELDS}
-    if name is not None:
-      key, values = f"{key}.kinds.{name}", values | dict(model.kinds[name])
+  def block(kind: str | None) -> causal_block.Options:
+    """Options of the layers of a kind; None for the model's own fields."""
+    key = "config.model"
+    values = {field: getattr(model, field) for field in FIELDS}
+    if kind is not None:
+      key = f"config.model.kinds.{kind}"
+      values |= model.kinds[kind]
     rope, scale = _check(model, values, key)
-    shape = (values["num_kv_heads"], values["head_dim"], values["window"])
+    cache = kv_cache.Kind(
+      values["num_kv_heads"], values["head_dim"], values["window"]
+    )
     values |= dict(
-      rope=number(ropes, rope),
-      query_scale=number(scales, scale),
-      cache=number(caches, kv_cache.Kind(*shape)),
+      rope=index(ropes, rope),
+      query_scale=index(scales, scale),
+      cache=index(caches, cache),
       moe=moe.read(values["moe"], f"{key}.moe"),
     )
-    cls = causal_block.Options
-    own = {n: x for n, x in values.items() if n in cls._fields}
-    return options.pick(cls, model, **own)
+    names = causal_block.Options._fields
+    own = {name: x for name, x in values.items() if name in names}
+    return options.pick(causal_block.Options, model, **own)
 
   base = None if model.layers else block(None)
-  first = tuple(map(block, model.first_layers))
-  period = tuple(moe.kinds(base) if base else map(block, model.layers))
-  if model.kinds and any(b.moe and b.moe.every > 1 for b in (*first, *period)):
+  first = tuple(block(kind) for kind in model.first_layers)
+  if base is None:
+    period = tuple(block(kind) for kind in model.layers)
+  else:
+    period = tuple(moe.kinds(base))
+  has_periods_of_experts = any(
+    block.moe is not None and block.moe.every > 1 for block in (*first, *period)
+  )
+  if model.kinds and has_periods_of_experts:
     raise ConfigError(
       "config.model.moe.every: not with config.model.kinds; a kind with "
       "moe=None has no experts."
     )
   layers = Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
   layers.check_experts()
-  for name in set(model.kinds) - {*model.layers, *model.first_layers}:
-    block(name)  # Only its checks.
+  for kind in set(model.kinds) - {*model.layers, *model.first_layers}:
+    block(kind)  # Unused, but it should be right.
   return layers
 
 
@@ -163,18 +197,20 @@ def _check(
   model: Any, values: Mapping[str, Any], key: str
 ) -> tuple[positions.Rope | None, positions.QueryScale | None]:
   """Checks a layer's values; returns its rotation and scale of queries."""
-  for name in (*_SIZES, "window"):
-    if (size := values[name]) is not None or name != "window":
-      check_number(f"{key}.{name}", size, least=1, whole=True)
+  for name in _SIZES:
+    check_number(f"{key}.{name}", values[name], least=1, whole=True)
+  if values["window"] is not None:
+    check_number(f"{key}.window", values["window"], least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
     raise ConfigError(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
-  if (scale := values["attention_scale"]) is not None:
-    check_number(f"{key}.attention_scale", scale, above=0)
-  scale = values["query_scale"]
-  scale = positions.read_query_scale(scale, f"{key}.query_scale")
+  if values["attention_scale"] is not None:
+    check_number(f"{key}.attention_scale", values["attention_scale"], above=0)
+  scale = positions.read_query_scale(
+    values["query_scale"], f"{key}.query_scale"
+  )
   if key != "config.model" and values["posemb"] != model.posemb:
     check_choice(f"{key}.posemb", values["posemb"], ("rope", "none"))
   check_number(f"{key}.rope_theta", values["rope_theta"], above=1)
@@ -192,5 +228,7 @@ def _check(
   )
   if values["posemb"] != "rope":
     return None, scale
-  theta = values["rope_theta"]
-  return positions.Rope(dims, theta, scaling, model.rope_interleaved), scale
+  rope = positions.Rope(
+    dims, values["rope_theta"], scaling, model.rope_interleaved
+  )
+  return rope, scale

@@ -4,18 +4,22 @@
     targets=r".*attention/(query|value)/kernel",  # one regex or a list
     rank=16,
     alpha=32,
-    base="nf4",  # "float32", "bfloat16", "int8": how the base is kept
+    base="nf4",  # or "float32", "bfloat16", "int8": how the base is kept
   )
 
 A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
 https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
-`dora` scales each output to a learned norm (2402.09353). W A B is never formed
-in a dense layer, so the base has no gradient. Heads and experts, whose products
-no flax layer computes, use the merged kernel.
+`dora` scales each output to a learned norm (2402.09353). A dense layer never
+forms W + s A B, so W needs no gradient. Heads and experts, whose products no
+flax layer computes, use the merged kernel.
 
 The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs) and
-perhaps lora_magnitude (outputs) in place of the kernel, with any dimensions of
-layers and experts in front; "base" has all other parameters.
+with `dora` lora_magnitude (outputs) in place of the kernel, with any dimensions
+of layers and experts in front; "base" has all other parameters.
+
+`adapted` wraps a model's class: its `init` splits the parameters into the two
+collections, and its `apply` intercepts the layers that have an adapter. Both
+are methods of `Layers`. The functions at the end are the arithmetic.
 """
 
 import functools
@@ -50,7 +54,7 @@ BASES = ("float32", "bfloat16", *block_quantization.KINDS)
 A, B, MAGNITUDE = FACTORS = ("lora_a", "lora_b", "lora_magnitude")
 
 _KERNEL = "kernel"
-# Pairs of (regex, value), or one value for all.
+# One value for all kernels, or pairs of (regex, value).
 _ByName = Any
 
 
@@ -61,10 +65,10 @@ class Options(NamedTuple):
   # A number, or (regex, number) pairs; the first match decides.
   rank: _ByName = 16
   alpha: _ByName = 32.0
-  dropout: float = 0.0  # Rate of the inputs of A.
-  rslora: bool = False
-  dora: bool = False
-  train: Any = ()  # Parameters that train in full, such as a head.
+  dropout: float = 0.0  # Rate on the inputs of A.
+  rslora: bool = False  # Whether alpha is divided by sqrt(rank).
+  dora: bool = False  # Whether the norms of outputs are learned.
+  train: Any = ()  # Names of parameters that train in full, such as a head's.
   # Dtype of the base. With int8 or nf4, kernels that do not match `quantized`,
   # and other parameters, are bfloat16.
   base: str = "float32"
@@ -76,11 +80,14 @@ class Options(NamedTuple):
     return _first(self.rank, name)
 
   def scale(self, name: str) -> float:
+    """The factor s of a kernel's adapter."""
     rank = self.kernel_rank(name)
-    return _first(self.alpha, name) / (math.sqrt(rank) if self.rslora else rank)
+    alpha = _first(self.alpha, name)
+    return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _first(value: _ByName, name: str) -> Any:
+  """The value for a kernel, by the first regular expression that matches."""
   if not isinstance(value, list | tuple):
     return value
   for regex, result in value:
@@ -94,9 +101,8 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   options = Options(**given)
   check_choice(f"{key}.base", options.base, BASES)
   check_number(f"{key}.dropout", options.dropout, least=0.0, below=1.0)
-  as_tuple = lambda x: (x,) if isinstance(x, str) else tuple(x or ())
   options = options._replace(
-    targets=as_tuple(options.targets), train=as_tuple(options.train)
+    targets=_as_tuple(options.targets), train=_as_tuple(options.train)
   )
   if not options.targets and not options.train:
     raise ConfigError(f"{key}.targets: expected the names of kernels.")
@@ -104,21 +110,32 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   if options.double_quantization and not quantizes:
     raise ConfigError(f"{key}.double_quantization: the base is not quantized.")
   regexes = [*options.targets, *options.train, options.quantized]
-  limits: Any = dict(rank=dict(least=1, whole=True), alpha={"above": 0})
-  for field, limit in limits.items():
-    pairs = getattr(options, field)
-    pairs = pairs if isinstance(pairs, list | tuple) else [(".*", pairs)]
-    for pair in pairs:
-      if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise ConfigError(
-          f"{key}.{field}: expected a number or (regex, number) pairs, got "
-          f"{pair!r} in it."
-        )
-      check_number(f"{key}.{field}", pair[1], **limit)
-      regexes.append(pair[0])
+  for regex, rank in _pairs(f"{key}.rank", options.rank):
+    check_number(f"{key}.rank", rank, least=1, whole=True)
+    regexes.append(regex)
+  for regex, alpha in _pairs(f"{key}.alpha", options.alpha):
+    check_number(f"{key}.alpha", alpha, above=0)
+    regexes.append(regex)
   for regex in regexes:
     errors.regex(key, regex)
   return options
+
+
+def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
+  return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _pairs(key: str, given: _ByName) -> list[tuple[str, Any]]:
+  """The (regex, value) pairs of an option; ".*" if it has one value."""
+  if not isinstance(given, list | tuple):
+    return [(".*", given)]
+  for pair in given:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+      raise ConfigError(
+        f"{key}: expected a number or (regex, number) pairs, got {pair!r} in "
+        "it."
+      )
+  return [(regex, value) for regex, value in given]
 
 
 def adapted(
@@ -126,22 +143,23 @@ def adapted(
 ) -> tuple[Any, type[nn.Module]]:
   """Returns the module and its Model, with adapters."""
   layers = Layers(read(given, key), key)
-  table = getattr(module, "param_dims", None)
+  param_dims = getattr(module, "param_dims", None)
 
   def init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     variables = dict(cls.init(self, rngs, *args, **kwargs))
     rng = rngs["params"] if isinstance(rngs, Mapping) else rngs
-    roles = table(self) if table else {}
-    params, base = layers.split(variables.pop("params"), roles, rng)
+    table = param_dims(self) if param_dims else {}
+    params, base = layers.split(variables.pop("params"), table, rng)
     return {"params": params, "base": base, **variables}
 
   @functools.wraps(cls.apply)
   def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    rest = {k: v for k, v in variables.items() if k not in ("params", "base")}
-    params = layers.scaled(variables["params"])
-    params = trees.merge(variables.get("base", {}), params)
+    variables = dict(variables)
+    factors = layers.scaled(variables.pop("params"))
+    base = variables.pop("base", {})
+    variables["params"] = trees.merge(base, factors)
     with nn.intercept_methods(layers.intercept):
-      return cls.apply(self, {**rest, "params": params}, *args, **kwargs)
+      return cls.apply(self, variables, *args, **kwargs)
 
   members: dict[str, Any] = dict(
     init=nn.nowrap(init), apply=nn.nowrap(apply), adapters=layers
@@ -152,10 +170,16 @@ def adapted(
       return cls.head_kernel(self, layers.with_merged_head(params))
 
     members["head_kernel"] = nn.nowrap(head_kernel)
+
+  # A copy of the module, whose param_dims knows the factors.
   copy = types.ModuleType(module.__name__, module.__doc__)
   vars(copy).update(vars(module))
-  if table:
-    vars(copy)["param_dims"] = lambda model: with_factors(table(model))
+  if param_dims:
+
+    def dims_with_factors(model: Any) -> dict[str, str]:
+      return with_factors(param_dims(model))
+
+    vars(copy)["param_dims"] = dims_with_factors
   return copy, subclass(cls, members)
 
 
@@ -165,30 +189,36 @@ def reference(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_full(params: Any) -> Any:
-  """The parameters that are not of adapters."""
+  """The parameters that train in full, without the adapters' factors."""
   flat = traverse_util.flatten_dict(params, sep="/")
-  own = [name for name in flat if name.split("/")[-1] not in FACTORS]
-  return trees.from_flat({name: flat[name] for name in own})
+  return trees.from_flat(
+    {name: x for name, x in flat.items() if name.split("/")[-1] not in FACTORS}
+  )
 
 
 def unquantized(base: Any) -> Any:
   """A dequantized base, of arrays or of ShapeDtypeStructs."""
 
-  def whole(x: Any) -> Any:
-    if not isinstance(x, Quantized):
+  def is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+  def dequantized(x: Any) -> Any:
+    if not is_quantized(x):
       return x
     stack = x.codes.shape[:-1]
     if isinstance(x.codes, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct((*stack, *x.shape), jnp.bfloat16)
-    values = Quantized.dequantized
-    return (jax.vmap(values) if stack else values)(x)
+    if stack:
+      return jax.vmap(Quantized.dequantized)(x)
+    return x.dequantized()
 
-  is_leaf = lambda x: isinstance(x, Quantized)
-  return jax.tree.map(whole, base, is_leaf=is_leaf)
+  return jax.tree.map(dequantized, base, is_leaf=is_quantized)
 
 
 def check(model: nn.Module) -> None:
-  if layers := getattr(model, "adapters", None):
+  """After tracing: raises an error if a layer does not use its adapter."""
+  layers = getattr(model, "adapters", None)
+  if layers is not None:
     layers.check()
 
 
@@ -216,35 +246,40 @@ class Layers:
   """The adapters of a model: their initial values, and layers that use them."""
 
   def __init__(self, options: Options, key: str):
-    self.options, self._key = options, key
+    self.options = options
+    self._key = key
     self._lock = threading.Lock()  # Evaluations are traced in a thread.
     self._names: set[str] = set()  # Kernels with adapters.
-    self._used: set[str] = set()  # Those that a layer has used.
+    # Those that a traced layer has used, without the numbers of blocks.
+    self._used: set[str] = set()
 
   def split(
     self, params: Any, table: dims.Table, rng: jax.Array
   ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what trains: adapters and parameters in full, the base)."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    trained, base = {}, {}
-    kernel_names = [n for n in flat if n.split("/")[-1] == _KERNEL]
+    kernel_names = [name for name in flat if name.split("/")[-1] == _KERNEL]
     self._names = self._matches(kernel_names, self.options.targets, "targets")
-    whole = self._matches(list(flat), self.options.train, "train")
+    in_full = self._matches(list(flat), self.options.train, "train")
+    trained, base = {}, {}
     for name, boxed in flat.items():
-      if name in whole:
+      if name in in_full:
         trained[name] = boxed
         continue
       if name in self._names:
+        # The key depends on the name, not on which other kernels are targets.
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
         factors = self._factors(name, meta.unbox(boxed), table, key)
         root = name.removesuffix(_KERNEL)
-        trained |= {root + factor: x for factor, x in factors.items()}
+        for factor, x in factors.items():
+          trained[root + factor] = x
       base[name] = self.stored(name, boxed, table)
     return trees.from_flat(trained), trees.from_flat(base)
 
   def _matches(
     self, names: Sequence[str], regexes: Sequence[str], field: str
   ) -> set[str]:
+    """Names that match; each regular expression has to match one."""
     result: set[str] = set()
     for regex in regexes:
       matches = {name for name in names if re.fullmatch(regex, name)}
@@ -260,8 +295,9 @@ class Layers:
   def stored(self, name: str, boxed: Any, table: dims.Table) -> Any:
     """A parameter of the base, as the base keeps it."""
     value = meta.unbox(boxed)
-    if how := self.quantization(name, value.shape, table):
-      return block_quantization.quantize(value, **how)
+    quantization = self.quantization(name, value.shape, table)
+    if quantization:
+      return block_quantization.quantize(value, **quantization)
     dtype = "float32" if self.options.base == "float32" else "bfloat16"
     return jax.tree.map(lambda x: x.astype(dtype), boxed)
 
@@ -275,36 +311,39 @@ class Layers:
     if not name.endswith(_KERNEL) or not re.fullmatch(options.quantized, name):
       return {}
     sizes = Shape.of(name, shape, table)
-    layers = len(sizes.stack) - sizes.arrays
-    double = options.double_quantization
-    return dict(kind=options.base, double=double, stacked=layers)
+    return dict(
+      kind=options.base,
+      double=options.double_quantization,
+      stacked=len(sizes.stack) - sizes.arrays,  # Layers in a loop.
+    )
 
   def with_magnitudes(self, params: Any, base: Any) -> Any:
     """Sets DoRA's magnitudes to the norms of the base with the adapters."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    kept = traverse_util.flatten_dict(unquantized(base), sep="/")
-    for name in [n for n in flat if n.split("/")[-1] == MAGNITUDE]:
-      root = name.removesuffix(MAGNITUDE)
-      scale = self.options.scale(root + _KERNEL)
-      a, b = flat[root + A], flat[root + B]
-      flat[name] = norms(kept[root + _KERNEL], a, b, scale)
+    flat_base = traverse_util.flatten_dict(unquantized(base), sep="/")
+    for name in list(flat):
+      if name.split("/")[-1] == MAGNITUDE:
+        root = name.removesuffix(MAGNITUDE)
+        scale = self.options.scale(root + _KERNEL)
+        kernel = flat_base[root + _KERNEL]
+        flat[name] = norms(kernel, flat[root + A], flat[root + B], scale)
     return trees.from_flat(flat)
 
   def _factors(
     self, name: str, kernel: jax.Array, table: dims.Table, key: jax.Array
   ) -> dict[str, jax.Array]:
+    """Initial factors. A B is 0, so that a model begins as its base."""
     shape = Shape.of(name, kernel.shape, table)
     rank = self.options.kernel_rank(name)
-    # PyTorch's kaiming_uniform_ with a = sqrt(5).
+    # As in PEFT: PyTorch's kaiming_uniform_ with a = sqrt(5).
     bound = 1 / math.sqrt(shape.rows)
-    of_a = (*shape.stack, *shape.inputs, rank)
-    of_b = (*shape.stack, rank, *shape.outputs)
-    factors = {
-      A: jax.random.uniform(key, of_a, jnp.float32, -bound, bound),
-      B: jnp.zeros(of_b, jnp.float32),
-    }
+    a = jax.random.uniform(
+      key, (*shape.stack, *shape.inputs, rank), jnp.float32, -bound, bound
+    )
+    b = jnp.zeros((*shape.stack, rank, *shape.outputs), jnp.float32)
+    factors = {A: a, B: b}
     if self.options.dora:
-      factors[MAGNITUDE] = norms(kernel, factors[A], factors[B], 0.0)
+      factors[MAGNITUDE] = norms(kernel, a, b, 0.0)
     return factors
 
   def scaled(self, params: Any) -> Any:
@@ -312,7 +351,9 @@ class Layers:
 
     def scale(name: str, x: jax.Array) -> jax.Array:
       root, _, last = name.rpartition("/")
-      return self.options.scale(f"{root}/{_KERNEL}") * x if last == A else x
+      if last != A:
+        return x
+      return self.options.scale(f"{root}/{_KERNEL}") * x
 
     return trees.map_with_names(scale, params)
 
@@ -323,29 +364,35 @@ class Layers:
     kwargs: dict[str, Any],
     context: nn.module.InterceptorContext,
   ) -> Any:
+    """Computes a layer with its adapter, or with its dequantized kernel."""
     layer = context.module
-    own = dict(layer.variables.get("params", {}))
-    factors = {name: own.pop(name) for name in FACTORS if name in own}
-    kernel = own.get(_KERNEL)
-    is_adapted = factors or isinstance(kernel, Quantized)
-    if not is_adapted or context.method_name != "__call__":
+    params = dict(layer.variables.get("params", {}))
+    factors = {name: params.pop(name) for name in FACTORS if name in params}
+    kernel = params.get(_KERNEL)
+    if not factors and not isinstance(kernel, Quantized):
+      return call(*args, **kwargs)
+    if context.method_name != "__call__":
       return call(*args, **kwargs)
     self._note("/".join((*layer.path, _KERNEL)))
-    whole = kernel.dequantized() if isinstance(kernel, Quantized) else kernel
+    if isinstance(kernel, Quantized):
+      params[_KERNEL] = kernel.dequantized()
+
+    # Copies of the layer compute, because flax checks the shapes of parameters.
     if isinstance(layer, nn.Dense | nn.DenseGeneral):
       product = layer.dot_general or jax.lax.dot_general
       if factors:
-        rate, key = self.options.dropout, None
-        if rate and layer.has_rng("dropout"):
+        key = None
+        if self.options.dropout and layer.has_rng("dropout"):
           key = layer.make_rng("dropout")
-        product = _low_rank(product, factors, rate, key)
-      # A copy of the layer, because flax checks the shapes of parameters.
-      plain = layer.clone(parent=None, name=None, dot_general=product)
-      return plain.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
+        product = _low_rank(product, factors, self.options.dropout, key)
+      dense = layer.clone(parent=None, name=None, dot_general=product)
+      return dense.apply({"params": params}, *args, **kwargs)
+
+    # The other layers return their kernel, for the product of a caller.
     if factors:
-      whole = merged(whole, factors, 1.0)
+      params[_KERNEL] = merged(params[_KERNEL], factors, 1.0)
     holder = layer.clone(parent=None, name=None)
-    result = holder.apply({"params": {**own, _KERNEL: whole}}, *args, **kwargs)
+    result = holder.apply({"params": params}, *args, **kwargs)
     if not isinstance(result, Mapping) or _KERNEL not in result:
       raise ConfigError(
         f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
@@ -367,8 +414,10 @@ class Layers:
     return {**params, "head": {_KERNEL: merged(head[_KERNEL], head, scale)}}
 
   def check(self) -> None:
-    names = {name: _without_numbers(name) for name in self._names}
-    if unused := sorted(n for n in names if names[n] not in self._used):
+    unused = sorted(
+      name for name in self._names if _without_numbers(name) not in self._used
+    )
+    if unused:
       raise ConfigError(
         f"{self._key}.targets: {unused[0]!r} is not the kernel of a dense "
         f"layer, of a head or of experts; expected such kernels."
@@ -376,7 +425,7 @@ class Layers:
 
 
 def _without_numbers(name: str) -> str:
-  # Blocks that are alike share a trace.
+  # Blocks that are alike share a trace, so that only one of them is noted.
   return re.sub(r"\d+", "#", name)
 
 
@@ -402,15 +451,23 @@ class Shape(NamedTuple):
   @classmethod
   def of(cls, name: str, shape: Sequence[int], table: dims.Table) -> "Shape":
     shape = tuple(shape)
-    if roles := dims.find(table, name):
-      inputs, outputs = len(roles.inputs), len(roles.outputs)
+    roles = dims.find(table, name)
+    if roles is not None:
+      num_inputs, num_outputs = len(roles.inputs), len(roles.outputs)
       arrays = len(roles.stack)
-    else:  # As flax's layers have them.
-      of_heads = re.fullmatch(r"(.*/)?(query|key|value)/kernel", name)
-      outputs, arrays = 2 if of_heads and len(shape) == 3 else 1, 0
-      inputs = len(shape) - outputs
-    start, end = len(shape) - inputs - outputs, len(shape) - outputs
-    return cls(shape[:start], shape[start:end], shape[end:], arrays)
+    else:  # A model without a table: as flax's layers have their kernels.
+      is_projection = re.fullmatch(r"(.*/)?(query|key|value)/kernel", name)
+      num_outputs = 2 if is_projection and len(shape) == 3 else 1
+      num_inputs = len(shape) - num_outputs
+      arrays = 0
+    end_of_inputs = len(shape) - num_outputs
+    end_of_stack = end_of_inputs - num_inputs
+    return cls(
+      stack=shape[:end_of_stack],
+      inputs=shape[end_of_stack:end_of_inputs],
+      outputs=shape[end_of_inputs:],
+      arrays=arrays,
+    )
 
 
 def _times_b(low: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
@@ -423,6 +480,9 @@ def _times_b(low: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
   def times(low: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.tensordot(low, b, 1, **options)
 
+  def forward(low: jax.Array, b: jax.Array) -> tuple[jax.Array, Any]:
+    return times(low, b), (low, b)
+
   def backward(
     kept: tuple[jax.Array, jax.Array], grads: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
@@ -430,9 +490,10 @@ def _times_b(low: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
     rows = tuple(range(low.ndim - 1))
     rank_last = jnp.moveaxis(b, 0, -1)
     grad_low = jnp.tensordot(grads, rank_last, b.ndim - 1, **options)
-    return grad_low, jnp.tensordot(low, grads, (rows, rows), **options)
+    grad_b = jnp.tensordot(low, grads, (rows, rows), **options)
+    return grad_low, grad_b
 
-  times.defvjp(lambda low, b: (times(low, b), (low, b)), backward)
+  times.defvjp(forward, backward)
   return times(low, b)
 
 
@@ -442,7 +503,7 @@ def _low_rank(
   rate: float,
   key: jax.Array | None,
 ) -> Callable[..., jax.Array]:
-  """A dot_general that adds the path through the factors."""
+  """A dot_general that adds the path through the factors: x W + (x A) B."""
 
   def dot_general(
     x: jax.Array, kernel: jax.Array, numbers: Any, **options: Any
@@ -463,7 +524,7 @@ def _low_rank(
 
 
 def merged(kernel: Any, factors: Mapping[str, Any], scale: float) -> jax.Array:
-  """The kernel with its adapter, in float32; for numpy's arrays too."""
+  """The kernel with its adapter, in float32. Accepts numpy arrays too."""
   whole = _sum(kernel, factors[A], factors[B], scale)
   if MAGNITUDE in factors:
     norm = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=1))

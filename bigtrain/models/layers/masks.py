@@ -23,7 +23,7 @@ class Mask:
   causal: bool = struct.field(pytree_node=False, default=False)
   # Number of positions that a causal query attends to, itself included.
   window: int | None = struct.field(pytree_node=False, default=None)
-  # Int, number of first positions that all queries see; only with `causal`.
+  # Int, number of leading positions that all queries see; only with `causal`.
   prefix_B: jax.Array | None = None
   # Int, number of each query's document, which the positions must share.
   segments_BL: jax.Array | None = None
@@ -42,7 +42,10 @@ class Mask:
     return self.causal and self.prefix_B is None
 
   def reach(self, length: int) -> int:
-    """Positions that model FLOPs count for a query; all with causal order."""
+    """Number of positions that model FLOPs count for a query.
+
+    A causal order does not halve it, as is usual; a window limits it.
+    """
     return min(self.window or length, length) if self.causal else length
 
   def matrix(
@@ -52,7 +55,7 @@ class Mask:
     return self.block(start + jnp.arange(queries), jnp.arange(positions))
 
   def block(self, i_L: jax.Array, j_S: jax.Array) -> jax.Array | None:
-    """Returns the same for queries and positions of these numbers."""
+    """Returns the part of the matrix for queries and positions by number."""
     parts: list[Any] = []
     if self.causal:
       i_L1, j_1S = i_L[:, None], j_S[None]

@@ -18,20 +18,32 @@ from bigtrain.models.layers import kernels, options, remat
 
 
 class Kind(NamedTuple):
-  """What happens between the products; gated as in arXiv 2002.05202."""
+  """What happens between the products."""
 
   activation: Callable[[jax.Array], jax.Array]
+  # Whether the activation of another product multiplies the hidden units,
+  # https://arxiv.org/abs/2002.05202.
   gated: bool
+
+
+def _relu2(x: jax.Array) -> jax.Array:
+  return jnp.square(jax.nn.relu(x))
+
+
+def _gelu_erf(x: jax.Array) -> jax.Array:
+  return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_quick(x: jax.Array) -> jax.Array:
+  return x * jax.nn.sigmoid(1.702 * x)
 
 
 KINDS = {
   "relu": Kind(jax.nn.relu, gated=False),
-  "relu2": Kind(lambda x: jnp.square(jax.nn.relu(x)), gated=False),
+  "relu2": Kind(_relu2, gated=False),
   "gelu": Kind(jax.nn.gelu, gated=False),  # Its tanh form.
-  "gelu_erf": Kind(
-    functools.partial(jax.nn.gelu, approximate=False), gated=False
-  ),
-  "gelu_quick": Kind(lambda x: x * jax.nn.sigmoid(1.702 * x), gated=False),
+  "gelu_erf": Kind(_gelu_erf, gated=False),
+  "gelu_quick": Kind(_gelu_quick, gated=False),  # CLIP's approximation.
   "geglu": Kind(jax.nn.gelu, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
@@ -46,23 +58,23 @@ class Clip(NamedTuple):
 
 
 def read_clip(given: Any, kind: str, key: str) -> Clip | None:
-  limit: dict[str, Any] = dict(above=0)
   clip = options.read_tuple(
-    Clip, given, key, limit=limit, alpha={}, up_offset={}
+    Clip, given, key, limit=dict(above=0), alpha={}, up_offset={}
   )
   if clip is not None and kind != "swiglu":
     raise ConfigError(f"{key}: expected an MLP of kind 'swiglu', got {kind!r}.")
   return clip
 
 
+# Names of a ViT's products, as in big_vision's checkpoints.
 VIT_NAMES = ("Dense_0", "Dense_1")
 
 
 class Options(NamedTuple):
   """Options of an MLP."""
 
-  dim: int
-  kind: str
+  dim: int  # F.
+  kind: str  # A name in KINDS.
   # Of the initial `up` and `gate`, and of `down`; None for Xavier's uniform.
   init_std: float | None = None
   out_init_std: float | None = None
@@ -96,21 +108,30 @@ class Mlp(nn.Module):
   def __call__(self, x_BLD: jax.Array, train: bool = False) -> jax.Array:
     options = self.options
     up, down = options.names
-    # Hidden units over the mesh axis `tensor`, if any.
+    # The mesh axis `tensor`, if any, splits the hidden units: the columns of
+    # the first kernels and the rows of the last one.
     columns = rows = None
     if options.dim % sharding.tensor_ways(x_BLD.shape[0]) == 0:
       columns, rows = sharding.columns(x_BLD), sharding.rows(x_BLD.shape[0])
-    use_bias, dtype = options.use_bias, options.dtype
-    dense = functools.partial(nn.Dense, use_bias=use_bias, dtype=dtype)
-    init = kernels.initializer(options.init_std)
-    first: Any = dict(kernel_init=init, dot_general=columns)
-    hidden = functools.partial(dense, options.dim, **first)
+
+    dense = functools.partial(
+      nn.Dense, use_bias=options.use_bias, dtype=options.dtype
+    )
+    hidden = functools.partial(
+      dense,
+      options.dim,
+      kernel_init=kernels.initializer(options.init_std),
+      dot_general=columns,
+    )
     h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
     gate_BLF = None
     if KINDS[options.kind].gated:
       gate_BLF = checkpoint_name(hidden(name="gate")(x_BLD), remat.INNER)
     h_BLF = hidden_units(options.kind, options.clip, h_BLF, gate_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
-    init = kernels.initializer(options.out_init_std)
-    D = x_BLD.shape[-1]
-    return dense(D, kernel_init=init, dot_general=rows, name=down)(h_BLF)
+    return dense(
+      x_BLD.shape[-1],
+      kernel_init=kernels.initializer(options.out_init_std),
+      dot_general=rows,
+      name=down,
+    )(h_BLF)

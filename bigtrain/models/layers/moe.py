@@ -3,20 +3,23 @@
 Each token goes to its best `top_k` of E experts: to one as in Switch
 (https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
 as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
-takes a limited number of tokens of a row of the batch; the rest are dropped.
+accepts a limited number of tokens of each example; the rest are dropped.
 
 A selection bias is added to the scores for the choice alone
 (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per step
 the bias of experts with more choices than the mean goes down.
 
-A device gathers the weights of all experts for the layer. With an `axis` they
-stay on their devices, and tokens travel to them and back. A token's output
-depends neither on the devices nor on the microbatches.
+This module has the options, the layer `Moe` with its parameters and statistics,
+and `route`, which chooses. moe_dispatch.py brings tokens to their experts, and
+moe_experts.py multiplies. Without an `axis`, a device gathers the weights of
+all experts for the layer. With one they stay on their devices, and tokens
+travel to them and back. A token's output depends neither on the devices nor on
+the microbatches.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
-import os
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +29,6 @@ import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   kernels,
@@ -40,9 +42,25 @@ SERVE = ("position", "choice")
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
 
-_LIMITS = settings.read_table(os.path.dirname(__file__), "limits.toml")["moe"]
+# Limits of the options, as arguments of check_number.
+_COUNT = dict(least=1, whole=True)
+_LIMITS: dict[str, dict[str, Any]] = dict(
+  num_experts=_COUNT,
+  every=_COUNT,
+  mlp_dim=_COUNT,
+  shared_dim=_COUNT,
+  shared_experts=dict(least=0, whole=True),
+  jitter=dict(least=0, below=1),
+  dropout=dict(least=0, below=1),
+  router_init_std=dict(least=0),
+  bias_rate=dict(least=0),
+  capacity_factor=dict(above=0),
+  eval_capacity_factor=dict(above=0),
+  scale=dict(above=0),
+)
 
-# Collections: selection biases, and the numbers of choices that change them.
+# Flax's collections: selection biases, and the numbers of choices that change
+# them at the end of a step.
 STATE = "router_state"
 STEP_SUMS = "step_sums"
 
@@ -62,8 +80,9 @@ class Options(NamedTuple):
   top_k: int = 2  # Number of experts per token.
   # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
-  every: int = 1  # Period of layers; the last one has experts.
-  # An expert takes up to this times L * top_k / E tokens of a row, if not all.
+  every: int = 1  # The last one of so many layers has experts.
+  # An expert accepts up to this times L * top_k / E tokens of an example; None
+  # for all.
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None  # Outside of training, if given.
   # Order in which choices take the capacity. "position": token by token, so
@@ -72,7 +91,7 @@ class Options(NamedTuple):
   # (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
   serve: str | None = None
   jitter: float = 0.0  # Largest relative noise on the router's input.
-  dropout: float | None = None  # Rate in experts; the MLPs' rate if None.
+  dropout: float | None = None  # Rate in experts; if None, that of the MLPs.
   # Whether a token's weights add up to 1; by default with several experts.
   normalize: bool | None = None
   router_init_std: float = 0.02  # Of the router's initial kernel.
@@ -88,6 +107,7 @@ class Options(NamedTuple):
   shared_gate: bool = False  # Whether a sigmoid multiplies its output.
 
   def in_stack(self, two_sided: bool) -> "Options":
+    """Fills in the default of `serve`; encoders are two-sided."""
     default = "choice" if two_sided else "position"
     return self._replace(serve=self.serve or default)
 
@@ -112,11 +132,13 @@ class Options(NamedTuple):
 def read(
   given: Options | Mapping[str, Any] | None, key: str, **depths: int
 ) -> Options | None:
+  """Checks config.model.moe; `depths` are those that `every` has to divide."""
   if given is None or isinstance(given, Options):
     return given
   moe = options.read_tuple(Options, given, key, **_LIMITS)
-  limits = dict(least=1, most=moe.num_experts)
-  check_number(f"{key}.top_k", moe.top_k, whole=True, **limits)
+  check_number(
+    f"{key}.top_k", moe.top_k, least=1, most=moe.num_experts, whole=True
+  )
   check_choice(f"{key}.score", moe.score, SCORES)
   _check_together(moe, key)
   if moe.groups is not None:
@@ -160,15 +182,19 @@ def _check_together(moe: Options, key: str) -> None:
 
 
 def _read_groups(moe: Options, key: str) -> Groups:
-  num = dict(least=1, whole=True)
-  groups = options.read_tuple(Groups, moe.groups, key, num=num)
+  groups = options.read_tuple(Groups, moe.groups, key, num=_COUNT)
   if moe.num_experts % groups.num:
     raise ConfigError(
       f"{key}.num: {groups.num} does not divide num_experts={moe.num_experts}."
     )
-  own = moe.num_experts // groups.num
-  limits = dict(least=-(-moe.top_k // own), most=groups.num)
-  check_number(f"{key}.top", groups.top, whole=True, **limits)
+  own = moe.num_experts // groups.num  # Experts of a group.
+  check_number(
+    f"{key}.top",
+    groups.top,
+    least=math.ceil(moe.top_k / own),
+    most=groups.num,
+    whole=True,
+  )
   check_choice(f"{key}.score", groups.score, GROUP_SCORES)
   if groups.score == "top2" and own < 2:
     raise ConfigError(
@@ -178,7 +204,7 @@ def _read_groups(moe: Options, key: str) -> Groups:
 
 
 def kinds(block: Any) -> list[Any]:
-  """Options of a period of stack.run, from a block's with a field `moe`."""
+  """Options of the blocks of a period for stack.run: the last has experts."""
   if block.moe is None:
     return [block]
   return [block._replace(moe=None)] * (block.moe.every - 1) + [block]
@@ -192,15 +218,17 @@ def mlp_or_experts(
   train: bool,
   use_bias: Collection[str] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-  """An MLP, or experts and their shared MLP, which has these options too."""
+  """An MLP with the options `dense`; or experts, and their shared MLP."""
   if experts is None:
     return mlp.Mlp(dense, name="mlp")(x_BLD, train), None
-  dim = experts.width(dense.dim)
-  expert = dense._replace(dim=dim, use_bias="experts" in use_bias)
+  expert = dense._replace(
+    dim=experts.width(dense.dim), use_bias="experts" in use_bias
+  )
   layer = Moe(experts, expert, "router" in use_bias, name="moe")
   y_BLD, stats = layer(x_BLD, real_BL, train)
-  if width := experts.shared_width(dense.dim):
-    shared = mlp.Mlp(dense._replace(dim=width), name="shared_experts")
+  shared_width = experts.shared_width(dense.dim)
+  if shared_width:
+    shared = mlp.Mlp(dense._replace(dim=shared_width), name="shared_experts")
     z_BLD = shared(x_BLD, train)
     if experts.shared_gate:
       gate = nn.Dense(1, use_bias=False, dtype=dense.dtype, name="shared_gate")
@@ -227,7 +255,7 @@ class Moe(nn.Module):
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sends tokens through their experts.
 
-    Padding, where `real_BL` is False, takes no capacity, has no part in the
+    Padding, where `real_BL` is False, uses no capacity, does not count in the
     statistics and changes nothing of the real tokens, not even their rounding.
 
     Returns:
@@ -246,15 +274,16 @@ class Moe(nn.Module):
       shape = (options.num_experts,)
       bias_E = self.variable(STATE, "selection_bias", jnp.zeros, shape).value
     routing, stats = route(logits_BLE, real_BL, options, bias_E)
-    counts = options.bias_rate and train and not self.is_initializing()
-    if counts and self.is_mutable_collection(STEP_SUMS):
+    changes_bias = options.bias_rate and train and not self.is_initializing()
+    if changes_bias and self.is_mutable_collection(STEP_SUMS):
       count_E = choices(routing, real_BL, options.num_experts)
       self.put_variable(STEP_SUMS, "selection_bias", count_E)
     weights = self._weights(x_BLD.shape[-1])
     rate = expert.dropout if options.dropout is None else options.dropout
     key = self.make_rng("dropout") if train and rate else None
-    kind, dim, clip = expert.kind, expert.dim, expert.clip
-    experts = moe_experts.Experts(kind, dim, rate, key, clip)
+    experts = moe_experts.Experts(
+      expert.kind, expert.dim, rate, key, expert.clip
+    )
     x_BLD = x_BLD.astype(expert.dtype)
     factor = options.factor(train)
     if factor is None:
@@ -282,9 +311,12 @@ class Moe(nn.Module):
     options = self.options
     x_BLD = x_BLD.astype(jnp.float32)
     if train and options.jitter:
-      key, jitter = self.make_rng("dropout"), options.jitter
-      bounds: Any = dict(minval=1 - jitter, maxval=1 + jitter)
-      x_BLD *= jax.random.uniform(key, x_BLD.shape, **bounds)
+      x_BLD *= jax.random.uniform(
+        self.make_rng("dropout"),
+        x_BLD.shape,
+        minval=1 - options.jitter,
+        maxval=1 + options.jitter,
+      )
     return nn.Dense(
       options.num_experts,
       use_bias=self.router_bias,
@@ -312,17 +344,24 @@ class Moe(nn.Module):
 
 
 def merged(reports: Any) -> Any:
-  """Statistics of a batch in a tree, from those of microbatches (axis 0)."""
+  """The statistics of a batch, from those of its microbatches (axis 0).
 
-  def of_layers(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  Means are weighted by the microbatches' numbers of real tokens. The
+  load-balance loss is a product of two means, and computed anew.
+  """
+
+  def merge(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
     tokens = stats["tokens"]
     share = tokens / jnp.maximum(jnp.sum(tokens, axis=0), 1)
-    mean = lambda x: jnp.sum((x.T * share.T).T, axis=0)
-    stats = {k: mean(x) for k, x in stats.items() if k != "tokens"}
-    balance = _load_balance(stats["load"], stats["score"])
-    return stats | {"load_balance": balance}
+    result = {}
+    for name, x in stats.items():
+      if name != "tokens":
+        # Transposed, because x may have more axes than the share, at the end.
+        result[name] = jnp.sum((x.T * share.T).T, axis=0)
+    balance = _load_balance(result["load"], result["score"])
+    return result | {"load_balance": balance}
 
-  return jax.tree.map(of_layers, reports, is_leaf=lambda x: isinstance(x, dict))
+  return jax.tree.map(merge, reports, is_leaf=lambda x: isinstance(x, dict))
 
 
 def _load_balance(load_E: jax.Array, score_E: jax.Array) -> jax.Array:
@@ -342,7 +381,8 @@ def end_of_step(
   def updated(name: str, bias_E: jax.Array) -> jax.Array:
     if name not in counts:
       return bias_E
-    # Whole numbers, so that the sign depends on no order of a sum.
+    # The sign of (mean - count), from whole numbers: a float's rounding would
+    # depend on the order of a sum.
     count_E, E = counts[name], bias_E.shape[-1]
     whole, rest = jnp.divmod(jnp.sum(count_E, axis=-1, keepdims=True), E)
     sign_E = jnp.sign(2 * (whole - count_E) + (rest > 0))
@@ -358,7 +398,7 @@ def route(
   options: Options,
   bias_E: jax.Array | None = None,
 ) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
-  """Each token's experts, and the statistics of Moe but "dropped"."""
+  """Each token's experts, and the statistics of Moe except "dropped"."""
   E, J = options.num_experts, options.top_k
   log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
   if options.score == "sigmoid":
@@ -370,7 +410,10 @@ def route(
     scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
     log_probs_BLE = logits_BLE - log_sum_BL[..., None]
   of_top = options.score == "softmax_of_top"
-  scores_BLE = logits_BLE if of_top else scores_BLE
+  if of_top:
+    scores_BLE = logits_BLE
+
+  # The choice, and the weights of the chosen experts' outputs.
   expert_BLJ = _chosen(scores_BLE, options, bias_E)
   chosen_BLJE = _marks(expert_BLJ, E)
   weight_BLJ = _of_marks(scores_BLE, chosen_BLJE)
@@ -383,8 +426,12 @@ def route(
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
 
   total = jnp.maximum(jnp.sum(real_BL), 1)
-  real = lambda x: real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2))
-  mean = lambda x: jnp.sum(jnp.where(real(x), x, 0.0), axis=(0, 1)) / total
+
+  def mean(x: jax.Array) -> jax.Array:
+    """Mean of [B, L, ...] over the real tokens."""
+    real = real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2))
+    return jnp.sum(jnp.where(real, x, 0.0), axis=(0, 1)) / total
+
   load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
   score_E = mean(probs_BLE)
   stats = {
@@ -413,11 +460,13 @@ def _chosen(
   left_BLE = jax.lax.stop_gradient(scores_BLE)
   if bias_E is not None:
     left_BLE += bias_E
-  if (groups := options.groups) is not None:
+  groups = options.groups
+  if groups is not None:
+    # G groups of e experts. Those outside of the best groups drop out.
     left_BLGe = left_BLE.reshape(*left_BLE.shape[:-1], groups.num, -1)
-    own = left_BLGe.shape[-1]
+    e = left_BLGe.shape[-1]
     best = _best(left_BLGe, 2 if groups.score == "top2" else 1)
-    score_BLG = jnp.sum(_of_marks(left_BLGe, _marks(best, own)), axis=-1)
+    score_BLG = jnp.sum(_of_marks(left_BLGe, _marks(best, e)), axis=-1)
     top = _marks(_best(score_BLG, groups.top), groups.num)
     inside_BLG = jnp.any(top, axis=-2)
     left_BLGe = jnp.where(inside_BLG[..., None], left_BLGe, -jnp.inf)
@@ -436,10 +485,10 @@ def _best(scores: jax.Array, number: int) -> jax.Array:
 
 
 def _marks(index: jax.Array, E: int) -> jax.Array:
-  """Bools [..., E], whose backward pass keeps less than floats would."""
+  """One-hot bools [..., E]; the backward pass keeps less than with floats."""
   return index[..., None] == jnp.arange(E)
 
 
 def _of_marks(x: jax.Array, marks: jax.Array) -> jax.Array:
-  """The marked one of each row of [..., E], for marks [..., J, E]."""
+  """The marked entries of [..., E], one for each of the marks [..., J, E]."""
   return jnp.sum(jnp.where(marks, x[..., None, :], 0.0), axis=-1)

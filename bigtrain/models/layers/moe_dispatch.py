@@ -1,8 +1,13 @@
 """Sends tokens to their experts and back, without or with a capacity.
 
-On a mesh a layer is split: with an axis for the experts, each of its n devices
-has E / n of them. Tokens go to the devices of their experts in one all-to-all,
-and their results return in another. The gradients take the same ways back.
+`dropless` serves every choice: it sorts tokens by expert, so that experts have
+as many as they get. `with_capacity` gives each example C slots of each expert
+and drops the choices beyond, so that all shapes are known.
+
+On a mesh both run under a shard_map (Split says how). With an axis for the
+experts, each of its n devices has E / n of them: tokens go to the devices of
+their experts in one all-to-all, their results return in another, and gradients
+go the same way back. Without one, devices gather the weights of all experts.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, C capacity. On a device: b examples, l positions, t tokens, K choices,
@@ -12,7 +17,7 @@ S slots; n devices of the experts' axis, Q rows from one device to another.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +37,12 @@ _IN_EXAMPLES = ("sequence", "tensor")
 
 
 class Split(NamedTuple):
-  """The split of a layer: over `axis` experts, None if each device needs all.
-
-  `stream` is the spec of [B, L, D]; `hidden` splits hidden units over `tensor`.
-  """
+  """How a layer is split over a mesh."""
 
   mesh: jax.sharding.AbstractMesh
-  axis: str | None
-  stream: PartitionSpec
-  hidden: bool
+  axis: str | None  # Axis of whole experts; None if each device needs all.
+  stream: PartitionSpec  # Of activations [B, L, D].
+  hidden: bool  # Whether the hidden units are split over `tensor`.
 
   @property
   def ways(self) -> int:
@@ -48,16 +50,22 @@ class Split(NamedTuple):
 
   @property
   def length(self) -> tuple[str, ...]:
+    """Axes that split L between the layers."""
     return sharding.axes_of_length(self.stream)
 
   @property
   def own(self) -> tuple[str, ...]:
-    """Axes that split the length where the experts' hidden units are split."""
-    return tuple(a for a in self.length if not (self.hidden and a == "tensor"))
+    """Axes that split L, or slots, inside the layer.
+
+    Devices along `tensor` have the same tokens if it splits the hidden units.
+    """
+    if self.hidden:
+      return tuple(axis for axis in self.length if axis != "tensor")
+    return tuple(self.length)
 
   @property
   def rows(self) -> PartitionSpec:
-    """Spec of [B, L, ...] split over `own`."""
+    """Spec of [B, L, ...] inside the layer."""
     return PartitionSpec(sharding.batch_axes(self.mesh), self.own or None)
 
   @property
@@ -66,6 +74,7 @@ class Split(NamedTuple):
 
   @property
   def varying(self) -> tuple[str, ...]:
+    """Axes whose devices compute different things."""
     hidden = ("tensor",) if self.hidden else ()
     return (*sharding.batch_axes(self.mesh), *self.own, *hidden)
 
@@ -78,14 +87,14 @@ def _split_of(
     return None
   stream = sharding.stream_spec(mesh, x_BLD)
   tensor = mesh.shape.get("tensor", 1)
-  in_parts = axis != "tensor" and tensor > 1 and hidden % tensor == 0
-  # Where all devices of the axis have the same tokens, such as a single one in
+  splits_hidden = axis != "tensor" and tensor > 1 and hidden % tensor == 0
+  # If all devices of the axis have the same tokens, such as the only one in
   # decoding, nothing is exchanged: each device gathers the experts.
   splits = (*sharding.batch_axes(), *sharding.axes_of_length(stream))
   ways = 1 if axis is None else mesh.shape.get(axis, 1)
   if axis not in splits or ways == 1 or num_experts % ways:
     axis = None
-  return Split(mesh, axis, stream, in_parts)
+  return Split(mesh, axis, stream, splits_hidden)
 
 
 def _weights_of(
@@ -96,7 +105,8 @@ def _weights_of(
   The gradients of kernels are summed over devices once, and reduce-scattered
   over `fsdp`; XLA's own choice was an all-reduce of kernels padded with zeros.
   """
-  specs, gathered = {}, {}  # Dimensions that are gathered over `fsdp`.
+  specs = {}
+  gathered = {}  # Dimension of each kernel that is gathered over `fsdp`.
   for name, kernel in weights.items():
     placed: dict[int, tuple[str, ...]] = {}
     if split.axis is not None:
@@ -118,10 +128,10 @@ def _weights_of(
       if name in gathered:
         dim = gathered[name]
         kernel = jax.lax.all_gather(kernel, "fsdp", axis=dim, tiled=True)
-      missing = tuple(a for a in split.varying if a not in specs[name])
+      missing = tuple(axis for axis in split.varying if axis not in specs[name])
       result[name] = jax.lax.pcast(kernel, missing, to="varying")
     if split.hidden and "down_bias" in result:
-      # Results are summed over `tensor`: one of the parts has the bias.
+      # Results are summed over `tensor`: only one of the parts adds the bias.
       first = jax.lax.axis_index("tensor") == 0
       result["down_bias"] *= first.astype(result["down_bias"].dtype)
     return result
@@ -138,15 +148,15 @@ def dropless(
   axis: str | None,
 ) -> jax.Array:
   """Serves all choices; the result of padding is 0."""
+  # Drawn for the whole batch, so that dropout does not depend on the mesh.
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
-  args = (x_BLD, routing, keep_BLJF, real_BL)
   E = weights["up"].shape[0]
   kernels = moe_experts.by_kernels(len(x_BLD))
   experts = experts._replace(key=None, kernels=kernels)
   serve = functools.partial(_serve_all, experts, E)
   split = _split_of(x_BLD, experts.dim, E, axis)
   if split is None:
-    return serve(None, weights, *args)
+    return serve(None, weights, x_BLD, routing, keep_BLJF, real_BL)
   specs, gather = _weights_of(split, weights)
 
   def on_device(
@@ -157,21 +167,22 @@ def dropless(
     real_BL: jax.Array,
   ) -> jax.Array:
     weights = gather(weights)
-    if split.hidden:
-      pair = routing, real_BL
-      routing, real_BL = jax.lax.pcast(pair, "tensor", to="varying")
-      x_BLD = sharding.gathered(x_BLD, split.stream)
+    if not split.hidden:
+      return serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
+    # Each device has some hidden units, for all tokens of the others.
+    routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
+    x_BLD = sharding.gathered(x_BLD, split.stream)
     y_BLD = serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
-    return sharding.scattered(y_BLD, split.stream) if split.hidden else y_BLD
+    return sharding.scattered(y_BLD, split.stream)
 
-  masks = PartitionSpec(*split.rows, None, split.units)
+  keep_spec = PartitionSpec(*split.rows, None, split.units)
   return jax.shard_map(
     on_device,
     mesh=split.mesh,
-    in_specs=(specs, split.stream, split.rows, masks, split.rows),
+    in_specs=(specs, split.stream, split.rows, keep_spec, split.rows),
     out_specs=split.stream,
     check_vma=not kernels,
-  )(weights, *args)
+  )(weights, x_BLD, routing, keep_BLJF, real_BL)
 
 
 def _serve_all(
@@ -184,6 +195,7 @@ def _serve_all(
   keep_blJF: jax.Array | None,
   real_bl: jax.Array,
 ) -> jax.Array:
+  """Serves the tokens of one device, [b, l, D]."""
   b, l, D = x_blD.shape
   J = routing.expert_BLJ.shape[-1]
   x_tD = x_blD.reshape(b * l, D)
@@ -193,13 +205,15 @@ def _serve_all(
   keep_tJF = None
   if keep_blJF is not None:
     keep_tJF = keep_blJF.reshape(b * l, J, -1)
-  args = experts, x_tD, expert_tJ, keep_tJF, weights
   if split is None or split.axis is None:
-    y_tJD = moe_experts.run(*args)
+    y_tJD = moe_experts.run(experts, x_tD, expert_tJ, keep_tJF, weights)
   else:
-    y_tJD = _through_exchange(split.axis, split.ways, E, *args)
-  y = y_tJD.reshape(b, l, J, D)
-  return jnp.einsum("bljd,blj->bld", y, routing.weight_BLJ.astype(y.dtype))
+    y_tJD = _through_exchange(
+      split.axis, split.ways, E, experts, x_tD, expert_tJ, keep_tJF, weights
+    )
+  y_blJD = y_tJD.reshape(b, l, J, D)
+  weight_blJ = routing.weight_BLJ.astype(y_blJD.dtype)
+  return jnp.einsum("bljd,blj->bld", y_blJD, weight_blJ)
 
 
 def _through_exchange(
@@ -212,31 +226,42 @@ def _through_exchange(
   keep_tJF: jax.Array | None,
   weights: Mapping[str, jax.Array],
 ) -> jax.Array:
-  """Sends choices, not those of expert E, to their experts and back."""
-  (t, J), K, own = expert_tJ.shape, expert_tJ.size, E // n
+  """Sends choices, not those of expert E, to their experts and back.
+
+  Each device has a buffer [n, Q, ...] with a part for every other device. The
+  choices for a device are the first ones of its part; the rest is empty.
+  """
+  t, J = expert_tJ.shape
+  K = expert_tJ.size
+  own = E // n  # Experts of a device.
   # A token has at most `own` experts on one device.
   Q = t * min(J, own)
+
+  # Sender: from choices in the order of tokens to places in the buffer.
   expert_K = expert_tJ.reshape(K)
   order_K = jnp.argsort(expert_K, stable=True)
   sorted_K = jnp.take(expert_K, order_K)
   sizes_E = jnp.sum(jax.nn.one_hot(expert_K, E, dtype=jnp.int32), axis=0)
   send_n = jnp.sum(sizes_E.reshape(n, own), axis=1)
-  # Sorted by expert, the choices for a device are a run of its part.
+  # Sorted by expert, the choices for a device follow each other. The run for
+  # each device is shifted to the beginning of its part.
   shift_n = jnp.arange(n) * Q - (jnp.cumsum(send_n) - send_n)
   shift_K = jnp.take(shift_n, sorted_K // own, mode="fill", fill_value=n * Q)
   place_K = jnp.arange(K) + shift_K
   choice_R = jnp.full(n * Q, K).at[place_K].set(order_K, mode="drop")
   back_K = jnp.zeros_like(place_K).at[order_K].set(place_K)
 
-  # The numbers of rows from all devices, for this one's experts.
+  # Receiver: the number of rows from each device for each of this one's experts
+  # ("o"), and from these the expert of each row in the buffer, `own` for none.
   sizes_nE = jax.lax.all_gather(sizes_E, axis)
   first = jax.lax.axis_index(axis) * own
   sizes_no = jax.lax.dynamic_slice_in_dim(sizes_nE, first, own, axis=1)
   receive_n = jnp.sum(sizes_no, axis=1)
   ends_no = jnp.cumsum(sizes_no, axis=1)
-  q = jnp.arange(Q)
-  received_nQ = jnp.sum(q[None, :, None] >= ends_no[:, None], axis=-1)
+  q_1Q1 = jnp.arange(Q)[None, :, None]
+  received_nQ = jnp.sum(q_1Q1 >= ends_no[:, None], axis=-1)
 
+  # To the experts.
   send = functools.partial(_exchange, axis)
   x_RD = moe_experts.rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
   x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
@@ -249,8 +274,11 @@ def _through_exchange(
     bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
     keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
   x_RD, received_R1 = x_nQD.reshape(n * Q, -1), received_nQ.reshape(n * Q, 1)
-  args = experts, x_RD, received_R1, keep_R1F, weights
-  y_R1D = moe_experts.run(*args, useful=K)
+  y_R1D = moe_experts.run(
+    experts, x_RD, received_R1, keep_R1F, weights, useful=K
+  )
+
+  # And back.
   y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
   y_KD = moe_experts.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
   return y_KD.reshape(t, J, -1)
@@ -266,7 +294,11 @@ def with_capacity(
   serve: str | None,
   axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Drops tokens beyond C of a row and expert; returns the dropped share."""
+  """Serves up to C tokens of an example per expert, and drops the others.
+
+  Returns:
+    ([B, L, D], the share of dropped choices).
+  """
   B, L, _ = x_BLD.shape
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
@@ -283,12 +315,22 @@ def with_capacity(
   if split is None:
     return fill(None, weights, *args), dropped
   specs, gather = _weights_of(split, weights)
-  batch = PartitionSpec(sharding.batch_axes())
-  slots = PartitionSpec(sharding.batch_axes(), None, own or None)
+
+  def on_device(weights: dict[str, jax.Array], *args: Any) -> jax.Array:
+    return fill(split, gather(weights), *args)
+
+  by_example = PartitionSpec(sharding.batch_axes())
+  args_specs = (
+    split.stream,  # x_BLD
+    by_example,  # slot_BJL
+    PartitionSpec(sharding.batch_axes(), None, own or None),  # choice_BEC
+    by_example,  # weight_BLJ
+    _mask_spec(split),  # keep
+  )
   y_BLD = jax.shard_map(
-    lambda weights, *args: fill(split, gather(weights), *args),
+    on_device,
     mesh=split.mesh,
-    in_specs=(specs, split.stream, batch, slots, batch, _mask_spec(split)),
+    in_specs=(specs, *args_specs),
     out_specs=split.stream,
   )(weights, *args)
   return y_BLD, dropped
@@ -302,12 +344,13 @@ def _slots(
   padded: int,
   serve: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Gives the choices of each row the slots of their experts.
+  """Gives the choices of each example the slots of their experts.
 
   Returns:
-    (int [B, J, L], slot of each choice, expert x `padded` + number, and
-    E x `padded` for none; int [B, E, padded], choice of each slot, j L + l, and
-    J L for none; the share of dropped choices).
+    Slot of each choice, int [B, J, L]: expert x `padded` + number, or E x
+    `padded` for none.
+    Choice of each slot, int [B, E, padded]: j L + l, or J L for none.
+    Share of the choices that are dropped.
   """
   # Each device of a group looks at whole rows: these numbers are few.
   routing, real_BL = jax.tree.map(sharding.over_batch, (routing, real_BL))
@@ -326,9 +369,13 @@ def _slots(
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   slot = jnp.where(served, expert * padded + rank, E * padded)
-  number, empty = jnp.arange(J * L), jnp.full(E * padded, J * L)
-  put = jax.vmap(lambda s: empty.at[s].set(number, mode="drop"))
-  choice_BEC = put(slot).reshape(B, E, padded)
+  number = jnp.arange(J * L)
+  empty = jnp.full(E * padded, J * L)
+
+  def choices_of(slot: jax.Array) -> jax.Array:
+    return empty.at[slot].set(number, mode="drop")
+
+  choice_BEC = jax.vmap(choices_of)(slot).reshape(B, E, padded)
   dropped = jnp.sum(real & ~served) / jnp.maximum(jnp.sum(real), 1)
   return slot.reshape(B, J, L), choice_BEC, dropped
 
@@ -344,29 +391,41 @@ def _fill(
   weight_bLJ: jax.Array,
   keep: jax.Array | None,
 ) -> jax.Array:
-  """Fills a device's slots, has them served, and adds up the results."""
+  """Fills a device's slots, has them served, and adds up the results.
+
+  Devices that share an example see all its tokens, and have c of its C slots
+  each. `counts` are the numbers of choices and of slots, for model FLOPs.
+  """
   axis = None if split is None else split.axis
   length = () if split is None else split.length
+  own = () if split is None else split.own
   # Whether the parts of a result are summed over `tensor` alone.
-  apart = split is not None and split.hidden and "tensor" not in length
+  sums_over_tensor = (
+    split is not None and split.hidden and "tensor" not in length
+  )
   if length:
     x_blD = jax.lax.all_gather(x_blD, length, axis=1, tiled=True)
-  if apart:
+  if sums_over_tensor:
     x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
-  (b, L, D), J = x_blD.shape, slot_bJL.shape[1]
+  b, L, D = x_blD.shape
+  J = slot_bJL.shape[1]
   E, c = choice_bEC.shape[1:]
-  own = () if split is None else split.own
   part = jax.lax.axis_index(own) if own else 0
   parts = jax.lax.axis_size(own) if own else 1
-  # Of this device's slots: [E, b, c] in a row.
+
+  # The place of each choice among this device's slots, [E, b, c] in a row.
   row_b11 = jnp.arange(b)[:, None, None]
   expert_bJL, rank_bJL = jnp.divmod(slot_bJL, c * parts)
   mine = (expert_bJL < E) & (rank_bJL // c == part)
   slot_bJL = (expert_bJL * b + row_b11) * c + rank_bJL % c
   slot_bJL = jnp.where(mine, slot_bJL, E * b * c)
   back_Jt = jnp.swapaxes(slot_bJL, 0, 1).reshape(J, b * L)
+
+  # And the reverse: token and choice of each slot.
+  def flat(x_bEC: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x_bEC, 0, 1).reshape(-1)
+
   j_bEC, l_bEC = jnp.divmod(choice_bEC, L)
-  flat = lambda x: jnp.swapaxes(x, 0, 1).reshape(-1)
   token_S = flat(jnp.where(j_bEC < J, row_b11 * L + l_bEC, b * L))
   number_bEC = (j_bEC * b + row_b11) * L + l_bEC
   choice_S = flat(jnp.where(j_bEC < J, number_bEC, J * b * L))
@@ -384,6 +443,8 @@ def _fill(
     y_ESD = experts.run(x_ESD, weights, products, keep)
   if axis is not None:
     y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
+
+  # Each device adds up the results of its slots, and then all devices do.
   y_SD = y_ESD.reshape(-1, D)
   y = moe_experts.rows(y_SD, back_Jt.reshape(-1), choice_S[None])
   with model_flops.share(1, parts):
@@ -391,10 +452,11 @@ def _fill(
     y_bLD = jnp.einsum("jbld,blj->bld", y_JbLD, weight_bLJ)
   if length:
     y_bLD = jax.lax.psum_scatter(y_bLD, length, scatter_dimension=1, tiled=True)
-  return jax.lax.psum(y_bLD, "tensor") if apart else y_bLD
+  return jax.lax.psum(y_bLD, "tensor") if sums_over_tensor else y_bLD
 
 
 def _mask_spec(split: Split) -> PartitionSpec:
+  """Spec of `_keep`'s result."""
   axes = dict.fromkeys((*sharding.batch_axes(), *_IN_EXAMPLES))
   for name in (*sharding.batch_axes(), *split.own):
     axes[name] = name if name != split.axis else None
@@ -407,11 +469,12 @@ def _keep(
   shape: tuple[int, int, int],
   padded: int,
 ) -> jax.Array | None:
-  """The mask of dropout, where the tokens of each slot are served, if any.
+  """The mask of dropout, laid out for the devices where slots are served.
 
   Returns:
-    bool [E, batch's axes, sequence, tensor, b, c, F]; on a device, examples
-    and slots of all that share its experts, in the order of their arrival.
+    bool [E, batch's axes, sequence, tensor, b, c, F], or None without dropout.
+    On a device these are the examples and slots of all devices that share its
+    experts, in the order of their arrival.
   """
   keep_BECF = experts.keep(*shape)
   if keep_BECF is None:
@@ -424,12 +487,15 @@ def _keep(
   if split is not None:
     for name in (*axes, *split.own):
       ways[name] = split.mesh.shape[name]
-  *of_batch, sequence, tensor = ways.values()
-  n, b = len(of_batch), B // math.prod(of_batch)
+  batch_ways = [ways[name] for name in axes]
+  sequence, tensor = (ways[name] for name in _IN_EXAMPLES)
+  b = B // math.prod(batch_ways)
   c = padded // (sequence * tensor)
-  keep = keep_BECF.reshape(*of_batch, b, E, sequence, tensor, c, -1)
-  front = (n + 1, *range(n), n + 2, n + 3)
-  return jnp.transpose(keep, (*front, n, n + 4, n + 5))
+  keep = keep_BECF.reshape(*batch_ways, b, E, sequence, tensor, c, -1)
+  # From [batch's axes, b, E, sequence, tensor, c, F].
+  n = len(batch_ways)
+  order = (n + 1, *range(n), n + 2, n + 3, n, n + 4, n + 5)
+  return jnp.transpose(keep, order)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -466,7 +532,10 @@ def _exchange_backward(
   return _exchange(axis, grad_nQD, receive_n, send_n), None, None
 
 
-_exchange.defvjp(
-  lambda axis, x, *sizes: (_exchange(axis, x, *sizes), sizes),
-  _exchange_backward,
-)
+def _exchange_forward(
+  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _exchange(axis, x_nQD, send_n, receive_n), (send_n, receive_n)
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -1,7 +1,10 @@
 """The experts of a layer, on a device's tokens, sorted by expert.
 
-On TPUs, kernels of jax's Pallas library (megablox) multiply groups of rows of
-any size. Elsewhere rows are in blocks of one expert each.
+`run` sorts the tokens, computes, and brings the results back into order. On
+TPUs, kernels of jax's Pallas library (megablox) multiply groups of rows of any
+size (`_groups`). Elsewhere rows are in blocks of one expert each (`_blocks`),
+which a loop multiplies (`_times`). `rows` takes rows of an array in both
+directions without a scatter, which is slow on accelerators.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
@@ -32,13 +35,14 @@ class Experts(NamedTuple):
   """The experts' MLPs, see mlp.Options, and their dropout, if any."""
 
   kind: str
-  dim: int
-  rate: float
-  key: jax.Array | None
+  dim: int  # F.
+  rate: float  # Of dropout.
+  key: jax.Array | None  # Of dropout; None without it.
   clip: mlp.Clip | None = None
-  kernels: bool = False  # Whether kernels may multiply.
+  kernels: bool = False  # Whether megablox may multiply.
 
   def keep(self, *shape: int) -> jax.Array | None:
+    """Draws which hidden units dropout keeps: bools [*shape, F]."""
     if self.key is None:
       return None
     return jax.random.bernoulli(self.key, 1 - self.rate, (*shape, self.dim))
@@ -76,11 +80,15 @@ def block_size(choices: int, num_experts: int) -> int:
   >>> block_size(16_384, 8), block_size(100, 8)
   (512, 8)
   """
+  # A quarter of an expert's mean share: then empty rows, half a block for each
+  # expert on average, are an eighth of all. A power of 2 from 8 to 1,024.
   most = max(choices // (4 * num_experts), 8)
   return min(1024, 2 ** (most.bit_length() - 1))
 
 
 class _Static(NamedTuple):
+  """What `_times` knows when it is traced."""
+
   rows: int  # Number of rows that the mathematics needs.
   skips: bool  # Whether empty blocks are skipped.
 
@@ -88,15 +96,16 @@ class _Static(NamedTuple):
     return model_flops.share(self.rows, x_NTD.shape[0] * x_NTD.shape[1])
 
 
-# Rows, and columns of both sides, that a kernel multiplies at once.
+# Rows, and columns of both sides, that megablox multiplies at once. The number
+# of choices has to be a multiple of the first.
 _TILES = 512, 1024, 1024
 
-# Whether the kernels run on any device, slowly: for tests.
+# Whether megablox runs on any device, interpreted and slow: for tests.
 _INTERPRET = False
 
 
 def by_kernels(batch_size: int) -> bool:
-  """Whether kernels may serve a layer; XLA cannot split them."""
+  """Whether megablox may serve a layer; XLA cannot split its kernels."""
   whole = sharding.splits(batch_size) and not sharding.in_stage()
   return sharding.device()[0] == "tpu" and whole
 
@@ -110,7 +119,7 @@ def run(
   *,
   useful: int | None = None,
 ) -> jax.Array:
-  """Sorts rows by expert, and applies the experts.
+  """Applies its experts to each token.
 
   Args:
     expert_tJ: int, experts of each token; E for none.
@@ -122,23 +131,34 @@ def run(
   """
   J = expert_tJ.shape[1]
   E, R = len(weights["up"]), expert_tJ.size
+
+  # A slot for each choice, sorted by expert.
   expert_R = expert_tJ.reshape(R)
   order_R = jnp.argsort(expert_R, stable=True)
   sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
   kernels = experts.kernels and R % _TILES[0] == 0
   sort = _groups if kernels else _blocks
   choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E, useful)
+
   # Empty slots have any token, whose result is not used. The last block is
   # empty, for choices without an expert.
-  x_SD = rows(x_tD, choice_S // J, back_R.reshape(-1, J).T, Zeros(False, False))
+  x_SD = rows(
+    x_tD,
+    choice_S // J,
+    back_R.reshape(-1, J).T,
+    Zeros(results=False, gradients=False),
+  )
   keep = None
   if keep_tJF is not None:
     keep = jnp.take(
       keep_tJF.reshape(R, -1), choice_S, axis=0, mode="fill", fill_value=0
     ).reshape(*shape, -1)
   y = experts.run(x_SD.reshape(*shape, -1), weights, products, keep)
+
+  # Back to the order of the choices.
   y_SD = y.reshape(len(x_SD), -1)
-  y_RD = rows(y_SD, back_R, choice_S[None], Zeros(False, not kernels))
+  zeros = Zeros(results=False, gradients=not kernels)
+  y_RD = rows(y_SD, back_R, choice_S[None], zeros)
   return y_RD.reshape(*expert_tJ.shape, -1)
 
 
@@ -163,12 +183,21 @@ def _groups(
   # of zero, belongs to it.
   if useful is None:
     sizes_E = sizes_E.at[-1].add(R - jnp.sum(sizes_E))
-  written = lambda x: x if useful is None else jnp.where(inside_R1, x, 0)
+
+  def written(x_RD: jax.Array) -> jax.Array:
+    return x_RD if useful is None else jnp.where(inside_R1, x_RD, 0)
 
   def times(x_RD: jax.Array, kernel_EDF: jax.Array) -> jax.Array:
-    args = written(x_RD), kernel_EDF, sizes_E, x_RD.dtype, _TILES
     with model_flops.share(useful or R, R):
-      return written(megablox.gmm(*args, interpret=_INTERPRET))
+      y_RF = megablox.gmm(
+        written(x_RD),
+        kernel_EDF,
+        sizes_E,
+        x_RD.dtype,
+        _TILES,
+        interpret=_INTERPRET,
+      )
+    return written(y_RF)
 
   products = Products(times, lambda bias_EF: _of_rows(bias_EF, sorted_R))
   return order_R, back_R, (R,), products
@@ -184,9 +213,10 @@ def _blocks(
   R, E = len(order_R), len(sizes_E)
   T = block_size(useful or R, E)
   N = R // T + E  # The most blocks that R rows can need.
-  blocks_E = -(-sizes_E // T)
+  blocks_E = -(-sizes_E // T)  # Rounded up.
   ends_E = jnp.cumsum(blocks_E)
-  # Of the sorted rows: the place in the blocks, or beyond them for padding.
+  # Place of each sorted row in the blocks, or beyond them for padding: its rank
+  # among all rows, moved by the empty rows in the blocks before it.
   first_E = (ends_E - blocks_E) * T - (jnp.cumsum(sizes_E) - sizes_E)
   sorted_R = jnp.take(expert_R, order_R)
   first_R = jnp.take(first_E, sorted_R, mode="fill", fill_value=N * T)
@@ -195,6 +225,7 @@ def _blocks(
   expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
   used_N = expert_N < E
   expert_N = jnp.minimum(expert_N, E - 1)
+
   choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
   back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
   static = _Static(useful or R, useful is not None)
@@ -213,10 +244,10 @@ def _of_rows(bias_EF: jax.Array, expert_X: jax.Array) -> jax.Array:
 
 
 class Zeros(NamedTuple):
-  """Which indices of `rows` may be out of range, and then read zeros."""
+  """Whether indices of `rows` may be out of range, and then read zeros."""
 
-  results: bool = True
-  gradients: bool = True
+  results: bool = True  # Forward: indices into x.
+  gradients: bool = True  # Backward: indices into the gradients of the results.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -226,11 +257,11 @@ def rows(
   back_ZX: jax.Array,
   zeros: Zeros = Zeros(),
 ) -> jax.Array:
-  """Returns rows of x; the gradient takes rows as well, and is no scatter.
+  """Takes rows of x. The gradient takes rows as well, and is no scatter.
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
-    zeros: which of both have indices for zeros.
+    zeros: which of these indices may be out of range.
   """
   del back_ZX
   return _take(x_XD, index_Y, zeros.results)
@@ -252,7 +283,13 @@ def _rows_backward(
   return jnp.sum(grad_ZXD, axis=0), None, None
 
 
-rows.defvjp(lambda x, y, back, z: (rows(x, y, back, z), back), _rows_backward)
+def _rows_forward(
+  x_XD: jax.Array, index_Y: jax.Array, back_ZX: jax.Array, zeros: Zeros
+) -> tuple[jax.Array, jax.Array]:
+  return rows(x_XD, index_Y, back_ZX, zeros), back_ZX
+
+
+rows.defvjp(_rows_forward, _rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -269,27 +306,37 @@ def _times(
   row with all experts, and on TPUs its gradient does so for the kernel.
   """
 
-  def one(block: tuple[jax.Array, ...]) -> jax.Array:
+  def one_block(block: tuple[jax.Array, ...]) -> jax.Array:
     x_TD, e, used = block
-    product = lambda: x_TD @ kernel_EDF[e]
+
+    def product() -> jax.Array:
+      return x_TD @ kernel_EDF[e]
+
     if not static.skips:
       return product()
-    y = jax.eval_shape(product)
-    # Zeros that vary over the same axes of the mesh as x.
-    varying = lambda: jnp.zeros_like(x_TD, shape=(), dtype=y.dtype)
-    zeros = lambda: jnp.zeros(y.shape, y.dtype) + varying()
+    y_TF = jax.eval_shape(product)
+
+    def zeros() -> jax.Array:
+      # The second zero varies over the same axes of the mesh as x.
+      zero = jnp.zeros_like(x_TD, shape=(), dtype=y_TF.dtype)
+      return jnp.zeros(y_TF.shape, y_TF.dtype) + zero
+
     return jax.lax.cond(used, product, zeros)
 
   with static.counted(x_NTD):
-    return jax.lax.map(one, (x_NTD, expert_N, used_N))
+    return jax.lax.map(one_block, (x_NTD, expert_N, used_N))
 
 
 def _times_backward(
   static: _Static, args: tuple[jax.Array, ...], grad_NTF: jax.Array
 ) -> tuple[jax.Array | None, ...]:
+  """Gradients of x and of the kernels, in one loop over the blocks.
+
+  An expert's blocks follow each other. Their sum is float32; the array of all
+  sums has the kernels' dtype.
+  """
   x_NTD, kernel_EDF, expert_N, used_N = args
 
-  # One expert's sum is float32; the array of all sums has the kernel's dtype.
   def add_block(sums: Any, block: Any) -> Any:
     sum_DF, sums_EDF = sums
     x_TD, grad_TF, e, first, used = block
@@ -302,12 +349,12 @@ def _times_backward(
       )
       return (added_DF, added_EDF), grad_TF @ kernel_EDF[e].T
 
-    if not static.skips:
-      return add()
-    skip = lambda: (sums, jnp.zeros_like(x_TD))
-    return jax.lax.cond(used, add, skip)
+    def skip() -> Any:
+      return sums, jnp.zeros_like(x_TD)
 
-  first_N = jnp.diff(expert_N, prepend=-1) != 0
+    return jax.lax.cond(used, add, skip) if static.skips else add()
+
+  first_N = jnp.diff(expert_N, prepend=-1) != 0  # Whether an expert begins.
   zeros = jnp.zeros_like(kernel_EDF[0], jnp.float32), jnp.zeros_like(kernel_EDF)
   with static.counted(x_NTD):
     (_, kernel_grad_EDF), x_grad_NTD = jax.lax.scan(
@@ -316,6 +363,10 @@ def _times_backward(
   return x_grad_NTD, kernel_grad_EDF, None, None
 
 
-_times.defvjp(
-  lambda static, *args: (_times(static, *args), args), _times_backward
-)
+def _times_forward(
+  static: _Static, *args: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return _times(static, *args), args
+
+
+_times.defvjp(_times_forward, _times_backward)

@@ -1,12 +1,15 @@
-"""Checks of the fields of models; the messages name them as config keys."""
+"""Reading the fields of models, which are keys of config.model.
 
-import os
+Sizes come from the config or from a variant (`take_variant`, `filled`), checks
+name the config key in their messages (`check_sizes`, `check_fields`), and
+dicts of options become named tuples (`read_tuple`).
+"""
+
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from flax.core import FrozenDict
 
-from bigtrain.config import settings
 from bigtrain.config.errors import (
   ConfigError,
   check_choice,
@@ -15,24 +18,11 @@ from bigtrain.config.errors import (
 )
 from bigtrain.models.layers import attention_backends, remat
 
-# Default of fields that others determine: None until construction.
+# Default of fields that other fields determine, such as a size that the variant
+# gives. None until construction is over.
 DERIVED: Any = None
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def variants(model_name: str) -> dict[str, dict[str, Any]]:
-  """{variant: values of fields} of a model, from models/variants.toml."""
-  folder = os.path.dirname(__file__)
-  listed = settings.read_table(folder, "variants.toml")[model_name]
-  result: dict[str, dict[str, Any]] = {}
-  for name, values in listed.items():
-    result[name] = {}
-    for other in values.pop("like", ()):
-      result[name] |= result[other]
-    tuples = {n: tuple(x) for n, x in values.items() if isinstance(x, list)}
-    result[name] |= values | tuples
-  return {name: x for name, x in result.items() if not name.startswith("_")}
 
 
 def set_fields(model: Any, values: Mapping[str, Any]) -> None:
@@ -45,17 +35,25 @@ def take_variant(model: Any, variants: Mapping[str, Mapping[str, Any]]) -> None:
   """Sets the fields that are None as config.model.variant says, if any."""
   if model.variant is not None:
     check_choice("config.model.variant", model.variant, variants)
-    sizes = variants[model.variant].items()
-    set_fields(model, {n: getattr(model, n) or x for n, x in sizes})
+    sizes = {}
+    for name, size in variants[model.variant].items():
+      given = getattr(model, name)
+      sizes[name] = given or size
+    set_fields(model, sizes)
 
 
 def pick(cls: Any, fields: Any, **others: Any) -> Any:
-  """A named tuple of options, from the fields of these names, and others."""
-  names = [n for n in cls._fields if n not in others and hasattr(fields, n)]
-  return cls(**{name: getattr(fields, name) for name in names}, **others)
+  """A named tuple of options: `others`, and a model's fields of these names."""
+  values = {
+    name: getattr(fields, name)
+    for name in cls._fields
+    if name not in others and hasattr(fields, name)
+  }
+  return cls(**values, **others)
 
 
 def subclass(cls: type, members: Mapping[str, Any]) -> type:
+  """A subclass with some members replaced that looks like its class."""
   names = ("__module__", "__qualname__", "__doc__")
   own = {name: getattr(cls, name) for name in names}
   return type(cls.__name__, (cls,), {**own, **members})
@@ -68,7 +66,7 @@ def check_sizes(model: Any, names: Iterable[str]) -> None:
 
 
 def check_fields(model: Any, *rates: str, **choices: Iterable[Any]) -> None:
-  """Checks the fields `rates`, `choices`, and those that most models have."""
+  """Checks fields: rates, choices, and those that most models have."""
   choices |= dict(attention=attention_backends.NAMES, dtype=DTYPES)
   remat.read(getattr(model, "remat_policy", "none"))
   for name, values in choices.items():
@@ -88,7 +86,10 @@ def filled(
   default: str,
   example: str,
 ) -> dict[str, Any]:
-  """Values of a language model's fields: given, the variant's, or derived."""
+  """Values of a language model's fields.
+
+  A field's value is the config's, else the variant's, else derived from others.
+  """
   variant = model.variant or default
   check_choice("config.model.variant", variant, variants)
   given = {name: getattr(model, name) for name in names}
@@ -113,10 +114,10 @@ def filled(
 def read_tuple(
   cls: Any, given: Any, key: str, **limits: Mapping[str, Any]
 ) -> Any:
-  """Reads a dict of options as a named tuple, which stays as it is, or None.
+  """Reads a dict of options as a named tuple. One that is read stays, or None.
 
-  `limits` are of check_number, by option; of a default of None only
-  other values are checked.
+  `limits` are the arguments of check_number, by option. An option whose default
+  is None may be None.
   """
   if given is None or isinstance(given, cls):
     return given
@@ -126,9 +127,11 @@ def read_tuple(
     )
   check_kwargs(cls, given, key)
   result = cls(**given)
+  defaults = cls._field_defaults
   for name, limit in limits.items():
-    value, default = getattr(result, name), cls._field_defaults.get(name, 0)
-    if value is not None or default is not None:
+    value = getattr(result, name)
+    may_be_none = name in defaults and defaults[name] is None
+    if value is not None or not may_be_none:
       check_number(f"{key}.{name}", value, **limit)
   return result
 
@@ -148,4 +151,6 @@ def hashable(value: Any) -> Any:
   """Returns dicts and lists as FrozenDicts and tuples, recursively."""
   if isinstance(value, Mapping):
     return FrozenDict({name: hashable(x) for name, x in value.items()})
-  return tuple(map(hashable, value)) if isinstance(value, list) else value
+  if isinstance(value, list):
+    return tuple(hashable(x) for x in value)
+  return value

@@ -10,7 +10,10 @@ import jax
 
 
 def cut(x_BHWC: jax.Array, size: tuple[int, ...]) -> jax.Array:
-  """Whole patches (B, rows, columns, pixels x C); what is left over is lost."""
+  """Cuts images into whole patches (B, rows, columns, pixels x C).
+
+  Pixels at the right and the bottom that fill no patch are left out.
+  """
   B, H, W, C = x_BHWC.shape
   p, q = size
   h, w = H // p, W // q
@@ -24,6 +27,15 @@ def conv(width: int, side: int, **options: Any) -> nn.Conv:
   XLA's own convolution takes twice as long on CPUs.
   """
   size = (side, side)
-  product = lambda x, kernel, *_, **__: cut(x, size) @ kernel.reshape(-1, width)
-  options |= dict(padding="VALID", conv_general_dilated=product)
-  return nn.Conv(width, size, size, **options)
+
+  def product(x: jax.Array, kernel: jax.Array, *_: Any, **__: Any) -> jax.Array:
+    return cut(x, size) @ kernel.reshape(-1, width)
+
+  return nn.Conv(
+    width,
+    kernel_size=size,
+    strides=size,
+    padding="VALID",
+    conv_general_dilated=product,
+    **options,
+  )

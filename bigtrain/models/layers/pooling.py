@@ -14,9 +14,10 @@ from bigtrain.models.layers import attention, kernels, masks, mlp
 
 
 class MAPHead(nn.Module):
-  """Set Transformer's pooling (https://arxiv.org/abs/1810.00825), an MLP.
+  """Attention of learned queries to all positions, and an MLP.
 
-  With mlp=None, that of CoCa (https://arxiv.org/abs/2205.01917): no MLP.
+  As in Set Transformer, https://arxiv.org/abs/1810.00825; without the MLP
+  (mlp=None) as in CoCa, https://arxiv.org/abs/2205.01917.
   """
 
   mlp_dim: int | None = None
@@ -25,7 +26,7 @@ class MAPHead(nn.Module):
   mlp: str | None = "gelu"
   dtype: str = "float32"
   num_queries: int = 1
-  width: int | None = None  # Of the queries; by default of the encoder.
+  width: int | None = None  # Of the queries, D; by default the encoder's.
 
   @nn.compact
   def __call__(
@@ -62,6 +63,7 @@ _EPSILON = 1e-8
 
 
 def normalise(z_BE: jax.Array) -> jax.Array:
+  """Scales embeddings to length 1, in float32."""
   z_BE = z_BE.astype(jnp.float32)
   square_B1 = jnp.sum(jnp.square(z_BE), axis=-1, keepdims=True)
   return z_BE / jnp.sqrt(square_B1 + _EPSILON**2)

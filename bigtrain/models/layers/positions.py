@@ -1,11 +1,16 @@
 """Positions: sine-cosine embeddings, rotary embeddings, relative biases.
 
+In this order: fixed embeddings of a grid (`sincos_2d`); rotary embeddings and
+their options (`Rope`, `frequencies`, `read_scaling`, `rotate`); scales of
+queries that grow with the position (`QueryScale`); T5's biases of attention
+scores by distance (`RelativeBias`) and BEiT's by the offset of two patches
+(`GridBias`); rotary and learned embeddings of grids of patches.
+
 Axes: B batch, L length, S length attended to, P patches, D model width, H
 heads, K head width, Q = K / 2.
 """
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +21,7 @@ import numpy as np
 from flax import struct
 from flax.core import FrozenDict
 
-from bigtrain.config import settings
+from bigtrain.arrays.rope_scalings import ROPE_SCALINGS
 from bigtrain.config.errors import (
   ConfigError,
   check_choice,
@@ -24,8 +29,6 @@ from bigtrain.config.errors import (
   did_you_mean,
 )
 from bigtrain.models.layers import options
-
-_SCALINGS = settings.read_table(os.path.dirname(__file__), "rope_scalings.toml")
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
@@ -51,8 +54,8 @@ class Rope(NamedTuple):
   """Rotary embeddings (https://arxiv.org/abs/2104.09864) of a layer."""
 
   dims: int  # Number of features of a head that rotate, the first ones.
-  theta: float
-  # From `read_scaling`, all keys with values.
+  theta: float  # Base of the wavelengths, from 2 pi to almost 2 pi theta.
+  # From `read_scaling`, so that every key is there.
   scaling: Mapping[str, Any] | None = None
   # Whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
   interleaved: bool = False
@@ -68,16 +71,17 @@ class Rope(NamedTuple):
   ) -> "Rotation":
     """`length`: one for each token's text (B, L), or one for all texts."""
     omega_Q: Any = frequencies(self.dims, self.theta, self.scaling)
-    if (longest := self.by_length()) is not None:
+    longest = self.by_length()
+    if longest is not None:
       long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)
       is_long = jnp.asarray(length)[..., None, None] > longest
       omega_Q = jnp.where(is_long, long_Q, omega_Q)
-    angle = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
-    size = magnitude(self.scaling)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    if size != 1:
-      sin, cos = size * sin, size * cos
-    return Rotation(sin, cos, self.interleaved)
+    angle_BL1Q = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
+    sin_BL1Q, cos_BL1Q = jnp.sin(angle_BL1Q), jnp.cos(angle_BL1Q)
+    factor = magnitude(self.scaling)
+    if factor != 1:
+      sin_BL1Q, cos_BL1Q = factor * sin_BL1Q, factor * cos_BL1Q
+    return Rotation(sin_BL1Q, cos_BL1Q, self.interleaved)
 
 
 @struct.dataclass
@@ -106,18 +110,18 @@ def frequencies(
   each, and others for `long` texts.
   """
   omega_Q = theta ** -(np.arange(0, dims, 2) / dims)
-  kept_Q = np.zeros_like(omega_Q)
+  kept_Q = np.zeros_like(omega_Q)  # 1 where the frequency stays as it is.
   factor: Any = 1.0
   if scaling:
     kind = scaling["type"]
     factor = scaling.get("factor")
     if kind == "longrope":
       factor = np.asarray(scaling["long_factor" if long else "short_factor"])
-    if kind == "llama3":
+    elif kind == "llama3":
       rotations_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
       low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
       kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
-    if kind == "yarn":
+    elif kind == "yarn":
       kept_Q = _kept_by_yarn(dims, theta, scaling)
   omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / factor
   return omega_Q.astype(np.float32)
@@ -126,17 +130,18 @@ def frequencies(
 def _kept_by_yarn(
   dims: int, theta: float, scaling: Mapping[str, Any]
 ) -> np.ndarray:
-  """Share of each original frequency, falling linearly with its number."""
+  """Share of each original frequency: 1 up to an index, then falling to 0."""
 
-  def number(rotations: float) -> float:
-    period = scaling["original_len"] / (rotations * 2 * math.pi)
-    return dims * math.log(period) / (2 * math.log(theta))
+  def index(rotations: float) -> float:
+    """Index of the frequency with so many rotations in `original_len`."""
+    wavelength = scaling["original_len"] / (rotations * 2 * math.pi)
+    return dims * math.log(wavelength) / (2 * math.log(theta))
 
-  low, high = number(scaling["beta_fast"]), number(scaling["beta_slow"])
+  low, high = index(scaling["beta_fast"]), index(scaling["beta_slow"])
   if scaling["truncate"]:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, dims - 1)
-  width = high - low or 1e-3
+  width = high - low or 1e-3  # 1e-3 as in other implementations: no 0 / 0.
   return 1 - np.clip((np.arange(dims // 2) - low) / width, 0, 1)
 
 
@@ -144,16 +149,21 @@ def magnitude(scaling: Mapping[str, Any] | None) -> float:
   """Factor of rotated queries and keys, which sharpens attention."""
   if not scaling or scaling["type"] not in ("yarn", "longrope"):
     return 1.0
-  if (given := scaling["attention_factor"]) is not None:
-    return given
+  if scaling["attention_factor"] is not None:
+    return scaling["attention_factor"]
   factor = scaling["factor"]
   if factor <= 1:
     return 1.0
   if scaling["type"] == "longrope":
     return math.sqrt(1 + math.log(factor) / math.log(scaling["original_len"]))
-  mscale, of_all = scaling["mscale"], scaling["mscale_all_dim"]
-  by = lambda weight: 0.1 * weight * math.log(factor) + 1
-  return by(mscale) / by(of_all) if mscale and of_all else by(1.0)
+
+  def yarn(weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1
+
+  mscale, mscale_all_dim = scaling["mscale"], scaling["mscale_all_dim"]
+  if mscale and mscale_all_dim:  # As in DeepSeek's models.
+    return yarn(mscale) / yarn(mscale_all_dim)
+  return yarn(1.0)
 
 
 def read_scaling(
@@ -163,45 +173,52 @@ def read_scaling(
   if given is None:
     return None
   kind = given.get("type") if isinstance(given, Mapping) else None
-  kind = check_choice(key, kind, _SCALINGS, "unknown type")
-  required, names = _SCALINGS[kind]["required"], _SCALINGS[kind].get("optional")
-  optional = dict.fromkeys(names or ()) | _SCALINGS[kind].get("defaults", {})
+  kind = check_choice(key, kind, ROPE_SCALINGS, "unknown type")
+  known = ROPE_SCALINGS[kind]
   for name in given:
-    if name not in ("type", *required, *optional):
-      hint = did_you_mean(name, (*required, *optional))
+    if name not in ("type", *known.names):
+      hint = did_you_mean(name, known.names)
       raise ConfigError(f"{key}.{name}: unknown key of type {kind!r}.{hint}")
-  if missing := [name for name in required if name not in given]:
+  missing = [name for name in known.required if name not in given]
+  if missing:
     raise ConfigError(
-      f"{key}: type {kind!r} takes {', '.join(required)}; missing: "
+      f"{key}: type {kind!r} takes {', '.join(known.required)}; missing: "
       f"{', '.join(missing)}."
     )
-  scaling = optional | dict(given)
+  scaling = dict.fromkeys(known.optional) | dict(known.defaults) | dict(given)
   if kind == "longrope":
-    for name in ("short_factor", "long_factor"):
-      scaling[name] = tuple(scaling[name])
-      if len(scaling[name]) != dims // 2:
-        raise ConfigError(
-          f"{key}.{name}: expected {dims // 2} numbers, half of the features "
-          f"that rotate, got {len(scaling[name])}."
-        )
-    if scaling["factor"] is None:
-      if max_len is None:
-        raise ConfigError(
-          f"{key}.factor: missing; without it, config.model.max_len gives it."
-        )
-      scaling["factor"] = max_len / scaling["original_len"]
+    _complete_longrope(scaling, key, dims, max_len)
   for name, value in scaling.items():
-    if name not in ("type", "truncate") and value is not None:
-      for x in value if isinstance(value, tuple) else [value]:
-        check_number(f"{key}.{name}", x, above=0)
+    if name in ("type", "truncate") or value is None:
+      continue
+    for number in value if isinstance(value, tuple) else [value]:
+      check_number(f"{key}.{name}", number, above=0)
   return FrozenDict(scaling)
 
 
-class QueryScale(NamedTuple):
-  """Growth of queries beyond the length of a model's training."""
+def _complete_longrope(
+  scaling: dict[str, Any], key: str, dims: int, max_len: int | None
+) -> None:
+  for name in ("short_factor", "long_factor"):
+    scaling[name] = tuple(scaling[name])
+    if len(scaling[name]) != dims // 2:
+      raise ConfigError(
+        f"{key}.{name}: expected {dims // 2} numbers, half of the features "
+        f"that rotate, got {len(scaling[name])}."
+      )
+  if scaling["factor"] is None:
+    if max_len is None:
+      raise ConfigError(
+        f"{key}.factor: missing; without it, config.model.max_len gives it."
+      )
+    scaling["factor"] = max_len / scaling["original_len"]
 
-  beta: float
-  original_len: int
+
+class QueryScale(NamedTuple):
+  """Factor of queries that grows beyond the length of a model's training."""
+
+  beta: float  # Growth per natural logarithm of the length.
+  original_len: int  # Length of training, in tokens.
   log: str = "log"  # Or "log1p": positions count from 1, as in Llama 4.
 
   def factors(self, positions_BL: jax.Array) -> jax.Array:
@@ -212,9 +229,8 @@ class QueryScale(NamedTuple):
 
 
 def read_query_scale(given: Any, key: str) -> QueryScale | None:
-  length = dict(least=1, whole=True)
   scale = options.read_tuple(
-    QueryScale, given, key, beta={}, original_len=length
+    QueryScale, given, key, beta={}, original_len=dict(least=1, whole=True)
   )
   if scale is not None:
     check_choice(f"{key}.log", scale.log, ("log", "log1p"))
@@ -225,14 +241,14 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   """Rotates pairs of the first features of each head, in float32."""
   sin, cos = by.sin_BL1Q, by.cos_BL1Q
   dims = 2 * sin.shape[-1]
-  wide = x_BLHK[..., :dims].astype(jnp.float32)
+  features = x_BLHK[..., :dims].astype(jnp.float32)
   if by.interleaved:
-    x, y = wide[..., ::2], wide[..., 1::2]
+    x, y = features[..., ::2], features[..., 1::2]
   else:
-    x, y = jnp.split(wide, 2, axis=-1)
+    x, y = jnp.split(features, 2, axis=-1)
   pair = [x * cos - y * sin, y * cos + x * sin]
   if by.interleaved:
-    rotated = jnp.stack(pair, axis=-1).reshape(wide.shape)
+    rotated = jnp.stack(pair, axis=-1).reshape(features.shape)
   else:
     rotated = jnp.concatenate(pair, axis=-1)
   rotated = rotated.astype(x_BLHK.dtype)
@@ -242,7 +258,11 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
 
 
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
-  """Bucket of each distance as T5 has it: half exact, half logarithmic."""
+  """Bucket of each distance from 0 to max_distance, as in T5.
+
+  The first half of the buckets have one distance each; the others grow
+  exponentially.
+  """
   exact = num_buckets // 2
   distance = np.arange(max_distance + 1)
   relative = np.float32(np.maximum(distance, 1)) / np.float32(exact)
@@ -322,7 +342,9 @@ class GridBias(nn.Module):
     rows_PP = y_P[:, None] - y_P + h - 1
     columns_PP = x_P[:, None] - x_P + w - 1
     index_LL = np.pad(rows_PP * (2 * w - 1) + columns_PP, ((1, 0), (1, 0)))
-    index_LL[0], index_LL[1:, 0], index_LL[0, 0] = T - 3, T - 2, T - 1
+    index_LL[0] = T - 3  # The class token as a query,
+    index_LL[1:, 0] = T - 2  # as a key,
+    index_LL[0, 0] = T - 1  # and to itself.
     return jnp.moveaxis(table[index_LL], -1, 0)[None]
 
 

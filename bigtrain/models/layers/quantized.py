@@ -3,10 +3,10 @@
   config.quantize = [(".*/mlp/.*", "fp8"), (".*", "int8")]
 
 Regular expressions match whole names of modules without the numbers of blocks,
-such as "blocks/attention/query"; the first match decides, and None keeps a
-layer's precision. Dense layers called head, pre_logits, router and shared_gate
-match only a regular expression with their name. Other products are never
-quantized.
+such as "blocks/attention/query". The first match decides, and None in place of
+a dtype keeps a layer's precision. Dense layers called head, pre_logits, router
+or shared_gate match only a regular expression that contains their name. Other
+products are never quantized.
 
 Parameters, their gradients and the results of products keep their dtype. Scales
 are the largest absolute values: one for each token of activations and of their
@@ -16,9 +16,9 @@ gradients, one for each output of a kernel. Each product x W has three steps:
   gradient of x         the same W; the gradient in int8, or in fp8 with 5 bits
   gradient of W         the quantized x, and the gradient as it is
 
-The last keeps the results independent of the number of microbatches, as in AQT
-(Abdolrashidi et al. 2021, github.com/google/aqt, config_v4). The arithmetic
-follows Qwix (github.com/google/qwix).
+The gradient in the last step stays as it is, as in AQT (Abdolrashidi et al.
+2021, github.com/google/aqt, config_v4): scales over tokens would depend on the
+number of microbatches. Qwix (github.com/google/qwix) does the arithmetic.
 """
 
 import functools
@@ -65,7 +65,9 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 
 def check(model: nn.Module) -> None:
-  if layers := getattr(model, "quantized_layers", None):
+  """After tracing: raises an error if a rule is not used."""
+  layers = getattr(model, "quantized_layers", None)
+  if layers is not None:
     layers.check()
 
 
@@ -126,9 +128,9 @@ class _Layers:
 
 
 def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
-  result = []
   if not isinstance(rules, list | tuple):
     raise ConfigError(f"{key}: expected a list of pairs, got {rules!r}.")
+  result = []
   for i, rule in enumerate(rules):
     if not isinstance(rule, list | tuple) or len(rule) != 2:
       raise ConfigError(
@@ -136,8 +138,7 @@ def _read(rules: Any, key: str) -> list[tuple[re.Pattern[str], str | None]]:
       )
     regex, precision = rule
     if precision is not None:
-      problem = "unknown precision"
-      check_choice(f"{key}[{i}]", precision, _DTYPES, problem)
+      check_choice(f"{key}[{i}]", precision, _DTYPES, "unknown precision")
     result.append((errors.regex(f"{key}[{i}]", regex), precision))
   return result
 

@@ -1,7 +1,11 @@
-"""Rematerialisation: which results of a block the backward pass keeps."""
+"""Rematerialisation: which results of a block the backward pass keeps.
+
+The other results are computed again, which trades time for memory.
+"""
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 from jax import checkpoint_policies as policies
@@ -28,20 +32,29 @@ _OURS = {
 
 # "none", those of jax.checkpoint_policies without arguments, and ours.
 _OF_JAX = (
-  "everything_saveable nothing_saveable dots_saveable checkpoint_dots "
-  "dots_with_no_batch_dims_saveable checkpoint_dots_with_no_batch_dims"
-).split()
+  "everything_saveable",
+  "nothing_saveable",
+  "dots_saveable",
+  "checkpoint_dots",
+  "dots_with_no_batch_dims_saveable",
+  "checkpoint_dots_with_no_batch_dims",
+)
 POLICIES = ("none", *_OF_JAX, *_OURS)
 
-# Operations that cost more to repeat than their results cost to keep: matrix
-# products, cuDNN's attention, and dropout's random bits ("lt"), whose
-# comparison leaves one byte per element.
-_COSTLY = {"dot_general", "conv_general_dilated", "lt"}
-_COSTLY |= {"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"}
+# Primitives that cost more to repeat than their results cost to keep.
+_COSTLY = {
+  "dot_general",
+  "conv_general_dilated",
+  # The comparison of dropout's random bits leaves one byte per element.
+  "lt",
+  # cuDNN's attention.
+  "dot_product_attention_fwd",
+  "dot_product_attention_fwd_wrapper",
+}
 
 
 def read(policy: str) -> tuple[str, int]:
-  """Splits "NAME(every=K)", the policy of every K-th layer, into both."""
+  """Splits "NAME(every=K)", a policy for every K-th layer, into (NAME, K)."""
   match = re.fullmatch(r"(.*)\(every=(\d+)\)", str(policy))
   name, every = (match[1], int(match[2])) if match else (policy, 1)
   key = "config.model.remat_policy"
@@ -53,17 +66,27 @@ def read(policy: str) -> tuple[str, int]:
 def block_class(
   block: type[nn.Module], scan: bool, policy_name: str, *, train: int
 ) -> type[nn.Module]:
-  """`train` is the index of that argument in the block's call; self is 0."""
+  """The class of a block, rematerialised by a policy.
+
+  Args:
+    scan: whether the block is the body of a loop.
+    train: index of that argument in the block's call; self is 0.
+  """
   keeps = policy(policy_name, scan)
   if keeps is not None:
     block = nn.remat(
       block, policy=keeps, prevent_cse=not scan, static_argnums=(train,)
     )
-  # Unrolled blocks are alike: it suffices to trace one. XLA gets the same.
+  # Unrolled blocks are alike: with jit only one is traced. XLA inlines it.
   return block if scan else nn.jit(block, static_argnums=(train,))
 
 
+def _is_costly(primitive: Any, *_: Any, **__: Any) -> bool:
+  return primitive.name in _COSTLY
+
+
 def policy(name: str, scan: bool) -> Callable[..., bool] | None:
+  """The policy for jax.checkpoint; None where XLA decides what to keep."""
   if name in _OURS:
     return _OURS[name]
   if name == "none" and not scan:
@@ -71,7 +94,7 @@ def policy(name: str, scan: bool) -> Callable[..., bool] | None:
   if name == "none":
     # A loop writes everything its backward pass needs to memory, where XLA
     # would fuse the cheap operations of unrolled layers into their users.
-    policy = lambda prim, *_, **__: prim.name in _COSTLY
+    policy = _is_costly
   else:
     policy = getattr(policies, name)
   if name in ("none", "dots_saveable", "checkpoint_dots"):

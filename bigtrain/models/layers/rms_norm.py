@@ -8,7 +8,8 @@ import jax.numpy as jnp
 class RMSNorm(nn.Module):
   """Norm over the last dimensions, with a parameter "scale" of their shape."""
 
-  # Of the scale. Heads that a mesh repeats, see sharding.columns, share theirs.
+  # Shape of the scale. Heads that a mesh repeats (see sharding.columns) share
+  # their part of it.
   shape: tuple[int, ...]
   epsilon: float
   offset: float = 0.0  # Added to the scale, as Gemma does.
@@ -17,9 +18,9 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    x_wide = x.astype(jnp.float32)
+    x_float32 = x.astype(jnp.float32)
     dims = range(-len(self.shape), 0)
-    mean = jnp.mean(jnp.square(x_wide), axis=tuple(dims), keepdims=True)
+    mean = jnp.mean(jnp.square(x_float32), axis=tuple(dims), keepdims=True)
     factor = jax.lax.rsqrt(mean + self.epsilon)
     if self.scaled:
       init = nn.initializers.constant(1.0 - self.offset)
@@ -29,4 +30,4 @@ class RMSNorm(nn.Module):
         if repeats > 1:
           scale = jnp.repeat(scale, repeats, axis=dim)
       factor = factor * (self.offset + scale)
-    return (x_wide * factor).astype(self.dtype)
+    return (x_float32 * factor).astype(self.dtype)

@@ -1,17 +1,24 @@
 """Runs a stack of blocks, unrolled or as a loop.
 
-All blocks may be alike, or they repeat with a period, as where every second
-block has experts in place of its MLP. Some layers may come before the first
-period, and the last period may not be whole. Parameters are blocks_0, blocks_1,
-...; with `scan` one `blocks` whose arrays have a leading axis of layers; with
-`scan` and a period, blocks/0, blocks/1, ..., one for each place in the period.
-Layers outside of whole periods keep their numbers, as blocks_0. The same key
-initialises all of these to the same values.
+All blocks may be alike, or they repeat with a period, for example if every
+second block has experts in place of its MLP. A few layers may come before the
+first period, and the last period may be incomplete. With `first` = (a,), a
+period (b, c) and a depth of 6 the layers are a b c b c b.
+
+Unrolled, the parameters are blocks_0, blocks_1, ... With `scan` and one kind of
+block they are one `blocks`, whose arrays have a leading axis of layers. With
+`scan` and a period they are blocks/0, blocks/1, ..., one for each place in the
+period. Layers outside of whole periods are never in the loop and keep their
+names, as blocks_0. All of these layouts have the same initial values.
+
+`run` is the only entry. The loop over whole periods is one of three: `_scan`,
+flax's own; `_scan_turns`, if rematerialisation distinguishes several periods;
+`_scan_stages`, over the stages of a pipeline (stages.py).
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax
@@ -23,25 +30,9 @@ from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import moe, remat, stages
 
-# Collections that modules write while they run. The second has statistics of
-# activations, see objective/activations.py.
+# Collections that modules write while they run: sums over the tokens of a step,
+# and statistics of activations (objective/activations.py).
 _WRITTEN = (moe.STEP_SUMS, "activation_stats")
-
-
-class _Period(nn.Module):
-  blocks: tuple[Any, ...]
-  kinds: tuple[Any, ...]
-
-  @nn.compact
-  def __call__(
-    self, carry: Any, first: jax.Array, *shared: Any
-  ) -> tuple[Any, Any]:
-    reports = []
-    for place, options in enumerate(self.kinds):
-      block = self.blocks[place](options, name=str(place))
-      carry, report = block(carry, first + place, *shared)
-      reports.append(report)
-    return carry, reports
 
 
 def run(
@@ -65,202 +56,56 @@ def run(
     block: class that is constructed with options and called with (carry, number
       of the layer, *shared), and returns (carry, report or None).
     kinds: options of the blocks of one period.
+    carry: activations, and in generation the cache.
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
     first: options of the blocks before the first period.
-    common: number of the first shared arguments without an axis of the batch.
+    common: the first so many shared arguments have no axis of the batch.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None).
   """
   layers = _Layers(tuple(first), tuple(kinds), depth)
   if parent.is_initializing():
-    _init(parent, block, layers, scan, (name, separator), carry, *shared)
-  policy, every = remat.read(remat_policy)
-  policy_of = lambda layer: "none" if (layer + 1) % every else policy
-  # The block's arguments are self, carry, number and the shared ones.
-  block_class = functools.cache(
-    lambda in_loop, policy: remat.block_class(
-      block, in_loop, policy, train=2 + len(shared)
-    )
-  )
-  reports: list[tuple[Any, int]] = []
+    _init(parent, block, layers, scan, (name, separator), carry, shared)
+  policy, policy_every = remat.read(remat_policy)
 
-  def unrolled(carry: Any, numbers: Iterable[int]) -> Any:
-    for i in numbers:
-      separate = block_class(False, policy_of(i))
-      layer = separate(layers.options(i), name=f"{name}{separator}{i}")
-      carry, report = layer(carry, i, *shared)
+  # Cached, because layers share a trace only if they share the class.
+  @functools.cache
+  def class_with_policy(policy: str, in_loop: bool) -> type[nn.Module]:
+    # The block's arguments are self, carry, number and the shared ones.
+    return remat.block_class(block, in_loop, policy, train=2 + len(shared))
+
+  def block_class(layer: int, *, in_loop: bool) -> type[nn.Module]:
+    has_policy = (layer + 1) % policy_every == 0
+    return class_with_policy(policy if has_policy else "none", in_loop)
+
+  reports: list[tuple[Any, int]] = []  # Each with the number of its layers.
+
+  def run_unrolled(carry: Any, numbers: Iterable[int]) -> Any:
+    for number in numbers:
+      layer_class = block_class(number, in_loop=False)
+      layer = layer_class(
+        layers.options(number), name=f"{name}{separator}{number}"
+      )
+      carry, report = layer(carry, number, *shared)
       reports.append((report, 1))
     return carry
 
-  if not scan or not layers.periods:
-    return unrolled(carry, range(depth)), _mean(reports)
-  carry = unrolled(carry, range(len(first)))
-  period, periods = layers.period, layers.periods
+  if not scan or not layers.num_periods:
+    carry = run_unrolled(carry, range(depth))
+    return carry, _mean(reports)
 
-  def in_loop(start: int) -> tuple[Any, tuple[Any, ...]]:
-    """Class and arguments of the period that starts with a layer."""
-    places = range(start, start + len(period))
-    blocks = tuple(block_class(True, policy_of(i)) for i in places)
-    return (_Period, (blocks, period)) if period[1:] else (blocks[0], period)
+  carry = run_unrolled(carry, range(layers.first_of_loop))
 
-  starts = len(first) + jnp.arange(periods) * len(period)
-  x, *cache = jax.tree.leaves(carry)
-  schedule = None if cache else sharding.schedule(len(x))
-  num = 1 if cache else _at_once(every, layers, schedule is not None)
-  keeps = remat.policy(policy, scan)
-  loop = functools.partial(_loop, parent, in_loop, layers, num, common)
-  carry, stacked = loop(schedule, keeps, name, starts, carry, shared)
-  of_places = stacked if len(period) > 1 else [stacked]
-  reports += [
-    (jax.tree.map(lambda x: jnp.mean(x, axis=0), report), periods)
-    for report in of_places
-  ]
-  carry = unrolled(carry, range(layers.first_of_rest, depth))
+  loop = _Loop(parent, name, layers, block_class)
+  carry, stacked = _run_loop(loop, policy, policy_every, common, carry, shared)
+  for report in stacked if len(layers.period) > 1 else [stacked]:
+    mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), report)
+    reports.append((mean, layers.num_periods))
+
+  carry = run_unrolled(carry, range(layers.first_of_rest, depth))
   return carry, _mean(reports)
-
-
-def _loop(
-  parent: nn.Module,
-  in_loop: Callable[[int], tuple[Any, Any]],
-  layers: "_Layers",
-  num: int,
-  common: int,
-  schedule: sharding.Schedule | None,
-  keeps: Any,
-  name: str,
-  starts: jax.Array,
-  carry: Any,
-  shared: tuple[Any, ...],
-) -> tuple[Any, Any]:
-  """The loop over whole periods, `num` of them in a turn."""
-  first, period = len(layers.first), len(layers.period)
-  if (schedule or num > 1) and not parent.is_initializing():
-    made = [in_loop(i) for i in range(first, layers.depth, period)[:num]]
-    modules = [cls(*args, parent=None) for cls, args in made]
-    run_loop = functools.partial(_in_turns, modules)
-    if schedule:
-      run_loop = functools.partial(
-        _in_stages, modules[0], schedule, keeps, common
-      )
-    carry, (reports, sums) = run_loop(parent, name, starts, carry, shared)
-    for collection, value in sums.items():
-      parent.put_variable(collection, name, value)
-    return carry, reports
-  cls, args = in_loop(first)
-  looped = nn.scan(
-    cls,
-    variable_axes=dict.fromkeys(("params", moe.STATE, *_WRITTEN), 0),
-    split_rngs={"params": True, "dropout": True},
-    in_axes=(0, *[nn.broadcast] * len(shared)),
-    length=layers.periods,
-  )
-  return looped(*args, name=name)(carry, starts, *shared)
-
-
-def _at_once(every: int, layers: "_Layers", in_stages: bool) -> int:
-  """Number of periods in a turn of the loop, so that all turns are alike."""
-  period = len(layers.period)
-  num = math.lcm(every, period) // period
-  if num > 1 and (in_stages or layers.periods % num):
-    raise ConfigError(
-      f"config.model.remat_policy: every={every}: expected a divisor of the "
-      f"{layers.periods * period} layers in a loop, and no "
-      "config.mesh.pipeline."
-    )
-  return num
-
-
-def _as_function(
-  module: nn.Module, parent: nn.Module, name: str
-) -> Callable[..., Any]:
-  """(variables, key of dropout, carry, ...) -> (carry, (report, sums))."""
-  mutable = [name for name in _WRITTEN if parent.is_mutable_collection(name)]
-
-  def call(variables: Any, key: Any, *args: Any) -> Any:
-    scope = flax.core.Scope(
-      variables,
-      rngs={} if key is None else {"dropout": key},
-      mutable=mutable,
-      path=(*parent.path, name),  # As adapters know it.
-    )
-    with scope.temporary():
-      carry, report = module.clone(parent=scope)(*args)
-    return carry, (report, scope.mutable_variables())
-
-  return call
-
-
-def _inputs(parent: nn.Module, name: str) -> tuple[Any, Any]:
-  """Variables of the loop, arrays of all layers, and the key of dropout."""
-  variables = {
-    collection: content[name]
-    for collection, content in parent.variables.items()
-    if name in content and collection not in _WRITTEN
-  }
-  key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
-  return variables, key
-
-
-def _in_turns(
-  modules: Sequence[nn.Module],
-  parent: nn.Module,
-  name: str,
-  starts: jax.Array,
-  carry: Any,
-  shared: tuple[Any, ...],
-) -> tuple[Any, Any]:
-  """The loop over periods, one for each of the modules in a turn.
-
-  Returns, as `_in_stages`, (carry, (reports, sums to put into variables)).
-  """
-  variables, key = _inputs(parent, name)
-  calls = [_as_function(module, parent, name) for module in modules]
-  leaves, treedef = jax.tree.flatten((variables, starts))
-
-  def turn(carry: Any, leaves: Any) -> Any:
-    outputs = []
-    split = [jax.lax.split(w, [1] * len(calls)) for w in leaves]
-    for call, *own in zip(calls, *split):
-      variables, start = jax.tree.unflatten(treedef, [w[0] for w in own])
-      own_key = None if key is None else jax.random.fold_in(key, start)
-      carry, output = call(variables, own_key, carry, start, *shared)
-      outputs.append(output)
-    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
-
-  by_turn = [w.reshape(-1, len(calls), *w.shape[1:]) for w in leaves]
-  carry, outputs = jax.lax.scan(turn, carry, by_turn)
-  return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-
-
-def _in_stages(
-  module: nn.Module,
-  schedule: sharding.Schedule,
-  policy: Any,
-  common: int,
-  parent: nn.Module,
-  name: str,
-  starts: jax.Array,
-  carry: Any,
-  shared: tuple[Any, ...],
-) -> tuple[Any, Any]:
-  """The loop over `module`, over the stages of a pipeline."""
-  variables, key = _inputs(parent, name)
-  call = _as_function(module, parent, name)
-  (x,), treedef = jax.tree.flatten(carry)
-
-  def layer(
-    variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
-  ) -> tuple[jax.Array, Any]:
-    carry = jax.tree.unflatten(treedef, [x])
-    carry, outputs = call(variables, key, carry, starts[index], *shared)
-    return jax.tree.leaves(carry)[0], outputs
-
-  x, outputs = stages.run(
-    layer, moe.merged, variables, key, x, shared, common, schedule, policy
-  )
-  return jax.tree.unflatten(treedef, [x]), outputs
 
 
 class _Layers(NamedTuple):
@@ -271,17 +116,227 @@ class _Layers(NamedTuple):
   depth: int
 
   @property
-  def periods(self) -> int:
+  def num_periods(self) -> int:
     return (self.depth - len(self.first)) // len(self.period)
 
   @property
+  def first_of_loop(self) -> int:
+    return len(self.first)
+
+  @property
   def first_of_rest(self) -> int:
-    return len(self.first) + self.periods * len(self.period)
+    return len(self.first) + self.num_periods * len(self.period)
 
   def options(self, layer: int) -> Any:
     if layer < len(self.first):
       return self.first[layer]
     return self.period[(layer - len(self.first)) % len(self.period)]
+
+
+class _Period(nn.Module):
+  """The blocks of one period, as one module."""
+
+  blocks: tuple[Any, ...]
+  kinds: tuple[Any, ...]
+
+  @nn.compact
+  def __call__(
+    self, carry: Any, first: jax.Array, *shared: Any
+  ) -> tuple[Any, Any]:
+    reports = []
+    for place, options in enumerate(self.kinds):
+      block = self.blocks[place](options, name=str(place))
+      carry, report = block(carry, first + place, *shared)
+      reports.append(report)
+    return carry, reports
+
+
+class _Loop(NamedTuple):
+  """The whole periods of a stack, which run in a loop."""
+
+  parent: nn.Module
+  name: str  # Of their variables in the parent.
+  layers: _Layers
+  block_class: Callable[..., type[nn.Module]]
+
+  def starts(self) -> jax.Array:
+    """Number of the first layer of each period."""
+    periods = jnp.arange(self.layers.num_periods)
+    return self.layers.first_of_loop + periods * len(self.layers.period)
+
+  def period(self, number: int) -> tuple[type[nn.Module], tuple[Any, ...]]:
+    """Class and arguments of a period; of its block, if it has only one."""
+    options = self.layers.period
+    start = self.layers.first_of_loop + number * len(options)
+    blocks = tuple(
+      self.block_class(start + place, in_loop=True)
+      for place in range(len(options))
+    )
+    if len(options) == 1:
+      return blocks[0], options
+    return _Period, (blocks, options)
+
+  def inputs(self) -> tuple[dict[str, Any], Any]:
+    """Variables of the loop, arrays of all layers, and the key of dropout."""
+    parent, name = self.parent, self.name
+    variables = {
+      collection: content[name]
+      for collection, content in parent.variables.items()
+      if name in content and collection not in _WRITTEN
+    }
+    key = parent.make_rng("dropout") if parent.has_rng("dropout") else None
+    return variables, key
+
+  def put(self, written: Mapping[str, Any]) -> None:
+    for collection, value in written.items():
+      self.parent.put_variable(collection, self.name, value)
+
+
+def _run_loop(
+  loop: _Loop,
+  policy: str,
+  policy_every: int,
+  common: int,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """Returns (the last carry, the reports of all periods, stacked)."""
+  activations, *caches = jax.tree.leaves(carry)
+  # Generation, which has caches, runs period by period: it has no backward
+  # pass, and a pipeline would need several microbatches.
+  schedule = None if caches else sharding.schedule(len(activations))
+  num_periods = 1 if caches else _periods_per_turn(loop.layers, policy_every)
+  _check_turns(loop.layers, policy_every, num_periods, schedule)
+  if loop.parent.is_initializing():
+    return _scan(loop, carry, shared)
+  if schedule is not None:
+    keeps = remat.policy(policy, scan=True)
+    return _scan_stages(loop, schedule, keeps, common, carry, shared)
+  if num_periods > 1:
+    return _scan_turns(loop, num_periods, carry, shared)
+  return _scan(loop, carry, shared)
+
+
+def _periods_per_turn(layers: _Layers, policy_every: int) -> int:
+  """Number of periods in a turn of the loop, so that all turns are alike.
+
+  With a period of 2 layers and a policy of every third one, the layers repeat
+  after 6, which are 3 periods.
+  """
+  period = len(layers.period)
+  return math.lcm(policy_every, period) // period
+
+
+def _check_turns(
+  layers: _Layers,
+  policy_every: int,
+  num_periods: int,
+  schedule: sharding.Schedule | None,
+) -> None:
+  if num_periods == 1:
+    return
+  if schedule is not None or layers.num_periods % num_periods:
+    num_layers = layers.num_periods * len(layers.period)
+    raise ConfigError(
+      f"config.model.remat_policy: every={policy_every}: expected a divisor of "
+      f"the {num_layers} layers in a loop, and no config.mesh.pipeline."
+    )
+
+
+def _scan(loop: _Loop, carry: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
+  """The loop, one period in each turn."""
+  period_class, args = loop.period(0)
+  looped = nn.scan(
+    period_class,
+    variable_axes=dict.fromkeys(("params", moe.STATE, *_WRITTEN), 0),
+    split_rngs={"params": True, "dropout": True},
+    in_axes=(0, *[nn.broadcast] * len(shared)),
+    length=loop.layers.num_periods,
+  )
+  return looped(*args, name=loop.name)(carry, loop.starts(), *shared)
+
+
+def _scan_turns(
+  loop: _Loop, num_periods: int, carry: Any, shared: tuple[Any, ...]
+) -> tuple[Any, Any]:
+  """The loop, several periods in each turn, each with classes of its own."""
+  calls = []
+  for number in range(num_periods):
+    period_class, args = loop.period(number)
+    calls.append(_as_function(period_class(*args, parent=None), loop))
+  variables, key = loop.inputs()
+  leaves, treedef = jax.tree.flatten((variables, loop.starts()))
+
+  def turn(carry: Any, leaves: Any) -> Any:
+    outputs = []
+    slices = [jax.lax.split(leaf, [1] * num_periods) for leaf in leaves]
+    for number, call in enumerate(calls):
+      of_period = [slices_of_leaf[number][0] for slices_of_leaf in slices]
+      variables, start = jax.tree.unflatten(treedef, of_period)
+      period_key = None if key is None else jax.random.fold_in(key, start)
+      carry, output = call(variables, period_key, carry, start, *shared)
+      outputs.append(output)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+
+  by_turn = [leaf.reshape(-1, num_periods, *leaf.shape[1:]) for leaf in leaves]
+  carry, outputs = jax.lax.scan(turn, carry, by_turn)
+  reports, written = jax.tree.map(
+    lambda x: x.reshape(-1, *x.shape[2:]), outputs
+  )
+  loop.put(written)
+  return carry, reports
+
+
+def _scan_stages(
+  loop: _Loop,
+  schedule: sharding.Schedule,
+  policy: Any,
+  common: int,
+  carry: Any,
+  shared: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """The loop, over the stages of a pipeline."""
+  period_class, args = loop.period(0)
+  call = _as_function(period_class(*args, parent=None), loop)
+  variables, key = loop.inputs()
+  starts = loop.starts()
+  (x,), treedef = jax.tree.flatten(carry)
+
+  def layer(
+    variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
+  ) -> tuple[jax.Array, Any]:
+    carry = jax.tree.unflatten(treedef, [x])
+    carry, outputs = call(variables, key, carry, starts[index], *shared)
+    return jax.tree.leaves(carry)[0], outputs
+
+  x, (reports, written) = stages.run(
+    layer, moe.merged, variables, key, x, shared, common, schedule, policy
+  )
+  loop.put(written)
+  return jax.tree.unflatten(treedef, [x]), reports
+
+
+def _as_function(module: nn.Module, loop: _Loop) -> Callable[..., Any]:
+  """(variables, key of dropout, carry, ...) -> (carry, (report, written)).
+
+  jax's transformations need a function without flax's state: `written` has the
+  collections that the module would have changed in place.
+  """
+  parent = loop.parent
+  mutable = [name for name in _WRITTEN if parent.is_mutable_collection(name)]
+
+  def call(variables: Any, key: Any, *args: Any) -> Any:
+    scope = flax.core.Scope(
+      variables,
+      rngs={} if key is None else {"dropout": key},
+      mutable=mutable,
+      path=(*parent.path, loop.name),  # Adapters find their kernels by it.
+    )
+    with scope.temporary():
+      carry, report = module.clone(parent=scope)(*args)
+    return carry, (report, scope.mutable_variables())
+
+  return call
 
 
 def _init(
@@ -291,27 +346,39 @@ def _init(
   scan: bool,
   names: tuple[str, str],
   carry: Any,
-  *shared: Any,
+  shared: tuple[Any, ...],
 ) -> None:
+  """Draws the parameters of all layers.
+
+  Layers that are alike share one compiled initialiser, which loops over them:
+  compiling the random numbers of each layer takes far longer than drawing them.
+  """
   name, separator = names
-  first, period = len(layers.first), len(layers.period)
+  period = len(layers.period)
   stacked: dict[str, dict[str, Any]] = {}  # By collection and place.
   for options, numbers in _alike(layers):
     module = block(options, parent=None)
-    init = lambda key, module=module: module.init(key, carry, 0, *shared)
+
+    def init(key: jax.Array, module: nn.Module = module) -> Any:
+      return module.init(key, carry, 0, *shared)
+
     keys = jax.random.split(parent.make_rng("params"), len(numbers))
-    # One compiled initialiser loops over the layers: compiling the random
-    # numbers of each layer takes far longer than drawing them.
-    place = str((numbers[0] - first) % period)
-    in_loop = layers.periods if scan and numbers[0] >= first else 0
-    for collection, arrays in jax.lax.map(init, keys).items():
-      if in_loop:
-        of_loop = jax.tree.map(lambda x, n=in_loop: x[:n], arrays)
-        stacked.setdefault(collection, {})[place] = of_loop
-      for row in range(in_loop, len(numbers)):
-        one = jax.tree.map(lambda x, row=row: x[row], arrays)
-        layer = f"{name}{separator}{numbers[row]}"
-        parent.put_variable(collection, layer, one)
+    variables = jax.lax.map(init, keys)
+    # The first `num_looped` of these layers are in the loop. They keep their
+    # common array; the others get one each.
+    in_loop = scan and numbers[0] >= layers.first_of_loop
+    num_looped = layers.num_periods if in_loop else 0
+    place = str((numbers[0] - layers.first_of_loop) % period)
+    for collection, arrays in variables.items():
+      if num_looped:
+        stacked.setdefault(collection, {})[place] = jax.tree.map(
+          lambda x, num=num_looped: x[:num], arrays
+        )
+      for index in range(num_looped, len(numbers)):
+        of_layer = jax.tree.map(lambda x, index=index: x[index], arrays)
+        parent.put_variable(
+          collection, f"{name}{separator}{numbers[index]}", of_layer
+        )
   for collection, by_place in stacked.items():
     value = by_place if period > 1 else by_place["0"]
     parent.put_variable(collection, name, value)
@@ -319,26 +386,28 @@ def _init(
 
 def _alike(layers: _Layers) -> list[tuple[Any, list[int]]]:
   """Options and numbers of the layers of each place, and of the first ones."""
-  first, period = len(layers.first), len(layers.period)
+  start, period = layers.first_of_loop, len(layers.period)
   groups = [
-    (options, list(range(first + place, layers.depth, period)))
+    (options, list(range(start + place, layers.depth, period)))
     for place, options in enumerate(layers.period)
   ]
   for options in dict.fromkeys(layers.first):
-    numbers = [i for i in range(first) if layers.first[i] == options]
+    numbers = [i for i in range(start) if layers.first[i] == options]
     groups.append((options, numbers))
-  return [group for group in groups if group[1]]
+  return [(options, numbers) for options, numbers in groups if numbers]
 
 
 def _mean(reports: Sequence[tuple[Any, int]]) -> Any:
   """Mean of the reports that are not None, each with its weight."""
-  reports = [(x, weight) for x, weight in reports if x is not None]
+  reports = [pair for pair in reports if pair[0] is not None]
   if not reports:
     return None
-  total = sum(weight for _, weight in reports)
-  mean = lambda *xs: (
-    sum(x if n == 1 else x * n for x, (_, n) in zip(xs, reports)) / total
-  )
   if len(reports) == 1:
     return reports[0][0]
-  return jax.tree.map(mean, *[x for x, _ in reports])
+  weights = [weight for _, weight in reports]
+
+  def mean(*values: jax.Array) -> Any:
+    weighted = (x if n == 1 else x * n for x, n in zip(values, weights))
+    return sum(weighted) / sum(weights)
+
+  return jax.tree.map(mean, *[report for report, _ in reports])

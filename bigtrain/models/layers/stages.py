@@ -11,12 +11,14 @@ Microbatches before their next round wait in a ring over all stages. A stage has
 n = M / P of its places, and each tick moves one of them to the stage before. At
 first, place j of stage s has the microbatch that enters in tick s n + j. Inputs
 and outputs are split over the stages as the batch is outside of them.
+
+Axes: B batch, b a microbatch's examples on a replica, and the letters above.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ from bigtrain.arrays import model_flops, trees
 from bigtrain.config.errors import ConfigError
 
 _AXIS = "pipeline"
-_INPUT = "layer_input"  # Name of a layer's activations, which are kept.
+# Name of the activations before each layer, which the backward pass keeps.
+_INPUT = "layer_input"
 
 # (variables of a layer, its index, key or None, activations, shared arguments)
 # -> (activations, (report, sums)).
@@ -61,69 +64,119 @@ def run(
   Each replica runs by itself, so that gradients are summed over them once.
   """
   depth = len(jax.tree.leaves(variables)[0])
-  M = schedule.microbatches
-  if depth % (parts := schedule.stages * schedule.rounds):
+  num_parts = schedule.stages * schedule.rounds
+  if depth % num_parts:
     raise ConfigError(
       f"config.mesh.pipeline_rounds={schedule.rounds}: expected a multiple of "
-      f"{parts} layers, or periods of them, got {depth}."
+      f"{num_parts} layers, or periods of them, got {depth}."
     )
-  leaves, treedef = jax.tree.flatten(shared)
-  arrays = {i: a for i, a in enumerate(leaves) if isinstance(a, jax.Array)}
-  first = len(jax.tree.leaves(shared[:common]))
-  batched = {i for i, a in arrays.items() if a.shape[:1] == x.shape[:1]}
-  of_batch = {i for i in batched if i >= first}
-  arrays |= {i: sharding.to_microbatches(arrays[i], schedule) for i in of_batch}
 
-  def run_part(
-    variables_Rk: Any,
-    r: jax.Array,
-    first: jax.Array,
-    x_b: jax.Array,
-    arrays: Any,
-    number: jax.Array,
-  ) -> tuple[jax.Array, Any]:
-    part = jax.tree.map(lambda w: w[r if len(w) > 1 else 0], variables_Rk)
-    own = {i: a[number] if i in of_batch else a for i, a in arrays.items()}
-    shared = [own.get(i, a) for i, a in enumerate(leaves)]
-
-    def one_layer(x_b: jax.Array, of_layer: Any) -> Any:
-      variables, i = of_layer
-      x_b = checkpoint_name(x_b, _INPUT)
-      of_both = key
-      if key is not None:
-        of_layer = jax.random.fold_in(key, first + i)
-        replica = jax.lax.axis_index("replica")
-        of_both = jax.random.fold_in(of_layer, M * replica + number)
-      own = jax.tree.unflatten(treedef, shared)
-      return layer(variables, first + i, of_both, x_b, own)
-
-    k = len(jax.tree.leaves(part)[0])
-    return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
-
+  shared_leaves, arrays = _split(shared, common, len(x), schedule)
+  run_part: Any = functools.partial(
+    _run_part, layer, shared_leaves, schedule.microbatches, key
+  )
   if schedule.rounds > 1:
     run_part = _without_weights(run_part, policy)
   by_stage = PartitionSpec(_AXIS, "replica")
-  whole, by_example = PartitionSpec(), PartitionSpec(None, "replica")
-  of_arrays = {i: by_example if i in of_batch else whole for i in arrays}
+  by_example = PartitionSpec(None, "replica")
+  array_specs = {
+    i: by_example if i in shared_leaves.of_batch else PartitionSpec()
+    for i in arrays
+  }
   x_Mb, outputs = jax.shard_map(
     functools.partial(_on_stage, run_part, schedule),
-    in_specs=(PartitionSpec(_AXIS), by_stage, of_arrays),
+    in_specs=(PartitionSpec(_AXIS), by_stage, array_specs),
     out_specs=(by_stage, PartitionSpec("replica", None, _AXIS)),
     axis_names={_AXIS, "replica"},
     check_vma=False,  # With it, jax fails on a shard_map inside of this one.
   )(variables, sharding.to_microbatches(x, schedule), arrays)
-  flat = lambda y: y.reshape(len(y), depth, *y.shape[4:])
-  reports, sums = jax.tree.map(flat, outputs)
+  # [M, R, P, k, ...] to [M, N, ...].
+  outputs = jax.tree.map(
+    lambda y: y.reshape(len(y), depth, *y.shape[4:]), outputs
+  )
+  reports, sums = outputs
   sums = trees.map_with_names(_merged, sums)
   return sharding.from_microbatches(x_Mb, schedule), (merge(reports), sums)
 
 
+class _Shared(NamedTuple):
+  """The shared arguments; their arrays travel separately, by index."""
+
+  leaves: list[Any]
+  treedef: Any
+  of_batch: set[int]  # Indices of the arrays that have an axis of the batch.
+
+  def of_microbatch(self, arrays: dict[int, Any], number: jax.Array) -> Any:
+    """The shared arguments for one microbatch."""
+    own = list(self.leaves)
+    for i, array in arrays.items():
+      own[i] = array[number] if i in self.of_batch else array
+    return jax.tree.unflatten(self.treedef, own)
+
+
+def _split(
+  shared: tuple[Any, ...],
+  common: int,
+  batch_size: int,
+  schedule: sharding.Schedule,
+) -> tuple[_Shared, dict[int, jax.Array]]:
+  """Splits the arrays of the batch into microbatches.
+
+  They follow their examples through the stages.
+  """
+  leaves, treedef = jax.tree.flatten(shared)
+  num_common = len(jax.tree.leaves(shared[:common]))
+  arrays: dict[int, jax.Array] = {}
+  of_batch: set[int] = set()
+  for i, leaf in enumerate(leaves):
+    if isinstance(leaf, jax.Array):
+      arrays[i] = leaf
+      if i >= num_common and leaf.shape[:1] == (batch_size,):
+        arrays[i] = sharding.to_microbatches(leaf, schedule)
+        of_batch.add(i)
+  return _Shared(leaves, treedef, of_batch), arrays
+
+
+def _run_part(
+  layer: Layer,
+  shared: _Shared,
+  num_microbatches: int,
+  key: jax.Array | None,
+  variables_Rk: Any,
+  r: jax.Array,
+  first: jax.Array,
+  x_b: jax.Array,
+  arrays: Any,
+  microbatch: jax.Array,
+) -> tuple[jax.Array, Any]:
+  """Runs a part of k layers, from number `first` on, on a microbatch."""
+  part = jax.tree.map(lambda w: w[r if len(w) > 1 else 0], variables_Rk)
+  own_shared = shared.of_microbatch(arrays, microbatch)
+
+  def one_layer(x_b: jax.Array, of_layer: Any) -> Any:
+    variables, i = of_layer
+    x_b = checkpoint_name(x_b, _INPUT)
+    layer_key = None
+    if key is not None:
+      replica = jax.lax.axis_index("replica")
+      group = num_microbatches * replica + microbatch
+      layer_key = jax.random.fold_in(key, first + i)
+      layer_key = jax.random.fold_in(layer_key, group)
+    return layer(variables, first + i, layer_key, x_b, own_shared)
+
+  k = len(jax.tree.leaves(part)[0])
+  return jax.lax.scan(one_layer, x_b, (part, jnp.arange(k)))
+
+
 def _merged(name: str, y: jax.Array) -> jax.Array:
-  return (jnp.max if name.endswith("largest") else jnp.sum)(y, axis=0)
+  """A sum or a maximum over the microbatches; names tell which."""
+  if name.endswith("largest"):
+    return jnp.max(y, axis=0)
+  return jnp.sum(y, axis=0)
 
 
 def _without_weights(run_part: Any, policy: Callable[..., bool]) -> Any:
-  """The same, but a tick does not keep the weights of its round."""
+  """The same, but the backward pass does not keep each tick's weights."""
   policies = jax.checkpoint_policies
   policy = policies.save_from_both_policies(
     policy, policies.save_only_these_names(_INPUT)
@@ -140,63 +193,88 @@ def _on_stage(
 ) -> tuple[jax.Array, Any]:
   """A stage's places of the ring, and its layers' outputs [M, R, 1, k, ...]."""
   P, R, M = schedule.stages, schedule.rounds, schedule.microbatches
-  stage, n = jax.lax.axis_index(_AXIS), M // P
+  n = M // P
+  stage = jax.lax.axis_index(_AXIS)
   variables_Rk = jax.tree.map(lambda w: _of_rounds(w, stage, R), variables)
   k = len(jax.tree.leaves(variables)[0]) // R
-  place = P - math.ceil(P / n)  # The stage with the places of the outputs.
+  last = P - 1
+  # The stage whose place gets a result of the last stage: from there, the ring
+  # brings it to the first stage for the tick in which it enters again.
+  place_stage = P - math.ceil(P / n)
+  num_ticks = R * M + P - 1
 
   def tick(carry: Any, t: jax.Array) -> Any:
     x_b, ring_nb = carry
-    j, number = t % n, (t - stage) % M
-    r = jnp.clip((t - stage) // M, 0, R - 1)
+    # The first stage takes the next microbatch out of the ring, which moves on;
+    # the others got theirs from the stage before.
+    j = t % n
     x_b = jnp.where(stage == 0, ring_nb[j], x_b)
     ring_nb = ring_nb.at[j].set(_moved(ring_nb[j], -1))
-    args = variables_Rk, r, (r * P + stage) * k, x_b, arrays, number
-    x_b, outputs = run_part(*args)
+
+    microbatch = (t - stage) % M
+    r = jnp.clip((t - stage) // M, 0, R - 1)
+    first = (r * P + stage) * k
+    x_b, outputs = run_part(variables_Rk, r, first, x_b, arrays, microbatch)
+
+    # The last stage puts its result into the ring, for the next round.
     done_b = x_b
-    if place < P - 1:
-      done_b = jax.lax.ppermute(x_b, _AXIS, [(P - 1, place)])
-    j = (t - (P - 1)) % n
-    kept = jnp.where((stage == place) & (t >= P - 1), done_b, ring_nb[j])
-    ring_nb = ring_nb.at[j].set(kept)
-    x_b = jax.lax.ppermute(x_b, _AXIS, [(s, s + 1) for s in range(P - 1)])
+    if place_stage < last:
+      done_b = jax.lax.ppermute(x_b, _AXIS, [(last, place_stage)])
+    j = (t - last) % n
+    is_place = (stage == place_stage) & (t >= last)
+    ring_nb = ring_nb.at[j].set(jnp.where(is_place, done_b, ring_nb[j]))
+    x_b = jax.lax.ppermute(x_b, _AXIS, [(s, s + 1) for s in range(last)])
     return (x_b, ring_nb), outputs
 
-  ticks = R * M + P - 1
-  with model_flops.share(R * M, ticks):
+  with model_flops.share(R * M, num_ticks):
     # Stages that wait compute with real numbers, and so with finite ones.
     carry = x_nb[0], x_nb
-    (_, ring_nb), outputs = jax.lax.scan(tick, carry, jnp.arange(ticks))
-  # The last ticks moved places from which nothing enters any more.
-  turns = [max(0, math.ceil((P - 1 - j) / n)) for j in range(n)]
+    (_, ring_nb), outputs = jax.lax.scan(tick, carry, jnp.arange(num_ticks))
+  # The last ticks moved places from which nothing enters any more: back again.
+  turns = [max(0, math.ceil((last - j) / n)) for j in range(n)]
   ring_nb = jnp.stack([_moved(x, by) for x, by in zip(ring_nb, turns)])
-  valid = lambda y: jax.lax.dynamic_slice_in_dim(y, stage, R * M)
-  by_M = lambda y: valid(y).reshape(R, M, 1, *y.shape[1:]).swapaxes(0, 1)
-  return ring_nb, jax.tree.map(by_M, outputs)
+
+  def by_microbatch(y: jax.Array) -> jax.Array:
+    # Without the ticks in which this stage was idle.
+    y = jax.lax.dynamic_slice_in_dim(y, stage, R * M)
+    return y.reshape(R, M, 1, *y.shape[1:]).swapaxes(0, 1)
+
+  return ring_nb, jax.tree.map(by_microbatch, outputs)
 
 
 def _moved(x: jax.Array, by: int) -> jax.Array:
+  """Sends x to the stage that is `by` further, around the ring."""
   P = jax.lax.axis_size(_AXIS)
-  if not by % P:
+  if by % P == 0:
     return x
   return jax.lax.ppermute(x, _AXIS, [(s, (s + by) % P) for s in range(P)])
 
 
 def _of_rounds(w: jax.Array, stage: jax.Array, R: int) -> jax.Array:
-  """The parts r P + s of a stage from its own, s R to s R + R - 1."""
+  """A stage's layers, [R, k, ...], in the order of its rounds.
+
+  The mesh gives stage s the consecutive parts s R to s R + R - 1. It needs the
+  parts r P + s instead. They move in R permutations: in each, every stage sends
+  one of its parts to the stage of that part, and no two send to the same one.
+  """
   P = jax.lax.axis_size(_AXIS)
   w = w.reshape(R, -1, *w.shape[1:])
   if R == 1:
     return w
-  common, s, result = math.gcd(R, P), np.arange(P), w
+  common = math.gcd(R, P)
+  stages = np.arange(P)
+  result = w
   for i in range(R):
-    c = i // common * common + (i + s // (P // common)) % common
-    part = s * R + c
-    to = part % P
-    round_of = np.zeros(P, int)
-    round_of[to] = part // P
+    # Index of the part that each stage sends, among its own.
+    index = i // common * common + (i + stages // (P // common)) % common
+    part = stages * R + index
+    receiver = part % P
+    round_at_receiver = np.zeros(P, int)
+    round_at_receiver[receiver] = part // P
     sent = jax.lax.ppermute(
-      w[jnp.asarray(c)[stage]], _AXIS, [*zip(s.tolist(), to.tolist())]
+      w[jnp.asarray(index)[stage]],
+      _AXIS,
+      list(zip(stages.tolist(), receiver.tolist())),
     )
-    result = result.at[jnp.asarray(round_of)[stage]].set(sent)
+    result = result.at[jnp.asarray(round_at_receiver)[stage]].set(sent)
   return result

@@ -1,7 +1,9 @@
 """The blocks and stacks of T5 (https://arxiv.org/abs/1910.10683).
 
-Positions are relative, and scores are not divided by the root of the head
-width. Axes: B batch, L length, S length attended to, D model width, H heads.
+Positions enter as biases of scores by distance, which all layers of a stack
+share. Scores are not divided by the root of the head width.
+
+Axes: B batch, L length, S length attended to, D model width, H heads.
 """
 
 import functools
@@ -49,7 +51,7 @@ class Options(NamedTuple):
 
 
 def _attention(options: Options, width: int) -> attention.Options:
-  """The queries' initial values make up for the missing scale of the scores."""
+  """Initial queries are smaller, in place of the missing scale of scores."""
   H, K = options.num_heads, options.head_dim
   return attention.Options(
     num_heads=H,
@@ -78,14 +80,15 @@ def _mlp(options: Options, width: int) -> mlp.Options:
 class DecodingState(NamedTuple):
   """State of decoding, of all layers; the batch comes first."""
 
-  past: kv_cache.Cache  # Keys and values of the targets so far.
+  past: kv_cache.Cache  # Keys and values of the targets until now.
   source: kv_cache.Cache  # Keys and values of the encoded inputs.
   source_mask_BS: jax.Array  # False for padding of the inputs.
 
 
 class Source(NamedTuple):
-  """The encoder's output (None if its keys and values are cached) and mask."""
+  """What a decoder's cross-attention attends to."""
 
+  # The encoder's output; None if a cache has its keys and values.
   encoded_BSD: jax.Array | None
   mask: masks.Mask
 
@@ -135,6 +138,7 @@ class Block(nn.Module):
     x_BLD += drop(y_BLD)
     if state is not None:
       state = state._replace(past=past)
+
     if source is not None:
       y_BLD = norm(name="cross_attention_norm")(x_BLD)
       y_BLD, cache = attend(name="cross_attention")(
@@ -147,6 +151,7 @@ class Block(nn.Module):
       x_BLD += drop(y_BLD)
       if state is not None:
         state = state._replace(source=cache)
+
     y_BLD = norm(name="mlp_norm")(x_BLD)
     y_BLD, stats = moe.mlp_or_experts(
       options.moe, _mlp(options, D), y_BLD, real_BL, train
@@ -174,11 +179,14 @@ class Stack(nn.Module):
   ) -> tuple[jax.Array, DecodingState | None, dict[str, jax.Array] | None]:
     """Returns the normalised stream, the state, statistics; see moe.Moe."""
     options = self.options
-    drop = lambda y: nn.Dropout(options.dropout)(y, deterministic=not train)
+
+    def drop(y_BLD: jax.Array) -> jax.Array:
+      return nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
+
     L = x_BLD.shape[1]
     S = L if state is None else state.past.length
-    whole = self.is_initializing() or state is not None
-    by_distance = not whole and attention.wants_bias_by_distance(
+    needs_matrix = self.is_initializing() or state is not None
+    by_distance = not needs_matrix and attention.wants_bias_by_distance(
       _attention(options, x_BLD.shape[-1]), x_BLD, mask
     )
     bias = positions.RelativeBias(

@@ -1,11 +1,17 @@
-"""Parameters of published models, loaded into our models and exported again.
+"""Published models: their config.json and arrays, loaded and exported again.
 
-Open decoder_families.toml first: each published architecture is a table of
-fields, read in both directions, with rules (decoder_rules.py), and a table of
-arrays. The other *_families.toml, with encoder_rules.py and the modules beside
-them, have the rest. families.py reads them, and reads and writes
-config.json with them; layer_patterns.py finds the period of layers that differ;
-tables.py loads and exports arrays, of four bits too (mxfp4.py). blocks.py
-converts between stacked and separate blocks; conversions.py restores dtypes and
-names. The modules in bigtrain/models import this package.
+Open decoders/llama.py first: a family is one definition, which says how the
+keys of config.json determine a model's fields, in both directions, and where
+each array belongs. families.py defines `Family` and its rules, tables.py the
+tables of arrays; layouts.py uses both to load, compare and export models.
+
+decoder_families.py, t5_families.py, vit_families.py, bert_families.py,
+stage_families.py and two_tower_families.py have the families of a model in
+bigtrain/models each, or list them: those of decoders are in decoders/, those of
+ViTs in vits/. encoder_rules.py has what several kinds of encoders share.
+
+layer_patterns.py finds the period of layers that differ, mxfp4.py reads arrays
+of four bits, timm.py the config.json of timm. blocks.py converts between
+stacked and separate blocks; conversions.py restores dtypes and names. The
+modules in bigtrain/models import this package.
 """

@@ -13,10 +13,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from bigtrain.config import settings
 from bigtrain.config.errors import check_choice
 
-_RENAMES = settings.read_table(__file__, "renames.toml")
+# {release: regular expressions in its names, and what is ours in their place}.
+# Each is applied to the result of those above it.
+_RENAMES: Mapping[str, Mapping[str, str]] = {
+  # BiT, of big_vision and of the paper.
+  "bit": {
+    r"^resnet/": "",
+    r"^root_block/(standardized_conv2d(_\d+)?|conv_root)/": "conv_root/",
+    r"^(norm-pre-head|group_norm)/": "gn_final/",
+    r"^head/conv2d/": "head/",
+    r"^block(\d)/unit0*(\d+)/": r"stage\1_block\2/",
+    r"/a/proj/standardized_conv2d(_\d+)?/": "/conv_proj/",
+    r"/([abc])/standardized_conv2d(_\d+)?/": r"/conv\1/",
+    r"/([abc])/group_norm/": r"/gn\1/",
+    r"/(conv|gn)a/": r"/\g<1>1/",
+    r"/(conv|gn)b/": r"/\g<1>2/",
+    r"/(conv|gn)c/": r"/\g<1>3/",
+    r"/gamma$": "/scale",
+    r"/beta$": "/bias",
+  },
+  # MLP-Mixer, of the paper's repository.
+  "mixer": {
+    r"^MixerBlock_": "Transformer/encoderblock_",
+    r"/channel_mixing/": "/MlpBlock_0/",
+    r"^pre_head_layer_norm/": "Transformer/encoder_norm/",
+    r"^stem/": "embedding/",
+  },
+}
 # Values of config.model_init.convert.posemb_align.
 POSEMB_ALIGN = ("centers", "corners", "bicubic", "antialiased_bicubic")
 
@@ -50,6 +75,7 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def renamed(release: str, name: str) -> str:
+  """Our name of an array that a release of another program calls `name`."""
   for pattern, ours in _RENAMES[release].items():
     name = re.sub(pattern, ours, name)
   return name

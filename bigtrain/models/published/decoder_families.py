@@ -1,8 +1,7 @@
-"""Decoders: GPT-2, Llama and their relatives.
+"""Decoders of Hugging Face's transformers: GPT-2, Llama and their relatives.
 
-Their tables are in decoder_families.toml. Keys, and the values of absent ones,
-follow Hugging Face's transformers; decoder_rules.py has what takes more than a
-key.
+decoders/ has their families, a module for each lineage. This module lists them
+and loads their arrays.
 """
 
 import re
@@ -10,44 +9,97 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import decoder_rules, families, mxfp4, tables
-
-LAYOUTS, ARRAYS = families.load("decoder_families", decoder_rules)
-for _name, _family in LAYOUTS.items():
-  _stem = re.sub("(ForCausalLM|LMHeadModel)$", "", _family.architecture)
-  _rules = {**_family.rules, "classes": families.classes(_stem)}
-  LAYOUTS[_name] = _family._replace(rules=_rules)
-
-_CONSTANTS = (
-  r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids"
+from bigtrain.models.published import layouts, mxfp4, tables
+from bigtrain.models.published.decoders import (
+  cohere,
+  gemma,
+  glm,
+  gpt2,
+  gpt_oss,
+  granite,
+  llama,
+  minimax,
+  model_fields,
+  nemotron,
+  olmo,
+  phi,
+  qwen,
 )
-# Of models that read images too.
-_IMAGES = r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*"
-_CLASSES = "the model has a head of classes"
-# Starts of names that some files have.
-_PREFIXES = (
-  (r"transformer\.", ""),
-  (r"(model\.)?language_model\.(model\.)?", "model."),
+from bigtrain.models.published.families import Family, classes
+
+# {model_type: family}. An export takes the first that expresses the model.
+LAYOUTS: dict[str, Family] = {}
+
+
+def add(*families: Family) -> None:
+  """Adds families, also in their form with a head of classes, at the end."""
+  for family in families:
+    stem = re.sub("(ForCausalLM|LMHeadModel)$", "", family.architecture)
+    rules = (*family.rules, classes(stem))
+    LAYOUTS[family.model_type] = family._replace(rules=rules)
+
+
+add(
+  gpt2.GPT2,
+  llama.LLAMA,
+  llama.MISTRAL,
+  llama.MINISTRAL,
+  llama.MINISTRAL3,
+  llama.MIXTRAL,
+  qwen.QWEN2,
+  qwen.QWEN3,
+  qwen.QWEN2_MOE,
+  qwen.QWEN3_MOE,
+  gemma.GEMMA,
+  gemma.GEMMA2,
+  gemma.GEMMA3,
+  olmo.OLMO2,
+  olmo.OLMO3,
+  olmo.OLMOE,
+  llama.SMOLLM3,
+  phi.PHI3,
+  cohere.COHERE2,
+  glm.GLM4,
+  glm.GLM4_MOE,
+  granite.GRANITE,
+  granite.GRANITE_MOE,
+  nemotron.NEMOTRON,
+  minimax.MINIMAX_M2,
+  gpt_oss.GPT_OSS,
 )
+
+# {regular expression of names in a file that are not loaded: reason}.
+_IGNORED = {
+  r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids": (
+    "a constant that the model computes"
+  ),
+  r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*": (
+    "the model reads text alone"
+  ),
+}
+# {start of names in some files: what stands there in the tables}.
+_PREFIXES = {
+  r"transformer\.": "",
+  r"(model\.)?language_model\.(model\.)?": "model.",
+}
 
 
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
+  """Converts a file's arrays; see tables.load."""
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
+  ignored = {**_IGNORED, **_prediction_layers(names)}
+  if "score/kernel" in like:
+    ignored[r"lm_head\..*"] = "the model has a head of classes"
   result = tables.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
     mxfp4.joined({short: flat[name] for short, name in names.items()}),
     like,
     param_dims,
-    ignored={
-      _CONSTANTS: "a constant that the model computes",
-      _IMAGES: "the model reads text alone",
-      **({r"lm_head\..*": _CLASSES} if "score/kernel" in like else {}),
-      **_prediction_layers(names),
-    },
+    ignored=ignored,
   )
   if result is None:
     return None
@@ -57,7 +109,7 @@ def load(
 
 
 def _short(name: str) -> str:
-  for start, new in _PREFIXES:
+  for start, new in _PREFIXES.items():
     if match := re.match(start, name):
       rest = name[match.end() :]
       return rest if rest.startswith("lm_head.") else new + rest
@@ -72,8 +124,5 @@ def _prediction_layers(names: Collection[str]) -> dict[str, str]:
   return {re.escape(start) + ".*": reason for start in starts}
 
 
-def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  return decoder_rules.canonical(values, LAYOUTS["llama"].neutral)
-
-
-PUBLISHED = families.Layouts(LAYOUTS, canonical)
+canonical = model_fields.canonical
+PUBLISHED = layouts.Layouts(LAYOUTS, canonical)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.arrays import dims
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import blocks, conversions
 from bigtrain.models.published.conversions import Remark
@@ -45,22 +44,95 @@ class Entry(NamedTuple):
 
 Table = Sequence[Entry]
 Shapes = Mapping[str, Sequence[int]]
-_KINDS = settings.read_table(__file__, "kinds.toml")
 
 
-def parse(rows: str, known: Mapping[str, Table]) -> Table:
-  """Reads rows of "kind published ours...", or of "with" and known tables."""
-  entries: list[Entry] = []
-  for kind, theirs, *ours in map(str.split, rows.strip().splitlines()):
-    if kind == "with":
-      entries += itertools.chain.from_iterable(
-        known[x] for x in (theirs, *ours)
-      )
-      continue
-    for ending, ending_of_ours, fields in _KINDS[kind]:
-      names = tuple(name + ending_of_ours for name in ours)
-      entries.append(Entry(theirs + ending, names, **fields))
-  return entries
+def table(*parts: Table) -> Table:
+  """Joins entries and tables, such as those that several families share."""
+  return tuple(itertools.chain.from_iterable(parts))
+
+
+def within(published: str, ours: str, *parts: Table) -> Table:
+  """Puts prefixes before the names of entries, published and ours.
+
+  >>> within("layer.{i}.", "blocks/", plain("scale", "norm/scale"))[0].ours
+  ('blocks/norm/scale',)
+  """
+  return tuple(
+    entry._replace(
+      published=published + entry.published,
+      ours=tuple(ours + name for name in entry.ours),
+    )
+    for entry in table(*parts)
+  )
+
+
+# Constructors of entries. Names are those of layers, to which each constructor
+# adds the endings of the arrays in both libraries.
+
+
+def plain(published: str, *ours: str, ndim: int | None = None) -> Table:
+  """An array by its whole name: a vector, or a matrix (inputs, outputs)."""
+  return (Entry(published, ours, ndim=ndim),)
+
+
+def transposed(published: str, *ours: str) -> Table:
+  """A matrix (outputs, inputs) by its whole name."""
+  return (Entry(published, ours, transposed=True),)
+
+
+def interleaved(published: str, *ours: str) -> Table:
+  """An array by its whole name, in which the outputs of ours take turns."""
+  return (Entry(published, ours, interleaved=True),)
+
+
+def linear(published: str, *ours: str) -> Table:
+  """A linear layer of torch without a bias."""
+  return transposed(f"{published}.weight", *[f"{x}/kernel" for x in ours])
+
+
+def dense(published: str, *ours: str) -> Table:
+  """A linear layer of torch, whose bias a model may lack."""
+  return table(linear(published, *ours), _bias(published, *ours))
+
+
+def conv1d(published: str, *ours: str) -> Table:
+  """A layer of GPT-2, which stores matrices as (inputs, outputs)."""
+  kernel = plain(f"{published}.weight", *[f"{x}/kernel" for x in ours])
+  return table(kernel, _bias(published, *ours))
+
+
+def conv(published: str, ours: str) -> Table:
+  """A convolution of torch."""
+  kernel = Entry(f"{published}.weight", (f"{ours}/kernel",), convolution=True)
+  return table((kernel,), _bias(published, ours))
+
+
+def norm(published: str, ours: str) -> Table:
+  """A normalisation of torch, whose bias a model may lack."""
+  return table(
+    plain(f"{published}.weight", f"{ours}/scale"),
+    plain(f"{published}.bias", f"{ours}/bias"),
+  )
+
+
+def flax_dense(published: str, ours: str) -> Table:
+  """A Dense layer of flax."""
+  return table(
+    plain(f"{published}/kernel", f"{ours}/kernel"),
+    plain(f"{published}/bias", f"{ours}/bias"),
+  )
+
+
+def flax_norm(published: str, ours: str) -> Table:
+  """A LayerNorm of flax."""
+  return table(
+    plain(f"{published}/scale", f"{ours}/scale"),
+    plain(f"{published}/bias", f"{ours}/bias"),
+  )
+
+
+def _bias(published: str, *ours: str) -> Table:
+  return plain(f"{published}.bias", *[f"{x}/bias" for x in ours])
 
 
 def load(

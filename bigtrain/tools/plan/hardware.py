@@ -1,17 +1,23 @@
 """Published figures of accelerators and the networks between them.
 
-Bandwidths are in bytes per second and in one direction. Data sheets state the
-sum of both directions for NVLink and the TPUs' interconnect, and bits per
-second for networks. Peaks of the matrix units are in reports/flops.py.
+The figures are in hardware.toml; peaks of the matrix units are in
+reports/flops.py. Bandwidths are in bytes per second and in one direction. (Data
+sheets state the sum of both directions for NVLink and the TPUs' interconnect,
+and bits per second for networks.)
+
+`seconds` is the time of a collective, `topology` what the compiler of the
+planned hardware asks for.
 """
 
+import math
+import pathlib
+import tomllib
 from typing import NamedTuple
 
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.reports import flops
 from bigtrain.sharding import absent
-from bigtrain.tools.plan.hlo import Collective
+from bigtrain.tools.plan.collectives import Collective
 
 
 class Hardware(NamedTuple):
@@ -23,9 +29,11 @@ class Hardware(NamedTuple):
   domain: int  # Number of devices with such links: a server or a pod.
   source: str  # Publication of the figures.
   network_bandwidth: float | None = None  # To other domains; None: unpublished.
-  chips: str | None = None  # libtpu's name; None for GPUs.
-  axes: int = 3  # Dimensions of the mesh or torus of links.
-  matrix_units: int = 0  # Of 128 x 128; 0 for GPUs.
+  # For TPUs: libtpu's name, the dimensions of the torus of links, and the
+  # number of matrix units of 128 x 128.
+  chips: str | None = None
+  axes: int = 3
+  matrix_units: int = 0
 
   @property
   def peak_flops(self) -> float:
@@ -36,6 +44,7 @@ class Hardware(NamedTuple):
 
   @property
   def flops_per_cycle(self) -> int:
+    """FLOPs of a TPU in a cycle: each cell multiplies and adds."""
     return self.matrix_units * 2 * 128**2
 
   @property
@@ -43,8 +52,12 @@ class Hardware(NamedTuple):
     return self.peak_flops / self.flops_per_cycle
 
 
-_FIGURES = settings.read_table(__file__, "hardware.toml")
-TABLE = {name: Hardware(**fields) for name, fields in _FIGURES.items()}
+_FILE = pathlib.Path(__file__).with_name("hardware.toml")
+# Hardware by the names of --hardware.
+TABLE = {
+  name: Hardware(**fields)
+  for name, fields in tomllib.loads(_FILE.read_text()).items()
+}
 
 
 def known_name(name: str) -> str:
@@ -58,21 +71,29 @@ def find(name: str) -> Hardware:
 
 
 def topology(name: str, devices: int, compiler: str) -> str:
-  """Returns the topology for sharding.absent_devices."""
-  target = TABLE[name]
+  """Returns the topology for sharding.absent_devices, such as "v5p:2x2x4"."""
   if compiler == "gpu":
-    if name not in absent.GPUS:
-      raise ConfigError(
-        f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
-        f"compiler; expected one of {', '.join(absent.GPUS)}."
-      )
-    of_server = min(devices, target.domain)
-    if devices % of_server:
-      raise ConfigError(
-        f"--compiler=gpu: --devices={devices}: expected whole servers of "
-        f"{of_server} {name}."
-      )
-    return f"{name}:{devices // of_server}x{of_server}"
+    return _servers(name, devices)
+  return _slice(name, devices)
+
+
+def _servers(name: str, devices: int) -> str:
+  if name not in absent.GPUS:
+    raise ConfigError(
+      f"--compiler=gpu: --hardware={name} has no description for XLA's GPU "
+      f"compiler; expected one of {', '.join(absent.GPUS)}."
+    )
+  per_server = min(devices, TABLE[name].domain)
+  if devices % per_server:
+    raise ConfigError(
+      f"--compiler=gpu: --devices={devices}: expected whole servers of "
+      f"{per_server} {name}."
+    )
+  return f"{name}:{devices // per_server}x{per_server}"
+
+
+def _slice(name: str, devices: int) -> str:
+  target = TABLE[name]
   if target.chips is None:
     raise ConfigError(
       f"--compiler=tpu: --hardware={name} is not a TPU; expected one of "
@@ -83,10 +104,10 @@ def topology(name: str, devices: int, compiler: str) -> str:
       f"--compiler=tpu: --devices={devices}: expected a power of two up to "
       f"{target.domain}, one slice of {name}."
     )
+  # As close as possible to a cube or a square, which has the shortest ways.
   sizes = [1] * target.axes
-  while devices > 1:  # As close as possible to a cube or a square.
+  while math.prod(sizes) < devices:
     sizes[sizes.index(min(sizes))] *= 2
-    devices //= 2
   return f"{target.chips}:{'x'.join(map(str, sorted(sizes)))}"
 
 
@@ -110,16 +131,19 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
   together, in S / (m * network_bandwidth).
   """
   sent = collective.sent_bytes
-  near = collective.inner or collective.group_size
-  members = max(1, min(near, hardware.domain // collective.stride))
+  # Members of the group in one domain.
   if 0 < collective.span <= hardware.domain:
     members = collective.group_size
+  else:
+    neighbours = collective.inner or collective.group_size
+    members = max(1, min(neighbours, hardware.domain // collective.stride))
   link_secs = sent / hardware.link_bandwidth if members > 1 else 0.0
   if members == collective.group_size:
-    return Seconds(link_secs, 0.0)
+    return Seconds(link_secs, network_secs=0.0)
   if hardware.network_bandwidth is None:
     raise ConfigError(
       f"--hardware: the bandwidth between more than {hardware.domain} devices "
       f"of {hardware.device_kind} is not published."
     )
-  return Seconds(link_secs, sent / (members * hardware.network_bandwidth))
+  network_secs = sent / (members * hardware.network_bandwidth)
+  return Seconds(link_secs, network_secs)

@@ -1,19 +1,30 @@
-"""Changes of a config for a plan: its mesh, its batch, and made-up data."""
+"""Changes of a config for a plan: its mesh, its batch, and made-up data.
+
+A mesh here is a dict with the number of devices, the size of each axis and,
+after `batch`, how a batch is split.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain import sharding
-from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.data.formats import windows
 
 AXES = sharding.AXES
 
-_USUAL_FEATURES = settings.read_table(__file__, "features.toml")
+# Features of common image data sets, as the source "synthetic" declares them.
+# Preprocessing ops report the other features that they need.
+_USUAL_FEATURES = {
+  "image": "jpeg[375,500,3]",
+  "label": "int64",
+  "labels": "int64[?]",
+  "text": "text",
+  "captions/text": "text[?]",
+}
 
-# {"devices", the axes, "batch_size", "microbatches"}.
+# {"devices", each of AXES, "batch_size", "microbatches"}.
 Mesh = dict[str, int]
 
 
@@ -22,8 +33,9 @@ def mesh(
 ) -> Mesh:
   """Returns {"devices": ..., axis: size, ...}.
 
-  `given` has sizes in place of the config's, or None. If it has `fsdp`,
-  `replica` takes the devices that are left.
+  Args:
+    given: sizes that replace the config's, or None. If it has `fsdp`, `replica`
+      gets the devices that are left.
   """
   if devices == 1:
     return {"devices": 1, **dict.fromkeys(AXES, 1)}
@@ -43,29 +55,34 @@ def mesh(
   return {"devices": devices, **filled}
 
 
-def batch_ways(of: Mapping[str, int]) -> int:
-  return of["replica"] * of["pipeline"] * of["fsdp"]
+def batch_ways(mesh: Mapping[str, int]) -> int:
+  """Number of parts of a batch: devices of other axes share the examples."""
+  return mesh["replica"] * mesh["pipeline"] * mesh["fsdp"]
 
 
 def batch(
-  config: Mapping[str, Any], of: Mapping[str, int], microbatch: int | None
+  config: Mapping[str, Any], mesh: Mapping[str, int], microbatch: int | None
 ) -> dict[str, int]:
   """Returns {"batch_size": ..., "microbatches": ...}, which divide evenly.
 
-  `microbatch` is the largest number of examples per microbatch of the devices
-  that share examples; None for the config's microbatches.
+  Args:
+    microbatch: largest number of examples per microbatch of the devices that
+      share examples; None for the config's microbatches.
   """
-  size, parts = config["input"]["batch_size"], batch_ways(of)
-  if size % parts:
+  size = config["input"]["batch_size"]
+  parts = batch_ways(mesh)
+  if size % parts:  # The nearest size that divides.
     size = max(1, round(size / parts)) * parts
-  if microbatch is None:
-    examples = config.get("microbatch_examples")
-    number = size // examples if examples else config.get("microbatches", 1)
-    return {"batch_size": size, "microbatches": max(1, number)}
-  share = size // parts
-  largest = min(share, microbatch)
-  at_once = max(n for n in range(1, largest + 1) if share % n == 0)
-  return {"batch_size": size, "microbatches": share // at_once}
+  if microbatch is not None:
+    share = size // parts
+    largest = min(share, microbatch)
+    at_once = max(n for n in range(1, largest + 1) if share % n == 0)
+    microbatches = share // at_once
+  elif examples := config.get("microbatch_examples"):
+    microbatches = max(1, size // examples)
+  else:
+    microbatches = max(1, config.get("microbatches", 1))
+  return {"batch_size": size, "microbatches": microbatches}
 
 
 def bases(
@@ -74,17 +91,23 @@ def bases(
   given: Mapping[str, int | None],
   compile_up_to: int,
 ) -> dict[int, Mesh]:
-  """{number of devices: mesh to extrapolate from} of meshes too large."""
+  """The meshes to extrapolate from: {number of devices: smaller mesh}.
+
+  It has an entry for each mesh of more than `compile_up_to` devices.
+  """
+  compiled = [m["devices"] for m in meshes if m["devices"] <= compile_up_to]
+  number = max(compiled, default=compile_up_to)
   result = {}
   for large in meshes:
     devices = large["devices"]
     if devices <= compile_up_to:
       continue
-    compiled = [m["devices"] for m in meshes if m["devices"] <= compile_up_to]
-    number = max(compiled, default=compile_up_to)
     base = mesh(config, number, given)
     for axis in AXES:
-      same = base[axis] == large[axis] or axis in sharding.BATCH_AXES
+      # The sizes of `replica` and `fsdp` may grow, but not from 1: then the
+      # larger program has collectives that the smaller one lacks.
+      may_grow = axis in sharding.BATCH_AXES
+      same = base[axis] == large[axis] or may_grow
       if (base[axis] > 1) != (large[axis] > 1) or not same:
         raise ConfigError(
           f"--devices={devices}: cannot be extrapolated from {number} devices, "
@@ -93,19 +116,22 @@ def bases(
         )
     share = large["batch_size"] // batch_ways(large)
     base["batch_size"] = share * batch_ways(base)
-    result[devices] = base | {"microbatches": large["microbatches"]}
+    base["microbatches"] = large["microbatches"]
+    result[devices] = base
   return result
 
 
-def changes(config: Mapping[str, Any], of: Mapping[str, int]) -> list[str]:
-  return [
-    *(f"mesh.{axis}={of[axis]}" for axis in AXES),
-    # The planned devices are one slice, or do not say.
-    *(["mesh.slices=None"] if "slices" in config.get("mesh", {}) else []),
-    *(["microbatch_examples=None"] if "microbatch_examples" in config else []),
-    f"input.batch_size={of['batch_size']}",
-    f"microbatches={of['microbatches']}",
-  ]
+def changes(config: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+  """The changes of a config for a mesh, as "KEY=VALUE"."""
+  result = [f"mesh.{axis}={mesh[axis]}" for axis in AXES]
+  if "slices" in config.get("mesh", {}):
+    # The planned devices are one slice, or do not tell.
+    result.append("mesh.slices=None")
+  if "microbatch_examples" in config:
+    result.append("microbatch_examples=None")
+  result.append(f"input.batch_size={mesh['batch_size']}")
+  result.append(f"microbatches={mesh['microbatches']}")
+  return result
 
 
 def without_data(
@@ -113,25 +139,41 @@ def without_data(
   features: Mapping[str, str] | None,
   num_examples: int,
 ) -> list[str]:
-  """Returns "key=value" for the keys of a config that need data.
+  """Returns "KEY=VALUE" for the keys of a config that need data.
 
-  Data from files becomes made-up data of the same shapes.
+  Data from files becomes made-up data of the same shapes. Evaluations and hooks
+  are removed.
   """
-  entries = {"input.data": config["input"].get("data")}
+  sources = {"input.data": config["input"].get("data")}
   for name, entry in config["input"].get("mixture", {}).items():
-    entries[f"input.mixture.{name}.data"] = entry.get("data")
-  changes = []
-  for key, data in entries.items():
-    if made_up := features or (_features(data) if data else None):
-      size = dict(num_examples=num_examples)
-      source = dict(type="synthetic", features=dict(made_up), **size)
-      changes.append(f"{key}={source!r}")
-  removed: Any = {"evals": {}, "hooks": {}, "wandb": {}}
-  return changes + [f"{k}={v}" for k, v in removed.items() if config.get(k)]
+    sources[f"input.mixture.{name}.data"] = entry.get("data")
+  result = []
+  for key, data in sources.items():
+    made_up = features or (_features(data) if data else None)
+    if made_up:
+      synthetic = dict(
+        type="synthetic", features=dict(made_up), num_examples=num_examples
+      )
+      result.append(f"{key}={synthetic!r}")
+  without: dict[str, Any] = {
+    "evals": {},
+    "hooks": {},
+    "wandb": None,
+    "mlflow": None,
+    "trackio": None,
+    "loggers": {},
+  }
+  for key, nothing in without.items():
+    if config.get(key):
+      result.append(f"{key}={nothing}")
+  return result
 
 
 def _features(data: Mapping[str, Any]) -> dict[str, str] | None:
-  """Features of a source that reads files; None for other sources."""
+  """Features of a source that reads files; None for other sources.
+
+  Those of images are only typical: the program decodes them to the same size.
+  """
   kind = data.get("type")
   if kind in ("tfds", "image_folder"):
     return _USUAL_FEATURES

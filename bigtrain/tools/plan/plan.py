@@ -1,4 +1,4 @@
-"""Estimates what a config takes on many devices, without the devices.
+"""Estimates memory, traffic and time of a config on many devices, without them.
 
   python -m bigtrain.tools.plan --config=configs/llama_8b.py \\
       --devices=8,64,512 --hardware=h100 --microbatch=1
@@ -33,30 +33,38 @@ from bigtrain.tools.plan import (
 )
 
 # The CPU backend assigns devices with larger numbers to another process.
-_MOST_SIMULATED = 2048
+_MAX_SIMULATED = 2048
 
 
-class _Task(NamedTuple):
-  """A config, changes that also replace its data, and the planned device."""
+class _Subject(NamedTuple):
+  """The config to plan, and the hardware to plan for."""
 
-  config: str
-  plain: dict[str, Any]
-  changes: list[str]
+  config: str  # As on the command line.
+  loaded: dict[str, Any]
+  changes: list[str]  # Of the command line, and those that replace the data.
   target: hardware.Hardware
   hardware_name: str
   compiler: str
 
   def compiled(
-    self, mesh: meshes.Mesh, changes: Sequence[str], secs: float | None = None
+    self,
+    mesh: meshes.Mesh,
+    changes: Sequence[str],
+    timeout_secs: float | None = None,
   ) -> dict[str, Any]:
-    changes, name = [*self.changes, *changes], self.hardware_name
+    """Facts about the program for a mesh, see program.compile_update."""
     facts = program.compile_update(
-      self.config, mesh["devices"], changes, name, self.compiler, secs
+      self.config,
+      mesh["devices"],
+      [*self.changes, *changes],
+      self.hardware_name,
+      self.compiler,
+      timeout_secs,
     )
     return {**facts, **mesh}
 
 
-def _task(
+def _subject(
   config: str,
   changes: Sequence[str],
   *,
@@ -64,15 +72,22 @@ def _task(
   compiler: str = "cpu",
   features: Mapping[str, str] | None = None,
   num_examples: int = 1_000_000,
-) -> _Task:
+) -> _Subject:
   target = hardware.find(hardware_name)
-  plain = loading.load(config, changes)
-  if limit := plain.get("device_memory_bytes"):
+  loaded = loading.load(config, changes)
+  if limit := loaded.get("device_memory_bytes"):
     target = target._replace(memory_bytes=limit)
-  made_up = meshes.without_data(plain, features, num_examples)
-  unset = [f"{key}=None" for key in plain if key.startswith("expect_")]
-  changes = [*changes, *made_up, *unset]
-  return _Task(config, plain, changes, target, hardware_name, compiler)
+  made_up_data = meshes.without_data(loaded, features, num_examples)
+  # What a config expects of its data, such as their number, does not hold.
+  unset = [f"{key}=None" for key in loaded if key.startswith("expect_")]
+  return _Subject(
+    config,
+    loaded,
+    [*changes, *made_up_data, *unset],
+    target,
+    hardware_name,
+    compiler,
+  )
 
 
 def plan(
@@ -84,48 +99,72 @@ def plan(
   sequence: Sequence[int | None] = (None,),
   tensor: Sequence[int | None] = (None,),
   microbatch: int | None = None,
-  compile_up_to: int = _MOST_SIMULATED,
+  compile_up_to: int = _MAX_SIMULATED,
   efficiency: float = estimate.EFFICIENCY,
   **options: Any,
 ) -> list[dict[str, Any]]:
-  """Compiles a config on simulated meshes; returns an estimate.row of each.
+  """Compiles a config on simulated meshes; returns the estimate of each.
 
   There is one mesh for each combination of `devices` with the sizes of the axes
   `fsdp`, `sequence` and `tensor`: -1 for all devices, None for the config's.
+  `options` are those of the command line.
   """
-  task = _task(config, changes, **options)
-  all_meshes = []
+  subject = _subject(config, changes, **options)
+
+  # All meshes first, because an impossible one is an error before anything
+  # compiles.
+  plans = []
   for sizes in itertools.product(fsdp, sequence, tensor):
     axes = dict(zip(("fsdp", "sequence", "tensor"), sizes))
-    of_size = [meshes.mesh(task.plain, n, axes) for n in sorted(devices)]
-    for mesh in of_size:
-      mesh |= meshes.batch(task.plain, mesh, microbatch)
-    bases = meshes.bases(task.plain, of_size, axes, compile_up_to)
-    all_meshes.append((of_size, bases))
+    same_axes = []
+    for number in sorted(devices):
+      mesh = meshes.mesh(subject.loaded, number, axes)
+      batch = meshes.batch(subject.loaded, mesh, microbatch)
+      same_axes.append({**mesh, **batch})
+    bases = meshes.bases(subject.loaded, same_axes, axes, compile_up_to)
+    plans.append((same_axes, bases))
+
+  estimates = []
+  for same_axes, bases in plans:
+    estimates += _estimates(subject, same_axes, bases, efficiency)
+  return estimates
+
+
+def _estimates(
+  subject: _Subject,
+  same_axes: Sequence[meshes.Mesh],
+  bases: Mapping[int, meshes.Mesh],
+  efficiency: float,
+) -> list[dict[str, Any]]:
+  """Estimates of meshes that differ in their number of devices, ascending.
+
+  `bases` has the meshes to extrapolate from, for those that are too large.
+  """
 
   def compiled(mesh: meshes.Mesh) -> dict[str, Any]:
-    return task.compiled(mesh, meshes.changes(task.plain, mesh))
+    return subject.compiled(mesh, meshes.changes(subject.loaded, mesh))
 
-  def row(facts: estimate.Facts) -> dict[str, Any]:
-    return estimate.row(facts, task.plain, task.target, efficiency)
+  def estimated(facts: estimate.Facts) -> dict[str, Any]:
+    return estimate.from_facts(
+      facts, subject.loaded, subject.target, efficiency
+    )
 
-  rows: list[dict[str, Any]] = []
-  for of_size, bases in all_meshes:
-    known: list[dict[str, Any]] = []
-    for mesh in of_size:
-      basis = estimate.basis(known, mesh)
-      if mesh["devices"] <= compile_up_to:
-        known.append(compiled(mesh))
-        rows.append(row(known[-1]))
-        if basis:
-          guess = row(estimate.extrapolate(basis, mesh))
-          rows[-1]["extrapolated"] = estimate.compare(guess, rows[-1])
-        continue
+  result = []
+  known: list[dict[str, Any]] = []  # Facts about the compiled programs.
+  for mesh in same_axes:
+    basis = estimate.basis(known, mesh)
+    if mesh["devices"] not in bases:
+      known.append(compiled(mesh))
+      result.append(estimated(known[-1]))
+      if basis:  # Shows how good an extrapolation would have been.
+        guess = estimated(estimate.extrapolate(basis, mesh))
+        result[-1]["extrapolated"] = estimate.compare(guess, result[-1])
+    else:
       if basis is None:
         basis = compiled(bases[mesh["devices"]])
         known.append(basis)
-      rows.append(row(estimate.extrapolate(basis, mesh)))
-  return rows
+      result.append(estimated(estimate.extrapolate(basis, mesh)))
+  return result
 
 
 def choose(
@@ -137,36 +176,40 @@ def choose(
   minutes: float = 10,
   **options: Any,
 ) -> search.Choice:
-  """Searches mesh, microbatches and remat; compiles for so many minutes."""
+  """Searches mesh, microbatches and remat, and compiles for up to `minutes`."""
   end = time.monotonic() + 60 * minutes
-  task = _task(config, changes, **options)
-  if task.compiler != "cpu":  # An error now.
-    hardware.topology(task.hardware_name, devices, task.compiler)
-  one = meshes.mesh(task.plain, 1, {})
-  one |= meshes.batch(task.plain, one, None)
-  one_device = meshes.changes(task.plain, one)
-  sizes = program.sizes(config, [*task.changes, *one_device])
+  subject = _subject(config, changes, **options)
+  if subject.compiler != "cpu":
+    # An impossible number of devices is an error before the search.
+    hardware.topology(subject.hardware_name, devices, subject.compiler)
+  one_device = meshes.mesh(subject.loaded, 1, {})
+  one_device |= meshes.batch(subject.loaded, one_device, None)
+  sizes = program.sizes(
+    config, [*subject.changes, *meshes.changes(subject.loaded, one_device)]
+  )
 
   def compile_one(
     candidate: search.Candidate, secs: float
   ) -> dict[str, Any] | None:
     try:
-      changes = candidate.changes(task.plain)
-      return task.compiled(candidate.sizes, changes, secs)
+      changes = candidate.changes(subject.loaded)
+      return subject.compiled(candidate.sizes, changes, secs)
     except subprocess.TimeoutExpired:
       return None
 
-  # Simulated devices beyond this number do not exist.
-  can_compile = devices <= _MOST_SIMULATED or task.compiler != "cpu"
+  can_compile = devices <= _MAX_SIMULATED or subject.compiler != "cpu"
   return search.choose(
-    task.plain,
-    search.candidates(task.plain, devices, sizes, task.target),
+    subject.loaded,
+    search.candidates(subject.loaded, devices, sizes, subject.target),
     sizes,
-    task.target,
+    subject.target,
     compile_one if can_compile else None,
     end,
     efficiency,
   )
+
+
+# The command line.
 
 
 def _number(text: str) -> int:
@@ -195,23 +238,105 @@ def _features(text: str) -> dict[str, str]:
   return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-_ARGUMENTS: dict[str, dict[str, Any]] = dict(
-  devices={"type": _numbers},
-  fsdp={"type": _fsdp_sizes},
-  sequence={"type": _numbers},
-  tensor={"type": _numbers},
-  hardware={"help": f"one of {', '.join(hardware.TABLE)}"},
-  microbatch={"type": _number},
-  features={"type": _features},
-  compile_up_to={"default": _MOST_SIMULATED},
-  efficiency={"default": estimate.EFFICIENCY},
-)
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("plan", __doc__, changes_config=True)
+  parser.add_argument(
+    "--config", required=True, help="FILE.py or FILE.py:arguments"
+  )
+  _add_mesh_arguments(parser)
+  parser.add_argument(
+    "--features",
+    type=_features,
+    help="features of the data, if the config does not determine them, such as "
+    "'image: jpeg[375,500,3]; label: int64'; see data/synthetic.py",
+  )
+  parser.add_argument(
+    "--num_examples",
+    type=int,
+    default=1_000_000,
+    help="examples per epoch of data from files (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--compile_up_to",
+    type=int,
+    default=_MAX_SIMULATED,
+    help="largest number of devices to compile for; figures for more devices "
+    "are extrapolated (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--compiler",
+    default="cpu",
+    choices=["cpu", "tpu", "gpu"],
+    help="tpu, gpu: the compiler of --hardware, from the package libtpu or "
+    "jax's CUDA plugin; it needs no devices, takes minutes, and gives the real "
+    "memory (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--efficiency",
+    type=float,
+    default=estimate.EFFICIENCY,
+    help="fraction of the peak FLOP/s that matrix products reach (default: "
+    "%(default)s)",
+  )
+  parser.add_argument(
+    "--choose",
+    action="store_true",
+    help="search mesh, microbatches and remat for one number of devices; print "
+    "the best five and the lines of a config",
+  )
+  parser.add_argument(
+    "--minutes",
+    type=float,
+    default=10.0,
+    help="with --choose: time for compiling (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--json", action="store_true", help="print JSON in place of a table"
+  )
+  return parser
+
+
+def _add_mesh_arguments(parser: arguments.Parser) -> None:
+  parser.add_argument(
+    "--devices",
+    type=_numbers,
+    default=[8, 64],
+    help="numbers of devices, such as 8,64,512 (default: 8,64)",
+  )
+  parser.add_argument(
+    "--fsdp",
+    type=_fsdp_sizes,
+    help="numbers of devices to shard the state over, such as 8,64; -1 for all "
+    "devices (default: mesh of the config)",
+  )
+  parser.add_argument(
+    "--sequence",
+    type=_numbers,
+    help="numbers of devices that share an example, such as 1,4 (default: mesh "
+    "of the config)",
+  )
+  parser.add_argument(
+    "--tensor",
+    type=_numbers,
+    help="numbers of devices that share a layer, such as 1,4 (default: mesh of "
+    "the config)",
+  )
+  parser.add_argument(
+    "--hardware",
+    default="h100",
+    help=f"one of {', '.join(hardware.TABLE)} (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--microbatch",
+    type=_number,
+    help="largest number of examples per device and microbatch; sets "
+    "config.microbatches (default: microbatches of the config)",
+  )
 
 
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("plan", __doc__, _ARGUMENTS, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   args.hardware = hardware.known_name(args.hardware)
   common = dict(
     hardware_name=args.hardware,
@@ -220,10 +345,10 @@ def main(argv: Sequence[str]) -> int:
     compiler=args.compiler,
     efficiency=args.efficiency,
   )
-  after = ""
+  reasons = ""
   if args.choose:
-    chosen = ("fsdp", "sequence", "tensor", "microbatch")
-    if len(args.devices) != 1 or any(getattr(args, name) for name in chosen):
+    chosen = (args.fsdp, args.sequence, args.tensor, args.microbatch)
+    if len(args.devices) != 1 or any(chosen):
       raise ConfigError(
         "--choose: expected one number in --devices, and none of --fsdp, "
         "--sequence, --tensor and --microbatch, which it chooses."
@@ -231,10 +356,10 @@ def main(argv: Sequence[str]) -> int:
     choice = choose(
       args.config, args.devices[0], changes, minutes=args.minutes, **common
     )
-    rows = [*choice.best, *choice.too_large]
-    after = f"\n\n{table.choice_text(choice, args.minutes)}"
+    estimates = [*choice.best, *choice.too_large]
+    reasons = f"\n\n{table.choice_text(choice, args.minutes)}"
   else:
-    rows = plan(
+    estimates = plan(
       args.config,
       args.devices,
       changes,
@@ -246,8 +371,8 @@ def main(argv: Sequence[str]) -> int:
       **common,
     )
   if args.json:
-    print(json.dumps(rows, indent=2))
+    print(json.dumps(estimates, indent=2))
   else:
-    text = table.text(args.config, args.hardware, rows, args.efficiency)
-    print(text + after)
+    text = table.text(args.config, args.hardware, estimates, args.efficiency)
+    print(text + reasons)
   return process.EXIT_OK

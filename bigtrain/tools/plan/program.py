@@ -1,7 +1,9 @@
 """Builds the update of a config for other devices, and measures it.
 
-A process of its own runs bigtrain.main as far as the lowered update. It
-allocates no arrays and reads no data.
+`compile_update` starts this module as a process, because the number of
+simulated devices is fixed when jax starts. The process runs bigtrain.main as
+far as the lowered update: it allocates no arrays and reads no data. It writes
+facts.json, which `compile_update` returns.
 """
 
 import functools
@@ -23,24 +25,25 @@ from bigtrain.cluster import process
 from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.main import train
-from bigtrain.objective import building, gradients, teacher
+from bigtrain.objective import building, gradients, task_functions, teacher
 from bigtrain.reports import flops
 from bigtrain.runtime import device_memory
 from bigtrain.runtime.run import Run
 from bigtrain.tools import exits
-from bigtrain.tools.plan import hardware, hlo
+from bigtrain.tools.plan import collectives, cycles, hardware, hlo, products
 
-# Folder of XLA's dumps, and the name of the partitioned program's.
+# Folder for the texts that XLA dumps, and the names of the partitioner's.
 _TEXTS = "texts"
 _PARTITIONED = re.compile(r"\.after_(\w+-)?spmd-partitioning\..*txt$")
-# Errors of libtpu about a program that does not fit.
+# libtpu's errors about a program that does not fit:
+# "Used 40.5G of 15.75G hbm", "HLO temporaries (40.5G) exceeds".
 _TOO_LARGE = re.compile(
   r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])"
   r"(?: of [\d.]+[KMGT] hbm|\) exceeds)"
 )
 
-# Largest size of `tensor` that is considered.
-_MOST_TENSOR = 8
+# Largest size of `tensor` to consider: devices with NVLink in a server.
+_MAX_TENSOR = 8
 
 
 class Sizes(NamedTuple):
@@ -48,10 +51,10 @@ class Sizes(NamedTuple):
 
   parameters: int
   opt_bytes: int
-  model_flops: int  # Of a step, without recomputation.
+  model_flops: int  # In a step, without recomputation.
   batch_bytes: int
   tokens_per_example: int | None
-  tensor_sizes: Sequence[int]  # Of the axis `tensor`; what the rules allow.
+  tensor_sizes: Sequence[int]  # Sizes of `tensor` that the rules allow.
   has_remat_policy: bool
 
 
@@ -72,10 +75,14 @@ def compile_update(
 ) -> dict[str, Any]:
   """Compiles the update for absent devices; returns facts about it.
 
-  Raises RuntimeError, and subprocess.TimeoutExpired if it takes longer.
+  Raises RuntimeError if the compiler fails, and subprocess.TimeoutExpired.
   """
-  request = {"config": config, "changes": [*changes], "compiler": compiler}
-  request["hardware"] = hardware_name
+  request = {
+    "config": config,
+    "changes": [*changes],
+    "compiler": compiler,
+    "hardware": hardware_name,
+  }
   if compiler != "cpu":
     request["topology"] = hardware.topology(hardware_name, devices, compiler)
   return _run(request, devices, timeout_secs)
@@ -84,6 +91,8 @@ def compile_update(
 def _run(
   request: Mapping[str, Any], devices: int, timeout_secs: float | None = None
 ) -> dict[str, Any]:
+  # A topology describes the devices to the compiler of the planned hardware.
+  # Without one, the CPU's compiler needs simulated devices.
   simulated = 1 if "topology" in request else devices
   with tempfile.TemporaryDirectory() as folder:
     flags = [
@@ -102,11 +111,11 @@ def _run(
       timeout=timeout_secs,
     )
     if finished.returncode:
-      last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-      last = last.removeprefix("error: ")
+      lines = finished.stderr.strip().splitlines() or ["no message"]
+      message = lines[-1].removeprefix("error: ")
       if finished.returncode == process.EXIT_CONFIG:
-        raise ConfigError(last)
-      raise RuntimeError(f"--devices={devices}: compiling failed: {last}")
+        raise ConfigError(message)
+      raise RuntimeError(f"--devices={devices}: compiling failed: {message}")
     with open(os.path.join(folder, "facts.json")) as file:
       return json.load(file)
 
@@ -116,10 +125,9 @@ def main(argv: Sequence[str]) -> int:
   request, folder = json.loads(argv[0]), argv[1]
   changes = [
     *request["changes"],
-    # A program from the cache leaves no dump, no real device limits it, and
-    # neither of the modes for debugging compiles it ahead of time.
-    "compile_cache=False",
-    "device_memory_bytes=None",
+    "compile_cache=False",  # A program from the cache leaves no dump.
+    "device_memory_bytes=None",  # A program that does not fit is a result.
+    # These modes for debugging do not compile ahead of time.
     "eager=False",
     "debug_nans=False",
   ]
@@ -142,42 +150,47 @@ def _facts(
   specs: tuple[Any, ...],
   compile: Callable[[], Any],
 ) -> dict[str, Any]:
+  """Facts about the update, for main's `on_update`."""
   facts = measure(run, update_fn, specs)
-  if "compiler" not in request:
-    return {**facts, **_of_model(run.config, specs[0])}
-  text, needed = "", None
+  if "compiler" not in request:  # From `sizes`.
+    return {**facts, **_model_facts(run.config, specs[0])}
+  text = ""
   try:
     compiled = compile()
   except RuntimeError as e:
-    needed = _needed_bytes(f"{e} {e.__cause__}")
-    if needed is None:
+    needed_bytes = _needed_bytes(f"{e} {e.__cause__}")
+    if needed_bytes is None:
       raise
-    facts["memory"] = _memory(facts, needed)
+    facts["memory"] = _memory_of_too_large(facts, needed_bytes)
+    facts["figures"] = "too large"
   else:
     facts["memory"] = device_memory.memory_bytes(compiled)
+    facts["figures"] = "compiled"
     text = compiled.as_text()
-  collectives, unknown_loops = hlo.sent(hlo.Module(_partitioned(folder)))
-  cycles = products = None
+  sent, unknown_loops = collectives.sent(hlo.Module(_partitioned(folder)))
+  estimated_cycles = compiled_products = None
   if request["compiler"] == "tpu":
-    target = hardware.find(request["hardware"])
-    totals = hlo.cycles(
-      hlo.Module(text),
-      target.clock_hertz,
-      target.flops_per_cycle,
-      lambda collective: hardware.seconds(collective, target).secs,
-    )
-    cycles = totals and totals._asdict()
+    estimated_cycles = _cycles(text, hardware.find(request["hardware"]))
   elif request["compiler"] == "gpu":
-    products = hlo.products(hlo.Module(text))._asdict()
+    compiled_products = products.products(hlo.Module(text))._asdict()
   return {
     **facts,
-    "collectives": [one._asdict() for one in collectives],
+    "collectives": [one._asdict() for one in sent],
     "unknown_loops": unknown_loops,
-    "cycles": cycles,
-    "products": products,
-    "figures": "compiled" if needed is None else "too large",
+    "cycles": estimated_cycles,
+    "products": compiled_products,
     "compiler": request["compiler"],
   }
+
+
+def _cycles(text: str, target: hardware.Hardware) -> dict[str, Any] | None:
+  result = cycles.cycles(
+    hlo.Module(text),
+    target.clock_hertz,
+    target.flops_per_cycle,
+    lambda collective: hardware.seconds(collective, target).secs,
+  )
+  return None if result is None else result._asdict()
 
 
 def measure(
@@ -185,17 +198,19 @@ def measure(
 ) -> dict[str, Any]:
   """Returns facts about an update that is not compiled.
 
-  Bytes are of each device; model_flops and executed_flops of a step over all
-  devices, without and with recomputation and padding.
+  Bytes are those of each device. FLOPs are those of a step over all devices:
+  model_flops without recomputation and padding, executed_flops with both.
   """
+  # The arguments of main's update_fn.
   state_spec, _, batch_spec, _, frozen_spec = specs
   params = jax.tree.leaves(state_spec["params"])
   sharded = [x for x in params if not x.sharding.is_fully_replicated]
-  task, (_, model) = building.task(run.config), building.model(run.config)
-  of_teacher = teacher.from_config(
+  task = building.task(run.config)
+  _, model = building.model(run.config)
+  teacher_model = teacher.from_config(
     run.config, task, batch_spec, run.mesh, run.seed
-  )
-  loss_fn = building.loss_fn(run.config, task, model, of_teacher.model)
+  ).model
+  loss_fn = task_functions.loss_fn(run.config, task, model, teacher_model)
   loss_args = gradients.loss_args(state_spec, batch_spec, run.mesh, frozen_spec)
   return {
     "parameters": sum(x.size for x in params),
@@ -218,22 +233,22 @@ def _bytes_per_device(spec: Any, in_host: bool = False) -> int:
   return sharding.bytes_per_device(spec, shardings, in_host=in_host)
 
 
-def _of_model(config: settings.Config, state_spec: Any) -> dict[str, Any]:
+def _model_facts(config: settings.Config, state_spec: Any) -> dict[str, Any]:
   module, model = building.model(config)
   named = trees.flatten_with_names(state_spec["params"])
   shapes = {name: tuple(x.shape) for name, x in named}
 
-  def allowed(ways: int) -> bool:
+  def allows_tensor(size: int) -> bool:
     if not hasattr(module, "param_dims"):
-      return ways == 1
+      return size == 1
     try:
-      sharding.place(module.param_dims(model), shapes, {"tensor": ways})
+      sharding.place(module.param_dims(model), shapes, {"tensor": size})
     except ConfigError:
       return False
     return True
 
   return {
-    "tensor_sizes": [n for n in range(1, _MOST_TENSOR + 1) if allowed(n)],
+    "tensor_sizes": [n for n in range(1, _MAX_TENSOR + 1) if allows_tensor(n)],
     "has_remat_policy": hasattr(model, "remat_policy"),
   }
 
@@ -247,20 +262,23 @@ def _partitioned(folder: str) -> str:
 
 
 def _needed_bytes(message: str) -> float | None:
+  """Memory that a program needs, from the compiler's error; None for others."""
   if match := _TOO_LARGE.search(message):
-    return float(match[1]) * 2 ** (10 * " KMGT".index(match[2]))
+    return float(match[1]) * 1024 ** " KMGT".index(match[2])
   return None
 
 
-def _memory(facts: Mapping[str, Any], needed: float) -> dict[str, Any]:
-  """Memory of a program that is too large, as far as it is known."""
-  state = sum(facts["state_bytes"].values())
+def _memory_of_too_large(
+  facts: Mapping[str, Any], needed_bytes: float
+) -> dict[str, Any]:
+  state_bytes = sum(facts["state_bytes"].values())
+  argument_bytes = state_bytes + facts["batch_bytes"]
   return {
-    "argument_bytes": state + facts["batch_bytes"],
-    "output_bytes": state,
-    "alias_bytes": state,
-    "temporary_bytes": needed - state - facts["batch_bytes"],
-    "peak_bytes": needed,
+    "argument_bytes": argument_bytes,
+    "output_bytes": state_bytes,
+    "alias_bytes": state_bytes,
+    "temporary_bytes": needed_bytes - argument_bytes,
+    "peak_bytes": needed_bytes,
   }
 
 

@@ -1,9 +1,10 @@
-"""Chooses mesh, rounds, microbatches and remat for a number of devices.
+"""Chooses mesh, pipeline rounds, microbatches and remat for some devices.
 
 Every mesh that divides the devices, the batch and the model is estimated by
-formula: the traffic as in estimate.py, memory and FLOPs as below. The best five
-are then compiled, as far as the time allows; each program also corrects the
-temporary memory and the FLOPs of the candidates that are not compiled.
+formula: its traffic as in formulae.py, its memory and FLOPs as below. The best
+five are then compiled, as far as the time allows. Each compiled program also
+corrects the temporary memory and the FLOPs of the candidates that are not
+compiled, because the formulae are rough.
 
   state       (params + opt) / (fsdp x tensor), and the gradients in float32
   kept        bytes that the backward pass needs of each layer
@@ -14,44 +15,56 @@ temporary memory and the FLOPs of the candidates that are not compiled.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.tools.plan import estimate, meshes
+from bigtrain.tools.plan import estimate, formulae, meshes
+from bigtrain.tools.plan.formulae import Blocks
 from bigtrain.tools.plan.hardware import Hardware
 from bigtrain.tools.plan.program import Sizes
 
+# Number of meshes to compile and to show.
 BEST = 5
 
-# Executed FLOPs over the model's, and bytes kept of a layer over its products'
-# bytes.
+
+class Policy(NamedTuple):
+  """What a remat policy costs, by rule of thumb."""
+
+  flops: float  # Executed FLOPs over the model's.
+  kept: float  # Bytes kept of a layer over the bytes of its products.
+
+
 POLICIES = {
-  "none": (1.0, 2.5),
-  "dots_with_no_batch_dims_saveable": (1.05, 1.0),
-  "nothing_saveable": (4 / 3, 0.0),
+  "none": Policy(flops=1.0, kept=2.5),
+  "dots_with_no_batch_dims_saveable": Policy(flops=1.05, kept=1.0),
+  "nothing_saveable": Policy(flops=4 / 3, kept=0.0),
 }
 
-# A device needs this number of tokens of an example for `sequence` to be
-# considered, and an axis within layers has at most this size.
-_LEAST_TOKENS = 1024
-_MOST_WITHIN = 16
-_MOST_ROUNDS = 4  # Of a pipeline: more idle little less, and send more.
-
+# Least number of tokens of an example on a device, for `sequence`.
+_MIN_TOKENS = 1024
+# Largest size of `tensor`, `sequence` and `pipeline` to consider.
+_MAX_AXIS_SIZE = 16
+# Rounds of a circular pipeline to consider. Each round divides the idle time,
+# but sends every activation once more; beyond four the traffic costs more than
+# it saves.
+_MAX_PIPELINE_ROUNDS = 4
 # Logits of a chunk in float32, with their gradients: losses/linear_xent.py.
 _LOGITS_BYTES = 3 * 4 * 2**26
+# Bytes of all results of a layer over the bytes of its products.
+_RESULTS_RATIO = 2.5
 
 
 class Candidate(NamedTuple):
-  """A way to run a config; without a remat policy if the model has none."""
+  """A way to run a config."""
 
-  mesh: tuple[tuple[str, int], ...]
-  remat_policy: str | None
+  mesh: tuple[tuple[str, int], ...]  # Items of a meshes.Mesh, hashable.
+  remat_policy: str | None  # None if the model has no such option.
   pipeline_rounds: int = 1
 
   @property
-  def sizes(self) -> dict[str, int]:
+  def sizes(self) -> meshes.Mesh:
     return dict(self.mesh)
 
   @property
@@ -59,6 +72,7 @@ class Candidate(NamedTuple):
     return tuple(self.sizes[axis] for axis in sharding.AXES)
 
   def changes(self, config: Mapping[str, Any]) -> list[str]:
+    """The changes of the config, as on a command line."""
     changes = meshes.changes(config, self.sizes)
     if self.sizes["pipeline"] > 1:
       changes.append(f"mesh.pipeline_rounds={self.pipeline_rounds}")
@@ -67,88 +81,125 @@ class Candidate(NamedTuple):
     return changes
 
   def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    rounds = {"pipeline_rounds": self.pipeline_rounds}
-    config = {**config, "mesh": {**config.get("mesh", {}), **rounds}}
-    if self.remat_policy is None:
-      return config
-    model = {**config.get("model", {}), "remat_policy": self.remat_policy}
-    return {**config, "model": model}
+    """The config with the changes that the formulae look at."""
+    mesh = config.get("mesh", {})
+    changed = {
+      **config,
+      "mesh": {**mesh, "pipeline_rounds": self.pipeline_rounds},
+    }
+    if self.remat_policy is not None:
+      model = config.get("model", {})
+      changed["model"] = {**model, "remat_policy": self.remat_policy}
+    return changed
 
 
 class Choice(NamedTuple):
-  """Rows of the best meshes, with "reasons"; the smallest ones if none fits."""
+  """The result of a search."""
 
+  # Estimates of the best meshes, with "reasons"; if nothing fits, of the
+  # meshes that need the least memory.
   best: list[dict[str, Any]]
   too_large: list[dict[str, Any]]  # Compiled candidates that do not fit.
   out_of_time: bool  # Some of the best are by formula for want of time.
 
 
 class Correction(NamedTuple):
-  """Factors from a formula to a compiled program: memory, executed FLOPs."""
+  """Factors from a formula to a compiled program."""
 
-  temporary: float = 1.0
-  flops: float = 1.0
+  temporary: float = 1.0  # Temporary memory.
+  flops: float = 1.0  # Executed FLOPs.
 
 
-Rows = dict[Candidate, dict[str, Any]]
+Estimates = dict[Candidate, dict[str, Any]]
+# Facts of a candidate, within a number of seconds, or None if they are up.
 Compile = Callable[[Candidate, float], dict[str, Any] | None]
+
+
+# Candidates.
 
 
 def candidates(
   config: Mapping[str, Any], devices: int, traced: Sizes, target: Hardware
 ) -> list[Candidate]:
-  size = config["input"]["batch_size"]
-  policies = POLICIES if traced.has_remat_policy else [None]
-  of_model = estimate.blocks(config)
+  batch_size = config["input"]["batch_size"]
+  at_once = config.get("mesh", {}).get("pipeline_microbatches", 0)
+  policies: Sequence[str | None] = [None]
+  if traced.has_remat_policy:
+    policies = list(POLICIES)
+  model = formulae.blocks(config)
   result = []
-  for axes in _meshes(devices, traced, target, of_model):
-    share, rest = divmod(size, meshes.batch_ways(axes))
-    if rest:
+  for axes in _meshes(devices, traced, target, model):
+    share, rest = divmod(batch_size, meshes.batch_ways(axes))
+    stages = axes["pipeline"]
+    if rest or at_once % stages:
       continue
-    rounds, stages = [1], axes["pipeline"]
-    if of_model and stages > 1:
-      parts = _divisors(of_model.depth // stages)
-      rounds = [n for n in parts if n <= _MOST_ROUNDS]
-    for ways in itertools.product(_divisors(share), policies, rounds):
-      mesh = {"devices": devices, **axes, "batch_size": size}
-      mesh["microbatches"], *rest = ways
-      result.append(Candidate(tuple(mesh.items()), *rest))
+    rounds = [1]
+    if model and stages > 1:
+      layers_per_stage = model.depth // stages
+      rounds = [
+        n for n in _divisors(layers_per_stage) if n <= _MAX_PIPELINE_ROUNDS
+      ]
+    for microbatches, policy, pipeline_rounds in itertools.product(
+      _divisors(share), policies, rounds
+    ):
+      mesh = {
+        "devices": devices,
+        **axes,
+        "batch_size": batch_size,
+        "microbatches": microbatches,
+      }
+      result.append(Candidate(tuple(mesh.items()), policy, pipeline_rounds))
   if not result:
     raise ConfigError(
-      f"--devices={devices}: config.input.batch_size={size} divides among the "
-      "devices of no mesh; expected a multiple of a larger divisor of "
-      f"{devices}."
+      f"--devices={devices}: config.input.batch_size={batch_size} divides "
+      "among the devices of no mesh; expected a multiple of a larger divisor "
+      f"of {devices}."
     )
   return result
 
 
 def _meshes(
-  devices: int,
-  traced: Sizes,
-  target: Hardware,
-  of_model: estimate.Blocks | None,
+  devices: int, traced: Sizes, target: Hardware, model: Blocks | None
 ) -> Iterator[dict[str, int]]:
-  """Sizes of the axes; those within examples only where formulae know them."""
-  most = min(_MOST_WITHIN, target.domain)
-  tensors = [n for n in traced.tensor_sizes if n <= most] if of_model else [1]
-  sequences, pipelines = [1], [1]
-  if of_model and of_model.scan and devices > target.domain:
-    parts = _divisors(of_model.depth)
-    pipelines = [n for n in parts if n <= _MOST_WITHIN]
-  if of_model and traced.tokens_per_example:
-    share = traced.tokens_per_example // _LEAST_TOKENS
-    sequences = [n for n in _divisors(devices) if n <= max(1, min(most, share))]
-  for tensor, sequence in itertools.product(tensors, sequences):
+  """Yields the sizes of all axes.
+
+  `tensor`, `sequence` and `pipeline` stay at 1 for models whose traffic over
+  them no formula tells.
+  """
+  # `tensor` and `sequence` send in every layer, so they stay within a domain.
+  max_size = min(_MAX_AXIS_SIZE, target.domain)
+  tensor_sizes = sequence_sizes = pipeline_sizes = [1]
+  if model:
+    tensor_sizes = [n for n in traced.tensor_sizes if n <= max_size]
+  if model and traced.tokens_per_example:
+    pieces = traced.tokens_per_example // _MIN_TOKENS
+    most = max(1, min(max_size, pieces))
+    sequence_sizes = [n for n in _divisors(devices) if n <= most]
+  # Stages send little, so a pipeline is for groups that leave a domain. It
+  # needs the layers in a scan.
+  if model and model.scan and devices > target.domain:
+    divisors = _divisors(model.depth)
+    pipeline_sizes = [n for n in divisors if n <= _MAX_AXIS_SIZE]
+  for tensor, sequence in itertools.product(tensor_sizes, sequence_sizes):
     left, rest = divmod(devices, tensor * sequence)
-    for fsdp in _divisors(left) if not rest else ():
-      for stages in pipelines:
-        if left % (fsdp * stages) == 0:
-          sizes = (left // (fsdp * stages), stages, fsdp, sequence, tensor)
-          yield dict(zip(sharding.AXES, sizes))
+    if rest:
+      continue
+    for fsdp, stages in itertools.product(_divisors(left), pipeline_sizes):
+      if left % (fsdp * stages) == 0:
+        yield {
+          "replica": left // (fsdp * stages),
+          "pipeline": stages,
+          "fsdp": fsdp,
+          "sequence": sequence,
+          "tensor": tensor,
+        }
 
 
 def _divisors(number: int) -> list[int]:
   return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# Facts by formula.
 
 
 def by_formula(
@@ -157,50 +208,20 @@ def by_formula(
   traced: Sizes,
   correction: Correction = Correction(),
 ) -> dict[str, Any]:
-  """Returns the facts of estimate.row, without a compiler."""
-  of, config = candidate.sizes, candidate.apply(config)
-  b, of_model = estimate.itemsize(config), estimate.blocks(config)
-  # Embedding and head are in all stages.
-  table = of_model.vocab_size * of_model.width if of_model else 0
-  rest = max(0, traced.parameters - 2 * table)
-  in_stages = traced.parameters - rest + rest / of["pipeline"]
-  parts = of["fsdp"] * of["tensor"] * traced.parameters / in_stages
-  zero = config.get("opt_sharding", "fsdp") == "replica"
-  state = {
-    "params": 4 * traced.parameters / parts,
-    "opt": traced.opt_bytes / (parts * (of["replica"] if zero else 1)),
-  }
-  policy = candidate.remat_policy or "none"
-  # The copies of sharding/tensor.py are a batch dimension of all products.
-  if of["tensor"] > 1 and policy == "dots_with_no_batch_dims_saveable":
-    policy = "nothing_saveable"
-  flops, kept = POLICIES.get(policy, (4 / 3, 0.0))
-  busy = 1 + estimate.schedule_of(of, config).idle()
-  split = of["devices"] * of["microbatches"] / busy
-  # Elements that the products of a microbatch compute on a device.
-  width = of_model.width if of_model else 1024
-  depth = of_model.depth if of_model else 12
-  if of_model and traced.tokens_per_example:
-    tokens = of["batch_size"] * traced.tokens_per_example / split
-    heads = of_model.heads + of_model.kv_heads
-    layer = 2 * heads * of_model.head_dim + of_model.hidden + 2 * width
-    of_products, stream = depth * tokens * layer, depth * tokens * width
-    # Inside of a layer, the devices of a tensor group have the same tokens.
-    of_products += depth * tokens * width * (of["tensor"] - 1)
-  else:
-    of_products = traced.model_flops / 3 / split / (2 * width)
-    stream = of_products / 8
-  gradients = state["params"] * (1 + (of["microbatches"] > 1))
-  weights = 2 * b * traced.parameters / depth / of["tensor"]
-  logits = min(_LOGITS_BYTES, b * of_products)  # Of a small model: less.
-  at_work = 2.5 * b * of_products / depth + weights + logits
-  temporary = correction.temporary * (
-    gradients + b * (stream + kept * of_products) + at_work
-  )
-  batch = traced.batch_bytes / meshes.batch_ways(of)
-  total = sum(state.values())
+  """Returns the facts for estimate.from_facts, without a compiler."""
+  mesh, config = candidate.sizes, candidate.apply(config)
+  model = formulae.blocks(config)
+  policy = _policy(candidate)
+  state = _state_bytes(mesh, config, traced, model)
+  state_bytes = sum(state.values())
+  temporary = _temporary_bytes(mesh, config, traced, model, policy, state)
+  temporary *= correction.temporary
+  batch = traced.batch_bytes / meshes.batch_ways(mesh)
+  # Idle stages of a pipeline compute as well, on nothing.
+  busy = 1 + formulae.schedule_of(mesh, config).idle()
+  executed_flops = traced.model_flops * policy.flops * busy * correction.flops
   facts = {
-    **of,
+    **mesh,
     "parameters": traced.parameters,
     "sharded_parameters": traced.parameters,
     "parameter_bytes": 4 * traced.parameters,
@@ -209,13 +230,13 @@ def by_formula(
     "batch_bytes": batch,
     "tokens_per_example": traced.tokens_per_example,
     "model_flops": traced.model_flops,
-    "executed_flops": traced.model_flops * flops * busy * correction.flops,
+    "executed_flops": executed_flops,
     "memory": {
-      "argument_bytes": total + batch,
-      "output_bytes": total,
-      "alias_bytes": total,
+      "argument_bytes": state_bytes + batch,
+      "output_bytes": state_bytes,
+      "alias_bytes": state_bytes,
       "temporary_bytes": temporary,
-      "peak_bytes": total + batch + temporary,
+      "peak_bytes": state_bytes + batch + temporary,
     },
     "unknown_loops": 0,
     "cycles": None,
@@ -223,9 +244,83 @@ def by_formula(
     "figures": "formula",
     "compiler": "cpu",
   }
-  sent = estimate.by_formula(facts, of_model, config)
-  ones = [one._asdict() for of_axis in sent.values() for one in of_axis]
-  return {**facts, "collectives": ones}
+  by_axes = formulae.traffic(facts, model, config)
+  sent = itertools.chain(*by_axes.values())
+  return {**facts, "collectives": [one._asdict() for one in sent]}
+
+
+def _policy(candidate: Candidate) -> Policy:
+  name = candidate.remat_policy or "none"
+  tensor = candidate.sizes["tensor"]
+  if tensor > 1 and name == "dots_with_no_batch_dims_saveable":
+    # With `tensor`, all products have a batch dimension: the copies of
+    # sharding/tensor.py. So this policy keeps nothing.
+    name = "nothing_saveable"
+  return POLICIES[name]
+
+
+def _state_bytes(
+  mesh: meshes.Mesh,
+  config: Mapping[str, Any],
+  traced: Sizes,
+  model: Blocks | None,
+) -> dict[str, float]:
+  """Bytes of the state on each device, which is in float32."""
+  # A pipeline splits the layers; embedding and head are in all stages.
+  table_size = model.vocab_size * model.width if model else 0
+  in_layers = max(0, traced.parameters - 2 * table_size)
+  in_tables = traced.parameters - in_layers
+  in_a_stage = in_tables + in_layers / mesh["pipeline"]
+  parts = mesh["fsdp"] * mesh["tensor"] * traced.parameters / in_a_stage
+  zero_1 = config.get("opt_sharding", "fsdp") == "replica"
+  opt_parts = parts * (mesh["replica"] if zero_1 else 1)
+  return {
+    "params": 4 * traced.parameters / parts,
+    "opt": traced.opt_bytes / opt_parts,
+  }
+
+
+def _temporary_bytes(
+  mesh: meshes.Mesh,
+  config: Mapping[str, Any],
+  traced: Sizes,
+  model: Blocks | None,
+  policy: Policy,
+  state: Mapping[str, float],
+) -> float:
+  """Bytes of gradients and activations on each device."""
+  busy = 1 + formulae.schedule_of(mesh, config).idle()
+  # Over this a step's work is split: a device has one microbatch at a time.
+  split = mesh["devices"] * mesh["microbatches"] / busy
+  # Numbers that a device computes for a microbatch: `products` of all matrix
+  # products, `stream` of the residual stream at the ends of layers.
+  if model and traced.tokens_per_example:
+    depth = model.depth
+    tokens = mesh["batch_size"] * traced.tokens_per_example / split
+    heads = model.heads + model.kv_heads
+    per_token = 2 * heads * model.head_dim + model.hidden + 2 * model.width
+    products = depth * tokens * per_token
+    stream = depth * tokens * model.width
+    # Within a layer, the devices of a tensor group have the same tokens.
+    products += depth * tokens * model.width * (mesh["tensor"] - 1)
+  else:
+    # A guess for other models: from the FLOPs, with a usual width and depth.
+    depth = model.depth if model else 12
+    width = model.width if model else 1024
+    products = traced.model_flops / 3 / split / (2 * width)
+    stream = products / 8
+  itemsize = formulae.itemsize(config)
+  # One copy in use and, with several microbatches, one for the sum.
+  gradients = state["params"] * (1 + (mesh["microbatches"] > 1))
+  kept = itemsize * (stream + policy.kept * products)
+  # The layer that is computed, with its gathered weights and their gradients.
+  weights = 2 * itemsize * traced.parameters / depth / mesh["tensor"]
+  logits = min(_LOGITS_BYTES, itemsize * products)  # A small model has fewer.
+  at_work = _RESULTS_RATIO * itemsize * products / depth + weights + logits
+  return gradients + kept + at_work
+
+
+# The search.
 
 
 def score(row: Mapping[str, Any]) -> float:
@@ -244,123 +339,151 @@ def choose(
 ) -> Choice:
   """Compiles the best candidates until time.monotonic() is `end`.
 
-  `compile_one`, if given, returns facts, or None if the time is up.
+  Without `compile_one`, all figures are by formula.
   """
-  compiled: Rows = {}
-  ways, out_of_time = list(ways), False
+  ways = list(ways)
+  compiled: Estimates = {}
 
-  def row(candidate: Candidate, facts: Mapping[str, Any]) -> dict[str, Any]:
-    result = estimate.row(facts, candidate.apply(config), target, efficiency)
-    result["has_policy"] = candidate.remat_policy is not None
-    return result | {"pipeline_rounds": candidate.pipeline_rounds}
-
-  def rows() -> Rows:
-    factors = _corrections(compiled, config, traced)
+  def estimated(candidate: Candidate, facts: estimate.Facts) -> dict[str, Any]:
+    changed = candidate.apply(config)
     return {
-      c: compiled.get(c)
-      or row(c, by_formula(c, config, traced, _nearest(factors, c)))
-      for c in ways
+      **estimate.from_facts(facts, changed, target, efficiency),
+      "has_policy": candidate.remat_policy is not None,
+      "pipeline_rounds": candidate.pipeline_rounds,
     }
 
+  def estimate_all() -> Estimates:
+    corrections = _corrections(compiled, config, traced)
+    result = dict(compiled)
+    for candidate in ways:
+      if candidate not in compiled:
+        correction = _nearest(corrections, candidate)
+        facts = by_formula(candidate, config, traced, correction)
+        result[candidate] = estimated(candidate, facts)
+    return {candidate: result[candidate] for candidate in ways}
+
+  out_of_time = False
   while True:
-    all_rows = rows()
-    best = _best(all_rows)
-    todo = [c for c in best if c not in compiled]
-    left = end - time.monotonic()
-    if not todo or compile_one is None or left <= 0:
-      out_of_time = bool(todo) and compile_one is not None
+    estimates = estimate_all()
+    best = _best(estimates)
+    todo = [candidate for candidate in best if candidate not in compiled]
+    if not todo or compile_one is None:
       break
-    facts = compile_one(todo[0], left)
+    left = end - time.monotonic()
+    facts = compile_one(todo[0], left) if left > 0 else None
     if facts is None:
       out_of_time = True
       break
-    compiled[todo[0]] = row(todo[0], facts)
-  too_large = [r for r in compiled.values() if not r["fits"]]
+    # This may change the order, because it corrects the other candidates.
+    compiled[todo[0]] = estimated(todo[0], facts)
+
   chosen = [
-    all_rows[c] | {"reasons": _reasons(c, all_rows, target)} for c in best
+    {**estimates[one], "reasons": _reasons(one, estimates, target)}
+    for one in best
   ]
-  return Choice(
-    chosen, too_large if any(r["fits"] for r in chosen) else [], out_of_time
-  )
+  too_large = []
+  if any(one["fits"] for one in chosen):
+    too_large = [one for one in compiled.values() if not one["fits"]]
+  return Choice(chosen, too_large, out_of_time)
 
 
-def _best(rows: Rows) -> list[Candidate]:
-  fit = {c: r for c, r in rows.items() if r["fits"]}
-  if fit:
-    # Among equals the one with larger microbatches, which are more efficient.
-    order = sorted(fit, key=lambda c: (score(fit[c]), c.sizes["microbatches"]))
+def _best(estimates: Estimates) -> list[Candidate]:
+  """The best candidate of each of the best meshes."""
+  fitting = {c: one for c, one in estimates.items() if one["fits"]}
+  if fitting:
+    # Among equals, fewer and larger microbatches are more efficient.
+    ordered = sorted(
+      fitting, key=lambda c: (score(fitting[c]), c.sizes["microbatches"])
+    )
   else:
-    order = sorted(rows, key=lambda c: rows[c]["peak_bytes"])
-  of_mesh: dict[tuple[int, ...], Candidate] = {}
-  for candidate in order:
-    of_mesh.setdefault(candidate.axes, candidate)
-  return list(of_mesh.values())[:BEST]
+    ordered = sorted(estimates, key=lambda c: estimates[c]["peak_bytes"])
+  first_of_mesh: dict[tuple[int, ...], Candidate] = {}
+  for candidate in ordered:
+    first_of_mesh.setdefault(candidate.axes, candidate)
+  return list(first_of_mesh.values())[:BEST]
 
 
 def _corrections(
-  compiled: Rows, config: Mapping[str, Any], traced: Sizes
+  compiled: Estimates, config: Mapping[str, Any], traced: Sizes
 ) -> dict[Candidate, Correction]:
   result = {}
-  for candidate, row in compiled.items():
+  for candidate, real in compiled.items():
     guess = by_formula(candidate, config, traced)
-    memory = [r["memory"]["temporary_bytes"] for r in (row, guess)]
-    flops = row["executed_flops"] / guess["executed_flops"]
-    result[candidate] = Correction(memory[0] / memory[1], flops)
+    real_temporary = real["memory"]["temporary_bytes"]
+    result[candidate] = Correction(
+      temporary=real_temporary / guess["memory"]["temporary_bytes"],
+      flops=real["executed_flops"] / guess["executed_flops"],
+    )
   return result
 
 
 def _nearest(
-  factors: Mapping[Candidate, Correction], to: Candidate
+  corrections: Mapping[Candidate, Correction], to: Candidate
 ) -> Correction:
   """The correction of the most similar program; the last one among equals."""
 
-  def unlike(one: Candidate) -> tuple[float, ...]:
-    far = {
+  def difference(one: Candidate) -> tuple[float, ...]:
+    """In the order in which differences matter for memory."""
+    factors = {
       name: abs(math.log2(one.sizes[name] / to.sizes[name]))
       for name in (*sharding.AXES, "microbatches")
     }
-    within = far["tensor"] + far["sequence"] + far["pipeline"]
-    other = one.remat_policy != to.remat_policy
-    return other, within, far["microbatches"], far["fsdp"]
+    return (
+      one.remat_policy != to.remat_policy,
+      factors["tensor"] + factors["sequence"] + factors["pipeline"],
+      factors["microbatches"],
+      factors["fsdp"],
+    )
 
-  if not factors:
+  if not corrections:
     return Correction()
-  nearest = min(reversed(list(factors)), key=unlike)
+  nearest = min(reversed(list(corrections)), key=difference)
   if nearest.remat_policy != to.remat_policy:
-    return factors[nearest]._replace(flops=1.0)
-  return factors[nearest]
+    # Policies differ in what they compute again.
+    return corrections[nearest]._replace(flops=1.0)
+  return corrections[nearest]
 
 
-def _reasons(candidate: Candidate, rows: Rows, target: Hardware) -> list[str]:
-  row = rows[candidate]
-  if not row["fits"]:
-    return [f"Nothing fits; this needs {gb(row['peak_bytes'])} GB."]
-  compute, by_axis = row["secs"]["compute"], row["sent_by_axis"]
-  sent = row["secs"]["in_turn"] - compute
-  if row["secs"]["overlapped"] > compute:
-    first = f"Communication takes {sent:.3g} s, more than the {compute:.3g} s "
-    first += "of computation"
+def _reasons(
+  candidate: Candidate, estimates: Estimates, target: Hardware
+) -> list[str]:
+  """Sentences: what limits a step, and why not a faster way on this mesh."""
+  chosen = estimates[candidate]
+  if not chosen["fits"]:
+    return [f"Nothing fits; this needs {gb(chosen['peak_bytes'])} GB."]
+  compute = chosen["secs"]["compute"]
+  sending = chosen["secs"]["in_turn"] - compute
+  if chosen["secs"]["overlapped"] > compute:
+    first = (
+      f"Communication takes {sending:.3g} s, more than the {compute:.3g} s of "
+      "computation"
+    )
   else:
-    first = f"Computation takes {compute:.3g} s and hides {sent:.2g} s of "
-    first += "communication"
-  if by_axis:
-    largest = max(by_axis, key=lambda axes: by_axis[axes])
-    first += f"; most of it goes over {largest}: {gb(by_axis[largest])} GB"
-  alike = [
-    c
-    for c, r in rows.items()
-    if c.axes == candidate.axes and not r["fits"] and score(r) < score(row)
+    first = (
+      f"Computation takes {compute:.3g} s and hides {sending:.2g} s of "
+      "communication"
+    )
+  if sent := chosen["sent_by_axis"]:
+    largest = max(sent, key=sent.__getitem__)
+    first += f"; most of it goes over {largest}: {gb(sent[largest])} GB"
+  reasons = [f"{first}."]
+  faster = [
+    other
+    for other, one in estimates.items()
+    if other.axes == candidate.axes
+    and not one["fits"]
+    and score(one) < score(chosen)
   ]
-  if not alike:
-    return [f"{first}."]
-  smallest = min(alike, key=lambda c: rows[c]["peak_bytes"])
-  other = rows[smallest]
-  return [
-    f"{first}.",
-    f"Faster on this mesh, but too large: microbatches={other['microbatches']},"
-    f" remat_policy={smallest.remat_policy!r} needs {gb(other['peak_bytes'])} "
-    f"of {gb(target.memory_bytes)} GB ({other['figures']}).",
-  ]
+  if faster:
+    smallest = min(faster, key=lambda other: estimates[other]["peak_bytes"])
+    one = estimates[smallest]
+    reasons.append(
+      "Faster on this mesh, but too large: "
+      f"microbatches={one['microbatches']}, "
+      f"remat_policy={smallest.remat_policy!r} needs {gb(one['peak_bytes'])} "
+      f"of {gb(target.memory_bytes)} GB ({one['figures']})."
+    )
+  return reasons
 
 
 def gb(nbytes: float) -> str:

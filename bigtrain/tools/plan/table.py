@@ -1,60 +1,73 @@
-"""What the command prints: a table with one column per mesh, and a choice."""
+"""What the command prints: a table with one column per mesh, and a choice.
+
+The lines of the table are in table.jinja, the notes below it in notes.jinja.
+"""
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 
 from bigtrain import sharding
-from bigtrain.tools.plan import hardware, hlo
+from bigtrain.tools.plan import collectives, hardware
 from bigtrain.tools.plan.search import Choice, gb
 
-_Row = Mapping[str, Any]
+# A result of estimate.from_facts.
+_Estimate = Mapping[str, Any]
 
-# Of all bytes that are sent; less is not worth a line.
-_LEAST_SENT = 1e-3
+# Groups of axes over which a mesh sends less than this share of its traffic are
+# not worth a line.
+_MIN_SHARE = 1e-3
 
 
 def text(
-  config: str, hardware_name: str, rows: Sequence[_Row], efficiency: float
+  config: str,
+  hardware_name: str,
+  estimates: Sequence[_Estimate],
+  efficiency: float,
 ) -> str:
-  first = rows[0]
-  lines = [line.split("\t") for line in _lines(rows, efficiency)]
-  names = max(len(name) for name, *_ in lines)
+  first = estimates[0]
+  lines = [line.split("\t") for line in _lines(estimates, efficiency)]
+  name_width = max(len(name) for name, *_ in lines)
   width = max(len(cell) for _, *cells in lines for cell in cells) + 2
   head = (
     f"{config} on {hardware_name}: {first['parameters']:,} parameters, "
     f"{gb(first['parameter_bytes'])} GB (1 GB is 1e9 bytes)."
   )
-  table = [
-    (name.ljust(names) + "".join(cell.rjust(width) for cell in cells)).rstrip()
-    for name, *cells in lines
-  ]
+  table = []
+  for name, *cells in lines:
+    line = name.ljust(name_width) + "".join(cell.rjust(width) for cell in cells)
+    table.append(line.rstrip())
   target = hardware.find(hardware_name)
-  notes = _filled("notes.jinja", rows=rows, target=target)
+  notes = _filled("notes.jinja", estimates=estimates, target=target)
   return "\n".join([head, "", *table, "", *notes])
 
 
-def _lines(rows: Sequence[_Row], efficiency: float) -> list[str]:
+def _lines(estimates: Sequence[_Estimate], efficiency: float) -> list[str]:
   axes = list(sharding.BATCH_AXES)
-  if not all(r["sequence"] == r["tensor"] == 1 for r in rows):
+  if any(one["sequence"] > 1 or one["tensor"] > 1 for one in estimates):
     axes += ["sequence", "tensor"]
-  if any(r["pipeline"] > 1 for r in rows):
+  if any(one["pipeline"] > 1 for one in estimates):
     axes.insert(1, "pipeline")
+
+  def is_sent(kind: str) -> bool:
+    return any(
+      one["sent_bytes"][kind] or one["formula"].get(kind) for one in estimates
+    )
+
+  def has_formula(field: str, key: str) -> bool:
+    return any(key in one[field] for one in estimates)
+
   return _filled(
     "table.jinja",
-    rows=rows,
+    estimates=estimates,
     axes=axes,
     efficiency=efficiency,
-    kinds=[
-      kind
-      for kind in hlo.KINDS
-      if any(r["sent_bytes"][kind] or r["formula"].get(kind) for r in rows)
-    ],
-    groups=sorted({*_groups(rows)}, key=lambda n: (n.count(","), n)),
-    has_formula=lambda kind, key: any(key in r[kind] for r in rows),
-    has_cycles=any(r["cycles"] for r in rows),
+    kinds=[kind for kind in collectives.KINDS if is_sent(kind)],
+    groups=_groups(estimates),
+    has_formula=has_formula,
+    has_cycles=any(one["cycles"] for one in estimates),
   )
 
 
@@ -66,12 +79,16 @@ def _filled(name: str, **values: Any) -> list[str]:
   return environment.from_string(path.read_text()).render(values).splitlines()
 
 
-def _groups(rows: Sequence[_Row]) -> Iterator[str]:
-  """Axes over which a mesh sends enough."""
-  least = _LEAST_SENT * max(sum(r["sent_bytes"].values()) for r in rows)
-  for row in rows:
-    for sent in (row["sent_by_axis"], row["formula_by_axis"]):
-      yield from (axes for axes, nbytes in sent.items() if nbytes > least)
+def _groups(estimates: Sequence[_Estimate]) -> list[str]:
+  """Axes worth a line, such as "replica, sequence"; single ones come first."""
+  most = max(sum(one["sent_bytes"].values()) for one in estimates)
+  result = set()
+  for one in estimates:
+    for sent in (one["sent_by_axis"], one["formula_by_axis"]):
+      for axes, nbytes in sent.items():
+        if nbytes > _MIN_SHARE * most:
+          result.add(axes)
+  return sorted(result, key=lambda axes: (axes.count(","), axes))
 
 
 def _pflop(flops: float | None) -> str:
@@ -84,30 +101,35 @@ def _number(value: float | None, spec: str = ".3g") -> str:
 
 def choice_text(choice: Choice, minutes: float) -> str:
   """What follows the table of --choose: reasons, and lines to paste."""
-  result, by_formula = [], []
-  for number, row in enumerate(choice.best, 1):
-    by_formula += [str(number)] if row["figures"] == "formula" else []
-    result += [f"{number}. {' '.join(row['reasons'])}", ""]
-    result += [*(f"     {line}" for line in config_lines(row)), ""]
-  for row in choice.too_large:
-    size = f"{gb(row['peak_bytes'])} GB ({row['figures']})"
-    result.append(f"Does not fit: {size}: {'; '.join(config_lines(row))}")
+  lines = []
+  by_formula = []
+  for number, one in enumerate(choice.best, 1):
+    if one["figures"] == "formula":
+      by_formula.append(str(number))
+    lines += [f"{number}. {' '.join(one['reasons'])}", ""]
+    lines += [f"     {line}" for line in config_lines(one)]
+    lines.append("")
+  for one in choice.too_large:
+    size = f"{gb(one['peak_bytes'])} GB ({one['figures']})"
+    lines.append(f"Does not fit: {size}: {'; '.join(config_lines(one))}")
   if by_formula:
-    why = f"the {minutes:g} minutes were up"
-    if not choice.out_of_time:
+    if choice.out_of_time:
+      why = f"the {minutes:g} minutes were up"
+    else:
       why = "this number of devices cannot be simulated"
-    result.append(f"By formula only, because {why}: {', '.join(by_formula)}.")
-  return "\n".join(result)
+    lines.append(f"By formula only, because {why}: {', '.join(by_formula)}.")
+  return "\n".join(lines)
 
 
-def config_lines(row: _Row) -> list[str]:
-  sizes = sharding.in_words(row).replace(" x ", ", ")
-  if row["pipeline"] > 1:
-    sizes += f", pipeline_rounds={row['pipeline_rounds']}"
-  result = [
+def config_lines(one: _Estimate) -> list[str]:
+  """The lines of a config for an estimated mesh."""
+  sizes = sharding.in_words(one).replace(" x ", ", ")
+  if one["pipeline"] > 1:
+    sizes += f", pipeline_rounds={one['pipeline_rounds']}"
+  lines = [
     f"config.mesh = dict({sizes})",
-    f"config.microbatches = {row['microbatches']}",
+    f"config.microbatches = {one['microbatches']}",
   ]
-  if row["has_policy"]:
-    result.append(f'config.model.remat_policy = "{row["remat_policy"]}"')
-  return result
+  if one["has_policy"]:
+    lines.append(f'config.model.remat_policy = "{one["remat_policy"]}"')
+  return lines

@@ -8,16 +8,61 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.config import settings
 from bigtrain.reports.chrono import ACCOUNTS
 from bigtrain.reports.console import FIGURES, PREFIXES
 
-_TABLES = settings.read_table(__file__, "panels.toml")
-COLORS, _KNOWN = _TABLES["colors"], _TABLES["known"]
-ACCOUNT_NAMES = _TABLES["account_names"]
-ACCOUNT_COLORS = _TABLES["account_colors"]
-assert {*ACCOUNT_NAMES} == {*ACCOUNT_COLORS} == {*ACCOUNTS}
+# Okabe and Ito's colours, which people with any kind of colour vision can tell
+# apart (https://jfly.uni-koeln.de/color/), without yellow, which is faint on
+# white.
+COLORS = (
+  "#0072B2",  # Blue.
+  "#D55E00",  # Vermilion.
+  "#009E73",  # Green.
+  "#CC79A7",  # Purple.
+  "#E69F00",  # Orange.
+  "#56B4E9",  # Sky blue.
+  "#8C8C8C",  # Grey.
+)
 _LINES = ("-", "--", ":", "-.")
+
+_PERCENT = 100.0
+_GIB = 1 / 2**30
+# {metric: (title, axis label with unit, factor from the metric to that unit)}.
+# Panels have this order.
+_KNOWN = {
+  "loss": ("Training loss", "loss", 1.0),
+  "lr": ("Learning rate", "learning rate", 1.0),
+  "grad_norm": ("Gradient norm", "L2 norm", 1.0),
+  "examples_per_sec": ("Throughput", "examples / s", 1.0),
+  "tokens_per_sec": ("Throughput", "tokens / s", 1.0),
+  "mfu": ("Model FLOPs utilisation", "% of peak", _PERCENT),
+  "data_wait_fraction": ("Waiting for data", "% of time", _PERCENT),
+  "device_peak_bytes": ("Peak device memory", "GiB", _GIB),
+  "host_rss_bytes": ("Host memory", "GiB", _GIB),
+}
+
+# Names and colours of the time accounts.
+ACCOUNT_NAMES = {
+  "step": "steps",
+  "data_wait": "waiting for data",
+  "eval": "evaluation",
+  "save": "saving",
+  "compile": "compiling",
+  "start": "start-up",
+  "lost": "lost to restarts",
+  "down": "between restarts",
+}
+ACCOUNT_COLORS = {
+  "step": "#0072B2",
+  "data_wait": "#E69F00",
+  "eval": "#009E73",
+  "save": "#CC79A7",
+  "compile": "#56B4E9",
+  "start": "#BBBBBB",
+  "lost": "#D55E00",
+  "down": "#777777",
+}
+assert {*ACCOUNT_NAMES} == {*ACCOUNT_COLORS} == {*ACCOUNTS}
 
 
 class Run(NamedTuple):

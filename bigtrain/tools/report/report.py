@@ -75,7 +75,16 @@ def write(
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Plain("report", __doc__)
+  parser = arguments.Parser("report", __doc__)
+  parser.add_argument(
+    "workdir", nargs="+", help="folder of a run, finished or in progress"
+  )
+  parser.add_argument(
+    "--out",
+    help="folder for the page and the images (default: `report` in the "
+    "workdir, or in the current folder for several workdirs)",
+  )
+  ranking.add_arguments(parser)
   args = parser.parse_args(argv)
   workdirs = [paths.absolute(workdir) for workdir in args.workdir]
   only = workdirs[0] if len(workdirs) == 1 else ""

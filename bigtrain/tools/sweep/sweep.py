@@ -21,14 +21,53 @@ from bigtrain.cluster import lease, process
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.tools import arguments, exits
+from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.sweep import local, results, slurm, variants
+
+
+def _parser() -> arguments.JaxParser:
+  parser = arguments.JaxParser("sweep", __doc__, changes_config=True)
+  parser.add_argument(
+    "--config", required=True, help="FILE.py or FILE.py:arguments"
+  )
+  parser.add_argument("--workdir", required=True, help="folder of the sweep")
+  parser.add_argument(
+    "--grid",
+    action="append",
+    default=[],
+    metavar="KEY=VALUE,VALUE",
+    help="values of a config key; several grids are combined (default: "
+    "get_sweep of the config file)",
+  )
+  parser.add_argument(
+    "--jobs",
+    type=int,
+    help="number of runs at a time (default: 1 locally, no limit under Slurm)",
+  )
+  parser.add_argument(
+    "--launcher",
+    default="local",
+    choices=["local", "slurm"],
+    help="slurm: submit each variant as a job (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--sbatch",
+    default="",
+    help="options of sbatch with --launcher=slurm, such as '--time=60 "
+    "--gpus-per-node=8'",
+  )
+  ranking.add_arguments(parser)
+  parser.add_argument(
+    "--table",
+    action="store_true",
+    help="print the table of a sweep; start nothing",
+  )
+  return parser
 
 
 @exits.in_one_line()
 def main(argv: Sequence[str]) -> int:
-  parser = arguments.Parser("sweep", __doc__, changes_config=True)
-  args, changes = parser.parse(argv)
+  args, changes = _parser().parse(argv)
   if args.jobs is not None and args.jobs < 1:
     raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
   if args.sbatch and args.launcher != "slurm":

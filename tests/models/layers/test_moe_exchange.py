@@ -13,7 +13,7 @@ from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.models.layers import layer_dims, mlp, moe
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import collectives, hlo
 
 B, L, D, F, E = 8, 8, 16, 24, 8
 X = np.random.default_rng(0).normal(size=(B, L, D)).astype(np.float32)
@@ -127,7 +127,7 @@ def test_tokens_travel_once_each_way_and_weights_stay(factor):
     text = fn.lower(*args).compile().as_text()
   sent = collections.Counter()
   runs = collections.Counter()
-  for one in hlo.sent(hlo.Module(text))[0]:
+  for one in collectives.sent(hlo.Module(text))[0]:
     sent[one.kind] += one.sent_bytes
     runs[one.kind] += one.runs
   # Forward there and back, and the same for the gradients.

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases
+from support import cases, rounding
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.models.layers import mlp, moe
+
+pytestmark = pytest.mark.golden
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden/hf_moe.npz"
 E, F, J = 8, 6, 3
@@ -85,7 +87,15 @@ def golden(name):
 
 def run(name, mesh, x=None, real=None, **options):
   """Returns (output, gradients of weights and of the input, statistics)."""
-  tree, weights, state, _ = golden(name)
+  fn, x, real = function_of(name, mesh, x, real, **options)
+  weights = golden(name)[1]
+  (grads, x_grad), (y, stats) = jax.device_get(fn((weights, x)))
+  return y, grads, x_grad, stats
+
+
+def function_of(name, mesh, x=None, real=None, **options):
+  """Returns (function of (weights, x), x, which tokens count)."""
+  tree, _, state, _ = golden(name)
   x = tree["x"] if x is None else x
   options = dict(top_k=J, mlp_dim=F) | CASES[name] | options
   biased = name == "gpt_oss"
@@ -105,23 +115,28 @@ def run(name, mesh, x=None, real=None, **options):
     return jax.grad(loss, (0, 1), has_aux=True)(weights, x)
 
   real = np.ones(x.shape[:2], bool) if real is None else real
-  with jax.set_mesh(mesh):
-    args = jax.device_put((x, real), sharding.batch(mesh))
-    weights = jax.device_put(weights, sharding.replicated(mesh))
-    (grads, x_grad), (y, stats) = gradients(weights, *args)
-  return jax.device_get((y, grads, x_grad, stats))
+
+  def on_mesh(inputs):
+    weights, x = inputs
+    with jax.set_mesh(mesh):
+      args = jax.device_put((x, real), sharding.batch(mesh))
+      weights = jax.device_put(weights, sharding.replicated(mesh))
+      return gradients(weights, *args)
+
+  return on_mesh, x, real
 
 
 def check(name, mesh, **options):
-  tree, _, _, want = golden(name)
-  y, grads, x_grad, stats = run(name, mesh, **options)
-  assert stats["dropped"] == 0
-  np.testing.assert_allclose(y, tree["y"], 1e-5, 1e-5)
-  for got, expected in (
-    (x_grad, tree["x_grad"]),
-    *zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True),
-  ):
-    np.testing.assert_allclose(got, expected, 1e-5, 1e-5 * abs(expected).max())
+  tree, weights, _, want = golden(name)
+  fn, x, _ = function_of(name, mesh, **options)
+
+  def outputs(inputs):
+    (grads, x_grad), (y, stats) = fn(inputs)
+    assert stats["dropped"] == 0
+    return {"y": y, "grads": grads, "x_grad": x_grad}
+
+  expected = {"y": tree["y"], "grads": want, "x_grad": tree["x_grad"]}
+  rounding.assert_close(outputs, (weights, x), expected)
 
 
 def one_device():

@@ -10,6 +10,8 @@ import pytest
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import positions
 
+pytestmark = pytest.mark.golden
+
 
 def test_sincos_embeddings_have_the_known_values():
   posemb = positions.sincos_2d((2, 3), 8)

@@ -9,6 +9,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from support import rounding
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
@@ -18,6 +19,8 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.objective import building, published_sizes
 from bigtrain.tasks import classification
+
+pytestmark = pytest.mark.golden
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 FOLDERS = {"llama": 3, "qwen3": 1}
@@ -44,10 +47,9 @@ def test_logits_are_those_of_the_library(name):
   assert model.num_classes == FOLDERS[name]
   reference = np.load(folder / "reference.npz")
   tokens = np.where(reference["tokens"] == 0, -1, reference["tokens"])
-  logits = classification.predict_fns(model)["logits"](
-    {"params": params}, {"tokens": tokens}
-  )
-  np.testing.assert_allclose(logits, reference["logits"], atol=1e-5)
+  logits = classification.predict_fns(model)["logits"]
+  run = jax.jit(lambda params: [logits({"params": params}, {"tokens": tokens})])
+  rounding.assert_close(run, params, [reference["logits"]])
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.published.folders import GOLDEN
+from support import rounding
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
@@ -19,6 +20,8 @@ from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config import settings
 from bigtrain.models import text_transformer, two_towers
 from bigtrain.objective import building, published_sizes
+
+pytestmark = pytest.mark.golden
 
 VISION = GOLDEN / "published_vision"
 MODELS = {
@@ -113,29 +116,24 @@ def test_outputs_and_gradients(family, scan):
     ]
     return sum(weighted), outputs
 
+  def used(outputs):
+    """Without those of padding, which nobody reads."""
+    weights = {n: expected[f"weight of {n}"] for n in outputs}
+    return {n: x * (weights[n] != 0) for n, x in outputs.items()}
+
+  @jax.jit
+  def run(params):
+    grads, outputs = jax.grad(total, has_aux=True)(params)
+    return {"grads": grads, "outputs": used(outputs)}
+
   params = params_of(module, model, inputs, folder, devices=8)
-  grads, outputs = jax.jit(jax.grad(total, has_aux=True))(params)
-  for name, value in outputs.items():
-    # Padding has outputs that nobody reads.
-    used = np.broadcast_to(expected[f"weight of {name}"] != 0, value.shape)
-    np.testing.assert_allclose(
-      np.where(used, value, 0),
-      np.where(used, expected[name], 0),
-      rtol=0,
-      atol=1e-5 * np.abs(expected[name]).max(),
-      err_msg=name,
-    )
-  published = params_of(module, model, inputs, folder / "gradients.safetensors")
-  actual = dict(trees.flatten_with_names(grads))
-  wanted = dict(trees.flatten_with_names(published))
-  assert set(actual) == set(wanted)
-  largest = max(np.abs(x).max() for x in wanted.values())
-  for name, value in wanted.items():
-    # Those of keys' biases are zero but for rounding.
-    scale = max(np.abs(value).max(), 1e-2 * largest)
-    np.testing.assert_allclose(
-      actual[name], value, rtol=0, atol=1e-4 * scale, err_msg=name
-    )
+  names = [name for name in expected if f"weight of {name}" in expected]
+  gradients = folder / "gradients.safetensors"
+  published = {
+    "grads": params_of(module, model, inputs, gradients),
+    "outputs": used({name: expected[name] for name in names}),
+  }
+  rounding.assert_close(run, params, published)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,6 +14,7 @@ from models.published.folders import (
   module_of,
   name_of,
 )
+from support import rounding
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer
@@ -23,6 +24,8 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
 from bigtrain.tools import checkpoint as tool
 
+pytestmark = pytest.mark.golden
+
 
 @pytest.mark.parametrize("layout", MODELS)
 def test_logits_equal_those_of_transformers(layout):
@@ -30,8 +33,11 @@ def test_logits_equal_those_of_transformers(layout):
   golden = dict(np.load(GOLDEN / f"hf_{layout}" / "golden.npz"))
   expected = golden.pop("logits")
   params = load(layout, model)
-  logits, _ = jax.jit(model.apply)({"params": params}, **golden)
-  np.testing.assert_allclose(logits, expected, atol=1e-4)
+  run = jax.jit(lambda params: [model.apply({"params": params}, **golden)[0]])
+  rounding.assert_close(run, params, [expected])
+
+
+QUICK = (("gpt2", False), ("llama", True), ("t5_1_1", False), ("switch", True))
 
 
 @pytest.mark.parametrize("layout", MODELS)
@@ -61,8 +67,16 @@ DIFFERENT_KEYS = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize(
+  ("layout", "scan"),
+  [
+    (name, scan)
+    if (name, scan) in QUICK
+    else pytest.param(name, scan, marks=pytest.mark.slow)
+    for name in MODELS
+    for scan in (False, True)
+  ],
+)
 def test_export_restores_the_imported_folder(layout, scan, tmp_path, capsys):
   model = model_of(layout, scan=scan)
   params = load(layout, model, devices=8)

@@ -4,8 +4,6 @@ golden/make_published_vision.py and make_timm.py made the folders: small models,
 their outputs, and the gradients of the sum of these times fixed weights.
 """
 
-import functools
-import itertools
 import json
 import re
 import shutil
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.published.folders import GOLDEN
+from support import cases, rounding
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
@@ -25,6 +24,8 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.models import two_towers, vit
 from bigtrain.models.published import timm, vit_families
 from bigtrain.objective import building, published_sizes
+
+pytestmark = pytest.mark.golden
 
 VISION = GOLDEN / "published_vision"
 TWO_TOWERS = ("clip", "siglip", "siglip2")
@@ -103,21 +104,28 @@ def embeddings_of(model, params, expected):
   return dict(image_embeds=image, text_embeds=text, logits_per_text=logits)
 
 
-def close(actual, expected, tolerance, name=""):
-  atol = tolerance * np.abs(expected).max()
-  np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=name)
+# What differs most from the others is in `make test`.
+QUICK = (
+  *("beit", "dinov2_swiglu", "dinov2_with_registers", "dinov3_gated"),
+  *("timm_clip", "timm_registers", "vit"),
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases.quick(FAMILIES, *QUICK))
 def test_features(family):
   folder = VISION / family
   model = opened(folder)
   expected = reference(family)
-  outputs = outputs_of(model, params_of(model, folder), expected["image"])
-  patches = expected["last_hidden_state"][:, -16:]
-  close(outputs["last_hidden_state"], patches, 1e-5)
+  wanted = {"last_hidden_state": expected["last_hidden_state"][:, -16:]}
   if "pooler_output" in expected:
-    close(outputs["pooler_output"], expected["pooler_output"], 1e-5)
+    wanted["pooler_output"] = expected["pooler_output"]
+
+  @jax.jit
+  def run(params):
+    outputs = outputs_of(model, params, expected["image"])
+    return {name: outputs[name] for name in wanted}
+
+  rounding.assert_close(run, params_of(model, folder), wanted)
 
 
 def test_deit_3_by_the_names_of_its_authors(tmp_path):
@@ -135,8 +143,8 @@ def test_deit_3_by_the_names_of_its_authors(tmp_path):
   params, _ = warm_start.load_params(
     source, like_of(model), convert=vit.from_published
   )
-  logits, _ = model.apply({"params": params}, expected["image"])
-  close(logits, expected["pooler_output"], 1e-5)
+  run = jax.jit(lambda p: [model.apply({"params": p}, expected["image"])[0]])
+  rounding.assert_close(run, params, [expected["pooler_output"]])
 
 
 @pytest.mark.parametrize("family", TWO_TOWERS)
@@ -145,57 +153,37 @@ def test_embeddings_logits_and_their_gradients(family):
   model = opened(folder)
   expected = reference(family)
 
-  @jax.jit
-  @functools.partial(jax.grad, has_aux=True)
-  def gradients(params):
+  def total(params):
     outputs = embeddings_of(model, params, expected)
-    total = sum(
+    weighted = [
       jnp.sum(value * expected[f"weight of {name}"])
       for name, value in outputs.items()
-    )
-    return total, outputs
+    ]
+    return sum(weighted), outputs
 
-  actual, outputs = gradients(params_of(model, folder))
-  for name, value in outputs.items():
-    close(value, expected[name], 1e-5, name)
-  check_gradients(
-    actual, params_of(model, folder / "gradients.safetensors"), ()
-  )
+  @jax.jit
+  def run(params):
+    grads, outputs = jax.grad(total, has_aux=True)(params)
+    return {"grads": grads, "outputs": outputs}
 
-
-def check_gradients(actual, published, without):
-  actual = dict(trees.flatten_with_names(actual))
-  expected = dict(trees.flatten_with_names(published))
-  largest = max(np.abs(x).max() for x in expected.values())
-  for name in set(expected) - set(without):
-    value = expected[name]
-    # Those of keys' biases are zero but for rounding.
-    scale = max(np.abs(value).max(), 1e-2 * largest)
-    np.testing.assert_allclose(
-      actual[name], value, rtol=0, atol=1e-4 * scale, err_msg=name
-    )
+  names = ("image_embeds", "text_embeds", "logits_per_text")
+  gradients = params_of(model, folder / "gradients.safetensors")
+  published = {
+    "grads": gradients,
+    "outputs": {name: expected[name] for name in names},
+  }
+  rounding.assert_close(run, params_of(model, folder), published)
 
 
 @pytest.mark.parametrize(
-  "family",
-  [
-    "beit",
-    "dinov3_gated",
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in FAMILIES
-      if name not in ("beit", "dinov3_gated")
-    ),
-  ],
+  "family", cases.quick(FAMILIES, "beit", "dinov3_gated")
 )
 def test_gradients_of_stacked_layers(family):
   folder = VISION / family
   model = opened(folder, scan=True)
   expected = reference(family)
 
-  @jax.jit
-  @jax.grad
-  def gradients(params):
+  def total(params):
     outputs = outputs_of(model, params, expected["image"])
     # The class token's features are the pooled ones, before a tanh layer.
     total = 0.0
@@ -205,15 +193,23 @@ def test_gradients_of_stacked_layers(family):
     hidden = expected["weight of last_hidden_state"][:, -16:]
     return total + jnp.sum(outputs["last_hidden_state"] * hidden)
 
-  published = params_of(model, folder / "gradients.safetensors")
   # MAE's positions are fixed.
   without = ["pos_embedding"] if family == "vit_mae" else []
-  check_gradients(gradients(params_of(model, folder)), published, without)
+  trained = lambda tree: {n: x for n, x in tree.items() if n not in without}
+  run = jax.jit(lambda params: trained(jax.grad(total)(params)))
+  published = params_of(model, folder / "gradients.safetensors")
+  rounding.assert_close(run, params_of(model, folder), trained(published))
 
 
 @pytest.mark.parametrize(
   ("family", "scan"),
-  [*itertools.product(ALL, [False]), *itertools.product(FAMILIES, [True])],
+  [
+    pytest.param(name, scan, marks=pytest.mark.slow)
+    if scan and name not in QUICK
+    else (name, scan)
+    for scan in (False, True)
+    for name in (FAMILIES if scan else ALL)
+  ],
 )
 def test_exported_arrays_and_config_are_those_of_the_folder(family, scan):
   folder = VISION / family

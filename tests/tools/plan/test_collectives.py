@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bigtrain import sharding
 from bigtrain.models import vit
 from bigtrain.models.layers import attention, masks
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import collectives, hlo
 
 ROWS, D, F = 512, 64, 32
 WHOLE = PartitionSpec()
@@ -42,7 +42,7 @@ def partitioned(lowered):
       }
     )
     (path,) = pathlib.Path(folder).glob("*.after_spmd-partitioning.*.txt")
-    return hlo.sent(hlo.Module(path.read_text()))
+    return collectives.sent(hlo.Module(path.read_text()))
 
 
 def traffic(fn, *specs, replica=1, out=None, dtype=jnp.float32):
@@ -224,11 +224,11 @@ def test_attention_of_split_examples(implementation, causal):
       forward_and_backward, out_shardings=(split, split, split, split)
     )
     found, _ = partitioned(jitted.lower(*arrays))
-  sent = dict.fromkeys(hlo.KINDS, 0.0)
+  sent = dict.fromkeys(collectives.KINDS, 0.0)
   for collective in found:
     sent[collective.kind] += collective.sent_bytes
   keys, queries = 2 * T * G * K, T * H * K
-  expected = dict.fromkeys(hlo.KINDS, 0.0)
+  expected = dict.fromkeys(collectives.KINDS, 0.0)
   if implementation == "ring":
     expected["collective-permute"] += (
       keys / n * (2 * nbytes * (n - 1) + 4 * n + 2 * nbytes * causal)
@@ -241,7 +241,7 @@ def test_attention_of_split_examples(implementation, causal):
 
 
 def test_text_of_other_backends():
-  found, unknown_loops = hlo.sent(hlo.Module(GPU))
+  found, unknown_loops = collectives.sent(hlo.Module(GPU))
   merged = {(c.kind, c.group_size, c.stride, c.runs, c.nbytes) for c in found}
 
   assert merged == {
@@ -253,7 +253,7 @@ def test_text_of_other_backends():
   }
   assert not unknown_loops
   text = GPU.replace('"known_trip_count":{"n":"7"},', "")
-  found, unknown_loops = hlo.sent(hlo.Module(text))
+  found, unknown_loops = collectives.sent(hlo.Module(text))
   assert unknown_loops == 1
   gathers = [c for c in found if c.kind == "all-gather"]
   assert gathers[0].runs == 3
@@ -270,7 +270,7 @@ def test_text_of_other_backends():
   ],
 )
 def test_bytes_sent_in_a_ring(kind, sent):
-  one = hlo.Collective(kind, 4, 1, runs=1, nbytes=100)
+  one = collectives.Collective(kind, 4, 1, runs=1, nbytes=100)
   assert one.sent_bytes == sent
   assert one._replace(group_size=1).sent_bytes == 0
 
@@ -284,5 +284,5 @@ ENTRY %main (p: (s32[], /*index=1*/bf16[8,4]{1,0})) -> bf16[8,4] {
   ROOT %c = bf16[8,4]{1,0} collective-permute(%p#1), source_target_pairs={{0,1},{1,0}}
 }
 """  # noqa: E501
-  (collective,), _ = hlo.sent(hlo.Module(text))
+  (collective,), _ = collectives.sent(hlo.Module(text))
   assert collective.nbytes == 8 * 4 * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigtrain.tools.plan import hardware, hlo
+from bigtrain.tools.plan import collectives, cycles, hardware, hlo
 
 # A loop of 5 rounds whose condition is a fusion, as TPUs write it. In its body
 # a gather runs behind a product, a permute is waited for, and a kernel has no
@@ -91,7 +91,7 @@ NANOSECOND = 1e-9
 
 
 def read(text, clock=1e9, flops_per_cycle=128, secs_per_byte=NANOSECOND):
-  return hlo.cycles(
+  return cycles.cycles(
     hlo.Module(text),
     clock,
     flops_per_cycle,
@@ -168,7 +168,7 @@ def test_a_collective_of_a_wrapped_computation():
     "  %rs.2 = f32[16]{0} async-done(%rs.1)\n  %flag = ",
   )
   more = read(text).transfer_secs - read(TPU).transfer_secs
-  one = hlo.Collective("reduce-scatter", 4, 1, 1, 64 * 4)
+  one = collectives.Collective("reduce-scatter", 4, 1, 1, 64 * 4)
   assert more == pytest.approx(one.sent_bytes * NANOSECOND)
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from bigtrain.tools.plan import estimate, hardware, hlo
+from bigtrain.tools.plan import collectives, estimate, hardware
 
 
 def facts(devices, fsdp, **changes):
   """Facts of a made-up program: a gather, a scatter and a sum over replicas."""
-  made = lambda kind, group, stride, nbytes: hlo.Collective(
+  made = lambda kind, group, stride, nbytes: collectives.Collective(
     kind, group, stride, runs=2, nbytes=nbytes
   )
   replica = devices // fsdp
@@ -55,7 +55,9 @@ H100 = hardware.find("h100")
 
 
 def test_seconds_of_a_step_match_a_calculation_by_hand():
-  row = estimate.row(facts(32, 16), {"model": {"dtype": "bfloat16"}}, H100, 0.5)
+  row = estimate.from_facts(
+    facts(32, 16), {"model": {"dtype": "bfloat16"}}, H100, 0.5
+  )
   gather, scatter, over = 8000 * 15 / 16, 4000 * 15 / 16, 2 * 250 * 1 / 2
   assert row["sent_bytes"]["all-gather"] == gather
   assert row["sent_bytes"]["reduce-scatter"] == scatter
@@ -102,10 +104,12 @@ def test_extrapolation_needs_the_same_axes_and_examples_per_device():
 
 
 def test_seconds_and_memory_of_the_compiler():
-  row = estimate.row(facts(32, 16), {}, H100)
+  row = estimate.from_facts(facts(32, 16), {}, H100)
   assert row["compiler_secs"] is row["compiler_mfu"] is None
   cycles = dict(compute_secs=0.3, exposed_secs=0.1, kernels={})
-  row = estimate.row(facts(32, 16, cycles=cycles, compiler="tpu"), {}, H100)
+  row = estimate.from_facts(
+    facts(32, 16, cycles=cycles, compiler="tpu"), {}, H100
+  )
   assert row["compiler_secs"] == pytest.approx(0.4)
   assert row["compiler_mfu"] == pytest.approx(6e9 / (0.4 * 989.4e12))
   # Not all temporary arrays are alive at the same time.
@@ -117,14 +121,14 @@ def test_seconds_and_memory_of_the_compiler():
 def test_products_that_became_dense_take_longer():
   config = {"model": {"dtype": "bfloat16"}}
   products = dict(flops=8e12, kernels={}, unknown_loops=0)
-  row = estimate.row(
+  row = estimate.from_facts(
     facts(32, 16, products=products, compiler="gpu"), config, H100, 0.5
   )
   assert row["product_flops"] == 32 * 8e12
   assert row["secs"]["compute"] == pytest.approx(8e12 / (989.4e12 * 0.5))
   # Attention kernels are not in the products, so they may also be fewer.
   products["flops"] = 6e9
-  row = estimate.row(
+  row = estimate.from_facts(
     facts(32, 16, products=products, compiler="gpu"), config, H100, 0.5
   )
   assert row["secs"]["compute"] == pytest.approx(8e9 / (989.4e12 * 0.5))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bigtrain.tools.plan import estimate, hlo, plan, table
+from bigtrain.tools.plan import formulae, groups, plan, table
 
 CONFIG = """
 def get_config():
@@ -84,28 +84,25 @@ def test_a_program_with_zero_1_sends_what_the_formulae_say(tmp_path):
 
 def test_axes_of_groups_are_recognised():
   of = dict(replica=4, pipeline=1, fsdp=8, sequence=2, tensor=2)
-  groups = {
-    "tensor": (2, 1),
-    "sequence": (2, 2),
-    "fsdp": (8, 4),
-    "replica": (4, 32),
-    "replica, sequence": (8, 2, 2, 99),
+  of_axes = {
+    "tensor": groups.Group(2, 1),
+    "sequence": groups.Group(2, 2),
+    "fsdp": groups.Group(8, 4),
+    "replica": groups.Group(4, 32),
+    "replica, sequence": groups.Group(8, 2, inner=2, span=99),
   }
-  for axes, group in groups.items():
-    assert estimate.group(axes, of) == group
-    size, stride, *gaps = group
-    one = hlo.Collective("all-gather", size, stride, 1, 8, *gaps)
-    assert estimate.axis_of(one, of) == axes
+  for axes, group in of_axes.items():
+    assert groups.over_axes(axes, of) == group
+    assert groups.axes_of(group, of) == axes
   # The same devices in another order.
-  size, *distances = estimate.group("fsdp, replica", of)
-  one = hlo.Collective("all-gather", size, distances[0], 1, 8, *distances[1:])
-  assert estimate.axis_of(one, of) == "replica, fsdp"
+  group = groups.over_axes("fsdp, replica", of)
+  assert groups.axes_of(group, of) == "replica, fsdp"
 
 
 def test_the_hidden_units_of_a_tokens_experts_are_counted():
   of = dict(model_name="decoder", model=dict(variant="mixtral_8x7b"))
   of["model"]["vocab_size"] = 32_000
-  blocks = estimate.blocks(of)
+  blocks = formulae.blocks(of)
   # Two of the experts, and a gate beside each hidden unit.
   assert blocks.hidden == 14_336 * 2 * 2
   assert (blocks.vocab_size, blocks.tied) == (32_000, False)

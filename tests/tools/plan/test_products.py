@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (lines of the compiler)
 """Products of a program for GPUs, in text as the compiler writes it."""
 
-from bigtrain.tools.plan import hlo
+from bigtrain.tools.plan import hlo, products
 
 TEXT = """HloModule jit_update, num_partitions=8
 
@@ -44,7 +44,7 @@ ENTRY %main (x: (s32[], bf16[100,512], bf16[512,64]), y: bf16[4,32,16], z: f32[2
 
 
 def test_products_of_loops_libraries_and_convolutions():
-  found = hlo.products(hlo.Module(TEXT))
+  found = products.products(hlo.Module(TEXT))
   loop = 12 * 2 * 100 * 512 * 64
   library = 2 * 4 * 16 * 16 * 32
   convolution = 2 * (2 * 2 * 2 * 6) * (4 * 4 * 3)
@@ -53,6 +53,6 @@ def test_products_of_loops_libraries_and_convolutions():
   assert found.unknown_loops == 0
   # A loop without a trip count counts once, and says so.
   text = TEXT.replace("known_trip_count", "x").replace("=LT", "=NE")
-  once = hlo.products(hlo.Module(text))
+  once = products.products(hlo.Module(text))
   assert once.flops == found.flops - loop * 11 // 12
   assert once.unknown_loops == 1

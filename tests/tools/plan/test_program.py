@@ -31,7 +31,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
   )
   facts = dict(
     footprint,
-    memory=program._memory(footprint, needed),
+    memory=program._memory_of_too_large(footprint, needed),
     model_flops=1e12,
     collectives=[],
     unknown_loops=0,
@@ -48,7 +48,7 @@ def test_a_program_that_does_not_fit_is_a_row_with_its_size():
     batch_size=16,
     microbatches=1,
   )
-  row = estimate.row(facts, {}, hardware.find("tpu_v5e"))
+  row = estimate.from_facts(facts, {}, hardware.find("tpu_v5e"))
   assert row["peak_bytes"] == needed and not row["fits"]
   text = table.text("x.py", "tpu_v5e", [row], 0.6)
   assert "too large" in text and "150%: too large" in text and "24.1" in text

@@ -6,7 +6,14 @@ import pytest
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.loading import load
-from bigtrain.tools.plan import hardware, hlo, plan, program, search, table
+from bigtrain.tools.plan import (
+  collectives,
+  hardware,
+  plan,
+  program,
+  search,
+  table,
+)
 
 FILE = """
 def get_config():
@@ -103,7 +110,7 @@ def test_rounds_of_a_pipeline_are_searched(ways):
   flops = [rows[n]["executed_flops"] for n in (1, 2, 4)]
   assert flops[0] > flops[1] > flops[2]
   few, many = (
-    sum(hlo.Collective(**c).sent_bytes for c in rows[n]["collectives"])
+    sum(collectives.Collective(**c).sent_bytes for c in rows[n]["collectives"])
     for n in (1, 4)
   )
   assert few < many
@@ -204,3 +211,11 @@ def test_the_best_are_compiled_and_their_lines_give_the_same_program(tmp_path):
     assert row[key] == best[key], key
   # The CPU's compiler does not place temporaries twice alike.
   assert row["peak_bytes"] == pytest.approx(best["peak_bytes"], rel=0.01)
+
+
+def test_stages_divide_the_pipeline_microbatches_of_the_config():
+  config = {**CONFIG, "mesh": dict(pipeline_microbatches=4)}
+  ways = search.candidates(config, 64, SIZES, H100)
+  assert {one.sizes["pipeline"] for one in ways} == {1, 2, 4}
+  for one in ways[:: len(ways) // 50]:
+    search.by_formula(one, config, SIZES)

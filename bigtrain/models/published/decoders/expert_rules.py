@@ -1,0 +1,78 @@
+"""Experts of decoders: the options of their field `moe`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.models.published.families import ConfigJson, Key, Rule
+from bigtrain.models.published.layer_patterns import ByLayer
+
+
+class SparseLayers(NamedTuple):
+  """Which layers have experts, in families that also have others."""
+
+  keys: Mapping[str, Any]  # {key: value if absent}.
+  read: Callable[[ConfigJson], list[bool]]
+  write: Callable[[list[bool]], Mapping[str, Any]]
+
+
+def experts(
+  *,
+  layers: SparseLayers | None = None,
+  rules: Sequence[Rule] = (),
+  **options: Key | str | float | bool,
+) -> Rule:
+  """Experts in all layers, or in `layers`.
+
+  Args:
+    layers: which layers have experts, if not all.
+    rules: rules whose fields are further options.
+    **options: options of `moe`: the `Key` that has it, or its value in all
+      models of the family.
+  """
+  option_keys = {x: key for x, key in options.items() if isinstance(key, Key)}
+  constants = {x: y for x, y in options.items() if x not in option_keys}
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    moe = {name: config[key.name] for name, key in option_keys.items()}
+    moe |= constants
+    for rule in rules:
+      moe |= rule.read(config)
+    if layers is None:
+      return {"moe": moe}
+    return {"moe": ByLayer(moe if x else None for x in layers.read(config))}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    moe = next((x for x in fields["moe"] if x is not None), None)
+    if moe is None:
+      return {}
+    config = {key.name: moe[name] for name, key in option_keys.items()}
+    if layers is not None:
+      config |= layers.write([x is not None for x in fields["moe"]])
+    for rule in rules:
+      config |= rule.write(moe)
+    return config
+
+  keys = {key.name: key.default for key in option_keys.values()}
+  if layers is not None:
+    keys |= layers.keys
+  for rule in rules:
+    keys |= rule.keys
+  return Rule(("moe",), keys, read, write)
+
+
+def mlp_width() -> Rule:
+  """The width of MLPs, and of experts if all layers have some."""
+  key = "intermediate_size"
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    for width in fields["mlp_dim"]:
+      if width is not None:
+        return {key: width}
+    return {key: (fields["moe"][0] or {}).get("mlp_dim")}
+
+  return Rule(
+    ("mlp_dim",),
+    {key: None},
+    lambda config: {"mlp_dim": config[key]},
+    write,
+  )

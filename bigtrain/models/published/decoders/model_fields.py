@@ -1,0 +1,126 @@
+"""Fields of models/decoder.py: their neutral values, and a form to compare."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.arrays.rope_scalings import ROPE_SCALINGS
+from bigtrain.models.published.decoders.bias_rules import SITES
+from bigtrain.models.published.layer_patterns import ByLayer, by_layer
+
+# Fields of the architecture, and the values that a model has by itself.
+NEUTRAL: Mapping[str, Any] = {
+  "window": None,
+  "moe": None,
+  "num_classes": None,
+  "pool": "last",
+  "rope_scaling": None,
+  "rope_fraction": 1.0,
+  "query_scale": None,
+  "attention_scale": None,
+  "norm_offset": 0.0,
+  "norm_at": "pre",
+  "parallel": False,
+  "qk_norm": None,
+  "qk_norm_after_rope": False,
+  "qkv_clip": None,
+  "rope_interleaved": False,
+  "attention_softcap": None,
+  "logits_softcap": None,
+  "sinks": False,
+  "mlp_clip": None,
+  "embed_multiplier": 1.0,
+  "residual_multiplier": 1.0,
+  "logits_multiplier": 1.0,
+}
+
+
+def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Comparable fields of a decoder: defaults filled in, layers one by one."""
+  given = {name: x for name, x in values.items() if x is not None}
+  result = {**values, **NEUTRAL, **given}
+  layers = [_layer(layer, result) for layer in by_layer(result)]
+  for name in layers[0]:
+    result[name] = ByLayer(layer[name] for layer in layers)
+  if isinstance(result["qk_norm"], bool):
+    result["qk_norm"] = "head" if result["qk_norm"] else None
+  result["use_bias"] = _bias_sites(result)
+  if not result["num_classes"]:  # Then `pool` is of the user's task alone.
+    result["pool"] = "last"
+  result["mlp_clip"] = _as_dict(result["mlp_clip"])
+  for name in ("kinds", "layers", "first_layers"):
+    result.pop(name, None)
+  return result
+
+
+def _as_dict(options: Any) -> Any:
+  """Options that are a mapping or a named tuple, as a dict; None stays."""
+  if not options:
+    return options
+  return dict(options._asdict() if hasattr(options, "_asdict") else options)
+
+
+def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  """Sites of biases, without those that the model does not have."""
+  sites = fields["use_bias"]
+  if isinstance(sites, bool):
+    sites = ("qkv", "out", "mlp", "norm") if sites else ()
+  has_mlps = None in fields["moe"]
+  has_experts = any(fields["moe"])
+  exists = {
+    "qkv": True,
+    "out": True,
+    "mlp": has_mlps,
+    "norm": fields["norm"] != "rmsnorm",
+    "experts": has_experts,
+    "router": has_experts,
+    "head": not fields["tied_head"],
+  }
+  return tuple(site for site in SITES if site in sites and exists[site])
+
+
+def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+  layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
+  if layer["moe"] is not None:
+    layer["mlp_dim"] = None
+  if layer["query_scale"]:
+    layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
+  if layer["attention_scale"] is None:
+    layer["attention_scale"] = layer["head_dim"] ** -0.5
+  if layer["posemb"] != "rope":
+    for name in ("rope_theta", "rope_scaling", "rope_fraction"):
+      layer[name] = None
+    return layer
+  given = layer["rope_scaling"] or {}
+  scaling = {name: x for name, x in given.items() if x is not None}
+  kind = str(scaling.get("type"))
+  if kind in ROPE_SCALINGS:
+    scaling = {**ROPE_SCALINGS[kind].defaults, **scaling}
+  if kind == "longrope" and "factor" not in scaling:
+    scaling["factor"] = fields["max_len"] / scaling["original_len"]
+  return {**layer, "rope_scaling": scaling or None}
+
+
+def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
+  """Options of experts with all defaults, as in models/layers/moe.py."""
+  if options is None:
+    return None
+  given = {x: y for x, y in _as_dict(options).items() if y is not None}
+  top_k = given.get("top_k", 2)
+  width = given.get("mlp_dim", mlp_dim)
+  score = given.get("score", "softmax")
+  normalize = given.get("normalize", top_k > 1)
+  if score == "softmax" and normalize:  # Equal, over all and over the chosen.
+    score = "softmax_of_top"
+  shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
+  return {
+    "num_experts": given.get("num_experts"),
+    "top_k": top_k,
+    "score": score,
+    "normalize": True if score == "softmax_of_top" else normalize,
+    "scale": given.get("scale", 1.0),
+    "selection_bias": given.get("selection_bias", False),
+    "groups": _as_dict(given.get("groups")),
+    "mlp_dim": width,
+    "shared_dim": shared_dim,
+    "shared_gate": bool(shared_dim) and given.get("shared_gate", False),
+  }

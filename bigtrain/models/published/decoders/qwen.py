@@ -1,0 +1,153 @@
+"""Qwen 2 and 3, also with experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.models.published.decoders import shared_arrays
+from bigtrain.models.published.decoders.bias_rules import biases
+from bigtrain.models.published.decoders.expert_rules import (
+  SparseLayers,
+  experts,
+  mlp_width,
+)
+from bigtrain.models.published.decoders.llama import LLAMA
+from bigtrain.models.published.decoders.window_rules import LayerTypes, windows
+from bigtrain.models.published.families import ConfigJson, Key, Rule
+
+
+def _slides_after_first(config: ConfigJson, i: int) -> bool:
+  has_windows = config["sliding_window"] and config["use_sliding_window"]
+  return bool(has_windows and i >= config["max_window_layers"])
+
+
+def _slides_if_even_and_first(config: ConfigJson, i: int) -> bool:
+  is_first = i < config["max_window_layers"]
+  return bool(i % 2 == 0 and is_first and config["use_sliding_window"])
+
+
+def _windows_after_first() -> Rule:
+  """Windows in the layers from `max_window_layers` on."""
+  types = LayerTypes(_slides_after_first, {"max_window_layers": 28})
+  return windows(types, switch="use_sliding_window")
+
+
+QWEN2 = LLAMA.but(
+  "qwen2",
+  "Qwen2ForCausalLM",
+  rules=(biases(always=("qkv",)), _windows_after_first()),
+  defaults={
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "intermediate_size": 22016,
+  },
+)
+
+QWEN3 = LLAMA.but(
+  "qwen3",
+  "Qwen3ForCausalLM",
+  constants={"qk_norm": "head"},
+  rules=(biases(attention_bias=("qkv", "out")), _windows_after_first()),
+  defaults={
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "intermediate_size": 22016,
+  },
+)
+
+
+def _sparse_by_step() -> SparseLayers:
+  """Every n-th layer has experts, except those in a list."""
+  step, dense_layers = "decoder_sparse_step", "mlp_only_layers"
+
+  def read(config: ConfigJson) -> list[bool]:
+    dense = config[dense_layers] or []
+    return [
+      (i + 1) % config[step] == 0 and i not in dense
+      for i in range(config["num_hidden_layers"])
+    ]
+
+  def write(sparse: list[bool]) -> dict[str, Any]:
+    return {step: 1, dense_layers: [i for i, x in enumerate(sparse) if not x]}
+
+  return SparseLayers({step: 1, dense_layers: None}, read, write)
+
+
+QWEN2_MOE = LLAMA.but(
+  "qwen2_moe",
+  "Qwen2MoeForCausalLM",
+  arrays=shared_arrays.QWEN_MOE,
+  rules=(
+    biases(qkv_bias=("qkv",)),
+    windows(
+      LayerTypes(_slides_if_even_and_first, {"max_window_layers": 28}),
+      switch="use_sliding_window",
+    ),
+    mlp_width(),
+    experts(
+      num_experts=Key("num_experts", 60),
+      top_k=Key("num_experts_per_tok", 4),
+      mlp_dim=Key("moe_intermediate_size", 1408),
+      normalize=Key("norm_topk_prob", False),
+      shared_dim=Key("shared_expert_intermediate_size", 5632),
+      shared_gate=True,
+      layers=_sparse_by_step(),
+    ),
+  ),
+  defaults={
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 5632,
+    "qkv_bias": True,
+  },
+)
+
+
+def _window_everywhere() -> Rule:
+  """A window of all layers."""
+  switch, size = "use_sliding_window", "sliding_window"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    return {"window": config[size] if config[switch] else None}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    window = fields["window"][0]
+    return {switch: window is not None, size: window}
+
+  return Rule(("window",), {switch: False, size: 4096}, read, write)
+
+
+QWEN3_MOE = LLAMA.but(
+  "qwen3_moe",
+  "Qwen3MoeForCausalLM",
+  arrays=shared_arrays.QWEN_MOE,
+  constants={"qk_norm": "head"},
+  rules=(
+    biases(attention_bias=("qkv", "out")),
+    _window_everywhere(),
+    mlp_width(),
+    experts(
+      num_experts=Key("num_experts", 128),
+      top_k=Key("num_experts_per_tok", 8),
+      mlp_dim=Key("moe_intermediate_size", 768),
+      normalize=Key("norm_topk_prob", False),
+      layers=_sparse_by_step(),
+    ),
+  ),
+  aliases={"num_local_experts": "num_experts"},
+  harmless=("max_window_layers",),
+  defaults={
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+  },
+)

@@ -1,0 +1,230 @@
+"""Rotary embeddings of decoders: `rope_parameters`, and the keys before it.
+
+Files of transformers 5 have the base, the share of rotating features and the
+scaling in one dict, or in one dict for each type of layer. Older files have a
+key for each, and `rope_scaling`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bigtrain.arrays.rope_scalings import ROPE_SCALINGS
+from bigtrain.config.errors import did_you_mean
+from bigtrain.models.published.decoders.window_rules import (
+  FULL,
+  SLIDING,
+  LayerTypes,
+)
+from bigtrain.models.published.families import ConfigJson, Rule
+from bigtrain.models.published.layer_patterns import ByLayer
+
+_ORIGINAL_LEN = "original_max_position_embeddings"
+# Growth of queries with their position, in Ministral 3.
+_QUERY_BETA = "llama_4_scaling_beta"
+# {type of scaling: {our option: its name in the file}}.
+_SCALING_NAMES = {
+  kind: {
+    name: _ORIGINAL_LEN if name == "original_len" else name
+    for name in scaling.names
+  }
+  for kind, scaling in ROPE_SCALINGS.items()
+}
+
+
+def rope(
+  theta: float = 1e4,
+  *,
+  fraction: float | None = None,
+  types: LayerTypes | None = None,
+  local_theta: float | None = None,
+  rotary_dim: bool = False,
+  original_len: int | None = None,
+  query_scale: bool = False,
+) -> Rule:
+  """Rotary embeddings.
+
+  Args:
+    theta: base of files that name none.
+    fraction: share of the features of a head that rotate, in files without a
+      key for it. None for families in which all do.
+    types: types of layers, if each has a rotation of its own.
+    local_theta: base of the layers with a window, in older files.
+    rotary_dim: whether older files have a number of rotating features.
+    original_len: value of a family's own key for the length that the scaling
+      begins with, if the file lacks it.
+    query_scale: whether the file may let queries grow with their position.
+  """
+  fields = ("rope_theta", "rope_fraction", "rope_scaling")
+  rule = _Rope(
+    theta, fraction, types, local_theta, rotary_dim, original_len, query_scale
+  )
+  return Rule(
+    (*fields, "query_scale") if query_scale else fields,
+    rule.keys(),
+    rule.read,
+    rule.write,
+  )
+
+
+class _Rope(NamedTuple):
+  """The arguments of `rope`, and the functions of its rule."""
+
+  theta: float
+  fraction: float | None
+  types: LayerTypes | None
+  local_theta: float | None
+  rotary_dim: bool
+  original_len: int | None
+  query_scale: bool
+
+  def keys(self) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+      "rope_theta": None,
+      "rope_parameters": None,
+      "rope_scaling": None,
+      "partial_rotary_factor": None,
+    }
+    if self.local_theta:
+      keys["rope_local_base_freq"] = self.local_theta
+    if self.rotary_dim:
+      keys["rotary_dim"] = None
+    if self.original_len:
+      keys[_ORIGINAL_LEN] = self.original_len
+    return keys
+
+  def read(self, config: ConfigJson) -> dict[str, Any]:
+    if not self.types:
+      return self._rotation(config, self._stored(config, FULL))
+    by_type = {
+      kind: self._rotation(config, self._stored(config, kind))
+      for kind in (FULL, SLIDING)
+    }
+    kinds = self.types.read(config)
+    return {
+      name: ByLayer(by_type[kind][name] for kind in kinds)
+      for name in by_type[FULL]
+    }
+
+  def _stored(self, config: ConfigJson, kind: str) -> dict[str, Any]:
+    """The rotation of a type of layer, in the form of newer files."""
+    values = config["rope_scaling"] or config["rope_parameters"] or {}
+    by_type = any(isinstance(value, dict) for value in values.values())
+    if by_type != bool(self.types and config["rope_parameters"]):
+      raise config.error(
+        f"rope_parameters={values!r}: expected "
+        f"{'a dict for each type of layer' if self.types else 'one dict'}."
+      )
+    fraction = config["partial_rotary_factor"]
+    if self.rotary_dim and fraction is None and config["rotary_dim"]:
+      fraction = config["rotary_dim"] / config["head_dim"]
+    stored = {
+      "rope_theta": config["rope_theta"] or self.theta,
+      "partial_rotary_factor": fraction or self.fraction or 1.0,
+    }
+    if by_type:
+      return stored | (values.get(kind) or {})
+    if not self.types or kind != SLIDING:
+      return stored | values
+    # In older files only the layers without a window are scaled.
+    if self.local_theta:
+      stored["rope_theta"] = config["rope_local_base_freq"]
+    return stored
+
+  def _rotation(
+    self, config: ConfigJson, stored: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    fraction = stored["partial_rotary_factor"]
+    if fraction != 1.0 and self.fraction is None:
+      raise config.error(f"partial_rotary_factor={fraction}: expected 1.0.")
+    scaling = _read_scaling(config, stored, self.original_len)
+    fields = {
+      "rope_theta": stored["rope_theta"],
+      "rope_fraction": fraction,
+      "rope_scaling": scaling,
+    }
+    if self.query_scale:
+      fields["query_scale"] = None
+      if (beta := stored.get(_QUERY_BETA)) is not None:
+        longest = config["max_position_embeddings"]
+        length = (scaling or {}).get("original_len", longest)
+        scale = {"beta": beta, "original_len": length, "log": "log"}
+        fields["query_scale"] = scale
+    return fields
+
+  def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    # (theta, scaling, fraction) of each layer.
+    layers = [
+      *zip(
+        fields["rope_theta"], fields["rope_scaling"], fields["rope_fraction"]
+      )
+    ]
+    if self.types:
+      by_type = {}
+      for window, (theta, scaling, _) in zip(fields["window"], layers):
+        kind = FULL if window is None else SLIDING
+        by_type[kind] = _written_scaling(scaling) | {"rope_theta": theta}
+      return {"rope_parameters": by_type}
+    # Layers that do not rotate have no values.
+    rotating = [layer for layer in layers if layer[0] is not None]
+    theta, scaling, fraction = [*rotating, layers[0]][0]
+    written = _written_scaling(scaling)
+    query_scale = fields["query_scale"][0]
+    if self.query_scale and query_scale and scaling:
+      written[_QUERY_BETA] = query_scale["beta"]
+    config = {"rope_theta": theta, "rope_scaling": written if scaling else None}
+    if self.original_len and _ORIGINAL_LEN in written:
+      config[_ORIGINAL_LEN] = written[_ORIGINAL_LEN]
+    if self.fraction is not None:
+      config["partial_rotary_factor"] = fraction
+    return config
+
+
+def _read_scaling(
+  config: ConfigJson, stored: Mapping[str, Any], original_len: int | None
+) -> dict[str, Any] | None:
+  """Returns config.model.rope_scaling for a stored rotation."""
+  kind = stored.get("rope_type", stored.get("type", "default"))
+  if original_len and kind in ("su", "yarn"):
+    kind = "longrope"  # Names in older files of the family.
+  if kind != "default" and kind not in _SCALING_NAMES:
+    hint = did_you_mean(str(kind), ("default", *_SCALING_NAMES))
+    raise config.error(f"rope_type={kind!r}: not computed by the model.{hint}")
+  names = _SCALING_NAMES.get(kind, {})
+  others = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+  if _QUERY_BETA in stored:
+    others |= {_QUERY_BETA, "max_position_embeddings"}
+  if kind in ("default", "linear"):  # Which files have, and nothing reads.
+    others.add(_ORIGINAL_LEN)
+  for key in stored.keys() - others - {*names.values()}:
+    hint = did_you_mean(key, {*names.values()})
+    raise config.error(f"{key}: unknown key of rope_type={kind!r}.{hint}")
+  if kind == "default":
+    return None
+  length = config["max_position_embeddings"]
+  if original_len:
+    length = config[_ORIGINAL_LEN]
+    stored = {**stored, _ORIGINAL_LEN: length}
+  scaling: dict[str, Any] = {"type": kind}
+  for ours, theirs in names.items():
+    value = stored.get(theirs)
+    if value is None:
+      if ours == "original_len":
+        value = length
+      elif ours == "factor" and kind in ("yarn", "longrope"):
+        original = stored.get(_ORIGINAL_LEN, length)
+        value = config["max_position_embeddings"] / original
+      elif ours in ROPE_SCALINGS[kind].required:
+        raise config.error(f"{theirs}: missing beside rope_type={kind!r}.")
+    if value is not None:
+      scaling[ours] = value
+  return scaling
+
+
+def _written_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+  if not scaling:
+    return {"rope_type": "default"}
+  names = {"type": "rope_type", **_SCALING_NAMES[scaling["type"]]}
+  return {
+    names[name]: list(value) if isinstance(value, tuple) else value
+    for name, value in scaling.items()
+  }

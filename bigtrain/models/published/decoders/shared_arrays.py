@@ -1,0 +1,98 @@
+"""Tables of arrays that several families of decoders share.
+
+Names are as in transformers' Llama. A model lacks the arrays that it has no use
+for: the biases, the norms of queries and keys, the head if it is tied.
+"""
+
+from bigtrain.models.published.tables import dense, linear, norm, plain, table
+
+ENDS = table(
+  plain("model.embed_tokens.weight", "token_embedding"),
+  norm("model.norm", "norm"),
+  linear("lm_head", "head"),
+  linear("score", "score"),
+)
+ATTENTION_OUT = table(
+  dense("model.layers.{i}.self_attn.o_proj", "blocks/attention/out"),
+  plain(
+    "model.layers.{i}.self_attn.q_norm.weight",
+    "blocks/attention/query_norm/scale",
+  ),
+  plain(
+    "model.layers.{i}.self_attn.k_norm.weight",
+    "blocks/attention/key_norm/scale",
+  ),
+  plain("model.layers.{i}.self_attn.sinks", "blocks/attention/sinks"),
+)
+ATTENTION = table(
+  dense("model.layers.{i}.self_attn.q_proj", "blocks/attention/query"),
+  dense("model.layers.{i}.self_attn.k_proj", "blocks/attention/key"),
+  dense("model.layers.{i}.self_attn.v_proj", "blocks/attention/value"),
+  ATTENTION_OUT,
+)
+# Norms before attention and MLP, as in Llama.
+NORMS_BEFORE = table(
+  norm("model.layers.{i}.input_layernorm", "blocks/attention_norm"),
+  norm("model.layers.{i}.post_attention_layernorm", "blocks/mlp_norm"),
+)
+# Norms after attention and MLP, as in Gemma 2 and OLMo 2.
+NORMS_AFTER = table(
+  norm(
+    "model.layers.{i}.post_attention_layernorm", "blocks/attention_post_norm"
+  ),
+  norm("model.layers.{i}.post_feedforward_layernorm", "blocks/mlp_post_norm"),
+)
+MLP = table(
+  dense("model.layers.{i}.mlp.gate_proj", "blocks/mlp/gate"),
+  dense("model.layers.{i}.mlp.up_proj", "blocks/mlp/up"),
+  dense("model.layers.{i}.mlp.down_proj", "blocks/mlp/down"),
+)
+# Gate and up-projection in one array, as in Phi 3 and GLM 4.
+FUSED_MLP = table(
+  dense(
+    "model.layers.{i}.mlp.gate_up_proj", "blocks/mlp/gate", "blocks/mlp/up"
+  ),
+  dense("model.layers.{i}.mlp.down_proj", "blocks/mlp/down"),
+)
+# Experts as in Qwen and GLM.
+EXPERTS = table(
+  linear("model.layers.{i}.mlp.gate", "blocks/moe/router"),
+  linear("model.layers.{i}.mlp.experts.{e}.gate_proj", "blocks/moe/gate"),
+  linear("model.layers.{i}.mlp.experts.{e}.up_proj", "blocks/moe/up"),
+  linear("model.layers.{i}.mlp.experts.{e}.down_proj", "blocks/moe/down"),
+  plain(
+    "model.layers.{i}.mlp.gate.e_score_correction_bias",
+    "router_state/blocks/moe/selection_bias",
+  ),
+)
+# Experts as in Mixtral.
+SPARSE_MOE = table(
+  linear("model.layers.{i}.block_sparse_moe.gate", "blocks/moe/router"),
+  linear("model.layers.{i}.block_sparse_moe.experts.{e}.w1", "blocks/moe/gate"),
+  linear("model.layers.{i}.block_sparse_moe.experts.{e}.w3", "blocks/moe/up"),
+  linear("model.layers.{i}.block_sparse_moe.experts.{e}.w2", "blocks/moe/down"),
+  plain(
+    "model.layers.{i}.block_sparse_moe.e_score_correction_bias",
+    "router_state/blocks/moe/selection_bias",
+  ),
+)
+LLAMA = table(ENDS, ATTENTION, NORMS_BEFORE, MLP)
+MIXTRAL = table(ENDS, ATTENTION, NORMS_BEFORE, SPARSE_MOE)
+# Experts, and an MLP for all tokens with a gate of its own.
+QWEN_MOE = table(
+  ENDS,
+  ATTENTION,
+  NORMS_BEFORE,
+  MLP,
+  EXPERTS,
+  dense(
+    "model.layers.{i}.mlp.shared_expert.gate_proj", "blocks/shared_experts/gate"
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_expert.up_proj", "blocks/shared_experts/up"
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_expert.down_proj", "blocks/shared_experts/down"
+  ),
+  dense("model.layers.{i}.mlp.shared_expert_gate", "blocks/shared_gate"),
+)

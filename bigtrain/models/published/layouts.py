@@ -1,0 +1,193 @@
+"""Published layouts of a model: its families, used to load and to export.
+
+`Layouts.fields` reads the fields of a model from config.json, which `Fields`
+merges into config.model or compares with it. `Layouts.export` finds a family
+that expresses a model.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_choice
+from bigtrain.models.published import tables, timm
+from bigtrain.models.published.families import FILE, Family, Field, read_json
+from bigtrain.models.published.layer_patterns import ByLayer
+
+
+class Layouts(NamedTuple):
+  """The published layouts of a module in bigtrain/models."""
+
+  families: Mapping[str, Family]  # By model_type, as in config.json.
+  # From a model's fields to comparable ones.
+  canonical: Callable[[Mapping[str, Any]], dict[str, Any]]
+  # From a model to {name of a layout: family}; an export takes the first that
+  # fits. None for `families`.
+  of_model: Callable[[Any], Mapping[str, Family]] | None = None
+
+  def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
+    """Returns the fields that config.json, or its `text_config`, determines."""
+    file, values = read_json(path)
+    if values is None:
+      return None
+    text = values.get("text_config")
+    if values["model_type"] not in self.families and isinstance(text, dict):
+      text = {"model_type": f"{values['model_type']}_text", **text}
+      tied = "tie_word_embeddings"
+      values = text | {tied: values[tied]} if tied in values else text
+    kind = values["model_type"]
+    if kind not in self.families:
+      names = values.get("architectures") or []
+      raise ConfigError(
+        f"{file}: config.model_name does not compute the architecture {kind!r} "
+        f"{tuple(names)}; it computes {', '.join(self.families)}."
+      )
+    fields = self.families[kind].read(file, values, unread)
+    return Fields(file, fields, self.canonical)
+
+  def export(
+    self,
+    param_dims: dims.Table,
+    model: Any,
+    shapes: tables.Shapes,
+    layout: str | None = None,
+  ) -> tuple[dict[str, Any], list[tables.Tensor]]:
+    """Returns (contents of config.json, arrays) of a model.
+
+    Without a layout it is the first that expresses the model exactly: reading
+    its config.json gives the same fields again.
+    """
+    layouts = self.of_model(model) if self.of_model else self.families
+    if layout:
+      check_choice("--layout", layout, layouts)
+    fields = type(model).__dataclass_fields__
+    ours = self.canonical({name: getattr(model, name) for name in fields})
+    ours["shapes"] = shapes
+    problems = []
+    for name in [layout] if layout else layouts:
+      family, key = layouts[name], f"--layout={name}"
+      try:
+        config = family.write(ours)
+        read = family.read(key, config)
+        theirs = self.canonical({name: x.value for name, x in read.items()})
+        texts = [
+          f"{field}={theirs_i!r}, got {ours_i!r}{where}"
+          for field, (where, pair) in _different(ours, theirs, read).items()
+          for ours_i, theirs_i in [_narrowed(*pair)]
+        ]
+        if texts:
+          raise ConfigError(f"{key}: expected a model with {'; '.join(texts)}.")
+        arrays = tables.export(key, family.arrays, shapes, param_dims)
+        if family.model_type == timm.MODEL_TYPE:
+          config = timm.folded(config)
+        return config, arrays
+      except ConfigError as e:
+        problems.append(e)
+    shortest = min(problems, key=lambda e: len(str(e)))
+    if layout:
+      raise shortest
+    raise ConfigError(
+      f"--format=hf: no published layout computes this model. {shortest}"
+    ) from shortest
+
+
+def _different(
+  ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, tuple[str, tuple[Any, Any]]]:
+  """Returns {field: (" in layer i" or "", (our value, theirs))} that differ."""
+  result = {}
+  for name in names:
+    if name not in theirs or name not in ours:
+      continue
+    x, y, first, where = ours[name], theirs[name], 0, ""
+    if _same(x, y):
+      continue
+    if isinstance(y, ByLayer):
+      layers = [i for i, pair in enumerate(zip(x, y)) if not _same(*pair)]
+      if not layers:
+        continue  # Only their numbers differ, and depth with them.
+      first = layers[0]
+      where = f" in layer {first}" if len(layers) < len(y) else ""
+      y = y[first]
+    x = x[first] if isinstance(x, ByLayer) else x
+    result[name] = (where, (x, y))
+  return result
+
+
+def _same(x: Any, y: Any) -> bool:
+  if isinstance(x, Mapping) and isinstance(y, Mapping):
+    return set(x) == set(y) and all(_same(x[key], y[key]) for key in x)
+  if isinstance(x, Sequence) and isinstance(y, Sequence) and type(x) is not str:
+    return len(x) == len(y) and all(map(_same, x, y))
+  if isinstance(x, float) and isinstance(y, float):
+    return math.isclose(x, y, rel_tol=1e-9)
+  return bool(x == y)
+
+
+class Fields(dict[str, Field]):
+  """The fields of a model that a config.json determines, by name."""
+
+  def __init__(
+    self,
+    path: str,
+    fields: Mapping[str, Field],
+    canonical: Callable[[Mapping[str, Any]], dict[str, Any]],
+  ):
+    super().__init__(fields)
+    self.path = path
+    self._canonical = canonical
+
+  def contradictions(
+    self, model: Any, arrays: Collection[str], key: str
+  ) -> dict[str, str]:
+    """Returns {name of a field: message} of the fields with another value."""
+    names = type(model).__dataclass_fields__
+    ours = self._canonical({name: getattr(model, name) for name in names})
+    theirs = self._canonical({name: x.value for name, x in self.items()})
+    messages = {}
+    for name, (where, (x, y)) in _different(ours, theirs, self).items():
+      field = self[name]
+      if not field.is_limit and field.unless_array not in arrays:
+        message = _message(f"{key}.{name}", x, field._replace(value=y))
+        messages[name] = message + where
+    return messages
+
+  def merge(
+    self, options: Mapping[str, Any], allowed: Collection[str], key: str
+  ) -> dict[str, Any]:
+    """Returns `options`, of config.model, with the fields of the file."""
+    given = [name for name, field in self.items() if not field.is_neutral]
+    result = {name: self[name].value for name in given}
+    wrong = []
+    for name, value in options.items():
+      if value is None and name in self:
+        continue
+      result[name] = value
+      if name not in self:
+        continue
+      field = self[name]
+      if isinstance(field.value, dict) and isinstance(value, Mapping):
+        # Options of the training, such as a capacity, may be added.
+        if name == "moe":
+          result[name] = {**field.value, **value}
+        value = {key: result[name].get(key) for key in field.value}
+      arrays_decide = field.unless_array is not None or field.is_limit
+      if value != field.value and not arrays_decide and name not in allowed:
+        wrong.append(_message(f"{key}.{name}", value, field))
+    if wrong:
+      raise ConfigError(f"{self.path}: {'; '.join(wrong)}.")
+    return result
+
+
+def _message(key: str, value: Any, field: Field) -> str:
+  value, expected = _narrowed(value, field.value)
+  return f"{key}={value!r}, but {FILE} has {expected!r} ({field.key})"
+
+
+def _narrowed(x: Any, y: Any) -> tuple[Any, Any]:
+  """The two values, or where they are dicts, what differs in them."""
+  if not isinstance(x, Mapping) or not isinstance(y, Mapping):
+    return x, y
+  names = [name for name in y if not _same(x.get(name), y[name])]
+  return {n: x.get(n) for n in names}, {n: y[n] for n in names}

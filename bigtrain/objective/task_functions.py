@@ -1,0 +1,107 @@
+"""The functions of a task, bound to the model and the options of a config.
+
+A task is a module of pure functions, see bigtrain/tasks. Here its `loss_fn`
+gets config.loss, its `predict_fns` get the model, and both may get a teacher.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from bigtrain.arrays.types import (
+  Batch,
+  ClassCount,
+  LossFn,
+  Metrics,
+  PredictFn,
+  Variables,
+)
+from bigtrain.config.errors import ConfigError, check_kwargs
+from bigtrain.config.settings import Config
+from bigtrain.inputs.named_features import Features
+from bigtrain.models.layers import lora, quantized
+from bigtrain.objective import logical_axes, model_variants
+
+# Arguments of a task's loss_fn that the program passes; config.loss has others.
+_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
+
+
+def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
+  """Returns {feature of a batch: number of ids that the model takes}.
+
+  The number is a ClassCount where the ids are class numbers.
+  """
+  sizes = task.vocab_sizes(model) if hasattr(task, "vocab_sizes") else {}
+  if hasattr(task, "class_counts"):
+    counts = task.class_counts(model)
+    sizes = sizes | {name: ClassCount(n) for name, n in counts.items()}
+  return sizes
+
+
+def loss_fn(
+  config: Config, task: Any, model: Any, teacher: Any = None
+) -> LossFn:
+  """Binds config.loss: (variables, batch, rng) -> (metrics, mutable).
+
+  Args:
+    teacher: a model, or several as a dict by name; None without config.teacher.
+  """
+  options = config.kwargs("loss")
+  _check_teacher(config, task, teacher)
+  check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
+  if teacher is not None:
+    options["teacher"] = teacher
+
+  def bound_loss_fn(
+    variables: Variables, batch: Batch, rng: Any
+  ) -> tuple[Metrics, Variables]:
+    features = Features(batch, "config.input")
+    with logical_axes.no_logical_axes():
+      result = task.loss_fn(
+        variables, features, rng, model=model, train=True, **options
+      )
+    # Only now is it known whether rules for layers have matched any layer.
+    for each in (model, *jax.tree.leaves(teacher)):
+      quantized.check(each)
+    lora.check(model)
+    return result
+
+  return bound_loss_fn
+
+
+def _check_teacher(config: Config, task: Any, teacher: Any) -> None:
+  """Raises ConfigError if a teacher is missing, or not used."""
+  parameters = inspect.signature(task.loss_fn).parameters
+  required = (
+    "teacher" in parameters
+    and parameters["teacher"].default is inspect.Parameter.empty
+  )
+  if required and teacher is None:
+    raise ConfigError(
+      f"config.teacher: missing: config.task={config.task!r} needs "
+      "dict(model_name=..., model=..., model_init=...)."
+    )
+  # Several teachers have weights or a list of what to distill.
+  several = isinstance(teacher, dict)
+  expected = {"distill", "weights"} if several else {"teacher"}
+  if teacher is not None and not expected & parameters.keys():
+    raise ConfigError(
+      f"config.teacher: config.task={config.task!r} does not use a teacher, or "
+      "several; 'distillation' and 'language_modeling' do."
+    )
+
+
+def predict_fns(
+  config: Config, task: Any, model: Any, teacher: Any = None
+) -> Mapping[str, PredictFn]:
+  """The task's functions; with config.flexi also such as "logits_seqhw=8"."""
+  parameters = inspect.signature(task.predict_fns).parameters
+  options = {"teacher": teacher} if "teacher" in parameters else {}
+  fns = dict(task.predict_fns(model, **options))
+  if config.get("flexi"):
+    for variant in model_variants.from_config(config, model):
+      for name, fn in task.predict_fns(variant.model, **options).items():
+        fns[f"{name}_{variant.name}"] = fn
+  return fns
