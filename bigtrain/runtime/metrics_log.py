@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.reports import chrono, media, record, rows, writers
+from bigtrain.reports import chrono, log_entries, media, record, writers
 from bigtrain.runtime.hooks import Hooks
 from bigtrain.runtime.programs import Programs
 from bigtrain.step import running_metrics, spikes
@@ -33,7 +33,7 @@ class MetricsLog:
   def __post_init__(self) -> None:
     self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
     self._noted: set[str] = set()
-    self._rows = {row["step"]: row for row in rows.read_rows(self.workdir)}
+    self._rows = {row["step"]: row for row in log_entries.read(self.workdir)}
     self.newest: dict[str, Any] = {}  # Newest value of every metric.
     for row in self._rows.values():
       self.newest.update(row)

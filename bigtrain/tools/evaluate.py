@@ -39,7 +39,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.objective import building, initial, teacher, trained_adapters
-from bigtrain.reports import media, record, rows
+from bigtrain.reports import log_entries, media, record
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
 
@@ -81,11 +81,11 @@ def evaluate_all(
   config = _read_config(workdir, changes)
   if not follow and not folders.steps(workdir):
     raise ConfigError(f"--workdir={workdir}: there are no checkpoints.")
-  judged = {row["step"] for row in rows.read_rows(output)}
+  judged = {row["step"] for row in log_entries.read(output)}
   judge = None
   while True:
     # In this order: checkpoints before the end of the run are found after it.
-    newest = {k: v for row in rows.read_rows(workdir) for k, v in row.items()}
+    newest = {k: v for row in log_entries.read(workdir) for k, v in row.items()}
     ended = not follow or runs.state(workdir, newest) == "finished"
     steps = [s for s in folders.steps(workdir) if s not in judged]
     ended, steps = process.broadcast([ended, steps])
@@ -108,7 +108,9 @@ def evaluate_all(
       logging.warning("Step %d: its checkpoint is gone; skipped.", steps[0])
       continue
     if jax.process_index() == 0:
-      file = rows.RowFile(os.path.join(output, rows.FILE_NAME), sys.maxsize)
+      file = log_entries.EntryFile(
+        os.path.join(output, log_entries.FILE_NAME), sys.maxsize
+      )
       file.add(row)
       file.close()
     yield row

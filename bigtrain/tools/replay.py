@@ -24,7 +24,7 @@ from bigtrain.cluster import process
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits
 
 # Parts of a config that do not change the steps, and cost time or write files.
@@ -49,7 +49,7 @@ def replay(
 
   workdir = paths.absolute(workdir)
   config = record.read_config(workdir)
-  written = {row["step"]: row for row in rows.read_rows(workdir)}
+  written = {row["step"]: row for row in log_entries.read(workdir)}
   saved = folders.find_all(workdir) if folders.steps(workdir) else {}
   earlier = max((s for s in saved if s < step), default=0)
   if not (step in saved or any(earlier < s <= step for s in written)):
@@ -67,7 +67,7 @@ def replay(
     loading.override(config, change)
   with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
     bigtrain.main.train(config, folder)
-    own = {row["step"]: row for row in rows.read_rows(folder)}
+    own = {row["step"]: row for row in log_entries.read(folder)}
     both = sorted(s for s in own if earlier < s <= step and s in written)
     for number in both:
       if what := _first_metric(number, own[number], written[number]):

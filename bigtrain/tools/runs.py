@@ -23,11 +23,11 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import lease
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits, ranking
 
 # Files that a run writes while it lives.
-_SIGNS = (rows.FILE_NAME, "run.json", lease.FILE)
+_SIGNS = (log_entries.FILE_NAME, "run.json", lease.FILE)
 
 
 class Line(NamedTuple):
@@ -53,7 +53,7 @@ def find(folder: str) -> Iterator[str]:
 def describe(
   workdir: str, metric: str | None = None, mode: str | None = None
 ) -> Line:
-  written = rows.read_rows(workdir)
+  written = log_entries.read(workdir)
   newest = {name: value for row in written for name, value in row.items()}
   info = record.read_json(os.path.join(workdir, "run.json")) or {}
   starts = info.get("starts") or [{}]
@@ -142,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
       "config.json."
     )
   if args.metric:
-    written = itertools.chain(*map(rows.read_rows, workdirs))
+    written = itertools.chain(*map(log_entries.read, workdirs))
     names = {name for row in written for name in row}
     ranking.choose(names, args.metric, args.mode)
   lines = [describe(path, args.metric, args.mode) for path in workdirs]

@@ -29,7 +29,7 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.files import paths
-from bigtrain.reports import rows
+from bigtrain.reports import log_entries
 from bigtrain.tools import arguments, exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
@@ -128,7 +128,7 @@ def _may_start_again(code: int, options: argparse.Namespace) -> bool:
 
 def _newest_step(workdir: str) -> int:
   try:
-    written = rows.read_rows(workdir)
+    written = log_entries.read(workdir)
     newest = folders.newest(workdir) or 0
   except (OSError, CheckpointError) as e:
     _print(f"progress is unknown: {e}")

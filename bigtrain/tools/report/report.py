@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
@@ -23,11 +23,11 @@ from bigtrain.tools.report.panels import Run
 def read(workdirs: Sequence[str]) -> list[Run]:
   runs = []
   for workdir, name in zip(workdirs, short_names(workdirs)):
-    metrics = rows.read_rows(workdir)
+    metrics = log_entries.read(workdir)
     if not metrics:
       raise ConfigError(
-        f"{os.path.join(workdir, rows.FILE_NAME)}: no rows; expected the "
-        "workdir of a run that has logged a step."
+        f"{os.path.join(workdir, log_entries.FILE_NAME)}: no rows; expected "
+        "the workdir of a run that has logged a step."
       )
     files = (os.path.join(workdir, n) for n in ("config.json", "run.json"))
     config, info = (record.read_json(file) or {} for file in files)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.config.errors import check_choice
 from bigtrain.files import paths
-from bigtrain.reports import console, record, rows
+from bigtrain.reports import console, log_entries, record
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 
@@ -55,7 +55,7 @@ class Results:
       row = by_digest.get(variant.digest, {})
       if row.get("name") == variant.name:
         entry.job, entry.secs = row["job"], row["secs"]
-        has_rows = bool(rows.read_rows(entry.workdir))
+        has_rows = bool(log_entries.read(entry.workdir))
         if row["state"] != FINISHED or has_rows:
           entry.state, entry.reason = row["state"], row["reason"]
       if not entry.job:
@@ -67,7 +67,7 @@ class Results:
 
   def _best(self) -> tuple[str, str, list[ranking.Best | None], list[int]]:
     """(metric, mode, best value of each entry, newest step of each)."""
-    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
+    by_entry = [log_entries.read(entry.workdir) for entry in self.entries]
     metric, mode = self._asked
     metric = metric or ranking.default_metric(_names(by_entry))
     mode = mode or ranking.mode_of(metric)
@@ -75,7 +75,7 @@ class Results:
     return metric, mode, bests, [of[-1]["step"] if of else 0 for of in by_entry]
 
   def check_metric(self) -> None:
-    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
+    by_entry = [log_entries.read(entry.workdir) for entry in self.entries]
     ranking.choose(_names(by_entry), *self._asked)
 
   def write(self) -> None:
@@ -151,7 +151,7 @@ class Results:
     return runs.aligned(lines)
 
 
-def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
+def _names(by_entry: Sequence[list[log_entries.Entry]]) -> set[str]:
   return {name for of in by_entry for row in of for name in row}
 
 
