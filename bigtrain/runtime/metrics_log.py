@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.reports import chrono, media, record, rows, writers
+from bigtrain.reports import chrono, log_entries, media, record, writers
 from bigtrain.runtime.hooks import Hooks
 from bigtrain.runtime.programs import Programs
 from bigtrain.step import running_metrics, spikes
@@ -42,7 +42,7 @@ class MetricsLog:
     self._noted: set[str] = set()  # Programs whose costs are written.
     # {step: log entry} of those that are on disk at the start.
     self._entries = {
-      entry["step"]: entry for entry in rows.read_rows(self.workdir)
+      entry["step"]: entry for entry in log_entries.read(self.workdir)
     }
     self.newest: dict[str, Any] = {}
     for entry in self._entries.values():
