@@ -21,7 +21,6 @@ from bigtrain.cluster import process
 from bigtrain.config import settings
 from bigtrain.models.layers import block_quantization, lora
 from bigtrain.models.layers.block_quantization import Quantized
-from bigtrain.objective.initial import InitialVariables
 
 KEY = "config.model_init"
 
@@ -88,7 +87,7 @@ def from_config(
   config: settings.Config,
   module: Any,
   model: Any,
-  variables: InitialVariables,
+  variables: Any,  # An InitialVariables; inference does without initial.py.
   state_spec: Mapping[str, Any],
   rules: sharding.Rules,
   mesh: Mesh,
