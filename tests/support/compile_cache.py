@@ -13,7 +13,9 @@ import re
 import jaxlib.version
 
 FOLDER = pathlib.Path(__file__).parents[2] / "build" / "test-compile-cache"
-QUICK_XLA_FLAGS = "--xla_backend_optimization_level=0"
+QUICK_XLA_FLAGS = (
+  "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 # The older of two code generators of XLA; newer versions lack it.
 if jaxlib.version.__version_info__ < (0, 11):
   QUICK_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
