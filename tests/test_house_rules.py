@@ -110,4 +110,4 @@ def test_toml_files_are_data():
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "bigtrain").rglob("*.toml")
   }
-  assert found - _TOML_TO_BECOME_PYTHON == _TOML_DATA
+  assert found == _TOML_DATA
