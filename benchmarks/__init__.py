@@ -2,7 +2,7 @@
 
   python -m benchmarks.run [names...] [--quick]
 
-Each script measures one row of the table in docs/benchmarks.md and prints one
-JSON line per figure; open run.py first, then measure.py. None of them asserts a
-time. Nothing imports benchmarks.
+Each script measures the figures of one number in the tables of
+docs/benchmarks.md, and prints one JSON line per figure. Open run.py first, then
+measure.py. No script asserts a time, and nothing imports benchmarks.
 """

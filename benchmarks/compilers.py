@@ -1,13 +1,13 @@
 """Benchmark 12: updates judged by the compilers of TPUs and GPUs.
 
-libtpu and jax's CUDA plugin compile the update as main builds it for devices
-that are absent, and tools.plan reads the program. The same program has the same
-figures in each compilation, so one is enough.
+libtpu and jax's CUDA plugin compile the update, as main builds it, for devices
+that are absent, and tools.plan reads the program. Every compilation of a
+program gives the same figures, so one is enough.
 
-By the TPU's compiler a step takes the cycles that it estimates, plus the time
-in which it waits for transfers at the published bandwidth. That leaves out the
-time of kernels (Pallas), which the compiler does not know, and the host. The
-GPU's compiler estimates no times; its memory and its products are reported.
+For TPUs, the time of a step is the cycles that the compiler estimates, plus the
+time in which the step waits for transfers at the published bandwidth. That
+leaves out the host, and kernels (Pallas), which the compiler does not know. The
+GPU's compiler estimates no times; the script reports its memory and products.
 
 Sharded updates are compared with unsharded updates of the same batch. ViTs are
 compared with big_vision's and decoders with MaxText's, compiled for the same
@@ -19,8 +19,7 @@ chips with the same batch:
   MAXTEXT_PYTHON=path   a Python with its requirements and our jax[tpu]
   python -m benchmarks.compilers --only=vit_b16,llama_1b
 
-Layers are under scan, where the time to compile does not depend on their
-number.
+Layers are under scan, so the time to compile does not depend on their number.
 """
 
 import json
@@ -44,9 +43,10 @@ class Peer(NamedTuple):
     script: module of benchmarks that compiles it.
     source: its repository on GitHub.
     folder: where its modules are in a checkout of it.
-    modules: what it needs beside ours; None if it needs a Python of its own.
+    modules: packages that it needs in our environment; None if it needs its own
+      Python.
     options: options of the script.
-    target: of the seconds of our step over the seconds of the peer's.
+    target: target for our seconds per step over the peer's.
   """
 
   name: str
@@ -111,13 +111,13 @@ def _vit(variant: str, policy: str, policy_of_peer: str) -> Case:
     remat_policy=policy_of_peer,
   )
   peer = Peer(
-    "big_vision",
-    "peer_big_vision_compiled",
-    "google-research/big_vision",
-    "",
-    ("einops",),
-    dict(topology="v5e:4x4", batch_size=1024, model=model),
-    "<= 0.95",
+    name="big_vision",
+    script="peer_big_vision_compiled",
+    source="google-research/big_vision",
+    folder="",
+    modules=("einops",),
+    options=dict(topology="v5e:4x4", batch_size=1024, model=model),
+    target="<= 0.95",
   )
   config = f"vit_i1k.py:{variant},aug=none,reg=0.0"
   return Case(config, *_V5E, 1024, changes, fsdp=1, peer=peer)
@@ -125,28 +125,25 @@ def _vit(variant: str, policy: str, policy_of_peer: str) -> Case:
 
 def _maxtext(chips: str, length: int, fsdp: int = 8, **options: Any) -> Peer:
   """A decoder of MaxText, one sequence a chip, `fsdp` chips to a state."""
-  options = (
-    dict(
-      compile_topology=chips,
-      compile_topology_num_slices=1,
-      max_target_length=length,
-      per_device_batch_size=1,
-      ici_fsdp_parallelism=fsdp,
-      ici_data_parallelism=-1,
-      allow_split_physical_axes=True,
-      attention="flash",
-      remat_policy="full",
-    )
-    | options
+  defaults = dict(
+    compile_topology=chips,
+    compile_topology_num_slices=1,
+    max_target_length=length,
+    per_device_batch_size=1,
+    ici_fsdp_parallelism=fsdp,
+    ici_data_parallelism=-1,
+    allow_split_physical_axes=True,
+    attention="flash",
+    remat_policy="full",
   )
   return Peer(
-    "MaxText",
-    "peer_maxtext_compiled",
-    "AI-Hypercomputer/maxtext",
-    "src",
-    None,
-    options,
-    "<= 1.0",
+    name="MaxText",
+    script="peer_maxtext_compiled",
+    source="AI-Hypercomputer/maxtext",
+    folder="src",
+    modules=None,
+    options={**defaults, **options},
+    target="<= 1.0",
   )
 
 
@@ -172,8 +169,8 @@ _GPT_OSS_20B = dict(
 )
 
 
-# What a layer keeps for its backward pass. The second takes less memory, and
-# computes no softmax again; big_vision has no such policy.
+# Remat policies: what a layer keeps for its backward pass. The second needs
+# less memory and does not recompute the softmax; big_vision has no such policy.
 _DOTS = "dots_with_no_batch_dims_saveable"
 _INNER = "inner_projections_and_attention_saveable"
 CASES = {
@@ -224,16 +221,17 @@ def main() -> None:
     if reason := missing(compiler(case.hardware)):
       measure.skip(_NUMBER, title, reason)
       continue
-    row = compiled(case, args.quick)
-    secs = _report(title, row)
+    figures = compiled(case, args.quick)
+    secs = _report(title, figures)
     if args.quick:
       continue
     if case.replica_too:
-      alone = compiled(case._replace(fsdp=1))
-      of_alone = _report(f"{title}, unsharded", alone)
-      _compare("step, sharded / unsharded", title, secs, of_alone, "<= 1.1")
+      unsharded = compiled(case._replace(fsdp=1))
+      unsharded_secs = _report(f"{title}, unsharded", unsharded)
+      name = "step, sharded / unsharded"
+      _compare(name, title, secs, unsharded_secs, "<= 1.1")
     if case.peer:
-      _beside(case.peer, title, case, row)
+      _compare_with_peer(case.peer, title, case, figures)
 
 
 def compiler(hardware: str) -> str:
@@ -252,14 +250,14 @@ def missing(compiler: str) -> str:
 
 
 def compiled(case: Case, quick: bool = False) -> dict[str, Any]:
-  """Compiles a case; returns the row of tools.plan."""
+  """Compiles a case; returns its figures by tools.plan."""
   from bigtrain.tools.plan import plan
 
   config = _runlocal(case.config) if quick else case.config
   changes = [*case.changes]
   if case.batch_size:
     changes.append(f"input.batch_size={case.batch_size}")
-  (row,) = plan.plan(
+  (figures,) = plan.plan(
     f"{measure.ROOT}/configs/{config}",
     [case.devices],
     changes,
@@ -267,44 +265,43 @@ def compiled(case: Case, quick: bool = False) -> dict[str, Any]:
     hardware_name=case.hardware,
     compiler=compiler(case.hardware),
   )
-  return row
+  return figures
 
 
 def _runlocal(config: str) -> str:
-  return f"{config}{',' if ':' in config else ':'}runlocal"
+  """The config with the argument that makes it tiny."""
+  separator = "," if ":" in config else ":"
+  return f"{config}{separator}runlocal"
 
 
-def _report(title: str, row: dict[str, Any]) -> float | None:
-  """Prints the figures of a row; returns the seconds of a step, if known."""
-  for name, unit, value in _figures(row):
+def _report(title: str, figures: dict[str, Any]) -> float | None:
+  """Prints the figures; returns the seconds of a step, if known."""
+  for name, unit, value in _named(figures):
     measure.report(_NUMBER, f"{name}: {title}", [value], unit=unit)
-  if not row["fits"]:
-    limit = row["peak_bytes"] / row["memory_fraction"] / 1e9
-    measure.skip(
-      _NUMBER,
-      f"memory: {title}",
-      f"{row['peak_bytes'] / 1e9:.1f} GB do not fit in {limit:.1f}",
-    )
-  return row["compiler_secs"]
+  if not figures["fits"]:
+    peak = figures["peak_bytes"] / 1e9
+    limit = peak / figures["memory_fraction"]
+    reason = f"{peak:.1f} GB do not fit in {limit:.1f}"
+    measure.skip(_NUMBER, f"memory: {title}", reason)
+  return figures["compiler_secs"]
 
 
-def _figures(row: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+def _named(figures: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
   """Yields (name, unit, value)."""
-  gigabyte = 1e9
-  if row["cycles"]:
-    runs = sum(row["cycles"]["kernels"].values())
+  if figures["cycles"]:
+    runs = sum(figures["cycles"]["kernels"].values())
     without = f", without {runs} runs of kernels" if runs else ""
-    yield f"step{without}", "s", row["compiler_secs"]
-    yield "waiting for transfers", "s", row["cycles"]["exposed_secs"]
-    yield f"MFU{without}", "ratio", row["compiler_mfu"]
-  if row["products"]:
-    runs = sum(row["products"]["kernels"].values())
+    yield f"step{without}", "s", figures["compiler_secs"]
+    yield "waiting for transfers", "s", figures["cycles"]["exposed_secs"]
+    yield f"MFU{without}", "ratio", figures["compiler_mfu"]
+  if figures["products"]:
+    runs = sum(figures["products"]["kernels"].values())
     without = f" without {runs} runs of attention kernels" if runs else ""
-    share = row["product_flops"] / row["executed_flops"]
-    yield f"products{without} / FLOPs that the model asks for", "ratio", share
-  yield "temporary memory", "GB", row["memory"]["temporary_bytes"] / gigabyte
-  yield "peak memory", "GB", row["peak_bytes"] / gigabyte
-  yield "sent", "GB", sum(row["sent_bytes"].values()) / gigabyte
+    ratio = figures["product_flops"] / figures["executed_flops"]
+    yield f"products{without} / FLOPs that the model asks for", "ratio", ratio
+  yield "temporary memory", "GB", figures["memory"]["temporary_bytes"] / 1e9
+  yield "peak memory", "GB", figures["peak_bytes"] / 1e9
+  yield "sent", "GB", sum(figures["sent_bytes"].values()) / 1e9
 
 
 def _compare(
@@ -315,7 +312,9 @@ def _compare(
     measure.report(_NUMBER, f"{name}: {title}", [ours / other], target=target)
 
 
-def _beside(peer: Peer, title: str, case: Case, row: Mapping[str, Any]) -> None:
+def _compare_with_peer(
+  peer: Peer, title: str, case: Case, figures: Mapping[str, Any]
+) -> None:
   """Compiles a peer's update for the same chips, and compares."""
   name = f"ours / {peer.name}"
   if reason := _missing_peer(peer):
@@ -330,15 +329,16 @@ def _beside(peer: Peer, title: str, case: Case, row: Mapping[str, Any]) -> None:
     [totals.secs],
     unit="s",
   )
-  ours = row["compiler_secs"]
+  ours = figures["compiler_secs"]
   _compare(f"step{without}, {name}", title, ours, totals.secs, peer.target)
   for key in ("temporary_bytes", "peak_bytes"):
     what = f"{key.removesuffix('_bytes')} memory, {name}"
-    _compare(what, title, row["memory"][key], memory[key], "<= 1.0")
-  # By the same reader of both programs: tools.plan reads ours before XLA's last
-  # passes, which the peer's text does not have.
-  sent = row["cycles"]["sent_bytes"], totals.sent_bytes
-  _compare(f"sent, {name}", title, *sent, "<= 1.0")
+    ours = figures["memory"][key]
+    _compare(what, title, ours, memory[key], "<= 1.0")
+  # Both from the final text: the bytes in `figures` come from the text before
+  # XLA's last passes, which is not available for the peer.
+  ours = figures["cycles"]["sent_bytes"]
+  _compare(f"sent, {name}", title, ours, totals.sent_bytes, "<= 1.0")
 
 
 def _missing_peer(peer: Peer) -> str:
@@ -359,7 +359,7 @@ def _missing_peer(peer: Peer) -> str:
 def _compiled_peer(
   peer: Peer, hardware_name: str
 ) -> tuple[Any, dict[str, int]]:
-  """(estimate, memory) of a peer's update.
+  """Returns (cycles.Cycles, memory) of a peer's update.
 
   Raises:
     RuntimeError: it does not compile.
@@ -370,14 +370,17 @@ def _compiled_peer(
   target = hardware.find(hardware_name)
   folder = os.path.join(os.environ[peer.variable], peer.folder)
   python = os.environ.get(f"{peer.variable}_PYTHON", sys.executable)
-  # MaxText then does without the packages of Google Cloud.
+  # DECOUPLE_GCLOUD: MaxText then needs no packages of Google Cloud.
   env = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", **absent.NO_TPU}
   with tempfile.TemporaryDirectory() as scratch:
     path = os.path.join(scratch, "text")
     finished = subprocess.run(
       [
-        *(python, "-m", f"benchmarks.{peer.script}"),
-        *(json.dumps(peer.options), path),
+        python,
+        "-m",
+        f"benchmarks.{peer.script}",
+        json.dumps(peer.options),
+        path,
       ],
       env=peer_process.environment(folder) | env,
       capture_output=True,

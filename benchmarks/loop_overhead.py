@@ -1,9 +1,9 @@
 """Benchmark 3: overhead of the training loop.
 
-The time of the whole loop, with input, rows and TensorBoard, divided by the
+The time of the whole loop, with input, logging and TensorBoard, divided by the
 time of the same compiled update on a resident batch. Evaluations and
-checkpoints are off: they have their own time accounts. The tiny model is also
-timed with ten hooks that define every method and do nothing.
+checkpoints are off, because they have their own time accounts. The tiny model
+is also timed with ten hooks that define every method and do nothing.
 """
 
 import copy
@@ -30,7 +30,7 @@ def configs(quick: bool, batch_size: int = 2) -> dict[str, Any]:
   """Returns {name: config} of a tiny and a larger model, without evaluations.
 
   Args:
-    quick: whether to return only a tiny model, with a row every 5 steps.
+    quick: whether to return only a tiny model, which logs every 5 steps.
     batch_size: batch size of the larger model.
   """
   if quick:

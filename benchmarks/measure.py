@@ -99,9 +99,9 @@ def timed(call: Callable[[], Any]) -> float:
 def timed_with_cpu(
   run: Callable[[int], Any], steps: int
 ) -> tuple[float, float]:
-  """Returns the seconds that `run` reports, and the CPU's of this process.
+  """Returns the seconds that `run` reports, and this process's CPU seconds.
 
-  A busy machine changes the CPU's less.
+  Other programs on the machine change the CPU seconds less.
   """
   cpu_secs = time.process_time()
   secs = run(steps)
@@ -146,7 +146,7 @@ def report(
   """Prints a figure as one line of JSON, with median and spread.
 
   Args:
-    benchmark: number of its row in docs/benchmarks.md; 0 for limits.
+    benchmark: its number in docs/benchmarks.md; 0 for limits.
     name: name of the figure.
     values: measurements.
     unit: unit of the values, or "ratio".

@@ -21,7 +21,7 @@ from bigtrain.inputs import pipeline
 from bigtrain.runtime import host_memory
 
 # Steps of the loop before a timed block: more than the steps that main queues
-# on the device, and more than the batches that wait.
+# on the device, and more than the batches that are prefetched.
 _LEAD_IN_STEPS = 10
 
 # As in main.
@@ -189,8 +189,8 @@ def loop_ratios(config: Any, steps: int, repeats: int) -> list[float]:
 
   Args:
     config: config of the run.
-    steps: steps per block; a multiple of the steps between two rows, so that
-      all blocks write the same number of rows.
+    steps: steps per block; a multiple of the steps between two log steps, so
+      that all blocks log equally often.
     repeats: number of ratios, each of a block and its two neighbours.
   """
   resident: list[float] = []

@@ -1,10 +1,11 @@
 """Benchmark 7, second part: time to recover from the loss of a host.
 
-Four processes on the loopback, started by launch/local.sh under tools.supervise
-with checkpoints on the hosts, stand for four hosts. One of them is killed with
-SIGKILL, and its files on the host are removed. The time from the kill to the
-end of the next step, of steps that are computed again too, is divided by the
-time from the command to the first step of the same job in a new workdir.
+Four processes on one machine, started by launch/local.sh under tools.supervise
+with local checkpoints, stand for four hosts. One of them is killed with
+SIGKILL, and its local checkpoints are removed. The figure is the time from the
+kill to the end of the next new step, including the steps that are computed
+again, divided by the time from the command to the first step of the same job in
+a new workdir.
 """
 
 import os
@@ -18,9 +19,9 @@ from typing import Any
 
 from benchmarks import measure, startup
 
-_LOCAL_STEPS = 5  # Between two checkpoints on the hosts.
+_LOCAL_STEPS = 5  # Steps between two local checkpoints.
 _KILL_STEP = 14  # The step before which a process is killed.
-_LOST = 1  # The process that is killed.
+_LOST = 1  # Index of the process that is killed.
 _NEXT, _RESUMED = "benchmark: next step", "benchmark: resumed at step"
 # Names a file with the time of the kill. Not in the config, so that starts
 # share the config.
@@ -147,8 +148,11 @@ class _Jobs:
       "hooks": {"kill": {"type": "benchmarks.recovery.Kill"}},
     }
     command = [
-      *("bash", os.path.join(measure.ROOT, "launch", "local.sh")),
-      *(str(self._processes), f"--config={self._config}", f"--workdir={path}"),
+      "bash",
+      os.path.join(measure.ROOT, "launch", "local.sh"),
+      str(self._processes),
+      f"--config={self._config}",
+      f"--workdir={path}",
       *(f"--config.{key}={value}" for key, value in options.items()),
     ]
     env = measure.environment() | variables

@@ -2,7 +2,7 @@
 
 New processes run the command line with a warm compile cache. One starts in an
 empty workdir; the others resume from checkpoints of step 100 and step 100,000.
-The checkpoints come from real runs, with a changed step and with the rows that
+The checkpoints come from real runs, with a changed step and with the log that
 such runs would have written.
 
 BIG_VISION=folder adds a checkout of big_vision, on the same JPEGs.
@@ -95,7 +95,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   """Writes the workdir of a run at another step."""
   from bigtrain.arrays import trees
   from bigtrain.checkpoints import checkpointer, folders, integrity
-  from bigtrain.reports import writers
+  from bigtrain.reports import log_entries, writers
 
   directory = folders.find(saved)
   manifest = folders.read_manifest(directory)
@@ -115,10 +115,10 @@ def _move(saved: str, workdir: str, step: int) -> None:
   saver.save(step, trees.from_flat(arrays), manifest.host_state)
   saver.close()
   every = manifest.host_state.config["log_steps"]
-  (row,) = writers.read_rows(saved)
+  (entry,) = log_entries.read(saved)
   writer = writers.Writers(workdir)
   for at in range(every, step + 1, every):
-    writer.write({**row, "step": at})
+    writer.write({**entry, "step": at})
   writer.close()
 
 

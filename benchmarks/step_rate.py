@@ -19,13 +19,13 @@ _CLASSES = 1000
 
 
 class Case(NamedTuple):
-  """A model and batch of ours, and options of the peers' scripts, if any."""
+  """One of our models with a batch, and options of the peers' scripts."""
 
   name: str
   config: Any
-  big_vision: dict[str, Any] | None = None
+  big_vision: dict[str, Any] | None = None  # None: no such peer.
   torch: dict[str, Any] | None = None
-  # Config of ours without the option whose cost is measured.
+  # The config without the option whose cost is measured.
   without: Any = None
 
 
@@ -47,16 +47,16 @@ def _image(size: int, batch_size: int, **model: Any) -> dict[str, Any]:
   return dict(**model, size=size, batch_size=batch_size)
 
 
-# The captioner is slowest; loss_memory.py covers it in --quick.
+# Without the captioner, which is slow; loss_memory.py covers it in --quick.
 _QUICK = Sizes(
-  1,
-  "float32",
-  dict(
+  steps=1,
+  dtype="float32",
+  cases=dict(
     vit=_image(16, 8, variant="mu/16"),
     decoder=dict(width=64, depth=1, vocab_size=64, length=8, batch_size=2),
   ),
 )
-# Options of each case: those of all machines, of CPUs, of GPUs.
+# Options of each case: for all machines, more for CPUs, more for GPUs.
 _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
   vit=(dict(variant="S/16"), _image(96, 8), _image(224, 256)),
   decoder=(
@@ -80,8 +80,16 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
   bit=({}, _image(128, 8), _image(224, 128)),
   rope=({}, _image(224, 4), _image(224, 256)),
 )
-_CPU = Sizes(3, "float32", {n: a | b for n, (a, b, _) in _OPTIONS.items()})
-_GPU = Sizes(20, "bfloat16", {n: a | b for n, (a, _, b) in _OPTIONS.items()})
+_CPU = Sizes(
+  steps=3,
+  dtype="float32",
+  cases={name: {**both, **cpu} for name, (both, cpu, _) in _OPTIONS.items()},
+)
+_GPU = Sizes(
+  steps=20,
+  dtype="bfloat16",
+  cases={name: {**both, **gpu} for name, (both, _, gpu) in _OPTIONS.items()},
+)
 
 
 def main() -> None:
@@ -98,7 +106,10 @@ def main() -> None:
 
   host_memory.keep_freed()  # Before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"
-  sizes = _QUICK if args.quick else _CPU if on_cpu else _GPU
+  if args.quick:
+    sizes = _QUICK
+  else:
+    sizes = _CPU if on_cpu else _GPU
   for name in names:
     if name in sizes.cases:
       case = _CASES[name](sizes.cases[name], sizes.dtype)
@@ -110,12 +121,11 @@ def _compare(case: Case, steps: int, on_cpu: bool, args: Any) -> None:
 
   from benchmarks import program
 
-  started: dict[str, peer_process.Peer] = {}
+  peers = {"big_vision": start_big_vision, "torch": _start_torch}
   targets = {"big_vision": ">= 1.1", "torch": ">= 1.0" if on_cpu else ">= 1.1"}
+  started: dict[str, peer_process.Peer] = {}
   try:
-    for peer, start in dict(
-      big_vision=start_big_vision, torch=_start_torch
-    ).items():
+    for peer, start in peers.items():
       options = getattr(case, peer)
       if options is None:
         continue
@@ -130,28 +140,31 @@ def _compare(case: Case, steps: int, on_cpu: bool, args: Any) -> None:
     if args.quick:  # Halves the time to compile.
       case.config.update(optimizer=dict(name="sgd"), weight_stats="none")
     ours = program.build(case.config)
-    number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
+    num_parameters = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
     for peer, process in started.items():
-      if process.ready["parameters"] != number:
+      if process.ready["parameters"] != num_parameters:
         raise ValueError(
-          f"{case.name}: {number} parameters, but the model of {peer} has "
-          f"{process.ready['parameters']}."
+          f"{case.name}: {num_parameters} parameters, but the model of {peer} "
+          f"has {process.ready['parameters']}."
         )
-    ours_alone = dict(ours=ours.run)
+    # Functions from a number of steps to (seconds, CPU seconds).
+    runs = {peer: process.run for peer, process in started.items()}
+    runs["ours"] = functools.partial(measure.timed_with_cpu, ours.run)
     if case.without is not None:
-      ours_alone["without"] = program.build(case.without).run
-    runs = {p: s.run for p, s in started.items()}
-    for what, run in ours_alone.items():
-      runs[what] = functools.partial(measure.timed_with_cpu, run)
-    calls = {p: functools.partial(run, steps) for p, run in runs.items()}
-    turns = measure.interleave(calls, args.repeats)
+      without = program.build(case.without)
+      runs["without"] = functools.partial(measure.timed_with_cpu, without.run)
+    turns = measure.interleave(
+      {name: functools.partial(run, steps) for name, run in runs.items()},
+      args.repeats,
+    )
   finally:
     for process in started.values():
       process.close()
-  secs, cpu_secs = (
-    {what: [turn[k] / steps for turn in x] for what, x in turns.items()}
-    for k in range(2)
-  )
+  # Per step.
+  secs, cpu_secs = {}, {}
+  for name, measured in turns.items():
+    secs[name] = [wall / steps for wall, _ in measured]
+    cpu_secs[name] = [cpu / steps for _, cpu in measured]
   for peer, process in started.items():
     how = process.ready.get("how")
     label = f"{peer} {how}" if how else peer
@@ -172,7 +185,7 @@ def _compare(case: Case, steps: int, on_cpu: bool, args: Any) -> None:
 def _images(
   name: str, model_name: str, options: dict[str, Any], dtype: str, **model: Any
 ) -> Case:
-  """A classifier without peers yet; `options` has size and batch_size."""
+  """A classifier, without peers yet; `options` has size and batch_size."""
   from benchmarks import synthetic
 
   size, batch_size = options["size"], options["batch_size"]
@@ -187,10 +200,9 @@ def _vit(options: dict[str, Any], dtype: str) -> Case:
   from bigtrain.models import vit
 
   variant = options["variant"]
-  shape = vit.variant_sizes(variant)
-  patch = shape.pop("patch_size")
-  torch = shape | dict(length=(options["size"] // patch) ** 2)
-  torch |= dict(patch_size=patch, num_classes=_CLASSES)
+  sizes = vit.variant_sizes(variant)
+  num_patches = (options["size"] // sizes["patch_size"]) ** 2
+  torch = {**sizes, "length": num_patches, "num_classes": _CLASSES}
   case = _images(f"ViT-{variant}", "vit", options, dtype, variant=variant)
   return case._replace(
     big_vision=big_vision_vit(options, dtype),
@@ -359,7 +371,8 @@ def _start_torch(
   reason = reason or ("not in --quick" if quick else "")
   if reason:
     return None, reason
-  # timm imports torchvision, of which these models use nothing.
+  # timm imports torchvision, although these models use nothing of it. The
+  # folder has a stand-in.
   env = peer_process.environment(os.path.join(measure.ROOT, "tests/golden"))
   return _start("peer_torch_step", options, env, python or sys.executable)
 

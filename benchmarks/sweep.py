@@ -1,9 +1,9 @@
-"""Benchmark 16: a sweep of six learning rates over a single run.
+"""Benchmark 16: a sweep of six learning rates, compared with a single run.
 
-`tools.sweep` trains short runs of digits one after the other, in processes of
-their own. Learning rates, decays and seeds are arguments of the compiled
-update, so the variants share one program. Both sides begin with an empty
-compile cache. The last variant of a sweep must compile nothing.
+`tools.sweep` trains short runs of digits one after the other, each in its own
+process. Learning rates, decays and seeds are arguments of the compiled update,
+so the variants share one program. Both sides begin with an empty compile cache.
+The last variant of a sweep must compile nothing.
 """
 
 import json
@@ -50,9 +50,13 @@ def _sweep(folder: str, rates: tuple[str, ...], quick: bool) -> float:
   before = _child_secs()
   subprocess.run(
     [
-      *(sys.executable, "-m", "bigtrain.tools.sweep", f"--workdir={workdir}"),
+      sys.executable,
+      "-m",
+      "bigtrain.tools.sweep",
+      f"--workdir={workdir}",
       f"--config={config}{':runlocal' if quick else ''}",
-      *("--grid", f"lr={','.join(rates)}", f"--config.compile_cache={cache}"),
+      f"--grid=lr={','.join(rates)}",
+      f"--config.compile_cache={cache}",
       *([] if quick else [f"--config.total_steps={_STEPS}"]),
     ],
     env=measure.environment(),

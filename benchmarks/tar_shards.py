@@ -1,9 +1,10 @@
-"""Benchmark 21: pictures from tar shards beside the same in a folder.
+"""Benchmark 21: pictures from tar shards, compared with a folder of files.
 
-Photograph-like JPEGs of 375 x 500 pixels and about 64 KB, decoded, randomly
+Photograph-like JPEGs of 375 x 500 pixels and about 64 KB are decoded, randomly
 cropped and resized to 224 x 224, from ten shards and from a folder per class in
-turns, by this process's CPU time. Also without decoding: all of them, in random
-order, by index. The index of the shards is made before.
+turns. The figure is this process's CPU time. Another figure is without
+decoding: all pictures are read by index, in random order. The shards' index is
+made before.
 """
 
 import io
@@ -19,7 +20,9 @@ import numpy as np
 
 from benchmarks import jpegs, measure
 
-_BATCH, _SHARDS = 64, 10
+_BATCH = 64
+_SHARDS = 10
+# Steps at which a run starts, which should take equally long.
 _STEPS = (100, 100_000)
 
 

@@ -1,11 +1,14 @@
-"""The command line, and the exit codes of a run."""
+"""The command line of bigtrain.main, and the exit codes of a run.
+
+`run` is the frame around main's `train`: it parses the arguments, and turns the
+end of the run into an exit code and a last line on standard error.
+"""
 
 import contextlib
 import logging as python_logging
 import os
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +29,8 @@ _USAGE = (
   "[--workdir=DIR] [--config.KEY=VALUE ...] [--cleanup]"
 )
 
-# For processes started by hand, without a scheduler to set these variables.
+# Flags for processes that are started by hand, without a scheduler that sets
+# these variables.
 _JOB_FLAGS = {
   "coordinator": "JAX_COORDINATOR_ADDRESS",
   "num_processes": "JAX_NUM_PROCESSES",
@@ -35,94 +39,87 @@ _JOB_FLAGS = {
 
 
 class Arguments(NamedTuple):
-  """The arguments of a run; without a workdir it keeps nothing."""
+  """The arguments of a run."""
 
   config: dict[str, Any]
-  workdir: str | None
+  workdir: str | None  # Without one, the run keeps no files.
   cleanup: bool
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-  # The config's keys are not known yet, so absl cannot parse these flags. A
-  # value may follow an equals sign or a space.
-  changes, rest = [], []
+  """Parses a command line, whose first word is the program.
+
+  Flags for jax and for a job's processes take effect.
+  """
   values = flags.FlagValues()
   try:
-    words = iter(values.read_flags_from_files(list(argv)))
+    words = values.read_flags_from_files(list(argv))
   except flags.Error as e:
     raise ConfigError(f"{e}. {_USAGE}") from e
-  for word in words:
-    if not word.startswith("--config."):
-      rest.append(word)
-    elif "=" in word:
-      changes.append(word)
-    elif re.match(r"--(config\b|workdir\b|$)", given := next(words, "--")):
-      raise ConfigError(f"{word}: expected a value, as {word}=VALUE.")
-    else:
-      changes.append(f"{word}={given}")
+  changes, words = _split_changes(words)
   for name in ("config", "workdir", *_JOB_FLAGS):
     flags.DEFINE_string(name, None, "See --help.", flag_values=values)
   flags.DEFINE_boolean("cleanup", False, "See --help.", flag_values=values)
   jax_flags.define(values)
   try:
-    left = values(rest)[1:]
+    positional = values(words)[1:]
   except flags.Error as e:
     raise ConfigError(f"{e}. {_USAGE}") from e
-  if left:
-    raise ConfigError(f"{left[0]!r} is not a flag. {_USAGE}")
+  if positional:
+    raise ConfigError(f"{positional[0]!r} is not a flag. {_USAGE}")
   for name, variable in _JOB_FLAGS.items():
     if values[name].value:
       os.environ[variable] = str(values[name].value)
-  for name, optional in {"config": False, "workdir": True}.items():
-    value = values[name].value
-    if not value and not (optional and value is None):
-      raise ConfigError(f"--{name} is missing. {_USAGE}")
+  if not values.config:
+    raise ConfigError(f"--config is missing. {_USAGE}")
+  if values.workdir == "":  # An empty variable of a script, for instance.
+    raise ConfigError(f"--workdir is missing. {_USAGE}")
   jax_flags.apply(values)
-  changes = [change.removeprefix("--config.") for change in changes]
   config = loading.load(values.config, changes)
-  ends_early = [
-    key
-    for key, value in config.items()
-    if value and key.startswith(("stop_at_", "eval_only"))
-  ]
-  if values.cleanup and ends_early:
-    raise ConfigError(
-      f"--cleanup: with config.{ends_early[0]} the run does not finish; leave "
-      "one of them out."
-    )
-  if values.workdir is not None:
-    return Arguments(config, paths.absolute(values.workdir), values.cleanup)
   if values.cleanup:
+    _check_cleanup(config, values.workdir)
+  if values.workdir is None:
+    return Arguments(config, workdir=None, cleanup=False)
+  return Arguments(config, paths.absolute(values.workdir), values.cleanup)
+
+
+def _split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the changes of the config, as "KEY=VALUE", and the other words.
+
+  absl cannot parse these flags, because the config's keys are not known yet. As
+  with absl's, a value follows an equals sign or a space.
+  """
+  changes, others = [], []
+  remaining = iter(words)
+  for word in remaining:
+    if not word.startswith("--config."):
+      others.append(word)
+    elif "=" in word:
+      changes.append(word.removeprefix("--config."))
+    else:
+      value = next(remaining, "--")
+      # Another flag follows, so the value was forgotten.
+      if re.match(r"--(config\b|workdir\b|$)", value):
+        raise ConfigError(f"{word}: expected a value, as {word}=VALUE.")
+      changes.append(f"{word.removeprefix('--config.')}={value}")
+  return changes, others
+
+
+def _check_cleanup(config: dict[str, Any], workdir: str | None) -> None:
+  """Refuses --cleanup for runs that do not finish, or keep nothing."""
+  for key, value in config.items():
+    if value and key.startswith(("stop_at_", "eval_only")):
+      raise ConfigError(
+        f"--cleanup: with config.{key} the run does not finish; leave one of "
+        "them out."
+      )
+  if workdir is None:
     raise ConfigError(
       "--cleanup: a run without --workdir keeps no checkpoints; leave it out."
     )
-  return Arguments(_without_checkpoints(config), None, False)
 
 
-def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
-  idle = [
-    key
-    for key, value in config.items()
-    if value
-    and key.startswith(("ckpt_", "keep_ckpt", "local_ckpt", "save_at_start"))
-  ]
-  logging.warning(
-    "--workdir is missing: this run keeps no files and no checkpoints.%s",
-    f" Without effect: config.{', config.'.join(idle)}." if idle else "",
-  )
-  config = {key: value for key, value in config.items() if key not in idle}
-  return {**config, "keep_ckpts": 0}
-
-
-def _folder(workdir: str | None) -> contextlib.AbstractContextManager[str]:
-  if workdir is not None:
-    return contextlib.nullcontext(workdir)
-  return tempfile.TemporaryDirectory(
-    prefix="bigtrain-", ignore_cleanup_errors=True
-  )
-
-
-def _prepare() -> None:
+def _set_up_logging() -> None:
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().setFormatter(
@@ -130,14 +127,15 @@ def _prepare() -> None:
       "%(levelname).1s%(asctime)s %(message)s", "%m%d %H:%M:%S"
     )
   )
-  flags.FLAGS.mark_as_parsed()  # absl's logger waits for it.
-  # At level INFO, jax lists the hardware that it did not find.
+  # absl's logger waits for parsed flags.
+  flags.FLAGS.mark_as_parsed()
+  # At level INFO, jax lists the hardware that it has not found.
   python_logging.getLogger("jax").setLevel(python_logging.WARNING)
   # Only the innermost line of an operation's origin appears in profiles.
   jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
-def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
+def run(train: Callable[[Any, str | None], dict[str, Any]]) -> NoReturn:
   """Calls `train` with the command line's arguments and ends the process.
 
   If the exit code is not 0, the last line on standard error gives the reason.
@@ -151,16 +149,15 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
       "options, such as --verbosity=-1."
     )
     process.exit_now(process.EXIT_OK)
-  _prepare()
+  _set_up_logging()
   config: dict[str, Any] = {}
   workdir: str | None = None
   try:
     config, workdir, cleanup = parse(sys.argv)
-    with _folder(workdir) as folder:
-      results = train(config, folder)
+    results = train(config, workdir)
     message = ending.message(results, workdir)
-    if cleanup and jax.process_index() == 0:
-      folders.remove_all(folder)
+    if cleanup and workdir and jax.process_index() == 0:
+      folders.remove_all(workdir)
       message += "\n  --cleanup has removed the checkpoints."
   except ConfigError as e:
     # No traceback: the mistake is in the config or the data.
@@ -168,13 +165,15 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   except process.Preempted as e:
     _end(process.EXIT_PREEMPTED, f"preempted: {e}")
   except Exception as e:
-    # Not at the head of the file: it imports flax, which takes a while.
+    # Not at the head of this module: it imports flax, which takes a while.
     from bigtrain.runtime import device_memory
     from bigtrain.step import guard
 
-    refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
-    explained = refused or isinstance(e, guard.NotFinite)
-    if not (disk.is_full(e) or explained):  # Their last line is sufficient.
+    # For these the last line is enough: a program that was refused before it
+    # ran out of memory, values that are not finite, and a full disk.
+    is_refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
+    is_not_finite = isinstance(e, guard.NotFinite)
+    if not (is_refused or is_not_finite or disk.is_full(e)):
       with contextlib.suppress(OSError):  # As in _end.
         print(ending.users_frames(e, config), file=sys.stderr, end="")
         traceback.print_exc()
@@ -185,9 +184,11 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
 
 
 def _end(code: int, last_line: str, workdir: str | None = None) -> NoReturn:
+  """Ends all processes of the job; the last line goes to standard error."""
   if workdir:
     record.note_failure(workdir, last_line)
-  # The log may be on the disk that is full, and the others must still end.
+  # The log may be on a disk that is full, and the other processes must still
+  # end.
   with contextlib.suppress(OSError):
     print(last_line, file=sys.stderr, flush=True)
   process.end_job(code, last_line.partition(": ")[2])

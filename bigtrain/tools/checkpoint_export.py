@@ -1,8 +1,11 @@
 """Exports arrays to one file, or in the layout in which a model is published.
 
-The module of a model defines its layouts by to_published(model, shapes, layout)
--> (config, [Tensor, ...]), from {name: shape} of its parameters to the content
-of config.json and the arrays of the file.
+A model's module defines its published layouts by a function
+
+  to_published(model, shapes, layout) -> (config, [Tensor, ...])
+
+from {name: shape} of its parameters to the content of config.json and the
+arrays of the file. `to_layout` writes them, one array in memory at a time.
 """
 
 import functools
@@ -12,7 +15,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import jax
@@ -33,6 +36,28 @@ from bigtrain.objective import building, trained_adapters
 from bigtrain.reports import record
 from bigtrain.text import chat
 
+# Reads slices of arrays: (name, index) of each.
+_Read = Callable[[Iterable[tuple[str, Any]]], Iterator[np.ndarray]]
+
+_WEIGHT_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+# Files of a published model's tokenizer, and defaults of its generation.
+_COMPANIONS = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "tokenizer.model",
+  "vocab.json",
+  "merges.txt",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+  "preprocessor_config.json",
+)
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Prefix of flax's mutable collections in a checkpoint.
+_MUTABLE = "mutable/"
+
 
 def to_file(
   path: str, out: str, prefix: str = "", step: int | None = None
@@ -42,16 +67,21 @@ def to_file(
   Arrays keep their full names, even with a prefix, so the file can be
   config.model_init. In .npz, bfloat16 and float8 become float32, without loss.
   """
-  directory, manifest, names = _find(path, step, prefix.strip("/"))
+  prefix = prefix.strip("/")
+  directory, manifest, names = _find(path, step, prefix)
   config = manifest.host_state.config
+  # Shapes and dtypes by name.
   content: Mapping[str, Any] = manifest.arrays
-  is_state = any(name.startswith("opt/") for name in names)
-  if config and config.get("adapters") and not is_state:
-    config, content = _merged(path, step, prefix.strip("/"))
-    names, arrays = list(content), iter(content.values())
+  has_opt_state = any(name.startswith("opt/") for name in names)
+  if config and config.get("adapters") and not has_opt_state:
+    config, content = _merged(path, step, prefix)
+    names = list(content)
+    arrays = iter(content.values())
   else:
     slices = [(n, (slice(None),) * len(content[n].shape)) for n in names]
-    read = integrity.read if is_state else averages.read
+    # Without the optimizer's state, parameters are the averages that some
+    # optimizers keep. With it, the file has what the checkpoint has.
+    read = integrity.read if has_opt_state else averages.read
     arrays = read(directory, manifest, slices)
   with paths.replacing(out, "wb") as file:
     if out.endswith(".npz"):
@@ -70,6 +100,7 @@ def to_file(
 def _merged(
   path: str, step: int | None, prefix: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """The config without adapters, and the parameters with them merged in."""
   checkpoint = saved.find(path, step, "export")
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
   weights = prefix or "params"
@@ -89,10 +120,12 @@ def to_peft(
   if not checkpoint.config.get("adapters") or checkpoint.manifest is None:
     raise ConfigError("--format=peft: expected a run with config.adapters.")
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
-  given = saved.variables(checkpoint, weights, mesh, with_base=False)
-  about = checkpoint.manifest.host_state.base
+  variables = saved.variables(checkpoint, weights, mesh, with_base=False)
   count = trained_adapters.write_peft(
-    out, checkpoint.config, given["params"], about
+    out,
+    checkpoint.config,
+    variables["params"],
+    checkpoint.manifest.host_state.base,
   )
   return count, os.path.getsize(os.path.join(out, peft_files.ARRAYS))
 
@@ -100,6 +133,7 @@ def to_peft(
 def _find(
   path: str, step: int | None, prefix: str
 ) -> tuple[str, Manifest, list[str]]:
+  """Returns (directory, manifest, names of the arrays below a prefix)."""
   directory = folders.find(path, step)
   manifest = folders.read_manifest(directory)
   names = [
@@ -120,7 +154,7 @@ def _write_npz(
 ) -> None:
   with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
     for name, array in zip(names, arrays):
-      if array.dtype.kind == "V":  # numpy's kind of ml_dtypes.
+      if array.dtype.kind == "V":  # bfloat16 and others that numpy lacks.
         array = array.astype(np.float32)
       with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
         np.lib.format.write_array(entry, array, allow_pickle=False)
@@ -152,66 +186,73 @@ def to_layout(
 ) -> tuple[int, int]:
   """Writes a published model's folder, one array in memory at a time.
 
-  The folder has config.json, the weights, in files of up to `max_shard_bytes`
-  if given, and the tokenizer of a published model that the run began with.
-  `layout` is one of the model, such as "gpt2"; None for the first that
-  expresses it. Returns (number of arrays, bytes of the files).
+  The folder has config.json, the weights and, if the run began with a published
+  model, its tokenizer. Returns (number of arrays, bytes of the files).
+
+  Args:
+    layout: one of the model's, such as "gpt2"; None for the first that can
+      express the model.
+    max_shard_bytes: size of a file of weights; 0 for one file of any size.
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
   config = manifest.host_state.config
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: no config with a model_name is saved.")
+  # Shapes and dtypes by name, and what reads slices of the arrays.
+  content: Mapping[str, Any] = manifest.arrays
+  read: _Read = functools.partial(averages.read, directory, manifest)
+  if config.get("adapters"):
+    config, merged = _merged(path, step, prefix)
+    names = list(merged)
+    content = {**content, **merged}
+    read = functools.partial(_read_merged, merged)
   module, model = building.model(settings.Config(config))
   if not hasattr(module, "to_published"):
     raise ConfigError(
       f"--format=hf: the model of {directory} has no published layout."
     )
-  content: Mapping[str, Any] = manifest.arrays
-  read: Callable[..., Any] = functools.partial(
-    averages.read, directory, manifest
-  )
-  plain = config
-  if config.get("adapters"):
-    plain, merged = _merged(path, step, prefix)
-    module, model = building.model(settings.Config(plain))
-    names, content = list(merged), {**content, **merged}
-    read = lambda slices: (merged[name][index] for name, index in slices)
+
+  # {name in the model: name in the checkpoint}
   full_names = {name.removeprefix(f"{prefix}/"): name for name in names}
-  state = [n for n in manifest.arrays if n.startswith(_MUTABLE + STATE)]
-  full_names |= {name.removeprefix(_MUTABLE): name for name in state}
-  shapes = {n: content[full].shape for n, full in full_names.items()}
+  for name in manifest.arrays:
+    if name.startswith(_MUTABLE + STATE):
+      full_names[name.removeprefix(_MUTABLE)] = name
+  shapes = {name: content[full].shape for name, full in full_names.items()}
   published, tensors = module.to_published(model, shapes, layout)
+
   dtypes = {str(content[name].dtype) for name in names}
   if len(dtypes) > 1:
     raise ConfigError(f"{directory}: parameters of several dtypes: {dtypes}.")
-  (stored,) = dtypes
-  # State, such as the experts' selection biases, keeps its dtype.
-  kept = lambda t: all(name.startswith(STATE) for name, _ in t.parts)
-  specs = {
-    t.name: (t.shape, "float32" if kept(t) else dtype or stored)
-    for t in tensors
+  dtype = dtype or dtypes.pop()
+  specs = {}
+  for tensor in tensors:
+    # State, such as the experts' selection biases, keeps its dtype.
+    is_state = all(name.startswith(STATE) for name, _ in tensor.parts)
+    specs[tensor.name] = (tensor.shape, "float32" if is_state else dtype)
+  builders = {
+    tensor.name: functools.partial(_built, read, tensor, full_names)
+    for tensor in tensors
   }
   os.makedirs(out, exist_ok=True)
-  size = _write_weights(
-    out,
-    specs,
-    {
-      tensor.name: functools.partial(_built, read, tensor, full_names)
-      for tensor in tensors
-    },
-    max_shard_bytes,
-  )
+  size = _write_weights(out, specs, builders, max_shard_bytes)
   published = {
-    **dict.fromkeys(_SPECIAL_TOKENS),  # Defaults may be beyond the vocabulary.
+    # transformers' defaults may be ids beyond the vocabulary.
+    **dict.fromkeys(_SPECIAL_TOKENS),
     **published,
     **_copy_companions(manifest, out, published),
-    "dtype": dtype or stored,
+    "dtype": dtype,
   }
   with paths.replacing(os.path.join(out, "config.json")) as file:
     json.dump(published, file, indent=2)
-  _write_about(os.path.join(out, "bigtrain.json"), manifest, plain)
+  _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
   return len(tensors), size
+
+
+def _read_merged(
+  merged: Mapping[str, np.ndarray], slices: Iterable[tuple[str, Any]]
+) -> Iterator[np.ndarray]:
+  return (merged[name][index] for name, index in slices)
 
 
 def _write_weights(
@@ -220,21 +261,29 @@ def _write_weights(
   builders: Mapping[str, Callable[[], np.ndarray]],
   max_shard_bytes: int,
 ) -> int:
-  """Writes one file, or several with an index; returns their arrays' bytes."""
+  """Writes one file, or several with an index; returns the arrays' bytes.
+
+  Args:
+    specs: {name: (shape, dtype)}.
+    builders: {name: what makes the array}.
+  """
   sizes = {
     name: math.prod(shape) * dtype_of(dtype).itemsize
     for name, (shape, dtype) in specs.items()
   }
   files = _files(sizes, max_shard_bytes)
+
+  def built(names: Sequence[str]) -> Iterator[np.ndarray]:
+    for name in names:
+      _, dtype = specs[name]
+      yield builders[name]().astype(dtype_of(dtype), copy=False)
+
   for file, names in files.items():
     with paths.replacing(os.path.join(out, file), "wb") as temporary:
       safetensors_files.write(
         temporary.name,
         {name: specs[name] for name in names},
-        (
-          builders[name]().astype(dtype_of(specs[name][1]), copy=False)
-          for name in names
-        ),
+        built(names),
         {"format": "pt"},  # transformers requires the framework of the layout.
       )
   written = set(files)
@@ -244,32 +293,20 @@ def _write_weights(
     content = {"metadata": {"total_size": total}, "weight_map": index}
     written.add(safetensors_files.INDEX)
     record.write_json(os.path.join(out, safetensors_files.INDEX), content)
-  for name in os.listdir(out):  # Of an export that this one replaces.
-    if re.fullmatch(_WEIGHTS, name) and name not in written:
+  for name in os.listdir(out):  # Files of an export that this one replaces.
+    if re.fullmatch(_WEIGHT_FILES, name) and name not in written:
       os.remove(os.path.join(out, name))
   return total
-
-
-_WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
-# Files of a published model's tokenizer, and defaults of its generation.
-_COMPANIONS = (
-  *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-  *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
-  *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-  "preprocessor_config.json",
-)
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_MUTABLE = "mutable/"
 
 
 def _copy_companions(
   manifest: Manifest, out: str, published: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Copies the tokenizer of the folder in config.model_init, if it is one.
+  """Copies the tokenizer of the folder in config.model_init, if it is a folder.
 
-  The chat template and the tokens that end an answer come from the run.
-  Returns the ids of special tokens in the folder's config.json, and timm's
-  processing of pictures.
+  The chat template and the tokens that end an answer come from the run. Returns
+  the keys of the folder's config.json that stay: the ids of special tokens, and
+  timm's preprocessing of pictures.
   """
   host = manifest.host_state
   config = host.config or {}
@@ -278,7 +315,8 @@ def _copy_companions(
   if not isinstance(folder, str) or not os.path.isdir(folder):
     return {}
   for name in _COMPANIONS:
-    if os.path.isfile(source := os.path.join(folder, name)):
+    source = os.path.join(folder, name)
+    if os.path.isfile(source):
       shutil.copyfile(source, os.path.join(out, name))
   if template := host.data.get("prompts", {}).get("template"):
     texts = chat.get(template, host.data["tokenizer"]["name"]).texts
@@ -287,38 +325,45 @@ def _copy_companions(
   if ends := host.data.get("end_ids"):
     path = os.path.join(out, "generation_config.json")
     options = record.read_json(path) or {}
-    old = options.get("eos_token_id") or []
-    ends = sorted({*ends, *([old] if isinstance(old, int) else old)})
-    record.write_json(path, options | {"eos_token_id": ends})
+    old_ends = options.get("eos_token_id") or []
+    if isinstance(old_ends, int):
+      old_ends = [old_ends]
+    options["eos_token_id"] = sorted({*ends, *old_ends})
+    record.write_json(path, options)
   values = families.read_json(folder)[1] or {}
-  kept = {n: values[n] for n in _SPECIAL_TOKENS if n in values}
-  if (key := "pretrained_cfg") in values and key in published:
+  kept = {name: values[name] for name in _SPECIAL_TOKENS if name in values}
+  key = "pretrained_cfg"  # Of timm.
+  if key in values and key in published:
     kept[key] = {**values[key], **published[key]}
   return kept
 
 
-def _files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-  """Returns {file: arrays in it}; an array larger than `most` has its own."""
+def _files(
+  sizes: Mapping[str, int], max_shard_bytes: int
+) -> dict[str, list[str]]:
+  """Returns {file: arrays in it}; too large an array has a file of its own."""
   shards: list[list[str]] = [[]]
   size = 0
   for name, num_bytes in sizes.items():
-    if most and shards[-1] and size + num_bytes > most:
+    is_full = shards[-1] and size + num_bytes > max_shard_bytes
+    if max_shard_bytes and is_full:
       shards.append([])
       size = 0
     shards[-1].append(name)
     size += num_bytes
   if len(shards) == 1:
     return {safetensors_files.MODEL: shards[0]}
-  N = len(shards)
+  count = len(shards)
   return {
-    f"model-{i:05}-of-{N:05}.safetensors": shard
+    f"model-{i:05}-of-{count:05}.safetensors": shard
     for i, shard in enumerate(shards, 1)
   }
 
 
 def _built(
-  read: Callable[..., Any], tensor: Tensor, full_names: Mapping[str, str]
+  read: _Read, tensor: Tensor, full_names: Mapping[str, str]
 ) -> np.ndarray:
+  """A published array, from the slices of ours that it consists of."""
   slices = [(full_names[name], index) for name, index in tensor.parts]
   value = tensor.build(list(read(slices)))
   if tuple(value.shape) != tuple(tensor.shape):

@@ -1,4 +1,7 @@
-"""Draws panels and time accounts with matplotlib, as PNG, for documents."""
+"""Draws the curves and the time accounts as PNG, for documents.
+
+matplotlib is optional, so functions import it.
+"""
 
 import io
 import math
@@ -12,24 +15,34 @@ from bigtrain.tools.report import panels
 from bigtrain.tools.report.charts import FROM_ZERO
 from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
 
+_STYLE = pathlib.Path(__file__).with_name("curves.mplstyle")
+_SIZE = (5.2, 3.3)  # Inches of a panel.
+# Points of a curve up to which each gets a marker, and above which the curve is
+# smoothed, over a faint one that is not.
+_MAX_MARKERS = 30
+_MAX_UNSMOOTHED = 100
+# Accounts whose colour is dark.
+_DARK = ("step", "eval", "lost")
+
 
 def smooth(values: Sequence[float]) -> list[float]:
-  half, places = len(values) // 100, range(len(values))
-  windows = (values[max(0, i - half) : i + half + 1] for i in places)
-  return [sum(window) / len(window) for window in windows]
-
-
-_STYLE = pathlib.Path(__file__).with_name("curves.mplstyle")
-_SIZE = (5.2, 3.3)  # Inches per panel.
+  """Moving average over about 2% of a curve."""
+  half = len(values) // 100
+  result = []
+  for i in range(len(values)):
+    window = values[max(0, i - half) : i + half + 1]
+    result.append(sum(window) / len(window))
+  return result
 
 
 def _draw(ax: Any, panel: panels.Panel) -> None:
+  """Draws a panel on a pair of matplotlib's axes."""
   for s in panel.series:
     style: dict[str, Any] = dict(color=s.color, linestyle=s.line)
-    if len(s.values) <= 30:  # Few enough for markers.
+    if len(s.values) <= _MAX_MARKERS:
       style |= dict(marker="o", markersize=4)
     values = s.values
-    if len(values) > 100:
+    if len(values) > _MAX_UNSMOOTHED:
       ax.plot(s.steps, values, color=s.color, alpha=0.25, linewidth=0.8)
       values = smooth(values)
     ax.plot(s.steps, values, label=s.label, **style)
@@ -59,11 +72,13 @@ def _thousands(value: float, _: int = 0) -> str:
 
 
 def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
-  shown = [run for run in runs if run.accounts()][::-1]
-  used = [n for n in ACCOUNT_NAMES if any(n in r.accounts() for r in shown)]
+  """Draws a bar for each run, whose parts are shares of its time."""
+  # From the bottom up, as matplotlib counts.
+  shown = [run for run in reversed(runs) if run.accounts()]
+  accounts = [run.accounts() for run in shown]
+  used = [name for name in ACCOUNT_NAMES if any(name in a for a in accounts)]
   left = [0.0] * len(shown)
   for name in used:
-    accounts = [run.accounts() for run in shown]
     shares = [100 * a.get(name, 0) / sum(a.values()) for a in accounts]
     ax.barh(
       range(len(shown)),
@@ -75,10 +90,16 @@ def _draw_time(ax: Any, runs: Sequence[Run]) -> None:
       label=ACCOUNT_NAMES[name],
     )
     for i, share in enumerate(shares):
-      if share >= 6:
-        ink = "white" if name in ("step", "eval", "lost") else "black"
-        style = dict(ha="center", va="center", fontsize=9, color=ink)
-        ax.text(left[i] + share / 2, i, f"{share:.0f}%", **style)
+      if share >= 6:  # Otherwise the text is wider than the part.
+        ax.text(
+          left[i] + share / 2,
+          i,
+          f"{share:.0f}%",
+          ha="center",
+          va="center",
+          fontsize=9,
+          color="white" if name in _DARK else "black",
+        )
     left = [a + b for a, b in zip(left, shares)]
   ax.set_yticks(range(len(shown)), [run.name for run in shown])
   if len(shown) == 1:
@@ -120,8 +141,9 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     figure = Figure(figsize=_SIZE, layout="constrained")
     _draw(figure.subplots(), panel)
     figures.append((panel.name, figure))
-  if timed := sum(bool(run.accounts()) for run in runs):
-    figure = Figure(figsize=(2 * _SIZE[0], 1.2 + 0.45 * timed))
+  num_timed = sum(bool(run.accounts()) for run in runs)
+  if num_timed:
+    figure = Figure(figsize=(2 * _SIZE[0], 1.2 + 0.45 * num_timed))
     _draw_time(figure.subplots(), runs)
     figures.append(("time", figure))
   return figures
@@ -132,14 +154,14 @@ def _overview(runs: Sequence[Run]) -> Any:
   from matplotlib.figure import Figure
 
   shown = panels.panels(runs)
-  # Loss and evaluations come first; speed and learning rate always fit.
+  # Speed and learning rate come last, and always have a place.
   last = [p for p in shown if p.title in ("Throughput", "Learning rate")]
   shown = [p for p in shown if p not in last][: 6 - len(last)] + last
   columns = min(3, len(shown)) or 1
-  lines = -(-len(shown) // columns) or 1
-  size = (_SIZE[0] * columns, _SIZE[1] * lines)
+  rows = math.ceil(len(shown) / columns) or 1
+  size = (_SIZE[0] * columns, _SIZE[1] * rows)
   figure = Figure(figsize=size, layout="constrained")
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  axes = list(figure.subplots(rows, columns, squeeze=False).flat)
   for ax, panel in zip(axes, shown):
     _draw(ax, panel)
   for ax in axes[len(shown) :]:

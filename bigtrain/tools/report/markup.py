@@ -1,4 +1,4 @@
-"""Fills the templates of the page; what they print is escaped."""
+"""Fills the page's templates. Values that they print are escaped."""
 
 import base64
 import functools

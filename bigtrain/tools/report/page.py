@@ -15,8 +15,9 @@ from bigtrain.tools.report import (
 )
 from bigtrain.tools.report.panels import ACCOUNT_COLORS, ACCOUNT_NAMES, Run
 
-# What evaluators have written: heading, and function from a run to HTML.
-_OF_RUNS = {
+# Sections about what evaluators have written: {heading: function from a run to
+# HTML, which is "" if there is nothing}.
+_SECTIONS = {
   "Predictions": predictions.section,
   "Captions and texts": texts.section,
   "Images, tables and histograms": logged_media.section,
@@ -25,10 +26,14 @@ _OF_RUNS = {
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
   """Returns {key: value in each run, or ""} of config keys that differ."""
-  flat = [markup.flat(run.config) for run in runs]
-  keys = dict.fromkeys(key for config in flat for key in config)
-  values = {key: [config.get(key, "") for config in flat] for key in keys}
-  return {key: v for key, v in values.items() if len(set(v)) > 1}
+  configs = [markup.flat(run.config) for run in runs]
+  keys = dict.fromkeys(key for config in configs for key in config)
+  result = {}
+  for key in keys:
+    values = [config.get(key, "") for config in configs]
+    if len(set(values)) > 1:
+      result[key] = values
+  return result
 
 
 def render(
@@ -47,10 +52,7 @@ def render(
     changed=differences(runs),
     panels=shown,
     dashes=charts.DASHES,
-    sections={
-      heading: {i: html for i, run in enumerate(runs) if (html := of(run))}
-      for heading, of in _OF_RUNS.items()
-    },
+    sections=_sections(runs),
     newest=_newest(runs),
     facts=_columns([_facts(run) for run in runs]),
     time=time,
@@ -63,26 +65,40 @@ def render(
   )
 
 
+def _sections(runs: Sequence[Run]) -> dict[str, dict[int, str]]:
+  """{heading: {index of a run: HTML}}."""
+  result: dict[str, dict[int, str]] = {}
+  for heading, section in _SECTIONS.items():
+    result[heading] = {}
+    for i, run in enumerate(runs):
+      if html := section(run):
+        result[heading][i] = html
+  return result
+
+
 def _time(runs: Sequence[Run]) -> dict[str, list[str]]:
-  """{account: its time and share in each run} of those that are used."""
-  texts: dict[str, list[str]] = {}
+  """{account: its time and share in each run} of the accounts in use."""
+  result = {}
   for name in ACCOUNT_NAMES:
+    cells = []
     for run in runs:
       accounts = run.accounts()
-      share = accounts.get(name, 0.0) / (sum(accounts.values()) or 1.0)
-      spent = console.duration(accounts.get(name, 0.0))
-      text = f"{spent} ({share:.1%})" if name in accounts else ""
-      texts.setdefault(name, []).append(text)
-  return {name: of_runs for name, of_runs in texts.items() if any(of_runs)}
+      if name in accounts:
+        share = accounts[name] / sum(accounts.values())
+        cells.append(f"{console.duration(accounts[name])} ({share:.1%})")
+      else:
+        cells.append("")
+    if any(cells):
+      result[name] = cells
+  return result
 
 
 def _facts(run: Run) -> dict[str, str]:
+  """{name: text}, "" where a run does not have the fact."""
   newest = run.starts[-1] if run.starts else {}
   spent = sum(run.accounts().values())
   devices = newest.get("devices")
   flops = run.last("model_flops_per_step")
-  speed = [f"{w}_per_sec" for w in ("tokens", "examples")]
-  name = next((s for s in speed if run.last(s)), None)
   facts = {
     "Task": run.config.get("task", ""),
     "Model": run.config.get("model_name", ""),
@@ -97,14 +113,18 @@ def _facts(run: Run) -> dict[str, str]:
     "Model GFLOPs per step": markup.number(flops and flops * 1e-9),
     "Memory of the step": _bytes(run),
   }
-  if name:
-    values = sorted(r[name] for r in run.rows if name in r)
-    median = console.number(values[len(values) // 2])
-    facts["Median speed"] = f"{median} {name.removesuffix('_per_sec')}/s"
+  for unit in ("tokens", "examples"):
+    name = f"{unit}_per_sec"
+    if run.last(name):
+      values = sorted(entry[name] for entry in run.rows if name in entry)
+      median = console.number(values[len(values) // 2])
+      facts["Median speed"] = f"{median} {unit}/s"
+      break
   return facts
 
 
 def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
+  """{metric: its newest value in each run}."""
   names = [*panels.results(runs), "loss"]
   for panel in panels.panels(runs):
     if panel.title.startswith("Training: "):
@@ -115,14 +135,18 @@ def _newest(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _columns(of_runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+  """{name: text of each run}, without names that have no text."""
   names = dict.fromkeys(name for facts in of_runs for name in facts)
   lines = {n: [facts.get(n, "") for facts in of_runs] for n in names}
   return {name: values for name, values in lines.items() if any(values)}
 
 
 def _bytes(run: Run) -> str:
+  """Memory of the update, in which outputs reuse aliased arguments."""
   names = ("argument", "output", "temporary", "alias")
-  *sizes, aliased = (run.last(f"update_{name}_bytes") for name in names)
-  if None in (*sizes, aliased):
+  sizes = {name: run.last(f"update_{name}_bytes") for name in names}
+  if None in sizes.values():
     return ""
-  return f"{console.number((sum(sizes) - aliased) / 2**20)} MiB per device"
+  total = sizes["argument"] + sizes["output"] + sizes["temporary"]
+  total -= sizes["alias"]
+  return f"{console.number(total / 2**20)} MiB per device"

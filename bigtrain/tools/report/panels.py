@@ -1,7 +1,8 @@
 """Chooses the curves of one or several runs, as plain data.
 
 Colours distinguish runs, and line styles distinguish metrics within a panel, so
-a run looks the same in all panels.
+a run looks the same in all panels. With a single run, colours distinguish its
+metrics.
 """
 
 import re
@@ -66,12 +67,12 @@ assert {*ACCOUNT_NAMES} == {*ACCOUNT_COLORS} == {*ACCOUNTS}
 
 
 class Run(NamedTuple):
-  """A run, as read from its workdir; `info` is run.json."""
+  """A run, as read from its workdir."""
 
   name: str
   config: dict[str, Any]
-  info: dict[str, Any]
-  rows: list[dict[str, Any]]
+  info: dict[str, Any]  # The content of run.json.
+  rows: list[dict[str, Any]]  # Its log entries.
   workdir: str = ""
 
   @property
@@ -79,9 +80,14 @@ class Run(NamedTuple):
     return self.info.get("starts") or []
 
   def last(self, name: str) -> Any:
-    return next((r[name] for r in reversed(self.rows) if name in r), None)
+    """The newest value of a metric, or None."""
+    for entry in reversed(self.rows):
+      if name in entry:
+        return entry[name]
+    return None
 
   def accounts(self) -> dict[str, float]:
+    """{account: seconds}, without accounts of no time."""
     accounts = {name: self.last(f"account/{name}_secs") for name in ACCOUNTS}
     return {name: secs for name, secs in accounts.items() if secs}
 
@@ -107,18 +113,18 @@ class Panel(NamedTuple):
 
 
 def results(runs: Sequence[Run]) -> list[str]:
-  names = _names(runs)
+  """The metrics of evaluations, such as "val/acc"."""
   evals = {name for run in runs for name in run.config.get("evals") or {}}
-  return [
-    name
-    for name in names
-    if "/" in name
-    and name.split("/")[0] not in PREFIXES
-    and (not evals or name.split("/")[0] in evals)
-  ]
+  result = []
+  for name in _names(runs):
+    prefix, slash, _ = name.partition("/")
+    if slash and prefix not in PREFIXES and (not evals or prefix in evals):
+      result.append(name)
+  return result
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
+  """All panels: the loss, evaluations, metrics of the task, and the others."""
   names = _names(runs)
   plain = {n for n in names if "/" not in n} - (FIGURES - set(_KNOWN))
   if "tokens_per_sec" in plain:
@@ -127,7 +133,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
   if "loss" in plain:
     all_panels.append(_panel(runs, "loss", ["loss"]))
   by_metric: dict[str, list[str]] = {}
-  for name in results(runs):
+  for name in results(runs):  # A panel for each metric, with all evaluations.
     if not name.endswith(("/secs", "/num_examples")):
       by_metric.setdefault(name.split("/", 1)[1], []).append(name)
   for metric, members in by_metric.items():
@@ -148,9 +154,14 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-  rows = (row for run in runs for row in run.rows)
-  items = (item for row in rows for item in row.items())
-  return list(dict.fromkeys(n for n, x in items if isinstance(x, int | float)))
+  """Names of all metrics that are numbers, in the order of the log."""
+  names: dict[str, None] = {}
+  for run in runs:
+    for entry in run.rows:
+      for name, value in entry.items():
+        if isinstance(value, int | float):
+          names[name] = None
+  return list(names)
 
 
 def _panel(
@@ -160,18 +171,24 @@ def _panel(
   title: str = "",
   unit: str = "",
 ) -> Panel:
+  """The panel of some metrics; _KNOWN has titles and units of common ones."""
   known_title, known_unit, factor = _KNOWN.get(name, ("", "", 1.0))
+  several_runs = len(runs) > 1
   series = []
   for i, run in enumerate(runs):
     for j, member in enumerate(members):
       points = [(r["step"], r[member]) for r in run.rows if member in r]
       if not points:
         continue
-      words = [run.name] if len(runs) > 1 else []
-      words += [member] if len(members) > 1 else []
-      # With a single run, colours distinguish its metrics.
-      hue = i if len(runs) > 1 else j
-      line = j if len(runs) > 1 else hue // len(COLORS)
+      words = []
+      if several_runs:
+        words.append(run.name)
+      if len(members) > 1:
+        words.append(member)
+      if several_runs:
+        hue, line = i, j
+      else:
+        hue, line = j, j // len(COLORS)
       series.append(
         Series(
           label=" ".join(words),

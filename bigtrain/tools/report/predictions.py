@@ -17,12 +17,15 @@ from bigtrain.reports import media
 from bigtrain.tools.report import markup
 from bigtrain.tools.report.panels import Run
 
-_MOST_CLASSES = 30  # Of a whole confusion matrix.
-_MOST_PAIRS = 30
-_MOST_ROWS = 1000  # Of the table of classes.
-_MOST_EXAMPLES = 24
+# Largest number of classes for a confusion matrix. With more, the page lists
+# the pairs that are confused most often.
+_MAX_MATRIX = 30
+_MAX_PAIRS = 30
+_MAX_CLASSES = 1000  # In the table of classes.
+_MAX_EXAMPLES = 24  # With the largest loss.
 _LABEL_KEYS = ("labels", "label")
-_NO_ORDER = "(not finite)"
+# The class that stands for logits with NaN or infinity.
+_NOT_FINITE = "(not finite)"
 
 
 class Predictions(NamedTuple):
@@ -34,7 +37,7 @@ class Predictions(NamedTuple):
   predicted_N: np.ndarray
   probability_N: np.ndarray  # Of the predicted class.
   loss_N: np.ndarray  # Negative logarithm of the true class's probability.
-  rows_N: np.ndarray  # Place of each example in the data set.
+  rows_N: np.ndarray  # Index of each example in the data set.
   images: np.ndarray | None  # [all examples, height, width, channels].
   names: list[str]  # Of the C classes, and of logits that are not finite.
 
@@ -85,28 +88,33 @@ def _read(
   logits, label_N = logits[rows_N].astype(np.float32), labels[rows_N]
   names = _class_names(run.workdir, options, keys[0], num_classes)
   if not (ordered_N := metrics.has_order(logits)).all():
-    names.append(_NO_ORDER)
+    names.append(_NOT_FINITE)
   with np.errstate(invalid="ignore"):
     logits -= logits.max(axis=1, keepdims=True)
     log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
   loss_N = -log_probs[np.arange(len(rows_N)), label_N.astype(np.int64)]
-  images = (x for x in arrays.values() if x.ndim == 4 and x.shape[-1] in (1, 3))
+  images = None
+  for array in arrays.values():
+    if array.ndim == 4 and array.shape[-1] in (1, 3):
+      images = array
+      break
   return Predictions(
-    evaluation,
-    step,
-    label_N.astype(np.int64),
-    np.where(ordered_N, log_probs.argmax(axis=1), num_classes),
-    np.exp(log_probs.max(axis=1)),
-    np.where(ordered_N, loss_N, np.inf),
-    rows_N,
-    next(images, None),
-    names,
+    evaluation=evaluation,
+    step=step,
+    label_N=label_N.astype(np.int64),
+    predicted_N=np.where(ordered_N, log_probs.argmax(axis=1), num_classes),
+    probability_N=np.exp(log_probs.max(axis=1)),
+    loss_N=np.where(ordered_N, loss_N, np.inf),
+    rows_N=rows_N,
+    images=images,
+    names=names,
   )
 
 
 def _class_names(
   workdir: str, options: dict[str, Any], key: str, num_classes: int
 ) -> list[str]:
+  """Class names of the config, else of the data, else numbers."""
   names = options.get("class_names")
   try:
     step = folders.newest(workdir)
@@ -132,24 +140,26 @@ def confusion(predictions: Predictions) -> list[tuple[int, int, int]]:
 
 
 def _html(p: Predictions) -> str:
-  counts, number = confusion(p), len(p.names)
-  has_matrix = number <= _MOST_CLASSES
-  matrix = np.zeros((number, number) if has_matrix else (0, 0), int)
-  for i, j, count in counts if has_matrix else ():
-    matrix[i, j] = count
+  counts = confusion(p)
+  num_classes = len(p.names)
+  matrix: list[list[int]] = []
+  if num_classes <= _MAX_MATRIX:
+    matrix = [[0] * num_classes for _ in range(num_classes)]
+    for i, j, count in counts:
+      matrix[i][j] = count
   wrong = [(i, j, count) for i, j, count in counts if i != j]
   classes = _per_class(p, wrong)
-  worst = np.argsort(-p.loss_N, kind="stable")[:_MOST_EXAMPLES].tolist()
+  worst = np.argsort(-p.loss_N, kind="stable")[:_MAX_EXAMPLES].tolist()
   return markup.render(
     "predictions.jinja",
     p=p,
     accuracy=np.mean(p.label_N == p.predicted_N),
-    matrix=matrix.tolist(),
+    matrix=matrix,
     pairs=[
-      (p.names[i], p.names[j], f"{n:,}") for i, j, n in wrong[:_MOST_PAIRS]
+      (p.names[i], p.names[j], f"{n:,}") for i, j, n in wrong[:_MAX_PAIRS]
     ],
-    classes=classes[:_MOST_ROWS],
-    more_classes=len(classes) - _MOST_ROWS,
+    classes=classes[:_MAX_CLASSES],
+    more_classes=len(classes) - _MAX_CLASSES,
     worst=zip(worst, _pictures(p, worst)),
   )
 
@@ -157,15 +167,15 @@ def _html(p: Predictions) -> str:
 def _per_class(
   p: Predictions, wrong: Sequence[tuple[int, int, int]]
 ) -> list[tuple[str | None, ...]]:
-  """A row of texts for each class that has examples, the worst first."""
-  right_N = p.label_N[p.label_N == p.predicted_N]
-  true_C, predicted_C, right_C = (
-    np.bincount(x, minlength=len(p.names))
-    for x in (p.label_N, p.predicted_N, right_N)
-  )
+  """Texts about each class that has examples, the worst class first."""
+  num_classes = len(p.names)
+  is_right_N = p.label_N == p.predicted_N
+  true_C = np.bincount(p.label_N, minlength=num_classes)
+  predicted_C = np.bincount(p.predicted_N, minlength=num_classes)
+  right_C = np.bincount(p.label_N[is_right_N], minlength=num_classes)
   recall_C = right_C / np.maximum(true_C, 1)
   precision_C = right_C / np.maximum(predicted_C, 1)
-  # The largest numbers come first.
+  # `wrong` begins with the largest numbers, which overwrite the others here.
   most_often = {i: f"{p.names[j]} ({n})" for i, j, n in reversed(wrong)}
   return [
     (

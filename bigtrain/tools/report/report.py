@@ -2,10 +2,11 @@
 
   python -m bigtrain.tools.report WORKDIR [WORKDIR ...] [--out DIR]
 
-writes DIR/report.html, which needs no other file and no network, and, with
-matplotlib, the curves as DIR/*.png; `curves.png` is an overview for documents.
-DIR is by default the folder `report` inside a single workdir, or inside the
-current folder. Runs may still be in progress.
+writes DIR/report.html, a page that needs no other file and no network. If
+matplotlib is installed, it also writes the curves as DIR/*.png, of which
+`curves.png` is an overview for documents. By default, DIR is the folder
+`report` in the workdir, or in the current folder for several workdirs. Runs may
+still be in progress.
 """
 
 import importlib.util
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
@@ -23,14 +24,14 @@ from bigtrain.tools.report.panels import Run
 def read(workdirs: Sequence[str]) -> list[Run]:
   runs = []
   for workdir, name in zip(workdirs, short_names(workdirs)):
-    metrics = rows.read_rows(workdir)
+    metrics = log_entries.read(workdir)
     if not metrics:
       raise ConfigError(
-        f"{os.path.join(workdir, rows.FILE_NAME)}: no rows; expected the "
-        "workdir of a run that has logged a step."
+        f"{os.path.join(workdir, log_entries.FILE_NAME)}: no log entries; "
+        "expected the workdir of a run that has logged a step."
       )
-    files = (os.path.join(workdir, n) for n in ("config.json", "run.json"))
-    config, info = (record.read_json(file) or {} for file in files)
+    config = record.read_json(os.path.join(workdir, "config.json")) or {}
+    info = record.read_json(os.path.join(workdir, "run.json")) or {}
     runs.append(Run(name, config, info, metrics, workdir))
   return runs
 
@@ -55,11 +56,12 @@ def write(
 ) -> list[str]:
   """Writes the page and the images; returns their paths, the page first."""
   runs = read(workdirs)
-  names = {name for run in runs for row in run.rows for name in row}
+  names = {name for run in runs for entry in run.rows for name in entry}
   metric, mode = ranking.choose(names, metric, mode)
   bests = [ranking.best(run.rows, metric, mode) for run in runs]
-  order = ranking.order(bests, mode)
-  runs, bests = [runs[i] for i in order], [bests[i] for i in order]
+  best_first = ranking.order(bests, mode)
+  runs = [runs[i] for i in best_first]
+  bests = [bests[i] for i in best_first]
   paths.make_folder(out)
   files = [os.path.join(out, "report.html")]
   with paths.replacing(files[0]) as file:
@@ -87,11 +89,11 @@ def main(argv: Sequence[str]) -> int:
   ranking.add_arguments(parser)
   args = parser.parse_args(argv)
   workdirs = [paths.absolute(workdir) for workdir in args.workdir]
-  only = workdirs[0] if len(workdirs) == 1 else ""
-  out = paths.absolute(args.out or os.path.join(only, "report"))
-  files = write(workdirs, out, args.metric, args.mode)
-  images = f" and {len(files) - 1} images in the same folder."
-  if len(files) == 1:
-    images = ". For images: pip install 'bigtrain[report]'."
-  print(f"{files[0]}{images}")
+  parent = workdirs[0] if len(workdirs) == 1 else ""
+  out = paths.absolute(args.out or os.path.join(parent, "report"))
+  page_path, *images = write(workdirs, out, args.metric, args.mode)
+  if images:
+    print(f"{page_path} and {len(images)} images in the same folder.")
+  else:
+    print(f"{page_path}. For images: pip install 'bigtrain[report]'.")
   return 0

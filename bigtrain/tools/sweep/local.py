@@ -1,4 +1,4 @@
-"""Runs the variants of a sweep as processes of this machine."""
+"""Runs the variants of a sweep as processes on this machine."""
 
 import contextlib
 import os
@@ -14,11 +14,14 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.tools import runs
 from bigtrain.tools.sweep import results
 
-_POLL_SECS = 0.1
+_POLL_SECS = 0.1  # Between looks at the processes.
+# Signals that are passed on to the runs.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class _Child:
+  """A run in a process; its output goes to a log."""
+
   def __init__(
     self,
     entry: results.Entry,
@@ -26,7 +29,9 @@ class _Child:
     variables: dict[str, str],
     log: str,
   ):
-    self.entry, self.variables, self._log = entry, variables, log
+    self.entry = entry
+    self.variables = variables  # Of the environment, such as its GPUs.
+    self._log = log
     self._began = time.monotonic()
     with open(log, "ab") as file:
       self._log_start = file.tell()
@@ -36,11 +41,13 @@ class _Child:
         stdin=subprocess.DEVNULL,
         stdout=file,
         stderr=subprocess.STDOUT,
-        # Otherwise Ctrl-C would reach it twice, and two signals end it at once.
+        # Otherwise Ctrl-C would reach it twice: from the terminal and from
+        # `_forwarding`. A second signal ends a run at once.
         start_new_session=True,
       )
 
-  def ended(self, signalled: bool) -> bool:
+  def has_ended(self, was_signalled: bool) -> bool:
+    """Whether the process has ended; if so, the entry gets its new state."""
     code = self.process.poll()
     if code is None:
       return False
@@ -48,21 +55,25 @@ class _Child:
     self.entry.reason = ""
     if code == process.EXIT_OK:
       self.entry.state = results.FINISHED
-    elif code == process.EXIT_PREEMPTED or signalled:
+    elif code == process.EXIT_PREEMPTED or was_signalled:
       self.entry.state = results.INTERRUPTED
     else:
       self.entry.state = results.FAILED
-      line = last_line(self._log, self._log_start)
-      killed = code < 0 and f"killed by {signal.Signals(-code).name}"
-      self.entry.reason = killed or line or f"code {code}"
+      if code < 0:
+        self.entry.reason = f"killed by {signal.Signals(-code).name}"
+      else:
+        line = last_line(self._log, self._log_start)
+        self.entry.reason = line or f"code {code}"
     return True
 
 
 def last_line(path: str, start: int = 0) -> str:
+  """The last line of a log that is not empty, from a position on."""
   with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
     file.seek(max(start, os.path.getsize(path) - 20_000))
-    lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    for line in reversed(file.read().decode(errors="replace").splitlines()):
+      if line.strip():
+        return line.strip()
   return ""
 
 
@@ -75,20 +86,11 @@ def run(
   """Runs the variants that have not finished, `jobs` at a time.
 
   A signal goes to all running processes, which save and end. A second one ends
-  them at once, and a third one kills them. Returns whether there was one.
+  them at once, and a third one kills them. Returns whether a signal came.
   """
-  free = _devices(jobs)
+  free = _devices(jobs)  # Variables of the jobs that can start now.
   os.makedirs(logs, exist_ok=True)
-  waiting = []
-  for entry in table.entries:
-    if runs.state(entry.workdir, {}) == "running":
-      print(
-        f"{entry.variant.name}: runs in another process; not started.",
-        flush=True,
-      )
-    elif entry.state != results.FINISHED:
-      entry.state, entry.reason = results.WAITING, ""
-      waiting.append(entry)
+  waiting = _waiting(table)
   places = {
     entry.variant.name: f"[{i}/{len(table.entries)}] {entry.variant.name}"
     for i, entry in enumerate(table.entries, start=1)
@@ -108,40 +110,63 @@ def run(
           entry.state = results.RUNNING
           print(f"{place}: started, log {os.path.relpath(log)}", flush=True)
           table.write()
-        for child in [c for c in running if c.ended(bool(signals))]:
+        ended = [one for one in running if one.has_ended(bool(signals))]
+        for child in ended:
           running.remove(child)
           free.append(child.variables)
           table.write()
           entry = child.entry
-          words = [entry.state, table.result(entry), f"{entry.secs:.0f} s"]
-          words = [w for w in (*words, entry.reason) if w]
-          print(f"{places[entry.variant.name]}: {', '.join(words)}", flush=True)
+          words = [
+            entry.state,
+            table.result(entry),
+            f"{entry.secs:.0f} s",
+            entry.reason,
+          ]
+          text = ", ".join(word for word in words if word)
+          print(f"{places[entry.variant.name]}: {text}", flush=True)
         time.sleep(_POLL_SECS)
     finally:
-      for child in running:  # This program has failed.
+      for child in running:  # Only if this function has raised.
         child.process.kill()
         child.process.wait()
   return bool(signals)
 
 
+def _waiting(table: results.Results) -> list[results.Entry]:
+  """The entries to run; another process may already run some."""
+  waiting = []
+  for entry in table.entries:
+    if runs.state(entry.workdir, {}) == "running":
+      print(
+        f"{entry.variant.name}: runs in another process; not started.",
+        flush=True,
+      )
+    elif entry.state != results.FINISHED:
+      entry.state = results.WAITING
+      entry.reason = ""
+      waiting.append(entry)
+  return waiting
+
+
 @contextlib.contextmanager
 def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
-  """Sends this process's signals to the children; yields those that came."""
+  """Sends this process's signals to the children; yields the list of them."""
   received: list[int] = []
 
   def forward(number: int, frame: FrameType | None) -> None:
     received.append(number)
-    kill = len(received) > 2
+    # SIGTERM for all signals: a terminal that closes sends SIGHUP, which a run
+    # does not handle.
+    to_send = signal.SIGKILL if len(received) > 2 else signal.SIGTERM
     for child in list(children):
-      # A terminal that closes sends SIGHUP, which the program does not catch.
-      child.process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+      child.process.send_signal(to_send)
     text = "passed on; a second signal ends the runs without saving"
     os.write(2, f"sweep: {signal.Signals(number).name}: {text}.\n".encode())
 
   earlier = {
     number: signal.signal(number, forward)
     for number in _SIGNALS
-    if signal.getsignal(number) != signal.SIG_IGN  # As after nohup.
+    if signal.getsignal(number) != signal.SIG_IGN  # As nohup has it.
   }
   try:
     yield received
@@ -151,6 +176,7 @@ def _forwarding(children: list[_Child]) -> Iterator[list[int]]:
 
 
 def _devices(jobs: int) -> list[dict[str, str]]:
+  """Environment variables of each job, which share the GPUs among them."""
   gpus = _gpus()
   if jobs == 1 or not gpus:
     return [{} for _ in range(jobs)]
@@ -166,6 +192,7 @@ def _devices(jobs: int) -> list[dict[str, str]]:
 
 
 def _gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+  """Numbers or names of the GPUs that this process may use."""
   if environment.get("JAX_PLATFORMS") == "cpu":
     return []
   if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -5,11 +5,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.config.errors import check_choice
 from bigtrain.files import paths
-from bigtrain.reports import console, record, rows
+from bigtrain.reports import console, log_entries, record
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 
@@ -21,21 +21,38 @@ FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
 
 @dataclasses.dataclass
 class Entry:
-  """A variant and its state, one of the constants of this module."""
+  """A variant and its state."""
 
   variant: Variant
   workdir: str
-  state: str = WAITING
-  reason: str = ""  # Last line of the log of a run that failed.
-  secs: float | None = None  # Of its newest start.
+  state: str = WAITING  # One of the constants above.
+  reason: str = ""  # Last line in the log of a run that has failed.
+  secs: float | None = None  # Duration of its newest start.
   job: str = ""  # Number of its Slurm job.
+
+
+class _Best(NamedTuple):
+  """The values by which the table compares the entries."""
+
+  metric: str
+  mode: str
+  values: list[ranking.Best | None]  # The best of each entry.
+  steps: list[int]  # Newest step of each entry; 0 if it has logged none.
+
+  @property
+  def order(self) -> list[int]:
+    """Indices of the entries, the best one first."""
+    return ranking.order(self.values, self.mode)
 
 
 class Results:
   """The entries of a sweep, as files and as a table.
 
-  Variants keep the state of an earlier call with the same config. `metric` and
-  `mode` may be None, see ranking.py.
+  Variants that an earlier call has run with the same config keep their state.
+
+  Args:
+    metric, mode: how to compare the entries; None for the defaults of
+      ranking.py.
   """
 
   def __init__(
@@ -46,18 +63,22 @@ class Results:
     mode: str | None,
   ):
     self._folder = folder
-    self._asked = metric, mode
+    self._metric = metric
+    self._mode = mode
     earlier = record.read_json(os.path.join(folder, FILE_NAME)) or {}
-    by_digest = {row["digest"]: row for row in earlier.get("variants", [])}
+    by_digest = {one["digest"]: one for one in earlier.get("variants", [])}
     self.entries = []
     for variant in variants:
       entry = Entry(variant, os.path.join(folder, variant.name))
-      row = by_digest.get(variant.digest, {})
-      if row.get("name") == variant.name:
-        entry.job, entry.secs = row["job"], row["secs"]
-        has_rows = bool(rows.read_rows(entry.workdir))
-        if row["state"] != FINISHED or has_rows:
-          entry.state, entry.reason = row["state"], row["reason"]
+      before = by_digest.get(variant.digest, {})
+      if before.get("name") == variant.name:
+        entry.job = before["job"]
+        entry.secs = before["secs"]
+        # The workdir of a finished run may have been removed.
+        is_gone = not log_entries.read(entry.workdir)
+        if not (before["state"] == FINISHED and is_gone):
+          entry.state = before["state"]
+          entry.reason = before["reason"]
       if not entry.job:
         if runs.state(entry.workdir, {}) == "running":
           entry.state = RUNNING
@@ -65,97 +86,113 @@ class Results:
           entry.state = INTERRUPTED
       self.entries.append(entry)
 
-  def _best(self) -> tuple[str, str, list[ranking.Best | None], list[int]]:
-    """(metric, mode, best value of each entry, newest step of each)."""
-    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
-    metric, mode = self._asked
-    metric = metric or ranking.default_metric(_names(by_entry))
-    mode = mode or ranking.mode_of(metric)
-    bests = [ranking.best(of, metric, mode) for of in by_entry]
-    return metric, mode, bests, [of[-1]["step"] if of else 0 for of in by_entry]
+  def _logs(self) -> list[list[log_entries.Entry]]:
+    return [log_entries.read(entry.workdir) for entry in self.entries]
+
+  def _best(self) -> _Best:
+    logs = self._logs()
+    metric = self._metric or ranking.default_metric(_names(logs))
+    mode = self._mode or ranking.mode_of(metric)
+    return _Best(
+      metric,
+      mode,
+      values=[ranking.best(log, metric, mode) for log in logs],
+      steps=[log[-1]["step"] if log else 0 for log in logs],
+    )
 
   def check_metric(self) -> None:
-    by_entry = [rows.read_rows(entry.workdir) for entry in self.entries]
-    ranking.choose(_names(by_entry), *self._asked)
+    ranking.choose(_names(self._logs()), self._metric, self._mode)
 
   def write(self) -> None:
-    metric, mode, bests, steps = self._best()
-    ranked = ranking.order(bests, mode)
+    """Writes sweep.json, from which a later call continues, and sweep.csv."""
+    best = self._best()
+    paths.make_folder(self._folder)
     content: dict[str, Any] = {
-      "metric": metric,
-      "mode": mode,
-      "best": self._name_of_best(bests, ranked),
+      "metric": best.metric,
+      "mode": best.mode,
+      "best": self._name_of_best(best),
       "variants": [
         {
           "name": entry.variant.name,
           "changes": entry.variant.changes,
           "state": entry.state,
           "step": step,
-          "value": best.value if best else None,
-          "value_step": best.step if best else None,
+          "value": value.value if value else None,
+          "value_step": value.step if value else None,
           "secs": entry.secs,
           "reason": entry.reason,
           "job": entry.job,
           "digest": entry.variant.digest,
         }
-        for entry, best, step in zip(self.entries, bests, steps)
+        for entry, value, step in zip(self.entries, best.values, best.steps)
       ],
     }
-    paths.make_folder(self._folder)
     record.write_json(os.path.join(self._folder, FILE_NAME), content)
     keys = self._keys()
     with paths.replacing(os.path.join(self._folder, "sweep.csv")) as file:
       writer = csv.writer(file)
-      head = ["state", "step", metric, "at_step", "secs", "reason"]
-      writer.writerow(["name", *keys, *head])
-      for i in ranked:
-        entry, best = self.entries[i], bests[i]
-        values = (best.value, best.step) if best else ("", "")
-        secs = "" if entry.secs is None else f"{entry.secs:.1f}"
-        changes = [entry.variant.name, *_texts(entry, keys)]
+      columns = ["state", "step", best.metric, "at_step", "secs", "reason"]
+      writer.writerow(["name", *keys, *columns])
+      for i in best.order:
+        entry, value = self.entries[i], best.values[i]
         writer.writerow(
-          [*changes, entry.state, steps[i], *values, secs, entry.reason]
+          [
+            entry.variant.name,
+            *_texts(entry, keys),
+            entry.state,
+            best.steps[i],
+            value.value if value else "",
+            value.step if value else "",
+            "" if entry.secs is None else f"{entry.secs:.1f}",
+            entry.reason,
+          ]
         )
 
-  def _name_of_best(
-    self, bests: Sequence[ranking.Best | None], ranked: Sequence[int]
-  ) -> str | None:
-    first = ranked[0]
-    return self.entries[first].variant.name if bests[first] else None
+  def _name_of_best(self, best: _Best) -> str | None:
+    first = best.order[0]
+    return self.entries[first].variant.name if best.values[first] else None
 
   def _keys(self) -> list[str]:
+    """All keys that variants change, in their order."""
     changes = [entry.variant.changes for entry in self.entries]
     return list(dict.fromkeys(key for change in changes for key in change))
 
   def result(self, entry: Entry) -> str:
     """Returns "METRIC VALUE" of an entry; "" without a value."""
-    metric, _, bests, _ = self._best()
-    best = bests[self.entries.index(entry)]
-    return f"{metric} {console.number(best.value)}" if best else ""
+    best = self._best()
+    value = best.values[self.entries.index(entry)]
+    return f"{best.metric} {console.number(value.value)}" if value else ""
 
   def table(self) -> str:
-    metric, mode, bests, steps = self._best()
+    best = self._best()
     keys = self._keys()
-    lines = [["", *keys, "state", "step", f"{metric} ({mode})", "reason"]]
-    ranked = ranking.order(bests, mode)
-    best_name = self._name_of_best(bests, ranked)
-    for i in ranked:
-      entry, best = self.entries[i], bests[i]
-      star = "*" if entry.variant.name == best_name else ""
-      step = str(steps[i]) if steps[i] else ""
-      value = f"{console.number(best.value)} @ {best.step}" if best else ""
-      changes = _texts(entry, keys)
-      lines.append([star, *changes, entry.state, step, value, entry.reason])
-    if not any(line[-1] for line in lines[1:]):
+    title = f"{best.metric} ({best.mode})"
+    lines = [["", *keys, "state", "step", title, "reason"]]
+    best_name = self._name_of_best(best)
+    for i in best.order:
+      entry, value = self.entries[i], best.values[i]
+      lines.append(
+        [
+          "*" if entry.variant.name == best_name else "",
+          *_texts(entry, keys),
+          entry.state,
+          str(best.steps[i] or ""),
+          f"{console.number(value.value)} @ {value.step}" if value else "",
+          entry.reason,
+        ]
+      )
+    if not any(line[-1] for line in lines[1:]):  # Nothing has failed.
       lines = [line[:-1] for line in lines]
     return runs.aligned(lines)
 
 
-def _names(by_entry: Sequence[list[rows.Row]]) -> set[str]:
-  return {name for of in by_entry for row in of for name in row}
+def _names(logs: Sequence[list[log_entries.Entry]]) -> set[str]:
+  """Names of all metrics."""
+  return {name for log in logs for entry in log for name in entry}
 
 
 def check_evaluation(metric: str | None, config: dict[str, Any]) -> None:
+  """Refuses a metric of an evaluation that the config does not have."""
   evaluation, slash, _ = (metric or "").partition("/")
   evals = config.get("evals") or {}
   if slash:

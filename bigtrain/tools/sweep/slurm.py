@@ -13,11 +13,12 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.tools.sweep import local, results
 
 _SCRIPT = pathlib.Path(__file__).parents[3] / "launch" / "slurm.sbatch"
-# The states of jobs that hold or will get nodes.
-_ACTIVE = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
+# Slurm's states of jobs that do not run yet. All others that squeue lists do.
+_QUEUED = {"PENDING": results.QUEUED, "CONFIGURING": results.QUEUED}
 
 
 def update(table: results.Results, logs: str) -> None:
+  """Updates the states of entries with a job, from squeue and their logs."""
   listed = _run(["squeue", "--noheader", "--me", "--format=%i %T"])
   states = dict(line.split() for line in listed.splitlines())
   for entry in table.entries:
@@ -25,9 +26,9 @@ def update(table: results.Results, logs: str) -> None:
       continue
     entry.reason = ""
     if state := states.get(entry.job):
-      entry.state = _ACTIVE.get(state, results.RUNNING)
+      entry.state = _QUEUED.get(state, results.RUNNING)
       continue
-    # Process 0 of the job's newest start writes the end of this log.
+    # The job has ended. Process 0 of its newest start wrote the last lines.
     stem = glob.escape(os.path.join(logs, entry.variant.name))
     paths = glob.glob(f"{stem}-{entry.job}-0.log")
     text = pathlib.Path(paths[0]).read_text(errors="replace") if paths else ""
@@ -52,32 +53,45 @@ def submit(
 ) -> None:
   """Submits the variants that are neither finished, queued nor running.
 
-  At most `jobs` run at a time, if given; `options` are of sbatch.
+  At most `jobs` run at a time, if given. `options` go to sbatch.
   """
   if not _SCRIPT.is_file():
     raise ConfigError(
       f"--launcher=slurm: no file {_SCRIPT}; install bigtrain from a checkout."
     )
   os.makedirs(logs, exist_ok=True)
-  busy = (results.FINISHED, results.QUEUED, results.RUNNING)
+  leave_alone = (results.FINISHED, results.QUEUED, results.RUNNING)
   sweep = os.path.basename(os.path.dirname(table.entries[0].workdir))
   for i, entry in enumerate(table.entries):
-    if entry.state in busy:
+    if entry.state in leave_alone:
       continue
     name = entry.variant.name
-    limit = []
-    if jobs:  # Slurm runs one job of a name at a time.
-      name, limit = f"{sweep}-{i % jobs}", ["--dependency=singleton"]
-    stem = os.path.join(logs, entry.variant.name)
-    # Of an option that is given twice, sbatch takes the second.
-    words = ["sbatch", "--parsable", "--nodes=1", f"--job-name={name}"]
-    words += [f"--output={stem}-%j.log", *limit, *options, str(_SCRIPT)]
-    # After the interpreter and "-m bigtrain.main" follow the program's flags.
+    dependency = []
+    if jobs:
+      # Slurm runs one "singleton" of a name at a time, so `jobs` names.
+      name = f"{sweep}-{i % jobs}"
+      dependency = ["--dependency=singleton"]
+    log_stem = os.path.join(logs, entry.variant.name)
+    # After the interpreter and "-m bigtrain.main" come the program's flags.
     flags = command(entry)[3:]
-    variables = {"PYTHON": sys.executable, "LOG": stem}
-    output = _run([*words, *flags], {**os.environ, **variables})
+    output = _run(
+      [
+        "sbatch",
+        "--parsable",
+        "--nodes=1",
+        f"--job-name={name}",
+        f"--output={log_stem}-%j.log",
+        *dependency,
+        *options,  # Last, because sbatch uses the second of two equal options.
+        str(_SCRIPT),
+        *flags,
+      ],
+      {**os.environ, "PYTHON": sys.executable, "LOG": log_stem},
+    )
     entry.job = output.strip().partition(";")[0]
-    entry.state, entry.reason, entry.secs = results.QUEUED, "", None
+    entry.state = results.QUEUED
+    entry.reason = ""
+    entry.secs = None
     print(f"{entry.variant.name}: job {entry.job}", flush=True)
     table.write()
 

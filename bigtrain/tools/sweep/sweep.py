@@ -72,16 +72,21 @@ def main(argv: Sequence[str]) -> int:
     raise ConfigError(f"--jobs={args.jobs}: expected a positive number.")
   if args.sbatch and args.launcher != "slurm":
     raise ConfigError("--sbatch: needs --launcher=slurm.")
-  made = variants.make(args.config, changes, args.grid)
+  all_variants = variants.make(args.config, changes, args.grid)
   results.check_evaluation(args.metric, loading.load(args.config, changes))
   workdir = paths.absolute(args.workdir)
-  table = results.Results(workdir, made, args.metric, args.mode)
-  is_remote = paths.is_remote(workdir)
-  logs = paths.absolute("runs/logs" if is_remote else f"{workdir}/logs")
+  table = results.Results(workdir, all_variants, args.metric, args.mode)
+  # Logs are local files, also if the workdir is in an object store.
+  logs = f"{workdir}/logs"
+  if paths.is_remote(workdir):
+    logs = paths.absolute("runs/logs")
 
   def command(entry: results.Entry) -> list[str]:
     return [
-      *(sys.executable, "-m", "bigtrain.main", f"--config={args.config}"),
+      sys.executable,
+      "-m",
+      "bigtrain.main",
+      f"--config={args.config}",
       f"--workdir={entry.workdir}",
       *(f"--config.{change}" for change in changes),
       *entry.variant.flags,
@@ -101,7 +106,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
       holder.release()
   print(table.table())
-  if not (args.table and lease.read(workdir)):  # A running sweep writes it.
+  # While another process runs the sweep, that one writes the files.
+  if not (args.table and lease.read(workdir)):
     table.write()
     print(f"Also in {os.path.join(args.workdir, 'sweep.csv')} and sweep.json.")
   table.check_metric()

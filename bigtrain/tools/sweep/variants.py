@@ -11,16 +11,18 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.tools.arguments import split_at_commas
 
-_LONGEST = 80  # Characters of a name; file systems allow 255.
+# Largest number of characters in a variant's name. File systems allow 255, but
+# terminals do not.
+_MAX_NAME_LENGTH = 80
 
 
 class Variant(NamedTuple):
   """One run of a sweep."""
 
-  name: str  # Of its folder, such as "lr=0.0001,depth=6".
+  name: str  # Name of its folder, such as "lr=0.0001,depth=6".
   changes: dict[str, Any]  # {"dotted.key": value}.
-  flags: list[str]  # The changes as the program's flags.
-  digest: str  # Of its config.
+  flags: list[str]  # The changes as flags of bigtrain.main.
+  digest: str  # A hash of its config.
 
 
 def make(
@@ -28,8 +30,9 @@ def make(
 ) -> list[Variant]:
   """Returns the variants of a grid or, without one, of the file's get_sweep.
 
-  `changes`, "KEY=VALUE", are of all variants; of the items of a grid,
-  "KEY=VALUE,VALUE", the last key varies fastest.
+  Args:
+    changes: "KEY=VALUE" for all variants.
+    grid: "KEY=VALUE,VALUE" for each key; the last key varies fastest.
   """
   base = loading.load(config, changes)
   where = "--grid" if grid else "get_sweep"
@@ -41,20 +44,25 @@ def make(
     chosen = _listed(loading.call(config, "get_sweep"))
   for key in _keys(chosen):
     _check_key(base, key, where)
-  flags = [_flags(base, variant, where) for variant in chosen]
-  configs = [loading.load(config, [*changes, *words]) for words in flags]
-  chosen = [
-    {key: _at(config, key) for key in variant}
-    for config, variant in zip(configs, chosen)
+  # The values as the config has them, after the command line's parser.
+  all_changes: list[dict[str, Any]] = []
+  all_flags = []
+  digests: list[str] = []
+  for variant in chosen:
+    words = _words(base, variant, where)
+    loaded = loading.load(config, [*changes, *words])
+    digest = settings.digest(loaded)
+    if digest in digests:
+      raise ConfigError(
+        f"{where}: two variants are the same: {' '.join(words)}."
+      )
+    all_changes.append({key: _at(loaded, key) for key in variant})
+    all_flags.append([f"--config.{word}" for word in words])
+    digests.append(digest)
+  return [
+    Variant(*fields)
+    for fields in zip(_names(all_changes), all_changes, all_flags, digests)
   ]
-  digests = [settings.digest(config) for config in configs]
-  names = _names(chosen)
-  for i, digest in enumerate(digests):
-    if digest in digests[:i]:
-      text = " ".join(flags[i])
-      raise ConfigError(f"{where}: two variants are the same: {text}.")
-  flags = [[f"--config.{word}" for word in words] for words in flags]
-  return [Variant(*of) for of in zip(names, chosen, flags, digests)]
 
 
 def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
@@ -79,8 +87,8 @@ def parse_grid(items: Iterable[str]) -> dict[str, list[str]]:
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-  every = itertools.product(*grid.values())
-  return [dict(zip(grid, values)) for values in every]
+  combinations = itertools.product(*grid.values())
+  return [dict(zip(grid, values)) for values in combinations]
 
 
 def _listed(sweep: Any) -> list[dict[str, Any]]:
@@ -108,34 +116,34 @@ def _is_list(value: Any) -> bool:
 
 def _check_key(config: Mapping[str, Any], key: str, where: str) -> None:
   node: Any = config
-  *parents, _ = key.split(".")
-  for i, part in enumerate(key.split(".")):
+  path = "config"
+  for part in key.split("."):
     if not isinstance(node, Mapping) or part not in node:
-      at = ".".join(["config", *parents[:i]])
       hint = did_you_mean(part, node) if isinstance(node, Mapping) else ""
       raise ConfigError(
-        f"{where} {key}: {at} has no {part!r}.{hint} To sweep over a key that "
-        f"the config lacks, add it with --config.{key}=VALUE."
+        f"{where} {key}: {path} has no {part!r}.{hint} To sweep over a key "
+        f"that the config lacks, add it with --config.{key}=VALUE."
       )
     node = node[part]
+    path += f".{part}"
 
 
-def _flags(
+def _words(
   config: Mapping[str, Any], variant: Mapping[str, Any], where: str
 ) -> list[str]:
   """Returns "KEY=VALUE" for each change; the values keep their types."""
-  flags = []
+  words = []
   for key, value in variant.items():
-    # A word stays as it was typed, unless it would be read as something else.
     text = value if isinstance(value, str) else repr(value)
+    # An error of a value that does not fit names the grid, not the flag.
     trial = {"it": _at(config, key)}
     try:
       loading.override(trial, f"it={text}")
     except ConfigError as e:
       expected = str(e).partition(": ")[2]
       raise ConfigError(f"{where} {key}={text}: {expected}") from e
-    flags.append(f"{key}={text}")
-  return flags
+    words.append(f"{key}={text}")
+  return words
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
@@ -145,18 +153,19 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _names(variants: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Names of folders, distinct and short enough."""
   keys = _keys(variants)
-  short = {key: _shortest(key, keys) for key in keys}
-  names = [
-    ",".join(f"{short[k]}={_value(v)}" for k, v in variant.items())
-    for variant in variants
-  ]
+  short_keys = {key: _shortest(key, keys) for key in keys}
+  names = []
+  for variant in variants:
+    pairs = [f"{short_keys[k]}={_value(v)}" for k, v in variant.items()]
+    names.append(",".join(pairs))
   distinct = []
   for name, variant in zip(names, variants):
-    if len(name) > _LONGEST or names.count(name) > 1:
+    if len(name) > _MAX_NAME_LENGTH or names.count(name) > 1:
       text = json.dumps(variant, default=repr, sort_keys=True)
       digest = hashlib.sha256(text.encode()).hexdigest()[:6]
-      name = f"{name[: _LONGEST - 7]}-{digest}"
+      name = f"{name[: _MAX_NAME_LENGTH - 7]}-{digest}"
     distinct.append(name)
   return distinct
 
@@ -166,7 +175,7 @@ def _keys(variants: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
-  """The last parts of a key, as many as make it distinct."""
+  """As many of the last parts of a key as are needed to distinguish it."""
   parts = key.split(".")
   for n in range(1, len(parts)):
     end = parts[-n:]
@@ -176,6 +185,7 @@ def _shortest(key: str, keys: Sequence[str]) -> str:
 
 
 def _value(value: Any) -> str:
+  """A value in a folder's name, without the characters that shells treat."""
   if isinstance(value, float):
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
   text = value if isinstance(value, str) else repr(value)

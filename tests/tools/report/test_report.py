@@ -117,7 +117,7 @@ def test_workdirs_with_missing_files(tmp_path, capsys):
   bare.mkdir()
   assert report.main([str(bare)]) == 2
   error = capsys.readouterr().err
-  assert error.count("\n") == 1 and "metrics.jsonl: no rows" in error
+  assert error.count("\n") == 1 and "metrics.jsonl: no log entries" in error
   # No config.json, no run.json, one row, not a number.
   (bare / "metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\n')
   assert report.main([str(bare)]) == 0
