@@ -3,7 +3,8 @@
 Open decoders/llama.py first: a family is one definition, which says how the
 keys of config.json determine a model's fields, in both directions, and where
 each array belongs. families.py defines `Family` and its rules, tables.py the
-tables of arrays; layouts.py uses both to load, compare and export models.
+tables of arrays. layouts.py reads, compares and writes config.json with them,
+and array_files.py loads and exports the arrays.
 
 decoder_families.py, t5_families.py, vit_families.py, bert_families.py,
 stage_families.py and two_tower_families.py have the families of a model in

@@ -1,7 +1,7 @@
-"""T5, T5 1.1, mT5 and Switch Transformers: their config.json and their arrays.
+"""T5, T5 1.1, mT5 and Switch Transformers.
 
-Keys and defaults follow transformers. The arrays may also have the names of T5X
-or of Mesh TensorFlow.
+Keys and defaults follow transformers. t5_arrays.py has the arrays, also by the
+names of T5X and of Mesh TensorFlow.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import array_files, layouts
+from bigtrain.models.published import array_files, layouts, t5_arrays
 from bigtrain.models.published.families import (
   ConfigJson,
   Family,
@@ -17,372 +17,7 @@ from bigtrain.models.published.families import (
   Rule,
   choice,
 )
-from bigtrain.models.published.tables import linear, plain, table, transposed
-
-# transformers' names. A block's layers are numbered: attention and MLP in the
-# encoder; attention, cross-attention and MLP in the decoder.
-_ATTENTION_ARRAYS = table(
-  plain("shared.weight", "token_embedding"),
-  plain(
-    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-    "encoder/relative_bias/embedding",
-  ),
-  plain(
-    "encoder.block.{i}.layer.0.layer_norm.weight",
-    "encoder/blocks/attention_norm/scale",
-  ),
-  linear(
-    "encoder.block.{i}.layer.0.SelfAttention.q",
-    "encoder/blocks/attention/query",
-  ),
-  linear(
-    "encoder.block.{i}.layer.0.SelfAttention.k", "encoder/blocks/attention/key"
-  ),
-  linear(
-    "encoder.block.{i}.layer.0.SelfAttention.v",
-    "encoder/blocks/attention/value",
-  ),
-  linear(
-    "encoder.block.{i}.layer.0.SelfAttention.o", "encoder/blocks/attention/out"
-  ),
-  plain(
-    "encoder.block.{i}.layer.1.layer_norm.weight",
-    "encoder/blocks/mlp_norm/scale",
-  ),
-  plain("encoder.final_layer_norm.weight", "encoder/norm/scale"),
-  plain(
-    "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-    "decoder/relative_bias/embedding",
-  ),
-  plain(
-    "decoder.block.{i}.layer.0.layer_norm.weight",
-    "decoder/blocks/attention_norm/scale",
-  ),
-  linear(
-    "decoder.block.{i}.layer.0.SelfAttention.q",
-    "decoder/blocks/attention/query",
-  ),
-  linear(
-    "decoder.block.{i}.layer.0.SelfAttention.k", "decoder/blocks/attention/key"
-  ),
-  linear(
-    "decoder.block.{i}.layer.0.SelfAttention.v",
-    "decoder/blocks/attention/value",
-  ),
-  linear(
-    "decoder.block.{i}.layer.0.SelfAttention.o", "decoder/blocks/attention/out"
-  ),
-  plain(
-    "decoder.block.{i}.layer.1.layer_norm.weight",
-    "decoder/blocks/cross_attention_norm/scale",
-  ),
-  linear(
-    "decoder.block.{i}.layer.1.EncDecAttention.q",
-    "decoder/blocks/cross_attention/query",
-  ),
-  linear(
-    "decoder.block.{i}.layer.1.EncDecAttention.k",
-    "decoder/blocks/cross_attention/key",
-  ),
-  linear(
-    "decoder.block.{i}.layer.1.EncDecAttention.v",
-    "decoder/blocks/cross_attention/value",
-  ),
-  linear(
-    "decoder.block.{i}.layer.1.EncDecAttention.o",
-    "decoder/blocks/cross_attention/out",
-  ),
-  plain(
-    "decoder.block.{i}.layer.2.layer_norm.weight",
-    "decoder/blocks/mlp_norm/scale",
-  ),
-  plain("decoder.final_layer_norm.weight", "decoder/norm/scale"),
-  linear("lm_head", "head"),
-)
-_T5_ARRAYS = table(
-  _ATTENTION_ARRAYS,
-  linear(
-    "encoder.block.{i}.layer.1.DenseReluDense.wi", "encoder/blocks/mlp/up"
-  ),
-  linear(
-    "encoder.block.{i}.layer.1.DenseReluDense.wo", "encoder/blocks/mlp/down"
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.DenseReluDense.wi", "decoder/blocks/mlp/up"
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.DenseReluDense.wo", "decoder/blocks/mlp/down"
-  ),
-)
-_T5_1_1_ARRAYS = table(
-  _ATTENTION_ARRAYS,
-  linear(
-    "encoder.block.{i}.layer.1.DenseReluDense.wi_0", "encoder/blocks/mlp/gate"
-  ),
-  linear(
-    "encoder.block.{i}.layer.1.DenseReluDense.wi_1", "encoder/blocks/mlp/up"
-  ),
-  linear(
-    "encoder.block.{i}.layer.1.DenseReluDense.wo", "encoder/blocks/mlp/down"
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.DenseReluDense.wi_0", "decoder/blocks/mlp/gate"
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.DenseReluDense.wi_1", "decoder/blocks/mlp/up"
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.DenseReluDense.wo", "decoder/blocks/mlp/down"
-  ),
-)
-_SWITCH_ARRAYS = table(
-  _ATTENTION_ARRAYS,
-  linear("encoder.block.{i}.layer.1.mlp.wi", "encoder/blocks/mlp/up"),
-  linear("encoder.block.{i}.layer.1.mlp.wo", "encoder/blocks/mlp/down"),
-  linear(
-    "encoder.block.{i}.layer.1.mlp.router.classifier",
-    "encoder/blocks/moe/router",
-  ),
-  linear(
-    "encoder.block.{i}.layer.1.mlp.experts.expert_{e}.wi",
-    "encoder/blocks/moe/up",
-  ),
-  linear(
-    "encoder.block.{i}.layer.1.mlp.experts.expert_{e}.wo",
-    "encoder/blocks/moe/down",
-  ),
-  linear("decoder.block.{i}.layer.2.mlp.wi", "decoder/blocks/mlp/up"),
-  linear("decoder.block.{i}.layer.2.mlp.wo", "decoder/blocks/mlp/down"),
-  linear(
-    "decoder.block.{i}.layer.2.mlp.router.classifier",
-    "decoder/blocks/moe/router",
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.mlp.experts.expert_{e}.wi",
-    "decoder/blocks/moe/up",
-  ),
-  linear(
-    "decoder.block.{i}.layer.2.mlp.experts.expert_{e}.wo",
-    "decoder/blocks/moe/down",
-  ),
-)
-# T5X's names, of google-research/t5x, examples/t5/network.py. It has heads and
-# their width in one axis, and the relative biases as (heads, buckets).
-_T5X = table(
-  plain("token_embedder/embedding", "token_embedding"),
-  plain("decoder/logits_dense/kernel", "head/kernel"),
-  plain("encoder/encoder_norm/scale", "encoder/norm/scale"),
-  transposed(
-    "encoder/relpos_bias/rel_embedding", "encoder/relative_bias/embedding"
-  ),
-  plain(
-    "encoder/layers_{i}/pre_attention_layer_norm/scale",
-    "encoder/blocks/attention_norm/scale",
-  ),
-  plain(
-    "encoder/layers_{i}/attention/query/kernel",
-    "encoder/blocks/attention/query/kernel",
-  ),
-  plain(
-    "encoder/layers_{i}/attention/key/kernel",
-    "encoder/blocks/attention/key/kernel",
-  ),
-  plain(
-    "encoder/layers_{i}/attention/value/kernel",
-    "encoder/blocks/attention/value/kernel",
-  ),
-  plain(
-    "encoder/layers_{i}/attention/out/kernel",
-    "encoder/blocks/attention/out/kernel",
-  ),
-  plain(
-    "encoder/layers_{i}/pre_mlp_layer_norm/scale",
-    "encoder/blocks/mlp_norm/scale",
-  ),
-  plain("encoder/layers_{i}/mlp/wo/kernel", "encoder/blocks/mlp/down/kernel"),
-  plain("decoder/decoder_norm/scale", "decoder/norm/scale"),
-  transposed(
-    "decoder/relpos_bias/rel_embedding", "decoder/relative_bias/embedding"
-  ),
-  plain(
-    "decoder/layers_{i}/pre_self_attention_layer_norm/scale",
-    "decoder/blocks/attention_norm/scale",
-  ),
-  plain(
-    "decoder/layers_{i}/self_attention/query/kernel",
-    "decoder/blocks/attention/query/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/self_attention/key/kernel",
-    "decoder/blocks/attention/key/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/self_attention/value/kernel",
-    "decoder/blocks/attention/value/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/self_attention/out/kernel",
-    "decoder/blocks/attention/out/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/pre_cross_attention_layer_norm/scale",
-    "decoder/blocks/cross_attention_norm/scale",
-  ),
-  plain(
-    "decoder/layers_{i}/encoder_decoder_attention/query/kernel",
-    "decoder/blocks/cross_attention/query/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/encoder_decoder_attention/key/kernel",
-    "decoder/blocks/cross_attention/key/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/encoder_decoder_attention/value/kernel",
-    "decoder/blocks/cross_attention/value/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/encoder_decoder_attention/out/kernel",
-    "decoder/blocks/cross_attention/out/kernel",
-  ),
-  plain(
-    "decoder/layers_{i}/pre_mlp_layer_norm/scale",
-    "decoder/blocks/mlp_norm/scale",
-  ),
-  plain("decoder/layers_{i}/mlp/wo/kernel", "decoder/blocks/mlp/down/kernel"),
-)
-_T5X_1_0 = table(
-  _T5X,
-  plain("encoder/layers_{i}/mlp/wi/kernel", "encoder/blocks/mlp/up/kernel"),
-  plain("decoder/layers_{i}/mlp/wi/kernel", "decoder/blocks/mlp/up/kernel"),
-)
-_T5X_1_1 = table(
-  _T5X,
-  plain("encoder/layers_{i}/mlp/wi_0/kernel", "encoder/blocks/mlp/gate/kernel"),
-  plain("encoder/layers_{i}/mlp/wi_1/kernel", "encoder/blocks/mlp/up/kernel"),
-  plain("decoder/layers_{i}/mlp/wi_0/kernel", "decoder/blocks/mlp/gate/kernel"),
-  plain("decoder/layers_{i}/mlp/wi_1/kernel", "decoder/blocks/mlp/up/kernel"),
-)
-# Mesh TensorFlow's names. Its matrices are as T5X's.
-_MTF = table(
-  plain("shared/embedding", "token_embedding"),
-  plain("decoder/logits/kernel", "head/kernel"),
-  plain("encoder/final_layer_norm/scale", "encoder/norm/scale"),
-  transposed(
-    "encoder/block_000/layer_000/SelfAttention/relative_attention_bias",
-    "encoder/relative_bias/embedding",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_000/layer_norm/scale",
-    "encoder/blocks/attention_norm/scale",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_000/SelfAttention/q",
-    "encoder/blocks/attention/query/kernel",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_000/SelfAttention/k",
-    "encoder/blocks/attention/key/kernel",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_000/SelfAttention/v",
-    "encoder/blocks/attention/value/kernel",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_000/SelfAttention/o",
-    "encoder/blocks/attention/out/kernel",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_001/layer_norm/scale",
-    "encoder/blocks/mlp_norm/scale",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_001/DenseReluDense/wo/kernel",
-    "encoder/blocks/mlp/down/kernel",
-  ),
-  plain("decoder/final_layer_norm/scale", "decoder/norm/scale"),
-  transposed(
-    "decoder/block_000/layer_000/SelfAttention/relative_attention_bias",
-    "decoder/relative_bias/embedding",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_000/layer_norm/scale",
-    "decoder/blocks/attention_norm/scale",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_000/SelfAttention/q",
-    "decoder/blocks/attention/query/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_000/SelfAttention/k",
-    "decoder/blocks/attention/key/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_000/SelfAttention/v",
-    "decoder/blocks/attention/value/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_000/SelfAttention/o",
-    "decoder/blocks/attention/out/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_001/layer_norm/scale",
-    "decoder/blocks/cross_attention_norm/scale",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_001/EncDecAttention/q",
-    "decoder/blocks/cross_attention/query/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_001/EncDecAttention/k",
-    "decoder/blocks/cross_attention/key/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_001/EncDecAttention/v",
-    "decoder/blocks/cross_attention/value/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_001/EncDecAttention/o",
-    "decoder/blocks/cross_attention/out/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_002/layer_norm/scale",
-    "decoder/blocks/mlp_norm/scale",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_002/DenseReluDense/wo/kernel",
-    "decoder/blocks/mlp/down/kernel",
-  ),
-)
-_MTF_1_0 = table(
-  _MTF,
-  plain(
-    "encoder/block_{i:03}/layer_001/DenseReluDense/wi/kernel",
-    "encoder/blocks/mlp/up/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_002/DenseReluDense/wi/kernel",
-    "decoder/blocks/mlp/up/kernel",
-  ),
-)
-_MTF_1_1 = table(
-  _MTF,
-  plain(
-    "encoder/block_{i:03}/layer_001/DenseReluDense/wi_0/kernel",
-    "encoder/blocks/mlp/gate/kernel",
-  ),
-  plain(
-    "encoder/block_{i:03}/layer_001/DenseReluDense/wi_1/kernel",
-    "encoder/blocks/mlp/up/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_002/DenseReluDense/wi_0/kernel",
-    "decoder/blocks/mlp/gate/kernel",
-  ),
-  plain(
-    "decoder/block_{i:03}/layer_002/DenseReluDense/wi_1/kernel",
-    "decoder/blocks/mlp/up/kernel",
-  ),
-)
+from bigtrain.models.published.tables import plain, table
 
 
 def _decoder_depth() -> Rule:
@@ -508,13 +143,13 @@ _T5 = Family(
 _T5_1_0 = _T5.but(
   "t5",
   "T5ForConditionalGeneration",
-  arrays=_T5_ARRAYS,
+  arrays=t5_arrays.T5,
   rules=(choice("mlp", "feed_forward_proj", {"relu": "relu"}),),
 )
 _T5_1_1 = _T5.but(
   "t5",
   "T5ForConditionalGeneration",
-  arrays=_T5_1_1_ARRAYS,
+  arrays=t5_arrays.T5_1_1,
   rules=(choice("mlp", "feed_forward_proj", {"gated-gelu": "geglu"}),),
 )
 _MT5 = _T5.but(
@@ -532,7 +167,7 @@ _MT5 = _T5.but(
 _SWITCH = _T5.but(
   "switch_transformers",
   "SwitchTransformersForConditionalGeneration",
-  arrays=_SWITCH_ARRAYS,
+  arrays=t5_arrays.SWITCH,
   rules=(choice("mlp", "dense_act_fn", {"relu": "relu"}), _experts()),
   requires={"router_bias": (False,)},
   harmless=(
@@ -560,10 +195,10 @@ FAMILIES = {family.model_type: family for family in (_T5, _MT5, _SWITCH)}
 LAYOUTS = {"t5": _T5_1_0, "t5_1_1": _T5_1_1, "switch": _SWITCH}
 _ARRAYS = {
   **{name: family.arrays for name, family in LAYOUTS.items()},
-  "t5x_1_0": _T5X_1_0,
-  "t5x_1_1": _T5X_1_1,
-  "mtf_1_0": _MTF_1_0,
-  "mtf_1_1": _MTF_1_1,
+  "t5x_1_0": t5_arrays.T5X_1_0,
+  "t5x_1_1": t5_arrays.T5X_1_1,
+  "mtf_1_0": t5_arrays.MTF_1_0,
+  "mtf_1_1": t5_arrays.MTF_1_1,
 }
 # Copies of the embedding.
 _COPIES = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]

@@ -16,6 +16,7 @@ COHERE2 = LLAMA.but(
     "norm_eps": Key("layer_norm_eps", 1e-5),
     "logits_multiplier": Key("logit_scale", 0.0625),
   },
+  # Attention and MLP read the same norm, and are added together.
   constants={"norm": "layernorm", "parallel": True, "rope_interleaved": True},
   rules=(
     biases(attention_bias=("qkv", "out")),

@@ -37,6 +37,7 @@ def _query_scalar() -> Rule:
 GEMMA = LLAMA.but(
   "gemma",
   "GemmaForCausalLM",
+  # Scales of norms are stored without the 1 that is added to them.
   constants={"norm_offset": 1.0, "embed_multiplier": "sqrt_width"},
   rules=(
     choice(

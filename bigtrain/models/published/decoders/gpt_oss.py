@@ -58,6 +58,7 @@ GPT_OSS = LLAMA.but(
       "model.layers.{i}.mlp.experts.down_proj_bias", "blocks/moe/down/bias"
     ),
   ),
+  # Each head has a learned logit in the softmax that attends to nothing.
   constants={"sinks": True},
   rules=(
     biases(always=("experts", "router"), attention_bias=("qkv", "out")),

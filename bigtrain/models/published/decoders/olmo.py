@@ -19,6 +19,8 @@ OLMO2 = LLAMA.but(
   "olmo2",
   "Olmo2ForCausalLM",
   arrays=table(ENDS, ATTENTION, NORMS_AFTER, MLP),
+  # Norms come after attention and MLP, and queries and keys have norms over all
+  # heads, arXiv 2501.00656.
   constants={"norm_at": "post", "qk_norm": "projection"},
   rules=(biases(attention_bias=("qkv", "out")),),
   defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},

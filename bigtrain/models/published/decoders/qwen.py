@@ -46,6 +46,7 @@ QWEN2 = LLAMA.but(
 QWEN3 = LLAMA.but(
   "qwen3",
   "Qwen3ForCausalLM",
+  # Norms of queries and keys replace Qwen 2's biases, arXiv 2505.09388.
   constants={"qk_norm": "head"},
   rules=(biases(attention_bias=("qkv", "out")), _windows_after_first()),
   defaults={
