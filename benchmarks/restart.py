@@ -95,7 +95,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   """Writes the workdir of a run at another step."""
   from bigtrain.arrays import trees
   from bigtrain.checkpoints import checkpointer, folders, integrity
-  from bigtrain.reports import rows, writers
+  from bigtrain.reports import log_entries, writers
 
   directory = folders.find(saved)
   manifest = folders.read_manifest(directory)
@@ -115,7 +115,7 @@ def _move(saved: str, workdir: str, step: int) -> None:
   saver.save(step, trees.from_flat(arrays), manifest.host_state)
   saver.close()
   every = manifest.host_state.config["log_steps"]
-  (entry,) = rows.read_rows(saved)
+  (entry,) = log_entries.read(saved)
   writer = writers.Writers(workdir)
   for at in range(every, step + 1, every):
     writer.write({**entry, "step": at})

@@ -9,7 +9,6 @@ import logging as python_logging
 import os
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -80,7 +79,6 @@ def parse(argv: Sequence[str]) -> Arguments:
   if values.cleanup:
     _check_cleanup(config, values.workdir)
   if values.workdir is None:
-    config = _without_checkpoints(config)
     return Arguments(config, workdir=None, cleanup=False)
   return Arguments(config, paths.absolute(values.workdir), values.cleanup)
 
@@ -121,29 +119,6 @@ def _check_cleanup(config: dict[str, Any], workdir: str | None) -> None:
     )
 
 
-def _without_checkpoints(config: dict[str, Any]) -> dict[str, Any]:
-  """Removes the keys that have no effect without a workdir, with a warning."""
-  prefixes = ("ckpt_", "keep_ckpt", "local_ckpt", "save_at_start")
-  unused = [
-    key for key, value in config.items() if value and key.startswith(prefixes)
-  ]
-  message = "--workdir is missing: this run keeps no files and no checkpoints."
-  if unused:
-    message += f" Without effect: config.{', config.'.join(unused)}."
-  logging.warning("%s", message)
-  kept = {key: value for key, value in config.items() if key not in unused}
-  return {**kept, "keep_ckpts": 0}
-
-
-def _folder(workdir: str | None) -> contextlib.AbstractContextManager[str]:
-  """The workdir or, without one, a folder that is removed at the end."""
-  if workdir is not None:
-    return contextlib.nullcontext(workdir)
-  return tempfile.TemporaryDirectory(
-    prefix="bigtrain-", ignore_cleanup_errors=True
-  )
-
-
 def _set_up_logging() -> None:
   logging.use_absl_handler()
   logging.set_verbosity(logging.INFO)
@@ -160,7 +135,7 @@ def _set_up_logging() -> None:
   jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
-def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
+def run(train: Callable[[Any, str | None], dict[str, Any]]) -> NoReturn:
   """Calls `train` with the command line's arguments and ends the process.
 
   If the exit code is not 0, the last line on standard error gives the reason.
@@ -179,11 +154,10 @@ def run(train: Callable[[Any, str], dict[str, Any]]) -> NoReturn:
   workdir: str | None = None
   try:
     config, workdir, cleanup = parse(sys.argv)
-    with _folder(workdir) as folder:
-      results = train(config, folder)
+    results = train(config, workdir)
     message = ending.message(results, workdir)
-    if cleanup and jax.process_index() == 0:
-      folders.remove_all(folder)
+    if cleanup and workdir and jax.process_index() == 0:
+      folders.remove_all(workdir)
       message += "\n  --cleanup has removed the checkpoints."
   except ConfigError as e:
     # No traceback: the mistake is in the config or the data.

@@ -48,6 +48,7 @@ from bigtrain.runtime import (
   interactive,
   jax_flags,
   metrics_log,
+  no_workdir,
   phases,
   programs,
 )
@@ -65,7 +66,7 @@ OnUpdate = Callable[[Run, Callable[..., Any], Any, Callable[[], Any]], Any]
 
 def train(
   config: Any,
-  workdir: str | os.PathLike[str],
+  workdir: str | os.PathLike[str] | None = None,
   *,
   on_update: OnUpdate | None = None,
 ) -> Any:
@@ -73,6 +74,7 @@ def train(
 
   Args:
     config: what a config file's get_config returns.
+    workdir: folder of the run's files; without one, it keeps none.
     on_update: called in place of the training, once the update is known; then
       nothing is written. This is how tools.plan and benchmarks look at it.
 
@@ -85,6 +87,9 @@ def train(
     NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
     OutOfMemory: of a device; the message has the command that finds what fits.
   """
+  if workdir is None:
+    with no_workdir.folder(config) as (config, folder):
+      return train(config, folder, on_update=on_update)
   workdir = paths.absolute(workdir)
   rollbacks: list[guard.Rollback] = []
   while True:

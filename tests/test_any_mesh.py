@@ -63,7 +63,7 @@ _QUICK = {
   "digits_siglip:runlocal": ["replica=2,fsdp=4"],
   "digits_captions:runlocal": [],
   "llama_8b:runlocal": ["fsdp=2,sequence=2,tensor=2"],
-  "mixtral_8x7b:runlocal": ["fsdp=4,tensor=2", "fsdp=8"],
+  "mixtral_8x7b:runlocal": ["fsdp=4,tensor=2"],
   "pydoc_t5:runlocal": [],
   "resnet": ["fsdp=4,sequence=2"],
 }

@@ -8,7 +8,7 @@ import pytest
 from bigtrain import command
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError, DataError
-from bigtrain.runtime import jax_flags
+from bigtrain.runtime import jax_flags, no_workdir
 
 CONFIG = """
 def get_config(arg=None):
@@ -139,8 +139,11 @@ def test_without_a_workdir_there_are_no_checkpoints(file, caplog):
     *("--config.ckpt_steps=5", "--config.keep_ckpt_steps=9"),
     *("--config.local_ckpt_steps=2", "--config.local_ckpt_dir=/dev/shm"),
   )
-  assert workdir is None and "local_ckpt_steps" not in config
-  assert config["keep_ckpts"] == 0 and "keep_ckpt_steps" not in config
+  assert workdir is None
+  with no_workdir.folder(config) as (config, folder):
+    assert os.listdir(folder) == [] and "local_ckpt_steps" not in config
+    assert config["keep_ckpts"] == 0 and "keep_ckpt_steps" not in config
+  assert not os.path.exists(folder)
   (warning,) = caplog.messages
   assert "keeps no files" in warning
   assert "config.ckpt_steps, config.keep_ckpt_steps" in warning

@@ -135,7 +135,7 @@ def get_config():
   lines = ended.stderr.splitlines()
   assert any("Finished tracing update_fn" in line for line in lines)
   assert not any(re.match(r"I\d{4} ", line) for line in lines)
-  (warning,) = [line for line in lines if "--workdir is missing" in line]
+  (warning,) = [line for line in lines if "Without a workdir" in line]
   assert "config.ckpt_steps" in warning
   assert not list(temporary.iterdir())
 

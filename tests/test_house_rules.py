@@ -3,6 +3,7 @@
 import ast
 import collections
 import pathlib
+import symtable
 
 import pytest
 
@@ -110,4 +111,24 @@ def test_toml_files_are_data():
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "bigtrain").rglob("*.toml")
   }
-  assert found - _TOML_TO_BECOME_PYTHON == _TOML_DATA
+  assert found == _TOML_DATA
+
+
+def _local_names(function):
+  """Names of `function`'s scope: parameters, variables, inner functions.
+
+  Inner functions have scopes of their own, whose names do not count, and
+  neither does "_", which nobody reads.
+  """
+  table = symtable.symtable(FILES["bigtrain/main.py"], "main.py", "exec")
+  (scope,) = [s for s in table.get_children() if s.get_name() == function]
+  return {s.get_name() for s in scope.get_symbols() if s.is_local()} - {"_"}
+
+
+def test_main_has_few_local_names():
+  names = _local_names("_train")
+  assert len(names) <= 60, (
+    f"_train of main.py has {len(names)} local names, at most 60 are allowed. "
+    "Give the subject that several of them belong to an object of its own, "
+    f"where it belongs: {', '.join(sorted(names))}."
+  )

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 
 import jax
 import numpy as np
@@ -107,6 +108,18 @@ def test_train_returns_the_newest_value_of_each_metric(plain_run):
     expected |= row
   assert tiny.without_times(results) == tiny.without_times(expected)
   assert results["step"] == 6
+
+
+@pytest.mark.parametrize("workdir", [(), (None,)])
+def test_a_run_without_a_workdir_keeps_no_files(
+  workdir, tiny_config, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  results = main.train(tiny_config({"total_steps": 2}), *workdir)
+  assert results["step"] == 2 and np.isfinite(results["loss"])
+  assert os.listdir(tmp_path) == []
+  assert "keeps no files and no checkpoints" in caplog.text
 
 
 def test_a_row_has_the_mean_loss_since_the_previous_row(

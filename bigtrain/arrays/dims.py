@@ -1,15 +1,16 @@
-"""Dimensions of parameters: which are inputs, outputs, layers or experts.
+"""Says which dimensions of a parameter are inputs, outputs, layers or experts.
 
-A model describes its parameters once, in a function beside its Model:
+Optimizers, initializers, tensor parallelism and adapters need to know. A model
+describes its parameters once, in a function beside its Model:
 
   def param_dims(model: Model) -> dims.Table:
     return {r".*/up/kernel": "D -> F", r".*/up/bias": "F"}
 
 A table maps regular expressions of whole names to a letter or a word for each
-dimension; the first that matches decides. "D -> H K" is a matrix, "F" a vector,
-and "E; D -> F" a stack of matrices, here of experts. Dimensions before these
-are the layers of a stack. "E:fsdp; D -> F" splits the experts over the axis
-`fsdp` of the mesh.
+dimension; the first that matches decides. "D -> H K" is a matrix with D inputs
+and H x K outputs, "F" a vector, and "E; D -> F" a stack of matrices, here of
+experts. If a parameter has more dimensions than that, the first ones are its
+layers. "E:fsdp; D -> F" splits the experts over the axis `fsdp` of the mesh.
 
 Letters: D width of the model, H heads, G heads of keys and values, K width of a
 head, F hidden width, E experts, V vocabulary or classes. Other dimensions have
@@ -24,24 +25,22 @@ Table: TypeAlias = Mapping[str, str]
 
 
 class Dims(NamedTuple):
-  """Letters of a parameter's dimensions, without its layers.
+  """Letters of a parameter's dimensions, without its layers."""
 
-  `stack` numbers separate arrays. A vector has no inputs. `axes` is {negative
-  number of a dimension: its axis of the mesh}.
-  """
-
-  stack: tuple[str, ...]
-  inputs: tuple[str, ...]
+  stack: tuple[str, ...]  # Of separate matrices, such as experts.
+  inputs: tuple[str, ...]  # A vector has none.
   outputs: tuple[str, ...]
+  # {dimension, counted from the end as -1, -2, ...: its axis of the mesh}.
   axes: dict[int, str]
 
 
 def of_model(module: Any, model: Any) -> Table:
+  """Returns the table of a model; without `param_dims`, an empty one."""
   return module.param_dims(model) if hasattr(module, "param_dims") else {}
 
 
 def of_all(table: Table) -> Callable[[Any], Table]:
-  """The function `param_dims` where all models have the same table."""
+  """Makes a `param_dims` that returns the same table for all models."""
   return lambda model: table
 
 
@@ -53,21 +52,33 @@ def parse(text: str) -> Dims:
   """
   stack, _, array = text.rpartition(";")
   inputs, _, outputs = array.rpartition("->")
-  parts = [part.split() for part in (stack, inputs, outputs)]
-  words = [word.partition(":") for part in parts for word in part]
-  axes = {i - len(words): word[2] for i, word in enumerate(words) if word[2]}
-  names = [tuple(word.partition(":")[0] for word in part) for part in parts]
-  return Dims(names[0], names[1], names[2], axes)
+  words = [*stack.split(), *inputs.split(), *outputs.split()]
+  axes = {}
+  for i, word in enumerate(words):
+    _, _, axis = word.partition(":")
+    if axis:
+      axes[i - len(words)] = axis
+  return Dims(_letters(stack), _letters(inputs), _letters(outputs), axes)
+
+
+def _letters(words: str) -> tuple[str, ...]:
+  return tuple(word.partition(":")[0] for word in words.split())
 
 
 def find(table: Table, name: str) -> Dims | None:
-  return parse(found) if (found := text(table, name)) else None
+  """Returns the dimensions of a parameter; None if no pattern matches."""
+  found = text(table, name)
+  return parse(found) if found else None
 
 
 def text(table: Table, name: str) -> str:
   """Returns a parameter's entry in a table; "" if no pattern matches."""
-  return next((t for p, t in table.items() if re.fullmatch(p, name)), "")
+  for pattern, entry in table.items():
+    if re.fullmatch(pattern, name):
+      return entry
+  return ""
 
 
 def under(prefix: str, table: Table) -> dict[str, str]:
+  """Returns the table of a part of a model whose names begin with `prefix`."""
   return {f"{prefix}(?:{pattern})": text for pattern, text in table.items()}

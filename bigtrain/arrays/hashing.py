@@ -1,7 +1,7 @@
-"""Stateless pseudo-randomness: permutations and uniform numbers by hashing.
+"""Permutations and random numbers without state, by hashing.
 
-Each result depends only on its arguments. numpy's generators are not used:
-their output depends on earlier draws.
+Each result depends only on its arguments. What numpy's generators return would
+also depend on earlier draws.
 """
 
 import math
@@ -13,20 +13,20 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
-# Each round changes one half of the state. Four rounds are enough for large n.
-# If the halves have only two or three values, all permutations are equally
-# likely only after sixteen rounds (measured for n = 5 and 6: after eight
-# rounds, counts vary by 15%).
+# Rounds of the Feistel network; each changes one half of the state. Four are
+# enough for large n. If the halves have only two or three values, it takes
+# sixteen rounds until all permutations are equally likely (measured for n = 5
+# and 6: after eight rounds, counts vary by 15%).
 _NUM_ROUNDS = 8
 _NUM_ROUNDS_SMALL = 16
 _SMALL = 4096
 
-# Domain separation: streams of one seed that must not be correlated.
+# Streams of one seed that must not be correlated.
 _PERMUTE, _UNIFORM, SCHEDULE, _REPLACE = range(4)
 
 
 def _words(x: np.ndarray | int) -> np.ndarray:
-  """Converts integers to 64-bit words; two's complement if negative."""
+  """Converts integers to 64-bit words, negative ones to two's complement."""
   if isinstance(x, int):
     return np.asarray(x & _MASK, np.uint64)
   return np.asarray(x).astype(np.uint64)
@@ -113,10 +113,11 @@ def uniforms(
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
+  """Returns the example in [0, n) that replaces an unusable one."""
   key = fold(fold(fold(seed, _REPLACE), epoch), index)
   return int(fold(key, attempt)) % n
 
 
 def stream(seed: int, source: int) -> int:
-  """Returns the seed of one source, so that sources are shuffled apart."""
+  """Returns the seed of one source, so that each has its own random order."""
   return int(fold(seed, source))

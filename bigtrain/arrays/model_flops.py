@@ -1,8 +1,8 @@
-"""Marks code that computes more than the mathematics needs, such as padding.
+"""Marks code that computes more, or less, than the mathematics says.
 
-Model FLOPs leave such work out. Losses and layers mark it, and reports/flops.py
-reads the marks from the jaxpr. A mark is a name scope: it changes only names in
-the compiled program.
+Padding, for instance, costs FLOPs on the device that are not model FLOPs.
+Losses and layers mark such code, and reports/flops.py reads the marks from the
+jaxpr. A mark is a name scope: it changes only names in the compiled program.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _MARK = re.compile(r"model_flops_(\d+)_of_(\d+)")
 
 
 def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
-  """Marks the operations traced inside: part of their work is useful.
+  """Marks the operations traced inside: only a part of their work is useful.
 
   >>> with share(5, 8):  # A length of 5, padded to two chunks of 4.
   ...   pass
@@ -31,9 +31,10 @@ def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
 def counts_as(
   mathematics: int, computed: int
 ) -> contextlib.AbstractContextManager[Any]:
-  """Marks the operations traced inside: their work counts as another number.
+  """Marks the operations traced inside: what their work counts as.
 
-  Kernels skip pairs that a mask hides; model FLOPs count the mathematics.
+  An attention kernel skips pairs that a mask hides, for instance, but model
+  FLOPs count what the mathematics says.
   """
   if mathematics == computed:
     return contextlib.nullcontext()
@@ -47,8 +48,8 @@ def useful_share(name_stack: str) -> fractions.Fraction:
   Fraction(5, 8)
   """
   marks: Iterable[Any] = _MARK.findall(name_stack)
-  if "transpose(" in name_stack:  # Backward passes name their scopes twice.
-    marks = set(marks)
+  if "transpose(" in name_stack:
+    marks = set(marks)  # Backward passes have the names of their scopes twice.
   return math.prod(
     (fractions.Fraction(int(n), int(of)) for n, of in marks),
     start=fractions.Fraction(1),

@@ -1,8 +1,8 @@
-"""Trees by name: flatten, map, split and join nested containers.
+"""Flattens, maps, splits and joins trees by the names of their leaves.
 
-A leaf's name is its path joined by "/": keys of dicts, field names of named
-tuples, indices of other sequences. Checkpoints, sharding rules, optimizer masks
-and weight statistics all use these names.
+A leaf's name is its path, joined by "/": keys of dicts, field names of named
+tuples, indices of other sequences, as in "params/head/kernel". Checkpoints,
+sharding rules, optimizer masks and weight statistics all use these names.
 """
 
 import functools
@@ -18,7 +18,7 @@ _join = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
-  """All (name, leaf) pairs in jax's flattening order.
+  """Returns all (name, leaf) pairs, in jax's order.
 
   >>> flatten_with_names({"b": [1, 2], "a": 3})
   [('a', 3), ('b/0', 1), ('b/1', 2)]
@@ -28,11 +28,12 @@ def flatten_with_names(tree: Tree) -> list[tuple[str, Any]]:
 
 
 def names(tree: Tree) -> list[str]:
+  """Returns the names of the leaves, in jax's order."""
   return [name for name, _ in flatten_with_names(tree)]
 
 
 def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-  """jax.tree.map with the leaf's name as the first argument of `fn`."""
+  """Like jax.tree.map, with the leaf's name as the first argument of `fn`."""
   return jax.tree_util.tree_map_with_path(
     lambda path, *leaves: fn(_join(path), *leaves),
     tree,
@@ -41,7 +42,9 @@ def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """Nested dicts from {name: leaf}; ValueError if a leaf has names below it.
+  """Returns nested dicts of {name: leaf}.
+
+  A name below the name of another leaf is a ValueError.
 
   >>> from_flat({"a/b": 1, "a/c": 2})
   {'a': {'b': 1, 'c': 2}}
@@ -63,7 +66,7 @@ def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
 def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
   """Splits nested dicts by a tree of bools of the same structure.
 
-  Each part lacks the leaves of the other; the one where mask is True is first.
+  Returns the leaves where the mask is True, then the others.
   """
   flags = dict(flatten_with_names(mask))
   if list(flags) != names(tree):
@@ -77,7 +80,7 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-  """Joins the two parts of `partition`; a leaf in both is a ValueError."""
+  """Joins two parts, as of `partition`; a leaf in both is a ValueError."""
   merged = dict(first)
   for key, value in second.items():
     if key not in merged:
@@ -91,5 +94,5 @@ def merge(first: Tree, second: Tree) -> Tree:
 
 
 def num_bytes(leaves: Iterable[Any]) -> int:
-  """Bytes of arrays or ShapeDtypeStructs; each global array counts once."""
+  """Returns the bytes of arrays or ShapeDtypeStructs, over all devices."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -1,7 +1,7 @@
 """Types that many modules share.
 
-Leaves of trees are jax.Arrays, traced arrays or jax.ShapeDtypeStructs, so they
-stay `Any`.
+The leaves of a tree may be jax.Arrays, traced arrays or jax.ShapeDtypeStructs,
+so their type is `Any`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,13 +28,13 @@ PredictFn: TypeAlias = Callable[..., Any]
 
 
 class PaddedIds(int):
-  """Number of ids of a feature with -1 for padding."""
+  """Number of ids of a feature whose padding is -1."""
 
 
 class ClassCount(int):
   """Number of classes of a feature with class numbers, or vectors over them."""
 
-  key: str  # Of the config: the number, or the names of the classes.
+  key: str  # Where the config has the number, or the names, of the classes.
 
   def __new__(
     cls, value: int, key: str = "config.model.num_classes"

@@ -100,7 +100,7 @@ def load_params(
     init: makes fresh parameters; called only if the file lacks some.
     convert: the model's `from_published`. It is applied after renaming, unless
       all names and shapes fit already.
-    collections: names of mutable collections, which are beside the parameters.
+    collections: names of the model's mutable collections.
     key: name of `spec` in messages.
 
   Returns: the parameters, and the lines of the table.

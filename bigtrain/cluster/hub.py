@@ -81,7 +81,7 @@ class Hub:
     self._settled = asyncio.Event()  # Set when all have joined, or cannot.
     self._problem = ""  # Why they cannot join.
     self._started = False  # Whether all have joined.
-    self._ended = False  # Whether all have been told to end.
+    self._ended = False  # Whether it has made all of them end.
     self._signalled = False  # Whether all know of a signal.
     # {(name, number): {process: value}} of gathers that not all have joined.
     self._gathered: dict[tuple[str, int], dict[int, Any]] = {}

@@ -153,7 +153,8 @@ def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
   if ranks.launcher == "Slurm":
     host = first_host(env.get("SLURM_STEP_NODELIST", ""))
     number = int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))
-  elif uri := env.get("OMPI_MCA_orte_hnp_uri"):
+  elif env.get("OMPI_MCA_orte_hnp_uri"):
+    uri = env["OMPI_MCA_orte_hnp_uri"]
     # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 or tcp6://[fe80::b9b]:43370
     match = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", uri)
     if match:

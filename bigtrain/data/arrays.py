@@ -1,4 +1,4 @@
-"""Arrays in memory or in an .npz file; each row is an example.
+"""Arrays in memory or in an .npz file; the first axis numbers the examples.
 
 dict(type="arrays", path="data.npz", slice="[:90%]")
 dict(type="arrays", name="digits", split="train")
@@ -18,12 +18,14 @@ from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files, splits
 
-_UNREADABLE = (ValueError, OSError, RuntimeError)  # Encrypted: RuntimeError.
+# What numpy and zipfile raise for files that they cannot read; RuntimeError is
+# for encrypted ones.
+_UNREADABLE = (ValueError, OSError, RuntimeError)
 _DIGITS_TRAIN_FRACTION = 0.8
 
 
 class Source:
-  """The rows of arrays of equal length.
+  """The examples of arrays of equal length.
 
   Args:
     path: .npz file of features; uncompressed arrays are memory-mapped.
@@ -33,7 +35,7 @@ class Source:
     keys: names of the arrays to use; all by default.
     split: split of the digits: "train", "test" (a fifth, fixed by
       `split_seed`) or "all", optionally with a slice.
-    slice: slice of the rows, such as "[:90%]" or "[1000:]".
+    slice: slice of the examples, such as "[:90%]" or "[1000:]".
     split_seed: seed of the digits' splits.
   """
 
@@ -163,9 +165,10 @@ def _load(path: str, keys: Sequence[str] | None) -> dict[str, np.ndarray]:
 def _member(
   path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
 ) -> np.ndarray:
+  """Returns an array of the archive, memory-mapped if it is not compressed."""
   with archive.open(info) as f:
     assert archive.fp is not None
-    start = archive.fp.tell()  # Behind the member's header in the archive.
+    start = archive.fp.tell()  # Where the .npy begins in the archive.
     major, _ = np.lib.format.read_magic(f)
     read_header = getattr(np.lib.format, f"read_array_header_{major}_0", None)
     if read_header is None:
@@ -179,23 +182,23 @@ def _member(
         f"{path}: array {name!r} holds Python objects, which are never loaded; "
         "expected numbers, booleans or strings."
       )
-    mapped = info.compress_type == zipfile.ZIP_STORED
+    is_mapped = info.compress_type == zipfile.ZIP_STORED
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if info.file_size != data_at + size:
       raise ValueError(f"{info.filename} does not match the size in its header")
-    # zipfile verifies the checksum only at the end of the member.
+    # A mapped array is read too: zipfile verifies the checksum at the end.
     chunks = []
     while chunk := f.read(1 << 22):
-      if not mapped:
+      if not is_mapped:
         chunks.append(chunk)
   layout: Any = "F" if fortran_order else "C"
-  if not mapped:
+  if not is_mapped:
     flat = np.frombuffer(b"".join(chunks), dtype)
     return flat.reshape(shape, order=layout)
   if not size:
     return np.empty(shape, dtype, order=layout)
   mapping = np.memmap(path, dtype, "r", start + data_at, shape, layout)
-  return np.asarray(mapping)  # Rows are plain arrays, not memmaps.
+  return np.asarray(mapping)  # Its examples are plain arrays, not memmaps.
 
 
 def _digits(split: str, seed: int) -> tuple[dict[str, np.ndarray], str]:

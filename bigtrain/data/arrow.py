@@ -82,6 +82,7 @@ def _read(path: str) -> Any:
 
 
 def _find(path: Any, split: str | None) -> list[str]:
+  """Returns the files of a folder, file, pattern or list of these."""
   paths: list[str] = []
   for entry in files.as_list(path, "arrow: path"):
     folder = files.local_path(entry, "arrow: path")
@@ -93,6 +94,7 @@ def _find(path: Any, split: str | None) -> list[str]:
 
 
 def _saved(folder: str, split: str | None) -> list[str]:
+  """Returns the files of a folder that `datasets` has written."""
   contents = {}
   for name in ("state.json", "dataset_dict.json", "dataset_info.json"):
     if os.path.isfile(file := os.path.join(folder, name)):
@@ -101,7 +103,8 @@ def _saved(folder: str, split: str | None) -> list[str]:
   if state := contents.get("state.json"):
     if state.get("_indices_data_files"):
       raise ConfigError(
-        f"arrow: {folder}: its rows have an order of their own."
+        f"arrow: {folder}: it selects or reorders rows of its files, which is "
+        "not supported; save it again after `flatten_indices()`."
       )
     return [os.path.join(folder, x["filename"]) for x in state["_data_files"]]
   if not contents:

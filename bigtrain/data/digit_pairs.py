@@ -35,7 +35,7 @@ class Source:
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a
       slice, as in arrays.py.
-    length: number of examples, far fewer than the possible ones.
+    length: number of examples; far more are possible.
     margin: m, in pixels: how far a digit may be from the centre of its half.
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
@@ -53,14 +53,14 @@ class Source:
     check_number("digit_pairs: length", length, least=1, whole=True)
     check_number("digit_pairs: margin", margin, least=0, whole=True)
     digits = arrays.Source(name="digits", split=split, split_seed=split_seed)
-    rows = digits.read(np.arange(len(digits)))
-    self._images = rows["image"]
-    by_class = [np.flatnonzero(rows["label"] == c) for c in range(10)]
-    self._count = np.array([len(class_rows) for class_rows in by_class])
+    data = digits.read(np.arange(len(digits)))
+    self._images = data["image"]
+    by_class = [np.flatnonzero(data["label"] == c) for c in range(10)]
+    self._count = np.array([len(of_class) for of_class in by_class])
     if not self._count.all():
       missing = WORDS[self._count.argmin()]
       raise ConfigError(f"digit_pairs: split={split!r} contains no {missing}.")
-    self._rows = np.concatenate(by_class)
+    self._by_class = np.concatenate(by_class)
     self._first = np.cumsum(self._count) - self._count
     self._length, self._margin, self._seed = length, margin, seed
     self._name = f"digit pairs {split}"
@@ -87,7 +87,7 @@ class Source:
     image = np.zeros((len(indices), cell, 2 * cell, 1), np.uint8)
     for side, digit in enumerate(sides):
       which = self._draw(indices, side, self._count[digit])
-      pixels = self._images[self._rows[self._first[digit] + which]]
+      pixels = self._images[self._by_class[self._first[digit] + which]]
       top = self._draw(indices, 2 + side, 2 * self._margin + 1)
       start = self._draw(indices, 4 + side, 2 * self._margin + 1)
       row, column = np.ogrid[:_SIDE, :_SIDE]

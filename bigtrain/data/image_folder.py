@@ -1,4 +1,4 @@
-"""Images in folders named after their class.
+"""Images in folders that are named after their classes.
 
   dict(type="image_folder", path="imagenet/train")
 

@@ -27,8 +27,8 @@ class Source(row_files.Rows):
 
   Args:
     path: a file, a pattern such as "train-*.array_record", whose matches are
-      sorted, or a list of these. A name with "tfrecord" is of a TFRecord file,
-      any other of an ArrayRecord file.
+      sorted, or a list of these. Files with "tfrecord" in their names are
+      TFRecord files, all others ArrayRecord files.
     features: names of the features to use; the default is all of the first
       record. ("record",) leaves records of any format as bytes.
     slice: slice of the records, such as "[:99%]".
@@ -53,6 +53,8 @@ class Source(row_files.Rows):
     if self._parse:
       host_tensorflow.load()  # Keeps TensorFlow off the accelerators.
     self._scalars: set[str] = set()
+    # A feature is a scalar if each of the first records has one value of it.
+    # The records are then read again, with scalars.
     first = self._rows(self._first())
     self._scalars = {
       name

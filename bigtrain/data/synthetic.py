@@ -31,7 +31,7 @@ _FEATURE = re.compile(
 _INTEGERS = [f"{kind}{n}" for kind in ("uint", "int") for n in (8, 16, 32, 64)]
 _TYPES = ("bool", "float16", "float32", "float64", *_INTEGERS)
 _MAX_SIZE = 3  # Maximum of a size that varies.
-_NUM_PICTURES = 16  # All take the same time to decode.
+_NUM_PICTURES = 16  # Different JPEGs; all of them take as long to decode.
 _WORDS = b"a the of on in dog cat tree house river red blue old small".split()
 
 
@@ -123,15 +123,15 @@ def _values(feature: Feature, seed: int, indices: np.ndarray) -> np.ndarray:
     )
   if None not in feature.shape:
     return _uniform(feature, seed, indices, feature.shape)
-  rows = []
+  values = []
   for i in indices:
     u = hashing.uniforms(seed, 1, i[None], len(feature.shape))[0]
     shape = tuple(
       1 + int(x * _MAX_SIZE) if size is None else size
       for x, size in zip(u, feature.shape)
     )
-    rows.append(_uniform(feature, seed, i[None], shape)[0])
-  return files.objects(rows)
+    values.append(_uniform(feature, seed, i[None], shape)[0])
+  return files.objects(values)
 
 
 def _uniform(

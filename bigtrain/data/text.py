@@ -22,9 +22,11 @@ from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files, splits, windows
 from bigtrain.text import tokenizers
 
+# Ids of the tokenizer "bytes": of byte 0, and of the begin token.
 _SHIFT = 3
 _BEGIN = 1
-_TEST_FRACTION = 10
+# One of so many topics of pydoc is in the split "test".
+_TEST_EVERY = 10
 
 
 class Source:
@@ -149,7 +151,7 @@ def _named(name: str, split: str) -> tuple[np.ndarray, str]:
       f"text: name={name!r}: this Python has no documentation topics ({e})."
     ) from e
   names = sorted(topics)
-  num_train = len(names) - len(names) // _TEST_FRACTION
+  num_train = len(names) - len(names) // _TEST_EVERY
   parts = {"train": names[:num_train], "test": names[num_train:], "all": names}
   chosen, part = splits.choose(split, parts, "text: split")
   text = "\n\n".join(topics[topic] for topic in chosen)

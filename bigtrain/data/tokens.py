@@ -6,8 +6,8 @@
 formats/token_files.py lists the formats. Features of a window:
 
 - `tokens` int32 [L] and `targets` int32 [L], the next token of each. If
-  documents end in `eos_id`, it is also the context of a document's first token,
-  which otherwise is only context.
+  documents end in `eos_id`, it is also the context of the first token of the
+  next document; otherwise a document's first token is no target.
 - `loss_mask` float32 [L]: 0 for padding. With packing or segments instead
   `segments` int32 [L], number of the document from 1, 0 for padding, and
   `positions` int32 [L], position in the document from 0.
@@ -76,6 +76,7 @@ class Source:
       raise ConfigError("tokens: last='drop' would drop whole documents.")
     self._shards, manifest = token_files.open_shards(path, dtype)
     self._vocab_size, self._eos_id = vocab_size, eos_id
+    # Whether a document's first token is a target, with eos_id as context.
     self._fresh = eos_id is not None
     self._bytes_per_token: float | None = None
     self.tokenizer: tuple[str, str] | None = None
@@ -91,6 +92,7 @@ class Source:
     if self._vocab_size is not None:
       self.vocab_sizes = dict.fromkeys(("tokens", "targets"), self._vocab_size)
     self._length, self._segments = length, segments or packing
+    # For the fingerprint.
     flags = cross_documents, segments, packing
     self._options = (length, self._eos_id, flags, (stride, last, slice))
     plan = self._make_plan(stride or length, last, whole, packing)
@@ -163,9 +165,8 @@ class Source:
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     pieces = self._windows.pieces(indices)
     shape = len(indices), self._length
-    tokens_of = lambda shard: self._maps.get(self._shards[shard].path)
     batch = windows.fill(
-      pieces, shape, tokens_of, self._eos_id or 0, self._segments
+      pieces, shape, self._tokens_of, self._eos_id or 0, self._segments
     )
     if self._vocab_size is not None:
       self._check_ids(batch, indices)
@@ -173,6 +174,9 @@ class Source:
       counts = batch["loss_mask"].sum(axis=1)
       batch["num_bytes"] = counts * np.float32(self._bytes_per_token)
     return {name: batch[name] for name in self.spec}
+
+  def _tokens_of(self, shard: int) -> np.ndarray:
+    return self._maps.get(self._shards[shard].path)
 
   def _check_ids(
     self, batch: dict[str, np.ndarray], indices: np.ndarray

@@ -79,7 +79,8 @@ class Source(row_files.Rows):
     features = _default(first) if features is None else features
     # {feature: (extensions, function of the data, None for bytes)}.
     self._parsers = {name: _parser(x) for name, x in features.items()}
-    # {extensions: (start, size, checksum) of each sample of all files}.
+    # {extensions: where their member is in each sample of all files, as
+    # (start, size, checksum)}.
     self._members = {
       name: np.concatenate([shard.rows(name.split(";")) for shard in shards])
       for name in dict.fromkeys(name for name, _ in self._parsers.values())

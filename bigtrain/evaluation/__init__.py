@@ -1,6 +1,8 @@
-"""Evaluations: the entries of config.evals, and what evaluators are made of.
+"""Evaluations: the entries of config.evals, and what evaluators share.
 
-Open evaluations.py first. text_metrics.py compares texts with references. The
-evaluators themselves are modules of bigtrain.evaluators. main, tools.evaluate
-and the evaluators import this package; it imports neither tasks nor models.
+Open evaluations.py first: it checks the entries and gives evaluators their
+batches. features.py collects features of examples, and text_metrics.py compares
+texts with references. The evaluators themselves are modules of
+bigtrain.evaluators. main, tools.evaluate and the evaluators import this
+package; it imports neither tasks nor models.
 """

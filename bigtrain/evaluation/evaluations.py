@@ -1,6 +1,10 @@
 """Evaluations of a config: checked at the start, built when first due.
 
-bigtrain/evaluators/__init__.py describes an evaluator.
+`from_config` checks all entries of config.evals and returns an `Evaluation` for
+each. Its `build` later makes the evaluator, a class of a module in
+bigtrain/evaluators, which gets `Batches` of its data and a `Context`.
+bigtrain/evaluators/__init__.py describes an evaluator. The functions at the end
+of this file are for evaluators' own checks.
 """
 
 import dataclasses
@@ -31,29 +35,44 @@ from bigtrain.inputs import eval_input, labels
 from bigtrain.inputs.named_features import Features
 from bigtrain.text import tokenizers
 
-# Keys of an entry that `from_config` reads; the others are options.
-_KEYS = ("at_start", "enabled", "pred", "pred_kw", "type", "weights")
-# Limits of a number of something, for an evaluator's LIMITS.
-COUNT: dict[str, Any] = dict(least=1, whole=True)
-# Arguments that the program passes to evaluators with such parameters.
+# Keys of an entry that `from_config` reads. All others are options of the
+# evaluator or of its batches.
+_KEYS = (
+  "at_start",
+  "enabled",
+  "pred",
+  "pred_kw",
+  "type",
+  "weights",
+)
+# An evaluator gets those of these arguments that its class has as parameters.
 _GIVEN = ("predict_fn", "batches", "context")
+# More would hold more results on the device, and not make it faster.
+_BATCHES_IN_FLIGHT = 4
+# Limits of an option that counts something, for the LIMITS of an evaluator.
+COUNT: dict[str, Any] = dict(least=1, whole=True)
 
 
 class Context(NamedTuple):
-  """What an evaluator can know about the run."""
+  """The evaluation's name and location, and its run."""
 
   name: str
   workdir: str  # "" without a run.
   mesh: Mesh
-  batch_size: int  # Global, of training; the default for evaluations.
+  # Global batch size of training, which is the default for evaluations.
+  batch_size: int
   pp_modules: Sequence[str]  # The user's preprocessing modules.
-  # Called with (finished batches, number of batches); can raise to stop.
+  # Called with (finished batches, number of batches); it can raise to stop.
   progress: Callable[[int, int], None]
-  vocab_sizes: Mapping[str, int] = {}  # Ids that the model takes, by feature.
-  class_names: Mapping[str, Sequence[str]] = {}  # Of training, by feature.
-  negative_ids: frozenset[str] = frozenset()  # Features: < 0 is no label.
-  variables: Any = None  # Specs of the argument of `run`, if known.
-  compile: Callable[..., Any] | None = None  # Of `Programs`; None for jax.jit.
+  # Number of ids that the model accepts in each feature of ids or labels.
+  vocab_sizes: Mapping[str, int] = {}
+  # Class names of the training data, for each feature of labels.
+  class_names: Mapping[str, Sequence[str]] = {}
+  # Features in which a negative number means that there is no label.
+  negative_ids: frozenset[str] = frozenset()
+  # Specs of the variables that `run` will get, to compile before they exist.
+  variables: Any = None
+  compile: Callable[..., Any] | None = None  # `Programs.compile`, or jax.jit.
 
   @property
   def path(self) -> str:
@@ -67,21 +86,22 @@ class Batches:
   context: Context
   data: Mapping[str, Any]  # Source, as in config.input.data.
   pp: str = ""
-  batch_size: int | None = None  # Global; the one of training by default.
-  num_examples: int | None = None  # From the start; all by default.
-  cache: bool = True  # Keeps preprocessed batches in host memory.
-  # Class numbers mean the same as in training even if their names differ.
+  batch_size: int | None = None  # Global; by default that of training.
+  num_examples: int | None = None  # The first ones; by default all.
+  cache: bool = True  # Whether to keep preprocessed batches in host memory.
+  # Whether class numbers mean the same as in training even if names differ.
   trust_class_numbers: bool = False
 
   def replace(self, **options: Any) -> "Batches":
     return dataclasses.replace(self, **options)
 
   def labelled(self, feature: str, num_classes: int | None) -> "Batches":
-    """Batches in which a feature holds class numbers; negative for no label.
+    """Batches in which a feature has class numbers, negative for no label.
 
-    Numbers of `num_classes` or more, if it is given, are errors.
+    Numbers of `num_classes` or more are errors, unless it is None.
     """
-    sizes = {k: n for k, n in self.context.vocab_sizes.items() if k != feature}
+    sizes = dict(self.context.vocab_sizes)
+    sizes.pop(feature, None)
     if num_classes is not None:
       sizes[feature] = num_classes
     context = self.context._replace(
@@ -95,7 +115,7 @@ class Batches:
 
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
-    made = eval_input.make_eval(
+    result = eval_input.make_eval(
       data=dict(self.data),
       pp=self.pp,
       batch_size=self.batch_size or self.context.batch_size,
@@ -105,14 +125,14 @@ class Batches:
       pp_modules=self.context.pp_modules,
       path=self.context.path,
     )
-    made.limit_ids(self.context.vocab_sizes, self.context.negative_ids)
-    return made
+    result.limit_ids(self.context.vocab_sizes, self.context.negative_ids)
+    return result
 
   def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
     """Compiles fn(variables, batch), which returns a tree of arrays.
 
-    The result maps variables to fn's results for all batches, on the host. The
-    batches' "_mask" [B] is 0 for padding.
+    Returns a function that maps variables to the results for all batches, on
+    the host. The feature "_mask" [B] of a batch is 0 for padding.
     """
     context = self.context
 
@@ -136,17 +156,23 @@ class Batches:
       results = []
       for i, batch in enumerate(data.batches()):
         results.append(compiled(variables, batch))
-        # A few in flight keep the device busy; all of them could fill it.
-        if i >= 4:
-          results[i - 4] = jax.device_get(results[i - 4])
+        # A few batches in flight keep the device busy. The results of all of
+        # them could fill its memory.
+        if i >= _BATCHES_IN_FLIGHT:
+          finished = i - _BATCHES_IN_FLIGHT
+          results[finished] = jax.device_get(results[finished])
         context.progress(i + 1, data.num_batches)
       return jax.device_get(results)
 
     return run
 
   def collect(self, fn: PredictFn) -> Callable[[Variables], Any]:
-    """Like `map`, for [B, ...] arrays, which are joined without the padding."""
-    run = self.map(lambda params, batch: (fn(params, batch), batch["_mask"]))
+    """As `map`, but joins arrays [B, ...] to [N, ...], without the padding."""
+
+    def with_mask(variables: Variables, batch: Batch) -> tuple[Any, jax.Array]:
+      return fn(variables, batch), batch["_mask"]
+
+    run = self.map(with_mask)
 
     def collected(variables: Variables) -> Any:
       results, masks = zip(*run(variables))
@@ -162,7 +188,8 @@ class Evaluation(NamedTuple):
   name: str
   log_steps: int  # It is due at multiples of this, and at the last step.
   weights: str  # "params" or "ema".
-  # Loads data and compiles; runs in any thread, nothing is collective.
+  # Makes the evaluator, which loads data and compiles. It can be called in any
+  # thread: processes do not wait for one another in it.
   build: Callable[[], Any]
   at_start: bool = False
 
@@ -175,6 +202,7 @@ class Evaluation(NamedTuple):
     return step == total_steps or step % self.log_steps == 0
 
   def due_later(self, step: int, last_step: int, total_steps: int) -> bool:
+    """Whether it is due at a step from `step` to `last_step`."""
     num_before = max(step - 1, 0) // self.log_steps
     return last_step == total_steps or last_step // self.log_steps > num_before
 
@@ -188,42 +216,47 @@ def from_config(
 ) -> list[Evaluation]:
   """Checks all entries of config.evals; builds no evaluator.
 
-  `weights` are specs of the model's variables with each part of the state that
-  can be evaluated.
+  `weights` has specs of the model's variables for each part of the state that
+  can be evaluated: "params" and perhaps "ema".
   """
   evaluations = []
-  sizes = context.vocab_sizes
-  names = {
+  class_names = {
     feature: names
     for feature, names in context.class_names.items()
-    if isinstance(sizes.get(feature), ClassCount)
+    if isinstance(context.vocab_sizes.get(feature), ClassCount)
   }
-  at_start = config.get("eval_at_start", False)
+  eval_at_start = config.get("eval_at_start", False)
   for name in config.get("evals") or {}:
-    options = config.evals.kwargs(name)
+    path = f"config.evals.{name}"
+    options = config.evals.kwargs(name)  # What is left is the evaluator's.
     if not options.pop("enabled", True):
       continue
-    path = f"config.evals.{name}"
-    required = settings.Config(options, path)
-    if not {"type", "pred"} & {*options}:  # Perhaps a change of another one.
+    if not {"type", "pred"} & {*options}:
+      # Perhaps a misspelled change of another entry on the command line.
       hint = did_you_mean(name, {*config.evals} - {name})
       raise ConfigError(f"{path}: has no type and no pred.{hint}")
+    required = settings.Config(options, path)
     kind, pred = required["type"], required["pred"]
-    module = find_module("evaluators", kind, f"{path}.type")
     del options["type"], options["pred"]
+    module = find_module("evaluators", kind, f"{path}.type")
     pred_kw = options.pop("pred_kw", {})
     predict_fn = _predict_fn(predict_fns, pred, pred_kw, path)
     log_steps = lengths.steps(options, "log", units, path=path)
     part = options.pop("weights", "params")
-    begins = options.pop("at_start", at_start)
-    problem = "the state has no"
-    check_choice(f"{path}.weights", part, weights, problem)
+    check_choice(f"{path}.weights", part, weights, "the state has no")
+    at_start = options.pop("at_start", eval_at_start)
     entry_context = context._replace(
-      name=name, variables=weights[part], class_names=names
+      name=name, variables=weights[part], class_names=class_names
     )
-    build = _bind(module, predict_fn, entry_context, options)
-    log_steps = log_steps or units.total_steps or 1
-    evaluations.append(Evaluation(name, log_steps, part, build, begins))
+    evaluations.append(
+      Evaluation(
+        name,
+        log_steps or units.total_steps or 1,
+        part,
+        _bind(module, predict_fn, entry_context, options),
+        at_start,
+      )
+    )
   return evaluations
 
 
@@ -233,15 +266,21 @@ def _predict_fn(
   options: Mapping[str, Any],
   path: str,
 ) -> PredictFn:
-  if not isinstance(name, str):  # Several, each with its options.
+  """The predict function that an entry names, with the entry's options.
+
+  Of several names, the function returns a dict with the result of each.
+  """
+  if not isinstance(name, str):
     check_keys(f"{path}.pred_kw", options, name)
-    each = {
+    fns = {
       one: _predict_fn(predict_fns, one, options.get(one, {}), path)
       for one in name
     }
-    return lambda variables, batch: {
-      one: fn(variables, batch) for one, fn in each.items()
-    }
+
+    def predict_all(variables: Variables, batch: Batch) -> dict[str, Any]:
+      return {one: each(variables, batch) for one, each in fns.items()}
+
+    return predict_all
   problem = "the task has no predict function"
   check_choice(f"{path}.pred", name, predict_fns, problem)
   fn = predict_fns[name]
@@ -255,7 +294,7 @@ def _predict_fn(
 
 
 def batches_of(parameters: Mapping[str, inspect.Parameter]) -> type[Batches]:
-  """The class of an evaluator's argument `batches`."""
+  """The class of an evaluator's argument `batches`: its annotation."""
   given: Any = getattr(parameters.get("batches"), "annotation", None)
   is_own = isinstance(given, type) and issubclass(given, Batches)
   return given if is_own else Batches
@@ -267,12 +306,17 @@ def _bind(
   context: Context,
   options: Mapping[str, Any],
 ) -> Callable[[], Any]:
+  """Checks the options of an entry; returns a function that uses them."""
   parameters = inspect.signature(module.Evaluator).parameters
   batches_class = batches_of(parameters)
-  fields = {x.name for x in dataclasses.fields(batches_class)} - {"context"}
-  batch_names = fields - {*parameters} if "batches" in parameters else set()
-  own_options = dict(options)
-  batch_options = {k: own_options.pop(k) for k in options if k in batch_names}
+  # The options of the batches are those fields of their class that are not
+  # parameters of the evaluator itself.
+  batch_names: set[str] = set()
+  if "batches" in parameters:
+    batch_names = {field.name for field in dataclasses.fields(batches_class)}
+    batch_names -= {"context", *parameters}
+  batch_options = {k: v for k, v in options.items() if k in batch_names}
+  own_options = {k: v for k, v in options.items() if k not in batch_names}
   check_kwargs(
     module.Evaluator,
     own_options,
@@ -281,12 +325,11 @@ def _bind(
     others=(*_KEYS, *lengths.keys("log"), *batch_names),
   )
   if "batches" in parameters:
-    path, others = context.path, ("context",)
-    check_kwargs(batches_class, batch_options, path, others)
+    check_kwargs(batches_class, batch_options, context.path, given=("context",))
   _check_batches(options, context)
   for name, limits in getattr(module, "LIMITS", {}).items():
-    several = isinstance(default := parameters[name].default, tuple)
-    check = check_numbers if several else check_number
+    default = parameters[name].default
+    check = check_numbers if isinstance(default, tuple) else check_number
     check(f"{context.path}.{name}", options.get(name, default), **limits)
   if hasattr(module, "check"):
     module.check(options, context, context.path)
@@ -295,8 +338,8 @@ def _bind(
     given: dict[str, Any] = {"predict_fn": predict_fn, "context": context}
     if "batches" in parameters:
       given["batches"] = batches_class(context, **batch_options)
-    asked = {k: v for k, v in given.items() if k in parameters}
-    return module.Evaluator(**asked, **own_options)
+    given = {name: x for name, x in given.items() if name in parameters}
+    return module.Evaluator(**given, **own_options)
 
   return build
 
@@ -322,7 +365,7 @@ def _check_batches(options: Mapping[str, Any], context: Context) -> None:
 def _check_exists(data: Any, key: str) -> None:
   path = data.get("path") if isinstance(data, Mapping) else None
   if not isinstance(path, str) or set(path) & set("*?[{") or ":/" in path:
-    return  # A pattern, or remote: the source checks it when it is opened.
+    return  # A pattern or remote: the source will check it when it opens it.
   path = paths.absolute(path)
   if not os.path.exists(path):
     raise ConfigError(f"{key}: {path}: no such file or directory.")
@@ -331,13 +374,18 @@ def _check_exists(data: Any, key: str) -> None:
 def check_class_names(
   options: Mapping[str, Any], context: Context, label_key: str = "labels"
 ) -> None:
-  """Checks that class numbers mean the same as in training, if it is known."""
+  """Checks that class numbers mean the same as in training, where known."""
   names = context.class_names
   training = names.get(label_key, names.get("labels"))
   if training and "data" in options and not options.get("trust_class_numbers"):
-    pp, modules, path = options.get("pp", ""), context.pp_modules, context.path
-    own = labels.of_source(options["data"], pp, modules, label_key, path)
-    labels.check_same(own or training, training, path)
+    own = labels.of_source(
+      options["data"],
+      options.get("pp", ""),
+      context.pp_modules,
+      label_key,
+      context.path,
+    )
+    labels.check_same(own or training, training, context.path)
 
 
 def check_classes(
@@ -346,11 +394,17 @@ def check_classes(
   prompts: Sequence[str],
   key: str = "prompt",
 ) -> None:
+  """Checks the options of an evaluator that classifies by class names."""
   path = context.path
   names = labels.read(options["class_names"], f"{path}.class_names")
-  label_key = options.get("label_key", "label")
-  pp, modules = options.get("pp", ""), context.pp_modules
-  if own := labels.of_source(options["data"], pp, modules, label_key, path):
+  own = labels.of_source(
+    options["data"],
+    options.get("pp", ""),
+    context.pp_modules,
+    options.get("label_key", "label"),
+    path,
+  )
+  if own:
     labels.check_order(names, own, f"{path}.class_names")
   texts = [labels.fill(p, names[:1], f"{path}.{key}")[0] for p in prompts]
   class_tokens(texts, options["pp_text"], context)
@@ -360,8 +414,14 @@ def check_classes(
 def class_tokens(
   texts: Sequence[str], pp_text: str, context: Context
 ) -> np.ndarray:
-  key, sizes = f"{context.path}.pp_text", context.vocab_sizes
-  return labels.tokens(texts, pp_text, context.pp_modules, sizes, key=key)
+  """Tokens int [texts, L] of texts with class names."""
+  return labels.tokens(
+    texts,
+    pp_text,
+    context.pp_modules,
+    context.vocab_sizes,
+    key=f"{context.path}.pp_text",
+  )
 
 
 def check_numbers(path: str, values: Any, **limits: Any) -> None:

@@ -1,5 +1,9 @@
 """Features of examples, for evaluators that compare or classify them.
 
+`Splits` collects features and labels of training and test examples, for probes
+and nearest neighbours; `of_all` collects features alone. `by_rows` runs an
+evaluator's own function on many host arrays, a part at a time.
+
 Legend: N examples, D features.
 """
 
@@ -27,19 +31,19 @@ class Splits(Batches):
   """Training examples, and test examples, which are preprocessed alike."""
 
   test_data: Mapping[str, Any]  # Source of the test examples.
-  # Name of the classes, int [B], or [B, H, W] of pixels; negative for none.
+  # Name of the labels: int [B], or [B, H, W] of pixels; negative for none.
   label_key: str = "label"
-  num_test_examples: int | None = None  # From the start; all by default.
+  num_test_examples: int | None = None  # The first ones; by default all.
 
   def scores(
     self,
     predict_fn: PredictFn,
     score: Callable[[Examples, Examples], dict[str, float]],
   ) -> Callable[[Variables, int], dict[str, float]]:
-    """The `run` that scores features of the examples with a label.
+    """Returns the `run` of an evaluator: scores of the labelled examples.
 
-    The predict function returns features [B, ...] or, of several layers, a dict
-    of them; then the results are "<layer>/<metric>".
+    The predict function returns features [B, ...], or a dict of them with an
+    entry per layer; then the results are "<layer>/<metric>".
     """
 
     def outputs(variables: Variables, batch: Batch) -> Any:
@@ -52,36 +56,45 @@ class Splits(Batches):
 
       return jax.tree.map(of_layer, predict_fn(variables, batch)), label
 
-    # Any classes: a probe has a head of its own.
-    train = self.labelled(self.label_key, None)
-    test = train.replace(
+    # Any number of classes: a probe has a head of its own.
+    train_batches = self.labelled(self.label_key, None)
+    test_batches = train_batches.replace(
       data=self.test_data, num_examples=self.num_test_examples
     )
-    collect = [split.collect(outputs) for split in (train, test)]
+    collect_train = train_batches.collect(outputs)
+    collect_test = test_batches.collect(outputs)
 
     def run(variables: Variables, step: int) -> dict[str, float]:
-      splits: list[dict[str, Examples]] = []
-      for features, labels in (split(variables) for split in collect):
-        real_N = (labels >= 0).reshape(len(labels), -1).any(1)
-        if not real_N.any():
-          raise DataError(f"{self.context.path}: no example has a label.")
-        real = labels[real_N].astype(np.int32)
-        layers = trees.flatten_with_names(features)
-        splits.append({name: (x[real_N], real) for name, x in layers})
+      train_layers = self._labelled_examples(*collect_train(variables))
+      test_layers = self._labelled_examples(*collect_test(variables))
       results: dict[str, float] = {}
-      for name, train in splits[0].items():
-        test = splits[1][name]
+      for layer, train in train_layers.items():
+        test = test_layers[layer]
         values = score(train, test) | metrics.nonfinite(train[0], test[0])
-        results |= {f"{name}/{k}" if name else k: v for k, v in values.items()}
+        for name, value in values.items():
+          results[f"{layer}/{name}" if layer else name] = value
       return results
 
     return run
+
+  def _labelled_examples(
+    self, features: Any, labels: np.ndarray
+  ) -> dict[str, Examples]:
+    """Features and labels of the examples that have one, by layer."""
+    has_label_N = (labels >= 0).reshape(len(labels), -1).any(1)
+    if not has_label_N.any():
+      raise DataError(f"{self.context.path}: no example has a label.")
+    kept_labels = labels[has_label_N].astype(np.int32)
+    return {
+      layer: (x[has_label_N], kept_labels)
+      for layer, x in trees.flatten_with_names(features)
+    }
 
 
 def of_all(
   predict_fn: PredictFn, batches: Batches
 ) -> Callable[[Variables], dict[str, np.ndarray]]:
-  """Features [N, D] of all examples, by layer; the name of one alone is ""."""
+  """Features [N, D] of all examples, by layer. A single layer is named ""."""
 
   def outputs(variables: Variables, batch: Batch) -> Any:
     flat = lambda x: x.astype(jnp.float32).reshape(x.shape[0], -1)
@@ -96,15 +109,18 @@ def by_rows(
 ) -> Callable[..., Any]:
   """Compiles fn(rows, *others) -> tree of [N, ...], for host arrays [N, ...].
 
-  It sees about `num_rows` at a time, the last ones several times, split over
-  the devices. `static` is a last argument that is no array.
+  The function gets about `num_rows` at a time, split over the devices. If the
+  returned function has an argument `static`, which is not an array, it is the
+  last argument of fn.
   """
-  ways, replicated = sharding.batch_ways(mesh), sharding.replicated(mesh)
+  ways = sharding.batch_ways(mesh)
+  replicated = sharding.replicated(mesh)
 
   def of_chunk(static: Any, rows: Any, *others: Any) -> Any:
-    split = sharding.batch(mesh)
-    rows = jax.lax.with_sharding_constraint(rows, split)
-    return fn(rows, *others, *(() if static is None else (static,)))
+    rows = jax.lax.with_sharding_constraint(rows, sharding.batch(mesh))
+    if static is None:
+      return fn(rows, *others)
+    return fn(rows, *others, static)
 
   compiled = jax.jit(
     of_chunk,
@@ -119,6 +135,7 @@ def by_rows(
     others = jax.device_put(others, replicated)
     results = []
     for start in range(0, total, size):
+      # All chunks have the same size: the last row fills the last one.
       index = np.minimum(np.arange(start, start + size), total - 1)
       chunk = jax.tree.map(lambda x, index=index: x[index], rows)
       results.append(compiled(static, chunk, *others))

@@ -26,7 +26,7 @@ from bigtrain.config.modules import find_attribute
 
 Texts = Sequence[str]
 
-# {metric: (package that it needs, extra of bigtrain that installs it)}.
+# {metric: (the package that computes it, the extra that installs that)}.
 _PACKAGES = {
   "bleu": ("sacrebleu", "metrics"),
   "cider": ("pycocoevalcap", "cider"),
@@ -54,19 +54,21 @@ def check_package(key: str, package: str, extra: str) -> None:
 def compute(
   names: Iterable[str], samples: Texts, references: Sequence[Texts]
 ) -> dict[str, float]:
-  """Computes metrics, of which a dotted path names a function of the user.
+  """Computes metrics by name, or by the dotted path of a user's function.
 
-  It gets the samples and each one's references, and returns a number, which is
-  named after the function, or a dict of numbers.
+  Such a function gets the samples and the references of each sample. It returns
+  a number, which is named after the function, or a dict of numbers.
   """
   results: dict[str, float] = {}
   for name in names:
-    if "." in name:
-      value = find_attribute(name, "metrics")(samples, references)
-      own = {name.rpartition(".")[2]: value}
-      results |= value if isinstance(value, dict) else own
-    else:
+    if "." not in name:
       results |= _METRICS[name](samples, references)
+      continue
+    value = find_attribute(name, "metrics")(samples, references)
+    if isinstance(value, dict):
+      results |= value
+    else:
+      results[name.rpartition(".")[2]] = value
   return results
 
 
@@ -84,13 +86,15 @@ def _exact_match(
 
 
 def _squad(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
-  """From 0 to 100, as the official script of SQuAD 2.0."""
+  """From 0 to 100, as computed by the official script of SQuAD 2.0."""
   exact, f1 = [], []
   for sample, texts in zip(samples, references):
-    answers = [words for text in texts if (words := _words(text))] or [[]]
+    answers = [_words(text) for text in texts]
+    # A question without any answer is answered by no words.
+    answers = [words for words in answers if words] or [[]]
     words = _words(sample)
     exact.append(words in answers)
-    f1.append(max(_overlap(words, answer) for answer in answers))
+    f1.append(max(_f1(words, answer) for answer in answers))
   return {
     "squad_exact": 100 * float(np.mean(exact)),
     "squad_f1": 100 * float(np.mean(f1)),
@@ -98,14 +102,15 @@ def _squad(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 
 
 def _words(text: str) -> list[str]:
+  """Lower-case words without punctuation and articles."""
   kept = "".join(c for c in text.lower() if c not in string.punctuation)
   return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
-def _overlap(first: Texts, second: Texts) -> float:
-  common = collections.Counter(first) & collections.Counter(second)
+def _f1(first: Texts, second: Texts) -> float:
   if not first or not second:
     return float(first == second)
+  common = collections.Counter(first) & collections.Counter(second)
   return 2 * common.total() / (len(first) + len(second))
 
 
@@ -116,21 +121,23 @@ def _labels(samples: Texts, references: Sequence[Texts]) -> list[list[str]]:
 
 
 def _accuracy(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
-  given, right = map(np.asarray, _labels(samples, references))
-  return {"accuracy": float(np.mean(given == right))}
+  given, right = _labels(samples, references)
+  hits = [a == b for a, b in zip(given, right)]
+  return {"accuracy": float(np.mean(hits))}
 
 
 def _matthews(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   """The coefficient R_K of any number of classes; 0 where it is undefined."""
   given, right = _labels(samples, references)
-  classes = {label: i for i, label in enumerate(sorted({*given, *right}))}
-  counts_CC = np.zeros((len(classes), len(classes)))
-  for pair in zip(right, given):
-    counts_CC[classes[pair[0]], classes[pair[1]]] += 1
+  index = {label: i for i, label in enumerate(sorted({*given, *right}))}
+  counts_CC = np.zeros((len(index), len(index)))  # Right class, given class.
+  for right_label, given_label in zip(right, given):
+    counts_CC[index[right_label], index[given_label]] += 1
   right_C, given_C, total = counts_CC.sum(1), counts_CC.sum(0), len(given)
-  spread = math.prod(total**2 - x @ x for x in (right_C, given_C))
-  value = total * np.trace(counts_CC) - right_C @ given_C
-  return {"matthews": float(value / math.sqrt(spread)) if spread else 0.0}
+  covariance = total * np.trace(counts_CC) - right_C @ given_C
+  variances = (total**2 - right_C @ right_C) * (total**2 - given_C @ given_C)
+  value = covariance / math.sqrt(variances) if variances else 0.0
+  return {"matthews": float(value)}
 
 
 def _pearson(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
@@ -142,53 +149,58 @@ def _spearman(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 
 
 def _correlation(name: str, *rows: np.ndarray) -> dict[str, float]:
-  """NaN where all values of a row are equal."""
+  """Pearson's correlation of two rows; NaN if one has only equal values."""
   with np.errstate(invalid="ignore", divide="ignore"):
     return {name: float(np.corrcoef(rows)[0, 1])}
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-  """Ranks from 1; equal values share the mean of theirs."""
+  """Ranks from 1. Equal values get the mean of their ranks."""
   _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
   return (np.cumsum(counts) - (counts - 1) / 2)[index]
 
 
 def _values(samples: Texts, references: Sequence[Texts]) -> list[np.ndarray]:
-  """Texts as numbers; a sample that is none counts as -1, as in T5."""
+  """Texts as numbers. A sample that is not a number counts as -1, as in T5."""
   given, right = _labels(samples, references)
-  numbers = [_number(text) for text in right]
-  if None in numbers:
-    wrong = right[numbers.index(None)]
-    raise DataError(f"correlation: a reference is no number: {wrong!r}.")
-  filled = [-1.0 if (x := _number(text)) is None else x for text in given]
-  return [np.asarray(filled), np.asarray(numbers, np.float64)]
+  right_numbers = []
+  for text in right:
+    number = _number(text)
+    if number is None:
+      raise DataError(f"correlation: a reference is no number: {text!r}.")
+    right_numbers.append(number)
+  given_numbers = [_number(text) for text in given]
+  filled = [-1.0 if number is None else number for number in given_numbers]
+  return [np.asarray(filled), np.asarray(right_numbers, np.float64)]
 
 
 def _number(text: str) -> float | None:
   try:
-    return value if math.isfinite(value := float(text)) else None
+    number = float(text)
   except ValueError:
     return None
+  return number if math.isfinite(number) else None
 
 
 def _bleu(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   import sacrebleu
 
-  # sacrebleu takes the first references of all samples, the second ones, ...
-  streams: Any = [
-    [texts[i] if i < len(texts) else None for texts in references]
-    for i in range(max(map(len, references)))
-  ]
+  # sacrebleu wants a list of all first references, one of all second ones, ...
+  most = max(len(texts) for texts in references)
+  streams: Any = []
+  for i in range(most):
+    streams.append([x[i] if i < len(x) else None for x in references])
   return {"bleu": float(sacrebleu.corpus_bleu(list(samples), streams).score)}
 
 
 def _cider(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   from pycocoevalcap.cider.cider import Cider
 
-  # Lower-case words without punctuation, as the package's Java tokenizer.
-  clean = lambda text: " ".join(
-    "".join(c if c.isalnum() else " " for c in text.lower()).split()
-  )
+  def clean(text: str) -> str:
+    """Lower-case words without punctuation, as the package's Java tokenizer."""
+    kept = "".join(c if c.isalnum() else " " for c in text.lower())
+    return " ".join(kept.split())
+
   gold = {i: [clean(t) for t in texts] for i, texts in enumerate(references)}
   candidates = {i: [clean(sample)] for i, sample in enumerate(samples)}
   return {"cider": float(Cider().compute_score(gold, candidates)[0])}
@@ -209,5 +221,15 @@ def _rouge(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   }
 
 
-_ALL = (_exact, _exact_match, _squad, _accuracy, _matthews, _pearson, _spearman)
-_METRICS = {fn.__name__[1:]: fn for fn in (*_ALL, _bleu, _cider, _rouge)}
+_METRICS = {
+  "exact": _exact,
+  "exact_match": _exact_match,
+  "squad": _squad,
+  "accuracy": _accuracy,
+  "matthews": _matthews,
+  "pearson": _pearson,
+  "spearman": _spearman,
+  "bleu": _bleu,
+  "cider": _cider,
+  "rouge": _rouge,
+}

@@ -27,16 +27,17 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Returns captions as a table, <workdir>/captions/<name>-<step>.jsonl.
+  """Writes captions to the table <workdir>/captions/<name>-<step>.jsonl.
 
-  The picture <name>-<step>.png has captions in red that equal no reference.
+  The picture <name>-<step>.png shows images with their captions, which are red
+  if they equal no reference.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].
     tokenizer: tokenizer of the captions, see text/tokenizers.py.
     labels_key: name of the references' tokens, int [B, L] or [B, R, L].
-    metrics: as of the evaluator `generate`.
-    image_key: name of the images for the picture, with any range of values.
+    metrics: as for the evaluator `generate`.
+    image_key: name of the images for the picture, in any range of values.
     num_images: number of images in the picture; 0 for no picture.
   """
 
@@ -51,13 +52,16 @@ class Evaluator:
     image_key: str = "image",
     num_images: int = 40,
   ):
-    self._name, self._metrics = batches.context.name, metrics
+    self._name = batches.context.name
+    self._metrics = metrics
     self._tokenizer = evaluations.tokenizer(tokenizer, batches.context)
-    eos_id, compares = self._tokenizer.eos_id, bool(metrics)
+    eos_id = self._tokenizer.eos_id
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
       result = {"captions": predict_fn(variables, batch, eos_id=eos_id)}
-      if compares or labels_key in batch:
+      # Metrics need references; without metrics they are shown if there are
+      # any.
+      if metrics or labels_key in batch:
         result["references"] = batch[labels_key]
       return result
 
@@ -73,9 +77,8 @@ class Evaluator:
     results = self._outputs(variables)
     captions = [self._tokenizer.decode(ids) for ids in results["captions"]]
     references: list[list[str]] = [[] for _ in captions]
-    for texts, rows in zip(references, results.get("references", ())):
-      decoded = map(self._tokenizer.decode, np.atleast_2d(rows))
-      texts += [text for text in decoded if text]
+    if "references" in results:
+      references = [self._decode_all(ids) for ids in results["references"]]
     rows = [
       {"number": i, "caption": caption, "references": texts}
       for i, (caption, texts) in enumerate(zip(captions, references))
@@ -90,13 +93,18 @@ class Evaluator:
       values["picture"] = media.Image(sheet, path=f"{stem}.png")
     return values
 
+  def _decode_all(self, ids: np.ndarray) -> list[str]:
+    """The references of one image; an empty one is padding."""
+    texts = [self._tokenizer.decode(row) for row in np.atleast_2d(ids)]
+    return [text for text in texts if text]
+
 
 def draw(
   images: np.ndarray,
   captions: Sequence[str],
   references: Sequence[Sequence[str]],
 ) -> np.ndarray:
-  """Draws [N, height, width, channels] images; returns uint8 RGB pixels."""
+  """Draws images [N, height, width, channels]; returns uint8 RGB pixels."""
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
@@ -116,7 +124,7 @@ def draw(
     text = textwrap.fill(
       text, 28, break_long_words=False, break_on_hyphens=False
     )
-    text = text.replace("$", r"\$")  # Between dollars would be a formula.
+    text = text.replace("$", r"\$")  # Matplotlib would set "$x$" as a formula.
     wrong = references[i] and caption not in references[i]
     axes.set_title(text, fontsize=8, color="tab:red" if wrong else "black")
   figure.tight_layout()

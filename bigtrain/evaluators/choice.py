@@ -1,4 +1,4 @@
-"""Multiple choice: picks the answer that a language model finds most likely.
+"""Multiple choice: which answer does a language model find most likely?
 
 Legend: B batch, L tokens of a window.
 """
@@ -29,18 +29,19 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Accuracy by likelihood, scored as in the lm-evaluation-harness.
+  """Accuracy of the most likely choices, as in the lm-evaluation-harness.
 
-  Compares the choices' log-likelihoods after the context: their sums ("acc"),
-  per character ("acc_norm") and per byte ("acc_bytes"). The first of equal
-  choices wins. For an encoder-decoder, the context is the inputs, and the
-  targets are a choice; both end with the end token, as in training.
+  Compares the log-likelihoods of the choices after the context: their sums
+  ("acc"), divided by characters ("acc_norm") and by bytes ("acc_bytes"). The
+  first of equal choices wins. An encoder-decoder gets the context as inputs and
+  a choice as targets; both end with the end token, as in training.
 
   Args:
     predict_fn: (variables, batch) -> {"log_likelihood": float [B], ...}, the
       sum over the `targets` [B, L] where `loss_mask` [B, L] is 1.
     data: source of questions, such as dict(type="jsonl", path="arc.jsonl").
-    length: tokens of a window. Only the end of a longer context is used.
+    length: number of tokens in a window. Of a longer context, only the end is
+      used.
     tokenizer: tokenizer of the model, see text/tokenizers.py.
     context_key, choices_key: names of the text and of the choices after it.
     answer_key: name of the number of the right choice, counted from 0.
@@ -49,8 +50,8 @@ class Evaluator:
       token (the end token, if the tokenizer has none).
     batch_size: number of choices per batch; as in training by default.
     num_examples: number of questions, from the start; all by default.
-    metrics: further metrics of the choices of "acc" as texts, against the right
-      ones; see evaluation/text_metrics.py.
+    metrics: more metrics, which compare the texts of the most likely choices
+      with the right ones; see evaluation/text_metrics.py.
   """
 
   def __init__(
@@ -81,18 +82,21 @@ class Evaluator:
     spec = Features(source.spec, path)
     for key in keys:
       spec[key]  # Raises ConfigError if the feature is missing.
-    rows: list[dict[str, np.ndarray]] = []
     self._metrics = metrics
-    make: Any = functools.partial(window, coder, length, delimiter, bos)
-    if "inputs" in context.vocab_sizes:
-      make = functools.partial(pair_window, coder, length)
+    make_window: Any
+    if "inputs" in context.vocab_sizes:  # An encoder-decoder.
+      make_window = functools.partial(pair_window, coder, length)
+    else:
+      make_window = functools.partial(window, coder, length, delimiter, bos)
+    # A window for each choice of each question, in order.
+    rows: list[dict[str, np.ndarray]] = []
     self._choices: list[list[str]] = []
     self._answers: list[int] = []
     for i in range(min(num_examples or len(source), len(source))):
       example = source.read(np.asarray([i]))
       try:
         text, choices, answer = _question(*[example[key][0] for key in keys])
-        rows += [make(text, choice) for choice in choices]
+        rows += [make_window(text, choice) for choice in choices]
       except ValueError as e:
         raise DataError(f"{source.where(i)}: {e}.") from e
       self._choices.append(choices)
@@ -108,35 +112,44 @@ class Evaluator:
         )
       return result["log_likelihood"]
 
-    source_of_rows = dict(type="arrays", arrays=arrays)
-    batches = Batches(context, source_of_rows, batch_size=batch_size)
+    batches = Batches(
+      context, dict(type="arrays", arrays=arrays), batch_size=batch_size
+    )
     self._scores = batches.collect(log_likelihood)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    scores = self._scores(variables).astype(np.float64)
+    all_scores = self._scores(variables).astype(np.float64)
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
-    nonfinite, texts = 0, []
+    num_nonfinite, start = 0, 0
+    chosen: list[str] = []
+    right: list[list[str]] = []
     for choices, answer in zip(self._choices, self._answers):
-      choice_scores, scores = np.split(scores, [len(choices)])
+      scores = all_scores[start : start + len(choices)]
+      start += len(choices)
       lengths = {
         "acc": 1,
         "acc_norm": [len(choice) for choice in choices],
         "acc_bytes": [len(choice.encode()) for choice in choices],
       }
-      ordered = bool(metrics.has_order(choice_scores))
-      nonfinite += not ordered
+      # No choice is right if a score is NaN.
+      is_ordered = bool(metrics.has_order(scores))
+      num_nonfinite += not is_ordered
       for name, length in lengths.items():
-        best = np.argmax(choice_scores / length)
-        hits[name].append(ordered and best == answer)
-      texts.append((choices[np.argmax(choice_scores)], [choices[answer]]))
+        best = np.argmax(scores / length)
+        hits[name].append(is_ordered and best == answer)
+      chosen.append(choices[np.argmax(scores)])
+      right.append([choices[answer]])
     results = {name: float(np.mean(values)) for name, values in hits.items()}
-    results |= text_metrics.compute(self._metrics, *zip(*texts))
-    return results | ({"nonfinite": float(nonfinite)} if nonfinite else {})
+    results |= text_metrics.compute(self._metrics, chosen, right)
+    if num_nonfinite:
+      results["nonfinite"] = float(num_nonfinite)
+    return results
 
 
 def _question(
   text: Any, choices: Any, answer: Any
 ) -> tuple[str, list[str], int]:
+  """Checks one question of the data, whose values are numpy's or bytes."""
   if isinstance(choices, bytes | str) or np.ndim(choices) != 1:
     raise ValueError("expected a list of choices")
   texts = [_text(choice) for choice in choices]
@@ -169,12 +182,17 @@ def window(
   text: str,
   choice: str,
 ) -> dict[str, np.ndarray]:
-  """`tokens`, `targets` int32 [L] and `loss_mask` float32 [L] of a choice."""
+  """`tokens` and `targets`, int32 [L], and `loss_mask`, float32 [L].
+
+  The mask is 1 where a target is a token of the choice. As in the harness,
+  space at the end of the context belongs to the choice.
+  """
   stripped = text.rstrip()
   tail = text[len(stripped) :] + delimiter + choice
   # Encoded together, since tokens can depend on their neighbours.
   ids = tokenizer.encode(stripped + tail)
-  size = len(ids) - (len(tokenizer.encode(stripped)) if stripped else 0)
+  num_context_ids = len(tokenizer.encode(stripped)) if stripped else 0
+  size = len(ids) - num_context_ids
   if bos or not stripped:
     begin_id = _begin_id(tokenizer)
     if begin_id is None:
@@ -201,15 +219,15 @@ def pair_window(
 ) -> dict[str, np.ndarray]:
   """`inputs` and `targets` int32 [L] of an encoder-decoder, padded with 0."""
   end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-  rows = {
-    name: np.append(tokenizer.encode(part), end).astype(np.int32)
-    for name, part in (("inputs", text), ("targets", choice))
-  }
-  if (size := len(rows["targets"])) > length:
+  inputs = np.append(tokenizer.encode(text), end).astype(np.int32)
+  targets = np.append(tokenizer.encode(choice), end).astype(np.int32)
+  size = len(targets)
+  if size > length:
     raise ValueError(
       f"a choice of {size} tokens does not fit into length={length}"
     )
-  return {
-    name: np.pad(ids[-length:], (0, max(length - len(ids), 0)))
-    for name, ids in rows.items()
-  }
+
+  def padded(ids: np.ndarray) -> np.ndarray:
+    return np.pad(ids[-length:], (0, max(length - len(ids), 0)))
+
+  return {"inputs": padded(inputs), "targets": padded(targets)}

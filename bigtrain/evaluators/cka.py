@@ -1,4 +1,4 @@
-"""Similarity of representations: linear CKA (arXiv 1905.00414).
+"""Similarity of representations, measured by linear CKA (arXiv 1905.00414).
 
 Legend: N examples.
 """
@@ -18,14 +18,16 @@ from bigtrain.files import paths
 
 
 class Evaluator:
-  """Linear CKA, from 0 to 1, of each pair of features: "cka", or "a:b" by name.
+  """Linear CKA of each pair of features, from 0 to 1.
 
-  Layers, or predict functions, are compared with one another, or all of them
-  with all of a reference. Features that are not finite make it NaN.
+  Without a reference, the features of different layers or predict functions are
+  compared with one another. With a reference, each of them is compared with
+  each of the reference's. The result is named "a:b" after the two, or "cka" if
+  they have no names. It is NaN if features are not finite.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...], or a dict of them.
-    reference: file that the evaluator `save` wrote of the same examples.
+    reference: file that the evaluator `save` wrote for the same examples.
   """
 
   def __init__(
@@ -36,7 +38,8 @@ class Evaluator:
     reference: str | None = None,
   ):
     self._features = features.of_all(predict_fn, batches)
-    self._reference, self._path = {}, batches.context.path
+    self._path = batches.context.path
+    self._reference: dict[str, np.ndarray] = {}
     if reference:
       with np.load(io.BytesIO(paths.read_bytes(reference))) as file:
         self._reference = {
@@ -47,10 +50,14 @@ class Evaluator:
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     own = self._features(variables)
-    others = self._reference or own
-    pairs = itertools.product(own, self._reference)
+    if self._reference:
+      others = self._reference
+      pairs = list(itertools.product(own, others))
+    else:
+      others = own
+      pairs = list(itertools.combinations(own, 2))
     results = {}
-    for a, b in pairs if self._reference else itertools.combinations(own, 2):
+    for a, b in pairs:
       if len(own[a]) != len(others[b]):
         raise DataError(
           f"{self._path}.reference: {len(others[b])} examples; expected "
@@ -66,7 +73,8 @@ def linear_cka(x: np.ndarray, y: np.ndarray) -> float:
   x, y = x - x.mean(0), y - y.mean(0)
 
   def similarity(a: np.ndarray, b: np.ndarray) -> float:
-    if a.shape[1] * b.shape[1] > len(a) ** 2:  # The smaller products.
+    # Both are equal; the one with the smaller matrices costs less.
+    if a.shape[1] * b.shape[1] > len(a) ** 2:
       return float(np.sum((a @ a.T) * (b @ b.T)))
     return float(np.sum((a.T @ b) ** 2))
 

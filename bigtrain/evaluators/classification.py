@@ -26,8 +26,10 @@ _LOSSES = {
 }
 
 
-LIMITS = {"top_k": evaluations.COUNT}
-LIMITS |= {"calibration_bins": dict(least=0, whole=True)}
+LIMITS = {
+  "top_k": evaluations.COUNT,
+  "calibration_bins": dict(least=0, whole=True),
+}
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -45,8 +47,10 @@ class Evaluator:
     loss: "softmax_xent" or "sigmoid_xent".
     label_key: name of the labels: int [B], or one-hot or multi-hot [B, C].
       Examples with a negative label, or without a label, do not count.
-    top_k: numbers k: right is a label among the k largest logits.
-    calibration_bins: bins of the calibration error "ece" (arXiv 1706.04599).
+    top_k: values of k; a prediction is right if a label is among the k largest
+      logits.
+    calibration_bins: number of bins for the calibration error "ece" (arXiv
+      1706.04599); 0 for no such metric.
   """
 
   def __init__(
@@ -72,13 +76,14 @@ class Evaluator:
       }
       if calibration_bins:
         hit_B = metrics.top_k_hits(logits_BC, labels, 1)
-        top_B = jnp.max(probabilities_of(logits_BC), -1)
-        bins = functools.partial(
-          metrics.Histogram.of, top_B, bins=calibration_bins
+        confidence_B = jnp.max(probabilities_of(logits_BC), -1)
+        histogram = functools.partial(
+          metrics.Histogram.of, confidence_B, bins=calibration_bins
         )
-        result["confidence"] = bins(weight_B)
-        result["_hits"] = bins(weight_B * hit_B)
-        result["_confidences"] = bins(weight_B * top_B)
+        # Number of examples in each bin, and sums over them.
+        result["confidence"] = histogram(weight_B)
+        result["_hits"] = histogram(weight_B * hit_B)
+        result["_confidences"] = histogram(weight_B * confidence_B)
       return result
 
     self._outputs = batches.labelled_as_in_training(label_key).map(outputs)
@@ -86,14 +91,17 @@ class Evaluator:
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
     values = metrics.host_values(self._outputs(variables))
     if "confidence" in values:
-      sums = [values.pop(name).counts for name in ("_hits", "_confidences")]
-      values["ece"] = calibration_error(values["confidence"].counts, *sums)
+      values["ece"] = calibration_error(
+        values["confidence"].counts,
+        hits=values.pop("_hits").counts,
+        confidences=values.pop("_confidences").counts,
+      )
     return values
 
 
 def calibration_error(
   counts: np.ndarray, hits: np.ndarray, confidences: np.ndarray
 ) -> float:
-  """Mean difference of accuracy and confidence, from their sums in each bin."""
+  """Mean difference between accuracy and confidence, from sums by bin."""
   total = counts.sum()
   return float(np.abs(hits - confidences).sum() / total) if total else math.nan

@@ -1,6 +1,7 @@
-"""Writes examples with what a predict function returns of them.
+"""Writes examples together with the outputs of a predict function.
 
-dict(type="arrays", path="<workdir>/columns/<evaluation>.npz") reads them.
+A source dict(type="arrays", path="<workdir>/columns/<evaluation>.npz") reads
+them, for example to train on a model's log-probabilities.
 """
 
 import os
@@ -15,7 +16,7 @@ from bigtrain.files import paths
 
 
 class Evaluator:
-  """Writes the features, and the results, which are arrays [B, ...] by name."""
+  """Writes the features of the batch, and outputs: arrays [B, ...] by name."""
 
   def __init__(self, predict_fn: PredictFn, batches: Batches):
     def columns(variables: Variables, batch: Batch) -> dict[str, jax.Array]:

@@ -1,7 +1,8 @@
-"""Few-shot transfer: a linear probe on frozen features, by least squares.
+"""Few-shot transfer: linear probes of frozen features, fitted by least squares.
 
-Ridge regression from features of mean 0 and variance 1 to 1 for the right class
-and -1 for the others, as in "Big Transfer", arXiv 1912.11370.
+A probe is a ridge regression from features with mean 0 and variance 1 to
+targets that are 1 for the right class and -1 for the others, as in "Big
+Transfer", arXiv 1912.11370.
 
 Legend: B batch, N examples, T tested examples, D features, C classes, R rank,
 P penalties.
@@ -20,29 +21,35 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
 
-_MAX_TUNING = 4096  # Examples on which a penalty is chosen.
+# Number of examples on which a penalty is chosen: enough to tell penalties
+# apart, and all of them would cost as much as the evaluation itself.
+_MAX_TUNING = 4096
 
+# The default precision of accelerators is too low to solve linear equations.
 _dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-LIMITS = dict.fromkeys(("shots", "seeds"), evaluations.COUNT)
-LIMITS |= {"l2": dict(above=0)}
+LIMITS = {
+  "shots": evaluations.COUNT,
+  "seeds": evaluations.COUNT,
+  "l2": dict(above=0),
+}
 
 
 class Evaluator:
-  """Accuracy "{k}shot" of probes on k examples of each class.
+  """Accuracy "{k}shot" of probes that are fitted to k examples of each class.
 
-  The mean over seeds, with the standard deviation "{k}shot_std". Of several
-  penalties a probe uses the best one on training examples that are not among
-  the shots; "{k}shot_l2" is their median. A probe that sees features that are
-  not finite is never right.
+  It is the mean over the seeds, and "{k}shot_std" the standard deviation. If
+  there are several penalties, a probe uses the one that is best on training
+  examples other than its shots; "{k}shot_l2" is their median. A prediction from
+  features that are not finite is never right.
 
   Args:
-    predict_fn: (variables, batch) -> features [B, ...], or a dict of them with
-      results "<layer>/5shot".
-    shots: numbers of examples per class; a smaller class gives all it has.
+    predict_fn: (variables, batch) -> features [B, ...], or a dict of them; then
+      the results are "<layer>/5shot".
+    shots: values of k; of a smaller class, all examples are used.
     l2: penalties on the squared weights, summed over the shots.
-    seeds: number of times the shots are drawn.
+    seeds: number of times that the shots are drawn.
   """
 
   def __init__(
@@ -54,7 +61,8 @@ class Evaluator:
     l2: Sequence[float] = (1024.0,),
     seeds: int = 3,
   ):
-    self._path, mesh = batches.context.path, batches.context.mesh
+    mesh = batches.context.mesh
+    self._path = batches.context.path
     self._shots, self._l2, self._seeds = shots, l2, seeds
     self.run = batches.scores(predict_fn, self._accuracies)
     replicated = sharding.replicated(mesh)
@@ -64,7 +72,8 @@ class Evaluator:
     self._hits = features.by_rows(_hits, mesh)
 
   def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
-    (x_ND, y_N), results = train, {}
+    x_ND, y_N = train
+    results = {}
     num_classes = int(max(y_N.max(), test[1].max())) + 1
     for k in self._shots:
       accuracies, penalties = [], []
@@ -95,9 +104,10 @@ class Evaluator:
 def _draw(
   y_N: np.ndarray, shots: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Indices of (the shots, at most _MAX_TUNING other examples)."""
+  """Returns indices of (the shots, at most _MAX_TUNING other examples)."""
   order = np.random.default_rng(seed).permutation(len(y_N))
-  rank = np.empty(len(y_N), np.int64)  # In its class, in that order.
+  # Position of each example among those of its class, in that order.
+  rank = np.empty(len(y_N), np.int64)
   for c in np.unique(y_N):
     members = order[y_N[order] == c]
     rank[members] = np.arange(len(members))
@@ -111,10 +121,12 @@ def _fit(
   mean_D, std_D = jnp.mean(x_ND, axis=0), jnp.std(x_ND, axis=0) + 1e-5
   x_ND = (x_ND - mean_D) / std_D
   target_NC = 2.0 * jax.nn.one_hot(y_N, num_classes) - 1.0
-  # Centred inputs and targets give the bias, which has no penalty.
+  # With centred inputs and targets, the bias is the targets' mean, and it has
+  # no penalty.
   bias_C = jnp.mean(target_NC, axis=0)
   target_NC = target_NC - bias_C
-  # (X'X + l)^-1 X' = X' (XX' + l)^-1: factorize the smaller matrix.
+  # The weights are (X'X + l2)^-1 X'Y = X' (XX' + l2)^-1 Y. This factorizes the
+  # smaller of X'X and XX', once for all penalties.
   if x_ND.shape[0] >= x_ND.shape[1]:
     values_R, vectors = jnp.linalg.eigh(_dot(x_ND.T, x_ND))
     left_DR = vectors

@@ -1,4 +1,4 @@
-"""Distance of two sets of images: FID (arXiv 1706.08500).
+"""Distance between two sets of images: FID (arXiv 1706.08500).
 
 Legend: N, M examples, D features.
 """
@@ -16,14 +16,14 @@ from bigtrain.evaluation.evaluations import Batches
 
 
 class Evaluator:
-  """Frechet distance "fid" of the features of two sets, as normal variables.
+  """Frechet distance "fid" between normal distributions of two sets' features.
 
-  It is the FID of the literature if the features are those of its Inception.
-  Features that are not finite make it NaN.
+  It is the FID of the literature if the features are those of its Inception
+  network. It is NaN if features are not finite.
 
   Args:
-    predict_fn: (variables, batch) -> features [B, ...], or a dict of them with
-      results "<layer>/fid".
+    predict_fn: (variables, batch) -> features [B, ...], or a dict of them; then
+      the results are "<layer>/fid".
     reference_data: source of the other set, preprocessed in the same way.
   """
 
@@ -34,12 +34,12 @@ class Evaluator:
     *,
     reference_data: Mapping[str, Any],
   ):
-    others = batches.replace(data=reference_data, num_examples=None)
-    sets = batches, others
-    self._sets = [features.of_all(predict_fn, each) for each in sets]
+    reference = batches.replace(data=reference_data, num_examples=None)
+    self._own = features.of_all(predict_fn, batches)
+    self._reference = features.of_all(predict_fn, reference)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    own, others = (each(variables) for each in self._sets)
+    own, others = self._own(variables), self._reference(variables)
     results = {
       f"{name}/fid" if name else "fid": frechet_distance(x_ND, others[name])
       for name, x_ND in own.items()
@@ -48,15 +48,19 @@ class Evaluator:
 
 
 def frechet_distance(x_ND: np.ndarray, x_MD: np.ndarray) -> float:
-  """In float64; the covariances may be singular."""
-  sets = [x.astype(np.float64) for x in (x_ND, x_MD)]
-  if not all(np.isfinite(x).all() for x in sets):
+  """|mean difference|^2 + trace(A + B - 2 sqrt(A B)) of the covariances A, B.
+
+  It is computed in float64. The covariances may be singular.
+  """
+  x_ND, x_MD = x_ND.astype(np.float64), x_MD.astype(np.float64)
+  if not (np.isfinite(x_ND).all() and np.isfinite(x_MD).all()):
     return math.nan
-  first_DD, second_DD = (np.atleast_2d(np.cov(x, rowvar=False)) for x in sets)
+  first_DD = np.atleast_2d(np.cov(x_ND, rowvar=False))
+  second_DD = np.atleast_2d(np.cov(x_MD, rowvar=False))
+  # sqrt(A) B sqrt(A) is symmetric and has the eigenvalues of A B.
   values_D, vectors = np.linalg.eigh(first_DD)
   root_DD = (vectors * np.sqrt(np.maximum(values_D, 0.0))) @ vectors.T
-  # Eigenvalues of the product of both, through a symmetric matrix.
   squares_D = np.linalg.eigvalsh(root_DD @ second_DD @ root_DD)
-  overlap = np.sqrt(np.maximum(squares_D, 0.0)).sum()
-  apart = np.sum((sets[0].mean(0) - sets[1].mean(0)) ** 2)
-  return float(apart + np.trace(first_DD + second_DD) - 2 * overlap)
+  trace_of_root = np.sqrt(np.maximum(squares_D, 0.0)).sum()
+  difference = np.sum((x_ND.mean(0) - x_MD.mean(0)) ** 2)
+  return float(difference + np.trace(first_DD + second_DD) - 2 * trace_of_root)

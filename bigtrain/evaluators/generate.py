@@ -1,4 +1,4 @@
-"""Writes generated texts with their references, and compares the two.
+"""Writes generated texts, and compares them with references.
 
 Legend: B batch, L and T lengths, R references of an example.
 """
@@ -24,15 +24,15 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Returns texts as a table, <workdir>/generations/<name>-<step>.jsonl.
+  """Writes texts to the table <workdir>/generations/<name>-<step>.jsonl.
 
   Args:
     predict_fn: (variables, batch) -> generated tokens, int [B, T].
     tokenizer: tokenizer of all texts, see text/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].
     reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
-      needed for metrics.
-    metrics: names of metrics of texts, or dotted paths of your own functions,
+      metrics need it.
+    metrics: names of text metrics, or dotted paths of functions of your own,
       see evaluation/text_metrics.py.
   """
 
@@ -46,13 +46,17 @@ class Evaluator:
     reference_key: str | None = None,
     metrics: Sequence[str] = (),
   ):
-    self._name, self._metrics = batches.context.name, metrics
+    self._name = batches.context.name
+    self._metrics = metrics
     self._tokenizer = evaluations.tokenizer(tokenizer, batches.context)
-    keys = ("prompt", prompt_key), ("references", reference_key)
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
-      features = {k: batch[key] for k, key in keys if key is not None}
-      return {"sample": predict_fn(variables, batch), **features}
+      result = {"sample": predict_fn(variables, batch)}
+      if prompt_key is not None:
+        result["prompt"] = batch[prompt_key]
+      if reference_key is not None:
+        result["references"] = batch[reference_key]
+      return result
 
     self._outputs = batches.collect(outputs)
 
@@ -66,8 +70,8 @@ class Evaluator:
       row["sample"] = self._decode(columns["sample"][i])
       if "references" in columns:
         ids_RL = np.atleast_2d(columns["references"][i])
-        texts = map(self._decode, ids_RL)
-        # Examples with fewer references have padding in their place.
+        texts = [self._decode(ids) for ids in ids_RL]
+        # An example with fewer references than others has padding.
         row["references"] = [text for text in texts if text] or [""]
       rows.append(row)
     path = f"generations/{self._name}-{step:08d}.jsonl"
@@ -82,5 +86,6 @@ class Evaluator:
     return results
 
   def _decode(self, ids: np.ndarray) -> str:
+    """The text before the end token."""
     ends = np.flatnonzero(ids == self._tokenizer.eos_id)
     return self._tokenizer.decode(ids[: ends[0]] if ends.size else ids)

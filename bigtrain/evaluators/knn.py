@@ -1,4 +1,4 @@
-"""Classifies by the labels of the nearest training examples.
+"""Classifies examples by the labels of their nearest training examples.
 
 Legend: Q queries, N training examples, D features, K neighbours, C classes.
 """
@@ -16,21 +16,25 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
 
-LIMITS = dict.fromkeys(("k", "top_k"), evaluations.COUNT)
-LIMITS |= {"temperature": dict(above=0)}
+LIMITS = {
+  "k": evaluations.COUNT,
+  "top_k": evaluations.COUNT,
+  "temperature": dict(above=0),
+}
 
 
 class Evaluator:
-  """Accuracy "20nn_acc", "20nn_top5_acc", ... of a vote of neighbours.
+  """Accuracy "20nn_acc", "20nn_top5_acc", ... of the neighbours' votes.
 
-  A neighbour counts exp(cosine / temperature), as in DINO (arXiv 2104.14294).
-  A training example that is not finite has no vote, and such a test example is
-  never right.
+  The weight of a vote is exp(cosine / temperature), as in DINO (arXiv
+  2104.14294). Training examples with features that are not finite do not vote,
+  and the prediction for such a test example is never right.
 
   Args:
     k: numbers of neighbours.
-    temperature: of the vote; the lower, the more the nearest ones count.
-    top_k: numbers: right is a class among this many with the most votes.
+    temperature: with a lower temperature, the nearest ones count more.
+    top_k: a prediction is right if the class is among this many classes with
+      the most votes.
   """
 
   def __init__(
@@ -72,7 +76,7 @@ class Evaluator:
     usable_N = jnp.all(jnp.isfinite(x_ND), axis=1)
     cosine_QN = jnp.where(usable_N, cosine_QN, -jnp.inf)
     cosine_QK, nearest_QK = jax.lax.top_k(cosine_QN, max(self._k))
-    # Relative to the nearest one, which no temperature makes infinite.
+    # Relative to the nearest one, so that no temperature makes it infinite.
     vote_QK = jnp.exp((cosine_QK - cosine_QK[:, :1]) / temperature)
     row_Q1, class_QK = jnp.arange(len(y_Q))[:, None], y_N[nearest_QK]
     hits = {}

@@ -24,31 +24,38 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, features
 from bigtrain.evaluation.features import Examples, Splits
 
-_SLICE_ROWS = 8192  # Training examples whose logits exist at the same time.
+# Training examples whose logits exist at the same time. With more, the logits
+# of many classes would need much memory.
+_SLICE_ROWS = 8192
 
 
-LIMITS = dict.fromkeys(("max_steps", "top_k"), evaluations.COUNT)
-LIMITS |= {"l2": dict(least=0)}
+LIMITS = {
+  "max_steps": evaluations.COUNT,
+  "top_k": evaluations.COUNT,
+  "l2": dict(least=0),
+}
 
 
 class Evaluator:
   """Accuracy "acc", "top5_acc", ... and "loss" of logistic regression.
 
-  L-BFGS minimises the sum of the cross-entropies and l2 / 2 of the squared
-  weights, of features with mean 0 and variance 1; so l2 is 1 / C of
-  scikit-learn. Of several penalties, "l2" is the best on a tenth of the
-  training examples; all of them then fit the result.
+  L-BFGS minimises the sum of the cross-entropies plus l2 / 2 times the sum of
+  the squared weights, for features with mean 0 and variance 1: l2 is 1 / C of
+  scikit-learn. If there are several penalties, "l2" is the one that is best on
+  a held-out tenth of the training examples; the final fit uses all of them.
 
-  Labels [B, H, W] are of pixels, and features of patches: [B, h, w, D], or
-  [B, P, D] of a square. A patch learns the class of its centre. Its logits are
-  resized bilinearly; the results are "miou", the mean over all classes that
-  occur, and "acc" of pixels.
+  For segmentation, labels are of pixels, [B, H, W], and features of patches:
+  [B, h, w, D], or [B, P, D] if the patches form a square. A patch learns the
+  class of the pixel at its centre, and its logits are resized bilinearly to
+  pixels. The results are "miou", the mean over all classes that occur, and
+  "acc" of pixels.
 
   Args:
     l2: penalties.
-    max_steps: limit of the steps of one fit.
-    top_k: numbers k: right is a class among the k most likely ones.
-    ignore: label that does not count, such as 255, beside negative ones.
+    max_steps: largest number of steps of one fit.
+    top_k: values of k; a prediction is right if the class is among the k most
+      likely ones.
+    ignore: label that does not count, such as 255. Negative labels never count.
   """
 
   def __init__(
@@ -61,7 +68,9 @@ class Evaluator:
     top_k: Sequence[int] = (1, 5),
     ignore: int | None = None,
   ):
-    self._path, mesh = batches.context.path, batches.context.mesh
+    mesh = batches.context.mesh
+    self._path = batches.context.path
+    # From the largest: each fit starts from the weights of the one before.
     self._l2 = sorted(l2, reverse=True)
     self._max_steps, self._ignore = max_steps, ignore
     self.run = batches.scores(predict_fn, self._score)
@@ -78,35 +87,44 @@ class Evaluator:
     self._of_pixels = features.by_rows(_of_pixels, mesh, num_rows=16)
 
   def _score(self, train: Examples, test: Examples) -> dict[str, float]:
-    train, test = ((x, self._real(y)) for x, y in (train, test))
-    x_ND, y_N = _rows(*train)
+    train_x, train_y = train[0], self._without_ignored(train[1])
+    test_x, test_y = test[0], self._without_ignored(test[1])
+    x_ND, y_N = _rows(train_x, train_y)
     scale = x_ND.mean(0), x_ND.std(0) + 1e-5
-    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    num_classes = int(max(train_y.max(), test_y.max())) + 1
+    # The last row is the bias.
     weights = np.zeros((x_ND.shape[1] + 1, num_classes))
     l2, results = self._l2[0], {}
     if len(self._l2) > 1:
       held_N = np.random.default_rng(0).permutation(len(y_N)) % 10 == 0
       fit = self._fitter(x_ND, np.where(held_N, -1, y_N), scale)
-      held, hits = (x_ND[held_N], y_N[held_N]), []
-      for l2 in self._l2:
-        weights = fit(l2, weights)
+      held = x_ND[held_N], y_N[held_N]
+      hits = []
+      for each_l2 in self._l2:
+        weights = fit(each_l2, weights)
         hits.append(self._of_examples(held, weights, scale)["acc"].sum())
-      l2 = results["l2"] = self._l2[int(np.argmax(hits))]
+      l2 = self._l2[int(np.argmax(hits))]
+      results["l2"] = l2
     weights = self._fitter(x_ND, y_N, scale)(l2, weights)
-    if test[1].ndim == 1:
-      values = self._of_examples(test, weights, scale)
+    if test_y.ndim == 1:
+      values = self._of_examples((test_x, test_y), weights, scale)
       return results | {k: float(v.mean()) for k, v in values.items()}
-    counts = self._of_pixels((_on_grid(test[0]), test[1]), weights, scale)
+    counts = self._of_pixels((_on_grid(test_x), test_y), weights, scale)
     hits_C, predicted_C, labelled_C = (x.sum(0, np.float64) for x in counts)
     union_C = predicted_C + labelled_C - hits_C
-    seen = union_C > 0
-    results["miou"] = float(np.mean(hits_C[seen] / union_C[seen]))
-    return results | {"acc": float(hits_C.sum() / labelled_C.sum())}
+    occurs_C = union_C > 0
+    results["miou"] = float(np.mean(hits_C[occurs_C] / union_C[occurs_C]))
+    results["acc"] = float(hits_C.sum() / labelled_C.sum())
+    return results
 
-  def _real(self, y: np.ndarray) -> np.ndarray:
+  def _without_ignored(self, y: np.ndarray) -> np.ndarray:
     return y if self._ignore is None else np.where(y == self._ignore, -1, y)
 
   def _fitter(self, x_ND: np.ndarray, y_N: np.ndarray, scale: Any) -> Any:
+    """Returns fit(l2, start) -> weights, for examples that stay on the devices.
+
+    L-BFGS runs on process 0, and all processes compute its gradients.
+    """
     ways = sharding.batch_ways(self._slices.mesh)
     num_slices = -(-len(y_N) // _SLICE_ROWS)
     rows = ways * -(-len(y_N) // (num_slices * ways))
@@ -122,7 +140,10 @@ class Evaluator:
 
     def fit(l2: float, start: np.ndarray) -> np.ndarray:
       def shared(flat: np.ndarray, ended: bool) -> Any:
-        """Those of process 0: the rounding of others would lead elsewhere."""
+        """Weights of process 0, and whether its fit has ended.
+
+        Processes that each ran L-BFGS could round differently and part ways.
+        """
         both = flat.reshape(start.shape).astype(np.float32), np.int32(ended)
         return jax.device_get(multihost_utils.broadcast_one_to_all(both))
 
@@ -133,9 +154,11 @@ class Evaluator:
         return float(loss), gradient.astype(np.float64).ravel()
 
       if jax.process_index():
-        while not (given := shared(start, False))[1]:
-          self._gradient(given[0], scale, np.float32(l2), *data)
-        return given[0]
+        while True:
+          weights, has_ended = shared(start, False)
+          if has_ended:
+            return weights
+          self._gradient(weights, scale, np.float32(l2), *data)
       result = scipy.optimize.minimize(
         loss_and_gradient,
         start.ravel(),
@@ -151,17 +174,24 @@ class Evaluator:
 
 
 def _rows(x: np.ndarray, y: np.ndarray) -> Examples:
-  """Labelled finite rows; of images, one for each patch."""
+  """Features [N, D] and labels [N] to fit: of examples, or of their patches.
+
+  Only those with a label and with finite features are left.
+  """
   if y.ndim > 1:
     x = _on_grid(x)
+    # Pixels at the centres of the patches.
     rows, columns = (
       (np.arange(n) * 2 + 1) * size // (2 * n)
       for n, size in zip(x.shape[1:3], y.shape[1:])
     )
-    x, y = x.reshape(-1, x.shape[-1]), y[:, rows][:, :, columns].reshape(-1)
-  good = np.isfinite(x).all(1) & (y >= 0)
-  good[0] |= not good.any()  # A fit to nothing else predicts nothing.
-  return x[good], y[good]
+    x = x.reshape(-1, x.shape[-1])
+    y = y[:, rows][:, :, columns].reshape(-1)
+  is_usable = np.isfinite(x).all(1) & (y >= 0)
+  if not is_usable.any():
+    # The fit needs an example. With this one it will predict nothing right.
+    is_usable[0] = True
+  return x[is_usable], y[is_usable]
 
 
 def _on_grid(x: np.ndarray) -> np.ndarray:
@@ -187,7 +217,10 @@ def _losses(logits: jax.Array, y: jax.Array) -> jax.Array:
 def _objective(
   weights: jax.Array, scale: Any, l2: jax.Array, *slices: jax.Array
 ) -> jax.Array:
-  """The mean over labelled examples, which L-BFGS' tolerances are made for."""
+  """The loss per labelled example, a scale that suits L-BFGS's tolerances.
+
+  It is computed slice by slice: logits of all examples would need much memory.
+  """
 
   @jax.checkpoint
   def slice_loss(rows: Any) -> jax.Array:
@@ -214,10 +247,10 @@ def _of_examples(
 def _of_pixels(
   rows: Any, weights: jax.Array, scale: Any
 ) -> tuple[jax.Array, ...]:
-  """Pixels of each class [N, C]: hits, predicted, labelled."""
+  """Number of pixels of each class, int [N, C]: right, predicted, labelled."""
   x_NhwD, y_NHW = rows
   logits = _logits(x_NhwD, weights, scale)
-  none = logits.shape[-1]  # Of a pixel that does not count.
+  none = logits.shape[-1]  # An extra class, for pixels that do not count.
   logits = jax.image.resize(logits, (*y_NHW.shape, none), "bilinear")
   real_NHW = y_NHW >= 0
   best_NHW = jnp.argmax(logits, axis=-1)

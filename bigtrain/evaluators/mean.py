@@ -1,4 +1,4 @@
-"""Metrics that a predict function returns, over a data set."""
+"""Aggregates the metrics of a predict function over a data set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Value of each metric over a data set; padding does not count.
+  """Value of each metric over the whole data set, without padding.
 
   Args:
     predict_fn: (variables, batch) -> {name: metric}, see bigtrain/metrics.py.

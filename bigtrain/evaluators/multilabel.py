@@ -26,10 +26,11 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Metrics over a data set, from 0 to 1, as scikit-learn defines them.
 
-  "mAP" is the mean average precision of classes with an example, "auc" the mean
-  area under the ROC curve of classes with examples and counterexamples.
-  "precision", "recall" and "f1" are means over all classes (0 for 0 / 0), and
-  "precision_micro", ... are over all pairs of an example and a class.
+  "mAP" is the mean average precision of the classes with an example, and "auc"
+  the mean area under the ROC curve of the classes with examples and
+  counterexamples. "precision", "recall" and "f1" are means over all classes,
+  where 0 / 0 is 0. "precision_micro" and so on are over all pairs of an example
+  and a class.
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C] of independent labels.
@@ -47,7 +48,7 @@ class Evaluator:
     threshold: float = 0.5,
     per_class: bool = False,
   ):
-    # Probabilities of large logits are equal, so logits are compared.
+    # Logits are compared, since the probabilities of large logits are equal.
     with np.errstate(divide="ignore"):
       self._least_logit = np.log(threshold) - np.log1p(-threshold)
     self._per_class = per_class
@@ -77,8 +78,9 @@ class Evaluator:
     bad_NC = ~(scores_NC < np.inf)
     predicted_NC = (scores_NC > self._least_logit) & ~bad_NC
     hits_C = (predicted_NC & labels_NC).sum(0)
-    counts = hits_C, predicted_NC.sum(0), labels_NC.sum(0)
-    by_class = {"ap": precisions, "auc": aucs, **_rates(*counts)}
+    predicted_C, labelled_C = predicted_NC.sum(0), labels_NC.sum(0)
+    rates = _rates(hits_C, predicted_C, labelled_C)
+    by_class = {"ap": precisions, "auc": aucs, **rates}
     values: dict[str, Any] = {
       "mAP": _mean_of_known(precisions),
       "auc": _mean_of_known(aucs),
@@ -87,12 +89,12 @@ class Evaluator:
     if bad_NC.any():
       values = dict.fromkeys(values, np.nan)
       values["nonfinite"] = float(bad_NC.any(-1).sum())
-    micro = _rates(*[count.sum() for count in counts])
+    micro = _rates(hits_C.sum(), predicted_C.sum(), labelled_C.sum())
     values |= {f"{k}_micro": float(v) for k, v in micro.items()}
     if self._per_class:
       names = self._names or [str(i) for i in range(len(hits_C))]
       rows = [
-        {"class": name, "examples": int(counts[2][i])}
+        {"class": name, "examples": int(labelled_C[i])}
         | {k: _rounded(column[i]) for k, column in by_class.items()}
         for i, name in enumerate(names)
       ]
@@ -103,9 +105,12 @@ class Evaluator:
 def average_precision_and_auc(
   scores_N: np.ndarray, labels_N: np.ndarray
 ) -> tuple[float, float]:
-  """Both of one class; NaN without an example, or a counterexample for AUC."""
+  """Both for one class. AUC is NaN without a counterexample, both are without
+  an example.
+  """
   order = np.argsort(-scores_N, kind="stable")
   scores_N, labels_N = scores_N[order], labels_N[order]
+  # A threshold cannot part equal scores, so only the last one of each counts.
   ends = np.append(np.flatnonzero(np.diff(scores_N)), len(scores_N) - 1)
   hits = np.cumsum(labels_N)[ends].astype(np.float64)
   misses = ends + 1 - hits
@@ -115,12 +120,12 @@ def average_precision_and_auc(
   precision = np.sum(np.diff(recall) * hits / (ends + 1))
   if not misses[-1]:
     return float(precision), np.nan
-  rate = np.append(0.0, misses / misses[-1])
-  return float(precision), float(np.trapezoid(recall, rate))
+  false_positive_rate = np.append(0.0, misses / misses[-1])
+  return float(precision), float(np.trapezoid(recall, false_positive_rate))
 
 
 def _rates(hits: Any, predicted: Any, labelled: Any) -> dict[str, Any]:
-  # A count of 0 makes hits 0, and the rate too.
+  # If a count is 0, so are the hits, and the rate is 0.
   return {
     "precision": hits / np.maximum(predicted, 1),
     "recall": hits / np.maximum(labelled, 1),

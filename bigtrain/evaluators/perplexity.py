@@ -1,4 +1,7 @@
-"""Perplexity of a language model, exact for any batches, devices and hosts."""
+"""Perplexity of a language model.
+
+It is exact, whatever the batch size and the number of devices and hosts.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,11 +13,11 @@ from bigtrain.evaluation import evaluations
 
 
 class Evaluator:
-  """Perplexity exp(sum of losses / tokens), and bits per byte of text.
+  """ "perplexity" = exp(sum of losses / tokens), and "bits_per_byte" of text.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)}: "loss" in nats with
-      the number of tokens, and perhaps "bytes", the bytes of their text.
+    predict_fn: (variables, batch) -> {name: (sum, weight)}, with the "loss" in
+      nats and the number of tokens, and perhaps "bytes", those of their text.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):
@@ -34,6 +37,7 @@ class Evaluator:
 
 
 def summary(batches: Iterable[Mapping[str, metrics.Pair]]) -> dict[str, float]:
+  """The results for the outputs of all batches."""
   batches = list(batches)
   results = metrics.host_values(batches)
   try:

@@ -1,4 +1,4 @@
-"""Difference of predicted images from their targets."""
+"""Compares predicted images with their targets, by PSNR."""
 
 import jax.numpy as jnp
 
@@ -12,8 +12,8 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> images [B, ...].
-    target_key: name of the images that they should be.
-    peak: largest value minus the smallest: 2 from -1 to 1.
+    target_key: name of the target images.
+    peak: largest possible value minus the smallest: 2 for values from -1 to 1.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""Retrieves the texts of an image from all texts, and images of a text.
+"""Image-text retrieval: finds the texts of an image, and the image of a text.
 
 Legend: B batch, n texts of an image, Q queries, A answers, E embedding.
 """
@@ -21,16 +21,19 @@ LIMITS = {"at": evaluations.COUNT}
 class Evaluator:
   """Recall at k, "img2txt_recall@1", "txt2img_recall@1", ...
 
-  The fraction of images with one of their texts among the k best texts, and of
-  texts with their image among the k best images. A wrong answer with the score
-  of a right one ranks before it, and a score that is not finite is never right.
+  This is the fraction of images with one of their texts among the k best texts,
+  and of texts with their image among the k best images. A wrong answer with the
+  same score as a right one ranks before it. An answer with a score that is not
+  finite is never right.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
       is [B, n, E] for several texts per image.
-    batches: "image" and "labels" [B, L] or [B, n, L], zeros for no text.
-    at: the numbers k.
-    id_key: name of the images' numbers, int [B], if rows repeat an image.
+    batches: "image", and tokens "labels", [B, L] or [B, n, L], with zeros for
+      no text.
+    at: values of k.
+    id_key: name of the images' numbers, int [B], if several examples have the
+      same image.
   """
 
   def __init__(
@@ -44,8 +47,8 @@ class Evaluator:
     self._at = at
 
     def outputs(variables: Variables, batch: Batch) -> dict[str, Any]:
-      written = jnp.any(batch["labels"] != 0, axis=-1)
-      result = {**predict_fn(variables, batch), "written": written}
+      has_text = jnp.any(batch["labels"] != 0, axis=-1)
+      result = {**predict_fn(variables, batch), "has_text": has_text}
       if id_key:
         result["id"] = batch[id_key]
       return result
@@ -54,13 +57,15 @@ class Evaluator:
     self._ranks = features.by_rows(_ranks, batches.context.mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
-    rows = self._outputs(variables)
-    row_id = rows.get("id", np.arange(len(rows["image"]), dtype=np.int32))
-    image_id, first = np.unique(row_id, return_index=True)
-    images = rows["image"][first], image_id
-    written = rows["written"]  # bool [N] or [N, n]: whether there is a text.
-    row_of_text = np.nonzero(written)[0]
-    texts = rows["text"][written], row_id[row_of_text]
+    examples = self._outputs(variables)
+    num_examples = len(examples["image"])
+    id_N = examples.get("id", np.arange(num_examples, dtype=np.int32))
+    # Each image once, and each text with the number of its image.
+    image_id, first = np.unique(id_N, return_index=True)
+    images = examples["image"][first], image_id
+    has_text = examples["has_text"]  # bool [N] or [N, n].
+    example_of_text = np.nonzero(has_text)[0]
+    texts = examples["text"][has_text], id_N[example_of_text]
     ranks = {
       "img2txt": self._ranks(images, *texts),
       "txt2img": self._ranks(texts, *images),
@@ -90,9 +95,9 @@ def _ranks(
   best_Q1 = jnp.max(
     score_QA, axis=1, where=right_QA, initial=-jnp.inf, keepdims=True
   )
-  # Not `score_QA >= best_Q1`: a score that is NaN is before the right ones.
+  # Not `score_QA >= best_Q1`, so that a score of NaN ranks before right ones.
   better_QA = ~right_QA & ~(score_QA < best_Q1)
   ranks_Q = jnp.sum(better_QA, axis=1)
-  # A large k finds every answer, but none of a query with such scores.
+  # Even the largest k does not find an answer whose score is not finite.
   last = jnp.iinfo(ranks_Q.dtype).max
   return jnp.where(jnp.isfinite(best_Q1[:, 0]), ranks_Q, last)

@@ -1,4 +1,4 @@
-"""Writes a predict function's outputs for a whole data set to a file."""
+"""Writes the outputs of a predict function for a whole data set to a file."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from bigtrain.files import paths
 class Evaluator:
   """Saves predictions to <workdir>/predictions/<name>-<step>.npz.
 
-  The arrays are "predictions", or "predictions/<name>" for a tree, and `keys`.
+  Its arrays are "predictions", or "predictions/<name>" if the predict function
+  returns a tree, and the features of `keys`.
 
   Args:
     predict_fn: (variables, batch) -> tree of [B, ...] arrays.
@@ -39,7 +40,7 @@ class Evaluator:
       return {"predictions": predict_fn(variables, batch), **features}
 
     for name, size in self._context.vocab_sizes.items():
-      if isinstance(size, ClassCount):  # A test set may have no labels.
+      if isinstance(size, ClassCount):  # A test set may lack labels.
         batches = batches.labelled(name, size)
     self._outputs = batches.replace(cache=cache).collect(outputs)
 

@@ -1,4 +1,4 @@
-"""Classifies by the likelihood of each class's name as the image's caption.
+"""Classifies images by the likelihood of each class name as the caption.
 
 Legend: B batch, C classes, L length.
 """
@@ -28,12 +28,13 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> log-likelihoods [B, C]; the batch has the
-      names as "class_tokens" int [C, L].
-    class_names: as for `zeroshot`.
+      class names as "class_tokens" int [C, L].
+    class_names: as for the evaluator `zeroshot`.
     pp_text: ops that tokenize captions, from "text" to "labels".
     prompt: text with a {} for the name.
     label_key: name of the labels, int [B]; negative ones do not count.
-    top_k: numbers k: right is a class among the k most likely ones.
+    top_k: values of k; a prediction is right if the class is among the k most
+      likely ones.
   """
 
   def __init__(

@@ -1,6 +1,7 @@
-"""Classifies images by the embedding of the text that fits them best.
+"""Classifies images by the most similar embedding of a class name.
 
-As in CLIP, arXiv 2103.00020, with the mean embedding of several prompts.
+As in CLIP (arXiv 2103.00020), the embedding of a class is the mean over several
+prompts with its name.
 
 Legend: B batch, T texts, C classes, E embedding.
 """
@@ -44,7 +45,8 @@ class Evaluator:
       "clip_best", "clip_cifar100" or "clip_pets", see inputs/prompts.json.
     label_key: name of the labels: int [B], or multi-hot [B, C] if several
       classes are right. Examples without a label do not count.
-    top_k: numbers k: right is a class among the k that fit best.
+    top_k: values of k; a prediction is right if the class is among the k most
+      similar ones.
   """
 
   def __init__(
@@ -61,7 +63,7 @@ class Evaluator:
   ):
     path = context.path
     names = labels.read(class_names, f"{path}.class_names")
-    self._num_classes = C = len(names)
+    self._num_classes = len(names)
     texts = [
       text
       for prompt in labels.read(prompts, f"{path}.prompts", "prompts")
@@ -90,16 +92,16 @@ class Evaluator:
         scores_BC, images["labels"], images["weight"], top_k
       )
 
-    # Smaller batches if padding would fill most of one.
+    # If there are fewer texts than a batch has examples, the batch is smaller.
     ways = sharding.batch_ways(context.mesh)
-    most = -(-len(tokens_TL) // ways) * ways
+    all_texts = -(-len(tokens_TL) // ways) * ways
     text_batches = Batches(
       context,
       data=dict(type="arrays", arrays={"labels": tokens_TL}),
-      batch_size=min(batches.batch_size or context.batch_size, most),
+      batch_size=min(batches.batch_size or context.batch_size, all_texts),
     )
     self._texts = text_batches.collect(text_embeddings)
-    num_classes = ClassCount(C, f"{path}.class_names")
+    num_classes = ClassCount(len(names), f"{path}.class_names")
     image_batches = batches.labelled(label_key, num_classes)
     self._images = image_batches.map(image_embeddings)
     replicated = sharding.replicated(context.mesh)

@@ -96,7 +96,9 @@ def kvstore(path: str, *, is_folder: bool = False) -> dict[str, Any]:
     if endpoint:
       # Signatures contain a region even if the server ignores it.
       spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-  elif host := os.environ.get("STORAGE_EMULATOR_HOST"):
+    return spec
+  host = os.environ.get("STORAGE_EMULATOR_HOST")
+  if host:
     # tensorstore has its own variable for an emulator.
     url = host if "://" in host else f"http://{host}"
     os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)

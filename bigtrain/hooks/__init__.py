@@ -1,6 +1,6 @@
-"""Hooks: code that a config runs between the steps of training.
+"""Hooks: code that runs between the steps of training if a config names it.
 
-Open early_stopping.py first. bigtrain.runtime.hooks finds the modules by name,
-or a user's class by dotted path, and runs them. No other module imports this
-package. docs/hooks.md describes the methods and attributes of a hook.
+Open early_stopping.py first. bigtrain.runtime.hooks finds these modules by
+name, or a user's class by its dotted path, and calls the hooks. No other module
+imports this package. docs/hooks.md describes the methods of a hook.
 """

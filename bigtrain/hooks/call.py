@@ -1,4 +1,4 @@
-"""Calls a user's function with every row."""
+"""Calls a user's function for every log entry."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,11 @@ from bigtrain.runtime.hook_context import Context
 
 
 class Hook:
-  """Calls a user's function with every row.
+  """Calls a user's function for every log entry.
 
   Args:
-    function: dotted path of fn(step, row, **kwargs) -> None, or a reason to
-      stop the run.
+    function: dotted path of a function (step, entry, **kwargs) that returns
+      None, or a reason to stop the run.
   """
 
   def __init__(self, function: str, *, context: Context, **kwargs: Any):

@@ -17,9 +17,9 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Keeps the checkpoint of the step with the best value of a metric.
 
-  An evaluated state is saved even if no checkpoint was due; for a training
-  metric only steps with a checkpoint count. Of equal values the earlier one is
-  kept. <workdir>/best_<name of the hook>.json names the step.
+  An evaluated state is saved even if no checkpoint was due. For a metric of
+  training, only steps with a checkpoint count. The earlier one of two equal
+  values is kept. <workdir>/best_<name of the hook>.json has the step.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/acc".
@@ -31,8 +31,9 @@ class Hook:
     self._metric = WatchedMetric(metric)
     self._context = context
     self._path = os.path.join(context.workdir, f"best_{context.name}.json")
-    self._saved_step: int | None = None
-    # Steps with their values; the candidate has no checkpoint yet.
+    self._saved_step: int | None = None  # Of the newest checkpoint.
+    # (step, value) of the best checkpoint, and of a better state that has no
+    # checkpoint yet.
     self._best: tuple[int, float] | None = None
     self._candidate: tuple[int, float] | None = None
     self.watches = [metric]
@@ -41,12 +42,14 @@ class Hook:
     value = self._metric.value(row)
     if value is None or math.isnan(value):
       return
-    if self._best is None or self._sign * (self._best[1] - value) > 0:
-      self._candidate = step, value
-      if step == self._saved_step:
-        self._accept_candidate()
-      elif step == self._context.step:
-        self._context.request_save()
+    is_better = self._best is None or self._sign * (self._best[1] - value) > 0
+    if not is_better:
+      return
+    self._candidate = step, value
+    if step == self._saved_step:
+      self._accept_candidate()
+    elif step == self._context.step:  # The state of this step still exists.
+      self._context.request_save()
 
   def before_save(self, step: int) -> None:
     self._saved_step = step
@@ -62,7 +65,7 @@ class Hook:
   def restore(self, state: Mapping[str, Any]) -> None:
     self._saved_step = state["saved"]
     self._best = tuple(state["best"]) if state["best"] else None
-    # The state itself comes from the checkpoint of `_saved_step`.
+    # The run resumes from the checkpoint of `_saved_step`, wherever it is.
     checkpoints = folders.listing(self._context.workdir).checkpoints
     existing = {*checkpoints, self._saved_step}
     if self._best and self._best[0] not in existing:

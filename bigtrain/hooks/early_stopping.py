@@ -12,14 +12,15 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Stops the run, as a success, when a metric no longer improves.
 
-  As T5X's EarlyStoppingAction: the run stops when none of the last `patience`
-  values is better than the one before it by more than atol + rtol * |previous|,
-  in float32. A comparison with NaN or infinity counts as an improvement.
+  The rule is that of T5X's EarlyStoppingAction. The run stops when none of the
+  last `patience` values is better than the value before it by more than
+  atol + rtol * |value before it|, computed in float32. A comparison with NaN or
+  infinity counts as an improvement.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
     mode: "min" if smaller is better, "max" if larger is better.
-    patience: number of values that are compared, at least 2.
+    patience: number of newest values that are compared, at least 2.
     atol: absolute tolerance, in the metric's unit, at least 0.
     rtol: tolerance relative to the previous value, at least 0.
   """
@@ -46,17 +47,20 @@ class Hook:
     self.watches = [metric]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    if (newest := self._metric.value(row)) is None:
+    newest = self._metric.value(row)
+    if newest is None:
       return
     self._values = [*self._values, newest][-self._patience :]
     if len(self._values) < self._patience:
       return
     values = self._sign * np.asarray(self._values, np.float64)
-    # Without improvement, even if the difference is exactly the tolerance.
+    previous, following = values[:-1], values[1:]
     with np.errstate(over="ignore", invalid="ignore"):
-      tolerances = self._atol + self._rtol * np.abs(values[:-1])
-      bounds = np.float32(values[:-1] - tolerances)
-      if not np.all(np.float32(values[1:]) >= bounds):
+      tolerances = self._atol + self._rtol * np.abs(previous)
+      bounds = np.float32(previous - tolerances)
+      # A difference of exactly the tolerance is no improvement. NaN is neither
+      # below nor above a bound, so the run goes on.
+      if not np.all(np.float32(following) >= bounds):
         return
     self._context.stop(
       f"{self._metric.name} has not improved in its last {self._patience} "

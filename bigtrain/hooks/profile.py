@@ -13,30 +13,35 @@ from bigtrain.runtime import device_memory
 from bigtrain.runtime.hook_context import Context, End
 
 REQUEST = "profile.request"
-_LOCAL_SECS, _REMOTE_SECS = 1.0, 60.0  # Between two looks for the file.
+# Time between two looks for the file. In an object store each look is a request
+# that is billed.
+_LOCAL_POLL_SECS = 1.0
+_REMOTE_POLL_SECS = 60.0
 
 
 class Hook:
-  """Writes a trace to <workdir>/profile, for xprof or TensorBoard.
+  """Writes a trace of some steps to <workdir>/profile, for xprof and others.
 
-  The file <workdir>/profile.request, or the signal SIGUSR2 to one process, asks
-  a running job for a trace of its next steps. Every run has such a hook. At the
-  end of a trace, and when a device is out of memory, memory-<process>.prof gets
-  the arrays on the devices, for pprof: their sizes, and what code made them.
+  Create the file <workdir>/profile.request, or send the signal SIGUSR2 to one
+  process, to trace the next steps of a running job. Every run has such a hook.
+  At the end of a trace, and when a device is out of memory, the hook writes
+  memory-<process>.prof for pprof: the arrays on the devices, with their sizes
+  and the code that made them.
 
   Args:
-    start: first step of the trace, counted from 1; None for only on request.
+    start: first step of the trace, counted from 1; None: on request only.
     steps: number of steps in a trace.
   """
 
   def __init__(
     self, start: int | None = 10, steps: int = 5, *, context: Context
   ):
-    self._start, self._steps, self._stop = start, steps, 0
+    self._start, self._num_steps = start, steps
+    self._stop = 0  # The step before which the trace ends.
     self._folder = os.path.join(context.workdir, "profile")
     self._request = os.path.join(context.workdir, REQUEST)
     self._is_remote = paths.is_remote(self._folder)
-    self._looked = time.monotonic()
+    self._poll_time = time.monotonic()
     # The profiler writes to local folders only.
     self._local_folder: tempfile.TemporaryDirectory[str] | None = None
     self._tracing = False
@@ -51,7 +56,7 @@ class Hook:
         self._local_folder.name if self._local_folder else self._folder
       )
       self._tracing = True
-      self._stop = step + self._steps
+      self._stop = step + self._num_steps
 
   def after_train(self, step: int, end: End) -> None:
     if self._tracing:
@@ -71,11 +76,12 @@ class Hook:
     if process.profile_requested():
       return True
     now = time.monotonic()
-    wait_secs = _REMOTE_SECS if self._is_remote else _LOCAL_SECS
-    if jax.process_index() or now - self._looked < wait_secs:
+    poll_secs = _REMOTE_POLL_SECS if self._is_remote else _LOCAL_POLL_SECS
+    if jax.process_index() or now - self._poll_time < poll_secs:
       return False
-    self._looked = now
-    if is_requested := paths.exists(self._request):
+    self._poll_time = now
+    is_requested = paths.exists(self._request)
+    if is_requested:
       paths.remove(self._request)
     return is_requested
 

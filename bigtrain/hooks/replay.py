@@ -1,4 +1,4 @@
-"""Computes some steps twice and compares every bit of the results."""
+"""Computes some steps twice, and compares every bit of the results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,26 +18,28 @@ class Hook:
   XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:
-    every_steps: number of steps between two replays. A replay takes the time of
-      a step, and the memory of a second state.
-    policy: "stop", or "rollback" to go on from the newest checkpoint.
+    every_steps: number of steps between two replays. A replay costs the time of
+      a step, and memory for a second state.
+    policy: "stop", or "rollback" to continue from the newest checkpoint.
   """
 
   def __init__(
     self, every_steps: int = 1000, policy: str = "stop", *, context: Context
   ):
-    self._every, self._context = context.check_every(every_steps), context
+    self._context = context
+    self._every = context.check_every(every_steps)
     self._policy = context.check_policy(policy)
-    self._copy: Any = None
+    self._copy: Any = None  # The compiled copy of a state.
 
   def around_update(
     self, step: int, update: Callable[..., Any], state: Any, *rest: Any
   ) -> tuple[Any, Any]:
     if step % self._every:
       return update(state, *rest)
-    # The update overwrites the state that it is given.
+    # The update donates its state, so the first one gets a copy.
     first_state, first_metrics = update(self._copied(state), *rest)
-    # CPU devices would run both at once, and mix up their messages.
+    # Simulated devices on a CPU would run both at once, and their collectives
+    # could mix up the messages of the two.
     jax.block_until_ready(first_state)
     new_state, metrics = update(state, *rest)
     first = {"state": first_state, "step_metrics": first_metrics}
@@ -56,6 +58,8 @@ class Hook:
       shardings = jax.tree.map(lambda x: x.sharding, state)
 
       def copy(x: jax.Array) -> jax.Array:
+        # Optimizer state in host memory has to be on the device to be copied;
+        # out_shardings then put the copy back.
         if jax.typeof(x).memory_space == jax.memory.Space.Host:
           x = jax.device_put(x, jax.memory.Space.Device)
         return jnp.copy(x)

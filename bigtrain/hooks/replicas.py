@@ -9,26 +9,28 @@ class Hook:
 
   Args:
     every_steps: number of steps between two comparisons.
-    policy: "stop", or "rollback" to go on from the newest checkpoint.
+    policy: "stop", or "rollback" to continue from the newest checkpoint.
   """
 
   def __init__(
     self, every_steps: int = 1000, policy: str = "stop", *, context: Context
   ):
-    self._every, self._context = context.check_every(every_steps), context
+    self._context = context
+    self._every = context.check_every(every_steps)
     self._policy = context.check_policy(policy)
-    self._compared = -1  # Newest step that was compared.
+    self._compared_step = -1  # The newest one.
 
   def after_step(self, step: int) -> None:
     if step % self._every == 0:
       self._compare(step)
 
   def before_save(self, step: int) -> None:
-    if step != self._compared:  # A checkpoint has only one of the replicas.
+    # A checkpoint has only one of the replicas, which could be the wrong one.
+    if step != self._compared_step:
       self._compare(step)
 
   def _compare(self, step: int) -> None:
-    self._compared = step
+    self._compared_step = step
     if what := comparison.replicas(self._context.state):
       self._context.reject_state(
         f"after step {step}, replicas of the state differ in {what}.",

@@ -22,7 +22,10 @@ class Hook:
     self._metrics = [WatchedMetric(name) for name in self.watches]
 
   def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    values = {metric.name: metric.value(row) for metric in self._metrics}
-    for name, value in (values if self._metrics else row).items():
+    if self._metrics:
+      values = {metric.name: metric.value(row) for metric in self._metrics}
+    else:
+      values = dict(row)
+    for name, value in values.items():
       if isinstance(value, float) and not math.isfinite(value):
         self._context.stop(f"{name} is {value} at step {step}", failure=True)

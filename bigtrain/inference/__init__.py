@@ -1,7 +1,7 @@
-"""Trained models in use: `bigtrain.load`, and what it returns.
+"""Using trained models: `bigtrain.load` and the `Predictor` that it returns.
 
 load.py and predictor.py are the interface. saved.py reads a checkpoint, ops.py
-finds the ops for new pictures and texts, preprocessing.py runs them, and
-serving.py exports the model. Nothing of the training loop is imported here,
-and only tools import this package.
+finds the preprocessing ops for new pictures and texts, preprocessing.py runs
+them, and serving.py exports a model. Nothing of the training loop is imported
+here, and only tools import this package.
 """

@@ -1,4 +1,4 @@
-"""`bigtrain.load`: a trained model with all that it takes to use it.
+"""`bigtrain.load`: a trained model with its preprocessing and its tokenizer.
 
 model = bigtrain.load("runs/mine")
 model.predict("photo.jpg")  # {"label": "cat", "score": 0.97, ...}
@@ -30,25 +30,28 @@ def load(
   adapter: str | os.PathLike[str] | None = None,
   allow_unread: Sequence[str] = (),
 ) -> Predictor:
-  """Loads a trained model; reads the run and never writes into it.
+  """Loads a trained model. This reads a run's files and never changes them.
 
   Args:
     path: a workdir, one of its checkpoints, an export in one file (.npz or
       .safetensors), or the folder of a published model.
-    step: step of the workdir's checkpoint; the newest unless given.
+    step: step of the workdir's checkpoint; by default the newest one.
     weights: "params", or "ema" for the averaged parameters.
-    pp: ops that make an image of a picture, such as
-      "decode|resize(224)|value_range(-1,1)"; the default is the ops of an
-      evaluation of the run, see bigtrain/inference/ops.py.
-    pp_text: ops that make tokens of a text, such as "tokenize(...)".
-    class_names: names by class number, or the path of a file with one name a
-      line; the default is the names in the run's data.
+    pp: ops that turn a picture into the model's input, such as
+      "decode|resize(224)|value_range(-1,1)"; by default those of an evaluation
+      of the run, see bigtrain/inference/ops.py.
+    pp_text: ops that turn a text into tokens, such as "tokenize(...)".
+    evaluation: name of the evaluation of the run whose ops to use.
+    class_names: names by class number, or the path of a file with one name per
+      line; by default the names in the run's data.
     tokenizer: "bytes" or a path, if the run's tokenizer has moved.
-    adapter: a run with adapters of this model, or a folder of PEFT's.
-    allow_unread: unknown keys of a published config.json to leave out.
+    batch_size: largest number of examples in a batch, over all devices.
+    adapter: a run that trained adapters of this model, or a folder of PEFT's.
+    allow_unread: unknown keys of a published config.json to ignore.
 
-  Raises ConfigError for a wrong argument, and CheckpointError if the checkpoint
-  is damaged or cannot be read.
+  Raises:
+    ConfigError: an argument is wrong.
+    CheckpointError: the checkpoint is damaged or cannot be read.
   """
   mesh = sharding.make_mesh()
   checkpoint = saved.find(os.fspath(path), step, allow_unread=allow_unread)

@@ -1,13 +1,20 @@
-"""Finds the ops and the tokenizer that new pictures and texts need.
+"""Finds the preprocessing ops and the tokenizer for new pictures and texts.
 
-The ops for pictures are the first of these that make an image without random
-numbers: the argument `pp`; `pp` of the evaluation that the argument
-`evaluation` names; `pp` of any evaluation in config.evals, by name, those first
-whose `pred` is the predict function in question; `pp` of config.input.
+A run has several lists of ops: of its training data and of each evaluation. For
+pictures, this takes the first of these that makes an image without random
+numbers:
 
-The ops for texts are the argument `pp_text`, `pp_text` of an evaluation, or the
-ops that make the tokens in the `pp` of an evaluation or of config.input. In all
-cases only the ops run that the feature depends on, so labels are not needed.
+  1. the argument `pp`;
+  2. `pp` of the evaluation that the argument `evaluation` names;
+  3. `pp` of any evaluation in config.evals, in the order of their names, but
+     first of those whose `pred` is the predict function that will be called;
+  4. `pp` of config.input.
+
+For texts, it takes the argument `pp_text`, or `pp_text` of an evaluation, or
+the ops that make tokens in the `pp` of an evaluation or of config.input.
+
+Only the ops that the image or the tokens depend on will run: new data need no
+labels.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +40,11 @@ class Overrides(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """The ops that make one feature."""
+  """The ops that make one feature from one feature of the data."""
 
   feature: str
   key: str  # Location in the config, or the name of an argument.
-  needs: registry.Needed  # With the feature of the source that they begin with.
+  needs: registry.Needed
 
   @property
   def spec(self) -> str:
@@ -45,6 +52,7 @@ class Chain(NamedTuple):
 
   @property
   def raw(self) -> str:
+    """Name of the feature that the first op reads."""
     return next(iter(self.needs.reads))
 
 
@@ -57,17 +65,22 @@ def find(
   evaluation: str | None = None,
   option: str = "pp",
 ) -> Chain:
-  """Returns the ops for a feature; `given` is the value of the option."""
-  reasons = []
-  specs = [(option, given)] if given is not None else []
-  specs = specs or list(_candidates(config, preds, evaluation, option))
+  """Returns the ops for a feature.
+
+  `option` is "pp" or "pp_text", and `given` the user's value of it.
+  """
+  if given is not None:
+    specs = [(option, given)]
+  else:
+    specs = list(_candidates(config, preds, evaluation, option))
+  reasons = []  # Why each of them cannot be used.
   for key, spec in specs:
     ops = _parse(config, spec)
     if not _keeps(ops, feature):
       reasons.append(f"{key} drops it")
       continue
     needs = registry.needed(ops, {feature})
-    # Of a single text, any random number chooses the same.
+    # Ops of texts draw one of several captions, but there is only one here.
     random = [op.name for op in needs.ops if op.draws and feature == "image"]
     if random:
       reasons.append(f"{key} draws random numbers ({', '.join(random)})")
@@ -99,7 +112,7 @@ def _candidates(
   evaluation: str | None,
   option: str,
 ) -> Iterator[tuple[str, str]]:
-  """Yields (location, ops) of a config, the best first."""
+  """Yields (location in the config, ops), the best first."""
   evals = config.get("evals") or {}
   if evaluation is not None:
     problem = "the run has no evaluation"
@@ -116,16 +129,20 @@ def _candidates(
       yield f"config.evals.{name}.{option}", entry.get(option, "")
   if evaluation is not None or option != "pp":
     return
-  cfg = config.get("input", {})
-  drawn = {k: x["values"][-1] for k, x in (cfg.get("flexi") or {}).items()}
-  for name, entry in cfg.get("mixture", {}).items():
-    spec = sources.fill(entry.get("pp", cfg.get("pp", "")), drawn)
-    yield f"config.input.mixture.{name}.pp", spec
-  if "data" in cfg:
-    yield "config.input.pp", sources.fill(cfg.get("pp", ""), drawn)
+  train_input = config.get("input", {})
+  # Sizes that are drawn for each step: the last value, which is the largest.
+  flexi = train_input.get("flexi") or {}
+  drawn = {name: entry["values"][-1] for name, entry in flexi.items()}
+  for name, entry in train_input.get("mixture", {}).items():
+    spec = entry.get("pp", train_input.get("pp", ""))
+    yield f"config.input.mixture.{name}.pp", sources.fill(spec, drawn)
+  if "data" in train_input:
+    spec = train_input.get("pp", "")
+    yield "config.input.pp", sources.fill(spec, drawn)
 
 
 def _keeps(ops: Sequence[registry.Op], feature: str) -> bool:
+  """Whether a feature is still there after the last op."""
   for op in reversed(ops):
     name = registry.base_name(op)
     if (name == "keep" and feature not in op.reads) or (
@@ -143,17 +160,18 @@ def find_text(
   preds: Sequence[str],
   given: str | None = None,
 ) -> Chain:
-  own = given is not None or any(_candidates(config, preds, None, "pp_text"))
-  option = "pp_text" if own else "pp"
+  """Returns the ops for the tokens of a text; `given` is `pp_text`."""
+  has_pp_text = any(_candidates(config, preds, None, "pp_text"))
+  option = "pp_text" if has_pp_text or given is not None else "pp"
   return find(config, feature, preds, given=given, option=option)
 
 
 def tokenizer(
   checkpoint: saved.Saved, given: str | None
 ) -> tokenizers.Tokenizer | None:
-  """Returns the tokenizer of a run, or None for a run without tokens.
+  """Returns the tokenizer of a run, or None if the run has no tokens.
 
-  `given` is "bytes" or the path to which the run's tokenizer has moved.
+  `given` is "bytes", or the new path of a tokenizer that has moved.
   """
   known = checkpoint.data.get("tokenizer") or _tokenizer_of(checkpoint.config)
   name = given or (known or {}).get("name")
@@ -178,7 +196,7 @@ def tokenizer(
 
 
 def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
-  """The tokenizer that a config names, for older checkpoints."""
+  """The tokenizer that a config names; older checkpoints do not note it."""
   data = config.get("input", {}).get("data", {})
   if data.get("tokenizer"):
     return {"name": data["tokenizer"]}
@@ -193,6 +211,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
 def with_tokenizer(
   config: Mapping[str, Any], data: Mapping[str, Any], path: str
 ) -> dict[str, Any]:
+  """The config with another path of the tokenizer, also inside ops."""
   old = (data.get("tokenizer") or {}).get("name", "")
 
   def replace(value: Any) -> Any:
@@ -209,7 +228,7 @@ def with_tokenizer(
 def pred_kw(
   config: Mapping[str, Any], pred: str, evaluation: str | None
 ) -> dict[str, Any]:
-  """Options of a predict function, from the run's first evaluation with it."""
+  """Options of a predict function, from the first evaluation that uses it."""
   for name, entry in sorted((config.get("evals") or {}).items()):
     if entry.get("pred") == pred and evaluation in (None, name):
       return dict(entry.get("pred_kw", {}))
@@ -217,6 +236,7 @@ def pred_kw(
 
 
 def evaluated_names(config: Mapping[str, Any]) -> Sequence[str] | str:
+  """Class names of the run's first evaluation that has them."""
   for _, entry in sorted((config.get("evals") or {}).items()):
     if "class_names" in entry:
       return entry["class_names"]

@@ -1,7 +1,10 @@
-"""A trained model in use; `bigtrain.load` makes it.
+"""The `Predictor`: a trained model, with methods to classify, caption or chat.
 
-What it can do depends on the names of its task's predict functions, see
-`Predictor.can`; `run` calls any of them, also of a user's own task.
+`bigtrain.load` makes one. Which methods a model has depends on the names of its
+task's predict functions (`Predictor.can`). All methods work in the same way:
+preprocess pictures or texts into features, `run` a predict function on batches
+of them, and turn its arrays into dicts. `run` also calls the predict functions
+of a user's own task.
 
 Legend: B batch, C classes, E embedding, L length.
 """
@@ -32,15 +35,18 @@ from bigtrain.objective import building, task_functions
 from bigtrain.pp import registry
 from bigtrain.text import decoding, tokenizers
 
+# Predict functions that embed an image; the first one that a task has is used.
 _EMBED_IMAGE = ("image", "enc_rep", "pre_logits")
-# Prompts are padded to one of few lengths, so that few programs compile.
-_SHORTEST_PROMPT = 16
+# Token sequences are padded to a power of two, at least this one, so that few
+# programs compile. A smaller one would compile more programs for short texts.
+_SHORTEST_LENGTH = 16
 
 
 class Predictor:
-  """A trained model, its parameters, and what makes its inputs and outputs.
+  """A trained model with its parameters, preprocessing and tokenizer.
 
-  `batch_size` is the largest number of examples at a time, over all devices.
+  `batch_size` is the largest number of examples at a time, over all devices; it
+  is rounded up to a multiple of the devices that split a batch.
   """
 
   def __init__(
@@ -66,11 +72,16 @@ class Predictor:
     self._ways = sharding.batch_ways(mesh)
     self.batch_size = -(-batch_size // self._ways) * self._ways
     self._loss_kind = self.config.get("loss", {}).get("kind", "")
-    # Whether the model reads "inputs" and writes "targets".
+    # An encoder-decoder reads "inputs" and writes "targets".
     sizes = task_functions.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
+    # The feature that holds the tokens of a text.
     padded = [name for name, x in sizes.items() if isinstance(x, PaddedIds)]
-    self._text = "inputs" if self._is_seq2seq else (*padded, "labels")[0]
+    self._text_feature = "labels"
+    if self._is_seq2seq:
+      self._text_feature = "inputs"
+    elif padded:
+      self._text_feature = padded[0]
 
   def __repr__(self) -> str:
     task, can = self.config["task"], ", ".join(self.can)
@@ -85,8 +96,9 @@ class Predictor:
     checkpoint, variables = saved.with_adapter(
       self._saved, self.variables, os.fspath(path), self.mesh
     )
-    size = self.batch_size
-    return Predictor(checkpoint, variables, self.mesh, self._given, size)
+    return Predictor(
+      checkpoint, variables, self.mesh, self._given, self.batch_size
+    )
 
   @functools.cached_property
   def class_names(self) -> list[str] | None:
@@ -101,9 +113,12 @@ class Predictor:
   @functools.cached_property
   def pictures(self) -> preprocessing.Pictures:
     preds = [n for n in ("caption", "logits", *_EMBED_IMAGE) if n in self._fns]
-    given, evaluation = self._given.pp, self._given.evaluation
     chain = ops.find(
-      self.config, "image", preds, given=given, evaluation=evaluation
+      self.config,
+      "image",
+      preds,
+      given=self._given.pp,
+      evaluation=self._given.evaluation,
     )
     return preprocessing.Pictures(chain, self._saved.data)
 
@@ -113,7 +128,9 @@ class Predictor:
     if self._saved.is_published and self._given.pp_text is None:
       return None
     preds = ("embed", "score", "caption", "logits", "text")
-    chain = ops.find_text(self.config, self._text, preds, self._given.pp_text)
+    chain = ops.find_text(
+      self.config, self._text_feature, preds, self._given.pp_text
+    )
     if registry.tokenizer(chain.needs.ops) is None:
       return None
     return preprocessing.Texts(chain)
@@ -151,6 +168,7 @@ class Predictor:
     can = self.can
     order = ["caption", "generate", "classify", "embed_images", "embed_texts"]
     if "embed_texts" in can:
+      # A model of images and texts embeds them, even if it can also classify.
       order.insert(2, "embed_images")
     for name in order:
       if name in can:
@@ -171,33 +189,38 @@ class Predictor:
     return getattr(self, self.default_method)(inputs, **options)
 
   def _map(
-    self, inputs: Any, one: bool, call: Callable[[Sequence[Any]], list[Any]]
+    self, inputs: Any, is_one: bool, call: Callable[[Sequence[Any]], list[Any]]
   ) -> Any:
-    if one:
+    """Calls a function of a batch on one input, or on batches of several."""
+    if is_one:
       return call([inputs])[0]
-    items, size = list(inputs), self.batch_size
-    batches = (items[i : i + size] for i in range(0, len(items), size))
-    return [result for batch in batches for result in call(batch)]
+    items = list(inputs)
+    results = []
+    for start in range(0, len(items), self.batch_size):
+      results += call(items[start : start + self.batch_size])
+    return results
 
   def classify(self, pictures: Any, top_k: int = 5) -> Any:
     """Returns the most likely class of each picture, or of each text.
 
     It is {"label": name, "index": class number, "score": probability, "top":
-    the `top_k` best, as such dicts}. The probabilities add up to 1, except of a
-    model trained with the loss sigmoid_xent.
+    the `top_k` best, as such dicts}. The probabilities add up to 1, unless the
+    model was trained with the loss sigmoid_xent.
     """
     self._require("classify")
 
     def call(items: Sequence[Any]) -> list[Any]:
-      text = self._text == "tokens"
-      x = self._tokens(items) if text else self.pictures(items)
-      logits_BC = self.run("logits", {"tokens" if text else "image": x})
-      number = logits_BC.shape[-1]
-      names = self.class_names or [str(i) for i in range(number)]
-      if len(names) != number:
+      if self._text_feature == "tokens":
+        features = {"tokens": self._tokens(items)}
+      else:
+        features = {"image": self.pictures(items)}
+      logits_BC = self.run("logits", features)
+      num_classes = logits_BC.shape[-1]
+      names = self.class_names or [str(i) for i in range(num_classes)]
+      if len(names) != num_classes:
         raise ConfigError(
-          f"class_names: expected {number} names, one for each class of the "
-          f"model, got {len(names)}."
+          f"class_names: expected {num_classes} names, one for each class of "
+          f"the model, got {len(names)}."
         )
       scores_BC = _probabilities(logits_BC, self._loss_kind)
       return _ranked(scores_BC, names, top_k)
@@ -207,8 +230,8 @@ class Predictor:
   def caption(self, pictures: Any, **options: Any) -> Any:
     """Returns {"caption": text} for each picture.
 
-    The options of the predict function are by default `pred_kw` of the run's
-    evaluation with it.
+    The options go to the predict function. The defaults are `pred_kw` of the
+    run's evaluation that uses it.
     """
     self._require("caption")
     tokenizer = self.need_tokenizer()
@@ -233,7 +256,7 @@ class Predictor:
   def embed_texts(self, texts: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each text."""
     self._require("embed_texts")
-    return self._embed("text", self._text, texts, self._tokens)
+    return self._embed("text", self._text_feature, texts, self._tokens)
 
   def _embed(
     self, pred: str, feature: str, inputs: Any, preprocess: Callable[..., Any]
@@ -259,34 +282,47 @@ class Predictor:
     prompts: Sequence[str] = ("{}",),
     top_k: int = 5,
   ) -> Any:
-    """Returns which of any names fit pictures best; see `classify`.
+    """Returns which of the given names fit each picture best, as `classify`.
 
-    The names may be the path of a file with one name a line; the default is the
-    names in an evaluation of the run. `prompts` are texts with a {} for the
+    The names may be the path of a file with one name per line; by default they
+    are those of an evaluation of the run. `prompts` are texts with a {} for the
     name; a captioner uses the first one.
     """
     self._require("zero_shot")
     if class_names is None:
       class_names = ops.evaluated_names(self.config)
     names = labels.read(class_names, "class_names")
-    filled = [labels.fill(prompt, names, "prompts") for prompt in prompts]
-    if "score" in self._fns:
-      fixed = {"class_tokens": self._tokens(filled[0])}
-      scores = lambda image: _probabilities(
-        self.run("score", {"image": image}, fixed=fixed), "softmax"
-      )
-    else:
-      embed = lambda row: [x["embedding"] for x in self.embed_texts(row)]
-      class_CE = np.stack([embed(row) for row in filled]).mean(0)
-      norm_C1 = np.linalg.norm(class_CE, axis=-1, keepdims=True)
-      class_CE = class_CE / (norm_C1 + 1e-8)
-      scores = lambda image: self._pair_scores(image, class_CE)
+    texts_by_prompt = [labels.fill(p, names, "prompts") for p in prompts]
+    scores_of: Callable[[np.ndarray], np.ndarray]
+    if "score" in self._fns:  # A captioner: how likely is each name?
+      fixed = {"class_tokens": self._tokens(texts_by_prompt[0])}
 
-    call = lambda items: _ranked(scores(self.pictures(items)), names, top_k)
+      def scores_of(image: np.ndarray) -> np.ndarray:
+        scores_BC = self.run("score", {"image": image}, fixed=fixed)
+        return _probabilities(scores_BC, "softmax")
+
+    else:  # Image and text towers: how similar are the embeddings?
+      class_CE = self._class_embeddings(texts_by_prompt)
+      scores_of = functools.partial(self._pair_scores, class_CE=class_CE)
+
+    def call(items: Sequence[Any]) -> list[Any]:
+      return _ranked(scores_of(self.pictures(items)), names, top_k)
+
     return self._map(pictures, _is_one(pictures), call)
 
+  def _class_embeddings(
+    self, texts_by_prompt: Sequence[Sequence[str]]
+  ) -> np.ndarray:
+    """The mean over the prompts of each class, of length 1."""
+    by_prompt = []
+    for texts in texts_by_prompt:
+      by_prompt.append([x["embedding"] for x in self.embed_texts(list(texts))])
+    class_CE = np.stack(by_prompt).mean(0)
+    norm_C1 = np.linalg.norm(class_CE, axis=-1, keepdims=True)
+    return class_CE / (norm_C1 + 1e-8)
+
   def _pair_scores(self, image: np.ndarray, class_CE: np.ndarray) -> np.ndarray:
-    """Returns [B, C], with the loss's learned scale and bias."""
+    """Probabilities [B, C], with the learned scale and bias of the loss."""
     image_BE = self.run("image", {"image": image})
     logits_BC = image_BE.astype(np.float64) @ class_CE.T.astype(np.float64)
     if "t" in self.params:
@@ -299,10 +335,10 @@ class Predictor:
   def generate(self, texts: Any, scores: bool = False, **options: Any) -> Any:
     """Returns {"text": continuation or answer} for each text.
 
-    With `scores` also the values of `score`, for the text up to its end token.
-    The options go to the predict function, such as max_new=100 (max_len
-    of a sequence-to-sequence model), temperature=0.8 and seed=1. By default
-    they come from a published model's folder; without one, decoding is greedy.
+    With `scores=True` it also has the values of `score`, for the text up to its
+    end token. The options go to the predict function: for example max_new=100
+    (max_len for a sequence-to-sequence model), temperature=0.8 and seed=1. A
+    published model's folder has defaults; otherwise decoding is greedy.
     """
     self._require("generate")
     tokenizer = self.need_tokenizer()
@@ -310,36 +346,44 @@ class Predictor:
     if self._is_seq2seq and options["eos_id"] is None:
       del options["eos_id"]
     # A prompt may end in the token 0, the default padding.
-    pads = inspect.signature(self._fns["generate"]).parameters
-    if not self._is_seq2seq and "pad_id" in pads:
+    parameters = inspect.signature(self._fns["generate"]).parameters
+    if not self._is_seq2seq and "pad_id" in parameters:
       options = {"pad_id": -1, **options}
-    pad_id = options.get("pad_id", 0)
-    ends = decoding.eos_ids(options.get("eos_id", tokenizer.eos_id))
+    end_ids = decoding.eos_ids(options.get("eos_id", tokenizer.eos_id))
 
     def call(items: Sequence[Any]) -> list[Any]:
-      rows = [self._prompt(text) for text in items]
-      length = self._prompt_length(max(map(len, rows)), options)
-      ids_BL = np.full((len(rows), length), pad_id, np.int32)
-      for padded, row in zip(ids_BL, rows):
-        padded[: len(row)] = row
-      batch: dict[str, Any] = {
-        "inputs" if self._is_seq2seq else "tokens": ids_BL
-      }
-      if self._saved.data.get("prompts", {}).get("prefix"):
-        batch["prefix"] = np.zeros(len(rows), np.int32)
-      new_BL = self.run("generate", batch, **options)
-      results = [{"text": _until_end(row, tokenizer, ends)} for row in new_BL]
-      if not scores:
-        return results
-      stops = [np.flatnonzero(np.isin(row, ends))[:1] for row in new_BL]
-      new = [
-        row[: i[0] + 1] if i.size else row for row, i in zip(new_BL, stops)
+      prompts = [self._prompt(text) for text in items]
+      new_BL = self.run(
+        "generate", self._prompt_batch(prompts, options), **options
+      )
+      ends = [_num_before_end(ids, end_ids) for ids in new_BL]
+      results: list[dict[str, Any]] = [
+        {"text": tokenizer.decode(ids[:end])} for ids, end in zip(new_BL, ends)
       ]
-      scored = self.score_ids(list(zip(rows, new)))
-      return [{**text, **score} for text, score in zip(results, scored)]
+      if scores:
+        # With the end token, which is an answer's last token.
+        answers = [ids[: end + 1] for ids, end in zip(new_BL, ends)]
+        scored = self.score_ids(list(zip(prompts, answers)))
+        results = [{**text, **score} for text, score in zip(results, scored)]
+      return results
 
-    ids = isinstance(next(iter(texts), None), int | np.integer)
-    return self._map(texts, ids or isinstance(texts, str), call)
+    is_ids = isinstance(next(iter(texts), None), int | np.integer)
+    return self._map(texts, is_ids or isinstance(texts, str), call)
+
+  def _prompt_batch(
+    self, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
+  ) -> dict[str, np.ndarray]:
+    longest = max(len(ids) for ids in prompts)
+    length = self._prompt_length(longest, options)
+    ids_BL = np.full((len(prompts), length), options.get("pad_id", 0), np.int32)
+    for row, ids in zip(ids_BL, prompts):
+      row[: len(ids)] = ids
+    batch: dict[str, np.ndarray] = {
+      "inputs" if self._is_seq2seq else "tokens": ids_BL
+    }
+    if self._saved.data.get("prompts", {}).get("prefix"):
+      batch["prefix"] = np.zeros(len(prompts), np.int32)
+    return batch
 
   def chat(
     self, messages: Any, *, template: str | None = None, **options: Any
@@ -347,7 +391,8 @@ class Predictor:
     """Returns {"text": answer} for each conversation.
 
     A conversation is a list of {"role": "user", "content": "..."}. `template`
-    is an argument of `chat.get`; the options go to `generate`.
+    names another chat template, as in `text.chat.get`; the options go to
+    `generate`.
     """
     tokenizer = self.need_tokenizer()
     ids_of = functools.partial(
@@ -361,9 +406,9 @@ class Predictor:
     """Returns how likely each answer is after its prompt.
 
     Returns:
-      {"log_likelihood": nats, "tokens": number of the answer's tokens,
-      "greedy": whether greedy decoding gives them all} for each pair. Answers
-      of an encoder-decoder end with the end token, as its targets do.
+      For each pair {"log_likelihood": nats, "tokens": number of tokens in the
+      answer, "greedy": whether greedy decoding would give exactly these}. The
+      answer of an encoder-decoder ends with the end token, as its targets do.
     """
     self._require("score")
     pairs = []
@@ -380,44 +425,48 @@ class Predictor:
   def score_ids(
     self, pairs: Sequence[tuple[Any, Any]], max_length: int | None = None
   ) -> list[dict[str, Any]]:
-    """`score` of token ids; only the end of longer pairs is used."""
+    """`score` of pairs of token ids.
+
+    Of a pair longer than `max_length`, only the end is used.
+    """
     max_length = max_length or getattr(self.model, "max_len", None)
+    examples = [self._scored_example(*pair, max_length) for pair in pairs]
+    # Examples that are padded to the same length make a batch.
     by_length = collections.defaultdict(list)
-    rows: list[dict[str, Any]] = []
-    for i, (context, answer) in enumerate(pairs):
-      ids = np.asarray([*context, *answer], np.int32)
-      if self._is_seq2seq:
-        rows.append({"inputs": ids[: len(context)], "targets": answer})
-      else:
-        ids = ids[-max_length - 1 :] if max_length else ids
-        scored = np.arange(1, len(ids)) >= len(ids) - len(answer)
-        rows.append(
-          {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": scored}
-        )
-      # Few lengths, so that few programs compile.
-      longest = max(_SHORTEST_PROMPT, *map(len, rows[-1].values()))
-      length = 1 << (longest - 1).bit_length()
+    for i, example in enumerate(examples):
+      length = _padded_length(max(map(len, example.values())))
       by_length[min(length, max_length or length)].append(i)
     results: list[dict[str, Any]] = [{}] * len(pairs)
-    for length, members in by_length.items():
-      batch = {
-        name: np.stack(
-          [
-            np.pad(rows[i][name], (0, length - len(rows[i][name])))
-            for i in members
-          ]
-        ).astype(np.float32 if name == "loss_mask" else np.int32)
-        for name in rows[0]
-      }
+    for length, indices in by_length.items():
+      members = [examples[i] for i in indices]
+      batch = {}
+      for name in members[0]:
+        rows = [np.pad(x[name], (0, length - len(x[name]))) for x in members]
+        dtype = np.float32 if name == "loss_mask" else np.int32
+        batch[name] = np.stack(rows).astype(dtype)
       if self._saved.data.get("prompts", {}).get("prefix"):
-        ends = [np.argmax(rows[i]["loss_mask"]) + 1 for i in members]
+        # The prefix ends with the last token before the answer.
+        ends = [np.argmax(x["loss_mask"]) + 1 for x in members]
         batch["prefix"] = np.asarray(ends, np.int32)
       scores = self.run("score", batch)
-      for i, *row in zip(members, *(x.tolist() for x in scores.values())):
-        results[i] = dict(zip(scores, row))
+      for row, i in enumerate(indices):
+        results[i] = {name: x[row].tolist() for name, x in scores.items()}
     return results
 
+  def _scored_example(
+    self, context: Any, answer: Any, max_length: int | None
+  ) -> dict[str, np.ndarray]:
+    """The features of one pair, each [L] without padding."""
+    ids = np.asarray([*context, *answer], np.int32)
+    if self._is_seq2seq:
+      return {"inputs": ids[: len(context)], "targets": np.asarray(answer)}
+    if max_length:
+      ids = ids[-max_length - 1 :]
+    is_answer = np.arange(1, len(ids)) >= len(ids) - len(answer)
+    return {"tokens": ids[:-1], "targets": ids[1:], "loss_mask": is_answer}
+
   def _prompt(self, text: Any) -> np.ndarray:
+    """Token ids of a text, or the ids themselves."""
     tokenizer = self.need_tokenizer()
     if not isinstance(text, str):
       ids = np.asarray(text, np.int32)
@@ -435,18 +484,19 @@ class Predictor:
     return ids
 
   def _prompt_length(self, longest: int, options: Mapping[str, Any]) -> int:
-    length = max(_SHORTEST_PROMPT, 1 << (longest - 1).bit_length())
-    most = getattr(self.model, "max_len", None)
-    if most is None or self._is_seq2seq:
+    """The length to pad prompts to, which leaves room for the new tokens."""
+    length = _padded_length(longest)
+    max_len = getattr(self.model, "max_len", None)
+    if max_len is None or self._is_seq2seq:
       return length
-    new = options.get("max_new", 64)
-    if longest + new > most:
+    max_new = options.get("max_new", 64)
+    if longest + max_new > max_len:
       raise ConfigError(
-        f"generate: a text of {longest} tokens and max_new={new} are more than "
-        f"the model's max_len={most}; bigtrain.tools.generate continues beyond "
-        "it."
+        f"generate: a text of {longest} tokens and max_new={max_new} are more "
+        f"than the model's max_len={max_len}; bigtrain.tools.generate "
+        "continues beyond it."
       )
-    return min(length, most - new)
+    return min(length, max_len - max_new)
 
   def need_tokenizer(self) -> tokenizers.Tokenizer:
     if self.tokenizer is None:
@@ -465,20 +515,27 @@ class Predictor:
   ) -> Any:
     """Calls a predict function of the task on any number of examples.
 
-    The features are arrays [B, ...] by name, as after preprocessing; those of
-    `fixed` have no axis of examples.
+    Args:
+      pred: name of the predict function.
+      features: arrays [B, ...] by name, as after preprocessing.
+      fixed: features that all examples share, without an axis B.
+      **options: options of the predict function.
+
+    Returns:
+      Its results for all examples: a tree of arrays [B, ...].
     """
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}
     total = len(next(iter(arrays.values())))
     results = []
     for start in range(0, total, self.batch_size):
-      rows = {n: x[start : start + self.batch_size] for n, x in arrays.items()}
-      number = min(self.batch_size, total - start)
-      batch = self._on_devices(rows, number) | dict(fixed or {})
+      stop = min(start + self.batch_size, total)
+      rows = {name: x[start:stop] for name, x in arrays.items()}
+      batch = self._on_devices(rows, stop - start) | dict(fixed or {})
       with jax.set_mesh(self.mesh):
         outputs = jax.device_get(fn(self.variables, batch))
-      results.append(jax.tree.map(lambda x, n=number: x[:n], outputs))
+      # Without the padding.
+      results.append(jax.tree.map(lambda x, n=stop - start: x[:n], outputs))
     return jax.tree.map(lambda *x: np.concatenate(x), *results)
 
   def _compile(self, pred: str, options: dict[str, Any]) -> Callable[..., Any]:
@@ -498,7 +555,10 @@ class Predictor:
   def _on_devices(
     self, rows: Mapping[str, np.ndarray], number: int
   ) -> dict[str, Any]:
-    """Splits a batch over the devices, padded with copies of its last row."""
+    """Splits a batch over the devices, padded with copies of the last example.
+
+    Each device gets a power of two of examples, so that few programs compile.
+    """
     per_device = -(-number // self._ways)
     size = self._ways * (1 << (per_device - 1).bit_length())
     size = min(size, self.batch_size)
@@ -509,6 +569,7 @@ class Predictor:
 
 
 def _is_one(inputs: Any) -> bool:
+  """Whether this is one picture or text, and not a list of them."""
   if isinstance(inputs, np.ndarray):
     return inputs.ndim < 4
   return not isinstance(inputs, list | tuple) and (
@@ -518,11 +579,15 @@ def _is_one(inputs: Any) -> bool:
   )
 
 
-def _until_end(
-  ids_L: np.ndarray, tokenizer: tokenizers.Tokenizer, eos_ids: Sequence[int]
-) -> str:
-  ends = np.flatnonzero(np.isin(ids_L, eos_ids))
-  return tokenizer.decode(ids_L[: ends[0]] if ends.size else ids_L)
+def _padded_length(length: int) -> int:
+  """The next power of two."""
+  return max(_SHORTEST_LENGTH, 1 << (length - 1).bit_length())
+
+
+def _num_before_end(ids_L: np.ndarray, end_ids: Sequence[int]) -> int:
+  """Number of tokens before the first end token."""
+  ends = np.flatnonzero(np.isin(ids_L, end_ids))
+  return int(ends[0]) if ends.size else len(ids_L)
 
 
 def _ranked(
@@ -530,17 +595,18 @@ def _ranked(
 ) -> list[dict[str, Any]]:
   check_number("top_k", top_k, least=1, whole=True)
   results = []
-  for row in scores_BC:
-    best = np.argsort(-row, kind="stable")[:top_k]
+  for scores_C in scores_BC:
+    best = np.argsort(-scores_C, kind="stable")[:top_k]
     top = [
-      {"label": names[i], "index": int(i), "score": float(row[i])} for i in best
+      {"label": names[i], "index": int(i), "score": float(scores_C[i])}
+      for i in best
     ]
     results.append({**top[0], "top": top})
   return results
 
 
 def _probabilities(logits_BC: np.ndarray, kind: str) -> np.ndarray:
-  """Float64 [B, C]; losses named "sigmoid..." judge each class by itself."""
+  """Float64 [B, C]. Losses named "sigmoid..." judge each class by itself."""
   logits_BC = logits_BC.astype(np.float64)
   if kind.startswith("sigmoid"):
     return 1 / (1 + np.exp(-logits_BC))

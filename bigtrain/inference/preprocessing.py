@@ -17,24 +17,33 @@ from bigtrain.pp import host_tensorflow, registry
 
 
 class Pictures:
-  """Makes images of a batch from files, bytes and arrays."""
+  """Turns files, bytes and arrays into a batch of images.
+
+  `data` is the run's description of its data, with which pictures are compared:
+  a model of 28 x 28 gray digits should refuse a photo, and not guess.
+  """
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
     self.chain = chain
     known = data.get("features", {}).get(chain.feature)
-    # Of an image after the ops; None if the run did not save it.
+    # Shape of an image after the ops; None if the run did not save it.
     self.shape = None if known is None else tuple(known[1])
     self._op = registry.compose(chain.needs.ops)
     # [dtype, shape, lowest, highest] of the run's own pictures.
-    self._known = data.get("raw", {}).get(chain.raw)
-    self._encoded = bool(self._known and self._known[0] == "bytes") or any(
+    self._raw_spec = data.get("raw", {}).get(chain.raw)
+    # Whether the ops begin with the bytes of a file, and not with pixels.
+    was_encoded = bool(self._raw_spec and self._raw_spec[0] == "bytes")
+    self._is_encoded = was_encoded or any(
       registry.base_name(op) == "decode" and chain.raw in op.reads
       for op in chain.needs.ops
     )
-    self._in_graph: Any = None
+    self._graph: Any = None  # Of ops that need tensorflow.
 
   def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
-    """Makes images [B, ...] of what `Predictor.predict` takes, on all cores."""
+    """Returns images [B, ...] of pictures, which are decoded on all cores.
+
+    `Predictor.predict` says what a picture can be.
+    """
     self._prepare()
     if len(pictures) == 1:
       return self._one(pictures[0])[None]
@@ -42,22 +51,22 @@ class Pictures:
       return np.stack(list(pool.map(self._one, pictures)))
 
   def _prepare(self) -> None:
-    """Makes the graph of ops that need tensorflow, before threads do."""
-    if self._op.tensorflow and self._in_graph is None:
+    """Makes the graph of ops that need tensorflow, before the threads start."""
+    if self._op.tensorflow and self._graph is None:
       tf = host_tensorflow.load()
       draws = tf.zeros([max(self._op.draws, 1)])
 
       def fn(raw: Any) -> Any:
         return self._op.fn({self.chain.raw: raw}, draws)[self.chain.feature]
 
-      self._in_graph = tf.function(fn, autograph=False)
+      self._graph = tf.function(fn, autograph=False)
 
   def _one(self, picture: Any) -> np.ndarray:
     where = picture if isinstance(picture, str | os.PathLike) else "a picture"
     try:
       raw = self._raw(picture)
-      if self._in_graph is not None:
-        image = self._in_graph(host_tensorflow.load().constant(raw)).numpy()
+      if self._graph is not None:
+        image = self._graph(host_tensorflow.load().constant(raw)).numpy()
       else:
         draws = np.zeros(self._op.draws, np.float32)
         features = self._op.fn({self.chain.raw: raw}, draws)
@@ -78,6 +87,7 @@ class Pictures:
       raise DataError(f"{os.fspath(where)}: {message}") from e
 
   def _raw(self, picture: Any) -> bytes | np.ndarray:
+    """What the first op reads: the bytes of a file, or pixels [H, W, C]."""
     if isinstance(picture, str | os.PathLike):
       try:
         picture = paths.read_bytes(paths.absolute(picture))
@@ -85,14 +95,15 @@ class Pictures:
         raise DataError(f"{e.strerror}.") from e
     if isinstance(picture, bytes | bytearray):
       encoded = bytes(picture)
-      if self._encoded:
+      if self._is_encoded:
         return encoded
       decode = host_tensorflow.load().io.decode_image
-      channels = self._known[1][-1] if self._known else 3
+      channels = self._raw_spec[1][-1] if self._raw_spec else 3
       image = decode(encoded, channels=channels, expand_animations=False)
       return self._checked(image.numpy())
-    if hasattr(picture, "convert") and picture.mode not in ("L", "RGB"):
-      picture = picture.convert("RGB")  # Of PIL.
+    is_pil = hasattr(picture, "convert")
+    if is_pil and picture.mode not in ("L", "RGB"):
+      picture = picture.convert("RGB")
     array = np.asarray(picture)
     if array.ndim == 2:
       array = array[:, :, None]
@@ -101,12 +112,13 @@ class Pictures:
         "expected a path, the bytes of a file, or an array [height, width, "
         f"channels], got {type(picture).__name__} {array.dtype}{array.shape}."
       )
-    return _as_png(array) if self._encoded else self._checked(array)
+    return _as_png(array) if self._is_encoded else self._checked(array)
 
   def _checked(self, array: np.ndarray) -> np.ndarray:
-    if self._known is None:
+    """Refuses pixels that are unlike those of the run's pictures."""
+    if self._raw_spec is None:
       return array
-    dtype, shape, *limits = self._known
+    dtype, shape, *limits = self._raw_spec
     if any(n not in (None, size) for n, size in zip(shape, array.shape)):
       raise DataError(
         f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
@@ -115,6 +127,8 @@ class Pictures:
       )
     if limits:
       low, high = limits
+      # Values may exceed those of the run's sample, but not by another scale,
+      # such as 0 to 255 in place of 0 to 1.
       room = high - low
       if array.min() < low - room or array.max() > high + room:
         raise DataError(
@@ -147,14 +161,16 @@ def _as_png(array: np.ndarray) -> bytes:
 
 
 class Texts:
-  """Makes tokens [B, L] from texts."""
+  """Turns texts into tokens [B, L]."""
 
   def __init__(self, chain: Chain):
     self.chain = chain
     self._op = registry.compose(chain.needs.ops)
-    first = [op for op in chain.needs.ops if chain.raw in op.reads][:1]
-    # An image's captions are a list in the data, from which `choice` draws.
-    self._as_list = [registry.base_name(op) for op in first] == ["choice"]
+    readers = [op for op in chain.needs.ops if chain.raw in op.reads]
+    # The data may have a list of captions, of which the op `choice` draws one.
+    self._as_list = bool(readers) and (
+      registry.base_name(readers[0]) == "choice"
+    )
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
     draws = np.zeros(self._op.draws, np.float32)

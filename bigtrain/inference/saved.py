@@ -1,6 +1,8 @@
-"""Reads a trained model: config, description of its data, arrays.
+"""Reads a trained model: its config, the description of its data, its arrays.
 
-It is a checkpoint, an export of one, or the folder of a published model.
+The model is in a checkpoint, in an export of one, or in the folder of a
+published model. `find` reads everything but the arrays, and `variables` reads
+those.
 """
 
 import json
@@ -39,7 +41,7 @@ from bigtrain.models.published import (
 from bigtrain.objective import building, published_sizes, trained_adapters
 from bigtrain.text import chat, tokenizers
 
-# Sets of parameters in a train state.
+# The sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
 _GENERATION = "generation_config.json"
 # (names of architectures in config.json, model, task); all others are decoders.
@@ -54,7 +56,7 @@ _PUBLISHED = (
 
 
 class Saved(NamedTuple):
-  """A checkpoint or an export with a config."""
+  """A trained model without its arrays."""
 
   path: str
   step: int
@@ -62,7 +64,8 @@ class Saved(NamedTuple):
   data: dict[str, Any]  # See inputs/description.py; {} of older checkpoints.
   fingerprints: dict[str, str]  # Of the files of the ops, by path.
   manifest: Manifest | None  # None of exports and published models.
-  # Options of generation, published or of the answers in the training set.
+  # Default options of generation: those of a published model, or the end tokens
+  # of the answers in the training set.
   generation: Mapping[str, Any] = {}
 
   @property
@@ -80,10 +83,14 @@ class Saved(NamedTuple):
     messages: Sequence[chat.Message],
     template: str | None = None,
   ) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins."""
     prompts = self.data.get("prompts", {})
-    form = chat.get(template or prompts.get("template"), tokenizer.name)
-    variables = prompts.get("variables", {})
-    text = form.render(messages, add_generation_prompt=True, **variables)
+    chat_template = chat.get(
+      template or prompts.get("template"), tokenizer.name
+    )
+    text = chat_template.render(
+      messages, add_generation_prompt=True, **prompts.get("variables", {})
+    )
     return tokenizer.encode(text, special=True).tolist()
 
 
@@ -93,7 +100,10 @@ def find(
   key: str = "bigtrain.load",
   allow_unread: Sequence[str] = (),
 ) -> Saved:
-  """Finds the checkpoint or the export of a path; reads none of its arrays."""
+  """Finds the checkpoint or the export of a path; reads no arrays.
+
+  `key` names the caller in messages.
+  """
   if path.endswith((".npz", ".safetensors")):
     return _find_export(paths.absolute(path), key)
   if safetensors_files.is_folder(paths.absolute(path)):
@@ -111,8 +121,8 @@ def find(
     host.config,
     host.data,
     host.fingerprints,
-    content,
-    _generation(host.data),
+    manifest=content,
+    generation=_generation(host.data),
   )
 
 
@@ -125,8 +135,8 @@ def _find_export(path: str, key: str) -> Saved:
     raise ConfigError(f"{key}: no such file: {path}.")
   try:
     about = json.loads(paths.read_bytes(f"{path}.json"))
-    made = _generation(about["data"])
-    return Saved(path, manifest=None, generation=made, **about)
+    generation = _generation(about["data"])
+    return Saved(path, manifest=None, generation=generation, **about)
   except (OSError, ValueError, TypeError, KeyError) as e:
     raise ConfigError(
       f"{key}: {path}: expected {os.path.basename(path)}.json beside it, as "
@@ -160,33 +170,53 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   config = published_sizes.with_published_sizes(
     settings.Config(config)
   ).to_dict()
-  has_tokenizer = any(
-    os.path.isfile(os.path.join(path, name)) for name in tokenizers.NAMES
-  )
-  data: dict[str, Any] = {"tokenizer": {"name": path}} if has_tokenizer else {}
+  # The ops that the folder describes, as those of an evaluation of this name.
   processor = os.path.join(path, "preprocessor_config.json")
   if os.path.isfile(processor) or "pretrained_cfg" in values:
     pp = f"decode(precise=True)|published({path!r})"
     config["evals"] = {"published": {"pp": pp, "data": {}}}
-  if config["model"].get("num_classes"):
-    names = {int(i): name for i, name in values.get("id2label", {}).items()}
-    if names:
-      data["class_names"] = {"labels": [names[i] for i in sorted(names)]}
+  data: dict[str, Any] = {}
+  if any(os.path.isfile(os.path.join(path, x)) for x in tokenizers.NAMES):
+    data["tokenizer"] = {"name": path}
+  if config["model"].get("num_classes") and values.get("id2label"):
+    names = {int(i): name for i, name in values["id2label"].items()}
+    data["class_names"] = {"labels": [names[i] for i in sorted(names)]}
+  return Saved(
+    path,
+    step=0,
+    config=config,
+    data=data,
+    fingerprints={},
+    manifest=None,
+    generation=_published_generation(path, values, task),
+  )
+
+
+def _published_generation(
+  path: str, values: Mapping[str, Any], task: str
+) -> dict[str, Any]:
+  """Our options of generation for those in generation_config.json."""
   given = _json_of(path, _GENERATION)
-  ends = given.get("eos_token_id", values.get("eos_token_id"))
-  generation: dict[str, Any] = {} if ends is None else {"eos_id": ends}
-  numbers = ("repetition_penalty", "no_repeat_ngram_size")
-  generation |= {name: given[name] for name in numbers if given.get(name)}
-  # min_length counts the token that starts a decoder, or the prompt.
-  least = given.get("min_length", 0) - 1 if task == "seq2seq" else 0
-  if (least := given.get("min_new_tokens") or least) > 0:
-    generation["min_new"] = least
+  generation: dict[str, Any] = {}
+  end_ids = given.get("eos_token_id", values.get("eos_token_id"))
+  if end_ids is not None:
+    generation["eos_id"] = end_ids
+  for name in ("repetition_penalty", "no_repeat_ngram_size"):
+    if given.get(name):
+      generation[name] = given[name]
+  min_new = given.get("min_new_tokens")
+  if not min_new and task == "seq2seq":
+    # min_length also counts the token that starts the decoder. For a decoder
+    # without encoder it counts the prompt, so it says little about the answer.
+    min_new = given.get("min_length", 0) - 1
+  if min_new and min_new > 0:
+    generation["min_new"] = min_new
   if given.get("do_sample"):
     generation["temperature"] = given.get("temperature") or 1.0
     for name in ("top_k", "top_p"):
       if given.get(name) is not None:
         generation[name] = given[name]
-  return Saved(path, 0, config, data, {}, None, generation)
+  return generation
 
 
 def _json_of(folder: str, name: str) -> dict[str, Any]:
@@ -203,7 +233,12 @@ def _json_of(folder: str, name: str) -> dict[str, Any]:
 def variables(
   saved: Saved, weights: str, mesh: Mesh, *, with_base: bool = True
 ) -> dict[str, Any]:
-  """Reads the model's variables, sharded over all devices."""
+  """Reads the model's variables, sharded over all devices.
+
+  Args:
+    weights: "params" or "ema".
+    with_base: of a run with adapters, whether to load the base model too.
+  """
   if saved.is_published:
     return _published_variables(saved, weights, mesh)
   if saved.manifest is not None:
@@ -252,11 +287,8 @@ def with_adapter(
     own = saved.manifest.host_state.base if saved.manifest else {}
     expected = other.manifest.host_state.base if other.manifest else {}
     base = trained_adapters.base_of(params, base, own, expected)
-  return saved._replace(config=config), {
-    **loaded,
-    "params": params,
-    "base": base,
-  }
+  adapted = {**loaded, "params": params, "base": base}
+  return saved._replace(config=config), adapted
 
 
 def _published_variables(
@@ -284,7 +316,7 @@ def _published_variables(
 
 
 def _example(saved: Saved) -> list[jax.Array]:
-  """Inputs of a published model, of the sizes that its arrays depend on."""
+  """Inputs of a published model that its arrays' shapes depend on."""
   tokens = jnp.zeros((1, 2), jnp.int32)
   if saved.config["task"] in ("language_modeling", "seq2seq"):
     return [tokens] * (2 if saved.config["task"] == "seq2seq" else 1)
@@ -301,14 +333,17 @@ def _example(saved: Saved) -> list[jax.Array]:
 def _placed(
   arrays: Mapping[str, Any], weights: str, mesh: Mesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
+  """Specs of the arrays that `variables` needs, with their shardings."""
   tops = {name.partition("/")[0] for name in arrays}
   if weights not in WEIGHTS or weights not in tops:
     hint = did_you_mean(weights, tops & set(WEIGHTS))
     raise ConfigError(f"weights={weights!r}: not in the checkpoint.{hint}")
-  needed = {n for n in arrays if n.partition("/")[0] in (weights, "mutable")}
+  needed = {
+    name for name in arrays if name.partition("/")[0] in (weights, "mutable")
+  }
   iterates = averages.averaged(arrays)
   if weights == "params" and iterates:
-    # What a schedule-free optimizer averages with.
+    # A schedule-free optimizer evaluates averages, which depend on its state.
     needed |= {*iterates.values(), *averages.STATE}
   shapes = {
     name: jax.ShapeDtypeStruct(array.shape, array.dtype)

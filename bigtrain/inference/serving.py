@@ -1,14 +1,14 @@
-"""Exports a predict function for serving without this program.
+"""Exports a predict function, to serve it without this program.
 
-The file holds the function and its parameters, as ONNX, by the library
-jax2onnx, or as StableHLO, which needs jax alone:
+The file holds the function and its parameters: as ONNX, written by the library
+jax2onnx, or as StableHLO, which only jax is needed to run:
 
   from jax import export
   exported = export.deserialize(open("model.stablehlo", "rb").read())
   outputs = exported.call({"image": images})
 
-Beside it lies a JSON file of the same name with ".json": inputs and outputs,
-names of the classes, preprocessing, tokenizer and step.
+A JSON file beside it, "model.stablehlo.json", describes inputs and outputs,
+class names, preprocessing, tokenizer and step.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def export(
 ) -> tuple[int, int]:
   """Writes a predict function; returns (number of arrays, bytes of the file).
 
-  A call takes any number of examples unless `batch_size` is given.
+  The exported function accepts any number of examples, or only `batch_size`.
   """
   checkpoint = saved.find(path, step, "export")
   config = settings.Config(checkpoint.config)
@@ -72,7 +72,7 @@ def export(
   options = ops.pred_kw(checkpoint.config, pred, None)
   mesh = sharding.make_mesh(devices=jax.local_devices()[:1])
   variables = jax.device_get(saved.variables(checkpoint, weights, mesh))
-  read: set[str] = set()
+  read: set[str] = set()  # Names of the features that the function reads.
 
   def fn(batch: Mapping[str, Any]) -> Any:
     constants = jax.tree.map(jnp.asarray, variables)
@@ -80,7 +80,7 @@ def export(
 
   specs = _specs(checkpoint, batch_size)
   try:
-    jax.eval_shape(fn, specs)  # Finds the features that the function reads.
+    jax.eval_shape(fn, specs)  # Fills `read`.
     specs = {name: specs[name] for name in sorted(read)}
     if format == "onnx":
       content, outputs = _onnx(fn, specs)
@@ -93,9 +93,9 @@ def export(
     raise
   except Exception as e:
     reason = " ".join(str(e).split())[:300]
-    size = "" if batch_size else " Give --batch_size for a fixed one."
+    hint = "" if batch_size else " Give --batch_size for a fixed one."
     raise ConfigError(
-      f"export: {pred} cannot be exported as {format}: {reason}.{size}"
+      f"export: {pred} cannot be exported as {format}: {reason}.{hint}"
     ) from e
   about = {
     "step": checkpoint.step,
@@ -114,10 +114,10 @@ def export(
 
 
 def _onnx(fn: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
-  """The content of the file, and specs of the outputs.
+  """Returns (the content of the file, specs of the outputs).
 
-  jax2onnx replaces functions of jax.numpy and flax by operators, but does not
-  know all of their arguments, so it gets the traced primitives instead.
+  jax2onnx replaces whole functions of jax.numpy and flax by operators of ONNX,
+  but does not support all of their arguments. So it gets the traced primitives.
   """
   jax2onnx = import_package("jax2onnx", "onnx", "'bigtrain[onnx]'")
   traced, outputs = jax.make_jaxpr(fn, return_shape=True)(specs)
@@ -160,8 +160,8 @@ def _specs(
   features = checkpoint.data.get("features")
   if not features:
     raise ConfigError(
-      f"export: {checkpoint.path} does not note the shapes of its data, as it "
-      "is of an earlier version; a run that continues from it does."
+      f"export: {checkpoint.path} is of an earlier version and does not have "
+      "the shapes of its data; a run that continues from it saves them."
     )
   size: Any = batch_size
   if batch_size is None:

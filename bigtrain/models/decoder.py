@@ -316,7 +316,7 @@ class Model(nn.Module):
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if segments is not None:
     raise ConfigError(
-      "prefix: expected one text a row, got packed rows (segments)."
+      "prefix: expected one text per example, got packed ones (segments)."
     )
   layers = layer_kinds.of_model(model)
   if any(cache.window for cache in layers.caches):

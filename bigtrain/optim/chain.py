@@ -58,6 +58,7 @@ def make(
   units: Units,
   param_views: Mapping[str, View] | None = None,
 ) -> Optimizer:
+  """Makes the optimizer of a config, for parameters of these shapes."""
   recipe = read(cfg, params_shapes, units, param_views)
   return Optimizer(build(recipe), recipe.hparams, recipe.trainable)
 
@@ -72,7 +73,6 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     loss: (sum, weight), for optimizers that use the loss.
     grad_norm: L2 norm of all gradients, if it is already known.
   """
-
   # Made here already, so that mistakes in the config are errors now.
   initial = _last_stages(recipe, recipe.hparams(0))
 

@@ -1,8 +1,10 @@
-"""What a run reports: rows of metrics, progress, time, FLOPs and its setup.
+"""What a run reports: log entries, dashboards, progress, time, FLOPs, setup.
 
-Open writers.py first: it writes metrics.jsonl (rows.py), the files beside it
-(media.py), TensorBoard (loggers.py), W&B, MLflow, trackio (trackers.py) and the
-console (console.py). chrono.py accounts for time, flops.py counts model FLOPs,
-record.py writes config.json and run.json, and ending.py has a run's last lines.
-main, runtime, the tools and some evaluators import this package.
+Open writers.py first. It writes each log entry to metrics.jsonl
+(log_entries.py), to files beside it (media.py), to the loggers (loggers.py:
+tensorboard.py, trackers.py and users' metric writers), and to the console
+(console.py). chrono.py accounts for time, flops.py counts model FLOPs,
+record.py writes config.json and run.json, parameters.py the table of
+parameters, and ending.py the last lines of a run. main, runtime, the tools and
+some evaluators import this package.
 """

@@ -1,8 +1,8 @@
 """Loggers: dashboards that show the log entries of a run.
 
 A logger is a metric writer: an object with the methods of clu's
-`metric_writers.MetricWriter`. So a writer that a user of big_vision or T5X
-already has plugs in by its dotted path:
+`metric_writers.MetricWriter`, as T5X, Scenic and many other projects have them.
+So a writer that a user already has plugs in by its dotted path:
 
   config.loggers = dict(mine=dict(type="my_project.Writer", verbose=True))
 
@@ -20,12 +20,14 @@ import os
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from absl import logging
+
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.modules import find_attribute
 from bigtrain.files import paths
 from bigtrain.reports import media, trackers
-from bigtrain.reports.rows import Row
+from bigtrain.reports.log_entries import Entry
 from bigtrain.reports.tensorboard import TensorBoard
 
 
@@ -166,16 +168,18 @@ class Feed:
 
   def __init__(self, logger: Logger, workdir: str, first_step: int):
     hparams, self._evaluations = _read_config(workdir)
+    self._name = logger.name
     self._writer = logger.open(workdir, first_step)
-    self._writer.write_hparams(hparams)
+    self._unsupported: set[str] = set()  # Methods that are not implemented.
+    self._call("write_hparams", hparams)
     if table := _read_text(workdir, "parameters.txt"):
       # Dashboards show texts as Markdown, in which indented lines keep their
       # columns.
       shown = "".join(f"    {line}\n" for line in table.splitlines())
       text = media.MediaText.of(media.Text(table), shown, "parameters.txt")
-      self._writer.write_texts(first_step, {"parameters": text})
+      self._call("write_texts", first_step, {"parameters": text})
 
-  def write(self, entry: Row, shown: Mapping[str, Any]) -> None:
+  def write(self, entry: Entry, shown: Mapping[str, Any]) -> None:
     """Writes a log entry and the media that it has paths of (`media.split`)."""
     step = entry["step"]
     scalars = {
@@ -198,13 +202,26 @@ class Feed:
       else:
         histograms[name], num_buckets[name] = media.histogram_array(value, path)
     if scalars:
-      self._writer.write_scalars(step, scalars)
+      self._call("write_scalars", step, scalars)
     if images:
-      self._writer.write_images(step, images)
+      self._call("write_images", step, images)
     if texts:
-      self._writer.write_texts(step, texts)
+      self._call("write_texts", step, texts)
     if histograms:
-      self._writer.write_histograms(step, histograms, num_buckets=num_buckets)
+      self._call("write_histograms", step, histograms, num_buckets=num_buckets)
+
+  def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    """Calls a method, unless an earlier call has shown that it does nothing.
+
+    clu warns that not all writers can show images, texts or histograms.
+    """
+    if method in self._unsupported:
+      return
+    try:
+      getattr(self._writer, method)(*args, **kwargs)
+    except NotImplementedError:
+      self._unsupported.add(method)
+      logging.warning("%s does not implement %s.", self._name, method)
 
   def flush(self) -> None:
     self._writer.flush()

@@ -1,7 +1,7 @@
 """Writes log entries to metrics.jsonl, to loggers and to the console.
 
-A background thread of process 0 writes metrics.jsonl (rows.py) and the files
-that its entries name (media.py). If it fails, the run fails. Each logger
+A background thread of process 0 writes metrics.jsonl (log_entries.py) and the
+files that its entries name (media.py). If it fails, the run fails. Each logger
 (loggers.py) has a thread of its own; a logger that fails or hangs is turned
 off, and the run goes on.
 """
@@ -19,12 +19,19 @@ from typing import Any
 from absl import logging
 
 from bigtrain.files import disk
-from bigtrain.reports import media
+from bigtrain.reports import log_entries, media
 from bigtrain.reports.console import Console
+from bigtrain.reports.log_entries import (
+  FILE_NAME,
+  Entry,
+  EntryFile,
+  WriteError,
+)
 from bigtrain.reports.loggers import Feed, Logger
-from bigtrain.reports.rows import FILE_NAME, Row, RowFile, WriteError, read_rows
 
 __all__ = ["Console", "WriteError", "Writers", "read_rows"]
+
+read_rows = log_entries.read  # The name in docs/config.md, for users' scripts.
 
 # Longest time that an entry waits to be flushed to disk, and to dashboards.
 _FLUSH_SECS = 2.0
@@ -58,7 +65,7 @@ class Writers:
     if process_index:
       return
     self._workdir = workdir
-    self._file = RowFile(os.path.join(workdir, FILE_NAME), restored_step)
+    self._file = EntryFile(os.path.join(workdir, FILE_NAME), restored_step)
     self.last_alive = self._file.last_alive
     first_step = 0 if restored_step is None else restored_step + 1
     self._logger_threads = [
@@ -140,7 +147,7 @@ class Writers:
         return
       item.set()
 
-  def _write(self, entry: Row, shown: Mapping[str, Any]) -> None:
+  def _write(self, entry: Entry, shown: Mapping[str, Any]) -> None:
     # An entry must not name a file that does not exist yet.
     save = functools.partial(media.save, self._workdir, entry["step"], shown)
     self._on_file(save, path="media")
@@ -163,7 +170,7 @@ class Writers:
       self._error = WriteError(f"cannot write {path}: {reason}{room}")
       self._error.__cause__ = e
 
-  def _show(self, entry: Row) -> None:
+  def _show(self, entry: Entry) -> None:
     # In the caller's thread, so that it is in order with log messages.
     try:
       if self._working_console:

@@ -10,6 +10,7 @@
   hooks.py           calls the hooks of the config; hook_context.py is what they
                      see of the run
   interactive.py     Ctrl-C and messages in notebooks
+  no_workdir.py      runs that keep no files
   jax_flags.py       flags of jax and absl
   host_memory.py     settings of malloc
   debugging.py       logged shapes, and guarded transfers

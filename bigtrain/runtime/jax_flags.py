@@ -61,7 +61,8 @@ def apply(values: flags.FlagValues) -> None:
   if any(flag.present for flag in by_module.get(_LOGGING, ())):
     logging.use_absl_handler()
     flags.FLAGS.mark_as_parsed()
-  if folder := values["log_dir"].value:
+  folder = values["log_dir"].value
+  if folder:
     folder = os.path.abspath(os.path.expanduser(folder))
     os.makedirs(folder, exist_ok=True)
     logging.get_absl_handler().use_absl_log_file("bigtrain", folder)

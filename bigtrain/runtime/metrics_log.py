@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from bigtrain.reports import chrono, media, record, rows, writers
+from bigtrain.reports import chrono, log_entries, media, record, writers
 from bigtrain.runtime.hooks import Hooks
 from bigtrain.runtime.programs import Programs
 from bigtrain.step import running_metrics, spikes
@@ -40,10 +40,13 @@ class MetricsLog:
   def __post_init__(self) -> None:
     self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
     self._noted: set[str] = set()  # Programs whose costs are written.
-    self._rows = {row["step"]: row for row in rows.read_rows(self.workdir)}
+    # {step: log entry} of those that are on disk at the start.
+    self._entries = {
+      entry["step"]: entry for entry in log_entries.read(self.workdir)
+    }
     self.newest: dict[str, Any] = {}
-    for row in self._rows.values():
-      self.newest.update(row)
+    for entry in self._entries.values():
+      self.newest.update(entry)
 
   def replay(self, step: int, owns: Callable[[str], bool]) -> bool:
     """Shows the hooks an evaluation's results that are already on disk.
@@ -54,7 +57,8 @@ class MetricsLog:
 
     Returns: whether there are results.
     """
-    results = {k: v for k, v in self._rows.get(step, {}).items() if owns(k)}
+    entry = self._entries.get(step, {})
+    results = {name: value for name, value in entry.items() if owns(name)}
     if results:
       self.hooks.after_row({"step": step, **results})
     return bool(results)
@@ -85,14 +89,15 @@ class MetricsLog:
   ) -> None:
     """Writes the results of an evaluation."""
     self._note(name)
-    row = {f"{name}/{k}": v for k, v in results.items()}
-    self._write({"step": step, **row})
+    named = {f"{name}/{metric}": value for metric, value in results.items()}
+    self._write({"step": step, **named})
 
-  def _write(self, row: dict[str, Any]) -> None:
-    row, shown = media.split(row)
-    self.newest.update(row)
-    self.writer.write(row, shown)
-    self.hooks.after_row(row)
+  def _write(self, entry: dict[str, Any]) -> None:
+    """Passes a log entry on; images and the like go to the writers alone."""
+    scalars, shown = media.split(entry)
+    self.newest.update(scalars)
+    self.writer.write(scalars, shown)
+    self.hooks.after_row(scalars)
 
   def _note(self, program: str, **facts: float) -> dict[str, float]:
     """Writes a program's costs to run.json, and returns them, once."""
@@ -101,5 +106,9 @@ class MetricsLog:
     self._noted.add(program)
     costs = self.programs.facts(program)
     record.update(self.workdir, programs={program: costs}, **facts)
-    sizes = {k: v for k, v in costs.items() if k.endswith("_bytes")}
-    return {f"{program}_{name}": v for name, v in sizes.items()} | facts
+    sizes = {
+      f"{program}_{name}": value
+      for name, value in costs.items()
+      if name.endswith("_bytes")
+    }
+    return sizes | facts

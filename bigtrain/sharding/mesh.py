@@ -101,9 +101,11 @@ def schedule_of(mesh: Any) -> Schedule:
 
 
 def from_config(config: Config) -> Mesh:
+  """Makes the mesh of config.mesh, inside `absent_devices` of absent ones."""
   options = config.kwargs("mesh")
   check_kwargs(make_mesh, options, f"{config.path}.mesh", given=("devices",))
-  if topology := absent.current_topology.get():
+  topology = absent.current_topology.get()
+  if topology:
     options["devices"] = absent.devices(topology)
   return make_mesh(**options)
 

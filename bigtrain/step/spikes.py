@@ -8,7 +8,7 @@ about `window` steps; the first `window` steps of a run are never spikes. A
 spike enters the averages only up to the limit, so that one spike does
 not hide another, and a level that stays high becomes normal after some steps.
 
-  "warn"  The state takes the step.
+  "warn"  The spike is reported, and the state advances as usual.
   "skip"  The state stays as it was, and training continues with the next batch.
   "rollback"  The run returns to the last checkpoint and skips the batches from
           there to the spike, see guard.py.

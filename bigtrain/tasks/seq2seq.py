@@ -87,7 +87,7 @@ def generate(
   inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
     raise ConfigError(
-      "generate: expected one document a row, got packed inputs "
+      "generate: expected one document per example, got packed inputs "
       "(inputs_segments)."
     )
   decoding.check_beams(num_beams, temperature, "generate")

@@ -232,11 +232,7 @@ def sample(
       f"{max_len}."
     )
   ends = jnp.asarray(eos_ids(eos_id), jnp.int32)
-  keys_B = None
-  if temperature:
-    assert rng is not None
-    ids_B = jnp.arange(B) if ids_B is None else ids_B
-    keys_B = jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
+  keys_B = _keys(rng, ids_B, B) if temperature else None
   tokens_BL = jnp.pad(prompt_BL.astype(jnp.int32), [(0, 0), (0, max_len - L)])
   in_prompt_BL = jnp.arange(max_len) < prompt_len_B[:, None]
   tokens_BL = jnp.where(in_prompt_BL, tokens_BL, pad_id)
@@ -266,10 +262,16 @@ def sample(
   zeros_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
   start = jnp.asarray(start, jnp.int32)
   initial = start, tokens_BL, zeros_BL, prompt_len_B == 0, cache
-  _, tokens_BL, log_probs_BL, _, _ = jax.lax.while_loop(
-    unfinished, step, initial
-  )
+  final = jax.lax.while_loop(unfinished, step, initial)
+  _, tokens_BL, log_probs_BL, _, _ = final
   return tokens_BL, log_probs_BL
+
+
+def _keys(rng: Any, ids_B: jax.Array | None, B: int) -> jax.Array:
+  """Returns a random key for each example."""
+  if ids_B is None:
+    ids_B = jnp.arange(B)
+  return jax.vmap(functools.partial(jax.random.fold_in, rng))(ids_B)
 
 
 def _at(x_BL: jax.Array, position: jax.Array) -> jax.Array:

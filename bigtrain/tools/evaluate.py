@@ -45,7 +45,7 @@ from bigtrain.objective import (
   teacher,
   trained_adapters,
 )
-from bigtrain.reports import media, record, rows
+from bigtrain.reports import log_entries, media, record
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
 
@@ -89,7 +89,7 @@ def evaluate_all(
   config = _read_config(workdir, changes)
   if not follow and not folders.steps(workdir):
     raise ConfigError(f"--workdir={workdir}: there are no checkpoints.")
-  done = {results["step"] for results in rows.read_rows(output)}
+  done = {results["step"] for results in log_entries.read(output)}
   evaluate_checkpoint = None
   while True:
     # In this order: once the run has ended, the list of steps is complete.
@@ -116,7 +116,9 @@ def evaluate_all(
       logging.warning("Step %d: its checkpoint is gone; skipped.", step)
       continue
     if jax.process_index() == 0:
-      file = rows.RowFile(os.path.join(output, rows.FILE_NAME), sys.maxsize)
+      file = log_entries.EntryFile(
+        os.path.join(output, log_entries.FILE_NAME), sys.maxsize
+      )
       file.add(results)
       file.close()
     yield results
@@ -124,7 +126,7 @@ def evaluate_all(
 
 def _is_finished(workdir: str) -> bool:
   newest = {}
-  for entry in rows.read_rows(workdir):
+  for entry in log_entries.read(workdir):
     newest.update(entry)
   return runs.state(workdir, newest) == "finished"
 

@@ -25,7 +25,7 @@ from bigtrain.cluster import process
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits
 
 # Keys of a config that do not change the steps, but take time or write files.
@@ -50,7 +50,7 @@ def replay(
 
   workdir = paths.absolute(workdir)
   config = record.read_config(workdir)
-  logged = {entry["step"]: entry for entry in rows.read_rows(workdir)}
+  logged = {entry["step"]: entry for entry in log_entries.read(workdir)}
   saved = folders.find_all(workdir) if folders.steps(workdir) else {}
   start = max((s for s in saved if s < step), default=0)
   if step not in saved and not any(start < s <= step for s in logged):
@@ -68,7 +68,7 @@ def replay(
     loading.override(config, change)
   with tempfile.TemporaryDirectory(prefix="bigtrain-replay-") as folder:
     bigtrain.main.train(config, folder)
-    replayed = {entry["step"]: entry for entry in rows.read_rows(folder)}
+    replayed = {entry["step"]: entry for entry in log_entries.read(folder)}
     in_both = sorted(s for s in replayed if start < s <= step and s in logged)
     for number in in_both:
       difference = _metric_difference(number, replayed[number], logged[number])

@@ -27,11 +27,11 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import lease
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits, ranking
 
 # Files that a run writes to while it is alive.
-_SIGNS_OF_LIFE = (rows.FILE_NAME, "run.json", lease.FILE)
+_SIGNS_OF_LIFE = (log_entries.FILE_NAME, "run.json", lease.FILE)
 
 
 class Line(NamedTuple):
@@ -58,7 +58,7 @@ def find(folder: str) -> Iterator[str]:
 def describe(
   workdir: str, metric: str | None = None, mode: str | None = None
 ) -> Line:
-  entries = rows.read_rows(workdir)
+  entries = log_entries.read(workdir)
   newest = {name: value for entry in entries for name, value in entry.items()}
   info = record.read_json(os.path.join(workdir, "run.json")) or {}
   starts = info.get("starts") or [{}]
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
       "config.json."
     )
   if args.metric:  # An unknown one is an error.
-    entries = itertools.chain(*map(rows.read_rows, workdirs))
+    entries = itertools.chain(*map(log_entries.read, workdirs))
     names = {name for entry in entries for name in entry}
     ranking.choose(names, args.metric, args.mode)
   lines = [describe(path, args.metric, args.mode) for path in workdirs]

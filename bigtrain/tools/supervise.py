@@ -30,7 +30,7 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.files import paths
-from bigtrain.reports import rows
+from bigtrain.reports import log_entries
 from bigtrain.tools import arguments, exits
 
 _ENDING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
@@ -134,7 +134,7 @@ def _may_start_again(code: int, options: argparse.Namespace) -> bool:
 
 def _newest_step(workdir: str) -> int:
   try:
-    entries = rows.read_rows(workdir)
+    entries = log_entries.read(workdir)
     saved_step = folders.newest(workdir) or 0
   except (OSError, CheckpointError) as e:
     _print(f"progress is unknown: {e}")

@@ -30,7 +30,7 @@ import time
 from support.processes import exit_codes
 
 from bigtrain.checkpoints import folders, integrity
-from bigtrain.reports import rows as rows_lib
+from bigtrain.reports import log_entries
 from faults import program as program_lib
 
 # Average number of steps between two kills. Every other step saves, so a
@@ -49,7 +49,7 @@ _EARLY = 4
 
 
 def _newest_row(workdir):
-  rows = rows_lib.read_rows(str(workdir))
+  rows = log_entries.read(str(workdir))
   return rows[-1]["step"] if rows else 0
 
 
@@ -196,7 +196,7 @@ def soak(
   run(killed, *saves)
   assert not local or not [*hosts.iterdir()]
   program_lib.assert_same_run(killed, quiet, total)
-  assert rows_lib.read_rows(str(killed))[-1]["spike_steps"] > 0
+  assert log_entries.read(str(killed))[-1]["spike_steps"] > 0
 
 
 def _main():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigtrain.reports import rows as rows_lib
+from bigtrain.reports import log_entries
 from faults.program import assert_same_run
 
 
@@ -21,6 +21,6 @@ def test_a_logger_never_ends_the_run(program, workdir, undisturbed, problem):
   assert process.text().count("TensorBoard failed") == (problem == "fails")
   assert process.text().count("Traceback") == 0
   assert_same_run(workdir, undisturbed, 24)
-  steps = [row["step"] for row in rows_lib.read_rows(str(workdir))]
-  rows = rows_lib.read_rows(str(undisturbed))
+  steps = [row["step"] for row in log_entries.read(str(workdir))]
+  rows = log_entries.read(str(undisturbed))
   assert steps == [row["step"] for row in rows]

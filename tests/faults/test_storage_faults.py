@@ -10,7 +10,7 @@ import tiny
 from support import disks
 
 from bigtrain.checkpoints import integrity
-from bigtrain.reports import rows as rows_lib
+from bigtrain.reports import log_entries
 from faults.program import assert_same_run, path_of, steps
 
 
@@ -78,7 +78,7 @@ def test_slow_storage(program, workdir, undisturbed, tmp_path, point):
   assert most_writing == 1
   # Two are kept, one or two are being removed, and one is being written.
   assert most_there <= 6, "the disk fills up"
-  rows = rows_lib.read_rows(str(workdir))
+  rows = log_entries.read(str(workdir))
   stalls = [row.get("ckpt_stall_secs", 0) for row in rows]
   assert max(stalls) > 0.3, "nothing waited for the storage"
   assert_same_run(workdir, undisturbed, 24)

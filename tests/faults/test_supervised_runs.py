@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bigtrain.reports import rows as rows_lib
+from bigtrain.reports import log_entries
 from faults.program import assert_same_run, steps
 
 SUPERVISE = (sys.executable, "-m", "bigtrain.tools.supervise")
@@ -25,7 +25,7 @@ def child_of(process):
 
 def until_row(process, workdir, step):
   def has_row():
-    rows = rows_lib.read_rows(str(workdir))
+    rows = log_entries.read(str(workdir))
     return bool(rows) and rows[-1]["step"] >= step
 
   process.until(has_row, f"a row of step {step}")

@@ -30,7 +30,7 @@ from bigtrain.cluster import lease, watchdog
 from bigtrain.config import choices
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import objects, paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import checkpoint as tool
 
 
@@ -366,7 +366,7 @@ def test_the_lease_of_a_dead_process_is_taken_over(workdir, caplog):
 
 def test_rows_are_cut_on_resuming_and_written_once(workdir):
   path = f"{workdir}/metrics.jsonl"
-  file = rows.RowFile(path, None)
+  file = log_entries.EntryFile(path, None)
   assert file.last_alive is None
   for step in (1, 2, 3):
     file.add({"step": step, "loss": 1.0 / step})
@@ -374,20 +374,21 @@ def test_rows_are_cut_on_resuming_and_written_once(workdir):
   file.add({"step": 2, "val/acc": 0.5})  # Of an earlier step.
   file.add({"step": 4, "loss": 0.25})
   file.sync()
-  assert [row["step"] for row in rows.read_rows(workdir)] == [1, 2, 3, 4]
+  assert [row["step"] for row in log_entries.read(workdir)] == [1, 2, 3, 4]
   file.add({"step": 5, "loss": 0.2})
   file.close()  # Like a killed process: step 5 was not uploaded.
-  file = rows.RowFile(path, 3)
-  assert rows.read_rows(workdir) == [
+  file = log_entries.EntryFile(path, 3)
+  assert log_entries.read(workdir) == [
     {"step": 1, "loss": 1.0},
     {"step": 2, "loss": 0.5, "val/acc": 0.5},
     {"step": 3, "loss": 1.0 / 3},
   ]
   file.add({"step": 4, "loss": 0.125})
   file.publish()
-  assert rows.read_rows(workdir)[-1]["step"] == 3  # The last upload was recent.
+  # The last upload was recent.
+  assert log_entries.read(workdir)[-1]["step"] == 3
   file.sync()
-  assert rows.read_rows(workdir)[-1] == {"step": 4, "loss": 0.125}
+  assert log_entries.read(workdir)[-1] == {"step": 4, "loss": 0.125}
   file.close()
 
 

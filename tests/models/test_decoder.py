@@ -418,7 +418,7 @@ def test_token_ids_outside_the_vocabulary_give_nan():
     ),
     (
       dict(rope_scaling=dict(type="yarn", factor=2.0)),
-      "rope_scaling: type 'yarn' takes factor, original_len; missing: orig",
+      "rope_scaling: type 'yarn' needs factor, original_len; missing: orig",
     ),
     (
       dict(

@@ -29,7 +29,7 @@ def loss_fn(variables, batch, rng):
   return {"loss": metrics.pair(losses)}, {}
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", cases.quick([1, 2], 2))
 @pytest.mark.parametrize("devices", cases.quick([1, 8], 8))
 @pytest.mark.parametrize("name", golden.CASES)
 def test_four_steps_equal_big_vision(name, devices, microbatches):

@@ -1,4 +1,4 @@
-"""A metric writer as a user of big_vision or T5X has one: a subclass of clu's.
+"""A metric writer as users of T5X or Scenic have one: a subclass of clu's.
 
 clu's abstract class is read from its file: importing its package loads
 tensorflow and needs tensorboard, which these tests must not.

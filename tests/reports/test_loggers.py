@@ -179,6 +179,40 @@ def test_the_result_of_a_function_is_checked_too(tmp_path, caplog):
   assert "make_scalars_only has no write_images" in caplog.text
 
 
+def test_methods_that_are_not_implemented_are_called_once(tmp_path, caplog):
+  scalars, texts = [], []
+
+  class Partial:
+    def write_hparams(self, hparams):
+      raise NotImplementedError
+
+    def write_scalars(self, step, values):
+      scalars.append(step)
+
+    def write_texts(self, step, values):
+      texts.append(step)
+      raise NotImplementedError("only numbers")
+
+    def flush(self):
+      pass
+
+    def close(self):
+      scalars.append("closed")
+
+  logger = loggers.Logger("partial", lambda workdir, first_step: Partial())
+  writer = writers.Writers(str(tmp_path), loggers=[logger])
+  for step in (1, 2):
+    entry = {"step": step, "loss": 0.5, "note": media.Text("x")}
+    writer.write(*media.split(entry))
+  writer.close()
+  assert (scalars, texts) == ([1, 2, "closed"], [1])
+  messages = [r.getMessage() for r in caplog.records]
+  assert messages == [
+    "partial does not implement write_hparams.",
+    "partial does not implement write_texts.",
+  ]
+
+
 def test_which_loggers_a_config_has(monkeypatch):
   monkeypatch.setattr(loggers.trackers, "check", lambda key, options: None)
   names = lambda **config: [

@@ -504,7 +504,7 @@ def test_all_tokens_see_the_whole_prefix_and_only_it(model, variables):
     for row, size in enumerate(sizes):
       sees = np.arange(L) >= at if at >= size else np.ones(L, bool)
       assert moved[row].tolist() == sees.tolist(), (at, size)
-  with pytest.raises(ConfigError, match="one text a row"):
+  with pytest.raises(ConfigError, match="one text per example"):
     logits(variables, batch | {"segments": jnp.ones((B, L), jnp.int32)})
   window = model.clone(window=4)
   with pytest.raises(ConfigError, match="got config.model.window"):

@@ -12,7 +12,7 @@ import pytest
 
 from bigtrain import main
 from bigtrain.config.errors import ConfigError
-from bigtrain.reports import rows
+from bigtrain.reports import log_entries
 from bigtrain.tools import evaluate
 
 
@@ -55,8 +55,8 @@ def test_all_checkpoints_and_those_to_come(tiny_config, tmp_path, monkeypatch):
   assert list(tool(workdir, follow=True)) == [6, 8] and len(naps) == 1
   assert list(tool(workdir, follow=True)) == []
   assert list(tool(workdir, all_checkpoints=True)) == []
-  own = {row["step"]: row for row in rows.read_rows(str(workdir))}
-  others = rows.read_rows(str(workdir / "evaluate"))
+  own = {row["step"]: row for row in log_entries.read(str(workdir))}
+  others = log_entries.read(str(workdir / "evaluate"))
   assert [row["step"] for row in others] == [2, 4, 6, 8]
   for row in others:
     assert row["val/loss"] == own[row["step"]]["val/loss"]

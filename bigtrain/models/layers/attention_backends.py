@@ -7,7 +7,7 @@ library for TPUs, NVIDIA's "cudnn" and those of the package "tokamax" for GPUs.
 
 The table at the end has two functions for each backend: why it cannot compute a
 call, and why it is the best for one. `choose` goes through it from top to
-bottom. tools.plan prints these reasons.
+bottom. The log and run.json have its reasons.
 """
 
 import importlib.util
@@ -127,7 +127,7 @@ def choose(name: str, call: Call) -> str:
     best = None if unsupported[name] else backend.best_because(call)
     if best:
       break
-    against.append(f"{name}: {unsupported[name] or 'does not pay'}")
+    against.append(f"{name}: {unsupported[name] or 'not the fastest here'}")
   reason = "; ".join([str(best), *against])
   if choices.note_choice(KEY, str(call), name, reason):
     logging.debug("%s: %s for %s (%s).", KEY, name, call, reason)
@@ -183,7 +183,7 @@ def _tokamax_unsupported_because(call: Call) -> str | None:
 def _inputs_unsupported_because(call: Call) -> str | None:
   """Why kernels of GPUs cannot; their masks and biases are matrices."""
   if call.sinks:
-    return "its softmax takes no sinks"
+    return "its softmax has no sinks"
   if call.bias:
     return "its bias is a matrix of all scores"
   if call.causal and call.sequence > 1:

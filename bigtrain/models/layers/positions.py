@@ -182,7 +182,7 @@ def read_scaling(
   missing = [name for name in known.required if name not in given]
   if missing:
     raise ConfigError(
-      f"{key}: type {kind!r} takes {', '.join(known.required)}; missing: "
+      f"{key}: type {kind!r} needs {', '.join(known.required)}; missing: "
       f"{', '.join(missing)}."
     )
   scaling = dict.fromkeys(known.optional) | dict(known.defaults) | dict(given)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import layouts, tables, vit_families
+from bigtrain.models.published import array_files, layouts, vit_families
 from bigtrain.models.published.encoder_rules import TRANSFORMER_KEYS, mlp
 from bigtrain.models.published.families import ConfigJson, Family, Key, Rule
 from bigtrain.models.published.tables import (
@@ -177,14 +177,14 @@ _IGNORED = {
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
+  """Converts a file's arrays; see array_files.load."""
   ignored = dict(_IGNORED)
   if "mlm_bias" not in like:
     ignored[r"(cls|lm_head)\..*"] = "of the prediction of tokens"
   if "pre_logits/kernel" not in like:
     ignored[r"pooler\..*"] = "of features without a tanh layer"
   arrays = {name: family.arrays for name, family in FAMILIES.items()}
-  result = tables.load(
+  result = array_files.load(
     {**arrays, "flaxformer": _FLAXFORMER},
     {_name_in_tables(name): x for name, x in flat.items()},
     like,

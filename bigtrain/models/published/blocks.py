@@ -1,6 +1,8 @@
-"""Parameters of a stack's blocks: stacked in one array, or each on its own.
+"""Names of parameters in blocks: stacked in one array, or separate.
 
-models/layers/stack.py defines both forms.
+models/layers/stack.py defines both forms, and this module converts between
+them: `parse_name` reads a name, `layouts` finds the form of each stack, and
+`restack_blocks` changes it.
 """
 
 import itertools
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Start of the names of experts' selection biases, which are no parameters.
+# Start of the names of experts' selection biases: state, not parameters.
 STATE = "router_state/"
 
 
@@ -24,7 +26,7 @@ class Block(NamedTuple):
 
   @property
   def key(self) -> str:
-    """The stack; state is by the layers of the parameters that it is of."""
+    """The stack; state is stored as the parameters that it belongs to."""
     return self.stack.removeprefix(STATE)
 
 
@@ -69,17 +71,19 @@ class Layout(NamedTuple):
 def layouts(
   names: Iterable[str], block: str, separator: str = "_"
 ) -> dict[str, Layout]:
+  """{stack: how its blocks are stored}, from the names of parameters."""
   periods: dict[str, int] = {}
   separate: dict[str, set[int]] = {}
   for name in names:
-    if parsed := parse_name(name, block, separator):
-      numbers = separate.setdefault(parsed.key, set())
-      period = 0
-      if parsed.layer is None:
-        period = parsed.place + 1
-      else:
-        numbers.add(parsed.layer)
-      periods[parsed.key] = max(periods.get(parsed.key, 0), period)
+    parsed = parse_name(name, block, separator)
+    if parsed is None:
+      continue
+    period = periods.setdefault(parsed.key, 0)
+    separate.setdefault(parsed.key, set())
+    if parsed.layer is None:
+      periods[parsed.key] = max(period, parsed.place + 1)
+    else:
+      separate[parsed.key].add(parsed.layer)
   return {
     stack: Layout(period, frozenset(separate[stack]))
     for stack, period in periods.items()
@@ -95,37 +99,50 @@ def restack_blocks(
 ) -> dict[str, np.ndarray]:
   """Stacks or unstacks blocks to match the names of `like`.
 
-  Blocks that cannot be stacked, since one is missing or differs in shape, are
-  in the result one by one, under names that no caller knows.
+  Blocks that cannot be stacked, because one is missing or differs in shape, are
+  in the result one by one. No caller knows their names, so they are reported as
+  unused.
   """
   old = layouts(flat, block, separator)
   new = layouts(like, block, separator)
   result: dict[str, Any] = {}
-  by_name: dict[str, tuple[Layout, int, dict[int, np.ndarray]]] = {}
+  stacks: dict[str, _Stack] = {}
   for name, value in flat.items():
     parsed = parse_name(name, block, separator)
-    key = parsed.key if parsed else ""
-    if parsed is None or new.get(key, old[key]) == old[key]:
+    if (
+      parsed is None or new.get(parsed.key, old[parsed.key]) == old[parsed.key]
+    ):
       result[name] = value
       continue
+    layout = new[parsed.key]
     if parsed.layer is None:
-      layers = old[key].layers(parsed.place, len(value))
-      numbered = dict(zip(layers, value))
+      layers = old[parsed.key].layers(parsed.place, len(value))
+      by_layer = dict(zip(layers, value))
     else:
-      numbered = {parsed.layer: value}
-    for layer, value_i in numbered.items():
-      place = new[key].stacked_at(layer)
+      by_layer = {parsed.layer: value}
+    for layer, layer_value in by_layer.items():
+      place = layout.stacked_at(layer)
       if place is None:
-        result[f"{parsed.stack}{separator}{layer}{parsed.rest}"] = value_i
+        result[f"{parsed.stack}{separator}{layer}{parsed.rest}"] = layer_value
         continue
-      of_place = f"/{place}" if new[key].period > 1 else ""
-      name = parsed.stack + of_place + parsed.rest
-      by_name.setdefault(name, (new[key], place, {}))[2][layer] = value_i
-  for name, (layout, place, stacked) in by_name.items():
-    expected = layout.layers(place, len(stacked))
-    complete = set(stacked) == {*expected}
-    if complete and len({value.shape for value in stacked.values()}) == 1:
-      result[name] = np.stack([stacked[i] for i in expected])
-    else:  # The caller lists them.
-      result |= {f"{name} of layer {i}": x for i, x in stacked.items()}
+      in_period = f"/{place}" if layout.period > 1 else ""
+      new_name = parsed.stack + in_period + parsed.rest
+      if new_name not in stacks:
+        stacks[new_name] = _Stack(layout, place, {})
+      stacks[new_name].values[layer] = layer_value
+  for name, stack in stacks.items():
+    expected = stack.layout.layers(stack.place, len(stack.values))
+    is_complete = set(stack.values) == {*expected}
+    if is_complete and len({x.shape for x in stack.values.values()}) == 1:
+      result[name] = np.stack([stack.values[i] for i in expected])
+    else:
+      result |= {f"{name} of layer {i}": x for i, x in stack.values.items()}
   return result
+
+
+class _Stack(NamedTuple):
+  """The blocks of a stacked parameter, while they are collected."""
+
+  layout: Layout
+  place: int  # In the period.
+  values: dict[int, np.ndarray]  # By layer.

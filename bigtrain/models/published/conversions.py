@@ -1,4 +1,4 @@
-"""Arrays of parameter files: dtypes, names and position embeddings.
+"""Repairs of arrays in parameter files: dtypes, names, position embeddings.
 
 Axes: P patches, D model width.
 """
@@ -47,10 +47,11 @@ POSEMB_ALIGN = ("centers", "corners", "bicubic", "antialiased_bicubic")
 
 
 class Remark(NamedTuple):
-  """Why an array is not loaded as it is; takes its place in the result."""
+  """Reason why an array is not loaded as it is, in place of the array."""
 
-  # "merged" with another array; "ignored" constants; "dropped" on purpose;
-  # "unused", of the file; "missing", "reshaped", "retyped", of the model.
+  # Of arrays in the file: "merged" with another one, "ignored" because nothing
+  # needs it, "dropped" on purpose, "unused". Of the model's parameters:
+  # "missing" in the file, or "reshaped" or "retyped" there.
   status: str
   text: str  # Names of the arrays, and the reason.
 
@@ -66,8 +67,10 @@ def normalise(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
   numpy's file format saves bfloat16 as two untyped bytes ("V2").
   """
-  whole = lambda x: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x
-  values = {name: whole(value) for name, value in flat.items()}
+  values = {
+    name: x.view(ml_dtypes.bfloat16) if x.dtype == "V2" else x
+    for name, x in flat.items()
+  }
   for prefix in ("opt/target/", "params/"):
     if any(name.startswith(prefix) for name in values):
       return {name.removeprefix(prefix): v for name, v in values.items()}
@@ -96,10 +99,11 @@ def resample_posemb(
   """Resamples position embeddings to another grid of patches.
 
   Args:
-    align: "centers": bilinear; an embedding keeps its place in the image, and
-      smaller grids are antialiased. "corners": bilinear; the corners keep their
-      places, as in big_vision (scipy.ndimage.zoom of order 1). "bicubic": as in
-      DINOv2 (torch's interpolate). "antialiased_bicubic": as in timm.
+    align: one of POSEMB_ALIGN. "centers" is bilinear: an embedding keeps its
+      place in the image, and smaller grids are antialiased. "corners" is
+      bilinear too, but the corners keep their places, as in big_vision
+      (scipy.ndimage.zoom of order 1). "bicubic" is as in DINOv2 (torch's
+      interpolate), and "antialiased_bicubic" as in timm.
   """
   key = "config.model_init.convert.posemb_align"
   check_choice(key, align, POSEMB_ALIGN)
@@ -126,7 +130,8 @@ def _between_corners(old: int, new: int) -> np.ndarray:
 
 def _cubic(old: int, new: int) -> np.ndarray:
   """Weights [new, old] of cubic convolution with torch's coefficient."""
-  a, places = -0.75, (np.arange(new) + 0.5) * old / new - 0.5
+  a = -0.75
+  places = (np.arange(new) + 0.5) * old / new - 0.5
   result = np.zeros((new, old))
   for k in range(-1, 3):
     index = np.floor(places) + k
@@ -140,5 +145,6 @@ def _cubic(old: int, new: int) -> np.ndarray:
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:
+  """The grid of a square number of patches; None for other numbers."""
   side = math.isqrt(num_patches)
   return (side, side) if side * side == num_patches else None

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import layouts, mxfp4, tables
+from bigtrain.models.published import array_files, layouts, mxfp4
 from bigtrain.models.published.decoders import (
   cohere,
   gemma,
@@ -87,14 +87,14 @@ _PREFIXES = {
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
+  """Converts a file's arrays; see array_files.load."""
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
   ignored = {**_IGNORED, **_prediction_layers(names)}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
-  result = tables.load(
+  result = array_files.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
     mxfp4.joined({short: flat[name] for short, name in names.items()}),
     like,
@@ -105,7 +105,7 @@ def load(
     return None
   # A file may have a name with and without the prefix.
   twice = {name: flat[name] for name in set(flat) - set(names.values())}
-  return tables.with_names_of_file(result, names, like) | twice
+  return array_files.with_names_of_file(result, names, like) | twice
 
 
 def _short(name: str) -> str:

@@ -23,11 +23,11 @@ class Key(NamedTuple):
   """A key of config.json whose value is a field of ours, or an option of it."""
 
   name: str
-  default: Any = None  # What transformers takes if the file lacks the key.
+  default: Any = None  # Value in transformers if the file lacks the key.
 
 
 class Rule(NamedTuple):
-  """Fields that take more than a key each."""
+  """Fields for which one key each is not enough."""
 
   fields: tuple[str, ...]  # Fields of ours that `read` returns.
   keys: Mapping[str, Any]  # {key of config.json: value if absent}.
@@ -38,10 +38,10 @@ class Rule(NamedTuple):
 
 
 class Family(NamedTuple):
-  """Published models that differ in sizes and options alone, such as Qwen 3.
+  """Published models that differ only in sizes and options, such as Qwen 3.
 
-  Where two of them determine one field, a rule wins over a key, and a key over
-  a constant.
+  If several of them determine a field, a rule wins over a key, and a key over a
+  constant.
   """
 
   model_type: str  # Name of the family in config.json.
@@ -55,17 +55,15 @@ class Family(NamedTuple):
   defaults: Mapping[str, Any] = {}
   # {key: the only values that our model computes}.
   requires: Mapping[str, tuple[Any, ...]] = {}
-  aliases: Mapping[str, str] = {}
+  aliases: Mapping[str, str] = {}  # {other name of a key: key}.
   # Keys beside common_keys.HARMLESS that change no output.
   harmless: Collection[str] = ()
   # {our field: its value where a config need not name it}.
   neutral: Mapping[str, Any] = {}
   in_shapes: Collection[str] = ()  # Fields that the arrays' shapes show.
-  limits: Collection[
-    str
-  ] = ()  # Fields without effect, or of the user's choice.
-  # {field: array}: a file with the array decides, whatever a key that is true
-  # says.
+  # Fields that change no result, or that are the user's choice.
+  limits: Collection[str] = ()
+  # {field: array}: if the file has the array, it decides, and not a true key.
   unless: Mapping[str, str] = {}
   # Values of quantization_config.quant_method whose weights can be read.
   quantised: Collection[str] = ()
@@ -88,18 +86,22 @@ class Family(NamedTuple):
   ) -> "Family":
     """A family that differs from this one in what is given.
 
-    Mappings and `harmless` add to those of this family, and a rule replaces its
+    Mappings and `harmless` add to those of this family. A rule replaces the
     rules for the same fields.
 
     Args:
-      without: fields of this family that the new one does not have, or
-        determines in another way.
+      without: fields whose keys, constants and rules the new family does not
+        have.
     """
+    _check_known(f"{model_type}: without", without, self.fields())
     kept_keys = {x: key for x, key in self.keys.items() if x not in without}
     kept_constants = {
       x: value for x, value in self.constants.items() if x not in without
     }
     kept_rules = [x for x in self.rules if not {*x.fields} & {*without}]
+    of_rules = {field for rule in kept_rules for field in rule.fields}
+    _check_free(f"{model_type}: keys", keys, of_rules)
+    _check_free(f"{model_type}: constants", constants, of_rules | {*kept_keys})
     family = self._replace(
       model_type=model_type,
       architecture=architecture,
@@ -113,13 +115,17 @@ class Family(NamedTuple):
       quantised=(*self.quantised, *quantised),
       defaults={},
     )
-    known = family.absent().keys()
-    for key in defaults:
-      if key not in known:
-        hint = did_you_mean(key, known)
-        raise ValueError(f"{model_type}: defaults: {key}: unknown key.{hint}")
+    known = family.absent()
+    _check_known(f"{model_type}: defaults", defaults, known)
     inherited = {x: y for x, y in self.defaults.items() if x in known}
     return family._replace(defaults={**inherited, **defaults})
+
+  def fields(self) -> set[str]:
+    """Names of the fields that config.json determines."""
+    names = {*self.keys, *self.constants}
+    for rule in self.rules:
+      names |= {*rule.fields}
+    return names
 
   def absent(self) -> dict[str, Any]:
     """{key that is read: its value if config.json lacks it}."""
@@ -204,6 +210,28 @@ class Family(NamedTuple):
     for rule in self.rules:
       config |= rule.write(fields)
     return config
+
+
+def _check_known(
+  where: str, names: Collection[str], known: Collection[str]
+) -> None:
+  """Refuses misspelled names where a family is defined."""
+  for name in names:
+    if name not in known:
+      hint = did_you_mean(name, known)
+      raise ValueError(f"{where}: {name}: unknown name.{hint}")
+
+
+def _check_free(
+  where: str, names: Collection[str], taken: Collection[str]
+) -> None:
+  """Refuses fields on which what is given would have no effect."""
+  for name in names:
+    if name in taken:
+      raise ValueError(
+        f"{where}: {name}: the base determines it; without=({name!r},) leaves "
+        "that out."
+      )
 
 
 def _with_replacements(

@@ -1,18 +1,30 @@
 """Layers of several kinds: fields of a decoder by layer, and as a pattern.
 
-config.json lists what differs between layers; models.decoder repeats a period
-of kinds: `first_layers`, then `layers` again and again, each a name in `kinds`.
+config.json lists what differs between layers. models/decoder.py has a pattern:
+`first_layers`, then `layers` again and again, each of them a name in `kinds`,
+which has the fields of that kind of layer. `fields` finds the pattern, and
+`by_layer` undoes it.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Fields that a kind of layer may override, and neutral values of them.
-FIELDS: dict[str, Any] = dict(posemb="rope", rope_theta=1e4, rope_fraction=1.0)
-FIELDS |= dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "mlp_dim"))
-FIELDS |= dict.fromkeys(("window", "moe", "attention_scale"))
-FIELDS |= dict.fromkeys(("rope_scaling", "query_scale"))
+# Fields that a kind of layer may override, and their neutral values.
+FIELDS: Mapping[str, Any] = {
+  "posemb": "rope",
+  "rope_theta": 1e4,
+  "rope_fraction": 1.0,
+  "num_heads": None,
+  "num_kv_heads": None,
+  "head_dim": None,
+  "mlp_dim": None,
+  "window": None,
+  "moe": None,
+  "attention_scale": None,
+  "rope_scaling": None,
+  "query_scale": None,
+}
 
 
 class ByLayer(tuple[Any, ...]):
@@ -30,77 +42,96 @@ def periodic(names: Sequence[str]) -> tuple[list[str], list[str]]:
   ([], ['local', 'global'])
   """
   N = len(names)
-  choices = [
-    # Layers that are compiled: leading ones, a period, and those left over.
-    (first + period + (N - first) % period, first, period)
-    for first in range(N)
-    for period in range(1, N - first + 1)
-    if list(names[first + period :]) == list(names[first : N - period])
-  ]
+  choices = []
+  for first in range(N):
+    for period in range(1, N - first + 1):
+      if list(names[first + period :]) == list(names[first : N - period]):
+        # Layers to compile: leading ones, a period, and those left over.
+        compiled = first + period + (N - first) % period
+        choices.append((compiled, first, period))
   _, first, period = min(choices)
   return list(names[:first]), list(names[first : first + period])
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
   """Replaces each `ByLayer` by a value, or kinds, the most general as base."""
-  varied = {n: x for n, x in values.items() if isinstance(x, ByLayer)}
-  for name, of_layers in list(varied.items()):
-    if all(value == of_layers[0] for value in of_layers):
-      values = {**values, name: of_layers[0]}
-      del varied[name]
+  result = dict(values)
+  varied: dict[str, ByLayer] = {}
+  for name, value in values.items():
+    if isinstance(value, ByLayer):
+      if all(x == value[0] for x in value):
+        result[name] = value[0]
+      else:
+        varied[name] = value
   if not varied:
-    return dict(values)
-  layers = [dict(zip(varied, row)) for row in zip(*varied.values())]
+    return result
+  layers = [dict(zip(varied, layer)) for layer in zip(*varied.values())]
   names = _names(layers)
   kinds = dict(zip(names, layers))
   base = min(kinds.values(), key=_specialty)
-  own = lambda kind: {n: x for n, x in kind.items() if x != base[n]}
-  overrides = {name: own(kind) for name, kind in kinds.items()}
-  first, period = periodic(names)
-  pattern = {"first_layers": first} if first else {}
-  return {**values, **base, "kinds": overrides, "layers": period, **pattern}
+  overrides = {
+    name: {field: x for field, x in kind.items() if x != base[field]}
+    for name, kind in kinds.items()
+  }
+  first_layers, period = periodic(names)
+  result |= {**base, "kinds": overrides, "layers": period}
+  if first_layers:
+    result["first_layers"] = first_layers
+  return result
 
 
 def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-  is_dense = "moe" in kind and kind["moe"] is None
+  """Sorts kinds of layers; the least special one is the base."""
+  has_no_rope = kind.get("posemb", "rope") != "rope"
   has_window = kind.get("window") is not None
-  return kind.get("posemb", "rope") != "rope", has_window, is_dense
+  is_dense = "moe" in kind and kind["moe"] is None
+  return has_no_rope, has_window, is_dense
 
 
 def _names(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-  words = [
-    ("window", lambda x: "global" if x is None else "local"),
-    ("posemb", lambda x: "nope" if x == "none" else x),
-    ("moe", lambda x: "dense" if x is None else "experts"),
-  ]
-  kinds: list[tuple[str, Mapping[str, Any]]] = []
+  """Names each layer by its kind, such as "local_experts"."""
+  kinds: dict[str, Mapping[str, Any]] = {}
   result = []
   for layer in layers:
-    name = next((name for name, kind in kinds if kind == layer), None)
-    if name is None:
-      parts = [word(layer[field]) for field, word in words if field in layer]
-      name = "_".join(parts) or "kind"
-      if name in dict(kinds):
-        name = f"{name}_{len(kinds)}"
-      kinds.append((name, layer))
+    known = [name for name, kind in kinds.items() if kind == layer]
+    if known:
+      result.append(known[0])
+      continue
+    name = "_".join(_words(layer)) or "kind"
+    if name in kinds:
+      name = f"{name}_{len(kinds)}"
+    kinds[name] = layer
     result.append(name)
   return result
 
 
+def _words(layer: Mapping[str, Any]) -> list[str]:
+  words = []
+  if "window" in layer:
+    words.append("global" if layer["window"] is None else "local")
+  if "posemb" in layer:
+    words.append("nope" if layer["posemb"] == "none" else layer["posemb"])
+  if "moe" in layer:
+    words.append("dense" if layer["moe"] is None else "experts")
+  return words
+
+
 def by_layer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
   """The FIELDS of each layer, from all fields of a decoder."""
-  depth, kinds = values["depth"], values.get("kinds") or {}
+  kinds = values.get("kinds") or {}
   base = {name: values.get(name, x) for name, x in FIELDS.items()}
   names = itertools.chain(
     values.get("first_layers") or (),
     itertools.cycle(values.get("layers") or (None,)),
   )
-  of_layers = itertools.islice(names, depth)
-  layers = [base | dict(kinds[name] if name else {}) for name in of_layers]
+  of_layers = itertools.islice(names, values["depth"])
+  layers = [{**base, **(kinds[name] if name else {})} for name in of_layers]
   for number, layer in enumerate(layers):
     moe = layer["moe"]
-    every = moe.get("every", 1) if isinstance(moe, Mapping) else 1
-    every = getattr(moe, "every", every)
+    if isinstance(moe, Mapping):
+      every = moe.get("every", 1)
+    else:
+      every = getattr(moe, "every", 1)
     if (number + 1) % every:
       layer["moe"] = None
   return layers

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bigtrain.arrays import dims
 from bigtrain.config.errors import ConfigError, check_choice
-from bigtrain.models.published import tables, timm
+from bigtrain.models.published import array_files, tables, timm
 from bigtrain.models.published.families import FILE, Family, Field, read_json
 from bigtrain.models.published.layer_patterns import ByLayer
 
@@ -27,15 +27,17 @@ class Layouts(NamedTuple):
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
-    """Returns the fields that config.json, or its `text_config`, determines."""
+    """Returns the fields that config.json, or its `text_config`, determines.
+
+    Args:
+      path: folder of the config.json, or a file beside it.
+      unread: keys of config.json to leave out if nothing reads them.
+    """
     file, values = read_json(path)
     if values is None:
       return None
-    text = values.get("text_config")
-    if values["model_type"] not in self.families and isinstance(text, dict):
-      text = {"model_type": f"{values['model_type']}_text", **text}
-      tied = "tie_word_embeddings"
-      values = text | {tied: values[tied]} if tied in values else text
+    if values["model_type"] not in self.families:
+      values = _text_part(values)
     kind = values["model_type"]
     if kind not in self.families:
       names = values.get("architectures") or []
@@ -55,63 +57,101 @@ class Layouts(NamedTuple):
   ) -> tuple[dict[str, Any], list[tables.Tensor]]:
     """Returns (contents of config.json, arrays) of a model.
 
-    Without a layout it is the first that expresses the model exactly: reading
+    Without `layout`, it is the first that expresses the model exactly: reading
     its config.json gives the same fields again.
     """
-    layouts = self.of_model(model) if self.of_model else self.families
+    families = self.of_model(model) if self.of_model else self.families
     if layout:
-      check_choice("--layout", layout, layouts)
-    fields = type(model).__dataclass_fields__
-    ours = self.canonical({name: getattr(model, name) for name in fields})
+      check_choice("--layout", layout, families)
+      families = {layout: families[layout]}
+    ours = self.canonical(_fields_of(model))
     ours["shapes"] = shapes
-    problems = []
-    for name in [layout] if layout else layouts:
-      family, key = layouts[name], f"--layout={name}"
+    errors = []
+    for name, family in families.items():
+      key = f"--layout={name}"
       try:
-        config = family.write(ours)
-        read = family.read(key, config)
-        theirs = self.canonical({name: x.value for name, x in read.items()})
-        texts = [
-          f"{field}={theirs_i!r}, got {ours_i!r}{where}"
-          for field, (where, pair) in _different(ours, theirs, read).items()
-          for ours_i, theirs_i in [_narrowed(*pair)]
-        ]
-        if texts:
-          raise ConfigError(f"{key}: expected a model with {'; '.join(texts)}.")
-        arrays = tables.export(key, family.arrays, shapes, param_dims)
+        config = self._config_json(key, family, ours)
+        arrays = array_files.export(key, family.arrays, shapes, param_dims)
         if family.model_type == timm.MODEL_TYPE:
           config = timm.folded(config)
         return config, arrays
       except ConfigError as e:
-        problems.append(e)
-    shortest = min(problems, key=lambda e: len(str(e)))
+        errors.append(e)
+    # The family that is nearest to the model has the fewest problems with it.
+    shortest = min(errors, key=lambda e: len(str(e)))
     if layout:
       raise shortest
     raise ConfigError(
       f"--format=hf: no published layout computes this model. {shortest}"
     ) from shortest
 
+  def _config_json(
+    self, key: str, family: Family, ours: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """The config.json of a model in a family, if the family expresses it."""
+    config = family.write(ours)
+    read = family.read(key, config)
+    theirs = self.canonical({name: x.value for name, x in read.items()})
+    texts = []
+    for name, difference in _differences(ours, theirs, read).items():
+      value, expected = _narrowed(difference.ours, difference.theirs)
+      texts.append(f"{name}={expected!r}, got {value!r}{difference.where}")
+    if texts:
+      raise ConfigError(f"{key}: expected a model with {'; '.join(texts)}.")
+    return config
 
-def _different(
+
+def _text_part(values: dict[str, Any]) -> dict[str, Any]:
+  """The text model's part of the config.json of a model that also sees images.
+
+  Other files are returned as they are.
+  """
+  part = values.get("text_config")
+  if not isinstance(part, dict):
+    return values
+  result = {"model_type": f"{values['model_type']}_text", **part}
+  if "tie_word_embeddings" in values:
+    result["tie_word_embeddings"] = values["tie_word_embeddings"]
+  return result
+
+
+def _fields_of(model: Any) -> dict[str, Any]:
+  return {
+    name: getattr(model, name) for name in type(model).__dataclass_fields__
+  }
+
+
+class _Difference(NamedTuple):
+  """Two values of a field."""
+
+  ours: Any
+  theirs: Any
+  where: str  # " in layer i" if only some layers differ, else "".
+
+
+def _differences(
   ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]
-) -> dict[str, tuple[str, tuple[Any, Any]]]:
-  """Returns {field: (" in layer i" or "", (our value, theirs))} that differ."""
+) -> dict[str, _Difference]:
+  """Returns the fields of `names` that differ, if both sides have them."""
   result = {}
   for name in names:
     if name not in theirs or name not in ours:
       continue
-    x, y, first, where = ours[name], theirs[name], 0, ""
+    x, y = ours[name], theirs[name]
     if _same(x, y):
       continue
+    layer, where = 0, ""
     if isinstance(y, ByLayer):
       layers = [i for i, pair in enumerate(zip(x, y)) if not _same(*pair)]
       if not layers:
         continue  # Only their numbers differ, and depth with them.
-      first = layers[0]
-      where = f" in layer {first}" if len(layers) < len(y) else ""
-      y = y[first]
-    x = x[first] if isinstance(x, ByLayer) else x
-    result[name] = (where, (x, y))
+      layer = layers[0]
+      if len(layers) < len(y):
+        where = f" in layer {layer}"
+      y = y[layer]
+    if isinstance(x, ByLayer):
+      x = x[layer]
+    result[name] = _Difference(x, y, where)
   return result
 
 
@@ -141,37 +181,49 @@ class Fields(dict[str, Field]):
   def contradictions(
     self, model: Any, arrays: Collection[str], key: str
   ) -> dict[str, str]:
-    """Returns {name of a field: message} of the fields with another value."""
-    names = type(model).__dataclass_fields__
-    ours = self._canonical({name: getattr(model, name) for name in names})
+    """Returns {name of a field: message} of the fields with another value.
+
+    Args:
+      arrays: names of the file's arrays, which decide some fields.
+      key: the model's place in the config, for messages.
+    """
+    ours = self._canonical(_fields_of(model))
     theirs = self._canonical({name: x.value for name, x in self.items()})
     messages = {}
-    for name, (where, (x, y)) in _different(ours, theirs, self).items():
+    for name, difference in _differences(ours, theirs, self).items():
       field = self[name]
       if not field.is_limit and field.unless_array not in arrays:
-        message = _message(f"{key}.{name}", x, field._replace(value=y))
-        messages[name] = message + where
+        expected = field._replace(value=difference.theirs)
+        message = _message(f"{key}.{name}", difference.ours, expected)
+        messages[name] = message + difference.where
     return messages
 
   def merge(
     self, options: Mapping[str, Any], allowed: Collection[str], key: str
   ) -> dict[str, Any]:
-    """Returns `options`, of config.model, with the fields of the file."""
-    given = [name for name, field in self.items() if not field.is_neutral]
-    result = {name: self[name].value for name in given}
+    """Returns `options`, of config.model, with the fields of the file.
+
+    Args:
+      allowed: names of fields that may have another value than in the file.
+      key: the model's place in the config, for messages.
+    """
+    result = {
+      name: field.value for name, field in self.items() if not field.is_neutral
+    }
     wrong = []
     for name, value in options.items():
-      if value is None and name in self:
+      if name not in self:
+        result[name] = value
+        continue
+      if value is None:
         continue
       result[name] = value
-      if name not in self:
-        continue
       field = self[name]
       if isinstance(field.value, dict) and isinstance(value, Mapping):
         # Options of the training, such as a capacity, may be added.
         if name == "moe":
           result[name] = {**field.value, **value}
-        value = {key: result[name].get(key) for key in field.value}
+        value = {x: result[name].get(x) for x in field.value}
       arrays_decide = field.unless_array is not None or field.is_limit
       if value != field.value and not arrays_decide and name not in allowed:
         wrong.append(_message(f"{key}.{name}", value, field))

@@ -1,7 +1,7 @@
 """Experts' matrices in MXFP4, as gpt-oss is published.
 
-A byte has two 4-bit floats, the low bits first; 32 of them along the inputs
-share a power of two, whose exponent has a bias of 127.
+A byte has two floats of 4 bits, the first in the low bits. 32 floats along the
+inputs share a power of two, whose exponent is stored with a bias of 127.
 """
 
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+# Endings of the two arrays that make up a matrix.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_VALUES = np.concatenate([_VALUES, -_VALUES])
+_POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_POSITIVE, -_POSITIVE])  # By the four bits.
 
 
 class Matrices:
-  """Matrices (E, inputs, outputs) that are decoded where they are read.
+  """Matrices (E, inputs, outputs) of which only what is read is decoded.
 
   Args:
     blocks: uint8 (E, outputs, inputs / 32, 16).
@@ -31,7 +32,7 @@ class Matrices:
     self.shape = (E, 32 * groups, outputs)
 
   def __getitem__(self, index: Any) -> Any:
-    """An array; of [..., outputs] these matrices with fewer outputs."""
+    """An array; for [..., outputs] these matrices with fewer outputs."""
     if index[0] is Ellipsis:
       return Matrices(self._blocks[:, index[1]], self._scales[:, index[1]])
     experts, inputs, outputs = index

@@ -12,6 +12,7 @@ from typing import Any
 
 from bigtrain.arrays import dims
 from bigtrain.models.published import (
+  array_files,
   conversions,
   encoder_rules,
   layouts,
@@ -266,13 +267,13 @@ def load(
   like: Mapping[str, Any],
   param_dims: dims.Table = DIMS,
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
+  """Converts a file's arrays; see array_files.load."""
   if not any(re.search(r"\b(stages|layers)\.", name) for name in flat):
     return None
   kinds = "|".join(published.families)
   names = {re.sub(f"^({kinds})[.]", "", name): x for name, x in flat.items()}
   arrays = {name: x.arrays for name, x in published.families.items()}
-  return tables.load(arrays, names, like, param_dims, ignored=_IGNORED)
+  return array_files.load(arrays, names, like, param_dims, ignored=_IGNORED)
 
 
 def read(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import layouts, tables
+from bigtrain.models.published import array_files, layouts
 from bigtrain.models.published.families import (
   ConfigJson,
   Family,
@@ -578,8 +578,8 @@ _IGNORED = {
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
-  return tables.load(
+  """Converts a file's arrays; see array_files.load."""
+  return array_files.load(
     _ARRAYS,
     _unstacked({_name_of_norm(name): x for name, x in flat.items()}),
     like,

@@ -1,8 +1,9 @@
-"""config.json of timm: the name of an architecture, and other arguments.
+"""timm's config.json: the name of an architecture, and arguments beside it.
 
-timm.json has the arguments of each ViT of timm 1.0.31 that differ from those of
-"", the defaults; tests/golden/make_timm.py writes it. "norm_eps" and "swiglu"
-belong to the architecture.
+`flat` puts all arguments in place of the name, so that a family can read them;
+`folded` finds the name again. timm.json has the arguments of each ViT of timm
+1.0.31 that differ from the defaults, which are under "";
+tests/golden/make_timm.py writes it.
 """
 
 import importlib.resources
@@ -16,6 +17,7 @@ MODEL_TYPE = "timm_wrapper"  # As in the config.json of transformers.
 _FILE = importlib.resources.files(__package__).joinpath("timm.json")
 _MODELS: dict[str, dict[str, Any]] = json.loads(_FILE.read_text())
 _DEFAULTS = _MODELS.pop("")
+# Parts of an architecture, which no argument of a config.json changes.
 _FIXED = ("norm_eps", "swiglu")
 
 
@@ -31,15 +33,17 @@ def flat(file: str, values: Mapping[str, Any]) -> dict[str, Any]:
   processing = values.get("pretrained_cfg") or values
   args = {**_DEFAULTS, **_MODELS[name], **given}
   size = args.get("img_size") or processing.get("input_size", [224])[-1]
-  return {
+  result = {
     "num_classes": processing.get("num_classes", 1000),
     **args,
-    **{key: values[key] for key in ("num_classes",) if key in values},
     "model_type": MODEL_TYPE,
     "image_size": size if isinstance(size, int) else size[-1],
     "patch_bias": not args["pre_norm"],
     "pretrained_cfg": processing,
   }
+  if "num_classes" in values:
+    result["num_classes"] = values["num_classes"]
+  return result
 
 
 def folded(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,33 +53,42 @@ def folded(config: Mapping[str, Any]) -> dict[str, Any]:
       "--layout=timm: expected biases of the patches, or pre_norm; not both."
     )
   args = {key: config[key] for key in _DEFAULTS}
-
-  def changes(name: str) -> dict[str, Any]:
-    theirs = _DEFAULTS | _MODELS[name]
-    if theirs["init_values"] and args["init_values"]:
-      theirs["init_values"] = args["init_values"]  # Only initial.
-    if int(theirs["mlp_ratio"] * args["embed_dim"]) == config["mlp_size"]:
-      theirs["mlp_ratio"] = args["mlp_ratio"]
-    return {key: x for key, x in args.items() if x != theirs[key]}
-
-  options = {name: changes(name) for name in _MODELS}
-  fit = [n for n, x in options.items() if not {*x} & {*_FIXED}]
-  if not fit:
+  changes = {name: _changes(name, args, config["mlp_size"]) for name in _MODELS}
+  possible = [name for name in _MODELS if not {*changes[name]} & {*_FIXED}]
+  if not possible:
     fixed = ", ".join(f"{key}={args[key]}" for key in _FIXED)
     raise ConfigError(f"--layout=timm: no architecture of timm has {fixed}.")
-  name = min(fit, key=lambda name: len(options[name]))
-  classes = config["num_classes"]
-  given: dict[str, Any] = options[name] | {"num_classes": classes}
-  about: dict[str, Any] = {"num_classes": classes, "fixed_input_size": True}
-  about |= dict(first_conv="patch_embed.proj", classifier="head")
+  name = min(possible, key=lambda name: len(changes[name]))
+  num_classes = config["num_classes"]
+  model_args = changes[name] | {"num_classes": num_classes}
+  pretrained: dict[str, Any] = {
+    "num_classes": num_classes,
+    "fixed_input_size": True,
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+  }
   if size := config.get("image_size"):
     sides = [size, size] if isinstance(size, int) else [*size]
-    given["img_size"], about["input_size"] = sides, [3, *sides]
+    model_args["img_size"] = sides
+    pretrained["input_size"] = [3, *sides]
   return {
     "architecture": name,
-    "num_classes": classes,
+    "num_classes": num_classes,
     "num_features": args["embed_dim"],
     "global_pool": args["global_pool"],
-    "model_args": given,
-    "pretrained_cfg": about,
+    "model_args": model_args,
+    "pretrained_cfg": pretrained,
   }
+
+
+def _changes(
+  name: str, args: Mapping[str, Any], mlp_size: int
+) -> dict[str, Any]:
+  """The arguments that are not those of an architecture."""
+  theirs = _DEFAULTS | _MODELS[name]
+  if theirs["init_values"] and args["init_values"]:
+    # The initial value says nothing of a trained model.
+    theirs["init_values"] = args["init_values"]
+  if int(theirs["mlp_ratio"] * args["embed_dim"]) == mlp_size:
+    theirs["mlp_ratio"] = args["mlp_ratio"]
+  return {key: x for key, x in args.items() if x != theirs[key]}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import conversions, encoder_rules, tables
+from bigtrain.models.published import array_files, conversions, encoder_rules
 from bigtrain.models.published.encoder_rules import TRANSFORMER_KEYS, mlp
 from bigtrain.models.published.families import (
   ConfigJson,
@@ -298,11 +298,11 @@ _IGNORED = {r".*\.position_ids": "a constant that the model computes"}
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
+  """Converts a file's arrays; see array_files.load."""
   kernel = flat.get(f"{_PATCHES}.weight")
   is_siglip2 = kernel is not None and len(kernel.shape) == 2
   names = [name for name in FAMILIES if is_siglip2 == (name == "siglip2")]
   arrays = {name: FAMILIES[name].arrays for name in names}
-  result = tables.load(arrays, flat, like, param_dims, ignored=_IGNORED)
+  result = array_files.load(arrays, flat, like, param_dims, ignored=_IGNORED)
   known = result is not None and "txt/Embed_0/embedding" in result
   return result if known and "txt/Embed_0/embedding" not in flat else None

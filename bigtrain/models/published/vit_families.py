@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import layouts, tables, timm
+from bigtrain.models.published import array_files, layouts, timm
 from bigtrain.models.published.families import Family
 from bigtrain.models.published.vits import beit, dino, plain_vit, timm_vit
 
@@ -57,12 +57,12 @@ _IGNORED = {
 def load(
   flat: Mapping[str, Any], like: Mapping[str, Any], param_dims: dims.Table
 ) -> dict[str, Any] | None:
-  """Converts a file's arrays; see tables.load."""
+  """Converts a file's arrays; see array_files.load."""
   prefixes = [x for x in _PREFIXES if any(n.startswith(x) for n in flat)]
   names = {name: name for name in flat}
   for prefix in prefixes:
     names = {name.removeprefix(prefix): full for name, full in names.items()}
-  result = tables.load(
+  result = array_files.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
     {name: flat[full] for name, full in names.items()},
     like,
@@ -71,7 +71,7 @@ def load(
   )
   if result is None or "embedding/kernel" not in result:
     return None
-  return tables.with_names_of_file(result, names, like)
+  return array_files.with_names_of_file(result, names, like)
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:

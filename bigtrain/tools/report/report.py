@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import record, rows
+from bigtrain.reports import log_entries, record
 from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
@@ -24,11 +24,11 @@ from bigtrain.tools.report.panels import Run
 def read(workdirs: Sequence[str]) -> list[Run]:
   runs = []
   for workdir, name in zip(workdirs, short_names(workdirs)):
-    metrics = rows.read_rows(workdir)
+    metrics = log_entries.read(workdir)
     if not metrics:
       raise ConfigError(
-        f"{os.path.join(workdir, rows.FILE_NAME)}: no log entries; expected "
-        "the workdir of a run that has logged a step."
+        f"{os.path.join(workdir, log_entries.FILE_NAME)}: no log entries; "
+        "expected the workdir of a run that has logged a step."
       )
     config = record.read_json(os.path.join(workdir, "config.json")) or {}
     info = record.read_json(os.path.join(workdir, "run.json")) or {}

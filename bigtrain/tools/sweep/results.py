@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bigtrain.config.errors import check_choice
 from bigtrain.files import paths
-from bigtrain.reports import console, record, rows
+from bigtrain.reports import console, log_entries, record
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 
@@ -75,7 +75,7 @@ class Results:
         entry.job = before["job"]
         entry.secs = before["secs"]
         # The workdir of a finished run may have been removed.
-        is_gone = not rows.read_rows(entry.workdir)
+        is_gone = not log_entries.read(entry.workdir)
         if not (before["state"] == FINISHED and is_gone):
           entry.state = before["state"]
           entry.reason = before["reason"]
@@ -86,8 +86,8 @@ class Results:
           entry.state = INTERRUPTED
       self.entries.append(entry)
 
-  def _logs(self) -> list[list[rows.Row]]:
-    return [rows.read_rows(entry.workdir) for entry in self.entries]
+  def _logs(self) -> list[list[log_entries.Entry]]:
+    return [log_entries.read(entry.workdir) for entry in self.entries]
 
   def _best(self) -> _Best:
     logs = self._logs()
@@ -186,7 +186,7 @@ class Results:
     return runs.aligned(lines)
 
 
-def _names(logs: Sequence[list[rows.Row]]) -> set[str]:
+def _names(logs: Sequence[list[log_entries.Entry]]) -> set[str]:
   """Names of all metrics."""
   return {name for log in logs for entry in log for name in entry}
 

@@ -19,8 +19,27 @@ from bigtrain.checkpoints import checkpointer, warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.config.errors import ConfigError
-from bigtrain.models import decoder
-from bigtrain.models.published import decoder_families, layer_patterns, mxfp4
+from bigtrain.models import (
+  convnext,
+  decoder,
+  resnet,
+  swin,
+  t5,
+  text_transformer,
+  two_towers,
+  vit,
+)
+from bigtrain.models.published import (
+  bert_families,
+  decoder_families,
+  layer_patterns,
+  mxfp4,
+  stage_families,
+  t5_families,
+  two_tower_families,
+  vit_families,
+)
+from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.layer_patterns import ByLayer
 from bigtrain.tools import checkpoint as tool
 
@@ -51,6 +70,38 @@ def test_a_new_family_is_one_definition_and_a_test(tmp_path):
     names["test_pebble"](tmp_path)
   finally:
     decoder_families.LAYOUTS.pop("pebble", None)
+
+
+@pytest.mark.parametrize(
+  "families, model",
+  [
+    (decoder_families.LAYOUTS, decoder.Model),
+    (t5_families.LAYOUTS, t5.Model),
+    (vit_families.LAYOUTS, vit.Model),
+    (bert_families.FAMILIES, text_transformer.Model),
+    (stage_families.BIT.families, resnet.Model),
+    (stage_families.CONVNEXT.families, convnext.Model),
+    (stage_families.SWIN.families, swin.Model),
+    (two_tower_families.FAMILIES, two_towers.Model),
+  ],
+)
+def test_families_determine_fields_of_their_model(families, model):
+  known = {*model.__dataclass_fields__, "image_size"}
+  for family in families.values():
+    assert family.fields() | {*family.neutral} <= known, family.model_type
+
+
+def test_mistakes_in_a_family_are_errors():
+  with pytest.raises(ValueError, match="mine: defaults: vocab_sizes: .*_size'"):
+    LLAMA.but("mine", "Mine", defaults={"vocab_sizes": 99})
+  with pytest.raises(ValueError, match="mine: without: mlp_dims: .*mlp_dim'"):
+    LLAMA.but("mine", "Mine", without=("mlp_dims",))
+  with pytest.raises(ValueError, match=r"mine: constants: mlp: .*\('mlp',\)"):
+    LLAMA.but("mine", "Mine", constants={"mlp": "relu"})
+  with pytest.raises(ValueError, match="mine: constants: depth: the base"):
+    LLAMA.but("mine", "Mine", constants={"depth": 3})
+  family = LLAMA.but("m", "M", without=("mlp",), constants={"mlp": "relu"})
+  assert family.read("file", {})["mlp"].value == "relu"
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_deit_3_by_the_names_of_its_authors(tmp_path):
   rounding.assert_close(run, params, [expected["pooler_output"]])
 
 
-@pytest.mark.parametrize("family", TWO_TOWERS)
+@pytest.mark.parametrize("family", cases.quick(TWO_TOWERS, "clip", "siglip2"))
 def test_embeddings_logits_and_their_gradients(family):
   folder = VISION / family
   model = opened(folder)
