@@ -40,7 +40,10 @@ def main() -> None:
 def matrix_product(dtype: jnp.dtype, quick: bool) -> Callable[[], float]:
   """Returns a function that measures GFLOP/s of a product on one device."""
   on_cpu = jax.devices()[0].platform == "cpu"
-  size = 256 if quick else 2048 if on_cpu else 8192
+  if quick:
+    size = 256
+  else:
+    size = 2048 if on_cpu else 8192
   repeats = 1 if on_cpu else 20
   a = jnp.ones((size, size), dtype)
   product = jax.jit(lambda a: jnp.dot(a, a) / size)

@@ -3,10 +3,11 @@
 #
 #   launch/local.sh N --config=configs/x.py --workdir=runs/x [--config.lr=...]
 #
-# With NVIDIA GPUs each process has its own, else DEVICES simulated ones (1).
-# The terminal shows process 0; the others write to LOGS (runs/logs). Ctrl-C and
-# SIGTERM reach all of them. Exits with the exit code of the job. RESTARTS=5
-# starts the job again when it fails, until five starts make no progress.
+# On a machine with NVIDIA GPUs each process has its own GPU; otherwise each has
+# DEVICES simulated devices (default: 1). Process 0 writes to the terminal, the
+# others to the folder LOGS (default: runs/logs). Ctrl-C and SIGTERM reach all of
+# them. The script exits with the job's exit code. With RESTARTS=5 it starts the
+# job again when it fails, until five starts in a row make no progress.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts a job with mpirun (Open MPI, MPICH, Intel MPI), one process a rank:
+# Starts a job with mpirun (Open MPI, MPICH, Intel MPI), one process per rank:
 #
 #   launch/mpi.sh -np 4 --hostfile hosts -- --config=configs/x.py --workdir=DIR
 #
-# Words before -- go to mpirun. DIR is on storage that all hosts share. On
-# SIGTERM or SIGUSR1 to this script the job saves and exits with code 75.
+# The words before -- go to mpirun. DIR must be on storage that all hosts share.
+# On SIGTERM or SIGUSR1 to this script the job saves and exits with code 75.
 set -euo pipefail
 
 # mpirun starts this file for each rank, with the address of rank 0.

@@ -341,7 +341,7 @@ def _copy_companions(
 def _files(
   sizes: Mapping[str, int], max_shard_bytes: int
 ) -> dict[str, list[str]]:
-  """Returns {file: arrays in it}; too large an array has a file of its own."""
+  """Returns {file: arrays in it}; an array that is too large is alone."""
   shards: list[list[str]] = [[]]
   size = 0
   for name, num_bytes in sizes.items():

@@ -70,6 +70,7 @@ class Collective(NamedTuple):
     return Group(self.group_size, self.stride, self.inner, self.span)
 
   def over(self, group: Group) -> "Collective":
+    """The same collective on other devices."""
     return self._replace(
       group_size=group.size,
       stride=group.stride,
@@ -140,7 +141,15 @@ def of_op(
     nbytes *= group.size
   if kind == "all-reduce" and _is_sliced(op.name, computation, group.size):
     kind = "reduce-scatter"
-  return Collective(kind, 0, 0, runs=1, nbytes=nbytes).over(group)
+  return Collective(
+    kind=kind,
+    group_size=group.size,
+    stride=group.stride,
+    runs=1,
+    nbytes=nbytes,
+    inner=group.inner,
+    span=group.span,
+  )
 
 
 def _is_sliced(name: str, computation: Computation, size: int) -> bool:

@@ -140,7 +140,15 @@ def traffic(
   def send(axes: str, kind: str, nbytes: float) -> None:
     group = groups.over_axes(axes, facts)
     if group.size > 1 and nbytes:
-      one = Collective(kind, 0, 0, runs=0, nbytes=round(nbytes)).over(group)
+      one = Collective(
+        kind=kind,
+        group_size=group.size,
+        stride=group.stride,
+        runs=0,
+        nbytes=round(nbytes),
+        inner=group.inner,
+        span=group.span,
+      )
       result.setdefault(axes, []).append(one)
 
   tokens_per_example = facts["tokens_per_example"]
@@ -151,13 +159,12 @@ def traffic(
   if model and layers_size:
     table_size = model.vocab_size * model.width
     layers_size -= table_size * (1 if model.tied else 2)
-  R, P, F, Q, T = (facts[axis] for axis in sharding.AXES)
   step = _Step(
-    R=R,
-    P=P,
-    F=F,
-    Q=Q,
-    T=T,
+    R=facts["replica"],
+    P=facts["pipeline"],
+    F=facts["fsdp"],
+    Q=facts["sequence"],
+    T=facts["tensor"],
     m=facts["microbatches"],
     b=itemsize(config),
     S=layers_size,
@@ -169,7 +176,7 @@ def traffic(
   if model:
     examples = facts["batch_size"] / (step.m * meshes.batch_ways(facts))
     t = examples * tokens_per_example
-    _send_table_rows(send, step, model, t / Q)
+    _send_table_rows(send, step, model, t / step.Q)
     _send_keys_and_queries(send, step, model, t)
     _send_stream(send, step, model, t)
   return result

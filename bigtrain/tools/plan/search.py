@@ -323,9 +323,10 @@ def _temporary_bytes(
 # The search.
 
 
-def score(row: Mapping[str, Any]) -> float:
-  """Seconds of a step, in the middle between perfect overlap and none."""
-  return float(row["secs"]["overlapped"] + row["secs"]["in_turn"]) / 2
+def score(figures: Mapping[str, Any]) -> float:
+  """Seconds of a step, halfway between perfect overlap and none."""
+  secs = figures["secs"]
+  return float(secs["overlapped"] + secs["in_turn"]) / 2
 
 
 def choose(

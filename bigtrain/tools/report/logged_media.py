@@ -14,7 +14,7 @@ _TEXT_FOLDERS = ("captions/", "generations/")
 
 def section(run: Run) -> str:
   newest: dict[str, tuple[int, str]] = {}  # {name: (step, path)}
-  for entry in run.rows:
+  for entry in run.entries:
     for name, value in entry.items():
       if isinstance(value, str) and not value.startswith(_TEXT_FOLDERS):
         newest[name] = entry["step"], value

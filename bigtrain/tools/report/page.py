@@ -116,7 +116,7 @@ def _facts(run: Run) -> dict[str, str]:
   for unit in ("tokens", "examples"):
     name = f"{unit}_per_sec"
     if run.last(name):
-      values = sorted(entry[name] for entry in run.rows if name in entry)
+      values = sorted(entry[name] for entry in run.entries if name in entry)
       median = console.number(values[len(values) // 2])
       facts["Median speed"] = f"{median} {unit}/s"
       break

@@ -72,7 +72,7 @@ class Run(NamedTuple):
   name: str
   config: dict[str, Any]
   info: dict[str, Any]  # The content of run.json.
-  rows: list[dict[str, Any]]  # Its log entries.
+  entries: list[dict[str, Any]]  # Of its log.
   workdir: str = ""
 
   @property
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
   def last(self, name: str) -> Any:
     """The newest value of a metric, or None."""
-    for entry in reversed(self.rows):
+    for entry in reversed(self.entries):
       if name in entry:
         return entry[name]
     return None
@@ -157,7 +157,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
   """Names of all metrics that are numbers, in the order of the log."""
   names: dict[str, None] = {}
   for run in runs:
-    for entry in run.rows:
+    for entry in run.entries:
       for name, value in entry.items():
         if isinstance(value, int | float):
           names[name] = None
@@ -177,7 +177,11 @@ def _panel(
   series = []
   for i, run in enumerate(runs):
     for j, member in enumerate(members):
-      points = [(r["step"], r[member]) for r in run.rows if member in r]
+      points = [
+        (entry["step"], entry[member])
+        for entry in run.entries
+        if member in entry
+      ]
       if not points:
         continue
       words = []

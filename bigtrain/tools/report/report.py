@@ -56,9 +56,9 @@ def write(
 ) -> list[str]:
   """Writes the page and the images; returns their paths, the page first."""
   runs = read(workdirs)
-  names = {name for run in runs for entry in run.rows for name in entry}
+  names = {name for run in runs for entry in run.entries for name in entry}
   metric, mode = ranking.choose(names, metric, mode)
-  bests = [ranking.best(run.rows, metric, mode) for run in runs]
+  bests = [ranking.best(run.entries, metric, mode) for run in runs]
   best_first = ranking.order(bests, mode)
   runs = [runs[i] for i in best_first]
   bests = [bests[i] for i in best_first]
