@@ -432,11 +432,12 @@ _LLAMA: dict[str, Any] = dict(
   use_bias=False,
   tied_head=False,
 )
-_QWEN3: dict[str, Any] = _LLAMA | dict(
-  norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
+_QWEN3: dict[str, Any] = dict(
+  _LLAMA, norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
 )
 # https://arxiv.org/abs/2503.19786. Five layers with a window, then one without.
-_GEMMA3: dict[str, Any] = _QWEN3 | dict(
+_GEMMA3: dict[str, Any] = dict(
+  _QWEN3,
   mlp="geglu",
   norm_offset=1.0,
   norm_at="sandwich",
@@ -446,7 +447,8 @@ _GEMMA3: dict[str, Any] = _QWEN3 | dict(
   layers=("local",) * 5 + ("global",),
 )
 # https://arxiv.org/abs/2508.10925.
-_GPT_OSS: dict[str, Any] = _LLAMA | dict(
+_GPT_OSS: dict[str, Any] = dict(
+  _LLAMA,
   use_bias=("qkv", "out", "experts", "router"),
   mlp_clip=dict(limit=7.0, alpha=1.702, up_offset=1.0),
   sinks=True,
@@ -458,7 +460,8 @@ _GPT_OSS: dict[str, Any] = _LLAMA | dict(
   layers=("local", "global"),
 )
 # Every fourth layer has no positions.
-_SMOLLM3: dict[str, Any] = _LLAMA | dict(
+_SMOLLM3: dict[str, Any] = dict(
+  _LLAMA,
   norm_eps=1e-6,
   rope_theta=5e6,
   tied_head=True,
@@ -469,12 +472,13 @@ _MIXTRAL_EXPERTS = dict(num_experts=8, top_k=2)
 
 # Sizes of variants for tests.
 _MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
-_LLAMA_MU: dict[str, Any] = _MU | dict(num_kv_heads=2, mlp_dim=64)
+_LLAMA_MU: dict[str, Any] = dict(_MU, num_kv_heads=2, mlp_dim=64)
 
 
 def _llama3(rope_factor: float) -> dict[str, Any]:
   """Llama 3's vocabulary and positions, https://arxiv.org/abs/2407.21783."""
-  return _LLAMA | dict(
+  return dict(
+    _LLAMA,
     vocab_size=128256,
     max_len=131072,
     rope_theta=5e5,
@@ -489,27 +493,35 @@ def _llama3(rope_factor: float) -> dict[str, Any]:
   )
 
 
-_GPT2_SIZED = _GPT2 | dict(vocab_size=50257, max_len=1024)
+_GPT2_SIZED = dict(_GPT2, vocab_size=50257, max_len=1024)
 
 # By config.model.variant. "gpt2" and "llama" leave the sizes to the config.
 VARIANTS: dict[str, dict[str, Any]] = {
   "gpt2": _GPT2,
   "gpt2_mu": _GPT2 | _MU,
-  "gpt2_124m": _GPT2_SIZED | dict(width=768, depth=12, num_heads=12),
-  "gpt2_355m": _GPT2_SIZED | dict(width=1024, depth=24, num_heads=16),
-  "gpt2_774m": _GPT2_SIZED | dict(width=1280, depth=36, num_heads=20),
-  "gpt2_1558m": _GPT2_SIZED | dict(width=1600, depth=48, num_heads=25),
+  "gpt2_124m": dict(_GPT2_SIZED, width=768, depth=12, num_heads=12),
+  "gpt2_355m": dict(_GPT2_SIZED, width=1024, depth=24, num_heads=16),
+  "gpt2_774m": dict(_GPT2_SIZED, width=1280, depth=36, num_heads=20),
+  "gpt2_1558m": dict(_GPT2_SIZED, width=1600, depth=48, num_heads=25),
   "llama": _LLAMA,
   "llama_mu": _LLAMA | _LLAMA_MU,
-  "llama_1b": _llama3(rope_factor=32.0)
-  | dict(width=2048, depth=16, num_heads=32, mlp_dim=8192, tied_head=True),
-  "llama_8b": _llama3(rope_factor=8.0)
-  | dict(width=4096, depth=32, num_heads=32, mlp_dim=14336),
-  "llama_70b": _llama3(rope_factor=8.0)
-  | dict(width=8192, depth=80, num_heads=64, mlp_dim=28672),
-  "mixtral_mu": _LLAMA | _LLAMA_MU | dict(moe=_MIXTRAL_EXPERTS),
-  "mixtral_8x7b": _LLAMA
-  | dict(
+  "llama_1b": dict(
+    _llama3(rope_factor=32.0),
+    width=2048,
+    depth=16,
+    num_heads=32,
+    mlp_dim=8192,
+    tied_head=True,
+  ),
+  "llama_8b": dict(
+    _llama3(rope_factor=8.0), width=4096, depth=32, num_heads=32, mlp_dim=14336
+  ),
+  "llama_70b": dict(
+    _llama3(rope_factor=8.0), width=8192, depth=80, num_heads=64, mlp_dim=28672
+  ),
+  "mixtral_mu": dict(_LLAMA | _LLAMA_MU, moe=_MIXTRAL_EXPERTS),
+  "mixtral_8x7b": dict(
+    _LLAMA,
     moe=_MIXTRAL_EXPERTS,
     width=4096,
     depth=32,
@@ -521,8 +533,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     rope_theta=1e6,
   ),
   "qwen3_mu": _QWEN3 | _LLAMA_MU,
-  "qwen3_0_6b": _QWEN3
-  | dict(
+  "qwen3_0_6b": dict(
+    _QWEN3,
     width=1024,
     depth=28,
     num_heads=16,
@@ -532,9 +544,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     vocab_size=151936,
     max_len=40960,
   ),
-  "gemma3_mu": _GEMMA3 | _LLAMA_MU | dict(depth=7),
-  "gemma3_1b": _GEMMA3
-  | dict(
+  "gemma3_mu": dict(_GEMMA3 | _LLAMA_MU, depth=7),
+  "gemma3_1b": dict(
+    _GEMMA3,
     width=1152,
     depth=26,
     num_heads=4,
@@ -544,11 +556,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     vocab_size=262144,
     max_len=32768,
   ),
-  "gpt_oss_mu": _GPT_OSS
-  | _LLAMA_MU
-  | dict(moe=dict(num_experts=4, top_k=2, score="softmax_of_top")),
-  "gpt_oss_20b": _GPT_OSS
-  | dict(
+  "gpt_oss_mu": dict(
+    _GPT_OSS | _LLAMA_MU,
+    moe=dict(num_experts=4, top_k=2, score="softmax_of_top"),
+  ),
+  "gpt_oss_20b": dict(
+    _GPT_OSS,
     width=2880,
     depth=24,
     num_heads=64,
@@ -559,9 +572,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     max_len=131072,
     moe=dict(num_experts=32, top_k=4, score="softmax_of_top"),
   ),
-  "smollm3_mu": _SMOLLM3 | _LLAMA_MU | dict(depth=4),
-  "smollm3_3b": _SMOLLM3
-  | dict(
+  "smollm3_mu": dict(_SMOLLM3 | _LLAMA_MU, depth=4),
+  "smollm3_3b": dict(
+    _SMOLLM3,
     width=2048,
     depth=36,
     num_heads=16,

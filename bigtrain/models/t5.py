@@ -47,7 +47,8 @@ def _sized(
   mlp_dim: int,
   head_dim: int = 64,
 ) -> dict[str, Any]:
-  return version | dict(
+  return dict(
+    version,
     vocab_size=32128,
     head_dim=head_dim,
     width=width,

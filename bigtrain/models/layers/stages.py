@@ -205,14 +205,13 @@ def _on_stage(
 
   def tick(carry: Any, t: jax.Array) -> Any:
     x_b, ring_nb = carry
+    j, microbatch = t % n, (t - stage) % M
+    r = jnp.clip((t - stage) // M, 0, R - 1)
     # The first stage takes the next microbatch out of the ring, which moves on;
     # the others got theirs from the stage before.
-    j = t % n
     x_b = jnp.where(stage == 0, ring_nb[j], x_b)
     ring_nb = ring_nb.at[j].set(_moved(ring_nb[j], -1))
 
-    microbatch = (t - stage) % M
-    r = jnp.clip((t - stage) // M, 0, R - 1)
     first = (r * P + stage) * k
     x_b, outputs = run_part(variables_Rk, r, first, x_b, arrays, microbatch)
 
