@@ -53,26 +53,54 @@ INIT = "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0.npz"
 
 TASKS = {
   "cifar10": Task(
-    10, "train[:98%]", "train[98%:]", "test", 10_000, 500, "resmall", 0.003
+    num_classes=10,
+    train="train[:98%]",
+    val="train[98%:]",
+    test="test",
+    total_steps=10_000,
+    warmup_steps=500,
+    crop="resmall",
+    lr=0.003,
   ),
   "cifar100": Task(
-    100, "train[:98%]", "train[98%:]", "test", 10_000, 500, "resmall", 0.01
+    num_classes=100,
+    train="train[:98%]",
+    val="train[98%:]",
+    test="test",
+    total_steps=10_000,
+    warmup_steps=500,
+    crop="resmall",
+    lr=0.01,
   ),
   "imagenet2012": Task(
-    1000,
-    "train[:99%]",
-    "train[99%:]",
-    "validation",
-    20_000,
-    500,
-    "inception",
-    0.03,
+    num_classes=1000,
+    train="train[:99%]",
+    val="train[99%:]",
+    test="validation",
+    total_steps=20_000,
+    warmup_steps=500,
+    crop="inception",
+    lr=0.03,
   ),
   "oxford_iiit_pet": Task(
-    37, "train[:90%]", "train[90%:]", "test", 500, 100, "inception", 0.003
+    num_classes=37,
+    train="train[:90%]",
+    val="train[90%:]",
+    test="test",
+    total_steps=500,
+    warmup_steps=100,
+    crop="inception",
+    lr=0.003,
   ),
   "oxford_flowers102": Task(
-    102, "train[:90%]", "train[90%:]", "test", 500, 100, "inception", 0.003
+    num_classes=102,
+    train="train[:90%]",
+    val="train[90%:]",
+    test="test",
+    total_steps=500,
+    warmup_steps=100,
+    crop="inception",
+    lr=0.003,
   ),
 }
 

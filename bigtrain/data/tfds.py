@@ -71,6 +71,7 @@ class Source:
           f"{path}: {count} records; expected {part.examples_in_shard}, as in "
           "dataset_info.json. The file is truncated or from another data set."
         )
+    # A slice of the split begins behind some records of a file.
     self._skip = np.asarray([part.skip for part in parts], np.int64)
     self._shards = files.Shards([part.take for part in parts])
     if not len(self):
@@ -103,6 +104,7 @@ class Source:
     return files.digest(self._name, len(self), *names, *sizes)
 
   def parse(self, features: dict[str, Any]) -> dict[str, Any]:
+    """Parses a record, in tensorflow's graph."""
     parser, schema, decoders = self._parser
     example = parser.parse_example(features["record"])
     return _flat(schema.decode_example(example, decoders=decoders))
@@ -135,11 +137,13 @@ def _class_names(features: Any) -> dict[str, list[str]]:
 
 
 def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns nested features by names such as "objects/label"."""
   flat: dict[str, Any] = {}
   for name, value in features.items():
-    nested = isinstance(value, dict)
-    name = prefix + name
-    flat |= _flat(value, f"{name}/") if nested else {name: value}
+    if isinstance(value, dict):
+      flat |= _flat(value, f"{prefix}{name}/")
+    else:
+      flat[prefix + name] = value
   return flat
 
 
@@ -196,6 +200,7 @@ def _file_instructions(known: Any, split: str) -> list[Any]:
 
 
 def _keep_encoded(features: Any) -> dict[str, Any]:
+  """Returns decoders that leave images as encoded bytes."""
   tfds = _import_tfds()
   decoders = {}
   for name, feature in features.items():

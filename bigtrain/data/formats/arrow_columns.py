@@ -1,4 +1,9 @@
-"""Columns of Arrow tables as features of examples."""
+"""Turns columns of Arrow tables into features, for Parquet and Arrow files.
+
+A column of numbers, strings, bytes or lists of these is a feature. A struct of
+`bytes` and `path` is an image; the fields of any other struct are features of
+their own, such as "captions/text".
+"""
 
 import contextlib
 import json
@@ -16,10 +21,17 @@ from bigtrain.config.errors import (
 )
 from bigtrain.data.formats import files, row_files
 
+# Types whose values become bytes: pyarrow.types has a function is_<name> for
+# each.
 _TEXT = (
-  "string large_string string_view binary large_binary binary_view".split()
+  "string",
+  "large_string",
+  "string_view",
+  "binary",
+  "large_binary",
+  "binary_view",
+  "fixed_size_binary",
 )
-_TEXT += ["fixed_size_binary"]
 
 
 class Feature(NamedTuple):
@@ -32,10 +44,11 @@ class Feature(NamedTuple):
 
 
 def import_pyarrow() -> Any:
+  """Returns pyarrow, with its modules compute, ipc and parquet imported."""
   by, install = "reading Parquet and Arrow files", "'bigtrain[parquet]'"
-  for name in (".compute", ".ipc", ".parquet", ""):
-    pa = import_package(f"pyarrow{name}", by, install)
-  return pa
+  for module in ("compute", "ipc", "parquet"):
+    import_package(f"pyarrow.{module}", by, install)
+  return import_package("pyarrow", by, install)
 
 
 @contextlib.contextmanager
@@ -49,11 +62,10 @@ def errors(what: str, error: type[Exception] = DataError) -> Iterator[Any]:
 
 
 class Rows(row_files.Rows):
-  """The rows of tables, for sources of Parquet and Arrow files.
+  """Base class of the sources of Parquet and Arrow files.
 
-  A subclass has `_table`, the table of features of a part of a file.
-  `scan(path)` returns the first row of N parts, the number of rows, and the
-  file's size.
+  A file has one or more parts, such as Parquet's row groups. A subclass defines
+  `_table(file, part)`, which returns the features of a part as a table.
   """
 
   _table: Callable[[int, int], Any]
@@ -67,6 +79,15 @@ class Rows(row_files.Rows):
     columns: Sequence[str] | None,
     slice: str,
   ) -> None:
+    """Opens the files of `_paths`.
+
+    Args:
+      kind: name of the source, for messages.
+      path: argument of the source.
+      scan: scan(path) returns the first row of each of N parts, the number of
+        rows of the file, and its size in bytes.
+      schema: of the first file.
+    """
     if isinstance(columns, str):
       raise ConfigError(
         f"{kind}: columns={columns!r}: expected a list of column names."
@@ -122,9 +143,9 @@ class Rows(row_files.Rows):
       path, value = value["path"], value["bytes"]
       if value is None and path is not None:
         value = self._at(index, self._image, index, os.fsdecode(path))
-    holes = isinstance(value, list) and None in value
-    if value is None or holes:
-      null = "null in part" if holes else "null"
+    has_nulls = isinstance(value, list) and None in value
+    if value is None or has_nulls:
+      null = "null in part" if has_nulls else "null"
       raise DataError(f"{self.where(index)}: column {name!r} is {null}.")
     if not feature.shape:
       return value if feature.kind is bytes else feature.kind.type(value)
@@ -136,6 +157,7 @@ class Rows(row_files.Rows):
 def find_features(
   schema: Any, columns: Sequence[str] | None, path: str
 ) -> dict[str, Feature]:
+  """Returns the features of the columns, by default of all."""
   features: dict[str, Feature] = {}
   for name in schema.names if columns is None else columns:
     check_choice(path, name, schema.names, "no column")
@@ -146,6 +168,7 @@ def find_features(
 
 
 def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
+  """Returns the features of a type, which is at `path` in the schema."""
   pa = import_pyarrow()
   name = "/".join(path)
   if pa.types.is_struct(kind):
@@ -178,6 +201,7 @@ def _features(kind: Any, path: tuple[str, ...]) -> dict[str, Feature]:
 
 
 def feature_table(table: Any, features: Mapping[str, Feature]) -> Any:
+  """Returns a table with a column for each feature."""
   arrays = {name: _array(table, feature) for name, feature in features.items()}
   return import_pyarrow().table(arrays)
 
@@ -201,7 +225,7 @@ def _array(table: Any, feature: Feature) -> Any:
 
 
 def class_names(schema: Any) -> dict[str, list[str]]:
-  """Returns {column: names by number}, from the note of library `datasets`."""
+  """Returns {column: names by number}, which the library `datasets` saves."""
   text = (schema.metadata or {}).get(b"huggingface")
   try:
     features = json.loads(text)["info"]["features"] if text else {}
@@ -211,4 +235,4 @@ def class_names(schema: Any) -> dict[str, list[str]]:
       if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
     }
   except (ValueError, KeyError, TypeError, AttributeError):
-    return {}  # A note of another version of the library.
+    return {}  # Saved by another version of the library.

@@ -293,7 +293,7 @@ def _is_hidden(name: str) -> bool:
 def log_hidden(hidden: Collection[str], where: str) -> None:
   if hidden:
     logging.info(
-      "%s: left out %d hidden files or folders, such as %s",
+      "%s: left out hidden files and folders (%d), such as %s",
       where,
       len(hidden),
       min(hidden),

@@ -1,11 +1,12 @@
-"""The samples of tar files, as the library webdataset groups them.
+"""Finds the samples of tar files, as the library webdataset groups them.
 
 Neighbours whose names are equal up to the first dot are one sample, and the
 rest of the name is the extension. Other members are left out: folders, links,
 hidden files, and names without a dot.
 
-The index has the checksum of the header and of the last bytes of each member,
-so what is read later can be compared with what was there.
+A file is scanned once for an index of its samples. The index has a checksum of
+each member's header and last bytes, so a later read notices if the file has
+changed.
 """
 
 import io
@@ -108,16 +109,17 @@ def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:
         f"{path}: compressed, which gives no access to single samples; "
         "decompress it once."
       )
-    if any(start):
+    if any(start):  # Raises if the file does not begin with a header.
       tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     f.seek(0)
-    # It skips headers that are damaged, block by block.
+    # The library skips damaged headers, block by block.
     tar: Any = tarfile.TarFile(fileobj=f, ignore_zeros=True)
     while True:
       info = tar.next()
-      tar.members = []  # It would keep all of them.
+      tar.members = []  # It would keep all of them in memory.
       end = tar.offset
       if (info.offset if info else end) > at:
+        # Blocks before this member were skipped: a damaged header, or zeros.
         f.seek(at)
         if any(block := f.read(HEADER)):
           name = block[:100].rstrip(b"\0").decode("utf-8", "surrogateescape")
@@ -137,16 +139,24 @@ def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-  """Returns (start, size) of headers and data, apart: a slice is a copy."""
-  return [x for at, n, _ in rows for x in ((at - HEADER, HEADER), (at, n))]
+  """Returns (start, size) of what to read for rows of `Index.rows`.
+
+  Those are the header and the data of each member. They are read separately,
+  because cutting the data out of a larger read would copy it.
+  """
+  result = []
+  for start, size, _ in rows:
+    result.append((start - HEADER, HEADER))
+    result.append((start, size))
+  return result
 
 
 def members(
   contents: Sequence[bytes], rows: Sequence[Sequence[int]]
 ) -> list[bytes]:
   """Returns the data of rows of `Index.rows`, from the contents of `parts`."""
-  result = list(contents[1::2])
-  for header, data, (_, _, checksum) in zip(contents[::2], result, rows):
+  headers, result = contents[::2], list(contents[1::2])
+  for header, data, (_, _, checksum) in zip(headers, result, rows):
     if zlib.crc32(data[-HEADER:], zlib.crc32(header)) != checksum:
-      raise DataError("damaged, or not the member of which the index was made.")
+      raise DataError("damaged, or not the member that the index describes.")
   return result

@@ -62,6 +62,7 @@ class Shard:
 def open_shards(
   path: str | Sequence[str], dtype: str | None
 ) -> tuple[list[Shard], dict[str, Any] | None]:
+  """Opens the files of a path, and the manifest if it is one of our folders."""
   if dtype is not None:
     check_choice("tokens: dtype", dtype, _DTYPES)
   if isinstance(path, str | os.PathLike):
@@ -211,6 +212,7 @@ def _indexed(
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
+  """Reads the manifest of a folder made by bigtrain.tools.tokenize."""
   path = os.path.join(folder, MANIFEST)
   try:
     with open(path, encoding="utf-8") as f:
@@ -264,7 +266,10 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
 
 
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
-  """Returns the document ends of a shard; ids after the last `eos_id` count."""
+  """Returns the document ends of a shard, by the id that ends a document.
+
+  Ids after the last `eos_id` are one more document.
+  """
 
   def scan(path: str) -> np.ndarray:
     ids, step = shard.map(), 1 << 24
