@@ -15,7 +15,8 @@ def test_weights_are_jaxs_draws_of_beta(alpha):
   beta = jax.vmap(lambda k: jax.random.beta(k, alpha, alpha))
   want = beta(keys)
   weights = jax.jit(draw)(keys)
-  np.testing.assert_allclose(weights, np.maximum(want, 1 - want), rtol=1e-6)
+  # jax draws logarithms: exponentials of numbers up to tens.
+  np.testing.assert_allclose(weights, np.maximum(want, 1 - want), rtol=1e-5)
 
 
 def test_the_batch_is_blended_with_its_roll():
