@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bigtrain.config.errors import ConfigError, DataError, check_choice
+from bigtrain.data.formats.files import log_hidden, split_hidden
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
@@ -61,16 +62,23 @@ _THREADS = 2
 
 
 def find_files(names: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-  """The files that are named, and those below folders with the suffixes."""
+  """The files that are named, and those below folders with the suffixes.
+
+  Hidden files and folders are left out, as in training data.
+  """
   result: dict[str, None] = {}  # An ordered set.
   for name in names:
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-      for folder, folders, files in os.walk(path):
+      found = []
+      for folder, folders, file_names in os.walk(path):
         folders.sort()
-        for file in sorted(files):
+        for file in sorted(file_names):
           if file.lower().endswith(tuple(suffixes)):
-            result[os.path.join(folder, file)] = None
+            found.append(os.path.relpath(os.path.join(folder, file), path))
+      visible, hidden = split_hidden(found)
+      log_hidden(hidden, path)
+      result |= dict.fromkeys(os.path.join(path, file) for file in visible)
     elif os.path.exists(path):
       result[path] = None
     else:

@@ -47,6 +47,17 @@ def test_a_folder_gives_a_row_for_each_picture(
     assert len(row["top"]) == 3
 
 
+def test_hidden_files_are_no_pictures(tmp_path):
+  for name in ("b/1.png", "._2.png", ".ipynb_checkpoints/3.png", "Thumbs.db"):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+  picture = str(tmp_path / "b/1.png")
+  assert tool.find_files([str(tmp_path)], (".png", ".db")) == [picture]
+  named = str(tmp_path / "._2.png")  # By its name, it is read.
+  assert tool.find_files([named], (".png",)) == [named]
+
+
 def test_a_second_call_continues_the_output(
   run, picture_run, tmp_path, monkeypatch
 ):
