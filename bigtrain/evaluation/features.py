@@ -1,7 +1,7 @@
 """Features of examples, for evaluators that compare or classify them.
 
 `Splits` collects features and labels of training and test examples, for probes
-and nearest neighbours; `of_all` collects features alone. `by_rows` runs an
+and nearest neighbours; `of_all` collects features alone. `in_chunks` runs an
 evaluator's own function on many host arrays, a part at a time.
 
 Legend: N examples, D features.
@@ -104,23 +104,24 @@ def of_all(
   return lambda variables: dict(trees.flatten_with_names(collect(variables)))
 
 
-def by_rows(
-  fn: Callable[..., Any], mesh: Mesh, num_rows: int = 1024
+def in_chunks(
+  fn: Callable[..., Any], mesh: Mesh, chunk_size: int = 1024
 ) -> Callable[..., Any]:
-  """Compiles fn(rows, *others) -> tree of [N, ...], for host arrays [N, ...].
+  """Compiles fn(examples, *others), to call it on chunks of many examples.
 
-  The function gets about `num_rows` at a time, split over the devices. If the
-  returned function has an argument `static`, which is not an array, it is the
-  last argument of fn.
+  The examples are host arrays [N, ...], and so are the results. The function
+  gets about `chunk_size` examples at a time, split over the devices, and all of
+  the other arguments. If the returned function has an argument `static`, which
+  is not an array, it is the last argument of fn.
   """
   ways = sharding.batch_ways(mesh)
   replicated = sharding.replicated(mesh)
 
-  def of_chunk(static: Any, rows: Any, *others: Any) -> Any:
-    rows = jax.lax.with_sharding_constraint(rows, sharding.batch(mesh))
+  def of_chunk(static: Any, chunk: Any, *others: Any) -> Any:
+    chunk = jax.lax.with_sharding_constraint(chunk, sharding.batch(mesh))
     if static is None:
-      return fn(rows, *others)
-    return fn(rows, *others, static)
+      return fn(chunk, *others)
+    return fn(chunk, *others, static)
 
   compiled = jax.jit(
     of_chunk,
@@ -129,17 +130,21 @@ def by_rows(
     out_shardings=replicated,
   )
 
-  def run(rows: Any, *others: Any, static: Any = None) -> Any:
-    total = len(jax.tree.leaves(rows)[0])
-    size = ways * max(1, min(num_rows, total + ways - 1) // ways)
+  def run(examples: Any, *others: Any, static: Any = None) -> Any:
+    total = len(jax.tree.leaves(examples)[0])
+    # A multiple of the devices, and not much more than there are examples.
+    size = ways * max(1, min(chunk_size, total + ways - 1) // ways)
     others = jax.device_put(others, replicated)
     results = []
     for start in range(0, total, size):
-      # All chunks have the same size: the last row fills the last one.
+      # All chunks have the same size: the last example fills the last one.
       index = np.minimum(np.arange(start, start + size), total - 1)
-      chunk = jax.tree.map(lambda x, index=index: x[index], rows)
+      chunk = jax.tree.map(lambda x, index=index: x[index], examples)
       results.append(compiled(static, chunk, *others))
-    join = lambda *parts: np.concatenate(parts)[:total]
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+      return np.concatenate(parts)[:total]
+
     return jax.tree.map(join, *jax.device_get(results))
 
   return run

@@ -69,7 +69,7 @@ class Evaluator:
     self._fit = jax.jit(
       _fit, static_argnums=2, in_shardings=replicated, out_shardings=replicated
     )
-    self._hits = features.by_rows(_hits, mesh)
+    self._hits = features.in_chunks(_hits, mesh)
 
   def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:
     x_ND, y_N = train

@@ -48,7 +48,7 @@ class Evaluator:
   ):
     self._path, self._k, self._top_k = batches.context.path, k, top_k
     vote = functools.partial(self._hits, temperature)
-    self._vote = features.by_rows(vote, batches.context.mesh, num_rows=256)
+    self._vote = features.in_chunks(vote, batches.context.mesh, chunk_size=256)
     self.run = batches.scores(predict_fn, self._accuracies)
 
   def _accuracies(self, train: Examples, test: Examples) -> dict[str, float]:

@@ -83,8 +83,8 @@ class Evaluator:
       out_shardings=replicated,
     )
     of_examples = functools.partial(_of_examples, top_k)
-    self._of_examples = features.by_rows(of_examples, mesh)
-    self._of_pixels = features.by_rows(_of_pixels, mesh, num_rows=16)
+    self._of_examples = features.in_chunks(of_examples, mesh)
+    self._of_pixels = features.in_chunks(_of_pixels, mesh, chunk_size=16)
 
   def _score(self, train: Examples, test: Examples) -> dict[str, float]:
     train_x, train_y = train[0], self._without_ignored(train[1])

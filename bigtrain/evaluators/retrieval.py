@@ -54,7 +54,7 @@ class Evaluator:
       return result
 
     self._outputs = batches.collect(outputs)
-    self._ranks = features.by_rows(_ranks, batches.context.mesh)
+    self._ranks = features.in_chunks(_ranks, batches.context.mesh)
 
   def run(self, variables: Variables, step: int) -> dict[str, float]:
     examples = self._outputs(variables)

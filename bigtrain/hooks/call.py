@@ -19,6 +19,6 @@ class Hook:
     self._function = find_attribute(function, f"{context.path}.function")
     self._kwargs, self._context = kwargs, context
 
-  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    if reason := self._function(step, row, **self._kwargs):
+  def after_row(self, step: int, entry: Mapping[str, Any]) -> None:
+    if reason := self._function(step, entry, **self._kwargs):
       self._context.stop(reason)

@@ -38,8 +38,8 @@ class Hook:
     self._candidate: tuple[int, float] | None = None
     self.watches = [metric]
 
-  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    value = self._metric.value(row)
+  def after_row(self, step: int, entry: Mapping[str, Any]) -> None:
+    value = self._metric.value(entry)
     if value is None or math.isnan(value):
       return
     is_better = self._best is None or self._sign * (self._best[1] - value) > 0

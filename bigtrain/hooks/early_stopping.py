@@ -46,8 +46,8 @@ class Hook:
     self._context = context
     self.watches = [metric]
 
-  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
-    newest = self._metric.value(row)
+  def after_row(self, step: int, entry: Mapping[str, Any]) -> None:
+    newest = self._metric.value(entry)
     if newest is None:
       return
     self._values = [*self._values, newest][-self._patience :]

@@ -21,11 +21,11 @@ class Hook:
     self.watches = [metrics] if isinstance(metrics, str) else metrics or []
     self._metrics = [WatchedMetric(name) for name in self.watches]
 
-  def after_row(self, step: int, row: Mapping[str, Any]) -> None:
+  def after_row(self, step: int, entry: Mapping[str, Any]) -> None:
     if self._metrics:
-      values = {metric.name: metric.value(row) for metric in self._metrics}
+      values = {metric.name: metric.value(entry) for metric in self._metrics}
     else:
-      values = dict(row)
+      values = dict(entry)
     for name, value in values.items():
       if isinstance(value, float) and not math.isfinite(value):
         self._context.stop(f"{name} is {value} at step {step}", failure=True)

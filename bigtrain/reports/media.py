@@ -94,18 +94,18 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Rows of JSON values; the first one names the columns."""
+  """A table of JSON values. The keys of the first row name the columns."""
 
   rows: Sequence[Mapping[str, Any]]
   path: str = ""
 
   def markdown(self, num_rows: int = 20) -> str:
-    lines = [
-      "| " + " | ".join(_cell(row.get(c, "")) for c in self.columns) + " |"
-      for row in ({c: c for c in self.columns}, *self.rows[:num_rows])
-    ]
-    lines.insert(1, "|---" * len(self.columns) + "|")
-    return "\n".join(lines)
+    lines = [self.columns]
+    for row in self.rows[:num_rows]:
+      lines.append([row.get(column, "") for column in self.columns])
+    texts = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+    texts.insert(1, "|---" * len(self.columns) + "|")
+    return "\n".join(texts)
 
   @property
   def columns(self) -> list[str]:
@@ -119,6 +119,7 @@ def _cell(value: Any) -> str:
 
 
 def path_of(name: str, step: int, value: Any) -> str:
+  """The path of a value's file in the workdir."""
   suffixes = {Image: "png", Text: "txt", Table: "jsonl"}
   suffix = suffixes.get(type(value), "json")
   given = getattr(value, "path", "")
@@ -137,6 +138,7 @@ def split(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def content(value: Any) -> bytes:
+  """The content of a value's file."""
   if isinstance(value, Image):
     return value.png()
   if isinstance(value, Text):
