@@ -87,6 +87,8 @@ class Source:
       "assistant", the "last" of them, or "all".
     allow_special: whether messages may spell special tokens, such as "</s>",
       which then become these tokens.
+    ignore_fields: fields of messages that are left out, such as ["name",
+      "tool_calls.id"]. Others that the template does not write are refused.
     bos: whether the begin token precedes rows without a template; by default if
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
@@ -115,6 +117,7 @@ class Source:
     date: str | None = None,
     loss: Literal["assistant", "last", "all"] = "assistant",
     allow_special: bool = False,
+    ignore_fields: Sequence[str] = (),
     bos: bool | None = None,
     pack: bool = False,
     prefix: bool = False,
@@ -142,6 +145,7 @@ class Source:
       bos,
       allow_special=allow_special,
       pairs=len(sizes) == 2,
+      ignore_fields=ignore_fields,
     )
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
@@ -162,6 +166,7 @@ class Source:
       "prefix": prefix,
       "template": template,
       "variables": dict(variables or {}),
+      "ignore_fields": encoder.ignore_fields,
     }
     self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")

@@ -40,6 +40,7 @@ from bigtrain.models.published import (
 )
 from bigtrain.objective import building, published_sizes, trained_adapters
 from bigtrain.text import chat, tokenizers
+from bigtrain.text import messages as chat_messages
 
 # The sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
@@ -88,8 +89,16 @@ class Saved(NamedTuple):
     chat_template = chat.get(
       template or prompts.get("template"), tokenizer.name
     )
+    variables = prompts.get("variables", {})
+    # As in training: what the template would not write is refused.
+    messages = chat_messages.readable(
+      chat_template,
+      messages,
+      ignore_fields=prompts.get("ignore_fields", ()),
+      **variables,
+    )
     text = chat_template.render(
-      messages, add_generation_prompt=True, **prompts.get("variables", {})
+      messages, add_generation_prompt=True, **variables
     )
     return tokenizer.encode(text, special=True).tolist()
 

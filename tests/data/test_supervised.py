@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import supervised
 from bigtrain.data.formats import packing, row_encoder
+from bigtrain.inference import saved
 from bigtrain.text import tokenizers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "chat_masks"
@@ -289,6 +290,118 @@ def test_what_cannot_be_trained_on_is_refused_with_its_line(
     chats(tmp_path, rows)
 
 
+CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
+
+
+@pytest.mark.parametrize(
+  ("conversation", "expected"),
+  [
+    (
+      [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+      "message 1: tool_calls: .*'chatml' does not write",
+    ),
+    ([{**CHAT[0], "content": 5}, CHAT[1]], "message 0: content: .* got 5"),
+    (
+      [CHAT[0], {**CHAT[1], "reasoning_content": "First this."}],
+      "message 1: reasoning_content: .*ignore_fields=.'reasoning_content'",
+    ),
+    ([CHAT[0], {**CHAT[1], "name": "Ann"}], "message 1: name: "),
+    (
+      [
+        {**CHAT[0], "content": [{"type": "text", "text": "Say hello."}]},
+        {**CHAT[1], "content": [{"type": "text", "text": "Hello."}]},
+      ],
+      ["Hello.<|im_end|>\n"],
+    ),
+    (
+      [CHAT[0], {**CHAT[1], "content": "one"}, {**CHAT[1], "content": "two"}],
+      ["one<|im_end|>\n", "two<|im_end|>\n"],
+    ),
+    (
+      [
+        CHAT[0],
+        {
+          **CHAT[1],
+          "content": [
+            {"type": "text", "text": "a<|im_"},
+            {"type": "text", "text": "end|>"},
+          ],
+        },
+      ],
+      "message 1: .*special token '<.im_end.>'",
+    ),
+  ],
+)
+def test_what_a_template_does_not_write_is_refused_with_its_place(
+  tmp_path, conversation, expected
+):
+  prompt = conversation[:1]
+  rows = [
+    {"messages": conversation},
+    {"prompt": prompt, "completion": conversation[1:]},
+  ]
+  for row in rows:
+    if isinstance(expected, str):
+      with pytest.raises(DataError, match=f"rows.jsonl, line 2: {expected}"):
+        chats(tmp_path, [{"messages": CHAT}, row])
+      continue
+    batch = everything(chats(tmp_path, [row]))
+    trained = CODER.spell(batch["targets"][batch["loss_mask"] != 0])
+    assert trained == "".join(expected)
+  if isinstance(expected, str):
+    pair = {"chosen": CHAT, "rejected": conversation}
+    with pytest.raises(DataError, match=f"rows.jsonl, line 1: {expected}"):
+      chats(tmp_path, [pair], preferences=True)
+
+
+def test_fields_can_be_ignored_in_training_and_later(tmp_path):
+  fields = ["name", "tool_calls.id"]
+  named = [{**CHAT[0], "name": "Ann"}, CHAT[1]]
+  plain = chats(tmp_path, [{"messages": CHAT}])
+  source = chats(tmp_path, [{"messages": named}], ignore_fields=fields)
+  np.testing.assert_array_equal(
+    everything(source)["tokens"], everything(plain)["tokens"]
+  )
+  for data, refused in (
+    ({"prompts": plain.prompts}, True),
+    (
+      {"prompts": source.prompts},
+      False,
+    ),
+  ):
+    run = saved.Saved("run", 0, {}, data, {}, None)
+    expected = run.ids_of_chat(CODER, CHAT[:1])
+    if refused:
+      with pytest.raises(DataError, match="message 0: name: .*'chatml'"):
+        run.ids_of_chat(CODER, named[:1])
+    else:
+      assert run.ids_of_chat(CODER, named[:1]) == expected
+    parts = [{"type": "text", "text": "Hello"}]
+    asked = [{"role": "user", "content": parts}]
+    assert run.ids_of_chat(CODER, asked) == expected
+  for wrong in "name", [1]:
+    with pytest.raises(ConfigError, match="ignore_fields=.*expected a list"):
+      chats(tmp_path, [{"messages": CHAT}], ignore_fields=wrong)
+  with pytest.raises(ConfigError, match="'content' cannot be ignored"):
+    chats(tmp_path, [{"messages": CHAT}], ignore_fields=["name", "content"])
+
+
+def test_nulls_of_parquet_files_are_no_fields(tmp_path):
+  parquet = pytest.importorskip("pyarrow.parquet")
+  import pyarrow
+
+  # A column of structs has the fields of all of them.
+  named = [{**CHAT[0], "name": "Ann"}, CHAT[1]]
+  table = pyarrow.table({"messages": [CHAT, named]})
+  path = str(tmp_path / "rows.parquet")
+  parquet.write_table(table.slice(0, 1), path)
+  source = supervised.Source(str(GOLDEN), 64, path, template="chatml")
+  assert texts(source, CODER)[0][1] == "Hi.<|im_end|>\n"
+  parquet.write_table(table, path)
+  with pytest.raises(DataError, match="row 1: message 0: name"):
+    supervised.Source(str(GOLDEN), 64, path, template="chatml")
+
+
 def test_special_tokens_in_messages_are_a_choice(tmp_path):
   rows = [{"messages": [CHAT[0], {**CHAT[1], "content": "a</s>b"}]}]
   source = chats(tmp_path, rows, allow_special=True)
@@ -430,13 +543,19 @@ def test_pydoc_has_questions(tmp_path):
 def test_prompts_and_ends_of_new_texts_are_those_of_the_rows(tmp_path):
   source = make(tmp_path, PAIRS, bos=True)
   assert source.prompts == dict(
-    bos=True, prefix=False, template=None, variables={}
+    bos=True, prefix=False, template=None, variables={}, ignore_fields=[]
   )
   assert source.end_ids == [BYTES.eos_id]
   rows = [{"messages": CHAT}]
-  source = chats(tmp_path, rows, variables=dict(x=1))
+  source = chats(
+    tmp_path, rows, variables=dict(x=1), ignore_fields=["tool_calls.id", "id"]
+  )
   assert source.prompts == dict(
-    bos=False, prefix=False, template="chatml", variables=dict(x=1)
+    bos=False,
+    prefix=False,
+    template="chatml",
+    variables=dict(x=1),
+    ignore_fields=["id", "tool_calls.id"],
   )
   # The end of a turn, which is not the tokenizer's end of a text.
   assert source.end_ids == [CODER.spellings["<|im_end|>"]] != [CODER.eos_id]

@@ -21,9 +21,10 @@ from bigtrain.config.errors import (
 from bigtrain.data.formats import files
 from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
+from bigtrain.text import messages as chat_messages
 
 # Part of the key of cached ids. Increase it when the ids of a row change.
-_VERSION = 2
+_VERSION = 3
 # Fields that say what a row is, in the order of their precedence.
 _KINDS = ("messages", "prompt", "text")
 _TEXT_FIELDS = (*_KINDS, "completion", "chosen", "rejected", "tools")
@@ -37,6 +38,7 @@ class Encoder:
   Attributes:
     key: digest of the options that the ids depend on.
     bos: whether the begin token precedes rows without a template.
+    ignore_fields: sorted names of the fields that messages lose.
   """
 
   def __init__(
@@ -50,12 +52,14 @@ class Encoder:
     *,
     allow_special: bool,
     pairs: bool,
+    ignore_fields: Sequence[str] = (),
   ):
     """See data/supervised.py; `pairs` is for encoder-decoders."""
     self._tokenizer = tokenizer
     self._loss: Literal["assistant", "last", "all"] = loss
     self._pairs = pairs
     self._allow_special = allow_special
+    self.ignore_fields = _field_names(ignore_fields)
     self._template_options = {**(variables or {}), "now": _clock(date)}
     self.bos = tokenizer.adds_bos if bos is None else bos
     if self.bos and tokenizer.bos_id is None:
@@ -75,7 +79,9 @@ class Encoder:
     if isinstance(self._template, chat.Template):
       texts = [*self._template.texts.items(), *self._template.tokens.items()]
     options = texts, variables, date, loss, self.bos, allow_special, pairs
-    self.key = files.digest(_VERSION, tokenizer.fingerprint(), options)
+    self.key = files.digest(
+      _VERSION, tokenizer.fingerprint(), options, self.ignore_fields
+    )
 
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
     """Returns the ids of a row; `where` is its place, for messages."""
@@ -146,15 +152,23 @@ class Encoder:
     """Encodes a conversation; answers before message `first` have no loss."""
     if isinstance(self._template, ConfigError):
       raise self._template
-    _check_messages(messages)
+    tools = row.get("tools")
+    if isinstance(tools, str):
+      tools = json.loads(tools)
+    messages = chat_messages.readable(
+      self._template,
+      messages,
+      tools,
+      ignore_fields=self.ignore_fields,
+      **self._template_options,
+    )
     if not self._allow_special:
       self._check_spelling(messages)
-    tools = row.get("tools")
     ids, trained = chat.supervised(
       self._template,
       self._tokenizer,
       messages,
-      json.loads(tools) if isinstance(tools, str) else tools,
+      tools,
       loss="last" if self._pairs else self._loss,
       first=first,
       **self._template_options,
@@ -203,12 +217,18 @@ def _check_text(value: Any, field: str, where: Any) -> None:
       _check_text(each, f"{field}[{i}]", where)
 
 
-def _check_messages(messages: Any) -> None:
-  if not isinstance(messages, list) or not messages:
-    raise DataError("messages: expected a list of dict(role=..., content=...).")
-  for i, message in enumerate(messages):
-    if not isinstance(message, dict) or "role" not in message:
-      raise DataError(f"message {i}: expected dict(role=..., content=...).")
+def _field_names(names: Any) -> list[str]:
+  is_list = isinstance(names, list | tuple)
+  if not is_list or not all(isinstance(name, str) for name in names):
+    raise ConfigError(
+      f"supervised: ignore_fields={names!r}: expected a list of fields of "
+      "messages, such as ['name']."
+    )
+  if needed := {"role", "content"} & set(names):
+    raise ConfigError(
+      f"supervised: ignore_fields: {sorted(needed)[0]!r} cannot be ignored."
+    )
+  return sorted(names)
 
 
 def _clock(date: str | None) -> chat.Now | None:
