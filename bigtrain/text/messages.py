@@ -58,8 +58,9 @@ def readable(
   conversation = _Conversation(template, given, tools, options)
   if conversation.is_plain() and conversation.has_all_contents():
     return given
-  for number in range(len(given)):
-    conversation.settle(number)
+  dropped = [conversation.settle(number) for number in range(len(given))]
+  if any(dropped):
+    conversation.raise_dropped(dropped)
   # What the template refuses as a whole, it says itself.
   template.render(conversation.messages, tools, **options)
   return conversation.messages
@@ -109,8 +110,12 @@ class _Conversation:
       at += len(content)
     return True
 
-  def settle(self, number: int) -> None:
-    """Sets a message's first form that the template writes in full."""
+  def settle(self, number: int) -> list[_Path]:
+    """Sets a message's first form that the template writes in full.
+
+    If there is none, sets the form of which it drops the least. Returns the
+    paths of the values that it drops.
+    """
     best: tuple[dict[str, Any], list[_Path]] | None = None
     for form in _forms(self._given[number]):
       self.messages[number] = form
@@ -125,14 +130,13 @@ class _Conversation:
       ]
       if not dropped:
         self._check_spelling(number, texts)
-        return
+        return []
       if best is None or len(dropped) < len(best[1]):
         best = form, dropped
-    if best is not None:
-      self._raise_dropped(number, *best)
-    joined = _joined(self._given[number].get("content"))
-    self.messages[number] = self._given[number] | {"content": joined}
-    self._raise_unreadable(number)
+    if best is None:
+      self._raise_unreadable(number)
+    self.messages[number], dropped = best
+    return dropped
 
   def _render(self, messages: Sequence[chat.Message]) -> str | None:
     """Returns a text, or None if the template refuses the messages."""
@@ -191,34 +195,53 @@ class _Conversation:
         f"parts; expected {_TEXT_PART}, got {others[0]!r:.80}."
       )
     # The template refuses the conversation, and says why.
+    joined = _joined(content)
+    self.messages[number] = self._given[number] | {"content": joined}
     self._template.render(self.messages, self._tools, **self._options)
     raise DataError(
       f"message {number}: content: expected a text; the template {template} "
       f"writes {content!r:.80} in Python's spelling."
     )
 
-  def _raise_dropped(
-    self, number: int, message: dict[str, Any], dropped: Sequence[_Path]
-  ) -> NoReturn:
+  def raise_dropped(self, dropped: Sequence[Sequence[_Path]]) -> NoReturn:
+    """Names the first message that is not written in full.
+
+    `dropped` has the paths of each message. The hint has the fields of all of
+    them.
+    """
     template = self._template.name
-    if any(path in _text_paths(message) for path in dropped):
-      raise DataError(
-        f"message {number}: content: the template {template} does not write "
-        f"that of the role {message['role']!r}."
-      )
-    # A field of which nothing is written is named as a whole.
-    paths: list[_Path] = []
-    for field in dict.fromkeys(path[0] for path in dropped):
-      own = [path for path in dropped if path[0] == field]
-      whole = [path for path in _leaves(message) if path[0] == field]
-      paths += [(field,)] if own == whole else own
-    names = [".".join(k for k in p if isinstance(k, str)) for p in paths]
+    fields: list[list[_Path]] = []
+    for number, (message, paths) in enumerate(zip(self.messages, dropped)):
+      if any(path in _text_paths(message) for path in paths):
+        raise DataError(
+          f"message {number}: content: the template {template} does not write "
+          f"that of the role {message['role']!r}."
+        )
+      fields.append(_as_fields(message, paths))
+    number = next(i for i, paths in enumerate(fields) if paths)
+    names = [
+      ".".join(key for key in path if isinstance(key, str))
+      for paths in fields
+      for path in paths
+    ]
     raise DataError(
-      f"message {number}: {', '.join(map(_spell, paths))}: the template "
-      f"{template} does not write this, so a model would not see it; "
+      f"message {number}: {', '.join(map(_spell, fields[number]))}: the "
+      f"template {template} does not write this, so a model would not see it; "
       f"ignore_fields={list(dict.fromkeys(names))} leaves it out, and "
       "template= selects another template."
     )
+
+
+def _as_fields(
+  message: Mapping[str, Any], paths: Sequence[_Path]
+) -> list[_Path]:
+  """Replaces the paths of a field by its own if all its values are dropped."""
+  result: list[_Path] = []
+  for field in dict.fromkeys(path[0] for path in paths):
+    own = [path for path in paths if path[0] == field]
+    whole = [path for path in _leaves(message) if path[0] == field]
+    result += [(field,)] if own == whole else own
+  return result
 
 
 def _check_messages(messages: Any) -> None:

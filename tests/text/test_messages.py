@@ -189,7 +189,10 @@ def test_fields_inside_of_calls_are_refused_and_ignored_by_their_path():
     {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
   ]
   conversation = [ASKED, called, *replied, CHAT[1]]
-  message = r"message 1: tool_calls\[1\].id: .*ignore_fields=.'tool_calls.id'\]"
+  # The hint has the fields of all messages.
+  message = (
+    r"message 1: tool_calls\[1\].id: .*=.'tool_calls.id', 'tool_call_id'"
+  )
   with pytest.raises(DataError, match=message):
     write(made, conversation)
   with pytest.raises(DataError, match="message 2: tool_call_id: "):
