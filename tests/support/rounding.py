@@ -86,6 +86,7 @@ def _moved(tree, seed):
       return x
     signs = rng.integers(0, 2, x.shape) * 2 - 1
     value = np.float32(np.asarray(x) * (1 + EPSILON * signs))
-    return jax.device_put(value, getattr(x, "sharding", None))
+    placed = getattr(x, "committed", False)
+    return jax.device_put(value, x.sharding) if placed else value
 
   return jax.tree.map(one, tree)
