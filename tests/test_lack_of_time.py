@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-FILE = pathlib.Path(__file__).parent / "test_trees.py"
+FILE = pathlib.Path(__file__).parent / "arrays" / "test_trees.py"
 
 
 def test_tests_that_begin_too_late_are_counted():

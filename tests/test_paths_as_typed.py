@@ -207,7 +207,7 @@ def test_report_reads_and_writes(run, monkeypatch, typed):
   # Drawing takes seconds.
   monkeypatch.setattr(report.curves, "pngs", lambda runs: {"loss": b"a plot"})
   monkeypatch.setattr(
-    report.page, "render", lambda runs, *_: str(runs[0].rows[-1])
+    report.page, "render", lambda runs, *_: str(runs[0].entries[-1])
   )
   workdir = run(typed)
   for out, words in (("report", []), ("page", [f"--out={typed}/page"])):

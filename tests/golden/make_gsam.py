@@ -3,7 +3,7 @@
   PYTHONPATH=big_vision python tests/golden/make_gsam.py
 
 PYTHONPATH needs a checkout of github.com/google-research/big_vision; commit
-0127fb6 made the file. tests/step/test_sharpness.py trains on `problem`.
+0127fb6 made the file. tests/objective/test_sharpness.py trains on `problem`.
 """
 
 import pathlib

@@ -387,7 +387,7 @@ def test_texts_by_the_rules_are_those_of_transformers():
   obey = functools.partial(
     decoding.Rules(**rules_of(case)).apply, ends=jnp.asarray(ends)
   )
-  stream = generate._generate_ids(
+  stream = generate._sample(
     model.variables, model.model, prompts[0].tolist(), 20, 0, {}, obey
   )
   until = lambda ids: [*itertools.takewhile(lambda i: i not in ends, ids)]
