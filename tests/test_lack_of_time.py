@@ -30,7 +30,7 @@ def pytest_run(*options, **variables):
   return subprocess.run(
     [sys.executable, "-m", "pytest", *options, FILE],
     env={**os.environ, **variables},
-    cwd=FILE.parents[1],
+    cwd=FILE.parents[2],
     capture_output=True,
     text=True,
     check=False,
