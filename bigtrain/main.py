@@ -4,8 +4,8 @@
 
 It reads top to bottom: devices, input, objective, optimizer, update,
 evaluations, start, loop. A config names the rest: tasks, models, evaluators,
-data and hooks. The objective is what a config says of what is learned: the task
-and the model, and all that their gradients need (objective/objective.py).
+data and hooks. The objective is all that a config says about learning: the
+task, the model, and whatever their gradients need (objective/objective.py).
 """
 
 from bigtrain.cluster import process

@@ -101,7 +101,7 @@ def start(
     local: the hosts' checkpoints, if config.local_ckpt_* is set.
     from_local: whether the run may start from them. A rollback may not: which
       batches it skips must not depend on them.
-    base: digest of the adapters' base, which has to equal that of a checkpoint.
+    base: digest of the adapters' base, which has to equal the checkpoint's.
     begin: changes a new state of adapters, in place of loading model_init.
   """
 

@@ -25,7 +25,7 @@ from bigtrain.text import tokenizers
 # Ids of the tokenizer "bytes": of byte 0, and of the begin token.
 _SHIFT = 3
 _BEGIN = 1
-# One of so many topics of pydoc is in the split "test".
+# One in this many of pydoc's topics is in the split "test".
 _TEST_EVERY = 10
 
 

@@ -115,7 +115,7 @@ class Pictures:
     return _as_png(array) if self._is_encoded else self._checked(array)
 
   def _checked(self, array: np.ndarray) -> np.ndarray:
-    """Refuses pixels that are unlike those of the run's pictures."""
+    """Refuses pixels that are unlike the pixels of the run's pictures."""
     if self._raw_spec is None:
       return array
     dtype, shape, *limits = self._raw_spec

@@ -1,7 +1,7 @@
 """Losses of answers with rewards: GRPO and its relatives.
 
 The answers were drawn with the weights of the same step. So the ratio of both
-probabilities, that of the loss and that of the sampler, is 1, and there is
+probabilities, the loss's and the sampler's, is 1, and there is
 nothing to clip.
 
 Axes: B prompts; G answers to a prompt; L tokens of an answer.

@@ -40,9 +40,9 @@ POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
 QK_NORMS = ("head", "projection", "l2")
 
-# Defaults of the fields that some variants give. In the class they are None, so
-# that a value in the config can be told from the default: a value in the config
-# comes first, then the variant's, then the one here.
+# Defaults of the fields that some variants give. In the class they are None, to
+# distinguish a value in the config from the default: the config's value comes
+# first, then the variant's, then the one here.
 _DEFAULTS: dict[str, Any] = dict(
   rope_theta=1e4,
   norm_offset=0.0,

@@ -596,7 +596,7 @@ def _fit_posemb(
 
 
 def _rename(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Names of older releases as those of the model."""
+  """Renames parameters of older releases to the model's names."""
   kinds = ("LayerNorm", "MultiHeadDotProductAttention", "MlpBlock")
   renamed = {}
   for name, value in flat.items():

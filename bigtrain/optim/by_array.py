@@ -110,7 +110,7 @@ def _folded(tree: Any, names: list[str], views: Mapping[str, View]) -> Any:
 
 
 def _joined(group_states: list[Any], like: Any) -> Any:
-  """The state of all parameters, from those of the groups."""
+  """The state of all parameters, joined from the groups' states."""
   flat: dict[str, Any] = {}
   for state in group_states:
     flat |= trees.flatten_with_names(state)

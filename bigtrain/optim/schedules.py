@@ -65,7 +65,9 @@ class _At(NamedTuple):
 
   step: int
   since: int  # Steps since the end of the warm-up; 0 before.
-  progress: float  # From 0 at the end of the warm-up to 1 at that of the run.
+  progress: (
+    float  # From 0 at the end of the warm-up to 1 at the end of the run.
+  )
 
 
 _Decay = Callable[[_At], float]

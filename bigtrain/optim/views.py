@@ -39,7 +39,7 @@ class View(NamedTuple):
   hidden: bool = True
 
   def array_dims(self) -> tuple[int, ...]:
-    """All dimensions but those of the stack."""
+    """All dimensions except the stack's."""
     return tuple(sorted((self.rows or ()) + self.columns))
 
 

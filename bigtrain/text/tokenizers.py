@@ -102,7 +102,7 @@ def is_folder(path: object) -> bool:
 
 
 def get(spec: str) -> Tokenizer:
-  """Returns the tokenizer "bytes", or that of a file or folder.
+  """Returns the tokenizer "bytes", or the one of a file or folder.
 
   It is loaded once, and again if the file has changed.
   """

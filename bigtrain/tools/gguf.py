@@ -118,7 +118,7 @@ def _name(path: str, name: str) -> str:
 
 
 def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-  """Contents of config.json but for the head and the dtype."""
+  """Contents of config.json, without the head and the dtype."""
   architecture = metadata.get("general.architecture")
   if architecture != "llama":
     raise ConfigError(

@@ -204,7 +204,7 @@ def _joined(
 ) -> tuple[list[np.ndarray | None], int]:
   """Joins the adapters of a module: ([A, B, magnitude or None], rank).
 
-  The files have one scale for a module, that of the first part. The others'
+  The files have one scale for a module, the first part's. The others'
   matrices B are multiplied accordingly.
   """
   rows = []
@@ -377,7 +377,7 @@ def _stacked(
 ) -> tuple[dict[str, np.ndarray], float]:
   """Stacks the adapters of a kernel; layers without one get zeros.
 
-  Returns: {name of a factor: array}, and the scale, that of the first layer.
+  Returns: {name of a factor: array}, and the scale of the first layer.
     The others' matrices B are multiplied accordingly.
   """
   shape = published.shape(kernel)

@@ -80,7 +80,7 @@ class Options(NamedTuple):
   top_k: int = 2  # Number of experts per token.
   # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
-  every: int = 1  # The last one of so many layers has experts.
+  every: int = 1  # With 2, every second layer has experts, and so on.
   # An expert accepts up to this times L * top_k / E tokens of an example; None
   # for all.
   capacity_factor: float | None = None
@@ -91,7 +91,7 @@ class Options(NamedTuple):
   # (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
   serve: str | None = None
   jitter: float = 0.0  # Largest relative noise on the router's input.
-  dropout: float | None = None  # Rate in experts; if None, that of the MLPs.
+  dropout: float | None = None  # Rate in experts; None: the MLPs' rate.
   # Whether a token's weights add up to 1; by default with several experts.
   normalize: bool | None = None
   router_init_std: float = 0.02  # Of the router's initial kernel.

@@ -133,7 +133,7 @@ def _kept_by_yarn(
   """Share of each original frequency: 1 up to an index, then falling to 0."""
 
   def index(rotations: float) -> float:
-    """Index of the frequency with so many rotations in `original_len`."""
+    """Index of the frequency that rotates this often in `original_len`."""
     wavelength = scaling["original_len"] / (rotations * 2 * math.pi)
     return dims * math.log(wavelength) / (2 * math.log(theta))
 

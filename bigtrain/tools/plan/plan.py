@@ -107,7 +107,7 @@ def plan(
 
   There is one mesh for each combination of `devices` with the sizes of the axes
   `fsdp`, `sequence` and `tensor`: -1 for all devices, None for the config's.
-  `options` are those of the command line.
+  `options` come from the command line.
   """
   subject = _subject(config, changes, **options)
 

@@ -6,7 +6,7 @@ from bigtrain.models.published.tables import conv1d, linear, norm, plain, table
 
 
 def _sizes() -> Rule:
-  """Sizes that follow from others; that of the MLP may have a key."""
+  """Sizes that follow from others; the MLP's may have a key."""
   return Rule(
     ("num_kv_heads", "head_dim", "mlp_dim"),
     {"n_inner": None},
