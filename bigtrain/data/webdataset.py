@@ -146,5 +146,5 @@ def _parser(extension: str) -> tuple[str, Callable[[bytes], Any] | None]:
   if field:
     return member, lambda data: documents.json_object(data)[field]
   if last == "npy":
-    return member, lambda data: np.load(io.BytesIO(data))
+    return member, lambda data: files.load_array(io.BytesIO(data))
   return member, int if last in _INTEGERS else None

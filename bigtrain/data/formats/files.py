@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from absl import logging
@@ -30,6 +30,7 @@ from bigtrain.files import paths
 # Files that are open at the same time; systems usually allow 1024.
 _MAX_OPEN = 256
 _MAX_THREADS = 16
+_PARSES_HEADER = threading.Lock()  # See `load_array`.
 _CHUNK_BYTES = 1 << 23  # Of an object that is read in order.
 # Files of Windows, in lower case: thumbnails and the looks of a folder.
 _SYSTEM_FILES = ("thumbs.db", "desktop.ini")
@@ -321,6 +322,18 @@ def line_number(path: str, offset: int) -> int:
   return number
 
 
+def load_array(file: IO[bytes]) -> np.ndarray:
+  """Reads an array that numpy has saved; as np.load, but safe in threads.
+
+  numpy parses the header with `ast`. In Python 3.11, two threads that parse at
+  the same time can fail with "SystemError: AST constructor recursion depth
+  mismatch", because jax's callback of the garbage collector lets the other
+  thread run.
+  """
+  with _PARSES_HEADER:
+    return np.load(file, allow_pickle=False)
+
+
 def in_threads(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
   """Returns fn(item) of each item, computed in up to 16 threads."""
   with futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
@@ -354,8 +367,7 @@ def _offsets(
   cached = os.path.join(folder, name)
   # A missing or damaged cache entry only costs another scan.
   with contextlib.suppress(OSError, ValueError, EOFError):
-    content = io.BytesIO(paths.read_bytes(cached))
-    result = np.load(content, allow_pickle=False)
+    result = load_array(io.BytesIO(paths.read_bytes(cached)))
     if result.dtype == np.int64 and _crc(result[:-1]) == result[-1]:
       return result[:-1]
   try:

@@ -94,7 +94,9 @@ def scan_members(path: str) -> np.ndarray:
 
 def load(packed: np.ndarray) -> Index:
   content = io.BytesIO(packed.tobytes())
-  keys, extensions, members, hidden = (np.load(content) for _ in range(4))
+  keys, extensions, members, hidden = (
+    files.load_array(content) for _ in range(4)
+  )
   names = [os.fsdecode(name) for name in hidden.tolist()]
   return Index(keys, extensions.tolist(), members, names)
 

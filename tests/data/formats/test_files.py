@@ -1,7 +1,11 @@
 """The cache of line offsets, and the cache of open files."""
 
+import gc
+import io
 import json
+import sys
 
+import numpy as np
 import pytest
 
 from bigtrain.data import jsonl
@@ -58,3 +62,23 @@ def test_handles_close_the_least_recently_used_file(tmp_path):
     assert handles.get(path) == path
   # Opening c evicts b, so b is opened again.
   assert "".join(opened) == "abcb"
+
+
+def test_threads_load_arrays_while_garbage_is_collected():
+  saved = io.BytesIO()
+  np.save(saved, np.arange(3))
+  thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+
+  def load(number):
+    for _ in range(50):
+      array = files.load_array(io.BytesIO(saved.getvalue()))
+      np.testing.assert_array_equal(array, np.arange(3))
+
+  try:
+    # Threads switch as often as possible, also in the collector's callbacks.
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    files.in_threads(load, range(32))
+  finally:
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
