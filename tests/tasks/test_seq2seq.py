@@ -13,6 +13,7 @@ from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.named_features import Features
 from bigtrain.models import t5
+from bigtrain.objective import gradients
 from bigtrain.pp import parse
 from bigtrain.tasks import seq2seq as task
 
@@ -282,7 +283,7 @@ def test_only_load_balance_depends_on_microbatches():
   model, variables = with_experts()
   data = batch(rows=16)
 
-  def gradients(microbatches, devices):
+  def gradients_of(microbatches, devices):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
 
     @jax.jit
@@ -307,8 +308,8 @@ def test_only_load_balance_depends_on_microbatches():
     """Returns it relative to the parameter's largest gradient."""
     return max(np.abs(a[n] - b[n]).max() / np.abs(a[n]).max() for n in a)
 
-  without, balanced = gradients(1, 1)
-  same, other = gradients(2, 8)
+  without, balanced = gradients_of(1, 1)
+  same, other = gradients_of(2, 8)
   assert largest_difference(without, same) < 1e-3
   assert largest_difference(balanced, other) > 1e-2
 
