@@ -12,7 +12,8 @@ A batch of the input has "prompt" int [B, P], padded at the end, and
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
   "truncated": float32 [B, G], 1 for an answer without an end.
-The source adds "reward" and "failed_rewards", float32 [B, G].
+The source adds "reward" and "failed_rewards", float32 [B, G]. If several
+updates use the same answers, "update" int32 [B] counts them from 0.
 """
 
 import functools
@@ -108,16 +109,24 @@ def loss_fn(
   max_new: int = 64,
   temperature: float = 1.0,
   beta: float = 0.0,
+  epsilon: float | None = None,
+  epsilon_high: float | None = None,
   chunk: int | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
 
   Metrics are means over answers and prompts, except "log_prob_difference", the
-  largest one between sampler and loss. For `chunk` see losses.linear_xent.
+  largest one between sampler and loss before an update. For `chunk` see
+  losses.linear_xent.
+
+  Args:
+    epsilon, epsilon_high: bounds of the ratio of probabilities if several
+      updates use the same answers, see rewards.ratio_bounds.
   """
   del rng, train, samples
   check_choice("config.loss.kind", kind, rewards.KINDS)
   check_number("config.loss.beta", beta, least=0)
+  bounds = rewards.ratio_bounds(kind, epsilon, epsilon_high)
   mask_BGL, reward_BG = batch["loss_mask"] != 0, batch["reward"]
   weight_B = metrics.example_weights(batch, reward_BG)
   real_BGL = mask_BGL & (weight_B[:, None, None] != 0)
@@ -147,6 +156,8 @@ def loss_fn(
       reward_BG,
       weight_B,
       max_new=max_new,
+      old_BGL=batch["log_probs"] if "update" in batch else None,
+      bounds=bounds,
       reference_BGL=reference_BGL,
       beta=beta,
     )
@@ -154,23 +165,66 @@ def loss_fn(
   (total, number), grad_BGL = jax.value_and_grad(loss_of, has_aux=True)(
     log_prob_BGL
   )
-  std_B = jnp.std(reward_BG, axis=1, ddof=1)
-  by_answer = weight_B[:, None]
-  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
-  result |= {
-    "loss": (with_gradient(total, grad_BGL), number),
-    "reward": metrics.pair(reward_BG, by_answer),
-    "reward_std": metrics.pair(std_B, weight_B),
-    "zero_advantage": metrics.pair(std_B == 0, weight_B),
-    "length": metrics.pair(jnp.sum(mask_BGL, axis=2), by_answer),
-    "truncated": metrics.pair(batch["truncated"], by_answer),
-    "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
-    "log_prob_difference": metrics.Max.of(difference_BGL, real_BGL),
-  }
+  result["loss"] = (with_gradient(total, grad_BGL), number)
+  result |= _answer_metrics(batch, log_prob_BGL, real_BGL, weight_B)
+  if "update" in batch:
+    if kind == "rloo" and reference_BGL is not None:
+      reward_BG = rewards.with_divergence(
+        reward_BG, batch["log_probs"], reference_BGL, beta
+      )
+    result |= _clipping(
+      kind, log_prob_BGL, batch["log_probs"], real_BGL, reward_BG, bounds
+    )
   mutable = {
     name: x for name, x in own.items() if name not in ("params", "base")
   }
   return result, mutable
+
+
+def _answer_metrics(
+  batch: Batch,
+  log_prob_BGL: jax.Array,
+  real_BGL: jax.Array,
+  weight_B: jax.Array,
+) -> Metrics:
+  std_B = jnp.std(batch["reward"], axis=1, ddof=1)
+  by_answer = weight_B[:, None]
+  length_BG = jnp.sum(batch["loss_mask"] != 0, axis=2)
+  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
+  kind: type[metrics.Max] = metrics.Max
+  if "update" in batch:
+    # In later updates of a set, the weights are not those of the sampler.
+    kind = metrics.MaxIfAny
+    real_BGL = real_BGL & (batch["update"] == 0)[:, None, None]
+  return {
+    "reward": metrics.pair(batch["reward"], by_answer),
+    "reward_std": metrics.pair(std_B, weight_B),
+    "zero_advantage": metrics.pair(std_B == 0, weight_B),
+    "length": metrics.pair(length_BG, by_answer),
+    "truncated": metrics.pair(batch["truncated"], by_answer),
+    "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
+    "log_prob_difference": kind.of(difference_BGL, real_BGL),
+  }
+
+
+def _clipping(
+  kind: str,
+  log_prob_BGL: jax.Array,
+  old_BGL: jax.Array,
+  real_BGL: jax.Array,
+  reward_BG: jax.Array,
+  bounds: tuple[float, float],
+) -> Metrics:
+  """Shares of tokens, or of answers, whose ratio is clipped."""
+  low, high = rewards.clipped(
+    kind, log_prob_BGL, old_BGL, real_BGL, reward_BG, bounds
+  )
+  if low.shape[2] == 1:  # One ratio for a whole answer.
+    real_BGL = jnp.any(real_BGL, axis=2, keepdims=True)
+  return {
+    "clipped_low": metrics.pair(low, real_BGL),
+    "clipped_high": metrics.pair(high, real_BGL),
+  }
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
