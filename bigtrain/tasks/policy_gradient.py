@@ -148,20 +148,18 @@ def loss_fn(
     kl_BGL = rewards.divergence(log_prob_BGL, reference_BGL)
     result["kl"] = metrics.pair(kl_BGL, real_BGL)
 
-  def loss_of(log_prob_BGL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return rewards.loss(
-      kind,
-      log_prob_BGL,
-      mask_BGL,
-      reward_BG,
-      weight_B,
-      max_new=max_new,
-      old_BGL=batch["log_probs"] if "update" in batch else None,
-      bounds=bounds,
-      reference_BGL=reference_BGL,
-      beta=beta,
-    )
-
+  loss_of = functools.partial(
+    rewards.loss,
+    kind,
+    mask_BGL=mask_BGL,
+    reward_BG=reward_BG,
+    weight_B=weight_B,
+    max_new=max_new,
+    old_BGL=batch["log_probs"] if "update" in batch else None,
+    bounds=bounds,
+    reference_BGL=reference_BGL,
+    beta=beta,
+  )
   (total, number), grad_BGL = jax.value_and_grad(loss_of, has_aux=True)(
     log_prob_BGL
   )
@@ -172,9 +170,7 @@ def loss_fn(
       reward_BG = rewards.with_divergence(
         reward_BG, batch["log_probs"], reference_BGL, beta
       )
-    result |= _clipping(
-      kind, log_prob_BGL, batch["log_probs"], real_BGL, reward_BG, bounds
-    )
+    result |= _clipping(kind, batch, log_prob_BGL, real_BGL, reward_BG, bounds)
   mutable = {
     name: x for name, x in own.items() if name not in ("params", "base")
   }
@@ -209,15 +205,15 @@ def _answer_metrics(
 
 def _clipping(
   kind: str,
+  batch: Batch,
   log_prob_BGL: jax.Array,
-  old_BGL: jax.Array,
   real_BGL: jax.Array,
   reward_BG: jax.Array,
   bounds: tuple[float, float],
 ) -> Metrics:
   """Shares of tokens, or of answers, whose ratio is clipped."""
   low, high = rewards.clipped(
-    kind, log_prob_BGL, old_BGL, real_BGL, reward_BG, bounds
+    kind, log_prob_BGL, batch["log_probs"], real_BGL, reward_BG, bounds
   )
   if low.shape[2] == 1:  # One ratio for a whole answer.
     real_BGL = jnp.any(real_BGL, axis=2, keepdims=True)
