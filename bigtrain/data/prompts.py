@@ -1,10 +1,11 @@
-"""Prompts, with reward functions that judge a model's answers to them.
+"""Prompts, with rewards that judge a model's answers to them.
 
   dict(type="prompts", path="math.jsonl", tokenizer="models/Qwen3-0.6B",
        length=512, rewards="my_project.rewards.exact")
 
 The files are as for data/supervised.py, but only `prompt`, a text or a list of
-messages, and `tools` are tokenized; the reward functions get the whole row.
+messages, and `tools` are tokenized; the judges of answers get the whole row
+(data/formats/judges.py).
 Features: `prompt` int32 [length], padded with 0, and `prompt_length` int32.
 """
 
@@ -19,9 +20,9 @@ from bigtrain.config.errors import (
   check_kwargs,
   check_number,
 )
-from bigtrain.config.modules import find_attribute
 from bigtrain.data import supervised
-from bigtrain.data.formats import files, reward_worker
+from bigtrain.data.formats import files, judges
+from bigtrain.data.formats.reward_worker import Worker
 
 # Stands for the answer where a chat template writes the prompt.
 _EMPTY = {"role": "assistant", "content": ""}
@@ -31,13 +32,15 @@ class Source(supervised.Source):
   """The prompts of one or more files.
 
   Args:
-    rewards: dotted path of a function of (answers to a prompt, its row) that
-      returns a number for each answer; or a list of (path, weight), for a
-      weighted sum.
-    time_limit: seconds that a call of a function may take.
-    failed_reward: reward of all answers to a prompt for which a function fails
-      or takes too long; a metric counts them. By default, such a failure ends
-      the run.
+    rewards: what judges answers: the dotted path of a function of (answers to
+      a prompt, its row) that returns a number for each answer; or
+      dict(command="python judge.py") or dict(url="http://..."), which may have
+      a `time_limit` and a number of `retries`, and an address `headers`. A list
+      of (judge, weight) is a weighted sum.
+    time_limit: seconds that a call of a judge may take.
+    failed_reward: reward of all answers to a prompt for which a judge fails or
+      takes too long; a metric counts them. By default, such a failure ends the
+      run.
     **options: path, name and others of data/supervised.py.
   """
 
@@ -47,7 +50,7 @@ class Source(supervised.Source):
     self,
     tokenizer: str,
     length: int,
-    rewards: str | Sequence[tuple[str, float]],
+    rewards: str | Mapping[str, Any] | Sequence[tuple[Any, float]],
     *,
     time_limit: float = 10.0,
     failed_reward: float | None = None,
@@ -55,22 +58,22 @@ class Source(supervised.Source):
   ):
     given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
     check_kwargs(supervised.Source, options, "prompts", given)
-    if isinstance(rewards, str):
-      rewards = [(rewards, 1.0)]
-    for each in rewards:
-      if not isinstance(each, list | tuple) or len(each) != 2:
-        raise ConfigError(f"rewards: expected (function, weight), got {each}.")
-      function, weight = each
-      find_attribute(function, "rewards")
-      check_number(f"rewards: weight of {function}", weight)
-    if not rewards:
-      raise ConfigError("rewards: expected at least one function.")
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
       check_number("failed_reward", failed_reward)
-    self._rewards = rewards
     self._failed_reward = failed_reward
-    self._worker = reward_worker.Worker(time_limit)
+    self._worker = Worker()
+    if isinstance(rewards, str | Mapping):
+      rewards = [(rewards, 1.0)]
+    self._rewards: list[tuple[judges.Judge, float]] = []
+    for each in rewards:
+      if not isinstance(each, list | tuple) or len(each) != 2:
+        raise ConfigError(f"rewards: expected (function, weight), got {each}.")
+      judge, weight = judges.get(each[0], time_limit, self._worker), each[1]
+      check_number(f"rewards: weight of {judge.name}", weight)
+      self._rewards.append((judge, weight))
+    if not rewards:
+      raise ConfigError("rewards: expected at least one function.")
     super().__init__(tokenizer, length, loss="last", **options)
     int32 = np.dtype(np.int32)
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
@@ -115,7 +118,7 @@ class Source(supervised.Source):
         target is no token of the answer.
 
     Returns:
-      "reward" [B, G], and "failed_rewards" [B, G], the number of functions that
+      "reward" [B, G], and "failed_rewards" [B, G], the number of judges that
       failed.
     """
     targets = batch["targets"]
@@ -123,17 +126,19 @@ class Source(supervised.Source):
     is_text = (batch["loss_mask"] != 0) & ~is_end
     rewards = np.zeros(is_text.shape[:2], np.float32)
     failed = np.zeros_like(rewards)
+    prompts = []
     for b, index in enumerate(indices):
       row = self._contents[self._kept[index]]
       texts = [
         self._coder.decode(ids[own]) for ids, own in zip(targets[b], is_text[b])
       ]
-      for function, weight in self._rewards:
-        result = self._worker(function, texts, row)
+      prompts.append(judges.Answers(row, texts, None))
+    for judge, weight in self._rewards:
+      for b, result in enumerate(judge(prompts)):
         if isinstance(result, str):
           if self._failed_reward is None:
-            where = self.where(index)
-            raise DataError(f"{where}: reward {function}: {result}.")
+            where = self.where(indices[b])
+            raise DataError(f"{where}: reward {judge.name}: {result}.")
           result = [self._failed_reward]
           failed[b] += 1
         rewards[b] += np.float32(weight) * np.asarray(result, np.float32)

@@ -26,7 +26,8 @@ from bigtrain import main
 from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import prompts
-from bigtrain.data.formats import reward_worker
+from bigtrain.data.formats import judges
+from bigtrain.data.formats.reward_worker import Worker
 from bigtrain.losses import rewards
 from bigtrain.models import decoder
 from bigtrain.tasks import policy_gradient
@@ -200,9 +201,9 @@ def fails_sometimes(texts, row):
 
 
 def test_rewards_that_fail_or_take_too_long_are_told_apart():
-  worker = reward_worker.Worker(1.0)
-  call = functools.partial(worker, f"{__name__}.fails_sometimes", ["a", "b"])
-  got = [call({"number": i}) for i in range(6)]
+  judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Worker())
+  answers = [judges.Answers({"number": i}, ["a", "b"], None) for i in range(6)]
+  got = judge(answers)
   assert got[0] == [0.0, 0.0] and got[5] == [5.0, 5.0]
   assert got[1] == "ValueError: no such answer"
   assert got[2] == "it took more than 1 s"
