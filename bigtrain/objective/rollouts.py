@@ -5,7 +5,8 @@ which makes the batch of an update from the input's, on all devices; its options
 are those of config.loss. For reinforcement learning it writes several answers
 to each prompt. Then the sources judge the answers, on the host that has read
 their prompts: `judge(indices, batch)` returns float32 [B, G] for the names
-JUDGED.
+JUDGED. Where a function answers the model's tool calls, answers have
+several turns (turns.py).
 
 With config.rollouts, several updates share a set of rollouts. A set has the
 answers to the prompts of `minibatches` batches of the input, written with the
@@ -19,8 +20,9 @@ same batches.
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,10 +35,11 @@ from bigtrain.arrays.types import Batch, TrainState, Variables
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.settings import Config
+from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.inputs.transfer import Prefetch
-from bigtrain.objective import logical_axes
+from bigtrain.objective import logical_axes, turns
 
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
@@ -83,13 +86,26 @@ class Rollout:
       )
     self._mesh = mesh
     self._replicated = sharding.replicated(mesh)
-    self._make = _bind(config, task, model, train_input)
+    bind = functools.partial(_bind, config, model, train_input)
+    self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
     self._specs = variables_spec, self.spec, step
     # What the update gets: the task's batch, and what the sources judge.
     made = jax.eval_shape(self._make, *self._specs)
     judged = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, judged)
+    self._turns: turns.Turns | None = None
+    if any(_toolbox(part) for part in train_input.engine.parts):
+      prompt_length = train_input.spec["prompt"].shape[1]
+      self._turns = turns.Turns(
+        bind(task.next_turn),
+        train_input,
+        mesh,
+        made["tokens"].shape,
+        max_new=made["tokens"].shape[2] + 1 - prompt_length,
+        eos_ids=_eos_ids(train_input),
+      )
+      made |= dict.fromkeys(turns.COUNTS, judged)
     self._read_sets(config, sharding.batch_spec(made, mesh))
     if self._updates > 1:
       made["update"] = jax.ShapeDtypeStruct(judged.shape[:1], jnp.int32)
@@ -116,6 +132,8 @@ class Rollout:
         *self._specs,
         out_shardings=sharding.batch(self._mesh),
       )
+      if self._turns:
+        self._turns.compile(programs, self._specs[0])
 
   # The set, as a part of checkpoints.
 
@@ -227,9 +245,14 @@ class Rollout:
     """Writes and judges the answers to the input's batch of a number."""
     number = jax.device_put(np.int32(step), self._replicated)
     made = self._make(variables, batch, number)
-    return {**made, **self._judge(made, step)}
+    messages = None
+    if self._turns:
+      made, messages = self._turns(variables, made, step)
+    return {**made, **self._judge(made, messages, step)}
 
-  def _judge(self, made: Mapping[str, Any], step: int) -> dict[str, Any]:
+  def _judge(
+    self, made: Batch, messages: turns.Messages | None, step: int
+  ) -> dict[str, Any]:
     """Lets the source of each example judge its answers; global arrays."""
     engine, placement = self._input.engine, self._input.placement
     local = {name: placement.get(x) for name, x in made.items()}
@@ -239,34 +262,45 @@ class Rollout:
     for i, part in enumerate(engine.parts):
       places = np.flatnonzero(order.source == i)
       own = {name: x[places] for name, x in local.items()}
-      for name, x in part.source.judge(order.index[places], own).items():
+      options = {}
+      if messages is not None and _toolbox(part):
+        options["messages"] = [messages[place] for place in places.tolist()]
+      indices = order.index[places]
+      for name, x in part.source.judge(indices, own, **options).items():
         judged[name][places] = x
     return placement.put(judged)
 
 
-def _bind(
-  config: Config, task: Any, model: Any, train_input: TrainInput
-) -> Any:
-  """The task's rollout as a function of (variables, batch, step)."""
+def _toolbox(part: Part) -> Any:
+  return getattr(part.source, "toolbox", None)
+
+
+def _eos_ids(train_input: TrainInput) -> tuple[int, ...]:
+  return tuple(train_input.saved["data"].get("end_ids", ()))
+
+
+def _bind(config: Config, model: Any, train_input: TrainInput, fn: Any) -> Any:
+  """A task's function as one of (variables, batch, step and other numbers)."""
   seed = np.uint32(config.get("seed", 0) % 2**32)
-  parameters = inspect.signature(task.rollout).parameters
+  parameters = inspect.signature(fn).parameters
   options: dict[str, Any] = {
     name: value
     for name, value in config.kwargs("loss").items()
     if name in parameters
   }
-  eos_ids = tuple(train_input.saved["data"].get("end_ids", ()))
 
-  def make(variables: Any, batch: Batch, step: jax.Array) -> dict[str, Any]:
+  def make(variables: Any, batch: Batch, *numbers: jax.Array) -> Any:
     # The first two of the three keys are for initialisation and losses.
     _, _, key = jax.random.split(jax.random.key(seed), 3)
+    for number in numbers:
+      key = jax.random.fold_in(key, number)
     with logical_axes.no_logical_axes():
-      return task.rollout(
+      return fn(
         variables,
         Features(batch, "config.input"),
-        jax.random.fold_in(key, step),
+        key,
         model=model,
-        eos_ids=eos_ids,
+        eos_ids=_eos_ids(train_input),
         **options,
       )
 

@@ -12,6 +12,8 @@ A batch of the input has "prompt" int [B, P], padded at the end, and
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
   "truncated": float32 [B, G], 1 for an answer without an end.
+With tools, it is followed by `next_turn`, and the batch also has "turns",
+"tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
 The source adds "reward" and "failed_rewards", float32 [B, G]. If several
 updates use the same answers, "update" int32 [B] counts them from 0.
 """
@@ -94,6 +96,40 @@ def rollout(
     "truncated": 1.0 - jnp.any(ends_XT, axis=1),
   }
   return {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
+
+
+def next_turn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  model: Any,
+  eos_ids: Sequence[int],
+  temperature: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+  """Continues texts "tokens" [B, G, T], each after its first "length" [B, G].
+
+  Returns the tokens, with -1 after an end and for texts of length 0, and the
+  log-probabilities of the new ones, both [B, G, T].
+  """
+  B, G, T = batch["tokens"].shape
+  is_given_BGT = jnp.arange(T) < batch["length"][..., None]
+  prompts = {
+    "tokens": jnp.where(is_given_BGT, batch["tokens"], -1).reshape(B * G, T),
+    "sample": jnp.arange(B * G) % G,
+  }
+  text_XT, log_probs_XT = language_modeling.generate(
+    variables,
+    prompts,
+    model=model,
+    max_new=0,  # The texts have room already.
+    eos_id=eos_ids,
+    pad_id=-1,
+    temperature=temperature,
+    seed=jax.random.bits(rng),
+    whole=True,
+  )
+  return text_XT.reshape(B, G, T), log_probs_XT.reshape(B, G, T)
 
 
 def loss_fn(
@@ -192,7 +228,14 @@ def _answer_metrics(
     # In later updates of a set, the weights are not those of the sampler.
     kind = metrics.MaxIfAny
     real_BGL = real_BGL & (batch["update"] == 0)[:, None, None]
-  return {
+  turns: Metrics = {}
+  if "turns" in batch:
+    turns = {
+      "turns": metrics.pair(batch["turns"], by_answer),
+      "tool_calls": metrics.pair(batch["tool_calls"], by_answer),
+      "failed_tools": metrics.Faults.of(batch["failed_tools"], by_answer),
+    }
+  return turns | {
     "reward": metrics.pair(batch["reward"], by_answer),
     "reward_std": metrics.pair(std_B, weight_B),
     "zero_advantage": metrics.pair(std_B == 0, weight_B),

@@ -90,3 +90,73 @@ def params_of(workdir):
     str(workdir), step=None, prefix="params", key="workdir"
   )
   return arrays.read([*arrays.specs])
+
+
+# Conversations with tools: a tokenizer of single characters, whose model often
+# ends a turn by chance, and a template with a token for each role.
+
+ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
+END = "<|end|>"
+_TEMPLATE = (
+  "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+  "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_LETTERS = "abcdefghijklmnopqrstuvwxyzVE0123456789 :+?!"
+
+
+def chat_folder(folder):
+  """Writes a folder with the tokenizer and its template; returns its path."""
+  import tokenizers
+  from tokenizers import decoders, models
+
+  folder.mkdir(exist_ok=True)
+  special = ["<unk>", END, *ROLES]
+  vocab = {token: i for i, token in enumerate([*special, *_LETTERS])}
+  made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+  made.add_special_tokens(special)
+  made.decoder = decoders.Fuse()
+  made.save(str(folder / "tokenizer.json"))
+  config = {"eos_token": END, "chat_template": _TEMPLATE}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  return str(folder)
+
+
+def calls_of(text):
+  """The first two of the digits 5 and 7 are calls of a tool."""
+  digits = [int(c) for c in text if c in "57"][:2]
+  return [dict(name="add", arguments=dict(x=digit)) for digit in digits]
+
+
+def tool(call, row):
+  if call["arguments"]["x"] == 7:
+    raise ValueError("seven")
+  return f"{row['number']}+{call['arguments']['x']}"
+
+
+def num_results(texts, row, messages):
+  """A reward for results of tools, and one for the letters of the last turn."""
+  assert [each[-1]["content"] == text for each, text in zip(messages, texts)]
+  return [sum(m["role"] == "tool" for m in each) for each in messages]
+
+
+def chat_config(folder, **changes):
+  """A config whose model calls tools."""
+  rows = [
+    {"prompt": [{"role": "user", "content": f"{i}?"}], "number": i}
+    for i in range(16)
+  ]
+  path = folder / "chats.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  config = config_of(loss=dict(kind="grpo", samples=4, max_new=96))
+  config["input"]["data"] = dict(
+    type="prompts",
+    path=str(path),
+    tokenizer=chat_folder(folder / "tokenizer"),
+    length=6,
+    rewards=f"{__name__}.num_results",
+    tools=f"{__name__}.tool",
+    tool_calls=f"{__name__}.calls_of",
+    max_turns=3,
+  )
+  config["model"] |= dict(vocab_size=len(_LETTERS) + 5, init_std=0.1)
+  return config | changes

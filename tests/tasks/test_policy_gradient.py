@@ -203,7 +203,7 @@ def fails_sometimes(texts, row):
 def test_rewards_that_fail_or_take_too_long_are_told_apart():
   judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Worker())
   answers = [judges.Answers({"number": i}, ["a", "b"], None) for i in range(6)]
-  got = judge(answers)
+  got = list(judge(answers))
   assert got[0] == [0.0, 0.0] and got[5] == [5.0, 5.0]
   assert got[1] == "ValueError: no such answer"
   assert got[2] == "it took more than 1 s"
