@@ -346,7 +346,8 @@ def explain(
       "good": jnp.isfinite(loss) & jnp.isfinite(grad_norm),
     }
 
-  batches = train_input.start(index, index + 2)
+  ahead = index - (step - 1)
+  batches = train_input.start(index, index + 2, ahead)
   try:
     completed = (rollout(x, index + i) for i, x in enumerate(batches))
     found = jax.device_get(inspect(state, next(completed)))
