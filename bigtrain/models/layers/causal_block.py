@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  deltanet,
   encoder,
   kv_cache,
   masks,
@@ -47,10 +48,12 @@ class Options(NamedTuple):
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
+  deltanet: deltanet.Options | None  # In place of attention.
   use_bias: tuple[str, ...]
   qk_norm: str | None
   qk_norm_after_rope: bool
   qkv_clip: float | None
+  output_gate: bool
   sinks: bool
   window: int | None
   attention_scale: float | None
@@ -83,7 +86,7 @@ class Tables(NamedTuple):
 
 
 class Block(nn.Module):
-  """Attention and MLP or experts, with norms, added to the stream."""
+  """Attention or DeltaNet, MLP or experts, with norms, added to the stream."""
 
   options: Options
 
@@ -126,22 +129,32 @@ class Block(nn.Module):
     if caches is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    rope = query_scale_BL = None
-    if options.rope is not None:
-      rope = tables.rotations[options.rope]
-    if options.query_scale is not None:
-      query_scale_BL = tables.query_scales_BL[options.query_scale]
     y_BLD = before(x_BLD, "attention_norm")
-    z_BLD, cache = attention.Attention(_attention(options), name="attention")(
-      y_BLD,
-      y_BLD,
-      mask=mask,
-      rope=rope,
-      query_scale_BL=query_scale_BL,
-      cache=cache,
-      layer=place,
-      start=first,
-    )
+    if options.deltanet is not None:
+      z_BLD, cache = _deltanet(options)(
+        y_BLD,
+        segments_BL=mask.segments_BL,
+        real_BL=real_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
+    else:
+      rope = query_scale_BL = None
+      if options.rope is not None:
+        rope = tables.rotations[options.rope]
+      if options.query_scale is not None:
+        query_scale_BL = tables.query_scales_BL[options.query_scale]
+      z_BLD, cache = attention.Attention(_attention(options), name="attention")(
+        y_BLD,
+        y_BLD,
+        mask=mask,
+        rope=rope,
+        query_scale_BL=query_scale_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
     if caches is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
@@ -199,6 +212,18 @@ def _attention(options: Options) -> attention.Options:
     query_std=options.init_std,
     kv_std=options.init_std,
     out_std=_out_init_std(options),
+  )
+
+
+def _deltanet(options: Options) -> deltanet.DeltaNet:
+  assert options.deltanet is not None
+  return deltanet.DeltaNet(
+    options.deltanet,
+    norm_eps=options.norm_eps,
+    init_std=options.init_std,
+    out_init_std=_out_init_std(options),
+    dtype=options.dtype,
+    name="deltanet",
   )
 
 
