@@ -22,6 +22,7 @@ from bigtrain.config.errors import (
 from bigtrain.config.modules import find_attribute
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, reward_worker
+from bigtrain.text import tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
 _EMPTY = {"role": "assistant", "content": ""}
@@ -45,7 +46,7 @@ class Source(supervised.Source):
 
   def __init__(
     self,
-    tokenizer: str,
+    tokenizer: tokenizers.Spec,
     length: int,
     rewards: str | Sequence[tuple[str, float]],
     *,

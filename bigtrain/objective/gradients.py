@@ -83,6 +83,7 @@ def from_config(
   *,
   stats_fns: Sequence[LossFn] = (),
   trainable: Any,
+  mask: Callable[[Params], Params] = lambda grads: grads,
   mesh: Mesh,
 ) -> GradientsFn:
   """The function of one step, which draws one of the variants of the model.
@@ -92,6 +93,7 @@ def from_config(
     stats_fns: the same with the metric "activation", which log steps then
       have; () without activation statistics.
     trainable: tree of bools with the structure of the parameters.
+    mask: sets the gradients of rows that do not train to 0.
   """
   number = microbatching.read(config, config.input.batch_size, mesh)
   computes = []
@@ -127,7 +129,7 @@ def from_config(
       mutable = dict(mutable)
       step_sums = mutable.pop(_STEP_SUMS)
       mutable = model.end_of_step(mutable, step_sums)
-    return grads, sums, mutable
+    return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
 

@@ -38,6 +38,7 @@ from bigtrain.objective import (
   gradients,
   initial,
   model_variants,
+  new_rows,
   rollouts,
   task_functions,
   teacher,
@@ -45,6 +46,7 @@ from bigtrain.objective import (
 from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
+from bigtrain.objective.new_rows import TrainedRows
 from bigtrain.objective.teacher import Teacher
 from bigtrain.optim import ema, views
 from bigtrain.optim.views import View
@@ -85,6 +87,11 @@ class Objective:
   @functools.cached_property
   def param_dims(self) -> dims.Table:
     return dims.of_model(self.model_module, self.model)
+
+  @functools.cached_property
+  def trained_rows(self) -> TrainedRows:
+    """Rows of embedding and head that train, if the others do not."""
+    return new_rows.trained_rows(self.config, self.params_spec)
 
   @functools.cached_property
   def predict_fns(self) -> Mapping[str, PredictFn]:
@@ -150,6 +157,7 @@ class Objective:
       self.loss_fns,
       stats_fns=self.stats_fns,
       trainable=trainable,
+      mask=self.trained_rows.masked,
       mesh=self.mesh,
     )
 
