@@ -104,6 +104,7 @@ def with_new_rows(
         " a larger config.model.vocab_size, or multiple_of."
       )
     return config
+  _check_teacher(config, new_size)
   first = min(known.size, new.first) if new else known.size
   rows = added_rows.AddedRows(
     old_size=known.size,
@@ -168,6 +169,20 @@ def _source(source: warm_start.Source, module: Any) -> _Source | None:
   saved = host.data.get("tokenizer")
   tokenizer = (saved["name"], saved["fingerprint"]) if saved else None
   return None if size is None else _Source(size, tokenizer)
+
+
+def _check_teacher(config: settings.Config, size: int) -> None:
+  """Refuses a reference that does not know the new tokens."""
+  teacher = config.get("teacher")
+  if not isinstance(teacher, settings.Config) or "model_name" not in teacher:
+    return
+  own = getattr(building.model(teacher)[1], "vocab_size", size)
+  if isinstance(own, int) and own < size:
+    raise ConfigError(
+      f"config.teacher: its vocabulary has {own} entries, and the model {size} "
+      "with the new tokens; expected a teacher that knows them, such as a run "
+      "or an export with the same tokens."
+    )
 
 
 def _num_ids(task: Any, model: Any, train_input: TrainInput) -> int:

@@ -186,13 +186,16 @@ def test_adapters_train_new_rows_beside_them(models, tmp_path):
     assert np.ptp(rows_of(merged, array)[-3:], axis=0).max() > 1e-3
   out = str(tmp_path / "out")
   checkpoint.main(["export", workdir, out, "--format=hf"])
-  ids = [*range(2, 9), *range(300 - 3, 300 + 3)]
-  ids = [i for i in ids if i < len(old["token_embedding"]) + 3]
-  np.testing.assert_allclose(
-    logits_of(bigtrain.load(out), ids),
-    logits_of(bigtrain.load(workdir), ids),
-    atol=1e-5,
-  )
+  size = len(old["token_embedding"])
+  ids = [*range(2, 9), *range(size - 3, size + 3)]
+  expected = logits_of(bigtrain.load(workdir), ids)
+  exported = logits_of(bigtrain.load(out), ids)
+  np.testing.assert_allclose(exported, expected, atol=1e-5)
+  # The adapters on the published folder, whose vocabulary is smaller.
+  model = bigtrain.load(folder, adapter=workdir)
+  np.testing.assert_allclose(logits_of(model, ids), expected, atol=1e-5)
+  text = "one quux<call>"
+  assert model.tokenizer.encode(text, special=True)[-1] == size + 1
 
 
 @pytest.mark.slow
@@ -347,6 +350,9 @@ def test_mistakes_are_told_in_a_line(models, tmp_path):
   config = config_of(folder, new_rows={})
   del config["model_init"]
   refused("config.new_rows: expected config.model_init", config, tmp_path)
+  teacher = dict(model_name="decoder", model=dict(published=folder))
+  config = config_of(folder, teacher=teacher | dict(model_init=folder))
+  refused("config.teacher: its vocabulary has 300", config, tmp_path)
   config = config_of(folder)
   config["input"]["data"]["allow_special"] = False
   with pytest.raises(ConfigError, match="rows.jsonl, line 2: .*'<call>'"):
