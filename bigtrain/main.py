@@ -37,8 +37,8 @@ from bigtrain.config import lengths, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
+from bigtrain.objective import new_rows, published_sizes
 from bigtrain.objective import objective as objectives
-from bigtrain.objective import published_sizes
 from bigtrain.optim import chain, ema
 from bigtrain.reports import loggers, record, writers
 from bigtrain.runtime import (
@@ -130,6 +130,8 @@ def _train(
 
   seed = settings.whole_number(config, "seed", 0, least=0)
   train_input = pipeline.from_config(config, seed, mesh)
+  # More tokens than in config.model_init: the model gets rows for them.
+  config = new_rows.with_new_rows(config, train_input)
   run = Run(
     config=config,
     plain=config.to_dict(),
@@ -158,7 +160,11 @@ def _train(
   # It has state for the trainable parameters only.
 
   optimizer = chain.make(
-    config, objective.params_spec, run.lengths.units, objective.param_views
+    config,
+    objective.params_spec,
+    run.lengths.units,
+    objective.param_views,
+    mask=objective.trained_rows.masked,
   )
   ema_update = ema.from_config(config, run.lengths.units)
   step_guard = guard.from_config(config, mesh)

@@ -28,7 +28,14 @@ from bigtrain.cluster import process
 from bigtrain.config import lengths, settings
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.data.formats import files
-from bigtrain.inputs import checks, description, order, sources, weights
+from bigtrain.inputs import (
+  checks,
+  description,
+  order,
+  sources,
+  vocabulary,
+  weights,
+)
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import Batches, Engine, NumpyEngine, Part, Plan
 from bigtrain.inputs.transfer import JoinedBatches, Placement, Prefetch
@@ -100,6 +107,7 @@ class TrainInput(Input):
     drawn: the batches that steps may have, with the share of the steps that
       has each: [(spec as in `Input`, share)].
     tokens_per_example: padding included; None without tokens.
+    tokenizers: (name, fingerprint) of those of sources and ops.
     fingerprints: {path: digest} of files that a resumed run refuses if they
       have changed.
     of_tasks: inputs of single tasks, by the prefix of their features.
@@ -128,6 +136,7 @@ class TrainInput(Input):
     self._names = [
       key.removeprefix(prefix) for key in keys if key.startswith(prefix)
     ]
+    self.tokenizers = [*vocabulary.used_by(engine.parts).values()]
     self.fingerprints: dict[str, str] = {}
     for part in engine.parts:
       self.fingerprints |= part.op.fingerprints
@@ -278,31 +287,12 @@ def make_train(
     cfg, seed=seed, rows=placement.rows, pp_modules=pp_modules, run=run
   )
   if run is not None:
-    _check_tokenizer(engine.parts, run)
+    init = run.get("model_init")
+    folder = init.get("path") if isinstance(init, settings.Config) else init
+    if tokenizers.is_folder(folder):
+      vocabulary.check(vocabulary.used_by(engine.parts), folder)
   prefetch = settings.whole_number(cfg, "prefetch", 2, least=0)
   return TrainInput(engine, placement, schedule, prefetch, cfg.path)
-
-
-def _check_tokenizer(parts: Sequence[Part], run: settings.Config) -> None:
-  init = run.get("model_init")
-  folder = init.get("path") if isinstance(init, settings.Config) else init
-  if not tokenizers.is_folder(folder):
-    return
-  own = tokenizers.get(folder)
-  for part in parts:
-    source_tokenizer = getattr(part.source, "tokenizer", None)
-    used = registry.tokenizer(part.ops) or source_tokenizer
-    if used is None:
-      continue
-    name, fingerprint = used
-    if fingerprint == own.fingerprint():
-      continue
-    size = tokenizers.get(name).vocab_size
-    raise ConfigError(
-      f"{part.key}: its tokenizer {name!r} ({size} ids) is not that of "
-      f"config.model_init={folder!r} ({own.vocab_size} ids), whose ids the "
-      "model knows. Use the folder's tokenizer, or put yours into the folder."
-    )
 
 
 def train_engine(

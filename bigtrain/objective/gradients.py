@@ -124,11 +124,14 @@ def of_step(
   variants: Sequence[Variant],
   computes: Sequence[GradientsFn],
   trainable: Any,
+  mask: Callable[[Params], Params] = lambda grads: grads,
 ) -> GradientsFn:
   """The function of one step, which draws one of the variants of the model.
 
   Args:
     computes: the gradients of each variant.
+    trainable: tree of bools with the structure of the parameters.
+    mask: sets the gradients of rows that do not train to 0.
   """
   model = variants[0].model
   shares = np.asarray([variant.share for variant in variants])
@@ -144,7 +147,7 @@ def of_step(
     if _STEP_SUMS in mutable:
       mutable, step_sums = split_sums(mutable)
       mutable = model.end_of_step(mutable, step_sums[_STEP_SUMS])
-    return grads, sums, mutable
+    return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
 

@@ -43,6 +43,7 @@ from bigtrain.objective import (
   initial,
   microbatching,
   model_variants,
+  new_rows,
   rollouts,
   task_functions,
   task_gradients,
@@ -53,6 +54,7 @@ from bigtrain.objective import (
 from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
+from bigtrain.objective.new_rows import TrainedRows
 from bigtrain.objective.task_sum import Entry, TaskSum
 from bigtrain.objective.teacher import Teacher
 from bigtrain.optim import ema, views
@@ -104,6 +106,11 @@ class Objective:
   @functools.cached_property
   def param_dims(self) -> dims.Table:
     return dims.of_model(self.model_module, self.model)
+
+  @functools.cached_property
+  def trained_rows(self) -> TrainedRows:
+    """Rows of embedding and head that train, if the others do not."""
+    return new_rows.trained_rows(self.config, self.params_spec)
 
   @functools.cached_property
   def predict_fns(self) -> Mapping[str, PredictFn]:
@@ -193,7 +200,13 @@ class Objective:
         computes.append(task_gradients.add_up(summands))
       else:
         computes.append(summands[0].compute)
-    return gradients.of_step(self.config, self.variants, computes, trainable)
+    return gradients.of_step(
+      self.config,
+      self.variants,
+      computes,
+      trainable,
+      self.trained_rows.masked,
+    )
 
   def _summand(
     self, loss: TaskLoss, variant: int, trainable: Any

@@ -100,6 +100,9 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
       f"{key}: expected the folder of a published model, with a config.json, "
       f"got {folder!r}."
     )
-  return fields.merge(
-    options, init_options.get("allow_changed", ()), f"{path}.model"
-  )
+  allowed = [*init_options.get("allow_changed", ())]
+  if "vocab_size" in fields and path == "config":
+    size = options.get("vocab_size")
+    if isinstance(size, int) and size > fields["vocab_size"].value:
+      allowed.append("vocab_size")  # See new_rows.py.
+  return fields.merge(options, allowed, f"{path}.model")
