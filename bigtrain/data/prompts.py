@@ -53,7 +53,8 @@ class Source(supervised.Source):
     failed_reward: float | None = None,
     **options: Any,
   ):
-    given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
+    given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
+    given += ["rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     if isinstance(rewards, str):
       rewards = [(rewards, 1.0)]
@@ -71,6 +72,7 @@ class Source(supervised.Source):
     self._rewards = rewards
     self._failed_reward = failed_reward
     self._worker = reward_worker.Worker(time_limit)
+    options["rows"] = "prompt_completion"  # See `_find_rows`.
     super().__init__(tokenizer, length, loss="last", **options)
     int32 = np.dtype(np.int32)
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
@@ -83,6 +85,8 @@ class Source(supervised.Source):
 
     def without_answers(name: str) -> Any:
       for where, row in rows_of(name):
+        if isinstance(row, DataError):
+          raise row
         prompt = row.get("prompt")
         if not prompt:
           raise DataError(f"{where}: expected prompt, a text or messages.")
