@@ -228,8 +228,8 @@ def _judged_metrics(
 ) -> Metrics:
   """Metrics of judgements, means over the wanted or the unwanted answers.
 
-  "kl" is KTO's reference point, as a log-ratio. For "accuracy", a reward is right
-  if it is above this point, or below for an answer that is not wanted.
+  "kl" is KTO's reference point, as a log-ratio. For "accuracy", a reward is
+  right if it is above this point, or below for an answer that is not wanted.
   """
   kl = jnp.maximum(drift, 0.0)
   point = beta * kl
