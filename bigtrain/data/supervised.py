@@ -46,8 +46,6 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
-import glob
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -73,8 +71,6 @@ from bigtrain.data.formats import (
 )
 from bigtrain.text import tokenizers
 
-# Files that a folder may consist of.
-_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 # Tokens of the first row that `first_example` shows.
 _SHOWN_TOKENS = 1000
 # Rows in which `_find_ends` looks for the tokens that end an answer.
@@ -171,7 +167,7 @@ class Source:
     inputs, rows_of, form = self._find_rows(
       path, name, split, preferences, shapes.key
     )
-    encode = functools.partial(_encode, shapes, encoder)
+    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
     key = files.digest(encoder.key, form) if form else encoder.key
     self._rows = token_rows.cached(
       encode, key, inputs, rows_of, shapes.counts, skip_errors
@@ -422,11 +418,7 @@ class Source:
     ids, trained = self._rows.read(start, min(stop, start + _SHOWN_TOKENS))
     if not self._pairs:
       trained[:1] = False  # The first token has no context to predict it from.
-    cuts = np.flatnonzero(np.diff(trained)) + 1
-    return [
-      (self._coder.spell(piece), bool(has_loss[0]))
-      for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
-    ]
+    return row_encoder.pieces(self._coder, ids, trained)
 
   def where(self, index: int) -> str:
     item = self._items[self._first[index * self._answers]]
@@ -461,19 +453,6 @@ def _check_unpacked(prefix: bool, preferences: bool, is_other: bool) -> None:
     )
 
 
-def _encode(
-  shapes: row_shapes.Reader, encoder: row_encoder.Encoder, row: Any, where: Any
-) -> list[token_rows.Row]:
-  """Returns the ids of a row: one row, or one for each of its answers."""
-  if isinstance(row, DataError):
-    raise row
-  try:
-    plain = shapes(row)
-  except DataError as e:
-    raise DataError(f"{where}: {e}") from e
-  return [encoder(each, where) for each in plain]
-
-
 def _inputs(
   path: str | Sequence[str] | None,
   name: str | None,
@@ -488,7 +467,8 @@ def _inputs(
       f"supervised: split={split!r} requires a name; for files use slice."
     )
   if name is None:
-    return _find_files(path), _rows_of_file
+    found = documents.find(path, "supervised: path")
+    return found, row_encoder.checked_rows
   rows = _NAMED[check_choice("supervised: name", name, _NAMED)]
   part = split or "train"
   check_choice("supervised: split", part, pydoc_questions.SPLITS)
@@ -513,55 +493,3 @@ def _spec(
   outer = () if answers is None else (answers,)
   spec = {name: (int32, (*outer, length)) for name, length in lengths.items()}
   return {**spec, "loss_mask": (float32, (*outer, sizes[-1]))}
-
-
-def _find_files(path: Any) -> list[str]:
-  """Returns the files of a path, a pattern, a folder, or a list of these."""
-  result: list[str] = []
-  for entry in files.as_list(path, "supervised: path"):
-    folder = files.local_path(entry, "supervised: path")
-    if os.path.isdir(folder):
-      result += _files_in(folder)
-    else:
-      result += files.find(entry, "supervised: path")
-  return result
-
-
-def _files_in(folder: str) -> list[str]:
-  """Returns the files with rows in a folder, which must be of one kind."""
-  pattern = os.path.join(glob.escape(folder), "**")
-  names = glob.glob(pattern, recursive=True, include_hidden=True)
-  names = sorted(os.path.relpath(n, folder) for n in names if os.path.isfile(n))
-  visible, hidden = files.split_hidden(names)
-  files.log_hidden(hidden, "supervised: path")
-  by_suffix: dict[str, list[str]] = {}
-  others = []
-  for name in visible:
-    suffix = documents.suffix_of(name)
-    if suffix in _SUFFIXES:
-      by_suffix.setdefault(suffix, []).append(os.path.join(folder, name))
-    else:
-      others.append(name)
-  if others:
-    logging.info(
-      "supervised: path: left out other files (%d), such as %s",
-      len(others),
-      others[0],
-    )
-  if len(by_suffix) != 1:
-    found = ", ".join(f"{len(x)} {suffix}" for suffix, x in by_suffix.items())
-    raise DataError(
-      f"{folder}: expected files of one kind, {', '.join(_SUFFIXES)}, got "
-      f"{found or 'none'}; a pattern such as {folder}/*.jsonl selects some."
-    )
-  return next(iter(by_suffix.values()))
-
-
-def _rows_of_file(path: str) -> Iterator[tuple[Any, Any]]:
-  for where, row in documents.rows(path):
-    try:
-      if not isinstance(row, DataError):
-        row_encoder.check_texts(row, where)
-    except DataError as e:
-      row = e
-    yield where, row

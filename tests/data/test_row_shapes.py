@@ -133,12 +133,14 @@ def test_the_log_says_the_shape_again_when_the_tokens_are_kept(
     ([turn("user", "a"), turn("chatgpt", "b")], "b<|im_end|>\n"),
     ([message("user", "a"), message("assistant", "b")], "b<|im_end|>\n"),
     ([message("human", "a"), message("gpt", "b")], "b<|im_end|>\n"),
+    ([turn("Human", "a"), turn("GPT", "b")], "b<|im_end|>\n"),
     # Windows' ends of lines are part of the text.
     ([turn("human", "a"), turn("gpt", "b\r\nc")], "b\r\nc<|im_end|>\n"),
   ],
 )
 def test_turns_as_people_have_them(tmp_path, turns, expected):
   source = chats(tmp_path, [{"conversations": turns}])
+  same(source, chats(tmp_path, [{"conversation": turns}]))
   assert texts(source, CODER)[0][1] == expected
 
 
@@ -330,7 +332,7 @@ def test_files_of_openai(tmp_path):
 def test_references_count_as_one_example_together(tmp_path):
   rows = [
     {"prompt": "Capital?", "completion": ["Bern", "Berne", "Bern"]},
-    {"prompt": "a", "completion": ["b"], "weight": 3},
+    {"prompt": "a", "references": ["b"], "weight": 3},
   ]
   source = read(tmp_path, rows, bos=False)
   assert [trained for _, trained in texts(source)] == [
@@ -374,6 +376,7 @@ ULTRAFEEDBACK = {
       "rejected": turn("gpt", "Five."),
     },
     {"instruction": "Two and two?", "chosen": "Four.", "rejected": "Five."},
+    {"messages": CHAT[:1], "chosen": CHAT[1], "rejected": FIVE},
   ],
 )
 def test_pairs_of_conversations_are_a_prompt_and_two_answers(tmp_path, row):
@@ -433,6 +436,10 @@ def test_the_prompt_of_texts_is_what_they_share(
       "prompt: expected a text or messages, got 3",
     ),
     (
+      {"chosen": CHAT[1:], "rejected": [FIVE]},
+      "chosen and rejected begin with an answer; expected prompt",
+    ),
+    (
       {"prompt": "a", "chosen": "b", "rejected": "c", "label": True},
       "rows='preference' or rows='unpaired'",
     ),
@@ -441,6 +448,19 @@ def test_the_prompt_of_texts_is_what_they_share(
 def test_pairs_that_cannot_be_read_are_named(tmp_path, row, expected):
   with pytest.raises(DataError, match=f"line 2: .*{expected}"):
     chats(tmp_path, [ULTRAFEEDBACK, row], preferences=True)
+
+
+def test_scores_in_the_wrong_order_are_said(tmp_path, caplog):
+  reversed_scores = ULTRAFEEDBACK | {"score_rejected": 9.5}
+  rows = [
+    ULTRAFEEDBACK,
+    reversed_scores,
+    ULTRAFEEDBACK | {"score_chosen": None},
+  ]
+  with caplog.at_level(logging.INFO):
+    chats(tmp_path, rows, preferences=True)
+  summary = "rows: preference, 2 roles; 1 with a higher score_rejected"
+  assert summary in caplog.text
 
 
 def test_places_of_pairs_are_those_of_the_file(tmp_path):

@@ -7,9 +7,13 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
+import tiny
+from support import pages
 
+from bigtrain import main
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.config.errors import ConfigError, DataError
@@ -217,18 +221,56 @@ def test_padding_weights_and_labels_of_metrics():
   params = MODEL.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
   other = jax.tree.map(lambda x: x * 1.5, params)
   batch = given()
-  whole = run(other, params, batch)
+  measure = jax.jit(run)
+  whole = measure(other, params, batch)
   assert whole["reward/chosen"][1] == 4 and whole["reward/rejected"][1] == 2
   assert whole["loss"][1] == whole["accuracy"][1] == 6
   padded = {n: np.concatenate([x, x[:2]]) for n, x in batch.items()}
   padded |= {"_mask": np.array([1] * 6 + [0] * 2)}
   # Example 0 follows padding, so its mismatched answer does not count.
-  result = run(other, params, padded)
+  result = measure(other, params, padded)
   assert result["loss"][1] == 6
   for name in ("reward/chosen", "log_prob/rejected"):
     np.testing.assert_allclose(result[name], whole[name], rtol=1e-5)
   weighted = batch | {"loss_mask": batch["loss_mask"] * 3}
-  tripled = run(other, params, weighted)
+  tripled = measure(other, params, weighted)
   np.testing.assert_allclose(
     tripled["loss"], 3 * np.array(whole["loss"]), rtol=1e-5
   )
+
+
+def test_the_config_of_the_page_trains(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  monkeypatch.chdir(tmp_path)
+  page = "docs/finetuning.md"
+  (rows,) = [b.text for b in pages.blocks(page, "text") if '"label"' in b.text]
+  (tmp_path / "judged.jsonl").write_text(rows * 4)
+  (code,) = [b.text for b in pages.blocks(page, "python") if '"kto"' in b.text]
+  config = ml_collections.ConfigDict(
+    dict(
+      total_steps=2,
+      log_steps=1,
+      input=dict(batch_size=16),
+      model_name="decoder",
+      model=dict(
+        variant="llama",
+        vocab_size=400,
+        width=16,
+        depth=1,
+        num_heads=2,
+        mlp_dim=24,
+      ),
+      optimizer=dict(name="adam"),
+      schedule=dict(decay_type="constant"),
+      microbatches=2,
+      tensorboard=False,
+    )
+  )
+  exec(code, {"config": config, "folder": str(GOLDEN / "chat_masks")})
+  config.input.data.length = 32
+  config.lr = 0.01
+  main.train(config.to_dict(), "run")
+  first, second = tiny.rows(tmp_path / "run").values()
+  assert first["loss"] == 0.5 and first["kl"] == 0  # Of equal models.
+  assert second["reward/chosen"] != 0 and second["reward/rejected"] != 0
+  assert 0 <= second["accuracy"] <= 1

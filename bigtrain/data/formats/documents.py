@@ -6,6 +6,7 @@ files. `rows` reads a file as a whole: JSON lines, an array in JSON, a Parquet
 file, or a text.
 """
 
+import glob
 import gzip
 import itertools
 import json
@@ -14,6 +15,8 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from absl import logging
 
 from bigtrain.config.errors import (
   ConfigError,
@@ -34,6 +37,8 @@ _FORMAT_OF = {
   ".json": "json",
   ".parquet": "parquet",
 }
+# Files with rows that a folder may consist of.
+_ROW_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
 # Some editors of Windows begin a file with it.
 _BOM = b"\xef\xbb\xbf"
 
@@ -103,6 +108,49 @@ def suffix_of(path: str) -> str:
   """Returns what a file's name says of its format, such as ".jsonl"."""
   stem, suffix = os.path.splitext(path.lower())
   return os.path.splitext(stem)[1] if suffix in _COMPRESSIONS else suffix
+
+
+def find(path: Any, key: str) -> list[str]:
+  """Returns the files of a path, a pattern, a folder, or a list of these."""
+  result: list[str] = []
+  for entry in files.as_list(path, key):
+    folder = files.local_path(entry, key)
+    if os.path.isdir(folder):
+      result += _files_in(folder, key)
+    else:
+      result += files.find(entry, key)
+  return result
+
+
+def _files_in(folder: str, key: str) -> list[str]:
+  """Returns the files with rows in a folder, which must be of one kind."""
+  pattern = os.path.join(glob.escape(folder), "**")
+  names = glob.glob(pattern, recursive=True, include_hidden=True)
+  names = sorted(os.path.relpath(n, folder) for n in names if os.path.isfile(n))
+  visible, hidden = files.split_hidden(names)
+  files.log_hidden(hidden, key)
+  by_suffix: dict[str, list[str]] = {}
+  others = []
+  for name in visible:
+    suffix = suffix_of(name)
+    if suffix in _ROW_SUFFIXES:
+      by_suffix.setdefault(suffix, []).append(os.path.join(folder, name))
+    else:
+      others.append(name)
+  if others:
+    logging.info(
+      "%s: left out other files (%d), such as %s",
+      key,
+      len(others),
+      others[0],
+    )
+  if len(by_suffix) != 1:
+    found = ", ".join(f"{len(x)} {suffix}" for suffix, x in by_suffix.items())
+    raise DataError(
+      f"{folder}: expected files of one kind, {', '.join(_ROW_SUFFIXES)}, got "
+      f"{found or 'none'}; a pattern such as {folder}/*.jsonl selects some."
+    )
+  return next(iter(by_suffix.values()))
 
 
 def rows(path: str) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:

@@ -2,18 +2,19 @@
 
 `Encoder` turns a plain row, which row_shapes.py makes, into ids: a conversation
 by a chat template, a prompt and its completion by joining the two.
-`check_texts` refuses rows whose texts are not text.
+`encode_all` does this for all answers of a row as it is in a file, and
+`checked_rows` reads these.
 """
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from bigtrain.config.errors import ConfigError, DataError, check_number
-from bigtrain.data.formats import files, row_shapes
+from bigtrain.data.formats import documents, files, row_shapes
 from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
 from bigtrain.text import messages as chat_messages
@@ -180,7 +181,42 @@ class Encoder:
           )
 
 
-def check_texts(row: Mapping[str, Any], where: Any) -> None:
+def encode_all(
+  shapes: row_shapes.Reader, encoder: Encoder, row: Any, where: Any
+) -> list[Row]:
+  """Returns the ids of a row: one row, or one for each of its answers."""
+  if isinstance(row, DataError):
+    raise row
+  try:
+    plain = shapes(row)
+  except DataError as e:
+    raise DataError(f"{where}: {e}") from e
+  return [encoder(each, where) for each in plain]
+
+
+def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
+  """Yields (place, row) of a file; an error in the place of an invalid row."""
+  for where, row in documents.rows(path):
+    try:
+      if not isinstance(row, DataError):
+        _check_texts(row, where)
+    except DataError as e:
+      row = e
+    yield where, row
+
+
+def pieces(
+  tokenizer: tokenizers.Tokenizer, ids: np.ndarray, trained: np.ndarray
+) -> list[tuple[str, bool]]:
+  """Returns a text in pieces: (text, whether it has a loss)."""
+  cuts = np.flatnonzero(np.diff(trained)) + 1
+  return [
+    (tokenizer.spell(piece), bool(has_loss[0]))
+    for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
+  ]
+
+
+def _check_texts(row: Mapping[str, Any], where: Any) -> None:
   """Raises DataError if a text of a row contains half a character.
 
   JSON can spell one, "\\ud83d", and Python reads it, but UTF-8 has no bytes for

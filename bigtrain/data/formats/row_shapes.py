@@ -50,6 +50,13 @@ _CALL = "function_call"
 # Fields beside a conversation whose content a model of texts would not see.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _LABEL_FIELDS = ("label", "kto_tag")
+_SCORES = ("score_chosen", "score_rejected")
+# Other names of fields, which hold lists.
+_OTHER_NAMES = {
+  "conversation": "conversations",
+  "completions": "completion",
+  "references": "completion",
+}
 # Forms of Alpaca's rows: its published prompt, or a conversation.
 _ALPACAS = ("alpaca", "alpaca_chat")
 _LABELS = {
@@ -94,14 +101,19 @@ class Reader:
       self.key = "two answers"
     self._forms = collections.Counter[str]()
     self._labels = collections.Counter[bool]()
+    self._num_reversed = 0  # Pairs whose rejected answer has the higher score.
     self._roles = collections.defaultdict[str, set[str]](set)
 
   def __call__(self, row: Any) -> list[dict[str, Any]]:
     """Returns the plain rows of a row; raises DataError without its place."""
     if not isinstance(row, Mapping):
       raise DataError(f"expected an object, got {type(row).__name__}.")
-    given = {key: value for key, value in row.items() if value is not None}
-    name = self._shape_of(given)
+    given = _renamed(
+      {k: value for k, value in row.items() if value is not None}
+    )
+    name = self._shape_of(
+      given, {k for k, value in row.items() if value is None}
+    )
     alpaca = name if name in _ALPACAS else self._alpaca
     plain = SHAPES[name].read(given, alpaca)
     self._count(name, given, plain)
@@ -127,9 +139,11 @@ class Reader:
         wanted, unwanted = self._labels[True], self._labels[False]
         part += f", {wanted:,} wanted and {unwanted:,} unwanted"
       parts.append(part)
+    if self._num_reversed:
+      parts.append(f"{self._num_reversed:,} with a higher score_rejected")
     return "; ".join(parts)
 
-  def _shape_of(self, row: _Row) -> str:
+  def _shape_of(self, row: _Row, nulls: set[str]) -> str:
     if self._rows is not None:
       missing = [f for f in SHAPES[self._rows].fields if f not in row]
       # These two read other spellings of their fields, and say what is missing.
@@ -143,13 +157,12 @@ class Reader:
       raise DataError(
         f"{_listed(row)}: the fields of several shapes; expected {options}."
       )
-    return names[0] if names else self._nearest(row)
+    return names[0] if names else self._nearest(row, nulls)
 
   def _candidates(self, row: _Row) -> list[str]:
     is_judged = _label_field(row) is not None
     if self.preferences:
-      has_pair = _has(row, _PAIR) or _has(row, _OPENAI_PAIR)
-      found = {"preference": has_pair, "unpaired": is_judged}
+      found = {"preference": is_pair(row), "unpaired": is_judged}
       return [name for name, is_so in found.items() if is_so]
     names = [
       name
@@ -167,18 +180,17 @@ class Reader:
         pass
     return names
 
-  def _nearest(self, row: _Row) -> str:
+  def _nearest(self, row: _Row, nulls: set[str]) -> str:
     """Returns the shape that a row has in part, whose `read` says the rest."""
     if self.preferences:
-      is_answered = any(_has(row, s.fields) for s in _ANSWERED.values())
-      if is_answered and not any(field in row for field in _PAIR):
+      if nulls.intersection(_LABEL_FIELDS):
         return "unpaired"
       missing = next((f for f in _PAIR if f not in row), _PAIR[0])
       raise DataError(
         "expected chosen and rejected, with preferences=True, or prompt, "
         f"completion and label.{did_you_mean(missing, row)}"
       )
-    if _has(row, _PAIR) or _has(row, _OPENAI_PAIR):
+    if is_pair(row):
       raise DataError("the row has two answers: expected preferences=True.")
     if "prompt" in row:
       return "prompt_completion"
@@ -206,6 +218,9 @@ class Reader:
         if isinstance(part, list):
           roles = (m.get("role") for m in part if isinstance(m, Mapping))
           self._roles[name].update(str(role) for role in roles)
+    scores: list[Any] = [row.get(field) for field in _SCORES]
+    if self.preferences and all(isinstance(x, int | float) for x in scores):
+      self._num_reversed += scores[0] < scores[1]
     if plain and "label" in plain[0]:
       self._labels[plain[0]["label"]] += 1
 
@@ -265,6 +280,8 @@ def _read_preference(row: _Row, alpaca: str) -> list[dict[str, Any]]:
     prompt = _conversation(row)
   elif prompt is None and "instruction" in row:
     prompt = _alpaca_prompt(row, alpaca)
+  elif prompt is None and isinstance(row["chosen"], Mapping):
+    prompt = row.get("messages")
   prompt, chosen, rejected = _split_pair(prompt, row)
   if isinstance(prompt, list):
     prompt = _with_system(prompt, row)
@@ -329,6 +346,7 @@ _DISTINCT = [_ANSWERED[name] for name in _ANSWERED if name != "alpaca_chat"]
 TEXT_FIELDS = (
   *dict.fromkeys(f for shape in SHAPES.values() for f in shape.fields),
   *("tools", "functions", "system", "input", "history", *_OPENAI_PAIR),
+  *_OTHER_NAMES,
 )
 # Shapes that were read in the same way before the others were known.
 _OLD_FORMS = ("messages", "prompt_completion", "text", "preference")
@@ -341,6 +359,13 @@ def new_forms(counts: Mapping[str, Any]) -> list[str]:
   can be continued.
   """
   return [name for name in counts["forms"] if name not in _OLD_FORMS]
+
+
+def is_pair(row: Any) -> bool:
+  """Whether a row has two answers."""
+  return isinstance(row, Mapping) and (
+    _has(row, _PAIR) or _has(row, _OPENAI_PAIR)
+  )
 
 
 def read_label(row: _Row) -> bool:
@@ -359,6 +384,14 @@ def read_label(row: _Row) -> bool:
 
 def _label_field(row: _Row) -> str | None:
   return next((name for name in _LABEL_FIELDS if name in row), None)
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+  """Returns a row with the names of fields that its shape has."""
+  for other, name in _OTHER_NAMES.items():
+    if name not in row and isinstance(row.get(other), list):
+      row[name] = row.pop(other)
+  return row
 
 
 def _has(row: _Row, fields: Sequence[str]) -> bool:
@@ -445,7 +478,8 @@ def _turns(value: Any, field: str, strict: bool = False) -> Any:
   for number, turn in enumerate(value):
     where = f"{field}[{number}]"
     is_turn = isinstance(turn, Mapping)
-    is_turn = is_turn and (strict or turn.get("from") is not None)
+    if is_turn and not strict:
+      is_turn = turn.get("from") is not None and turn.get("role") is None
     message = _message(turn, where) if is_turn else turn
     if strict and message is turn:
       raise DataError(f"{where}: expected dict(from=..., value=...).")
@@ -463,6 +497,8 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, each in turn.items()
     if key not in names and each is not None
   }
+  if isinstance(speaker, str):
+    speaker = speaker.lower()
   if speaker == _CALL:
     return {"role": "assistant", **_calls(value, where), **rest}
   if speaker not in _ROLES:
@@ -622,6 +658,10 @@ def _split_pair(prompt: Any, row: _Row) -> tuple[Any, Any, Any]:
       f"prompt: expected a text or messages, got {_short(prompt)}."
     )
   size = _common_messages(chosen, rejected)
+  if size == 0 and not any(_is_by_user(m) for m in (*chosen, *rejected)):
+    raise DataError(
+      "chosen and rejected begin with an answer; expected prompt."
+    )
   return chosen[:size], chosen[size:], rejected[size:]
 
 
