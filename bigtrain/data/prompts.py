@@ -71,7 +71,8 @@ class Source(supervised.Source):
     failed_tool: Literal["message", "stop"] = "message",
     **options: Any,
   ):
-    given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
+    given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
+    given += ["rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
@@ -90,6 +91,7 @@ class Source(supervised.Source):
     if not rewards:
       raise ConfigError("rewards: expected at least one function.")
     self._has_tools = tools is not None
+    options["rows"] = "prompt_completion"  # See `_find_rows`.
     super().__init__(tokenizer, length, loss="last", **options)
     self.toolbox: toolbox.Toolbox | None = None
     if tools is not None:
@@ -118,6 +120,8 @@ class Source(supervised.Source):
 
     def without_answers(name: str) -> Any:
       for where, row in rows_of(name):
+        if isinstance(row, DataError):
+          raise row
         prompt = row.get("prompt")
         if not prompt:
           raise DataError(f"{where}: expected prompt, a text or messages.")

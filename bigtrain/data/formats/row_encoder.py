@@ -1,33 +1,28 @@
 """Token ids of the rows of data/supervised.py, with the ids that have a loss.
 
-`Encoder` turns one row of a file into ids: a conversation by a chat template, a
-prompt and its completion by joining the two. `check_texts` refuses rows whose
-texts are not text.
+`Encoder` turns a plain row, which row_shapes.py makes, into ids: a conversation
+by a chat template, a prompt and its completion by joining the two.
+`encode_all` does this for all answers of a row as it is in a file, and
+`checked_rows` reads these.
 """
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.config.errors import (
-  ConfigError,
-  DataError,
-  check_number,
-  did_you_mean,
-)
-from bigtrain.data.formats import files
+from bigtrain.config.errors import ConfigError, DataError, check_number
+from bigtrain.data.formats import documents, files, row_shapes
 from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
 from bigtrain.text import messages as chat_messages
 
 # Part of the key of cached ids. Increase it when the ids of a row change.
 _VERSION = 3
-# Fields that say what a row is, in the order of their precedence.
+# Fields that say what a plain row is.
 _KINDS = ("messages", "prompt", "text")
-_TEXT_FIELDS = (*_KINDS, "completion", "chosen", "rejected", "tools")
 # Ids that the message about a row without loss shows.
 _NUM_SHOWN = 32
 
@@ -38,6 +33,7 @@ class Encoder:
   Attributes:
     key: digest of the options that the ids depend on.
     bos: whether the begin token precedes rows without a template.
+    has_template: whether there is a chat template.
     ignore_fields: sorted names of the fields that messages lose.
   """
 
@@ -79,6 +75,7 @@ class Encoder:
         raise
       self._template = e
     texts: Any = None
+    self.has_template = isinstance(self._template, chat.Template)
     if isinstance(self._template, chat.Template):
       texts = [*self._template.texts.items(), *self._template.tokens.items()]
     options = texts, variables, date, loss, self.bos, allow_special, pairs
@@ -99,15 +96,11 @@ class Encoder:
     if not result.trained[first_target:].any():
       text = self._tokenizer.spell(result.ids[:_NUM_SHOWN])
       raise DataError(f"{where}: no token has a loss: {text!r}.")
-    return result._replace(weight=float(weight))
+    label = -1 if row.get("label") is None else int(row["label"])
+    return result._replace(weight=float(weight), label=label)
 
   def _encode(self, row: Mapping[str, Any]) -> Row:
-    kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
-    if kind is None:
-      hint = did_you_mean("messages", row)
-      raise DataError(
-        f"expected messages, prompt and completion, or text.{hint}"
-      )
+    kind = next(kind for kind in _KINDS if row.get(kind) is not None)
     if kind == "text":
       return self._encode_texts("", row["text"])
     if kind == "messages":
@@ -164,8 +157,6 @@ class Encoder:
     if isinstance(self._template, ConfigError):
       raise self._template
     tools = row.get("tools")
-    if isinstance(tools, str):
-      tools = json.loads(tools)
     messages = chat_messages.readable(
       self._template,
       messages,
@@ -201,13 +192,48 @@ class Encoder:
           )
 
 
-def check_texts(row: Mapping[str, Any], where: Any) -> None:
+def encode_all(
+  shapes: row_shapes.Reader, encoder: Encoder, row: Any, where: Any
+) -> list[Row]:
+  """Returns the ids of a row: one row, or one for each of its answers."""
+  if isinstance(row, DataError):
+    raise row
+  try:
+    plain = shapes(row)
+  except DataError as e:
+    raise DataError(f"{where}: {e}") from e
+  return [encoder(each, where) for each in plain]
+
+
+def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
+  """Yields (place, row) of a file; an error in the place of an invalid row."""
+  for where, row in documents.rows(path):
+    try:
+      if not isinstance(row, DataError):
+        _check_texts(row, where)
+    except DataError as e:
+      row = e
+    yield where, row
+
+
+def pieces(
+  tokenizer: tokenizers.Tokenizer, ids: np.ndarray, trained: np.ndarray
+) -> list[tuple[str, bool]]:
+  """Returns a text in pieces: (text, whether it has a loss)."""
+  cuts = np.flatnonzero(np.diff(trained)) + 1
+  return [
+    (tokenizer.spell(piece), bool(has_loss[0]))
+    for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
+  ]
+
+
+def _check_texts(row: Mapping[str, Any], where: Any) -> None:
   """Raises DataError if a text of a row contains half a character.
 
   JSON can spell one, "\\ud83d", and Python reads it, but UTF-8 has no bytes for
   it, and tokenizers refuse it.
   """
-  for field in _TEXT_FIELDS:
+  for field in row_shapes.TEXT_FIELDS:
     _check_text(row.get(field), field, where)
 
 
