@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # As in Ring; None if no layer has a Ring.
+  # As in Ring; None if no layer has a Ring and tokens may be written again.
   read_B: jax.Array | None = None
 
   @property
@@ -221,9 +221,19 @@ def of_layers(
   kinds: Sequence[Kind],
   kind_N: Sequence[int],
   dtype: str,
+  write_once: bool = False,
+  whole: bool = False,
 ) -> Caches:
-  """Returns empty caches; `kind_N` has the index of each layer's kind."""
-  sizes = [min(kind.window or length, length) for kind in kinds]
+  """Returns empty caches.
+
+  Args:
+    kind_N: index of each layer's kind.
+    write_once: whether tokens of a prompt that are read again, one by one, are
+      not written again.
+    whole: whether layers with a window keep all positions too.
+  """
+  sizes = [length if whole else kind.window or length for kind in kinds]
+  sizes = [min(size, length) for size in sizes]
   has_rings = any(size < length for size in sizes)
   groups: list[Cache | Ring] = []
   for index, (kind, size) in enumerate(zip(kinds, sizes)):
@@ -235,7 +245,8 @@ def of_layers(
     if size < length:
       groups.append(Ring(k, v, read_B))
     else:
-      groups.append(Cache(k, v, read_B if has_rings else None))
+      has_read = has_rings or write_once
+      groups.append(Cache(k, v, read_B if has_read else None))
   places_N = tuple(kind_N[:i].count(index) for i, index in enumerate(kind_N))
   return Caches(tuple(groups), places_N, length)
 
