@@ -214,9 +214,11 @@ class TokenTask(NamedTuple):
   def losses(
     self, variables: Variables, batch: Batch, **options: Any
   ) -> ModelLosses:
-    weight_BL = self.weights(batch)
+    weight_BL, targets_BL = self.weights(batch), batch["targets"]
+    if hasattr(options["model"], "known_targets"):
+      targets_BL = options["model"].known_targets(targets_BL)
     return model_losses(
-      variables, self.inputs(batch), batch["targets"], weight_BL, **options
+      variables, self.inputs(batch), targets_BL, weight_BL, **options
     )
 
   def logits(

@@ -10,6 +10,7 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -151,6 +152,9 @@ class Model(nn.Module):
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
     prefix: jax.Array | None = None,
+    inserted: tuple[jax.Array, jax.Array] | None = None,
+    groups: tuple[jax.Array, jax.Array] | None = None,
+    window_in_groups: bool = False,
     cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -167,6 +171,12 @@ class Model(nn.Module):
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
         before them. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
+        of the tokens' own.
+      groups: int (B, L) and (B, S), group of each token and of each position
+        that it may see, those of the cache after its first call; 0 for none.
+        Tokens of a group all see each other, such as those of a picture.
+      window_in_groups: whether a window hides earlier tokens of a group too.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -178,18 +188,31 @@ class Model(nn.Module):
     init = nn.initializers.normal(self.init_std)
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
     x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
     if self.embed_multiplier != 1:
       multiplier = self.embed_multiplier
       if multiplier == "sqrt_width":
         multiplier = D**0.5
       x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+    if inserted is not None:
+      inserted_BLD, at_BL = inserted
+      x_BLD = jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
 
     mask = masks.Mask(causal=True, prefix_B=prefix)
     if prefix is not None:
       _check_prefix(self, segments)
     if segments is not None:
       mask = masks.within_documents(segments, causal=True)
+    if groups is not None:
+      mask = dataclasses.replace(
+        mask,
+        groups_BL=groups[0],
+        groups_BS=groups[1],
+        window_in_groups=window_in_groups,
+      )
+    if segments is not None:
       real = segments != 0 if real is None else real
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
@@ -319,7 +342,14 @@ class Model(nn.Module):
     rate = layer_kinds.of_model(self).bias_rate()
     return moe.end_of_step(mutable, step_sums, rate)
 
-  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+  def init_cache(
+    self,
+    batch_size: int,
+    max_len: int,
+    write_once: bool = False,
+    whole: bool = False,
+  ) -> kv_cache.Caches:
+    """Returns an empty cache; see kv_cache.of_layers."""
     if self.max_len is not None and max_len > self.max_len:
       raise ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
@@ -328,7 +358,7 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
     return kv_cache.of_layers(
-      batch_size, max_len, layers.caches, kind_N, self.dtype
+      batch_size, max_len, layers.caches, kind_N, self.dtype, write_once, whole
     )
 
 
@@ -743,7 +773,7 @@ _GIVEN_BY_VARIANTS = {
   field for variant in VARIANTS.values() for field in variant
 }
 
-_DIMS: dict[str, str] = {
+DIMS: dict[str, str] = {
   r"token_embedding": "V -> D",
   r"pos_embedding": "positions -> D",
   r"head/kernel": "D -> V",
@@ -755,7 +785,7 @@ _DIMS: dict[str, str] = {
 
 
 def param_dims(model: Model) -> dims.Table:
-  table = _DIMS
+  table = DIMS
   if model.qk_norm == "projection":
     table = layer_dims.PROJECTION_NORMS | table
   return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
@@ -764,9 +794,9 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  converted = decoder_families.load(flat, like, _DIMS)
+  converted = decoder_families.load(flat, like, DIMS)
   return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = functools.partial(decoder_families.PUBLISHED.export, _DIMS)
+to_published = functools.partial(decoder_families.PUBLISHED.export, DIMS)
 published_fields = decoder_families.PUBLISHED.fields

@@ -101,6 +101,9 @@ class Model(encoder.Fields):
   # "gap" global average, "map" attention, "tok" class token, "tok_gap" the two
   # beside each other, "none" for a head on each patch.
   pool_type: str = "gap"
+  # Number of blocks before "encoded", which has then no last norm; the others
+  # keep their parameters. None for all of them, and the norm.
+  feature_layer: int | None = None
   norm_eps: float = 1e-6  # Added to the variance in norms.
   pre_norm: bool = False  # Whether a norm precedes the blocks, as in CLIP.
   norm_pooled: bool = False  # Whether the last norm follows pooling, as BEiT's.
@@ -132,6 +135,14 @@ class Model(encoder.Fields):
       relative_bias=RELATIVE_BIASES,
     )
     check_number("config.model.registers", self.registers, least=0, whole=True)
+    if self.feature_layer is not None:
+      check_number(
+        "config.model.feature_layer",
+        self.feature_layer,
+        least=0,
+        most=self.depth,
+        whole=True,
+      )
     if self.layer_scale is not None:
       check_number("config.model.layer_scale", self.layer_scale)
     pools_class = self.pool_type in ("tok", "tok_gap")
@@ -177,7 +188,8 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D), without class token and registers; "head_input"
+      "encoded" (B, P, D); "prefix", the same of class token and registers, if
+      there are any; "head_input"
       (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)). With pool_type
       "none" the last two and the logits are per patch: (B, P, ...).
     """
@@ -208,6 +220,8 @@ class Model(encoder.Fields):
     x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)
 
     out = {"encoded": x_BLD[:, prefix:]}
+    if prefix:
+      out["prefix"] = x_BLD[:, :prefix]
     x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)
     if self.norm_pooled:
       x = norm(name="pooled_norm")(x)
@@ -251,6 +265,7 @@ class Model(encoder.Fields):
       self,
       "Transformer",
       final_norm=not self.norm_pooled,
+      num_active=self.feature_layer,
       bias=self.use_bias,
       relative_grid=grid if self.relative_bias == "layer" else None,
     )

@@ -11,6 +11,8 @@ A batch has
     target with a loss are its context, as a prompt is; others are padding.
   "prefix": optional int [B], number of leading tokens that all tokens see, also
     those before them (a prefix language model). Not with "segments".
+  "image": optional float [B, height, width, 3], or [B, N, height, width, 3] for
+    several, the pictures of models.vision_language.
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
     or with config.teacher (one, or several by name), the model learns the
@@ -30,7 +32,7 @@ from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:
-  optional = ["segments", "positions", "prefix"]
+  optional = ["segments", "positions", "prefix", "image"]
   arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
@@ -41,7 +43,10 @@ def inputs(batch: Batch) -> Batch:
 
 def vocab_sizes(model: Any) -> dict[str, int]:
   names = ("tokens", "targets", "teacher_ids")
-  return dict.fromkeys(names, model.vocab_size)
+  sizes = dict.fromkeys(names, model.vocab_size)
+  if hasattr(model, "num_ids"):  # Some stand for pictures.
+    sizes |= dict.fromkeys(("tokens", "targets"), model.num_ids)
+  return sizes
 
 
 def token_weights(batch: Batch) -> jax.Array:
@@ -96,7 +101,8 @@ def generate(
 
   Args:
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
-      "prefix", whatever it holds, all tokens see the whole prompt. "sample"
+      "prefix", whatever it holds, all tokens see the whole prompt. "image" are
+      its pictures; a prompt does not end with an image token. "sample"
       int32 [B], if there, tells samples of the same prompt apart.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
@@ -119,6 +125,8 @@ def generate(
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   prefix_B = length_B if "prefix" in batch else None
   options = {} if prefix_B is None else {"prefix": prefix_B}
+  if "image" in batch:
+    options["image"] = batch["image"]
   _, out = model.apply(
     variables,
     prompt_BL,
