@@ -236,7 +236,7 @@ _CASES: dict[str, Callable[[], Case]] = {
   "experts, capacity": lambda: _decoder(
     moe=dict(_MOE, capacity_factor=1.25, serve="choice")
   ),
-  "int8 products": lambda: _decoder(_INT8_TOLERANCE, quantize=[(".*", "int8")]),
+  "int8 products": lambda: _decoder(_INT8, quantize=[(".*", "int8")]),
   "fp8 products": lambda: _decoder(_FP8, quantize=[(".*", "fp8")]),
   "NF4 kernel": _nf4,
 }
