@@ -372,8 +372,8 @@ def _train(
     start_options,
     workdir,
     run.plain,
-    state_spec=state_spec,
-    init_state=init_state,
+    state_spec={**state_spec, **objective.rollout.saved_spec},
+    init_state=lambda seed: {**init_state(seed), **objective.rollout.no_set()},
     model_module=objective.model_module,
     seed=seed,
     fingerprints=train_input.fingerprints,
@@ -384,6 +384,7 @@ def _train(
     begin=objective.base.begin,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
+  state = objective.rollout.restore(state)
   recording = process.Background(
     record.start(
       workdir,
@@ -403,7 +404,7 @@ def _train(
   # the step by `ahead`.
   ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = train_input.start(step + ahead, run.lengths.last + ahead)
+  batches = objective.rollout.start(step + ahead, run.lengths.last + ahead)
   at_end.callback(batches.close)
   writer = writers.Writers(
     workdir,
@@ -442,7 +443,8 @@ def _train(
       {**state, **frozen_state, **hparams_of(bad_step - 1)},
       train_input,
       compute_gradients,
-      functools.partial(objective.rollout, variables()),
+      objective.rollout,
+      variables(),
     )
     alike = sum(type(e.error) is type(error) for e in rollbacks)
     raise step_guard.failure(error, bad_step, saved_step, alike)
@@ -476,7 +478,8 @@ def _train(
         base=objective.base.saved,
         **train_input.saved,
       )
-      saved = saver.save(step, state, host, run_hooks.keep_steps(), shared)
+      tree = {**state, **objective.rollout.saved}
+      saved = saver.save(step, tree, host, run_hooks.keep_steps(), shared)
       saved_step = saved if shared else saved_step
 
   def evaluate(evaluation: evaluations.Evaluation) -> None:
@@ -530,11 +533,11 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-      if objective.rollout.exists:
+      if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
       with phase.clock.account("data_wait"):
-        batch = objective.rollout(variables(), next(batches), step + ahead)
+        batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
         step + 1,

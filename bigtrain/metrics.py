@@ -107,6 +107,12 @@ class Max:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MaxIfAny(Max):
+  """The largest value, left out of the results if there is none."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Min(Max):
   """The smallest of several values, kept as the largest of their negatives."""
 
@@ -215,7 +221,39 @@ class ArrayStats:
     return result
 
 
-_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loads:
+  """Loads of E experts in each of N layers.
+
+  Results are, by layer, the largest load as a multiple of the mean one; "max",
+  the largest of these; and its "layer" and "expert", by number.
+  """
+
+  sums: Any  # float32 [N, E].
+  names: Sequence[str] = dataclasses.field(metadata={"static": True})
+
+  def merge(self, other: Self) -> Self:
+    return type(self)(self.sums + other.sums, self.names)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> dict[str, float]:
+    parts = list(parts)
+    sums_NE = np.sum([np.asarray(p.sums, np.float64) for p in parts], axis=0)
+    totals_N = np.sum(sums_NE, axis=1)
+    if not totals_N.all():
+      return {}
+    peak_N = np.max(sums_NE, axis=1) * sums_NE.shape[1] / totals_N
+    names = parts[0].names
+    result = dict(zip(names, peak_N.tolist()))
+    worst = int(np.argmax(peak_N))
+    # A layer of a model with two stacks has a name such as "encoder_3".
+    result["max"] = result[names[worst]]
+    result["layer"] = float(names[worst].rpartition("_")[2])
+    return result | {"expert": float(np.argmax(sums_NE[worst]))}
+
+
+_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats, Loads)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
@@ -353,6 +391,8 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   single: dict[str, Any] = {}
   several: dict[str, Any] = {}
   for name, metrics in parts.items():
+    if isinstance(metrics[0], MaxIfAny) and not any(m.count for m in metrics):
+      continue
     value = _host_value(metrics)
     if isinstance(value, dict):
       several |= {f"{name}_{key}": number for key, number in value.items()}

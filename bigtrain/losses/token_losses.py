@@ -32,7 +32,7 @@ class ModelLosses(NamedTuple):
   loss_BL: jax.Array  # float32 losses in nats, unweighted, without gradient.
   correct_BL: jax.Array  # float32, 1 where the target is the likeliest token.
   # Means over the layers with experts, see layers/moe.py.
-  expert_stats: dict[str, jax.Array] | None
+  expert_stats: dict[str, Any] | None
   mutable: Variables  # The model's new mutable collections.
 
   def with_experts(
@@ -56,6 +56,7 @@ class ModelLosses(NamedTuple):
       return self.metrics
     nll, weight = self.metrics["loss"]
     stats = dict(self.expert_stats)
+    by_layer = stats.pop("by_layer")
     load_E, score_E = stats["load"], stats.pop("score")
     if load_balance_over == "all":
       stats["load_balance"] = len(load_E) * jnp.sum(load_E * score_E)
@@ -69,6 +70,11 @@ class ModelLosses(NamedTuple):
           result[f"expert_load/{e}"] = (load * weight, weight)
       else:
         result[f"experts/{name}"] = (value * weight, weight)
+    loads = jnp.stack([layer["load"] for layer in by_layer.values()])
+    result["experts/peak"] = metrics.Loads(loads * weight, tuple(by_layer))
+    biases = [layer["bias"] for layer in by_layer.values() if "bias" in layer]
+    if biases:
+      result["experts/max_bias"] = metrics.Max.of(jnp.stack(biases))
     return result
 
 

@@ -26,6 +26,7 @@ from bigtrain.models.layers import (
   causal_block,
   kernels,
   kv_cache,
+  latent_attention,
   layer_dims,
   layer_kinds,
   masks,
@@ -48,8 +49,11 @@ _DEFAULTS: dict[str, Any] = dict(
   norm_offset=0.0,
   norm_at="pre",
   layers=(),
+  first_layers=(),
+  rope_interleaved=False,
   sinks=False,
   embed_multiplier=1.0,
+  mla=None,
 )
 
 
@@ -63,13 +67,17 @@ class Model(nn.Module):
   num_heads: int = options.DERIVED  # H.
   num_kv_heads: int = options.DERIVED  # G, which divides H; by default H.
   head_dim: int = options.DERIVED  # K; D / H by default.
+  # Latent attention: kv_rank, nope_dim, rope_dim, v_dim, q_rank or None; see
+  # latent_attention.Options.
+  mla: Any = None
   mlp_dim: int = options.DERIVED  # F; 4 D by default.
   max_len: int | None = None  # Number of positions; posemb "learn" needs it.
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
   rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
   rope_fraction: float = 1.0  # Share of features that rotate, the first ones.
-  rope_interleaved: bool = False  # Whether 2 i and 2 i + 1 are a pair.
+  # Whether 2 i and 2 i + 1 are a pair.
+  rope_interleaved: bool = options.DERIVED
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
@@ -95,7 +103,7 @@ class Model(nn.Module):
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
   layers: Sequence[str] = options.DERIVED
-  first_layers: Sequence[str] = ()  # Before the first period.
+  first_layers: Sequence[str] = options.DERIVED  # Before the first period.
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
@@ -115,6 +123,9 @@ class Model(nn.Module):
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
+    latents = latent_attention.read(self.mla, "config.model.mla")
+    if latents is not None and self.head_dim is None:
+      options.set_fields(self, dict(mla=latents, head_dim=latents.head_dim))
     values = options.filled(
       self, VARIANTS, _GIVEN_BY_VARIANTS, default="gpt2", example="gpt2_124m"
     )
@@ -388,6 +399,7 @@ def _read(model: Model) -> None:
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
     ),
     qk_norm=qk_norm,
+    mla=latent_attention.read(model.mla, "config.model.mla"),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
@@ -469,6 +481,23 @@ _SMOLLM3: dict[str, Any] = dict(
   layers=("rope", "rope", "rope", "plain"),
 )
 _MIXTRAL_EXPERTS = dict(num_experts=8, top_k=2)
+# https://arxiv.org/abs/2412.19437. Experts in all layers but the first ones.
+_DEEPSEEK_EXPERTS: dict[str, Any] = dict(
+  score="sigmoid",
+  scale=2.5,
+  selection_bias=True,
+  bias_rate=0.001,
+  shared_experts=1,
+)
+_DEEPSEEK: dict[str, Any] = dict(
+  _LLAMA,
+  norm_eps=1e-6,
+  rope_interleaved=True,
+  mla=dict(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128),
+  head_dim=192,
+  kinds={"dense": dict(moe=None), "experts": {}},
+  layers=("experts",),
+)
 
 # Sizes of variants for tests.
 _MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
@@ -490,6 +519,17 @@ def _llama3(rope_factor: float) -> dict[str, Any]:
       high_freq_factor=4.0,
     ),
     num_kv_heads=8,
+  )
+
+
+def _deepseek_yarn(factor: float) -> dict[str, Any]:
+  """Positions up to `factor` times the 4,096 of the first training."""
+  return dict(
+    type="yarn",
+    factor=factor,
+    original_len=4096,
+    mscale=1.0,
+    mscale_all_dim=1.0,
   )
 
 
@@ -571,6 +611,49 @@ VARIANTS: dict[str, dict[str, Any]] = {
     vocab_size=201088,
     max_len=131072,
     moe=dict(num_experts=32, top_k=4, score="softmax_of_top"),
+  ),
+  "deepseek_mu": dict(
+    _DEEPSEEK | _MU,
+    mlp_dim=64,
+    depth=3,
+    first_layers=("dense",),
+    mla=dict(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=8),
+    head_dim=12,
+    moe=dict(_DEEPSEEK_EXPERTS, num_experts=8, top_k=2, mlp_dim=16),
+  ),
+  "deepseek_v3": dict(
+    _DEEPSEEK,
+    width=7168,
+    depth=61,
+    num_heads=128,
+    mlp_dim=18432,
+    vocab_size=129280,
+    max_len=163840,
+    rope_scaling=_deepseek_yarn(40.0),
+    first_layers=("dense",) * 3,
+    moe=dict(
+      _DEEPSEEK_EXPERTS,
+      num_experts=256,
+      top_k=8,
+      groups=dict(num=8, top=4, score="top2"),
+      mlp_dim=2048,
+    ),
+  ),
+  # https://arxiv.org/abs/2507.20534.
+  "kimi_k2": dict(
+    _DEEPSEEK,
+    width=7168,
+    depth=61,
+    num_heads=64,
+    mlp_dim=18432,
+    vocab_size=163840,
+    max_len=131072,
+    rope_theta=5e4,
+    rope_scaling=_deepseek_yarn(32.0),
+    first_layers=("dense",),
+    moe=dict(
+      _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
+    ),
   ),
   "smollm3_mu": dict(_SMOLLM3 | _LLAMA_MU, depth=4),
   "smollm3_3b": dict(

@@ -21,7 +21,7 @@ from bigtrain.checkpoints.foreign import peft_files
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import lora
-from bigtrain.objective import building, frozen_base
+from bigtrain.objective import building, frozen_base, published_sizes
 
 
 class Adapted(NamedTuple):
@@ -151,7 +151,8 @@ def published(
       f"config.model_name={config['model_name']!r}: PEFT's files have names of "
       "a published layout, and this model has none."
     )
-  about, tensors = module.to_published(model, shapes, None)
+  origin = published_sizes.layout_of(config)
+  about, tensors = module.to_published(model, shapes, None, origin)
   prefix = "transformer." if about.get("model_type") == "gpt2" else ""
   return peft_files.Published(tensors, shapes, adapted.table, prefix)
 

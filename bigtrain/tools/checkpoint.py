@@ -213,8 +213,9 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--layout",
     default="",
-    help="with --format=hf: the layout, such as gpt2 or llama (default: the "
-    "first that can express the model)",
+    help="with --format=hf: the layout, such as gpt2 or llama (default: that "
+    "of the folder which the run began with, else the first that can express "
+    "the model)",
   )
   parser.add_argument(
     "--format",

@@ -17,6 +17,7 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+from transformers.models import mistral4
 
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 BATCH, LENGTH, PROMPT, NEW = 2, 24, 14, 10
@@ -77,6 +78,23 @@ GRANITE = dict(
   attention_multiplier=0.3,
   logits_scaling=2.5,
 )
+# Widths of a key with and without rotation, and of a value, all differ.
+LATENTS = dict(
+  num_key_value_heads=4,
+  q_lora_rank=10,
+  kv_lora_rank=8,
+  qk_nope_head_dim=6,
+  qk_rope_head_dim=4,
+  v_head_dim=5,
+)
+LATENT_EXPERTS = dict(
+  n_routed_experts=6,
+  num_experts_per_tok=2,
+  n_shared_experts=2,
+  moe_intermediate_size=6,
+  routed_scaling_factor=1.5,
+)
+DEEPSEEK_YARN = YARN | dict(mscale=0.7, mscale_all_dim=0.4)
 GPT_OSS = dict(
   model_type="gpt_oss",
   num_local_experts=3,
@@ -244,6 +262,52 @@ FAMILIES = {
     intermediate_size=8,
     rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
   ),
+  "deepseek_v2": dict(
+    model_type="deepseek_v2",
+    **LATENTS,
+    **LATENT_EXPERTS,
+    topk_method="group_limited_greedy",
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=DEEPSEEK_YARN,
+  ),
+  "deepseek_v2_lite": dict(
+    model_type="deepseek_v2",
+    **LATENTS | dict(q_lora_rank=None),
+    **LATENT_EXPERTS,
+    first_k_dense_replace=2,
+  ),
+  "deepseek_v3": dict(
+    model_type="deepseek_v3",
+    num_hidden_layers=4,
+    **LATENTS,
+    **LATENT_EXPERTS | dict(routed_scaling_factor=2.5),
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    rope_parameters=DEEPSEEK_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+  ),
+  "glm4_moe_lite": dict(
+    model_type="glm4_moe_lite",
+    num_hidden_layers=4,
+    **LATENTS,
+    **LATENT_EXPERTS,
+    mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+  ),
+  "mistral4": dict(
+    model_type="mistral4",
+    **LATENTS,
+    **LATENT_EXPERTS,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    rope_parameters=DEEPSEEK_YARN
+    | dict(llama_4_scaling_beta=0.3, partial_rotary_factor=0.4),
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -307,9 +371,10 @@ def write_family(options, out):
   rng = np.random.default_rng(0)
   no_tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
   config = transformers.AutoConfig.for_model(**SIZES | no_tokens | options)
-  model = transformers.AutoModelForCausalLM.from_config(
-    config, dtype=torch.float32, **EAGER
-  ).eval()
+  make = transformers.AutoModelForCausalLM.from_config
+  if config.model_type == "mistral4":  # Not among those of the automatic class.
+    make = mistral4.Mistral4ForCausalLM._from_config
+  model = make(config, dtype=torch.float32, **EAGER).eval()
   with_noise(model, rng)
   blocks = to_mxfp4(model, rng) if out.name == "gpt_oss_mxfp4" else {}
   model.save_pretrained(out)

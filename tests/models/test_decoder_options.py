@@ -62,7 +62,7 @@ def draw(seed):
     ("global",),
     ("local",),
   )
-  return dict(
+  options = dict(
     vocab_size=V,
     width=D,
     depth=one_of(4, 5),
@@ -98,6 +98,18 @@ def draw(seed):
     layers=one_of(*patterns),
     first_layers=one_of((), ("first",)),
   )
+  return with_latents(options) if seed % 3 == 1 else options
+
+
+def with_latents(options):
+  """The options, with latent attention in the global layers."""
+  kind, rope_dim = options["kinds"]["global"], options["head_dim"]
+  q_rank = 6 if kind["num_heads"] == 4 else None
+  kind["mla"] = dict(
+    q_rank=q_rank, kv_rank=5, nope_dim=3, rope_dim=rope_dim, v_dim=6
+  )
+  kind |= dict(head_dim=3 + rope_dim, num_kv_heads=kind["num_heads"])
+  return options | dict(qk_norm=None, qkv_clip=None)
 
 
 def tokens(seed=0, length=L):

@@ -6,7 +6,7 @@ the cache, `attend`, and the last projection. `attend` chooses a backend
 attention_split.py.
 
 Axes: B batch, L length, S length attended to, D model width, H heads, G heads
-of keys and values, R = H / G, K head width.
+of keys and values, R = H / G, K head width, which values may not have.
 """
 
 import dataclasses
@@ -272,6 +272,7 @@ def attend(
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. There may
       be n examples for each of the keys': n successive ones share it.
+    v_BSGK: values, whose width may differ from that of keys; the result has it.
     start: number of the first query's position, if the keys come from a cache.
     bias, sinks_H: see attention_inputs.Inputs.
   """
@@ -282,6 +283,7 @@ def attend(
   L = shape[0] // B * shape[1]
   H = math.prod(shape[2:]) // K
   scale = 1 / math.sqrt(K) if scale is None else scale
+  value_width = v_BSGK.shape[-1]
   ways = 1  # Number of devices among which an example is split.
   # A single query has no matrix of scores that a kernel would avoid.
   if L == 1 or start is not None or isinstance(bias, jax.Array):
@@ -298,7 +300,7 @@ def attend(
       positions=S,
       heads=H,
       kv_heads=G,
-      width=K,
+      width=max(K, value_width),
       dtype=str(q.dtype),
       bias=bias is not None,
       softcap=softcap is not None,
@@ -308,6 +310,8 @@ def attend(
   sinks_GR = None if sinks_H is None else sinks_H.reshape(G, H // G)
   compute = functools.partial(_attend_by, backend, scale, softcap)
   q_BLGRK = q.reshape(B, L, G, H // G, K)
+  if ways > 1 or backend not in ("xla", "blockwise", "splash"):
+    q_BLGRK, k_BSGK, v_BSGK = _with_one_width(q_BLGRK, k_BSGK, v_BSGK)
   inputs = Inputs(q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
   if ways == 1:
     o = compute(inputs, start)
@@ -315,7 +319,18 @@ def attend(
     o = attention_split.attend(
       backend, inputs, compute, scale=scale, softcap=softcap
     )
-  return o.reshape(shape)
+  o = o.reshape(*shape[:-1], -1)
+  return o if o.shape[-1] == value_width else o[..., :value_width]
+
+
+def _with_one_width(*arrays: jax.Array) -> list[jax.Array]:
+  """Pads heads with zeros up to the widest, which changes no score."""
+  widest = max(x.shape[-1] for x in arrays)
+
+  def pad(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, widest - x.shape[-1])])
+
+  return [x if x.shape[-1] == widest else pad(x) for x in arrays]
 
 
 def _attend_by(

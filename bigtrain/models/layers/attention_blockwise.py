@@ -234,7 +234,7 @@ def _to_blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
-  x = jnp.moveaxis(x_N, 0, 1).reshape(len(like), -1, *like.shape[2:])
+  x = jnp.moveaxis(x_N, 0, 1).reshape(len(like), -1, *x_N.shape[3:])
   return x[:, : like.shape[1]].astype(like.dtype)
 
 
@@ -389,7 +389,8 @@ def _forward(
       rows = q_N.shape[:-1]
       zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
       lowest = jnp.full(rows, _MASKED, jnp.float32)
-      sums = Sums(lowest, zeros(rows), zeros(q_N.shape))
+      width = inputs.v_BSGK.shape[-1]
+      sums = Sums(lowest, zeros(rows), zeros((*rows, width)))
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed

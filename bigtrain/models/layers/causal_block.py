@@ -6,6 +6,7 @@ them. What layers of a kind share, such as rotary tables, they find by index.
 Axes: B batch, L length, D model width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from bigtrain.models.layers import (
   attention,
   encoder,
   kv_cache,
+  latent_attention,
   masks,
   mlp,
   moe,
@@ -38,6 +40,7 @@ class Options(NamedTuple):
   num_heads: int
   num_kv_heads: int
   head_dim: int
+  mla: latent_attention.Options | None
   mlp_dim: int
   norm: str
   norm_eps: float
@@ -132,8 +135,8 @@ class Block(nn.Module):
     if options.query_scale is not None:
       query_scale_BL = tables.query_scales_BL[options.query_scale]
     y_BLD = before(x_BLD, "attention_norm")
-    z_BLD, cache = attention.Attention(_attention(options), name="attention")(
-      y_BLD,
+    attend = _attention_layer(options)
+    z_BLD, cache = attend(
       y_BLD,
       mask=mask,
       rope=rope,
@@ -188,8 +191,9 @@ class _OffsetLayerNorm(nn.Module):
     return y_BLD.astype(self.dtype)
 
 
-def _attention(options: Options) -> attention.Options:
-  return pick(
+def _attention_layer(options: Options) -> Callable[..., tuple[Any, Any]]:
+  """The module "attention", as a function of its input and keywords."""
+  own = pick(
     attention.Options,
     options,
     bias=options.use_bias,
@@ -200,6 +204,10 @@ def _attention(options: Options) -> attention.Options:
     kv_std=options.init_std,
     out_std=_out_init_std(options),
   )
+  if options.mla is not None:
+    return latent_attention.LatentAttention(options.mla, own, name="attention")
+  layer = attention.Attention(own, name="attention")
+  return lambda y_BLD, **others: layer(y_BLD, y_BLD, **others)
 
 
 def _mlp(options: Options) -> mlp.Options:

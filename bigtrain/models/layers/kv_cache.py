@@ -170,6 +170,9 @@ class Kind(NamedTuple):
   num_heads: int  # G.
   head_dim: int  # K.
   window: int | None  # Number of positions that queries see.
+  # Whether the keys are latents, see latent_attention.py: of one head that all
+  # query heads share, without values.
+  latent: bool = False
 
 
 @struct.dataclass
@@ -228,9 +231,8 @@ def of_layers(
   groups: list[Cache | Ring] = []
   for index, (kind, size) in enumerate(zip(kinds, sizes)):
     depth = kind_N.count(index)
-    k, v, _ = empty(
-      batch_size, depth, size, kind.num_heads, kind.head_dim, dtype
-    )
+    shape = (batch_size, depth, size, kind.num_heads, kind.head_dim)
+    k, v, _ = (empty_latents if kind.latent else empty)(*shape, dtype)
     read_B = jnp.zeros(batch_size, jnp.int32)
     if size < length:
       groups.append(Ring(k, v, read_B))
@@ -252,3 +254,15 @@ def empty(
   shape = (batch_size, depth, length, num_heads, head_dim)
   zeros = sharding.by_heads(jnp.zeros(shape, dtype), 3)
   return Cache(zeros, zeros)
+
+
+def empty_latents(
+  batch_size: int,
+  depth: int,
+  length: int,
+  num_heads: int,
+  width: int,
+  dtype: str,
+) -> Cache:
+  zeros = jnp.zeros((batch_size, depth, length, num_heads, width), dtype)
+  return Cache(sharding.over_batch(zeros), zeros[..., :0])

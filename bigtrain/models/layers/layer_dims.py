@@ -15,6 +15,13 @@ LAYERS: dict[str, str] = {
   r"(.*/)?(key|value)/kernel": "D -> G K",
   r"(.*/)?(key|value)/bias": "G K",
   r"(.*/)?out/kernel": "H K -> D",
+  # Latent attention.
+  r"(.*/)?query_down/kernel": "D -> query_rank",
+  r"(.*/)?query_down(_norm)?/(bias|scale)": "query_rank",
+  r"(.*/)?query_up/kernel": "query_rank -> H K",
+  r"(.*/)?kv_down/kernel": "D -> kv_rank",
+  r"(.*/)?kv_down(_norm)?/(bias|scale)": "kv_rank",
+  r"(.*/)?kv_up/kernel": "kv_rank -> H K",
   r"(.*/)?attention/sinks": "H",
   # Experts and their router.
   r"(.*/)?(moe/router|shared_gate)/kernel": "D -> E",

@@ -23,6 +23,7 @@ from bigtrain.config.errors import (
 from bigtrain.models.layers import (
   causal_block,
   kv_cache,
+  latent_attention,
   moe,
   options,
   positions,
@@ -37,6 +38,7 @@ FIELDS = (
   "rope_scaling",
   "rope_fraction",
   *_SIZES,
+  "mla",
   "moe",
   "query_scale",
   "attention_scale",
@@ -158,10 +160,18 @@ def of_model(model: Any) -> Layers:
     if kind is not None:
       key = f"config.model.kinds.{kind}"
       values |= model.kinds[kind]
+    latents = latent_attention.read(values["mla"], f"{key}.mla")
+    values["mla"] = latents
     rope, scale = _check(model, values, key)
     cache = kv_cache.Kind(
       values["num_kv_heads"], values["head_dim"], values["window"]
     )
+    if latents is not None:
+      cache = kv_cache.Kind(1, latents.cached_width, values["window"], True)
+      if values["attention_scale"] is None:
+        scaling = None if rope is None else rope.scaling
+        own_scale = latent_attention.scale(latents, scaling)
+        values["attention_scale"] = own_scale
     values |= dict(
       rope=index(ropes, rope),
       query_scale=index(scales, scale),
@@ -206,6 +216,9 @@ def _check(
     raise ConfigError(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
+  latents = values["mla"]
+  if latents is not None:
+    _check_latents(model, values, key)
   if values["attention_scale"] is not None:
     check_number(f"{key}.attention_scale", values["attention_scale"], above=0)
   scale = positions.read_query_scale(
@@ -217,11 +230,12 @@ def _check(
   fraction = check_number(
     f"{key}.rope_fraction", values["rope_fraction"], above=0, most=1
   )
-  dims = int(values["head_dim"] * fraction)
+  width = values["head_dim"] if latents is None else latents.rope_dim
+  dims = int(width * fraction)
   if values["posemb"] == "rope" and (dims % 2 or not dims):
     raise ConfigError(
       f"{key}.head_dim: rotary positions need an even number of features, got "
-      f"{dims}, of head_dim={values['head_dim']} and rope_fraction={fraction}."
+      f"{dims}, of {width} and rope_fraction={fraction}."
     )
   scaling = positions.read_scaling(
     values["rope_scaling"], f"{key}.rope_scaling", dims, model.max_len
@@ -232,3 +246,22 @@ def _check(
     dims, values["rope_theta"], scaling, model.rope_interleaved
   )
   return rope, scale
+
+
+def _check_latents(model: Any, values: Mapping[str, Any], key: str) -> None:
+  """Checks what latent attention determines or does not compute."""
+  expected = {
+    "head_dim": values["mla"].head_dim,
+    "num_kv_heads": values["num_heads"],
+  }
+  for name, value in expected.items():
+    if values[name] != value:
+      raise ConfigError(
+        f"{key}.{name}={values[name]}: expected {value} with {key}.mla."
+      )
+  for name in ("qk_norm", "qkv_clip"):
+    if getattr(model, name) not in (None, False):
+      raise ConfigError(
+        f"config.model.{name}={getattr(model, name)!r}: expected None with "
+        f"{key}.mla, whose keys generation does not compute."
+      )

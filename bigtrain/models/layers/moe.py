@@ -20,7 +20,7 @@ Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -263,7 +263,8 @@ class Moe(nn.Module):
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
       "score" [E], each expert's share of choices and mean score, which add up
       to 1; "dropped", the share of choices beyond the capacity; "entropy" in
-      nats; in a stage of a pipeline "tokens", for `merged`).
+      nats; "bias", the largest selection bias, if there are any; in a stage of
+      a pipeline "tokens", for `merged`).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
@@ -303,6 +304,8 @@ class Moe(nn.Module):
         axis=options.axis,
       )
     stats["dropped"] = dropped
+    if bias_E is not None:
+      stats["bias"] = jnp.max(jnp.abs(bias_E))
     if sharding.in_stage():
       stats["tokens"] = jnp.sum(real_BL, dtype=jnp.float32)
     return y_BLD, stats
@@ -362,6 +365,24 @@ def merged(reports: Any) -> Any:
     return result | {"load_balance": balance}
 
   return jax.tree.map(merge, reports, is_leaf=lambda x: isinstance(x, dict))
+
+
+def of_layers(
+  stats: Any, layers: Sequence[int], *, stacked: bool
+) -> dict[str, dict[str, jax.Array]]:
+  """{number of a layer: its "load" and, if it has one, "bias"}.
+
+  Args:
+    stats: statistics of these layers, or None if they have no experts.
+    stacked: whether axis 0 of the statistics runs over the layers.
+  """
+  if stats is None:
+    return {}
+  own = {name: stats[name] for name in ("load", "bias") if name in stats}
+  return {
+    str(layer): {name: x[i] if stacked else x for name, x in own.items()}
+    for i, layer in enumerate(layers)
+  }
 
 
 def _load_balance(load_E: jax.Array, score_E: jax.Array) -> jax.Array:

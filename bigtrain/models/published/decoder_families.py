@@ -12,6 +12,7 @@ from bigtrain.arrays import dims
 from bigtrain.models.published import array_files, layouts, mxfp4
 from bigtrain.models.published.decoders import (
   cohere,
+  deepseek,
   gemma,
   glm,
   gpt2,
@@ -66,6 +67,11 @@ add(
   nemotron.NEMOTRON,
   minimax.MINIMAX_M2,
   gpt_oss.GPT_OSS,
+  deepseek.DEEPSEEK_V2,
+  deepseek.DEEPSEEK_V3,
+  deepseek.KIMI_K2,
+  deepseek.GLM4_MOE_LITE,
+  deepseek.MISTRAL4,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.

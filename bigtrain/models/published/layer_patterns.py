@@ -19,6 +19,7 @@ FIELDS: Mapping[str, Any] = {
   "num_kv_heads": None,
   "head_dim": None,
   "mlp_dim": None,
+  "mla": None,
   "window": None,
   "moe": None,
   "attention_scale": None,

@@ -11,6 +11,7 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 NEUTRAL: Mapping[str, Any] = {
   "window": None,
   "moe": None,
+  "mla": None,
   "num_classes": None,
   "pool": "last",
   "rope_scaling": None,
@@ -82,6 +83,9 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
   if layer["moe"] is not None:
     layer["mlp_dim"] = None
+  if layer["mla"] is not None:
+    latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
+    layer["mla"] = latents
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
@@ -109,7 +113,8 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   width = given.get("mlp_dim", mlp_dim)
   score = given.get("score", "softmax")
   normalize = given.get("normalize", top_k > 1)
-  if score == "softmax" and normalize:  # Equal, over all and over the chosen.
+  # Equal, over all and over the chosen, unless groups have other scores.
+  if score == "softmax" and normalize and not given.get("groups"):
     score = "softmax_of_top"
   shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
   return {

@@ -65,6 +65,38 @@ EXPERTS = table(
     "router_state/blocks/moe/selection_bias",
   ),
 )
+# MLPs for all tokens beside these experts, as in GLM and DeepSeek.
+SHARED_EXPERTS = table(
+  dense(
+    "model.layers.{i}.mlp.shared_experts.gate_proj",
+    "blocks/shared_experts/gate",
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_experts.up_proj", "blocks/shared_experts/up"
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_experts.down_proj",
+    "blocks/shared_experts/down",
+  ),
+)
+# Latent attention, of DeepSeek.
+LATENT_ATTENTION = table(
+  linear("model.layers.{i}.self_attn.q_proj", "blocks/attention/query"),
+  dense("model.layers.{i}.self_attn.q_a_proj", "blocks/attention/query_down"),
+  norm(
+    "model.layers.{i}.self_attn.q_a_layernorm",
+    "blocks/attention/query_down_norm",
+  ),
+  linear("model.layers.{i}.self_attn.q_b_proj", "blocks/attention/query_up"),
+  dense(
+    "model.layers.{i}.self_attn.kv_a_proj_with_mqa", "blocks/attention/kv_down"
+  ),
+  norm(
+    "model.layers.{i}.self_attn.kv_a_layernorm", "blocks/attention/kv_down_norm"
+  ),
+  linear("model.layers.{i}.self_attn.kv_b_proj", "blocks/attention/kv_up"),
+  dense("model.layers.{i}.self_attn.o_proj", "blocks/attention/out"),
+)
 # Experts as in Mixtral.
 SPARSE_MOE = table(
   linear("model.layers.{i}.block_sparse_moe.gate", "blocks/moe/router"),
