@@ -37,8 +37,8 @@ from bigtrain.config import lengths, settings
 from bigtrain.evaluation import evaluations
 from bigtrain.files import paths
 from bigtrain.inputs import pipeline
+from bigtrain.objective import new_rows, published_sizes
 from bigtrain.objective import objective as objectives
-from bigtrain.objective import published_sizes
 from bigtrain.optim import chain, ema
 from bigtrain.reports import loggers, record, writers
 from bigtrain.runtime import (
@@ -129,13 +129,9 @@ def _train(
   # The batch of step s is a function of the config and s alone.
 
   seed = settings.whole_number(config, "seed", 0, least=0)
-  train_input = pipeline.make_train(
-    config.input,
-    seed=seed,
-    mesh=mesh,
-    pp_modules=config.get("pp_modules", ()),
-    run=config,
-  )
+  train_input = pipeline.from_config(config, seed, mesh)
+  # More tokens than in config.model_init: the model gets rows for them.
+  config = new_rows.with_new_rows(config, train_input)
   run = Run(
     config=config,
     plain=config.to_dict(),
@@ -153,16 +149,22 @@ def _train(
   )
 
   # ============================== Objective ===================================
-  # What is learned: the task, the model, and what else the gradients need, such
-  # as a teacher or the frozen base of adapters.
+  # What is learned: the tasks, the model, and what else the gradients need,
+  # such as a teacher or the frozen base of adapters.
 
-  objective = objectives.from_config(config, train_input, mesh, seed)
+  objective = objectives.from_config(
+    config, train_input, mesh, seed, run.lengths.units
+  )
 
   # ============================== Optimizer ===================================
   # It has state for the trainable parameters only.
 
   optimizer = chain.make(
-    config, objective.params_spec, run.lengths.units, objective.param_views
+    config,
+    objective.params_spec,
+    run.lengths.units,
+    objective.param_views,
+    mask=objective.trained_rows.masked,
   )
   ema_update = ema.from_config(config, run.lengths.units)
   step_guard = guard.from_config(config, mesh)
@@ -199,6 +201,7 @@ def _train(
       "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
       "after_log_step": np.bool_(run.lengths.is_log_step(step)),
       **optimizer.hparams(step),
+      **objective.hparams(step),
     }
 
   # =============================== Update =====================================
@@ -279,24 +282,19 @@ def _train(
     log_norms,
     step_guard.spikes,
   )
-  update_specs = (
-    state_spec,
-    running_spec,
-    objective.batch_spec,
-    jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-      hparams_of(0),
-    ),
-    objective.frozen_spec,
-  )
-  # Traces the update for batches of the given `sizes`, and returns a function
-  # that compiles it. The new state takes the memory of the old one.
+
+  # One program for each set of tasks and size of a batch, the largest last.
+  update_specs = [
+    (state_spec, running_spec, batch_spec, hparams_spec, objective.frozen_spec)
+    for batch_spec, hparams_spec in objective.step_specs(hparams_of)
+  ]
+  # Traces the update for some of these arguments, and returns a function that
+  # compiles it. The new state takes the memory of the old one.
   lower_update = functools.partial(
-    run.programs.lower_sizes,
+    run.programs.lower_each,
     "update",
     update_fn,
-    *update_specs,
-    argnum=2,
+    argnums=(2, 3),
     donate_argnums=0,
     out_shardings=(jax.tree.map(lambda x: x.sharding, state_spec), replicated),
   )
@@ -341,8 +339,8 @@ def _train(
     return on_update(
       run,
       update_fn,
-      update_specs,
-      lambda: lower_update(sizes=[objective.batch_spec])(),
+      update_specs[-1],
+      lambda: lower_update(update_specs[-1:])(),
     )
 
   # ================================ Start =====================================
@@ -361,7 +359,7 @@ def _train(
   # The update compiles while the state is read or initialised.
   limits.enter("compile", 0)
   compiled = process.Background(
-    (lambda: None) if eval_only else lower_update(sizes=objective.batch_specs),
+    (lambda: None) if eval_only else lower_update(update_specs),
     "compile",
   )
 
@@ -404,7 +402,9 @@ def _train(
   # the step by `ahead`.
   ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = objective.rollout.start(step + ahead, run.lengths.last + ahead)
+  batches = objective.rollout.start(
+    step + ahead, run.lengths.last + ahead, ahead
+  )
   at_end.callback(batches.close)
   writer = writers.Writers(
     workdir,

@@ -253,7 +253,25 @@ class Loads:
     return result | {"expert": float(np.argmax(sums_NE[worst]))}
 
 
-_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats, Loads)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Occasional:
+  """A metric that only some steps have; without values it has no result."""
+
+  metric: Any
+  count: Any  # Number of steps that have it; float32 scalar.
+
+  def merge(self, other: Self) -> Self:
+    merged = merge({"": self.metric}, {"": other.metric})[""]
+    return type(self)(merged, self.count + other.count)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> Any:
+    present = [part.metric for part in parts if part.count > 0]
+    return _host_value(present) if present else None
+
+
+_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats, Loads, Occasional)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
@@ -396,12 +414,14 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     value = _host_value(metrics)
     if isinstance(value, dict):
       several |= {f"{name}_{key}": number for key, number in value.items()}
+    elif value is None:  # An Occasional metric that no step has had.
+      continue
     elif value or not isinstance(metrics[0], Faults):
       single[name] = value
   return single | several
 
 
-def _host_value(parts: list[Any]) -> Any:
+def _host_value(parts: Sequence[Any]) -> Any:
   if isinstance(parts[0], _KINDS):
     return parts[0].value(parts)
   total, weight = (math.fsum(map(float, column)) for column in zip(*parts))

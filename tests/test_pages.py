@@ -1,13 +1,15 @@
 """Pages of docs that lead through a task: their commands run as printed."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import tiny
-from support import pages
+from support import pages, published_models
 
 from bigtrain import main
+from bigtrain.text import tokenizers
 
 
 def test_the_parts_in_the_readme(tmp_path, monkeypatch):
@@ -89,3 +91,33 @@ def test_profiling(tmp_path):
   pages.ran(pages.type_shell(train.text, tmp_path))
   assert list((tmp_path / "runs/slow/profile").rglob("*.xplane.pb"))
   pages.ran(pages.type_shell(touch.text, tmp_path))
+
+
+@pytest.mark.slow
+def test_adding_tokens(tmp_path):
+  """docs/finetuning.md; the published model is a small random one."""
+  template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+  template += "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+  template += "<|im_start|>assistant\n{% endif %}"
+  (tmp_path / "models").mkdir()
+  folder = tmp_path / "models" / "SmolLM2"
+  ends = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+  size = published_models.write(folder, special=ends, depth=1, max_len=1024)
+  (folder / "chat_template.jinja").write_text(template)
+  chat = [
+    dict(role="user", content="one left of a bigtrain?"),
+    dict(role="assistant", content="six <call>seven</call>"),
+  ]
+  rows = json.dumps(dict(messages=chat)) + "\n"
+  (tmp_path / "chats.jsonl").write_text(900 * rows)
+  page = "docs/finetuning.md"
+  for name, line in (("chats", "total_epochs=2"), ("tokens", "import chats")):
+    texts = [x.text for x in pages.blocks(page, "python") if line in x.text]
+    (tmp_path / f"{name}.py").write_text(texts[0])
+  (block,) = [x for x in pages.blocks(page, "") if "runs/tokens" in x.text]
+  pages.ran(pages.type_shell(block.text, tmp_path))
+  config = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert config["vocab_size"] == -(-(size + 3) // 64) * 64
+  tokenizer = tokenizers.get(str(tmp_path / "out"))
+  ids = tokenizer.encode("a bigtrain</call>", special=True).tolist()
+  assert ids[-2:] == [size, size + 2]

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ import numpy as np
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import folders, restore
+from bigtrain.checkpoints.added_rows import AddedRows, WithAddedRows
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.config import errors
@@ -54,6 +55,7 @@ class Line(NamedTuple):
 
   The status is one of:
     loaded, cast        taken from the file; cast to the model's dtype
+    extended            taken from the file, with rows for new tokens
     converted           made by the model's `from_published`
     merged              equal to another array, with which it is merged
     ignored             a constant that the model does not need
@@ -81,6 +83,8 @@ class Source:
   allow_changed: Sequence[str] = ()
   allow_unread: Sequence[str] = ()
   convert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # The fields of AddedRows, written by objective/new_rows.py.
+  new_rows: Mapping[str, Any] | None = None
 
 
 def load_params(
@@ -106,7 +110,9 @@ def load_params(
   Returns: the parameters, and the lines of the table.
   """
   source = read_source(spec, key)
-  specs = dict(trees.flatten_with_names(like))
+  specs_in_model = dict(trees.flatten_with_names(like))
+  rows = AddedRows(**source.new_rows) if source.new_rows else None
+  specs = rows.in_file(specs_in_model) if rows else specs_in_model
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -135,6 +141,11 @@ def load_params(
     }
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
+  extended: set[str] = set()  # Arrays of the file that get new rows.
+  if rows:
+    extended = {n for n in specs if specs[n] is not specs_in_model[n]}
+    extended -= fresh | {line.name for line in refused}
+    lines = _with_extended(lines, extended, specs_in_model, rows.describe())
   logging.info("%s: %s\n%s", key, source.path, table(lines))
   if refused:
     raise _refusal(refused, source, key)
@@ -143,25 +154,49 @@ def load_params(
       f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
       f"initialisation: {', '.join(sorted(fresh))}"
     )
-  wanted = {name: spec for name, spec in specs.items() if name not in fresh}
-  if file.checkpoint and not values:
-    # A checkpoint of ours: each process reads what its devices need.
-    directory, manifest, places = file.checkpoint
-    sources = {name: places[names[name]] for name in wanted}
-    loaded = restore.load(directory, manifest, sources, wanted)
-  elif values:
-    loaded = {name: place(values[name], spec) for name, spec in wanted.items()}
-  else:
-    arrays = file.read([names[name] for name in wanted])
-    loaded = {
-      name: place(arrays[names[name]], spec) for name, spec in wanted.items()
-    }
+  wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
+  loaded = _loaded(file, names, values, wanted, rows, extended)
   if fresh:
     if init is None:
       raise ConfigError(f"{key}: no fresh values for {sorted(fresh)}.")
     initial = dict(trees.flatten_with_names(init()))
     loaded |= {name: initial[name] for name in fresh}
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
+
+
+def _loaded(
+  file: parameter_files.File,
+  names: Mapping[str, str],
+  values: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  rows: AddedRows | None,
+  extended: Collection[str],
+) -> dict[str, Any]:
+  """Puts the arrays `wanted` {name: spec} on the devices.
+
+  Args:
+    names: {name: name in the file}.
+    values: converted arrays by name, or {} for those of the file.
+    rows: new rows of the arrays `extended`.
+  """
+  plain = {n: spec for n, spec in wanted.items() if n not in extended}
+  loaded = {}
+  if file.checkpoint and not values:
+    # A checkpoint of ours: each process reads what its devices need.
+    directory, manifest, places = file.checkpoint
+    sources = {name: places[names[name]] for name in plain}
+    loaded = restore.load(directory, manifest, sources, plain)
+    plain = {}
+  needed = [*plain, *extended]
+  if not values:
+    arrays = file.read([names[name] for name in needed])
+    values = {name: arrays[names[name]] for name in needed}
+  for name in needed:
+    value = values[name]
+    if rows and name in extended:
+      value = WithAddedRows(value, name, rows)
+    loaded[name] = place(value, wanted[name])
+  return loaded
 
 
 def load_variables(
@@ -294,6 +329,8 @@ def check_published(
     check_choice(f"{key}.allow_changed", name, fields, problem)
   messages = fields.contradictions(model, arrays, f"{path}.model")
   may_differ = any(getattr(source, field) for field in ALLOWED)
+  if source.new_rows:
+    messages.pop("vocab_size", None)
   wrong = [
     message
     for name, message in messages.items()
@@ -407,6 +444,21 @@ def _judge(
         line = line._replace(what=what)
     result.append(line)
   return result, fresh, refused
+
+
+def _with_extended(
+  lines: Sequence[Line],
+  names: Collection[str],
+  specs: Mapping[str, Any],
+  text: str,
+) -> list[Line]:
+  """The lines, where arrays of these `names` have new rows."""
+  return [
+    Line("extended", line.name, f"{describe(specs[line.name])}, {text}")
+    if line.name in names
+    else line
+    for line in lines
+  ]
 
 
 def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:

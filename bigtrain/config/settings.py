@@ -98,6 +98,16 @@ class Config:
       )
     return plain(value)
 
+  def with_values(self, values: Mapping[str, Any]) -> "Config":
+    """Returns a copy with other values; what was read stays read."""
+    copy = Config({**self._data, **values}, self.path)
+    copy._names_read = self._names_read
+    copy._read_as_kwargs = self._read_as_kwargs
+    copy._children = {
+      key: child for key, child in self._children.items() if key not in values
+    }
+    return copy
+
   def to_dict(self) -> dict[str, Any]:
     """Returns a plain copy; this does not count as reading."""
     return plain(self._data)

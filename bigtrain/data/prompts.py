@@ -24,7 +24,7 @@ from bigtrain.config.errors import (
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, judges, toolbox
 from bigtrain.data.formats.reward_worker import Worker
-from bigtrain.text import chat
+from bigtrain.text import chat, tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
 _EMPTY = {"role": "assistant", "content": ""}
@@ -59,7 +59,7 @@ class Source(supervised.Source):
 
   def __init__(
     self,
-    tokenizer: str,
+    tokenizer: tokenizers.Spec,
     length: int,
     rewards: str | Mapping[str, Any] | Sequence[tuple[Any, float]],
     *,
@@ -103,7 +103,7 @@ class Source(supervised.Source):
         time_limit,
         worker=self._worker,
         tokenizer=self._coder,
-        template=chat.get(options.get("template"), tokenizer),
+        template=chat.get(options.get("template"), self._coder.name),
         variables=options.get("variables") or {},
         end_ids=self.end_ids,
         allow_special=options.get("allow_special", False),

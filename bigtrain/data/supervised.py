@@ -85,7 +85,8 @@ class Source:
   """The rows of one or more files; if packed, several make an example.
 
   Args:
-    tokenizer: "bytes" or a path, such as the folder of a published model.
+    tokenizer: "bytes" or a path, such as the folder of a published model; or
+      dict(path=..., new_tokens=[...], new_special_tokens=[...]).
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, a folder of files of one kind, or a list of these.
     name: "pydoc", what the functions of Python's library are for, or
@@ -98,7 +99,8 @@ class Source:
     loss: which tokens of a conversation have a loss: the answers of the
       "assistant", the "last" of them, or "all".
     allow_special: whether messages may spell special tokens, such as "</s>",
-      which then become these tokens.
+      which then become these tokens. Plain texts spell them as text, except the
+      tokenizer's new_special_tokens.
     ignore_fields: fields of messages that are left out, such as ["name",
       "tool_calls.id"]. Others that the template does not write are refused.
     bos: whether the begin token precedes rows without a template; by default if
@@ -121,7 +123,7 @@ class Source:
 
   def __init__(
     self,
-    tokenizer: str,
+    tokenizer: tokenizers.Spec,
     length: int | Sequence[int],
     path: str | Sequence[str] | None = None,
     *,
@@ -177,7 +179,7 @@ class Source:
     self._answers = 2 if preferences and not self._is_judged else 1
     self._plan(self._chosen_by(slice), too_long)
     self._log_labels()
-    self.tokenizer = tokenizer, self._coder.fingerprint()
+    self.tokenizer = self._coder.name, self._coder.fingerprint()
     # Saved with the run: later prompts are written, and answers end, as here.
     self.prompts = {
       "bos": encoder.bos,

@@ -58,7 +58,7 @@ class Source:
     stride: int | None = None,
     last: Literal["pad", "drop"] = "pad",
     vocab_size: int | None = None,
-    tokenizer: str | None = None,
+    tokenizer: tokenizers.Spec | None = None,
     slice: str = "",
   ):
     windows.check_options("tokens", length, stride, last, packing)
@@ -107,7 +107,7 @@ class Source:
     )
 
   def _read_manifest(
-    self, manifest: dict[str, Any], tokenizer: str | None, folder: str
+    self, manifest: dict[str, Any], tokenizer: Any, folder: str
   ) -> None:
     made_by, bos_id = manifest["tokenizer"], manifest["bos_id"]
     self.tokenizer = made_by["name"], made_by["fingerprint"]

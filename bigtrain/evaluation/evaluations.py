@@ -431,7 +431,7 @@ def check_numbers(path: str, values: Any, **limits: Any) -> None:
     check_number(path, value, **limits)
 
 
-def tokenizer(spec: str, context: Context) -> tokenizers.Tokenizer:
+def tokenizer(spec: Any, context: Context) -> tokenizers.Tokenizer:
   try:
     return tokenizers.get(spec)
   except ConfigError as e:

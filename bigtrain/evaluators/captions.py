@@ -14,6 +14,7 @@ from bigtrain.config.errors import check_number
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
+from bigtrain.text import tokenizers
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -46,7 +47,7 @@ class Evaluator:
     predict_fn: PredictFn,
     batches: Batches,
     *,
-    tokenizer: str,
+    tokenizer: tokenizers.Spec,
     labels_key: str = "labels",
     metrics: Sequence[str] = ("exact",),
     image_key: str = "image",

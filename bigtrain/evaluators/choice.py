@@ -61,7 +61,7 @@ class Evaluator:
     *,
     data: Mapping[str, Any],
     length: int,
-    tokenizer: str = "bytes",
+    tokenizer: tokenizers.Spec = "bytes",
     context_key: str = "context",
     choices_key: str = "choices",
     answer_key: str = "answer",

@@ -13,6 +13,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.evaluation import evaluations, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
+from bigtrain.text import tokenizers
 
 
 def check(options: Mapping[str, Any], context: Context, path: str) -> None:
@@ -41,7 +42,7 @@ class Evaluator:
     predict_fn: PredictFn,
     batches: Batches,
     *,
-    tokenizer: str = "bytes",
+    tokenizer: tokenizers.Spec = "bytes",
     prompt_key: str | None = None,
     reference_key: str | None = None,
     metrics: Sequence[str] = (),

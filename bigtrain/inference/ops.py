@@ -174,7 +174,9 @@ def tokenizer(
   `given` is "bytes", or the new path of a tokenizer that has moved.
   """
   known = checkpoint.data.get("tokenizer") or _tokenizer_of(checkpoint.config)
-  name = given or (known or {}).get("name")
+  name: Any = (known or {}).get("name")
+  if given:
+    name = tokenizers.moved(name, given) if name else given
   if name is None:
     return None
   try:
@@ -199,7 +201,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
   """The tokenizer that a config names; older checkpoints do not note it."""
   data = config.get("input", {}).get("data", {})
   if data.get("tokenizer"):
-    return {"name": data["tokenizer"]}
+    return {"name": tokenizers.name_of(*tokenizers.parse(data["tokenizer"]))}
   if data.get("type") == "text":
     return {"name": "bytes"}
   for _, spec in _candidates(config, (), None, "pp"):
@@ -212,10 +214,13 @@ def with_tokenizer(
   config: Mapping[str, Any], data: Mapping[str, Any], path: str
 ) -> dict[str, Any]:
   """The config with another path of the tokenizer, also inside ops."""
-  old = (data.get("tokenizer") or {}).get("name", "")
+  name = (data.get("tokenizer") or {}).get("name", "")
+  old = tokenizers.parse(name)[0] if name else ""
 
   def replace(value: Any) -> Any:
     if isinstance(value, dict):
+      if value.get("path") == old and tokenizers.has_new_tokens(value):
+        return {**value, "path": path}
       return {name: replace(x) for name, x in value.items()}
     if isinstance(value, str) and old:
       for quote in "'\"":

@@ -291,6 +291,11 @@ def with_adapter(
     if not other.config.get("adapters"):
       raise ConfigError(f"adapter={path!r}: expected a run with adapters.")
     config = {**saved.config, "adapters": other.config["adapters"]}
+    if size := other.config.get("model", {}).get("vocab_size"):
+      # New tokens, whose rows trained beside the adapters.
+      config["model"] = {**config["model"], "vocab_size": size}
+      tokenizer = other.data.get("tokenizer", saved.data.get("tokenizer"))
+      saved = saved._replace(data={**saved.data, "tokenizer": tokenizer})
     given = variables(other, "params", mesh, with_base=False)
     params = given["params"]
     own = saved.manifest.host_state.base if saved.manifest else {}

@@ -24,6 +24,7 @@ from bigtrain.arrays import dims
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   causal_block,
+  deltanet,
   kernels,
   kv_cache,
   latent_attention,
@@ -46,11 +47,13 @@ QK_NORMS = ("head", "projection", "l2")
 # first, then the variant's, then the one here.
 _DEFAULTS: dict[str, Any] = dict(
   rope_theta=1e4,
+  rope_fraction=1.0,
   norm_offset=0.0,
   norm_at="pre",
   layers=(),
   first_layers=(),
   rope_interleaved=False,
+  output_gate=False,
   sinks=False,
   embed_multiplier=1.0,
   mla=None,
@@ -75,7 +78,8 @@ class Model(nn.Module):
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
   rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
-  rope_fraction: float = 1.0  # Share of features that rotate, the first ones.
+  # Share of features that rotate, the first ones.
+  rope_fraction: float = options.DERIVED
   # Whether 2 i and 2 i + 1 are a pair.
   rope_interleaved: bool = options.DERIVED
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
@@ -86,6 +90,8 @@ class Model(nn.Module):
   mlp: str = options.DERIVED  # A name in mlp.KINDS.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
+  # See deltanet.Options: a recurrent layer in place of attention.
+  deltanet: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
@@ -108,6 +114,8 @@ class Model(nn.Module):
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
   query_scale: Any = None  # Options of positions.QueryScale, by position.
+  # Whether a sigmoid multiplies each feature of the attention's output.
+  output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
@@ -330,9 +338,14 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
       "prefix: expected one text per example, got packed ones (segments)."
     )
   layers = layer_kinds.of_model(model)
-  if any(cache.window for cache in layers.caches):
+  if any(block.window for block in layers.of_all(model.depth)):
     raise ConfigError(
       "prefix: expected layers that see all positions, got config.model.window."
+    )
+  if layers.has_recurrence():
+    raise ConfigError(
+      "prefix: expected layers that see later positions too, got "
+      "config.model.deltanet."
     )
 
 
@@ -401,6 +414,7 @@ def _read(model: Model) -> None:
     qk_norm=qk_norm,
     mla=latent_attention.read(model.mla, "config.model.mla"),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
+    deltanet=deltanet.read(model.deltanet, "config.model.deltanet"),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
@@ -470,6 +484,21 @@ _GPT_OSS: dict[str, Any] = dict(
   ),
   kinds={"local": dict(window=128), "global": {}},
   layers=("local", "global"),
+)
+# Every fourth layer is attention, and the others are recurrent.
+_QWEN3_NEXT: dict[str, Any] = dict(
+  _LLAMA,
+  norm_eps=1e-6,
+  norm_offset=1.0,
+  qk_norm="head",
+  output_gate=True,
+  rope_theta=1e7,
+  rope_fraction=0.25,
+  kinds={
+    "linear": dict(deltanet=dict(num_heads=32, num_key_heads=16)),
+    "full": {},
+  },
+  layers=("linear",) * 3 + ("full",),
 )
 # Every fourth layer has no positions.
 _SMOLLM3: dict[str, Any] = dict(
@@ -654,6 +683,47 @@ VARIANTS: dict[str, dict[str, Any]] = {
     moe=dict(
       _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
     ),
+  ),
+  "qwen3_next_mu": dict(
+    _QWEN3_NEXT | _LLAMA_MU,
+    depth=4,
+    head_dim=16,
+    kinds={
+      "linear": dict(
+        deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
+      ),
+      "full": {},
+    },
+  ),
+  "qwen3_next_80b": dict(
+    _QWEN3_NEXT,
+    width=2048,
+    depth=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    mlp_dim=5120,
+    vocab_size=151936,
+    max_len=262144,
+    moe=dict(
+      num_experts=512,
+      top_k=10,
+      normalize=True,
+      mlp_dim=512,
+      shared_dim=512,
+      shared_gate=True,
+    ),
+  ),
+  "qwen3_5_9b": dict(
+    _QWEN3_NEXT,
+    width=4096,
+    depth=32,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    mlp_dim=12288,
+    vocab_size=248320,
+    max_len=262144,
   ),
   "smollm3_mu": dict(_SMOLLM3 | _LLAMA_MU, depth=4),
   "smollm3_3b": dict(

@@ -4,11 +4,11 @@ The loss is the sum of all microbatches' sums divided by the sum of all their
 weights. Padding, the number of microbatches and the number of devices therefore
 change the result by rounding only.
 
-`from_config` makes the function of a step: `make` for each variant of the
-model, or the task's own `gradients_fn`, with activation statistics and
-sharpness-aware steps around it where a config asks for them. Most losses add up
-over microbatches (`_accumulate`); one that needs the whole batch at once, such
-as a contrastive loss, takes two passes (`_in_two_passes`).
+`of_task` makes the gradients of one task, by `make` or the task's own
+`gradients_fn`. task_gradients.py adds up those of several tasks, and `of_step`
+draws a variant of the model for each step. Most losses add up over microbatches
+(`_accumulate`); one that needs the whole batch at once, such as a contrastive
+loss, takes two passes (`_in_two_passes`).
 
 Mutable collections, such as batch statistics, pass from one microbatch to the
 next. The collection "step_sums", which a model writes in training, is added up
@@ -16,7 +16,6 @@ instead: at the end of the step the model's `end_of_step(mutable, step_sums)`
 returns the collections of the next step.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from bigtrain.arrays.types import (
   Variables,
 )
 from bigtrain.config.settings import Config
-from bigtrain.objective import microbatching, sharpness
+from bigtrain.objective import microbatching, sharpness, task_functions
 from bigtrain.objective.model_variants import Variant
 from bigtrain.step import frozen, keys
 
@@ -58,7 +57,7 @@ class TwoPassLoss(NamedTuple):
 
   # (variables, batch, rng) -> (tree of [B, ...], new mutable).
   embed_fn: Callable[..., tuple[Any, Any]]
-  # (params, embeddings, batch) -> metrics with "loss"; uses only parameters
+  # (variables, embeddings, batch) -> metrics with "loss"; uses only parameters
   # that embed_fn does not.
   loss_fn: Callable[..., Metrics]
 
@@ -69,49 +68,71 @@ def two_pass_loss(
   """The task's two-pass loss, or None if the task defines no `embed_fn`."""
   if not hasattr(task, "embed_fn"):
     return None
-  return TwoPassLoss(
-    functools.partial(task.embed_fn, model=model, train=True),
-    functools.partial(task.embeddings_loss_fn, **loss_options),
-  )
+
+  def embed_fn(variables: Variables, batch: Batch, rng: Any) -> Any:
+    variables, _ = task_functions.split_task(variables)
+    return task.embed_fn(variables, batch, rng, model=model, train=True)
+
+  def loss_fn(variables: Variables, embeddings: Any, batch: Batch) -> Metrics:
+    variables, changing = task_functions.split_task(variables)
+    params = trees.merge(variables["params"], variables.get("base", {}))
+    return task.embeddings_loss_fn(
+      params, embeddings, batch, **loss_options, **changing
+    )
+
+  return TwoPassLoss(embed_fn, loss_fn)
 
 
-def from_config(
-  config: Config,
+def of_task(
   task: Any,
-  variants: Sequence[Variant],
-  loss_fns: Sequence[LossFn],
+  model: Any,
+  loss_fn: LossFn,
+  options: Mapping[str, Any],
   *,
-  stats_fns: Sequence[LossFn] = (),
+  stats_fn: LossFn | None = None,
   trainable: Any,
   mesh: Mesh,
+  microbatches: int,
+) -> GradientsFn:
+  """The gradients of a task's loss, with activation statistics in log steps.
+
+  Args:
+    options: those of the task's loss.
+    stats_fn: the loss with the metric "activation", if any.
+    trainable: tree of bools with the structure of the parameters.
+  """
+  make_fn = getattr(task, "gradients_fn", make)
+  compute = make_fn(
+    loss_fn,
+    trainable=trainable,
+    mesh=mesh,
+    microbatches=microbatches,
+    two_pass=two_pass_loss(task, model, options),
+  )
+  if stats_fn is None:
+    return compute
+  # Statistics need a forward pass only: nothing is trainable.
+  nothing = jax.tree.map(lambda _: False, trainable)
+  record = make(
+    stats_fn, trainable=nothing, mesh=mesh, microbatches=microbatches
+  )
+  return _with_activations(compute, record, mesh)
+
+
+def of_step(
+  config: Config,
+  variants: Sequence[Variant],
+  computes: Sequence[GradientsFn],
+  trainable: Any,
+  mask: Callable[[Params], Params] = lambda grads: grads,
 ) -> GradientsFn:
   """The function of one step, which draws one of the variants of the model.
 
   Args:
-    loss_fns: the loss of each variant.
-    stats_fns: the same with the metric "activation", which log steps then
-      have; () without activation statistics.
+    computes: the gradients of each variant.
     trainable: tree of bools with the structure of the parameters.
+    mask: sets the gradients of rows that do not train to 0.
   """
-  number = microbatching.read(config, config.input.batch_size, mesh)
-  computes = []
-  for i, variant in enumerate(variants):
-    make_fn = getattr(task, "gradients_fn", make)
-    compute = make_fn(
-      loss_fns[i],
-      trainable=trainable,
-      mesh=mesh,
-      microbatches=number,
-      two_pass=two_pass_loss(task, variant.model, config.kwargs("loss")),
-    )
-    if stats_fns:
-      # Statistics need a forward pass only: nothing is trainable.
-      nothing = jax.tree.map(lambda _: False, trainable)
-      record = make(
-        stats_fns[i], trainable=nothing, mesh=mesh, microbatches=number
-      )
-      compute = _with_activations(compute, record, mesh)
-    computes.append(compute)
   model = variants[0].model
   shares = np.asarray([variant.share for variant in variants])
 
@@ -124,27 +145,40 @@ def from_config(
       drawn = jax.random.choice(key, len(shares), p=shares)
       grads, sums, mutable = jax.lax.switch(drawn, computes, state, batch)
     if _STEP_SUMS in mutable:
-      mutable = dict(mutable)
-      step_sums = mutable.pop(_STEP_SUMS)
-      mutable = model.end_of_step(mutable, step_sums)
-    return grads, sums, mutable
+      mutable, step_sums = split_sums(mutable)
+      mutable = model.end_of_step(mutable, step_sums[_STEP_SUMS])
+    return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
 
 
+def split_sums(mutable: Variables) -> tuple[Variables, Variables]:
+  """Mutable collections, without and with what models add up over a step."""
+  others = dict(mutable)
+  sums = {name: others.pop(name) for name in (_STEP_SUMS,) if name in others}
+  return others, sums
+
+
+def add_sums(first: Variables, second: Variables) -> Variables:
+  """Adds sums of `split_sums`, of which either may be {}."""
+  if not first or not second:
+    return first or second
+  return jax.tree.map(jnp.add, first, second)
+
+
 def loss_args(
-  state: TrainState, batch: Batch, mesh: Mesh, others: Variables
+  state: TrainState, batch: Batch, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
   """Specs of a loss_fn's arguments, as the update has them.
 
   With equal specs, a jitted loss is traced once for gradients, metrics and
-  FLOPs. `others` are the specs of frozen variables.
+  FLOPs. `state` has the specs of frozen variables too.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(keys.with_keys, batch, rng), mesh)
   layout = sharding.replicated(mesh)
   rng = jax.ShapeDtypeStruct(rng.shape, rng.dtype, sharding=layout)
-  return frozen.model_variables({**state, **others}), batch, rng
+  return frozen.model_variables(state), batch, rng
 
 
 def make(
@@ -316,9 +350,7 @@ def _in_two_passes(
   # The loss, and its gradients with respect to the embeddings and to the
   # parameters that it uses itself, such as a temperature.
   def summed_loss(trained: Params, embeddings: Any) -> Any:
-    variables = variables_of(trained, {})
-    params = trees.merge(variables["params"], variables.get("base", {}))
-    sums = two_pass.loss_fn(params, embeddings, batch)
+    sums = two_pass.loss_fn(variables_of(trained, {}), embeddings, batch)
     return sums["loss"][0] * _loss_factor(loss_scale, sums), sums
 
   gradients_of_loss = jax.grad(summed_loss, argnums=(0, 1), has_aux=True)

@@ -58,8 +58,8 @@ def layout_of(config: Mapping[str, Any]) -> str | None:
   model = config.get("model")
   options = model if isinstance(model, Mapping) else {}
   init = config.get("model_init")
-  source = init.get("path") if isinstance(init, Mapping) else init
-  step = init.get("step") if isinstance(init, Mapping) else None
+  details = init if isinstance(init, Mapping) else {"path": init}
+  source, step = details.get("path"), details.get("step")
   # Whoever reads these folders says what is wrong with them.
   for path in (options.get(PUBLISHED), source):
     if not isinstance(path, str) or not path:
@@ -67,8 +67,7 @@ def layout_of(config: Mapping[str, Any]) -> str | None:
     try:
       if safetensors_files.is_folder(paths.absolute(path)):
         module = find_module("models", str(config.get("model_name")), "")
-        unread = init.get("allow_unread", ()) if init is not source else ()
-        fields = module.published_fields(path, unread)
+        fields = module.published_fields(path, details.get("allow_unread", ()))
         return fields and fields.model_type
       if path == source and not path.endswith((".npz", ".safetensors")):
         directory = folders.find_named(paths.absolute(path), step, "")
@@ -101,6 +100,9 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
       f"{key}: expected the folder of a published model, with a config.json, "
       f"got {folder!r}."
     )
-  return fields.merge(
-    options, init_options.get("allow_changed", ()), f"{path}.model"
-  )
+  allowed = [*init_options.get("allow_changed", ())]
+  if "vocab_size" in fields and path == "config":
+    size = options.get("vocab_size")
+    if isinstance(size, int) and size > fields["vocab_size"].value:
+      allowed.append("vocab_size")  # See new_rows.py.
+  return fields.merge(options, allowed, f"{path}.model")

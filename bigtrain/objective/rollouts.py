@@ -38,7 +38,7 @@ from bigtrain.config.settings import Config
 from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
-from bigtrain.inputs.transfer import Prefetch
+from bigtrain.inputs.transfer import JoinedBatches, Prefetch
 from bigtrain.objective import logical_axes, turns
 
 JUDGED = ("reward", "failed_rewards")
@@ -169,10 +169,15 @@ class Rollout:
     number, update = divmod(step, self._updates)
     return number * self._minibatches + update % self._minibatches
 
-  def start(self, first_step: int, last_step: int) -> Prefetch:
-    """Starts the input of steps [first_step, last_step), for `__call__`."""
+  def start(
+    self, first_step: int, last_step: int, ahead: int = 0
+  ) -> Prefetch | JoinedBatches:
+    """Starts the input of batches [first_step, last_step), for `__call__`.
+
+    `ahead` is the number of batches that rollbacks have skipped.
+    """
     if self._updates == 1:
-      return self._input.start(first_step, last_step)
+      return self._input.start(first_step, last_step, ahead)
     first_set = first_step // self._updates
     if first_set == self._number:
       first_set += 1
@@ -204,7 +209,9 @@ class Rollout:
       self._number = number
     return self._of_set(self._set, update)
 
-  def again(self, variables: Variables, step: int) -> Iterator[Batch]:
+  def again(
+    self, variables: Variables, step: int, ahead: int = 0
+  ) -> Iterator[Batch]:
     """Makes the batches of a step and the next one, to look for an error.
 
     Of a set that is not at hand, the answers are those of other weights.
@@ -214,7 +221,7 @@ class Rollout:
       is_at_hand = self._updates > 1 and number == self._number
       first = each if self._updates == 1 else number * self._minibatches
       size = 0 if is_at_hand else self._minibatches
-      batches = self._input.start(first, first + size)
+      batches = self._input.start(first, first + size, ahead)
       with contextlib.closing(batches):
         if is_at_hand:
           yield self._of_set(self._set, update)

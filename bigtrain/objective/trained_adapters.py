@@ -102,6 +102,12 @@ def base_of(
   in_full = set(trees.names(lora.in_full(params)))
   flat = traverse_util.flatten_dict(base, sep="/")
   flat = {name: x for name, x in flat.items() if name not in in_full}
+  for name, (_, shape) in expected.get("arrays", {}).items():
+    if name in flat and [*lora.unquantized(flat[name]).shape] != [*shape]:
+      raise ConfigError(
+        f"adapter: expected a base in which {name} has the shape {shape}, got "
+        f"{[*lora.unquantized(flat[name]).shape]}."
+      )
   if not own and all(hasattr(x, "dtype") for x in flat.values()):
     own = frozen_base.about(flat)
   # The digest depends on the arrays' dtype.

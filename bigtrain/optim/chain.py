@@ -57,9 +57,14 @@ def make(
   params_shapes: Any,
   units: Units,
   param_views: Mapping[str, View] | None = None,
+  mask: Callable[[Params], Params] = lambda updates: updates,
 ) -> Optimizer:
-  """Makes the optimizer of a config, for parameters of these shapes."""
-  recipe = read(cfg, params_shapes, units, param_views)
+  """Makes the optimizer of a config, for parameters of these shapes.
+
+  Args:
+    mask: sets the updates of rows that do not train to 0.
+  """
+  recipe = read(cfg, params_shapes, units, param_views)._replace(mask=mask)
   return Optimizer(build(recipe), recipe.hparams, recipe.trainable)
 
 
@@ -117,7 +122,7 @@ def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     updates, new_state = last_stages.update(grads, moments, params, **extra)
     seed = hparams.get("seed", 0)
     new_state = recipe.moments.stored(new_state, old_state, step, seed)
-    return updates, sharding.in_memory_of(new_state, state)
+    return recipe.mask(updates), sharding.in_memory_of(new_state, state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -136,7 +141,10 @@ def _last_stages(
     grads: Params, state: Any, params: Params, **extra: Any
   ) -> tuple[Params, Any]:
     directions, state = base.update(grads, state, params, **extra)
-    return _scaled_and_decayed(recipe, hparams, directions, params), state
+    updates = _scaled_and_decayed(recipe, hparams, directions, params)
+    # Weight decay, and some optimizers, move rows without gradients too. Their
+    # updates are 0 here, for the averages of a wrapper, and at the end.
+    return recipe.mask(updates), state
 
   tx = optax.GradientTransformationExtraArgs(base.init, update)
   if recipe.wrap is None:

@@ -4,7 +4,7 @@
 stages of chain.py use nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,8 @@ class Recipe(NamedTuple):
   moments: moments.Moments
   views: Mapping[str, views.View]
   path: str  # The config's path, for messages.
+  # Sets the updates of rows that do not train to 0.
+  mask: Callable[[Any], Any] = lambda updates: updates
 
   def hparams(self, step: int) -> dict[str, dict[str, np.float32]]:
     """Learning rate and weight decay of the update after `step` updates.

@@ -1,7 +1,7 @@
 """The op that tokenizes text, built on `tokenizers` and `ops_text`."""
 
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from absl import logging
@@ -15,7 +15,7 @@ from bigtrain.text import tokenizers
 
 @registry.register("tokenize")
 def tokenize(
-  model: str = "bytes",
+  model: str | dict[str, Any] = "bytes",
   max_len: int = 64,
   eos: Literal["none", "yes", "sticky"] = "yes",
   bos: bool = False,
@@ -30,8 +30,8 @@ def tokenize(
   tokens that are spelled out in a text, such as "</s>", are ordinary text.
 
   Args:
-    model: tokenizer: "bytes", or the path of a SentencePiece model, of a
-      Hugging Face tokenizer.json, or of a folder with one of these.
+    model: "bytes", the path of a SentencePiece model, a tokenizer.json or a
+      folder with one; or dict(path=..., new_tokens=[...]).
     max_len: length of the result. Longer texts are cut, with a warning.
     eos: end of sequence: "none"; "yes", unless the text was cut; or "sticky",
       always, if necessary in place of the last id that fits.
@@ -91,7 +91,8 @@ def tokenize(
   op = on_texts(ids_L, "tokenize", key, result, "int32", (max_len,))
   size = max(tokenizer.vocab_size, pad + 1)
   return op._replace(
-    vocab_sizes={result: size}, fingerprints={model: tokenizer.fingerprint()}
+    vocab_sizes={result: size},
+    fingerprints={tokenizer.name: tokenizer.fingerprint()},
   )
 
 

@@ -349,7 +349,8 @@ def explain(
       "good": jnp.isfinite(loss) & jnp.isfinite(grad_norm),
     }
 
-  with contextlib.closing(rollout.again(variables, index)) as batches:
+  ahead = index - (step - 1)
+  with contextlib.closing(rollout.again(variables, index, ahead)) as batches:
     found = jax.device_get(inspect(state, next(batches)))
     next_is_good = _is_good(inspect, state, batches)
 

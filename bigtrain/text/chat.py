@@ -260,9 +260,10 @@ def get(spec: str | None, tokenizer: str) -> Template:
 
 
 def _folder_of(tokenizer: str) -> str | None:
-  if tokenizer == "bytes":
+  path, _ = tokenizers.parse(tokenizer)
+  if path == "bytes":
     return None
-  path = paths.absolute(tokenizer)
+  path = paths.absolute(path)
   return path if os.path.isdir(path) else os.path.dirname(path)
 
 

@@ -4,27 +4,41 @@
   get("c4.model")                a SentencePiece model
   get("tokenizer.json")          a file of Hugging Face's `tokenizers`
   get("some/published/model")    a folder with one of these files
+  get(dict(path="some/published/model", new_tokens=["<call>"]))
+                                 a tokenizer.json, with more tokens
 
 `encode` returns only the ids of the text, without begin token, end token and
 padding. Text that spells a special token, such as "</s>", stays plain text,
 except with `special=True`, for texts that a chat template has written.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.config.errors import ConfigError, did_you_mean, import_package
+from bigtrain.config.errors import (
+  ConfigError,
+  check_keys,
+  did_you_mean,
+  import_package,
+)
 from bigtrain.files import paths
 
 # Id of byte 0 in "bytes"; before it are padding, begin and end of a text.
 _FIRST_BYTE = 3
+
+# What `get` takes: "bytes", a path, or a path with new tokens. The latter is a
+# dict, or as `Tokenizer.name` its JSON.
+Spec = str | Mapping[str, Any]
 
 # Names of tokenizers in folders of published models, in order of preference.
 NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
@@ -35,11 +49,18 @@ _BOS_NAMES = ("<s>", "<bos>", "<|startoftext|>", "<|begin_of_text|>", "[CLS]")
 _EOS_NAMES = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
 
 
+class NewTokens(NamedTuple):
+  """Tokens that a config adds to a tokenizer; their ids follow its own."""
+
+  new_tokens: tuple[str, ...] = ()  # Text, such as pieces of a language.
+  new_special_tokens: tuple[str, ...] = ()  # No text, such as ends of turns.
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
   """Maps text to ids [0, vocab_size) and back. Thread-safe."""
 
-  name: str  # Argument of `get`.
+  name: str  # Argument of `get`, with new tokens as JSON.
   vocab_size: int  # Largest id + 1.
   pad_id: int | None
   bos_id: int | None
@@ -53,6 +74,14 @@ class Tokenizer:
   # {special token: id}.
   spellings: Mapping[str, int] = dataclasses.field(default_factory=dict)
   adds_bos: bool = False  # Whether the library begins every text with bos_id.
+  # Ids that belong to the file, so new tokens have ids from here on.
+  size_in_file: int = 0
+  _vocab: Callable[[], Mapping[str, int]] = dict  # {token: id} of all tokens.
+
+  @property
+  def new_special_tokens(self) -> tuple[str, ...]:
+    """Special tokens that the config adds to those of the file."""
+    return parse(self.name)[1].new_special_tokens
 
   def __repr__(self) -> str:
     return f"Tokenizer({self.name!r})"
@@ -87,6 +116,11 @@ class Tokenizer:
       [i for i in ids if 0 <= i < self.vocab_size and i not in self.special_ids]
     )
 
+  def extends(self, other: "Tokenizer") -> bool:
+    """Whether all tokens of the other tokenizer have the same ids here."""
+    own = self._vocab()
+    return all(own.get(token) == i for token, i in other._vocab().items())
+
   def fingerprint(self) -> str:
     """Hash of the content and the special ids, not of the path."""
     parts = (self._digest, self.pad_id, self.bos_id, self.eos_id)
@@ -101,20 +135,74 @@ def is_folder(path: object) -> bool:
   )
 
 
-def get(spec: str) -> Tokenizer:
+def get(spec: Spec) -> Tokenizer:
   """Returns the tokenizer "bytes", or the one of a file or folder.
 
   It is loaded once, and again if the file has changed.
   """
-  if not isinstance(spec, str) or not spec:
-    raise ConfigError(
-      f"tokenizer: expected 'bytes' or the path of a file, got {spec!r}."
-    )
-  if spec == "bytes":
+  path_or_name, new = parse(spec)
+  if path_or_name == "bytes":
+    if any(new):
+      raise ConfigError(
+        "tokenizer 'bytes': expected no new tokens; they need a tokenizer.json."
+      )
     return _bytes()
-  path = _find(spec)
+  path = _find(path_or_name)
   stat = os.stat(path)
-  return _load(spec, path, stat.st_size, stat.st_mtime_ns)
+  name = name_of(path_or_name, new)
+  return _load(name, path, new, stat.st_size, stat.st_mtime_ns)
+
+
+def parse(spec: Spec) -> tuple[str, NewTokens]:
+  """Returns (path or "bytes", new tokens) of an argument of `get`."""
+  if isinstance(spec, str) and spec.startswith("{"):
+    with contextlib.suppress(ValueError):
+      spec = json.loads(spec)
+  if isinstance(spec, str) and spec:
+    return spec, NewTokens()
+  if not isinstance(spec, Mapping) or not isinstance(spec.get("path"), str):
+    raise ConfigError(
+      "tokenizer: expected 'bytes', the path of a file, or dict(path=..., "
+      f"new_tokens=[...]), got {spec!r}."
+    )
+  check_keys("tokenizer", spec, ("path", *NewTokens._fields))
+  new = NewTokens(
+    **{
+      field: _texts(f"tokenizer.{field}", spec.get(field) or ())
+      for field in NewTokens._fields
+    }
+  )
+  repeated = [x for x, n in Counter(itertools.chain(*new)).items() if n > 1]
+  if repeated:
+    raise ConfigError(f"tokenizer: {repeated[0]!r} is there twice.")
+  return spec["path"], new
+
+
+def _texts(key: str, value: Any) -> tuple[str, ...]:
+  if isinstance(value, list | tuple):
+    if all(isinstance(text, str) and text for text in value):
+      return tuple(value)
+  raise ConfigError(f"{key}: expected a list of texts, got {value!r}.")
+
+
+def name_of(path: str, new: NewTokens) -> str:
+  """Returns the `Tokenizer.name` of a path with new tokens."""
+  if not any(new):
+    return path
+  fields = {field: [*texts] for field, texts in new._asdict().items() if texts}
+  return json.dumps({"path": path, **fields}, ensure_ascii=False)
+
+
+def has_new_tokens(spec: Any) -> bool:
+  """Whether a value of a config is a tokenizer with new tokens."""
+  is_dict = isinstance(spec, Mapping)
+  return is_dict and bool({*spec} & {*NewTokens._fields})
+
+
+def moved(name: str, spec: Spec) -> Spec:
+  """Returns the tokenizer `name` at a new path; its new tokens stay."""
+  path, new = parse(spec)
+  return spec if any(new) else name_of(path, parse(name)[1])
 
 
 def _find(spec: str) -> str:
@@ -155,6 +243,8 @@ def _bytes() -> Tokenizer:
   return Tokenizer(
     name="bytes",
     vocab_size=_FIRST_BYTE + 256,
+    size_in_file=_FIRST_BYTE + 256,
+    _vocab=lambda: {str(i): i for i in range(_FIRST_BYTE + 256)},
     pad_id=0,
     bos_id=1,
     eos_id=2,
@@ -167,7 +257,9 @@ def _bytes() -> Tokenizer:
 
 
 @functools.lru_cache(maxsize=16)
-def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
+def _load(
+  name: str, path: str, new: NewTokens, size: int, mtime_ns: int
+) -> Tokenizer:
   try:
     with open(path, "rb") as f:
       content = f.read()
@@ -182,8 +274,14 @@ def _load(spec: str, path: str, size: int, mtime_ns: int) -> Tokenizer:
     )
   digest = hashlib.sha256(content).hexdigest()
   is_json = content.lstrip().startswith((b"{", b"["))
-  read = _hugging_face if is_json else _sentencepiece
-  return read(spec, path, content, digest)
+  if is_json:
+    return _hugging_face(name, path, content, digest, new)
+  if any(new):
+    raise ConfigError(
+      f"tokenizer {path!r}: new tokens need a tokenizer.json; transformers' "
+      "AutoTokenizer writes one beside it."
+    )
+  return _sentencepiece(name, path, content, digest)
 
 
 def _without_none(*ids: int | None) -> frozenset[int]:
@@ -191,7 +289,7 @@ def _without_none(*ids: int | None) -> frozenset[int]:
 
 
 def _sentencepiece(
-  spec: str, path: str, content: bytes, digest: str
+  name: str, path: str, content: bytes, digest: str
 ) -> Tokenizer:
   by = f"tokenizer {path!r}: reading it"
   sentencepiece = import_package("sentencepiece", by, "'bigtrain[text]'")
@@ -212,8 +310,10 @@ def _sentencepiece(
   eos = id_or_none(model.eos_id())
   control = {i for i in range(size) if model.is_control(i)}
   return Tokenizer(
-    name=spec,
+    name=name,
     vocab_size=size,
+    size_in_file=size,
+    _vocab=lambda: {model.id_to_piece(i): i for i in range(size)},
     pad_id=pad,
     bos_id=bos,
     eos_id=eos,
@@ -226,7 +326,7 @@ def _sentencepiece(
 
 
 def _hugging_face(
-  spec: str, path: str, content: bytes, digest: str
+  name: str, path: str, content: bytes, digest: str, new: NewTokens
 ) -> Tokenizer:
   by = f"tokenizer {path!r}: reading it"
   tokenizers = import_package("tokenizers", by, "'bigtrain[text]'")
@@ -247,6 +347,8 @@ def _hugging_face(
       f"tokenizer {path!r}: not a tokenizer.json that tokenizers "
       f"{tokenizers.__version__} reads: {reason}."
     ) from e
+  size_in_file = _size(model, path)
+  add_tokens(model, new, path)
   # Files may contain the sequence lengths of the original training.
   model.no_truncation()
   model.no_padding()
@@ -257,6 +359,7 @@ def _hugging_face(
   declared = declared_special_tokens(os.path.dirname(path))
   # A second object, because that option holds for all threads of the first.
   with_special = tokenizers.Tokenizer.from_buffer(content)
+  add_tokens(with_special, new, path)
   with_special.no_truncation()
   with_special.no_padding()
 
@@ -268,14 +371,12 @@ def _hugging_face(
 
   pad = find("pad_token", (padding.get("pad_token"), *_PAD_NAMES))
   bos, eos = find("bos_token", _BOS_NAMES), find("eos_token", _EOS_NAMES)
-  vocab = model.get_vocab(with_added_tokens=True)
-  if not vocab:
-    raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
   ids = _without_none(*special, pad, bos, eos)
   return Tokenizer(
-    name=spec,
-    # Ids may have gaps, so this may exceed their count.
-    vocab_size=max(vocab.values()) + 1,
+    name=name,
+    vocab_size=_size(model, path),
+    size_in_file=size_in_file,
+    _vocab=lambda: model.get_vocab(with_added_tokens=True),
     pad_id=pad,
     bos_id=bos,
     eos_id=eos,
@@ -287,8 +388,40 @@ def _hugging_face(
       with_special.encode(text, add_special_tokens=False).ids
     ),
     _decode=model.decode,
-    _digest=digest,
+    _digest=" ".join([digest, *([name_of("", new)] if any(new) else [])]),
   )
+
+
+def _size(model: Any, path: str) -> int:
+  """Largest id + 1. Ids may have gaps, so this may exceed their count."""
+  vocab = model.get_vocab(with_added_tokens=True)
+  if not vocab:
+    raise ConfigError(f"tokenizer {path!r}: its vocabulary is empty.")
+  return max(vocab.values()) + 1
+
+
+def add_tokens(model: Any, new: NewTokens, path: str) -> None:
+  """Adds tokens to a Tokenizer of the library; `path` is for messages."""
+  size = _size(model, path)
+  for token in itertools.chain(*new):
+    # Spelled as in the file, or as text: " six" may be "Ġsix" there.
+    encoded = model.encode(token, add_special_tokens=False)
+    ids = [i for i, real in zip(encoded.ids, encoded.attention_mask) if real]
+    i = model.token_to_id(token)
+    if i is None and len(ids) == 1 and model.decode(ids) == token:
+      i = ids[0]
+    if i is not None:
+      raise ConfigError(
+        f"tokenizer {path!r}: {token!r} is no new token: it has the id {i}."
+      )
+  model.add_tokens([*new.new_tokens])
+  model.add_special_tokens([*new.new_special_tokens])
+  ids = [model.token_to_id(token) for token in itertools.chain(*new)]
+  if ids != [*range(size, size + len(ids))]:
+    raise ConfigError(
+      f"tokenizer {path!r}: its ids have gaps, so the library gives new tokens "
+      f"the ids {ids}; expected ids from {size} on."
+    )
 
 
 def declared_special_tokens(folder: str) -> dict[str, str | None]:

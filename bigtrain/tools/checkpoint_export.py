@@ -34,7 +34,7 @@ from bigtrain.models.published.blocks import STATE
 from bigtrain.models.published.tables import Tensor
 from bigtrain.objective import building, published_sizes, trained_adapters
 from bigtrain.reports import record
-from bigtrain.text import chat
+from bigtrain.text import chat, tokenizer_files, tokenizers
 
 # Reads slices of arrays: (name, index) of each.
 _Read = Callable[[Iterable[tuple[str, Any]]], Iterator[np.ndarray]]
@@ -333,12 +333,31 @@ def _copy_companions(
       old_ends = [old_ends]
     options["eos_token_id"] = sorted({*ends, *old_ends})
     record.write_json(path, options)
+  _write_tokenizer(host.data.get("tokenizer"), folder, out)
   values = families.read_json(folder)[1] or {}
   kept = {name: values[name] for name in _SPECIAL_TOKENS if name in values}
   key = "pretrained_cfg"  # Of timm.
   if key in values and key in published:
     kept[key] = {**values[key], **published[key]}
   return kept
+
+
+def _write_tokenizer(
+  used: Mapping[str, str] | None, folder: str, out: str
+) -> None:
+  """Writes the run's tokenizer if it has tokens that the folder's lacks."""
+  if not used or used["name"] == "bytes":
+    return
+  fingerprint = used.get("fingerprint")
+  if tokenizers.is_folder(folder):
+    if fingerprint == tokenizers.get(folder).fingerprint():
+      return
+  if tokenizers.get(used["name"]).fingerprint() != fingerprint:
+    raise ConfigError(
+      f"--format=hf: the tokenizer {used['name']!r} is not the one that the "
+      f"model was trained with, whose fingerprint is {fingerprint}."
+    )
+  tokenizer_files.write(used["name"], out)
 
 
 def _files(

@@ -42,6 +42,7 @@ from bigtrain.objective import (
   building,
   initial,
   task_functions,
+  task_sum,
   teacher,
   trained_adapters,
 )
@@ -276,8 +277,11 @@ def _teacher(
       **{field: entry[field] for field in fields if field in entry},
     )
     batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
+    # The evaluation's batches have the features that predict functions want.
+    several = task_sum.entries(task, config)
+    entries = [x._replace(features={}, has_input=False) for x in several]
     seed = config.get("seed", 0)
-    return teacher.from_config(config, task, batch_spec, context.mesh, seed)
+    return teacher.of_tasks(config, entries, batch_spec, context.mesh, seed)[0]
   return no_teacher
 
 

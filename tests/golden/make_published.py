@@ -104,6 +104,34 @@ GPT_OSS = dict(
   rope_parameters=YARN | dict(truncate=False, rope_theta=150_000.0),
 )
 
+DELTANET = dict(
+  head_dim=8,
+  linear_num_key_heads=2,
+  linear_num_value_heads=4,
+  linear_key_head_dim=6,
+  linear_value_head_dim=5,
+  max_position_embeddings=128,
+  # Norms of outputs near zero would enlarge what rounding does.
+  rms_norm_eps=1e-2,
+)
+# Texts of more than one chunk, whose size does not divide them.
+LENGTHS = dict.fromkeys(
+  (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "olmo_hybrid_nope",
+  ),
+  71,
+)
+
+
+def hybrid(pattern):
+  """layer_types by letters: l for linear attention, f for full attention."""
+  names = dict(l="linear_attention", f="full_attention")
+  return [names[letter] for letter in pattern]
+
 
 def kinds(period, depth):
   """layer_types of a model whose period ends in full attention."""
@@ -308,6 +336,52 @@ FAMILIES = {
     rope_parameters=DEEPSEEK_YARN
     | dict(llama_4_scaling_beta=0.3, partial_rotary_factor=0.4),
   ),
+  "qwen3_next": DELTANET
+  | EXPERTS
+  | dict(
+    model_type="qwen3_next",
+    num_hidden_layers=5,
+    layer_types=hybrid("lflfl"),
+    shared_expert_intermediate_size=12,
+    mlp_only_layers=[2],
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "qwen3_5_text": DELTANET
+  | dict(
+    model_type="qwen3_5_text",
+    num_hidden_layers=5,
+    layer_types=hybrid("llfll"),
+    linear_conv_kernel_dim=3,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.25),
+  ),
+  "qwen3_5_moe_text": DELTANET
+  | EXPERTS
+  | dict(
+    model_type="qwen3_5_moe_text",
+    num_hidden_layers=4,
+    layer_types=hybrid("lflf"),
+    shared_expert_intermediate_size=12,
+    linear_num_value_heads=2,
+    tie_word_embeddings=True,
+  ),
+  "olmo_hybrid": DELTANET
+  | dict(
+    model_type="olmo_hybrid",
+    num_hidden_layers=5,
+    layer_types=hybrid("llfll"),
+    linear_key_head_dim=10,  # The library saves kernels in three equal parts.
+    rope_parameters=DEFAULT,
+  ),
+  "olmo_hybrid_nope": DELTANET
+  | dict(
+    model_type="olmo_hybrid",
+    layer_types=hybrid("lfl"),
+    linear_allow_neg_eigval=False,
+    linear_key_head_dim=10,
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(rope_theta=None),
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -379,7 +453,9 @@ def write_family(options, out):
   blocks = to_mxfp4(model, rng) if out.name == "gpt_oss_mxfp4" else {}
   model.save_pretrained(out)
   (out / "generation_config.json").unlink(missing_ok=True)
-  tokens = rng.integers(0, config.vocab_size, (BATCH, LENGTH))
+  tokens = rng.integers(
+    0, config.vocab_size, (BATCH, LENGTHS.get(out.name, LENGTH))
+  )
   prompt = torch.from_numpy(tokens[:, :PROMPT])
   with torch.no_grad():
     logits = model(torch.from_numpy(tokens)).logits

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import small_tokenizers
 
 from bigtrain.config.errors import ConfigError
+from bigtrain.pp import parse
 from bigtrain.text import tokenizers
 
 
@@ -146,7 +147,7 @@ def test_errors_name_the_file(folder, tmp_path):
       tokenizers.get(spec)
     assert "\n" not in str(e.value)
 
-  refused("", "expected 'bytes' or the path of a file, got ''")
+  refused("", "expected 'bytes', the path of a file, or dict.*got ''")
   refused(None, "got None")
   refused("byte", "no such file. Did you mean 'bytes'")
   refused(str(folder / "y.model"), "no such file. Did you mean 'x.model'")
@@ -208,3 +209,45 @@ def test_special_tokens_in_a_text_are_ids_only_on_request(tmp_path):
   assert tokenizers.get("bytes").spell([1, 100, 2]) == "<bos>a<eos>"
   with pytest.raises(ConfigError, match="need a tokenizer.json"):
     tokenizers.get("bytes").encode(text, special=True)
+
+
+# Tokens that a config adds to a tokenizer.json.
+
+NEW = dict(new_tokens=[" quux"], new_special_tokens=["<call>"])
+
+
+def test_new_tokens_follow_those_of_the_file(tmp_path):
+  path = small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json")
+  old, new = tokenizers.get(path), tokenizers.get(dict(path=path, **NEW))
+  size = old.vocab_size
+  assert (new.vocab_size, new.size_in_file) == (size + 2, size)
+  assert new.encode("one quux").tolist()[-1] == size
+  assert size + 1 not in new.encode("<call>")  # Texts do not spell it.
+  assert new.encode("<call>", special=True).tolist() == [size + 1]
+  assert new.decode([size, size + 1]) == " quux"
+  assert new.spell([size, size + 1]) == " quux<call>"
+  assert new.extends(old) and not old.extends(new)
+  assert new.fingerprint() != old.fingerprint()
+  text = "three left of a seven"
+  np.testing.assert_array_equal(old.encode(text), new.encode(text))
+
+
+def test_a_name_with_new_tokens_is_that_tokenizer(tmp_path):
+  path = small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json")
+  new = tokenizers.get(dict(path=path, **NEW))
+  assert tokenizers.get(new.name) is new
+  (tmp_path / "moved").mkdir()
+  other = str(tmp_path / "moved" / "tokenizer.json")
+  (tmp_path / "tokenizer.json").rename(other)
+  moved = tokenizers.get(tokenizers.moved(new.name, other))
+  assert moved.fingerprint() == new.fingerprint()
+
+
+def test_ops_take_new_tokens(tmp_path):
+  path = small_tokenizers.tokenizer_json(tmp_path / "tokenizer.json")
+  spec = dict(path=path, **NEW)
+  (op,) = parse.parse(f"tokenize({spec!r}, max_len=8, eos='none')")
+  size = tokenizers.get(path).vocab_size
+  assert op.vocab_sizes == {"labels": size + 2}
+  ids = op.fn({"text": "a quux"}, np.zeros(0))["labels"]
+  assert ids[1] == size

@@ -55,6 +55,9 @@ class Encoder:
     self._loss: Literal["assistant", "last", "all"] = loss
     self._pairs = pairs
     self._allow_special = allow_special
+    # Plain texts spell old special tokens as text, but new ones are there to
+    # be written.
+    self._new_special = tokenizer.new_special_tokens
     self.ignore_fields = _field_names(ignore_fields)
     self._template_options = {**(variables or {}), "now": _clock(date)}
     self.bos = tokenizer.adds_bos if bos is None else bos
@@ -118,18 +121,26 @@ class Encoder:
     if tokenizer.eos_id is None:
       raise DataError(f"the tokenizer {tokenizer.name!r} has no end token.")
     end = tokenizer.eos_id
-    prompt_ids = tokenizer.encode(prompt)
+    special = bool(self._new_special) and self._allow_special
+    if not special:
+      for text in self._new_special:
+        if text in prompt or text in answer:
+          raise DataError(
+            f"the text spells the special token {text!r}; with "
+            "allow_special=True it is that token."
+          )
+    prompt_ids = tokenizer.encode(prompt, special)
     if self._pairs:
       inputs = [*prompt_ids, end]
-      ids = [*inputs, *tokenizer.encode(answer), end]
+      ids = [*inputs, *tokenizer.encode(answer, special), end]
     else:
       # Encoded together if possible, because some tokenizers begin each text
       # with an id of its own, such as a space.
-      both = tokenizer.encode(prompt + answer)
+      both = tokenizer.encode(prompt + answer, special)
       if np.array_equal(both[: len(prompt_ids)], prompt_ids):
         answer_ids = both[len(prompt_ids) :]
       else:
-        answer_ids = tokenizer.encode(answer)
+        answer_ids = tokenizer.encode(answer, special)
       inputs = [tokenizer.bos_id] if self.bos else []
       inputs += prompt_ids.tolist()
       ids = [*inputs, *answer_ids, end]

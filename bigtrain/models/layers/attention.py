@@ -12,7 +12,7 @@ of keys and values, R = H / G, K head width, which values may not have.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -52,6 +52,8 @@ class Options(NamedTuple):
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
   qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
   qkv_clip: float | None = None  # Largest size of an entry.
+  # Whether a sigmoid of another projection of x multiplies the output.
+  output_gate: bool = False
   sinks: bool = False  # Whether each softmax has a learned logit with no value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
@@ -69,7 +71,7 @@ class Attention(nn.Module):
 
   Parameters as in flax's MultiHeadDotProductAttention: query (D, H, K), key and
   value (D, G, K), out (H, K, D); also query_norm and key_norm, scales of (K,)
-  or of all heads, and sinks (H,).
+  or of all heads, sinks (H,), and output_gate (D, H, K).
   """
 
   options: Options
@@ -98,9 +100,8 @@ class Attention(nn.Module):
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
-    q_BLHK, k_BSGK, v_BSGK = self._with_positions(
-      self._projections(x_BLD, y_BSD), rope, query_scale_BL
-    )
+    *qkv, gate_BLHK = self._projections(x_BLD, y_BSD)
+    q_BLHK, k_BSGK, v_BSGK = self._with_positions(qkv, rope, query_scale_BL)
     first = None if cache is None else start
     if cache is not None and y_BSD is None:
       k_BSGK, v_BSGK = cache.layer(layer)
@@ -143,13 +144,19 @@ class Attention(nn.Module):
       dot_general=sharding.rows(B) if self._splits(B) else None,
       name="out",
     )
-    return out(o.reshape(q_BLHK.shape)), cache
+    o_BLHK = o.reshape(q_BLHK.shape)
+    if gate_BLHK is not None:
+      o_BLHK *= jax.nn.sigmoid(gate_BLHK)
+    return out(o_BLHK), cache
 
   @nn.nowrap
   def _projections(
     self, x_BLD: jax.Array | None, y_BSD: jax.Array | None
-  ) -> tuple[Any, Any, Any]:
-    """Queries of x (B, L, H, K), keys and values of y (B, S, G, K), or None."""
+  ) -> tuple[Any, Any, Any, Any]:
+    """Queries of x (B, L, H, K), keys and values of y (B, S, G, K), a gate.
+
+    The gate is of x as the queries are. An array that is not needed is None.
+    """
     options = self.options
     H, K = options.num_heads, options.head_dim
     x_or_y: Any = x_BLD if y_BSD is None else y_BSD
@@ -166,17 +173,19 @@ class Attention(nn.Module):
     # The mesh axis `tensor`, if any, splits the heads: columns of the kernels.
     splits = self._splits(x_or_y.shape[0])
     dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
-    q_BLHK = k_BSGK = v_BSGK = product = None
+    q_BLHK = k_BSGK = v_BSGK = gate_BLHK = product = None
     if x_BLD is not None:
       product = sharding.columns(x_BLD) if splits else None
-      query = dense(
+      of_queries = functools.partial(
+        dense,
         (H, K),
         use_bias=query_value_bias,
         kernel_init=kernels.initializer(options.query_std),
         dot_general=product,
-        name="query",
       )
-      q_BLHK = query(x_BLD)
+      q_BLHK = of_queries(name="query")(x_BLD)
+      if options.output_gate:
+        gate_BLHK = of_queries(name="output_gate")(x_BLD)
     if y_BSD is not None:
       # In self-attention all three share the product, which gathers x once.
       if y_BSD is not x_BLD:
@@ -189,12 +198,12 @@ class Attention(nn.Module):
       )
       k_BSGK = key_or_value(use_bias=key_bias, name="key")(y_BSD)
       v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
-    return q_BLHK, k_BSGK, v_BSGK
+    return q_BLHK, k_BSGK, v_BSGK, gate_BLHK
 
   @nn.nowrap
   def _with_positions(
     self,
-    qkv: tuple[Any, Any, Any],
+    qkv: Sequence[Any],
     rope: positions.Rotation | None,
     query_scale_BL: jax.Array | None,
   ) -> tuple[Any, Any, Any]:

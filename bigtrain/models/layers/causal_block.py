@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  deltanet,
   encoder,
   kv_cache,
   latent_attention,
@@ -50,10 +51,12 @@ class Options(NamedTuple):
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
+  deltanet: deltanet.Options | None  # In place of attention.
   use_bias: tuple[str, ...]
   qk_norm: str | None
   qk_norm_after_rope: bool
   qkv_clip: float | None
+  output_gate: bool
   sinks: bool
   window: int | None
   attention_scale: float | None
@@ -86,7 +89,7 @@ class Tables(NamedTuple):
 
 
 class Block(nn.Module):
-  """Attention and MLP or experts, with norms, added to the stream."""
+  """Attention or DeltaNet, MLP or experts, with norms, added to the stream."""
 
   options: Options
 
@@ -129,22 +132,32 @@ class Block(nn.Module):
     if caches is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    rope = query_scale_BL = None
-    if options.rope is not None:
-      rope = tables.rotations[options.rope]
-    if options.query_scale is not None:
-      query_scale_BL = tables.query_scales_BL[options.query_scale]
     y_BLD = before(x_BLD, "attention_norm")
-    attend = _attention_layer(options)
-    z_BLD, cache = attend(
-      y_BLD,
-      mask=mask,
-      rope=rope,
-      query_scale_BL=query_scale_BL,
-      cache=cache,
-      layer=place,
-      start=first,
-    )
+    if options.deltanet is not None:
+      z_BLD, cache = _deltanet(options)(
+        y_BLD,
+        segments_BL=mask.segments_BL,
+        real_BL=real_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
+    else:
+      rope = query_scale_BL = None
+      if options.rope is not None:
+        rope = tables.rotations[options.rope]
+      if options.query_scale is not None:
+        query_scale_BL = tables.query_scales_BL[options.query_scale]
+      attend = _attention_layer(options)
+      z_BLD, cache = attend(
+        y_BLD,
+        mask=mask,
+        rope=rope,
+        query_scale_BL=query_scale_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
     if caches is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
@@ -208,6 +221,18 @@ def _attention_layer(options: Options) -> Callable[..., tuple[Any, Any]]:
     return latent_attention.LatentAttention(options.mla, own, name="attention")
   layer = attention.Attention(own, name="attention")
   return lambda y_BLD, **others: layer(y_BLD, y_BLD, **others)
+
+
+def _deltanet(options: Options) -> deltanet.DeltaNet:
+  assert options.deltanet is not None
+  return deltanet.DeltaNet(
+    options.deltanet,
+    norm_eps=options.norm_eps,
+    init_std=options.init_std,
+    out_init_std=_out_init_std(options),
+    dtype=options.dtype,
+    name="deltanet",
+  )
 
 
 def _mlp(options: Options) -> mlp.Options:

@@ -9,9 +9,19 @@ from bigtrain.arrays import dims
 from bigtrain.models.layers.moe import Options
 
 LAYERS: dict[str, str] = {
+  # Gated DeltaNet, whose heads of values are G R.
+  r"(.*/)?deltanet/(query|key)/kernel": "D -> G K",
+  r"(.*/)?deltanet/(value|gate)/kernel": "D -> G R K",
+  r"(.*/)?deltanet/(beta|decay)/kernel": "D -> G R",
+  r"(.*/)?deltanet/(query|key)_conv/kernel": "taps -> G K",
+  r"(.*/)?deltanet/value_conv/kernel": "taps -> G R K",
+  r"(.*/)?deltanet/(log_rate|time_step)": "G R",
+  r"(.*/)?deltanet/out/kernel": "G R K -> D",
   # Attention.
   r"(.*/)?query/kernel": "D -> H K",
   r"(.*/)?query/bias": "H K",
+  r"(.*/)?output_gate/kernel": "D -> H K",
+  r"(.*/)?output_gate/bias": "H K",
   r"(.*/)?(key|value)/kernel": "D -> G K",
   r"(.*/)?(key|value)/bias": "G K",
   r"(.*/)?out/kernel": "H K -> D",

@@ -22,11 +22,13 @@ from bigtrain.config.errors import (
 )
 from bigtrain.models.layers import (
   causal_block,
+  deltanet,
   kv_cache,
   latent_attention,
   moe,
   options,
   positions,
+  recurrent_cache,
 )
 
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
@@ -40,6 +42,8 @@ FIELDS = (
   *_SIZES,
   "mla",
   "moe",
+  "deltanet",
+  "norm_at",
   "query_scale",
   "attention_scale",
 )
@@ -55,7 +59,7 @@ class Layers(NamedTuple):
   # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
-  caches: tuple[kv_cache.Kind, ...]
+  caches: tuple[kv_cache.Kind | recurrent_cache.Kind, ...]
 
   def of_all(self, depth: int) -> list[causal_block.Options]:
     """Options of each layer of a model."""
@@ -78,6 +82,9 @@ class Layers(NamedTuple):
   def bias_rate(self) -> float:
     """The rate of all selection biases that change."""
     return max((options.bias_rate for options in self._experts()), default=0.0)
+
+  def has_recurrence(self) -> bool:
+    return any(block.deltanet for block in (*self.period, *self.first))
 
   def check_experts(self) -> None:
     for name in ("num_experts", "axis", "bias_rate"):
@@ -143,7 +150,7 @@ def of_model(model: Any) -> Layers:
   """Checks the fields that kinds override, in the model and in each kind."""
   ropes: list[positions.Rope] = []
   scales: list[positions.QueryScale] = []
-  caches: list[kv_cache.Kind] = []
+  caches: list[kv_cache.Kind | recurrent_cache.Kind] = []
 
   def index(shared: list[Any], value: Any) -> int | None:
     """Index of a value among the shared ones, which get it if it is new."""
@@ -163,7 +170,7 @@ def of_model(model: Any) -> Layers:
     latents = latent_attention.read(values["mla"], f"{key}.mla")
     values["mla"] = latents
     rope, scale = _check(model, values, key)
-    cache = kv_cache.Kind(
+    cache: kv_cache.Kind | recurrent_cache.Kind = kv_cache.Kind(
       values["num_kv_heads"], values["head_dim"], values["window"]
     )
     if latents is not None:
@@ -172,7 +179,11 @@ def of_model(model: Any) -> Layers:
         scaling = None if rope is None else rope.scaling
         own_scale = latent_attention.scale(latents, scaling)
         values["attention_scale"] = own_scale
+    recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
+    if recurrent is not None:
+      cache = recurrent.cache()
     values |= dict(
+      deltanet=recurrent,
       rope=index(ropes, rope),
       query_scale=index(scales, scale),
       cache=index(caches, cache),
@@ -209,6 +220,7 @@ def _check(
   """Checks a layer's values; returns its rotation and scale of queries."""
   for name in _SIZES:
     check_number(f"{key}.{name}", values[name], least=1, whole=True)
+  check_choice(f"{key}.norm_at", values["norm_at"], causal_block.NORMS_AT)
   if values["window"] is not None:
     check_number(f"{key}.window", values["window"], least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]

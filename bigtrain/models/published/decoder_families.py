@@ -25,6 +25,7 @@ from bigtrain.models.published.decoders import (
   olmo,
   phi,
   qwen,
+  qwen_next,
 )
 from bigtrain.models.published.families import Family, classes
 
@@ -72,6 +73,10 @@ add(
   deepseek.KIMI_K2,
   deepseek.GLM4_MOE_LITE,
   deepseek.MISTRAL4,
+  qwen_next.QWEN3_NEXT,
+  qwen_next.QWEN3_5,
+  qwen_next.QWEN3_5_MOE,
+  olmo.OLMO_HYBRID,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -79,9 +84,10 @@ _IGNORED = {
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids": (
     "a constant that the model computes"
   ),
-  r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*": (
+  r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
+  r"mtp\..*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {
@@ -97,12 +103,15 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
+  names = olmo.hybrid_names(names)
   ignored = {**_IGNORED, **_prediction_layers(names)}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
   result = array_files.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
-    mxfp4.joined({short: flat[name] for short, name in names.items()}),
+    olmo.with_own_convolutions(
+      mxfp4.joined({short: flat[name] for short, name in names.items()})
+    ),
     like,
     param_dims,
     ignored=ignored,

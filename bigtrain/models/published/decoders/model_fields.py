@@ -12,6 +12,8 @@ NEUTRAL: Mapping[str, Any] = {
   "window": None,
   "moe": None,
   "mla": None,
+  "deltanet": None,
+  "output_gate": False,
   "num_classes": None,
   "pool": "last",
   "rope_scaling": None,
@@ -86,6 +88,7 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   if layer["mla"] is not None:
     latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
     layer["mla"] = latents
+  layer["deltanet"] = _deltanet(layer["deltanet"], fields["norm_eps"])
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
@@ -102,6 +105,22 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   if kind == "longrope" and "factor" not in scaling:
     scaling["factor"] = fields["max_len"] / scaling["original_len"]
   return {**layer, "rope_scaling": scaling or None}
+
+
+def _deltanet(options: Any, norm_eps: float) -> dict[str, Any] | None:
+  """Options with all defaults, as in models/layers/deltanet.py."""
+  if options is None:
+    return None
+  given = {x: y for x, y in _as_dict(options).items() if y is not None}
+  defaults = {
+    "num_key_heads": given["num_heads"],
+    "key_dim": 128,
+    "value_dim": 128,
+    "conv_width": 4,
+    "negative_eigenvalues": False,
+    "norm_eps": norm_eps,
+  }
+  return {**defaults, **given}
 
 
 def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:

@@ -110,13 +110,8 @@ SPARSE_MOE = table(
 )
 LLAMA = table(ENDS, ATTENTION, NORMS_BEFORE, MLP)
 MIXTRAL = table(ENDS, ATTENTION, NORMS_BEFORE, SPARSE_MOE)
-# Experts, and an MLP for all tokens with a gate of its own.
-QWEN_MOE = table(
-  ENDS,
-  ATTENTION,
-  NORMS_BEFORE,
-  MLP,
-  EXPERTS,
+# An MLP for all tokens with a gate of its own.
+SHARED_EXPERT = table(
   dense(
     "model.layers.{i}.mlp.shared_expert.gate_proj", "blocks/shared_experts/gate"
   ),
@@ -128,3 +123,4 @@ QWEN_MOE = table(
   ),
   dense("model.layers.{i}.mlp.shared_expert_gate", "blocks/shared_gate"),
 )
+QWEN_MOE = table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERT)
