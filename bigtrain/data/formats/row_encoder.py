@@ -19,7 +19,8 @@ from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
 from bigtrain.text import messages as chat_messages
 
-# Part of the key of cached ids. Increase it when the ids of a row change.
+# Part of the key of cached ids. Increase it when the ids of a row change, here
+# or in row_shapes.py.
 _VERSION = 3
 # Fields that say what a plain row is.
 _KINDS = ("messages", "prompt", "text")

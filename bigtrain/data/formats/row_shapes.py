@@ -42,7 +42,8 @@ _ALPACA_CONTEXT = ", paired with an input that provides further context"
 # answer of the assistant, too.
 _ROLES = {
   **dict.fromkeys(("user", "human"), "user"),
-  **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+  **dict.fromkeys(("assistant", "gpt", "model", "bot"), "assistant"),
+  **dict.fromkeys(("chatgpt", "bing", "bard"), "assistant"),
   "system": "system",
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
