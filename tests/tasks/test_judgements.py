@@ -203,7 +203,7 @@ def test_classes_that_need_weights_are_said(source, caplog, labels, message):
 
 def test_pairs_and_judgements_do_not_mix(source):
   pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-  with pytest.raises(DataError, match="line 2: some rows are pairs"):
+  with pytest.raises(DataError, match="line 2: some rows are judgements"):
     source([pair, *rows_of([1])])
 
 

@@ -200,10 +200,12 @@ def encode_all(
   if isinstance(row, DataError):
     raise row
   try:
-    plain = shapes(row)
+    shaped = shapes.read(row)
   except DataError as e:
     raise DataError(f"{where}: {e}") from e
-  return [encoder(each, where) for each in plain]
+  result = [encoder(each, where) for each in shaped.rows]
+  shapes.count(shaped)
+  return result
 
 
 def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
