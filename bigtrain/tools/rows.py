@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -98,6 +99,7 @@ def survey(
   limit: int | None = None,
   num_examples: int = 3,
   template: str | None = None,
+  variables: dict[str, Any] | None = None,
   loss: Any = "assistant",
   ignore_fields: Sequence[str] = (),
   allow_special: bool = False,
@@ -112,7 +114,7 @@ def survey(
   encoder = row_encoder.Encoder(
     coder,
     template,
-    None,
+    variables,
     None,
     loss,
     bos,
@@ -138,6 +140,7 @@ def survey(
     rows=rows,
     preferences=shapes.preferences or None,
     template=template,
+    variables=variables,
     loss=None if loss == "assistant" else loss,
     ignore_fields=list(ignore_fields) or None,
     allow_special=allow_special or None,
@@ -426,6 +429,10 @@ def _parser() -> arguments.Parser:
     "the tokenizer)",
   )
   parser.add_argument(
+    "--variables",
+    help="values for the template, in JSON: '{\"enable_thinking\": false}'",
+  )
+  parser.add_argument(
     "--loss",
     default="assistant",
     choices=("assistant", "last", "all"),
@@ -458,6 +465,18 @@ def _parser() -> arguments.Parser:
   return parser
 
 
+def _variables(text: str | None) -> dict[str, Any] | None:
+  if text is None:
+    return None
+  try:
+    values = json.loads(text)
+  except ValueError as e:
+    raise ConfigError(f"--variables: not valid JSON: {e}.") from e
+  if not isinstance(values, dict):
+    raise ConfigError(f"--variables={text}: expected an object in JSON.")
+  return values
+
+
 @exits.in_one_line(RuntimeError)
 def main(argv: Sequence[str]) -> int:
   parser = _parser()
@@ -475,6 +494,7 @@ def main(argv: Sequence[str]) -> int:
     limit=args.limit,
     num_examples=args.examples,
     template=args.template,
+    variables=_variables(args.variables),
     loss=args.loss,
     ignore_fields=[name for name in args.ignore_fields.split(",") if name],
     allow_special=args.allow_special,

@@ -82,7 +82,7 @@ def plain(row, rows=None, preferences=False, has_template=True):
   reader = row_shapes.Reader(
     rows, preferences=preferences, has_template=has_template
   )
-  return reader(row)
+  return reader.read(row).rows
 
 
 # Conversations.
@@ -285,7 +285,7 @@ def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path, caplog):
   [
     ({"output": ""}, "output: expected a text, got ''"),
     ({"output": 4}, "output: expected a text, got 4"),
-    ({"output": None}, "expected messages; .*instruction and output"),
+    ({"output": None}, "the row has an instruction and no output"),
     ({"instruction": " "}, "instruction: expected a text, got ''"),
     ({"input": ["2"]}, r"input: expected a text, got \['2'\]"),
     ({"text": "Below is an instruction"}, "rows='alpaca' or rows='text'"),
@@ -645,6 +645,14 @@ def test_refused_rows_may_be_left_out_and_are_counted(tmp_path, caplog):
   for few, end in ((0, "line 2"), (1, "line 4.*more than skip_errors=1 rows")):
     with pytest.raises(DataError, match=f"bad.jsonl, {end}"):
       supervised.Source(str(GOLDEN), 64, skip_errors=few, **options)
+
+
+def test_refused_rows_are_not_counted_as_a_shape(tmp_path, caplog):
+  """Also those that only the template refuses."""
+  unknown = {"conversations": [turn("human", "a"), turn("gpt", "b", id=3)]}
+  with caplog.at_level(logging.INFO):
+    chats(tmp_path, [SHAREGPT, unknown, {"text": "a"}], skip_errors=1)
+  assert "rows: 1 sharegpt, 3 roles; 1 text" in caplog.text
 
 
 def test_a_pair_is_left_out_whole(tmp_path):

@@ -1,7 +1,8 @@
 """Makes trl_kto.npz: a step of TRL's KTOTrainer on rows with a label.
 
-The whole trainer runs, from rows to gradients, in float64. The reference
-is the model of hf_llama; the model that learns has its matrices times SCALE.
+The whole trainer runs, from rows to gradients, in float64; only its head, which
+computes in float32, is replaced. The reference is the model of hf_llama; the
+model that learns has its matrices times SCALE.
 requirements.txt has the versions.
 
   python tests/golden/make_trl_kto.py   # writes the file anew
@@ -16,6 +17,8 @@ import tokenizers
 import torch
 import transformers
 from trl import KTOConfig, KTOTrainer
+from trl.trainer import kto_trainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 SCALE = 0.7
 WEIGHTS = dict(beta=0.3, desirable_weight=0.8, undesirable_weight=1.7)
@@ -45,8 +48,27 @@ def _rows(size):
   ]
 
 
+def _add_exact_head(model, **_):
+  """Replaces TRL's add_fused_lm_head, with log-probabilities in float64."""
+  forward = model.forward
+
+  def exact(labels, fused_lm_head, **inputs):
+    assert fused_lm_head
+    by_class = forward(**inputs).logits[:, :-1].log_softmax(-1)
+    targets = labels[:, 1:, None]
+    logps = by_class.gather(-1, targets.clamp(min=0))
+    logps = logps.masked_fill(targets == -100, 0)[..., 0]
+    zeros = torch.zeros_like(logps)
+    return FusedCausalLMOutput(
+      log_probs=logps, entropy=zeros, mean_logits=zeros
+    )
+
+  model.forward = exact
+
+
 def write(golden):
   folder = pathlib.Path(golden) / "hf_llama"
+  kto_trainer.add_fused_lm_head = _add_exact_head
   load = transformers.AutoModelForCausalLM.from_pretrained
   reference = load(folder, dtype=torch.float64)
   model = load(folder, dtype=torch.float64)
@@ -83,7 +105,7 @@ def write(golden):
   result["loss"] = loss.item()
   result["kl"] = trainer._metrics["train"]["kl"][0]
   for name, array in model.named_parameters():
-    result[f"grad/{name}"] = array.grad.numpy().astype(np.float32)
+    result[f"grad/{name}"] = array.grad.numpy()
   np.savez_compressed(pathlib.Path(golden) / "trl_kto.npz", **result)
 
 

@@ -11,9 +11,10 @@ import ml_collections
 import numpy as np
 import pytest
 import tiny
-from support import pages
+from jax.sharding import NamedSharding, PartitionSpec
+from support import any_mesh, pages
 
-from bigtrain import main
+from bigtrain import main, sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.config.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 SCALE = 0.7
 OPTIONS = dict(kind="kto", beta=0.3, desirable=0.8, undesirable=1.7)
 LENGTH = 10
-MODEL = decoder.Model(
+OPTIONS_OF_MODEL = dict(
   variant="llama",
   vocab_size=61,
   width=24,
@@ -43,6 +44,10 @@ MODEL = decoder.Model(
     high_freq_factor=4.0,
     original_len=32,
   ),
+)
+MODEL = decoder.Model(**OPTIONS_OF_MODEL)
+SMALL = dict(
+  variant="llama", vocab_size=61, width=8, depth=1, num_heads=2, mlp_dim=8
 )
 
 
@@ -77,33 +82,40 @@ def params_of(folder):
   return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
 
 
-def run(params, reference, batch, **options):
+def run(params, reference, batch, model=MODEL, **options):
   variables = {"params": params, "teacher": {"params": reference}}
   return preference.loss_fn(
     variables,
     batch,
     None,
-    model=MODEL,
-    teacher=MODEL,
+    model=model,
+    teacher=model,
     train=True,
     **{**OPTIONS, **options},
   )[0]
 
 
+@pytest.fixture
+def exact():
+  """A model that computes in float64, its losses included."""
+  with any_mesh.precision({"model": {"dtype": "float64"}}):
+    yield lambda options: decoder.Model(**options, dtype="float64")
+
+
 @pytest.mark.golden
-@pytest.mark.usefixtures("float64")
-def test_loss_and_gradients_are_those_of_trls_trainer():
+def test_loss_and_gradients_are_those_of_trls_trainer(exact):
+  model = exact(OPTIONS_OF_MODEL)
   reference = params_of(GOLDEN / "hf_llama")
   params = jax.tree.map(lambda x: x * SCALE if x.ndim > 1 else x, reference)
 
   @jax.jit
   def mean(params):
-    metrics = run(params, reference, given())
+    metrics = run(params, reference, given(), model)
     total, number = metrics["loss"]
     return total / number, metrics
 
   (loss, metrics), grad = jax.value_and_grad(mean, has_aux=True)(params)
-  # TRL computes log-probabilities in float32.
+  # Their rotary tables are float32.
   close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
   close(loss, golden()["loss"])
   close(metrics["kl"][0] / metrics["kl"][1], golden()["kl"])
@@ -191,7 +203,7 @@ def test_classes_that_need_weights_are_said(source, caplog, labels, message):
 
 def test_pairs_and_judgements_do_not_mix(source):
   pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-  with pytest.raises(DataError, match="line 2: some rows are pairs"):
+  with pytest.raises(DataError, match="line 2: some rows are judgements"):
     source([pair, *rows_of([1])])
 
 
@@ -210,18 +222,25 @@ def test_other_losses_are_refused(changes, message):
     )
 
 
+def small_models(**options):
+  """(model, its parameters, other parameters)."""
+  model = decoder.Model(**SMALL, **options)
+  tokens = np.zeros((1, 4), np.int32)
+  params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+  return model, params, jax.tree.map(lambda x: x * 1.5, params)
+
+
 def test_one_example_has_no_other_prompt():
   alone = {name: x[:1] for name, x in given().items()}
-  params = MODEL.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
+  _, params, _ = small_models()
   with pytest.raises(ConfigError, match="two examples in a microbatch"):
     run(params, params, alone)
 
 
 def test_padding_weights_and_labels_of_metrics():
-  params = MODEL.init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
-  other = jax.tree.map(lambda x: x * 1.5, params)
+  model, params, other = small_models()
   batch = given()
-  measure = jax.jit(run)
+  measure = jax.jit(functools.partial(run, model=model))
   whole = measure(other, params, batch)
   assert whole["reward/chosen"][1] == 4 and whole["reward/rejected"][1] == 2
   assert whole["loss"][1] == whole["accuracy"][1] == 6
@@ -274,3 +293,21 @@ def test_the_config_of_the_page_trains(tmp_path, monkeypatch):
   assert first["loss"] == 0.5 and first["kl"] == 0  # Of equal models.
   assert second["reward/chosen"] != 0 and second["reward/rejected"] != 0
   assert 0 <= second["accuracy"] <= 1
+
+
+@pytest.mark.usefixtures("exact")
+def test_eight_devices_compare_the_same_answers():
+  model, params, other = small_models(dtype="float64")
+  batch = {n: np.concatenate([x, x[:2]]) for n, x in given().items()}
+
+  @jax.jit
+  def measure(batch):
+    metrics = run(other, params, batch, model)
+    return {name: total / weight for name, (total, weight) in metrics.items()}
+
+  mesh = sharding.make_mesh()
+  place = NamedSharding(mesh, PartitionSpec(sharding.batch_axes(mesh)))
+  with jax.set_mesh(mesh):
+    split = measure(jax.device_put(batch, place))
+  for name, value in measure(batch).items():
+    np.testing.assert_allclose(split[name], value, rtol=1e-9, err_msg=name)

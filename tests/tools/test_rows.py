@@ -124,6 +124,18 @@ def test_the_histogram_counts_every_text_once():
   assert tool.histogram(lengths[:0]) == []
 
 
+def test_variables_reach_the_template():
+  pathlib.Path("t.jinja").write_text(
+    "{% for m in messages %}{{ x }}{{ m.content }}</s>{% endfor %}"
+  )
+  found = survey([chat("a", "b")], template="t.jinja", variables={"x": "!"})
+  assert found.examples[0].texts[0].pieces == [
+    ("!a</s>", False),
+    ("!b</s>", True),
+  ]
+  assert len(source_of(found)) == 1
+
+
 def test_long_examples_are_shortened_and_text_is_escaped():
   found = survey([chat("<b>Hi</b>", "x" * 5000)])
   assert "more tokens" in tool.as_text(found)
@@ -139,6 +151,7 @@ def test_long_examples_are_shortened_and_text_is_escaped():
     (["--tokenizer=bytes", "--rows=sharegtp"], 2, "Did you mean 'sharegpt'"),
     (["--tokenizer=bytes", "--length=0"], 2, "--length: expected a whole"),
     ([], 2, "--tokenizer"),
+    (["--tokenizer=bytes", "--variables=x"], 2, "--variables: not valid JSON"),
   ],
 )
 def test_mistakes_are_one_line(capsys, arguments, code, message):

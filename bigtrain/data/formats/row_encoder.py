@@ -19,7 +19,8 @@ from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
 from bigtrain.text import messages as chat_messages
 
-# Part of the key of cached ids. Increase it when the ids of a row change.
+# Part of the key of cached ids. Increase it when the ids of a row change, here
+# or in row_shapes.py.
 _VERSION = 3
 # Fields that say what a plain row is.
 _KINDS = ("messages", "prompt", "text")
@@ -199,10 +200,12 @@ def encode_all(
   if isinstance(row, DataError):
     raise row
   try:
-    plain = shapes(row)
+    shaped = shapes.read(row)
   except DataError as e:
     raise DataError(f"{where}: {e}") from e
-  return [encoder(each, where) for each in plain]
+  result = [encoder(each, where) for each in shaped.rows]
+  shapes.count(shaped)
+  return result
 
 
 def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:

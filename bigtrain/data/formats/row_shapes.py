@@ -1,7 +1,7 @@
 """The shapes of rows that other programs write, and how each is read.
 
   reader = row_shapes.Reader("sharegpt", preferences=False, has_template=True)
-  reader({"conversations": [...]})  # [{"messages": [...]}]
+  reader.read({"conversations": [...]}).rows  # [{"messages": [...]}]
 
 A row becomes one or more plain rows, which row_encoder.py encodes. A plain row
 has `messages`, or `prompt` and `completion`, or `text`; and, where the row has
@@ -42,7 +42,8 @@ _ALPACA_CONTEXT = ", paired with an input that provides further context"
 # answer of the assistant, too.
 _ROLES = {
   **dict.fromkeys(("user", "human"), "user"),
-  **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+  **dict.fromkeys(("assistant", "gpt", "model", "bot"), "assistant"),
+  **dict.fromkeys(("chatgpt", "bing", "bard"), "assistant"),
   "system": "system",
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
@@ -65,8 +66,17 @@ _LABELS = {
 }
 
 
+class Shaped(NamedTuple):
+  """A row whose shape is known."""
+
+  form: str  # Name of the shape, or of a form of it.
+  rows: list[dict[str, Any]]  # Plain rows.
+  # Whether a pair's rejected answer has the higher score.
+  is_reversed: bool = False
+
+
 class Reader:
-  """Reads rows, and counts their shapes.
+  """Reads rows, and counts the shapes of those that can be used.
 
   Attributes:
     key: digest of the options, "" for the default; part of the cache's key.
@@ -104,25 +114,36 @@ class Reader:
     self._num_reversed = 0  # Pairs whose rejected answer has the higher score.
     self._roles = collections.defaultdict[str, set[str]](set)
 
-  def __call__(self, row: Any) -> list[dict[str, Any]]:
+  def read(self, row: Any) -> Shaped:
     """Returns the plain rows of a row; raises DataError without its place."""
     if not isinstance(row, Mapping):
       raise DataError(f"expected an object, got {type(row).__name__}.")
-    given = _renamed(
-      {k: value for k, value in row.items() if value is not None}
-    )
-    name = self._shape_of(
-      given, {k for k, value in row.items() if value is None}
-    )
+    nulls = {key for key, value in row.items() if value is None}
+    given = _renamed({k: x for k, x in row.items() if k not in nulls})
+    name = self._shape_of(given, nulls)
+    if (name == "unpaired") != ("unpaired" in self._forms) and self._forms:
+      raise DataError(
+        "some rows are judgements, and others are not; expected files of one "
+        "kind."
+      )
     alpaca = name if name in _ALPACAS else self._alpaca
     plain = SHAPES[name].read(given, alpaca)
-    self._count(name, given, plain)
-    if self.preferences and 0 < self._forms["unpaired"] < self._forms.total():
-      raise DataError(
-        "some rows are pairs of answers, and others are judgements; expected "
-        "files of one kind."
-      )
-    return plain
+    scores: list[Any] = [given.get(field) for field in _SCORES]
+    is_scored = all(isinstance(score, int | float) for score in scores)
+    is_reversed = name == "preference" and is_scored and scores[0] < scores[1]
+    return Shaped(_form_of(name, given), plain, is_reversed)
+
+  def count(self, shaped: Shaped) -> None:
+    """Counts a row that can be used."""
+    self._forms[shaped.form] += 1
+    self._num_reversed += shaped.is_reversed
+    for row in shaped.rows:
+      for key in ("messages", "prompt", "completion"):
+        if isinstance(messages := row.get(key), list):
+          roles = {str(message["role"]) for message in messages}
+          self._roles[shaped.form] |= roles
+    if (label := shaped.rows[0].get("label")) is not None:
+      self._labels[label] += 1
 
   def counts(self) -> dict[str, Any]:
     """Returns what was counted: a summary, and numbers of rows by shape."""
@@ -194,6 +215,9 @@ class Reader:
       raise DataError("the row has two answers: expected preferences=True.")
     if "prompt" in row:
       return "prompt_completion"
+    if "instruction" in row:
+      hint = did_you_mean("output", row)
+      raise DataError(f"the row has an instruction and no output.{hint}")
     expected = "; ".join(" and ".join(s.fields) for s in _DISTINCT)
     fields = [field for shape in _DISTINCT for field in shape.fields]
     meant = next(
@@ -202,27 +226,15 @@ class Reader:
     )
     raise DataError(f"expected {expected}.{did_you_mean(meant, row)}")
 
-  def _count(
-    self, name: str, row: _Row, plain: Sequence[Mapping[str, Any]]
-  ) -> None:
-    if name == "preference" and not any(
-      field in row for field in ("prompt", "input", "conversations")
-    ):
-      name = "preference without prompt"
-    elif name == "messages" and row.get("system"):
-      name = "messages with system"
-    self._forms[name] += 1
-    for each in plain:
-      parts = (each.get(key) for key in ("messages", "prompt", "completion"))
-      for part in parts:
-        if isinstance(part, list):
-          roles = (m.get("role") for m in part if isinstance(m, Mapping))
-          self._roles[name].update(str(role) for role in roles)
-    scores: list[Any] = [row.get(field) for field in _SCORES]
-    if self.preferences and all(isinstance(x, int | float) for x in scores):
-      self._num_reversed += scores[0] < scores[1]
-    if plain and "label" in plain[0]:
-      self._labels[plain[0]["label"]] += 1
+
+def _form_of(name: str, row: _Row) -> str:
+  """Returns the name of a shape, or of a form that is read since it has one."""
+  asks = any(field in row for field in ("prompt", "input", "conversations"))
+  if name == "preference" and not asks:
+    return "preference without prompt"
+  if name == "messages" and row.get("system"):
+    return "messages with system"
+  return name
 
 
 # How rows of each shape are read: functions of a row without nulls, and of the
@@ -430,7 +442,7 @@ def _references(
   if len(answers) > 1 and isinstance(weight, int | float):
     rest["weight"] = weight / len(answers)
   if isinstance(prompt, list):
-    prompt = _turns(prompt, "prompt")
+    prompt = _with_system(_turns(prompt, "prompt"), row)
     messages = [[{"role": "assistant", "content": text}] for text in answers]
     return [{"prompt": prompt, "completion": m, **rest} for m in messages]
   return [{"prompt": prompt, "completion": text, **rest} for text in answers]
