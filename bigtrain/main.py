@@ -566,7 +566,7 @@ def _train(
     # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
-      log.queue(step, running)
+      log.queue(step, running, objective.rollout.report())
       phase.clock.completes(step, running["skipped"].block_until_ready)
     shared = run.lengths.saves(step) or run_hooks.wants_save(step)
     if shared or saver.due_locally(step):

@@ -22,7 +22,7 @@ same batches.
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.inputs.transfer import Prefetch
-from bigtrain.objective import logical_axes, turns
+from bigtrain.objective import logical_axes, reward_report, turns
 
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
@@ -77,6 +77,7 @@ class Rollout:
     self.saved_spec: dict[str, Any] = {}
     self._input = train_input
     self._minibatches, self._updates = 1, 1
+    self._newest: tuple[Batch, int] | None = None
     if not self.exists:
       return
     if len(self.drawn) > 1:
@@ -86,6 +87,7 @@ class Rollout:
       )
     self._mesh = mesh
     self._replicated = sharding.replicated(mesh)
+    self._report = reward_report.RewardReport(train_input, mesh)
     bind = functools.partial(_bind, config, model, train_input)
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
@@ -134,6 +136,12 @@ class Rollout:
       )
       if self._turns:
         self._turns.compile(programs, self._specs[0])
+
+  def report(self) -> Callable[[], dict[str, Any]]:
+    """What the log entry of the newest step says of its rewards."""
+    if self._newest is None:
+      return dict
+    return self._report(*self._newest)
 
   # The set, as a part of checkpoints.
 
@@ -197,12 +205,15 @@ class Rollout:
     if not self.exists:
       return next(batches)
     if self._updates == 1:
-      return self._write(variables, next(batches), step)
-    number, update = divmod(step, self._updates)
-    if number != self._number:
-      self._set = self._write_set(variables, batches, number)
-      self._number = number
-    return self._of_set(self._set, update)
+      batch = self._write(variables, next(batches), step)
+    else:
+      number, update = divmod(step, self._updates)
+      if number != self._number:
+        self._set = self._write_set(variables, batches, number)
+        self._number = number
+      batch = self._of_set(self._set, update)
+    self._newest = batch, self.input_step(step)
+    return batch
 
   def again(self, variables: Variables, step: int) -> Iterator[Batch]:
     """Makes the batches of a step and the next one, to look for an error.

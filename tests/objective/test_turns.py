@@ -1,10 +1,12 @@
 """Answers of several turns, with a function that answers tool calls."""
 
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from support import policy_runs
 from support.policy_runs import (
   chat_config,
@@ -166,3 +168,43 @@ def test_eight_devices_take_the_turns_of_one(tmp_path):
     assert start(config, tmp_path, name, devices).wait() == 0
   one, eight = (metrics_of(tmp_path / n, NAMES) for n in ("one", "eight"))
   np.testing.assert_allclose(eight, one, rtol=1e-4, atol=1e-6)
+
+
+JUDGE = """\
+import json, os, sys
+requests = [json.loads(line) for line in sys.stdin]
+with open(sys.argv[1], "a") as notes:
+  notes.write(json.dumps([r["row"]["number"] for r in requests]) + "\\n")
+for request in requests:
+  print(sum(m["role"] == "tool" for m in request["messages"]))
+"""
+
+
+def train_together(folder):
+  """A part of a job of support/two_processes.py; also run by one process."""
+  if jax.process_index() == 0:
+    (folder / "judge.py").write_text(JUDGE)
+    chat_config(folder)
+  multihost_utils.sync_global_devices("chats")
+  config = chat_config(folder, total_steps=2, compile_cache=False)
+  words = [sys.executable, str(folder / "judge.py"), str(folder / "notes")]
+  judge = dict(command=words, time_limit=300)
+  config["input"]["data"]["rewards"] = judge
+  train(config, folder / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_call_for_their_own_answers(tmp_path, two_processes):
+  train_together(tmp_path)
+  folder = two_processes("objective.test_turns.train_together").folder
+  one, two = (metrics_of(path / "run", NAMES) for path in (tmp_path, folder))
+  np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
+  calls_of_one, calls_of_two = (
+    [json.loads(line) for line in (path / "notes").read_text().splitlines()]
+    for path in (tmp_path, folder)
+  )
+  # Each process calls once in each of two steps, with half of the answers.
+  assert [len(call) for call in calls_of_one] == [32, 32]
+  assert [len(call) for call in calls_of_two] == [16, 16, 16, 16]
+  together = [sorted(sum(calls, [])) for calls in (calls_of_one, calls_of_two)]
+  assert together[0] == together[1]
