@@ -39,7 +39,12 @@ from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.inputs.transfer import Prefetch
-from bigtrain.objective import logical_axes, reward_report, turns
+from bigtrain.objective import (
+  logical_axes,
+  reward_report,
+  shared_rows,
+  turns,
+)
 
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
@@ -88,6 +93,7 @@ class Rollout:
     self._mesh = mesh
     self._replicated = sharding.replicated(mesh)
     self._report = reward_report.RewardReport(train_input, mesh)
+    self._shared_rows = shared_rows.SharedRows(train_input.placement)
     bind = functools.partial(_bind, config, model, train_input)
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
@@ -106,6 +112,7 @@ class Rollout:
         made["tokens"].shape,
         max_new=made["tokens"].shape[2] + 1 - prompt_length,
         eos_ids=_eos_ids(train_input),
+        shared=self._shared_rows,
       )
       made |= dict.fromkeys(turns.COUNTS, judged)
     self._read_sets(config, sharding.batch_spec(made, mesh))
@@ -268,10 +275,11 @@ class Rollout:
     engine, placement = self._input.engine, self._input.placement
     local = {name: placement.get(x) for name, x in made.items()}
     shape = local["targets"].shape[:2]
+    own_rows = self._shared_rows.own
     judged = {name: np.zeros(shape, np.float32) for name in JUDGED}
     order = engine.row_order(step, 0, engine.num_rows)
     for i, part in enumerate(engine.parts):
-      places = np.flatnonzero(order.source == i)
+      places = np.flatnonzero((order.source == i) & own_rows)
       own = {name: x[places] for name, x in local.items()}
       options = {}
       if messages is not None and _toolbox(part):
@@ -279,7 +287,7 @@ class Rollout:
       indices = order.index[places]
       for name, x in part.source.judge(indices, own, **options).items():
         judged[name][places] = x
-    return placement.put(judged)
+    return placement.put(self._shared_rows.exchange(judged))
 
 
 def _toolbox(part: Part) -> Any:

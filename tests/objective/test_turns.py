@@ -180,34 +180,48 @@ for request in requests:
 """
 
 
-def train_together(folder):
+def train_together(folder, **mesh):
   """A part of a job of support/two_processes.py; also run by one process."""
   if jax.process_index() == 0:
     (folder / "judge.py").write_text(JUDGE)
     chat_config(folder)
   multihost_utils.sync_global_devices("chats")
-  config = chat_config(folder, total_steps=2, compile_cache=False)
+  config = chat_config(folder, total_steps=2, compile_cache=False, mesh=mesh)
+  config["model"]["num_heads"] = 4
   words = [sys.executable, str(folder / "judge.py"), str(folder / "notes")]
   judge = dict(command=words, time_limit=300)
   config["input"]["data"]["rewards"] = judge
   train(config, folder / "run")
 
 
+def train_split(folder):
+  """The same with examples that are split over all devices."""
+  train_together(folder, fsdp=1, tensor=4)
+
+
+def calls(path):
+  lines = (path / "notes").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
 @pytest.mark.slow
 def test_two_processes_call_for_their_own_answers(tmp_path, two_processes):
   train_together(tmp_path)
-  folder = two_processes("objective.test_turns.train_together").folder
-  one, two = (metrics_of(path / "run", NAMES) for path in (tmp_path, folder))
-  np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
-  calls_of_one, calls_of_two = (
-    [json.loads(line) for line in (path / "notes").read_text().splitlines()]
-    for path in (tmp_path, folder)
+  together, split = (
+    two_processes(f"objective.test_turns.{name}").folder
+    for name in ("train_together", "train_split")
   )
-  # Each process calls once in each of two steps, with half of the answers.
-  assert [len(call) for call in calls_of_one] == [32, 32]
-  assert [len(call) for call in calls_of_two] == [16, 16, 16, 16]
-  assert _sorted(calls_of_one) == _sorted(calls_of_two)
-
-
-def _sorted(calls):
-  return sorted(number for call in calls for number in call)
+  one = metrics_of(tmp_path / "run", NAMES)
+  for path in (together, split):
+    two = metrics_of(path / "run", NAMES)
+    np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
+  # Each process calls once in each of two steps, with half of the answers; if
+  # both have all examples, one calls for both.
+  assert [len(call) for call in calls(tmp_path)] == [32, 32]
+  assert [len(call) for call in calls(together)] == [16, 16, 16, 16]
+  assert calls(split) == calls(tmp_path)
+  first, second = (
+    sorted(number for call in calls(path) for number in call)
+    for path in (tmp_path, together)
+  )
+  assert first == second
