@@ -533,10 +533,12 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+      waiting = phase.clock.account("data_wait")
       if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-      with phase.clock.account("data_wait"):
+        waiting = phase("rollout", step + 1)
+      with waiting:
         batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
@@ -566,7 +568,7 @@ def _train(
     # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
-      log.queue(step, running)
+      log.queue(step, running, objective.rollout.report())
       phase.clock.completes(step, running["skipped"].block_until_ready)
     shared = run.lengths.saves(step) or run_hooks.wants_save(step)
     if shared or saver.due_locally(step):

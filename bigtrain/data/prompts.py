@@ -147,6 +147,10 @@ class Source(supervised.Source):
     sizes = np.diff(spans, axis=1)[:, 0]
     return {"prompt": prompt, "prompt_length": sizes.astype(np.int32)}
 
+  def spell(self, ids: np.ndarray) -> str:
+    """Returns the text of ids, with special ids spelled out."""
+    return self._coder.spell(ids)
+
   def reply(self, index: int, ids: np.ndarray, is_last: bool) -> toolbox.Reply:
     """Answers the tool calls of a turn; see `Toolbox.reply`."""
     assert self.toolbox is not None
