@@ -562,6 +562,18 @@ _DEEPSEEK: dict[str, Any] = dict(
 _MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
 _LLAMA_MU: dict[str, Any] = dict(_MU, num_kv_heads=2, mlp_dim=64)
 
+_QWEN3_5_MU: dict[str, Any] = dict(
+  _QWEN3_NEXT | _LLAMA_MU,
+  depth=4,
+  head_dim=16,
+  kinds={
+    "linear": dict(
+      deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
+    ),
+    "full": {},
+  },
+)
+
 
 def _llama3(rope_factor: float) -> dict[str, Any]:
   """Llama 3's vocabulary and positions, https://arxiv.org/abs/2407.21783."""
@@ -714,16 +726,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
       _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
     ),
   ),
+  "qwen3_5_mu": _QWEN3_5_MU,
   "qwen3_next_mu": dict(
-    _QWEN3_NEXT | _LLAMA_MU,
-    depth=4,
-    head_dim=16,
-    kinds={
-      "linear": dict(
-        deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
-      ),
-      "full": {},
-    },
+    _QWEN3_5_MU,
+    moe=dict(
+      num_experts=8,
+      top_k=2,
+      normalize=True,
+      mlp_dim=32,
+      shared_dim=32,
+      shared_gate=True,
+    ),
   ),
   "qwen3_next_80b": dict(
     _QWEN3_NEXT,
