@@ -12,7 +12,7 @@ K head width, F hidden width, N layers, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, packed
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   causal_block,
@@ -34,6 +34,7 @@ from bigtrain.models.layers import (
   masks,
   mlp,
   moe,
+  multi_token,
   options,
   stack,
 )
@@ -96,6 +97,8 @@ class Model(nn.Module):
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
+  # Number of modules that each predict one more token, see multi_token.py.
+  mtp: int = 0
   # Number of classes of a text, 1 for a reward or a number, by a linear layer
   # `score`, without a bias.
   num_classes: int | None = None
@@ -182,7 +185,8 @@ class Model(nn.Module):
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), "cache" and "moe", the experts' statistics, or None). With
+      (B, L, D), "cache" and "moe", the experts' statistics, or None; with
+      `train` and `mtp` also "mtp", a list of hidden states (B, L, D)). With
       num_classes, logits are (B, C) and "pre_logits" (B, D).
     """
     init = nn.initializers.normal(self.init_std)
@@ -190,12 +194,7 @@ class Model(nn.Module):
     embedding_VD = self.param("token_embedding", init, (V, D))
     if inserted is not None:
       tokens = jnp.where(inserted[1], 0, tokens)
-    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
-    if self.embed_multiplier != 1:
-      multiplier = self.embed_multiplier
-      if multiplier == "sqrt_width":
-        multiplier = D**0.5
-      x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+    x_BLD = self.embed(embedding_VD, tokens)
     if inserted is not None:
       inserted_BLD, at_BL = inserted
       x_BLD = jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
@@ -236,6 +235,11 @@ class Model(nn.Module):
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
+    if self.mtp and (train or self.is_initializing()):
+      embed = functools.partial(self.embed, embedding_VD)
+      out["mtp"], out["moe"] = self._predict_further(
+        embed, x_BLD, tokens, stats, tables, mask, real, train
+      )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
@@ -244,7 +248,59 @@ class Model(nn.Module):
     bias = (V,) if "head" in self.use_bias else None
     if kernel or bias:
       weights["head"] = kernels.Kernel(kernel, bias, init, name="head")()
-    return self._logits(x_BLD, weights) if head else None, out
+    return self.logits(x_BLD, weights) if head else None, out
+
+  @nn.nowrap
+  def embed(self, embedding_VD: jax.Array, tokens: jax.Array) -> jax.Array:
+    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
+    multiplier: Any = self.embed_multiplier
+    if multiplier == 1:
+      return x_BLD
+    if multiplier == "sqrt_width":
+      multiplier = self.width**0.5
+    return x_BLD * jnp.asarray(multiplier, x_BLD.dtype)
+
+  @nn.nowrap
+  def mtp_modules(self, **options: Any) -> multi_token.Modules:
+    """Modules that predict further tokens; their block is the last layer's."""
+    last = layer_kinds.of_model(self).of_all(self.depth)[-1]
+    return multi_token.Modules(last, self.remat_policy, **options)
+
+  @nn.nowrap
+  def _predict_further(
+    self,
+    embed: Callable[[jax.Array], jax.Array],
+    x_BLD: jax.Array,
+    tokens: jax.Array,
+    stats: dict[str, Any] | None,
+    tables: causal_block.Tables,
+    mask: masks.Mask,
+    real: jax.Array | None,
+    train: bool,
+  ) -> tuple[list[jax.Array], dict[str, Any] | None]:
+    """Hidden states of each module, and statistics with those of its layer."""
+    modules = self.mtp_modules(name="mtp")
+    real_BL = jnp.ones(tokens.shape, bool) if real is None else real
+    hidden = []
+    by_layer = {} if stats is None else stats["by_layer"]
+    for number in range(self.mtp):
+      # The last tokens of a document have nothing to predict.
+      own_real_BL = real_BL & packed.ahead(
+        real_BL, mask.segments_BL, number + 1
+      )
+      x_BLD, _, own = modules(
+        number,
+        x_BLD,
+        embed(jnp.roll(tokens, -number - 1, axis=1)),
+        tables,
+        mask,
+        own_real_BL,
+        train=train,
+      )
+      hidden.append(x_BLD)
+      layer = [self.depth + number]
+      by_layer = by_layer | moe.of_layers(own, layer, stacked=False)
+    return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
     """What `config.model.pool` makes of each text: (B, D)."""
@@ -286,7 +342,8 @@ class Model(nn.Module):
     kernel_DC = weights["kernel"].astype(self.dtype)
     return kernels.logits(x_BD[:, None], kernel_DC)[:, 0]
 
-  def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
+  @nn.nowrap
+  def logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
     logits_BLV = kernels.logits(x_BLD, kernel_DV)
     bias_V = self.head_bias(weights)
@@ -361,6 +418,75 @@ class Model(nn.Module):
       batch_size, max_len, layers.caches, kind_N, self.dtype, write_once, whole
     )
 
+  @nn.nowrap
+  def init_draft_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+    """An empty cache of the modules in `mtp`."""
+    layers = layer_kinds.of_model(self)
+    whole = [
+      cache
+      for cache in layers.caches
+      if isinstance(cache, kv_cache.Kind) and not cache.window
+    ]
+    if len(whole) < len(layers.caches) or any(
+      rope.by_length() for rope in layers.ropes
+    ):
+      raise ConfigError(
+        "drafts: expected layers that see all positions, and whose rotary "
+        "embeddings do not depend on the length of a text."
+      )
+    modules = self.mtp_modules()
+    kind = whole[modules.options.cache]
+    return modules.init_cache(batch_size, max_len, kind, self.mtp)
+
+  @nn.nowrap
+  def draft(
+    self,
+    variables: Mapping[str, Any],
+    number: int,
+    hidden_BLD: jax.Array,
+    ahead_BL: jax.Array,
+    cache: kv_cache.Caches,
+    start: jax.Array | int,
+    real: jax.Array | None = None,
+  ) -> tuple[jax.Array, kv_cache.Caches]:
+    """Applies a module of `mtp` to positions from `start` on.
+
+    Args:
+      ahead_BL: the tokens `number + 1` places behind these positions.
+
+    Returns:
+      (its hidden states, which `logits` and the next module read; new cache).
+    """
+    own = {
+      name: tree["mtp"] for name, tree in variables.items() if "mtp" in tree
+    }
+    embedding_VD = variables["params"]["token_embedding"]
+    L = ahead_BL.shape[1]
+    positions = start + jnp.arange(L)[None]
+    layers = layer_kinds.of_model(self).without_drops()
+    modules = self.mtp_modules()
+    result: Any = modules.apply(
+      own,
+      number,
+      hidden_BLD,
+      self.embed(embedding_VD, ahead_BL),
+      layers.tables(positions, cache.length),
+      masks.Mask(causal=True),
+      real,
+      cache,
+      start,
+    )
+    return result[0], result[1]
+
+
+def _check_mtp(model: Model) -> None:
+  check_number("config.model.mtp", model.mtp, least=0, whole=True)
+  if model.mtp and model.num_classes is not None:
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected 0 with num_classes="
+      f"{model.num_classes}, which predicts no tokens."
+    )
+
 
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if segments is not None:
@@ -422,6 +548,7 @@ def _read(model: Model) -> None:
     norm_at=causal_block.NORMS_AT,
   )
   _check_numbers(model)
+  _check_mtp(model)
   if model.posemb == "learn" and model.max_len is None:
     raise ConfigError("config.model.max_len: missing; posemb='learn' needs it.")
   if model.parallel and model.norm_at != "pre":
@@ -793,6 +920,7 @@ DIMS: dict[str, str] = {
   r"head/bias": "V",
   r"score/kernel": "D -> V",
   r"score/bias": "V",
+  r"mtp/.*/projection/kernel": "both_widths -> D",
   **layer_dims.LAYERS,
 }
 
@@ -811,5 +939,5 @@ def from_published(
   return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = functools.partial(decoder_families.PUBLISHED.export, DIMS)
+to_published = functools.partial(decoder_families.export, DIMS)
 published_fields = decoder_families.PUBLISHED.fields
