@@ -182,7 +182,7 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   # The ops that the folder describes, as those of an evaluation of this name.
   processor = os.path.join(path, "preprocessor_config.json")
   if os.path.isfile(processor) or "pretrained_cfg" in values:
-    pp = f"decode(precise=True)|published({path!r})"
+    pp = f"decode|published({path!r})"
     config["evals"] = {"published": {"pp": pp, "data": {}}}
   data: dict[str, Any] = {}
   if any(os.path.isfile(os.path.join(path, x)) for x in tokenizers.NAMES):
