@@ -16,7 +16,7 @@ embeddings, whose products no flax layer computes, use the merged kernel.
 The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs), with
 `dora` lora_magnitude (outputs) and with `lora_bias` lora_bias (outputs) in
 place of the kernel, with any dimensions of layers and experts in front. Of an
-embedding or a head whose `tokens` train alone it has trained_rows (tokens,
+embedding or a head whose `tokens` train alone it has lora_rows (tokens,
 width). "base" has all other parameters.
 
 `adapted` wraps a model's class: its `init` splits the parameters into the two
@@ -58,7 +58,7 @@ A, B, MAGNITUDE, BIAS, ROWS = FACTORS = (
   "lora_b",
   "lora_magnitude",
   "lora_bias",
-  "trained_rows",
+  "lora_rows",
 )
 
 _KERNEL = "kernel"
@@ -92,7 +92,6 @@ class Options(NamedTuple):
   base: str = "float32"
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
   double_quantization: bool = False  # Of the scales of blocks as well.
-  init: str | None = None  # A run, a checkpoint or a folder of PEFT's.
 
   def kernel_rank(self, name: str) -> int:
     return _first(self.rank, name)
