@@ -285,7 +285,8 @@ def with_adapter(
   path = paths.absolute(path)
   base = loaded.get("base", loaded["params"])
   if peft_files.is_folder(path):
-    config, params = trained_adapters.read_peft(path, saved.config, base, mesh)
+    read = trained_adapters.read_peft(path, saved.config, base, mesh)
+    config, params, base = read
   else:
     other = find(path, None, "adapter")
     if not other.config.get("adapters"):
