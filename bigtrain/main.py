@@ -181,6 +181,7 @@ def _train(
     }
     if variables:
       state["mutable"] = variables
+    state |= objective.init_task_state(params)
     if ema_update:
       state["ema"] = ema.init(params)
     if step_guard.loss_scale:
@@ -250,8 +251,7 @@ def _train(
       )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
-      if "mutable" in state:
-        new_state["mutable"] = mutable
+      new_state |= objective.next_variables(state, mutable, params, hparams)
       if ema_update:
         new_state["ema"] = ema_update(state["ema"], params, step)
       if not with_norms:
@@ -380,6 +380,7 @@ def _train(
     from_local=not rollbacks,
     base=objective.base.saved,
     begin=objective.base.begin,
+    init_tasks=objective.init_task_state,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
   state = objective.rollout.restore(state)

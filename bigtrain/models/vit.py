@@ -115,6 +115,8 @@ class Model(encoder.Fields):
   head_zeroinit: bool = True  # Whether the head's kernel starts at zero.
   head_bias: bool = True  # Whether the head has a bias.
   head_bias_init: float = 0.0  # log(1 / C) suits sigmoid losses.
+  # Whether a learned token can replace patches, see `masked_BP` of __call__.
+  mask_token: bool = False
 
   def __post_init__(self) -> None:
     values = sizes(self, ("patch_size", *SIZES, "token_mlp_dim"), "B/16")
@@ -176,6 +178,8 @@ class Model(encoder.Fields):
     image: jax.Array,
     *,
     shapes: jax.Array | None = None,
+    kept_BK: jax.Array | None = None,
+    masked_BP: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Classifies images (B, height, width, channels).
@@ -185,6 +189,8 @@ class Model(encoder.Fields):
         by row, for images of several shapes (NaFlex).
       shapes: int (B, 2), numbers of rows and columns of ready patches; further
         patches are padding.
+      kept_BK: int (B, K), the patches to see, as in MAE; by default all.
+      masked_BP: bool (B, P), patches that the mask token replaces, as in BEiT.
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
@@ -204,9 +210,19 @@ class Model(encoder.Fields):
     _, P, D = x_BPD.shape
     if grid is None:
       self._check_patches(shapes)
+    if self.mask_token:
+      init = nn.initializers.normal(0.02)
+      token_11D = self.param("mask_token", init, (1, 1, D))
+      if masked_BP is not None:
+        token_11D = token_11D.astype(x_BPD.dtype)
+        x_BPD = jnp.where(masked_BP[..., None], token_11D, x_BPD)
     posemb, of_class_11D = self._posemb(P, grid, shapes)
     if posemb is not None:
       x_BPD += posemb.astype(x_BPD.dtype)
+    if kept_BK is not None:
+      self._check_kept()
+      x_BPD = jnp.take_along_axis(x_BPD, kept_BK[..., None], axis=1)
+      P, grid = kept_BK.shape[1], None
     x_BLD = self._with_prefix(x_BPD, of_class_11D)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
     norm = functools.partial(nn.LayerNorm, epsilon=self.norm_eps)
@@ -276,6 +292,15 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
+
+  def _check_kept(self) -> None:
+    """Raises ConfigError if the model needs the grid of all patches."""
+    for name in ("rope", "relative_bias", "token_mlp_dim"):
+      if getattr(self, name):
+        raise ConfigError(
+          f"config.model.{name}={getattr(self, name)!r}: expected none in a "
+          "model that sees some of the patches."
+        )
 
   def _check_patches(self, shapes: jax.Array | None) -> None:
     if shapes is None:
@@ -649,6 +674,7 @@ DIMS: dict[str, str] = {
   r"pos_embedding": "1 patches -> D",
   r"cls|MAPHead_0/probe": "1 1 D",
   r"registers": "1 positions -> D",
+  r"mask_token": "1 1 D",
   r"(.*/)?relative_bias/table": "positions -> H",
   r"pre_logits/kernel": "D -> D",
   r"head/kernel": "D -> V",

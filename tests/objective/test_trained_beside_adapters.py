@@ -4,15 +4,12 @@ import json
 import os
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 from flax import traverse_util
 
 import bigtrain
 from bigtrain import main
-from bigtrain.config.errors import ConfigError
-from bigtrain.tools import checkpoint
 
 FOLDERS = pathlib.Path(__file__).parents[1] / "golden"
 LLAMA, TIED = FOLDERS / "peft" / "base_llama", FOLDERS / "published" / "qwen3"
