@@ -53,7 +53,8 @@ class Source(supervised.Source):
     failed_reward: float | None = None,
     **options: Any,
   ):
-    given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
+    given = [*("tokenizer", "length", "loss", "pack", "prefix"), "pictures"]
+    given.append("preferences")
     check_kwargs(supervised.Source, options, "prompts", given)
     if isinstance(rewards, str):
       rewards = [(rewards, 1.0)]

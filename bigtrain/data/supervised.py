@@ -9,6 +9,8 @@ A row of a .jsonl or .parquet file, also as .gz or .zst, has one of
   writes (bigtrain/text/chat.py); with `tools` beside it if there are any.
 - `prompt` and `completion`: two texts, or two lists of messages.
 - `text`: a text, all of which has a loss.
+- `images`, the pictures of these, or parts {"type": "image", "path": ...} of
+  messages, with `pictures=`: see formats/row_pictures.py.
 - `chosen` and `rejected`, with `preferences=True`: two completions, after
   `prompt` or as conversations of their own.
 
@@ -22,7 +24,9 @@ The features of an example, with L = `length`:
   they are [2, L], the chosen answer first: see tasks/preference.py.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, the number of tokens of the prompt, for prefix language
-  models.
+  models; if packed, int32 [L], 1 for these tokens.
+- `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
+  their order, and zeros up to the largest number N of an example.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -34,6 +38,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,9 +59,12 @@ from bigtrain.data.formats import (
   packing,
   pydoc_questions,
   row_encoder,
+  row_pictures,
   splits,
   token_rows,
 )
+from bigtrain.pp import pixels
+from bigtrain.text import pictures as text_pictures
 from bigtrain.text import tokenizers
 
 # Tokens of the first row that `first_example` shows.
@@ -93,7 +101,9 @@ class Source:
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
     prefix: whether all tokens attend to the whole prompt, up to the first
-      token with a loss; not with pack.
+      token with a loss; with pack, only models.vision_language does.
+    pictures: folder of a published model whose processor prepares pictures, or
+      a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     preferences: whether rows have two answers. In pydoc, the rejected answer is
       a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
@@ -121,21 +131,36 @@ class Source:
     bos: bool | None = None,
     pack: bool = False,
     prefix: bool = False,
+    pictures: str | Mapping[str, Any] | None = None,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     slice: str = "",
   ):
     sizes = [length] if isinstance(length, int) else [*length]
     _check_length(length, sizes, loss == "all")
-    if (prefix or preferences) and (pack or len(sizes) == 2):
-      field = "prefix" if prefix else "preferences"
+    packs_prefix = pack and pictures is not None
+    wrong = {
+      "prefix": prefix and ((pack and not packs_prefix) or len(sizes) == 2),
+      "preferences": preferences and (pack or len(sizes) == 2),
+    }
+    for field, is_wrong in wrong.items():
+      if is_wrong:
+        raise ConfigError(
+          f"supervised: {field}=True: expected pack=False and one length, of a "
+          "decoder."
+        )
+    if pictures is not None and (len(sizes) == 2 or preferences):
       raise ConfigError(
-        f"supervised: {field}=True: expected pack=False and one length, of a "
-        "decoder."
+        "supervised: pictures: expected one length, of a decoder, and "
+        "preferences=False."
       )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     check_choice("supervised: too_long", too_long, _TOO_LONG)
     self._coder = tokenizers.get(tokenizer)
+    self._pictures: text_pictures.Pictures | None = None
+    if pictures is not None:
+      key = "supervised: pictures"
+      self._pictures = text_pictures.get(pictures, self._coder, key)
     encoder = row_encoder.Encoder(
       self._coder,
       template,
@@ -146,12 +171,15 @@ class Source:
       allow_special=allow_special,
       pairs=len(sizes) == 2,
       ignore_fields=ignore_fields,
+      pictures=self._pictures,
     )
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
     self._answers = 2 if preferences else 1
     inputs, rows_of, form = self._find_rows(path, name, split, preferences)
+    if self._pictures is not None:
+      rows_of = functools.partial(_with_folder, rows_of)
     key = files.digest(encoder.key, form) if form else encoder.key
     self._rows = token_rows.cached(encoder, key, inputs, rows_of)
     # The slice is one of pairs if rows have two answers.
@@ -170,10 +198,17 @@ class Source:
     }
     self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, self._coder.vocab_size)
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+      self.prompts["pictures"] = self._pictures._asdict()
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
     self.spec = _spec(sizes, pack)
     if prefix:
-      self.spec["prefix"] = (np.dtype(np.int32), ())
+      self.spec["prefix"] = (np.dtype(np.int32), tuple(sizes) if pack else ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
     if preferences:
       self.spec = {k: (t, (2, *shape)) for k, (t, shape) in self.spec.items()}
     options = encoder.key, sizes, pack, too_long, slice, prefix
@@ -227,6 +262,7 @@ class Source:
       first_target = start if self._pairs else start + 1
       _, trained = self._rows.read(first_target, stop)
       keep[i] = trained.any()
+      self._check_cut(rows[i], int(start), int(stop))
     # Both answers of a pair stay, or none.
     keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
     if is_long.any():
@@ -257,6 +293,38 @@ class Source:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
 
+  def _image_shape(self) -> tuple[int, ...]:
+    """Shape of the pictures of an example: as many as any example has."""
+    counts = self._rows.num_pictures(self._kept)[self._items]
+    most = int(np.add.reduceat(counts, self._first[:-1]).max())
+    if not most:
+      raise DataError("supervised: pictures: no row has any.")
+    item = int(self._items[np.flatnonzero(counts)[0]])
+    return (most, *self._pictures_of(item)[0].shape)
+
+  def _pictures_of(self, item: int) -> list[np.ndarray]:
+    """The pixels of a row's pictures, float32 [height, width, 3] each."""
+    row = int(self._kept[item])
+    try:
+      kept = self._rows.pictures(row)
+      return self._pixels([row_pictures.decoded(x) for x in kept])
+    except DataError as e:
+      raise DataError(f"{self._rows.where(row)}: {e}") from e
+
+  def _check_cut(self, row: int, start: int, stop: int) -> None:
+    """Refuses a row whose pictures are cut off."""
+    if self._pictures is None:
+      return
+    try:
+      # The last id of a row is only a target.
+      ids, _ = self._rows.read(start, stop - 1)
+      self._pictures.check(ids, len(self._rows.pictures(row)))
+    except DataError as e:
+      raise DataError(
+        f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
+        f"which leaves {e} Give a larger length, or too_long='drop'."
+      ) from e
+
   def __len__(self) -> int:
     return (len(self._first) - 1) // self._answers
 
@@ -269,19 +337,28 @@ class Source:
     return {name: x.reshape(len(pairs), 2, -1) for name, x in batch.items()}
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
+    if "image" in self.spec:
+      shapes["image"] = self.spec["image"]
     batch = {
-      name: np.zeros((len(indices), *shape[-1:]), dtype)
-      for name, (dtype, shape) in self.spec.items()
+      name: np.zeros((len(indices), *shape), dtype)
+      for name, (dtype, shape) in shapes.items()
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
       example = {
-        name: array[b] for name, array in batch.items() if array.ndim > 1
+        name: array[b]
+        for name, array in batch.items()
+        if array.ndim > 1 and name != "image"
       }
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-    if "prefix" in batch:
+      if "image" in batch:
+        own = [x for item in items.tolist() for x in self._pictures_of(item)]
+        for n, picture in enumerate(own):
+          batch["image"][b, n] = picture
+    if "prefix" in batch and not self._pack:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
@@ -316,6 +393,7 @@ class Source:
           "loss_mask": trained[1:] * weight,
           "segments": segment,
           "positions": np.arange(len(ids) - 1),
+          "prefix": np.arange(len(ids) - 1) < trained.argmax(),
         }
       ]
       lengths = [len(ids) - 1]
@@ -430,3 +508,8 @@ def _rows_of_file(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
   for where, row in documents.rows(path):
     row_encoder.check_texts(row, where)
     yield where, row
+
+
+def _with_folder(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
+  for where, row in rows_of(name):
+    yield where, {**row, row_pictures.FOLDER: os.path.dirname(name)}

@@ -4,6 +4,7 @@ The ids are made once, in a pass over all rows, and kept in the user's cache
 folder, under a hash of the files' paths, sizes and modification times and of
 the options that the ids depend on. Two files have them: STEM.ids, the ids of
 all rows one after the other, and STEM.npz, the start and weight of each row.
+Rows with pictures have a third, STEM.pictures, with their paths or their bytes.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ class Row(NamedTuple):
   prompt: int  # Number of ids before the first with a loss.
   trained: np.ndarray  # bool [n], whether an id has a loss.
   weight: float = 1.0  # Of the loss.
+  # Its pictures, each as `Rows.pictures` returns it.
+  pictures: Sequence[bytes] = ()
 
 
 class Rows:
@@ -41,10 +44,16 @@ class Rows:
     with np.load(stem + ".npz", allow_pickle=False) as arrays:
       self._starts, self._prompt = arrays["starts"], arrays["prompt"]
       self.weight, self._ends = arrays["weight"], arrays["ends"]
+      # Number of pictures before each row, and where each picture starts.
+      self._pictures = arrays["pictures"]
+      self._picture_starts = arrays["picture_starts"]
     # An id is stored as 2 id + (1 if it has a loss).
     shape = (int(self._starts[-1]),)
     self._codes = np.asarray(np.memmap(stem + ".ids", "<u4", "r", 0, shape))
     self._inputs, self.digest = inputs, digest
+    self._encoded: Any = b""
+    if len(self._picture_starts) > 1:
+      self._encoded = np.memmap(stem + ".pictures", np.uint8, "r")
 
   def __len__(self) -> int:
     return len(self._prompt)
@@ -64,6 +73,15 @@ class Rows:
     """Returns ids, int32 [n], and whether they have a loss, bool [n]."""
     codes = self._codes[start:stop]
     return (codes >> 1).astype(np.int32), (codes & 1).astype(bool)
+
+  def num_pictures(self, rows: np.ndarray) -> np.ndarray:
+    return self._pictures[rows + 1] - self._pictures[rows]
+
+  def pictures(self, row: int) -> list[bytes]:
+    """Returns the pictures of a row, as they were given in `Row`."""
+    numbers = range(self._pictures[row], self._pictures[row + 1])
+    starts = self._picture_starts
+    return [bytes(self._encoded[starts[i] : starts[i + 1]]) for i in numbers]
 
   def where(self, row: int) -> str:
     file = int(np.searchsorted(self._ends, row, side="right"))
@@ -114,8 +132,11 @@ def _write(
 ) -> None:
   logging.info("Reading the rows of %s.", ", ".join(inputs))
   starts, prompts, weights, ends = [0], [], [], []
+  pictures, picture_starts = [0], [0]
   num_trained = 0
-  with paths.replacing(stem + ".ids", "wb") as f:
+  with contextlib.ExitStack() as stack:
+    f = stack.enter_context(paths.replacing(stem + ".ids", "wb"))
+    encoded = stack.enter_context(paths.replacing(stem + ".pictures", "wb"))
     for name in inputs:
       for where, content in rows_of(name):
         row = encode(content, where)
@@ -123,6 +144,10 @@ def _write(
         starts.append(starts[-1] + len(row.ids))
         prompts.append(row.prompt)
         weights.append(row.weight)
+        for picture in row.pictures:
+          encoded.write(picture)
+          picture_starts.append(picture_starts[-1] + len(picture))
+        pictures.append(pictures[-1] + len(row.pictures))
         num_trained += int(row.trained.sum())
       ends.append(len(prompts))
   if not prompts:
@@ -138,4 +163,6 @@ def _write(
       prompt=np.asarray(prompts, np.int64),
       weight=np.asarray(weights, np.float32),
       ends=np.asarray(ends, np.int64),
+      pictures=np.asarray(pictures, np.int64),
+      picture_starts=np.asarray(picture_starts, np.int64),
     )
