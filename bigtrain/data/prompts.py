@@ -72,7 +72,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
-    given += ["rows", "skip_errors"]
+    given += ["pictures", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:

@@ -10,7 +10,6 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -176,10 +175,8 @@ class Model(nn.Module):
         before them. Not with segments or a window.
       inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
         of the tokens' own.
-      groups: int (B, L) and (B, S), group of each token and of each position
-        that it may see, those of the cache after its first call; 0 for none.
-        Tokens of a group all see each other, such as those of a picture.
-      window_in_groups: whether a window hides earlier tokens of a group too.
+      groups: int (B, L) and (B, S), groups of the tokens and of the positions
+        that they may see, 0 for none; see masks.Mask, also window_in_groups.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -192,33 +189,15 @@ class Model(nn.Module):
     init = nn.initializers.normal(self.init_std)
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
-    if inserted is not None:
-      tokens = jnp.where(inserted[1], 0, tokens)
-    x_BLD = self.embed(embedding_VD, tokens)
-    if inserted is not None:
-      inserted_BLD, at_BL = inserted
-      x_BLD = jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
+    x_BLD = self._embedded(tokens, embedding_VD, inserted)
 
-    mask = masks.Mask(causal=True, prefix_B=prefix)
-    if prefix is not None:
-      _check_prefix(self, segments)
-    if segments is not None:
-      mask = masks.within_documents(segments, causal=True)
-    if groups is not None:
-      mask = dataclasses.replace(
-        mask,
-        groups_BL=groups[0],
-        groups_BS=groups[1],
-        window_in_groups=window_in_groups,
-      )
+    mask = self._mask(segments, prefix, groups, window_in_groups)
     if segments is not None:
       real = segments != 0 if real is None else real
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = start + jnp.arange(tokens.shape[1])[None]
-      if segments is not None:
-        positions = positions - _document_ends(segments)[0]
+      positions = _positions(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
@@ -311,6 +290,40 @@ class Model(nn.Module):
     last_B = jnp.max(real_BL * jnp.arange(x_BLD.shape[1]), axis=1)
     at_B = last_B * (self.pool == "last")
     return jnp.take_along_axis(x_BLD, at_B[:, None, None], axis=1)[:, 0]
+
+  def _mask(
+    self,
+    segments: jax.Array | None,
+    prefix: jax.Array | None,
+    groups: tuple[jax.Array, jax.Array] | None,
+    window_in_groups: bool,
+  ) -> masks.Mask:
+    if prefix is not None:
+      _check_prefix(self, segments)
+    groups_BL, groups_BS = groups or (None, None)
+    return masks.Mask(
+      causal=True,
+      prefix_B=prefix,
+      groups_BL=groups_BL,
+      groups_BS=groups_BS,
+      window_in_groups=window_in_groups,
+      segments_BL=segments,
+      segments_BS=segments,
+    )
+
+  def _embedded(
+    self,
+    tokens: jax.Array,
+    embedding_VD: jax.Array,
+    inserted: tuple[jax.Array, jax.Array] | None,
+  ) -> jax.Array:
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
+    x_BLD = self.embed(embedding_VD, tokens)
+    if inserted is None:
+      return x_BLD
+    inserted_BLD, at_BL = inserted
+    return jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -503,6 +516,15 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
       "prefix: expected layers that see later positions too, got "
       "config.model.deltanet."
     )
+
+
+def _positions(
+  L: int, start: jax.Array | int, segments: jax.Array | None
+) -> jax.Array:
+  positions_BL = start + jnp.arange(L)[None]
+  if segments is not None:
+    positions_BL = positions_BL - _document_ends(segments)[0]
+  return positions_BL
 
 
 def _lengths(

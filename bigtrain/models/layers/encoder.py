@@ -96,7 +96,8 @@ class Block(nn.Module):
     bias_1HLS: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
-    options, given_BLD = self.options, x_BLD
+    options = self.options
+    given_BLD = x_BLD
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
       """What a branch, the first or the second one, adds to the stream."""
@@ -118,9 +119,8 @@ class Block(nn.Module):
       return y_BLD
 
     def norm(x_BLD: jax.Array, number: int) -> jax.Array:
-      return nn.LayerNorm(
-        options.norm_eps, options.dtype, name=f"LayerNorm_{number}"
-      )(x_BLD)
+      name = f"LayerNorm_{number}"
+      return nn.LayerNorm(options.norm_eps, options.dtype, name=name)(x_BLD)
 
     def before(x_BLD: jax.Array, number: int) -> jax.Array:
       return x_BLD if options.post_norm else norm(x_BLD, number)
