@@ -93,12 +93,11 @@ def loss_fn(
   mutable = {n: x for n, x in own.items() if n not in ("params", *_FROZEN)}
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
-
   reference_B2, drift = _by_reference(
     kind, variables, batch, model=model, teacher=teacher, chunk=chunk
   )
-  tokens_BK = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
-  tokens_B2 = _as_pairs(tokens_BK, batch)
+  tokens_BK = jnp.sum(batch["loss_mask"] != 0, axis=2)
+  tokens_B2 = _as_pairs(tokens_BK.astype(jnp.float32), batch)
 
   def total(sums_BK: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
     sums_B2 = _as_pairs(sums_BK, batch)
