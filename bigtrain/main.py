@@ -181,6 +181,7 @@ def _train(
     }
     if variables:
       state["mutable"] = variables
+    state |= objective.init_task_state(params)
     if ema_update:
       state["ema"] = ema.init(params)
     if step_guard.loss_scale:
@@ -250,8 +251,7 @@ def _train(
       )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
-      if "mutable" in state:
-        new_state["mutable"] = mutable
+      new_state |= objective.next_variables(state, mutable, params, hparams)
       if ema_update:
         new_state["ema"] = ema_update(state["ema"], params, step)
       if not with_norms:
@@ -380,6 +380,7 @@ def _train(
     from_local=not rollbacks,
     base=objective.base.saved,
     begin=objective.base.begin,
+    init_tasks=objective.init_task_state,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
   state = objective.rollout.restore(state)
@@ -533,10 +534,12 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+      waiting = phase.clock.account("data_wait")
       if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-      with phase.clock.account("data_wait"):
+        waiting = phase("rollout", step + 1)
+      with waiting:
         batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
@@ -566,7 +569,7 @@ def _train(
     # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
-      log.queue(step, running)
+      log.queue(step, running, objective.rollout.report())
       phase.clock.completes(step, running["skipped"].block_until_ready)
     shared = run.lengths.saves(step) or run_hooks.wants_save(step)
     if shared or saver.due_locally(step):

@@ -121,6 +121,8 @@ FIRST_LOSS = {
   "naflex": (math.log(1000), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
+  "qwen3_5_9b": (_BYTES, 0.05),
+  "qwen3_next_80b": (_BYTES, 0.05),
   "smollm3_3b": (_BYTES, 0.05),
   "pydoc_t5": (math.log(259 + 32), 0.15),
   "resnet50_i1k": (math.log(1000), 0.05),

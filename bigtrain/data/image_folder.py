@@ -15,8 +15,7 @@ from absl import logging
 from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.data.formats import files, splits
-
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
+from bigtrain.pp.picture_files import SUFFIXES
 
 
 class Source:
@@ -51,7 +50,7 @@ class Source:
     if len(empty) == len(self.classes):
       raise DataError(
         f"image_folder: no class folders with images in {self._path} "
-        f"({', '.join(_SUFFIXES)})."
+        f"({', '.join(SUFFIXES)})."
       )
     if empty:
       logging.warning(
@@ -83,7 +82,7 @@ class Source:
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):
       relative = os.path.relpath(folder, self._path)
-      pictures = [n for n in names if n.lower().endswith(_SUFFIXES)]
+      pictures = [n for n in names if n.lower().endswith(SUFFIXES)]
       images += [os.path.join(relative, name) for name in pictures]
     # The class itself may be hidden if the file of classes names it.
     return files.split_hidden(images, pattern=class_name)

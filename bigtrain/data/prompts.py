@@ -72,7 +72,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
-    given += ["rows", "skip_errors"]
+    given += ["pictures", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
@@ -146,6 +146,10 @@ class Source(supervised.Source):
       padded[: stop - start] = self._rows.read(start, stop)[0]
     sizes = np.diff(spans, axis=1)[:, 0]
     return {"prompt": prompt, "prompt_length": sizes.astype(np.int32)}
+
+  def spell(self, ids: np.ndarray) -> str:
+    """Returns the text of ids, with special ids spelled out."""
+    return self._coder.spell(ids)
 
   def reply(self, index: int, ids: np.ndarray, is_last: bool) -> toolbox.Reply:
     """Answers the tool calls of a turn; see `Toolbox.reply`."""

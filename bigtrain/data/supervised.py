@@ -14,6 +14,8 @@ as .gz or .zst. The fields of a row say its shape, or `rows` does:
 - "alpaca": `instruction`, `input` and `output`, as Alpaca's published prompt
   and its answer; "alpaca_chat": as a question and an answer.
 - "text": `text`, all of which has a loss.
+- Beside these `images`, or parts {"type": "image", "path": ...} of messages: the
+  pictures of a row, with `pictures=`; see formats/row_pictures.py.
 
 With `preferences=True`:
 
@@ -34,7 +36,9 @@ The features of an example, with L = `length`:
   the answer is wanted: see tasks/preference.py.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, the number of tokens of the prompt, for prefix language
-  models.
+  models; if packed, int32 [L], 1 for these tokens.
+- `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
+  their order, and zeros up to the largest number N of an example.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -46,6 +50,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -65,10 +70,13 @@ from bigtrain.data.formats import (
   packing,
   pydoc_questions,
   row_encoder,
+  row_pictures,
   row_shapes,
   splits,
   token_rows,
 )
+from bigtrain.pp import pixels
+from bigtrain.text import pictures as text_pictures
 from bigtrain.text import tokenizers
 
 # Tokens of the first row that `first_example` shows.
@@ -107,8 +115,10 @@ class Source:
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
     prefix: whether all tokens attend to the whole prompt, up to the first
-      token with a loss; not with pack.
+      token with a loss; with pack, only models.vision_language does.
     rows: shape of the rows, as above; by default that whose fields a row has.
+    pictures: folder of a published model whose processor prepares pictures, or
+      a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     preferences: whether rows have two answers, or a judgement of one. In pydoc,
       the rejected answer is a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
@@ -139,6 +149,7 @@ class Source:
     pack: bool = False,
     prefix: bool = False,
     rows: str | None = None,
+    pictures: str | Mapping[str, Any] | None = None,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     skip_errors: int = 0,
@@ -147,6 +158,10 @@ class Source:
     sizes = [length] if isinstance(length, int) else [*length]
     _check_options(length, sizes, loss, too_long, skip_errors)
     self._coder = tokenizers.get(tokenizer)
+    self._pictures: text_pictures.Pictures | None = None
+    if pictures is not None:
+      key = "supervised: pictures"
+      self._pictures = text_pictures.get(pictures, self._coder, key)
     encoder = row_encoder.Encoder(
       self._coder,
       template,
@@ -157,12 +172,20 @@ class Source:
       allow_special=allow_special,
       pairs=len(sizes) == 2,
       ignore_fields=ignore_fields,
+      pictures=self._pictures,
     )
     shapes = row_shapes.Reader(
       rows, preferences=preferences, has_template=encoder.has_template
     )
     preferences = shapes.preferences
-    _check_unpacked(prefix, preferences, pack or len(sizes) == 2)
+    if pictures is not None and (len(sizes) == 2 or preferences):
+      raise ConfigError(
+        "supervised: pictures: expected one length, of a decoder, and "
+        "preferences=False."
+      )
+    # With pictures, vision_language reads packed prefixes.
+    cannot_pack = pack and (pictures is None or preferences)
+    _check_unpacked(prefix, preferences, cannot_pack or len(sizes) == 2)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
@@ -170,6 +193,8 @@ class Source:
       path, name, split, preferences, shapes.key
     )
     encode = functools.partial(row_encoder.encode_all, shapes, encoder)
+    if self._pictures is not None:
+      rows_of = functools.partial(_with_folder, rows_of)
     key = files.digest(encoder.key, form) if form else encoder.key
     self._rows = token_rows.cached(
       encode, key, inputs, rows_of, shapes.counts, skip_errors
@@ -190,11 +215,20 @@ class Source:
     }
     self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, self._coder.vocab_size)
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+      self.prompts["pictures"] = self._pictures._asdict()
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
     self.spec = _spec(sizes, pack, self._answers if preferences else None)
-    for name, is_there in {"prefix": prefix, "label": self._is_judged}.items():
-      if is_there:
-        self.spec[name] = (np.dtype(np.int32), ())
+    int32 = np.dtype(np.int32)
+    if prefix:
+      self.spec["prefix"] = (int32, tuple(sizes) if pack else ())
+    if self._is_judged:
+      self.spec["label"] = (int32, ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
     options = encoder.key, sizes, pack, too_long, slice, prefix
     forms = row_shapes.new_forms(self._rows.counts)
     self._digest = files.digest(
@@ -299,6 +333,7 @@ class Source:
       first_target = start if self._pairs else start + 1
       _, trained = self._rows.read(first_target, stop)
       keep[i] = trained.any()
+      self._check_cut(rows[i], int(start), int(stop))
     # Both answers of a pair stay, or none.
     keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
     if is_long.any():
@@ -329,6 +364,38 @@ class Source:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
 
+  def _image_shape(self) -> tuple[int, ...]:
+    """Shape of the pictures of an example: as many as any example has."""
+    counts = self._rows.num_pictures(self._kept)[self._items]
+    most = int(np.add.reduceat(counts, self._first[:-1]).max())
+    if not most:
+      raise DataError("supervised: pictures: no row has any.")
+    item = int(self._items[np.flatnonzero(counts)[0]])
+    return (most, *self._pictures_of(item)[0].shape)
+
+  def _pictures_of(self, item: int) -> list[np.ndarray]:
+    """The pixels of a row's pictures, float32 [height, width, 3] each."""
+    row = int(self._kept[item])
+    try:
+      kept = self._rows.pictures(row)
+      return self._pixels([row_pictures.decoded(x) for x in kept])
+    except DataError as e:
+      raise DataError(f"{self._rows.where(row)}: {e}") from e
+
+  def _check_cut(self, row: int, start: int, stop: int) -> None:
+    """Refuses a row whose pictures are cut off."""
+    if self._pictures is None:
+      return
+    try:
+      # The last id of a row is only a target.
+      ids, _ = self._rows.read(start, stop - 1)
+      self._pictures.check(ids, len(self._rows.pictures(row)))
+    except DataError as e:
+      raise DataError(
+        f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
+        f"which leaves {e} Give a larger length, or too_long='drop'."
+      ) from e
+
   def __len__(self) -> int:
     return (len(self._first) - 1) // self._answers
 
@@ -346,19 +413,28 @@ class Source:
     return batch
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
+    if "image" in self.spec:
+      shapes["image"] = self.spec["image"]
     batch = {
-      name: np.zeros((len(indices), *shape[-1:]), dtype)
-      for name, (dtype, shape) in self.spec.items()
+      name: np.zeros((len(indices), *shape), dtype)
+      for name, (dtype, shape) in shapes.items()
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
       example = {
-        name: array[b] for name, array in batch.items() if array.ndim > 1
+        name: array[b]
+        for name, array in batch.items()
+        if array.ndim > 1 and name != "image"
       }
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-    if "prefix" in batch:
+      if "image" in batch:
+        own = [x for item in items.tolist() for x in self._pictures_of(item)]
+        for n, picture in enumerate(own):
+          batch["image"][b, n] = picture
+    if "prefix" in batch and not self._pack:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
@@ -393,6 +469,7 @@ class Source:
           "loss_mask": trained[1:] * weight,
           "segments": segment,
           "positions": np.arange(len(ids) - 1),
+          "prefix": np.arange(len(ids) - 1) < trained.argmax(),
         }
       ]
       lengths = [len(ids) - 1]
@@ -495,3 +572,10 @@ def _spec(
   outer = () if answers is None else (answers,)
   spec = {name: (int32, (*outer, length)) for name, length in lengths.items()}
   return {**spec, "loss_mask": (float32, (*outer, sizes[-1]))}
+
+
+def _with_folder(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
+  for where, row in rows_of(name):
+    if isinstance(row, Mapping):  # Otherwise an error in its place.
+      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
+    yield where, row

@@ -22,7 +22,11 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.data.formats import documents, files, row_files, tar_files
 
-_KNOWN = {"image": "jpg;jpeg;png;webp;gif;bmp", "label": "cls", "text": "txt"}
+_KNOWN = {
+  "image": "jpg;jpeg;png;webp;gif;bmp;tif;tiff;avif",
+  "label": "cls",
+  "text": "txt",
+}
 _INTEGERS = ("cls", "class", "count", "index", "inx", "id")
 _KEY = "__key__"
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.files import paths
 from bigtrain.inference.ops import Chain
-from bigtrain.pp import host_tensorflow, registry
+from bigtrain.pp import host_tensorflow, ops_image, picture_files, registry
 
 
 class Pictures:
@@ -37,6 +38,12 @@ class Pictures:
       registry.base_name(op) == "decode" and chain.raw in op.reads
       for op in chain.needs.ops
     )
+    # Whether files are decoded as they are stored, and what EXIF says of those
+    # of this batch: (name, orientation).
+    self._ignores_exif = not self._is_encoded or any(
+      op.ignores_exif for op in chain.needs.ops
+    )
+    self._orientations: list[tuple[str, int]] = []
     self._graph: Any = None  # Of ops that need tensorflow.
 
   def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
@@ -45,10 +52,13 @@ class Pictures:
     `Predictor.predict` says what a picture can be.
     """
     self._prepare()
-    if len(pictures) == 1:
-      return self._one(pictures[0])[None]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-      return np.stack(list(pool.map(self._one, pictures)))
+    try:
+      if len(pictures) == 1:
+        return self._one(pictures[0])[None]
+      with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.stack(list(pool.map(self._one, pictures)))
+    finally:
+      self._log_turned()
 
   def _prepare(self) -> None:
     """Makes the graph of ops that need tensorflow, before the threads start."""
@@ -60,6 +70,13 @@ class Pictures:
         return self._op.fn({self.chain.raw: raw}, draws)[self.chain.feature]
 
       self._graph = tf.function(fn, autograph=False)
+
+  def _log_turned(self) -> None:
+    """Warns once of files that decode(exif=True) would turn."""
+    if message := picture_files.would_turn(self._orientations):
+      logging.warning("%s: %s", self.chain.key, message)
+      self._ignores_exif = False
+    self._orientations.clear()
 
   def _one(self, picture: Any) -> np.ndarray:
     where = picture if isinstance(picture, str | os.PathLike) else "a picture"
@@ -88,19 +105,24 @@ class Pictures:
 
   def _raw(self, picture: Any) -> bytes | np.ndarray:
     """What the first op reads: the bytes of a file, or pixels [H, W, C]."""
+    name = "a picture"
     if isinstance(picture, str | os.PathLike):
+      name = os.fspath(picture)
       try:
         picture = paths.read_bytes(paths.absolute(picture))
       except OSError as e:
         raise DataError(f"{e.strerror}.") from e
     if isinstance(picture, bytes | bytearray):
       encoded = bytes(picture)
+      if self._ignores_exif:
+        value = picture_files.orientation(encoded)
+        self._orientations.append((name, value))
       if self._is_encoded:
         return encoded
-      decode = host_tensorflow.load().io.decode_image
       channels = self._raw_spec[1][-1] if self._raw_spec else 3
-      image = decode(encoded, channels=channels, expand_animations=False)
-      return self._checked(image.numpy())
+      decoding = ops_image.Decoding(channels)
+      tensor = host_tensorflow.load().constant(encoded)
+      return self._checked(ops_image.decoded(tensor, decoding).numpy())
     is_pil = hasattr(picture, "convert")
     if is_pil and picture.mode not in ("L", "RGB"):
       picture = picture.convert("RGB")

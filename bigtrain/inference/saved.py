@@ -182,7 +182,7 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   # The ops that the folder describes, as those of an evaluation of this name.
   processor = os.path.join(path, "preprocessor_config.json")
   if os.path.isfile(processor) or "pretrained_cfg" in values:
-    pp = f"decode(precise=True)|published({path!r})"
+    pp = f"decode|published({path!r})"
     config["evals"] = {"published": {"pp": pp, "data": {}}}
   data: dict[str, Any] = {}
   if any(os.path.isfile(os.path.join(path, x)) for x in tokenizers.NAMES):
@@ -285,7 +285,8 @@ def with_adapter(
   path = paths.absolute(path)
   base = loaded.get("base", loaded["params"])
   if peft_files.is_folder(path):
-    config, params = trained_adapters.read_peft(path, saved.config, base, mesh)
+    read = trained_adapters.read_peft(path, saved.config, base, mesh)
+    config, params, base = read
   else:
     other = find(path, None, "adapter")
     if not other.config.get("adapters"):

@@ -31,6 +31,7 @@ from bigtrain.data.formats import files
 from bigtrain.inputs import (
   checks,
   description,
+  notices,
   order,
   sources,
   vocabulary,
@@ -75,6 +76,7 @@ class Input:
     for part in engine.parts:
       for name, size in checks.sizes(part.op, part.source).items():
         self.vocab_sizes[name] = max(size, self.vocab_sizes.get(name, 0))
+    notices.log_turned(engine.parts, path)
     # Hosts may read separate copies, which must hold the same data. If they
     # disagreed on the number of batches, they would wait forever.
     process.require_equal(

@@ -11,7 +11,7 @@ K head width, F hidden width, N layers, V vocabulary.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, packed
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   causal_block,
@@ -33,6 +33,7 @@ from bigtrain.models.layers import (
   masks,
   mlp,
   moe,
+  multi_token,
   options,
   stack,
 )
@@ -95,6 +96,8 @@ class Model(nn.Module):
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
+  # Number of modules that each predict one more token, see multi_token.py.
+  mtp: int = 0
   # Number of classes of a text, 1 for a reward or a number, by a linear layer
   # `score`, without a bias.
   num_classes: int | None = None
@@ -151,6 +154,9 @@ class Model(nn.Module):
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
     prefix: jax.Array | None = None,
+    inserted: tuple[jax.Array, jax.Array] | None = None,
+    groups: tuple[jax.Array, jax.Array] | None = None,
+    window_in_groups: bool = False,
     cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -167,36 +173,31 @@ class Model(nn.Module):
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
         before them. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
+        of the tokens' own.
+      groups: int (B, L) and (B, S), groups of the tokens and of the positions
+        that they may see, 0 for none; see masks.Mask, also window_in_groups.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), "cache" and "moe", the experts' statistics, or None). With
+      (B, L, D), "cache" and "moe", the experts' statistics, or None; with
+      `train` and `mtp` also "mtp", a list of hidden states (B, L, D)). With
       num_classes, logits are (B, C) and "pre_logits" (B, D).
     """
     init = nn.initializers.normal(self.init_std)
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
-    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
-    if self.embed_multiplier != 1:
-      multiplier = self.embed_multiplier
-      if multiplier == "sqrt_width":
-        multiplier = D**0.5
-      x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+    x_BLD = self._embedded(tokens, embedding_VD, inserted)
 
-    mask = masks.Mask(causal=True, prefix_B=prefix)
-    if prefix is not None:
-      _check_prefix(self, segments)
+    mask = self._mask(segments, prefix, groups, window_in_groups)
     if segments is not None:
-      mask = masks.within_documents(segments, causal=True)
       real = segments != 0 if real is None else real
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = start + jnp.arange(tokens.shape[1])[None]
-      if segments is not None:
-        positions = positions - _document_ends(segments)[0]
+      positions = _positions(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
@@ -213,6 +214,11 @@ class Model(nn.Module):
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
+    if self.mtp and (train or self.is_initializing()):
+      embed = functools.partial(self.embed, embedding_VD)
+      out["mtp"], out["moe"] = self._predict_further(
+        embed, x_BLD, tokens, stats, tables, mask, real, train
+      )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
@@ -221,7 +227,59 @@ class Model(nn.Module):
     bias = (V,) if "head" in self.use_bias else None
     if kernel or bias:
       weights["head"] = kernels.Kernel(kernel, bias, init, name="head")()
-    return self._logits(x_BLD, weights) if head else None, out
+    return self.logits(x_BLD, weights) if head else None, out
+
+  @nn.nowrap
+  def embed(self, embedding_VD: jax.Array, tokens: jax.Array) -> jax.Array:
+    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
+    multiplier: Any = self.embed_multiplier
+    if multiplier == 1:
+      return x_BLD
+    if multiplier == "sqrt_width":
+      multiplier = self.width**0.5
+    return x_BLD * jnp.asarray(multiplier, x_BLD.dtype)
+
+  @nn.nowrap
+  def mtp_modules(self, **options: Any) -> multi_token.Modules:
+    """Modules that predict further tokens; their block is the last layer's."""
+    last = layer_kinds.of_model(self).of_all(self.depth)[-1]
+    return multi_token.Modules(last, self.remat_policy, **options)
+
+  @nn.nowrap
+  def _predict_further(
+    self,
+    embed: Callable[[jax.Array], jax.Array],
+    x_BLD: jax.Array,
+    tokens: jax.Array,
+    stats: dict[str, Any] | None,
+    tables: causal_block.Tables,
+    mask: masks.Mask,
+    real: jax.Array | None,
+    train: bool,
+  ) -> tuple[list[jax.Array], dict[str, Any] | None]:
+    """Hidden states of each module, and statistics with those of its layer."""
+    modules = self.mtp_modules(name="mtp")
+    real_BL = jnp.ones(tokens.shape, bool) if real is None else real
+    hidden = []
+    by_layer = {} if stats is None else stats["by_layer"]
+    for number in range(self.mtp):
+      # The last tokens of a document have nothing to predict.
+      own_real_BL = real_BL & packed.ahead(
+        real_BL, mask.segments_BL, number + 1
+      )
+      x_BLD, _, own = modules(
+        number,
+        x_BLD,
+        embed(jnp.roll(tokens, -number - 1, axis=1)),
+        tables,
+        mask,
+        own_real_BL,
+        train=train,
+      )
+      hidden.append(x_BLD)
+      layer = [self.depth + number]
+      by_layer = by_layer | moe.of_layers(own, layer, stacked=False)
+    return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
     """What `config.model.pool` makes of each text: (B, D)."""
@@ -232,6 +290,40 @@ class Model(nn.Module):
     last_B = jnp.max(real_BL * jnp.arange(x_BLD.shape[1]), axis=1)
     at_B = last_B * (self.pool == "last")
     return jnp.take_along_axis(x_BLD, at_B[:, None, None], axis=1)[:, 0]
+
+  def _mask(
+    self,
+    segments: jax.Array | None,
+    prefix: jax.Array | None,
+    groups: tuple[jax.Array, jax.Array] | None,
+    window_in_groups: bool,
+  ) -> masks.Mask:
+    if prefix is not None:
+      _check_prefix(self, segments)
+    groups_BL, groups_BS = groups or (None, None)
+    return masks.Mask(
+      causal=True,
+      prefix_B=prefix,
+      groups_BL=groups_BL,
+      groups_BS=groups_BS,
+      window_in_groups=window_in_groups,
+      segments_BL=segments,
+      segments_BS=segments,
+    )
+
+  def _embedded(
+    self,
+    tokens: jax.Array,
+    embedding_VD: jax.Array,
+    inserted: tuple[jax.Array, jax.Array] | None,
+  ) -> jax.Array:
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
+    x_BLD = self.embed(embedding_VD, tokens)
+    if inserted is None:
+      return x_BLD
+    inserted_BLD, at_BL = inserted
+    return jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -263,7 +355,8 @@ class Model(nn.Module):
     kernel_DC = weights["kernel"].astype(self.dtype)
     return kernels.logits(x_BD[:, None], kernel_DC)[:, 0]
 
-  def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
+  @nn.nowrap
+  def logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
     logits_BLV = kernels.logits(x_BLD, kernel_DV)
     bias_V = self.head_bias(weights)
@@ -319,7 +412,14 @@ class Model(nn.Module):
     rate = layer_kinds.of_model(self).bias_rate()
     return moe.end_of_step(mutable, step_sums, rate)
 
-  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+  def init_cache(
+    self,
+    batch_size: int,
+    max_len: int,
+    write_once: bool = False,
+    whole: bool = False,
+  ) -> kv_cache.Caches:
+    """Returns an empty cache; see kv_cache.of_layers."""
     if self.max_len is not None and max_len > self.max_len:
       raise ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
@@ -328,7 +428,76 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
     return kv_cache.of_layers(
-      batch_size, max_len, layers.caches, kind_N, self.dtype
+      batch_size, max_len, layers.caches, kind_N, self.dtype, write_once, whole
+    )
+
+  @nn.nowrap
+  def init_draft_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+    """An empty cache of the modules in `mtp`."""
+    layers = layer_kinds.of_model(self)
+    whole = [
+      cache
+      for cache in layers.caches
+      if isinstance(cache, kv_cache.Kind) and not cache.window
+    ]
+    if len(whole) < len(layers.caches) or any(
+      rope.by_length() for rope in layers.ropes
+    ):
+      raise ConfigError(
+        "drafts: expected layers that see all positions, and whose rotary "
+        "embeddings do not depend on the length of a text."
+      )
+    modules = self.mtp_modules()
+    kind = whole[modules.options.cache]
+    return modules.init_cache(batch_size, max_len, kind, self.mtp)
+
+  @nn.nowrap
+  def draft(
+    self,
+    variables: Mapping[str, Any],
+    number: int,
+    hidden_BLD: jax.Array,
+    ahead_BL: jax.Array,
+    cache: kv_cache.Caches,
+    start: jax.Array | int,
+    real: jax.Array | None = None,
+  ) -> tuple[jax.Array, kv_cache.Caches]:
+    """Applies a module of `mtp` to positions from `start` on.
+
+    Args:
+      ahead_BL: the tokens `number + 1` places behind these positions.
+
+    Returns:
+      (its hidden states, which `logits` and the next module read; new cache).
+    """
+    own = {
+      name: tree["mtp"] for name, tree in variables.items() if "mtp" in tree
+    }
+    embedding_VD = variables["params"]["token_embedding"]
+    L = ahead_BL.shape[1]
+    positions = start + jnp.arange(L)[None]
+    layers = layer_kinds.of_model(self).without_drops()
+    modules = self.mtp_modules()
+    result: Any = modules.apply(
+      own,
+      number,
+      hidden_BLD,
+      self.embed(embedding_VD, ahead_BL),
+      layers.tables(positions, cache.length),
+      masks.Mask(causal=True),
+      real,
+      cache,
+      start,
+    )
+    return result[0], result[1]
+
+
+def _check_mtp(model: Model) -> None:
+  check_number("config.model.mtp", model.mtp, least=0, whole=True)
+  if model.mtp and model.num_classes is not None:
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected 0 with num_classes="
+      f"{model.num_classes}, which predicts no tokens."
     )
 
 
@@ -347,6 +516,15 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
       "prefix: expected layers that see later positions too, got "
       "config.model.deltanet."
     )
+
+
+def _positions(
+  L: int, start: jax.Array | int, segments: jax.Array | None
+) -> jax.Array:
+  positions_BL = start + jnp.arange(L)[None]
+  if segments is not None:
+    positions_BL = positions_BL - _document_ends(segments)[0]
+  return positions_BL
 
 
 def _lengths(
@@ -392,6 +570,7 @@ def _read(model: Model) -> None:
     norm_at=causal_block.NORMS_AT,
   )
   _check_numbers(model)
+  _check_mtp(model)
   if model.posemb == "learn" and model.max_len is None:
     raise ConfigError("config.model.max_len: missing; posemb='learn' needs it.")
   if model.parallel and model.norm_at != "pre":
@@ -531,6 +710,18 @@ _DEEPSEEK: dict[str, Any] = dict(
 # Sizes of variants for tests.
 _MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
 _LLAMA_MU: dict[str, Any] = dict(_MU, num_kv_heads=2, mlp_dim=64)
+
+_QWEN3_5_MU: dict[str, Any] = dict(
+  _QWEN3_NEXT | _LLAMA_MU,
+  depth=4,
+  head_dim=16,
+  kinds={
+    "linear": dict(
+      deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
+    ),
+    "full": {},
+  },
+)
 
 
 def _llama3(rope_factor: float) -> dict[str, Any]:
@@ -684,16 +875,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
       _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
     ),
   ),
+  "qwen3_5_mu": _QWEN3_5_MU,
   "qwen3_next_mu": dict(
-    _QWEN3_NEXT | _LLAMA_MU,
-    depth=4,
-    head_dim=16,
-    kinds={
-      "linear": dict(
-        deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
-      ),
-      "full": {},
-    },
+    _QWEN3_5_MU,
+    moe=dict(
+      num_experts=8,
+      top_k=2,
+      normalize=True,
+      mlp_dim=32,
+      shared_dim=32,
+      shared_gate=True,
+    ),
   ),
   "qwen3_next_80b": dict(
     _QWEN3_NEXT,
@@ -743,19 +935,20 @@ _GIVEN_BY_VARIANTS = {
   field for variant in VARIANTS.values() for field in variant
 }
 
-_DIMS: dict[str, str] = {
+DIMS: dict[str, str] = {
   r"token_embedding": "V -> D",
   r"pos_embedding": "positions -> D",
   r"head/kernel": "D -> V",
   r"head/bias": "V",
   r"score/kernel": "D -> V",
   r"score/bias": "V",
+  r"mtp/.*/projection/kernel": "both_widths -> D",
   **layer_dims.LAYERS,
 }
 
 
 def param_dims(model: Model) -> dims.Table:
-  table = _DIMS
+  table = DIMS
   if model.qk_norm == "projection":
     table = layer_dims.PROJECTION_NORMS | table
   return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
@@ -764,9 +957,9 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  converted = decoder_families.load(flat, like, _DIMS)
+  converted = decoder_families.load(flat, like, DIMS)
   return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = functools.partial(decoder_families.PUBLISHED.export, _DIMS)
+to_published = functools.partial(decoder_families.export, DIMS)
 published_fields = decoder_families.PUBLISHED.fields

@@ -9,6 +9,7 @@ Its parts, in the order in which it builds them:
   task_sum.py          several tasks: what each of them sees
     task_schedule.py     which tasks a step has, and their weights
   task_functions.py    a task's loss and predict functions, with their options
+  task_state.py        what a task keeps from step to step
   teacher.py           a second model, which is used and never trained
   model_variants.py    fields of the model that each step draws
   initial.py           the first variables, and how they are laid out

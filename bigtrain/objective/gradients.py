@@ -13,9 +13,11 @@ loss, takes two passes (`_in_two_passes`).
 Mutable collections, such as batch statistics, pass from one microbatch to the
 next. The collection "step_sums", which a model writes in training, is added up
 instead: at the end of the step the model's `end_of_step(mutable, step_sums)`
-returns the collections of the next step.
+returns the collections of the next step. "task_sums", which the loss of a task
+with state returns, is added up too, see task_state.py.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ from bigtrain.objective.model_variants import Variant
 from bigtrain.step import frozen, keys
 
 _STEP_SUMS = "step_sums"
+TASK_SUMS = "task_sums"
 
 # (gradients, metrics, new mutable collections) of a batch or a microbatch.
 _Result = tuple[Params, Metrics, Variables]
@@ -57,9 +60,9 @@ class TwoPassLoss(NamedTuple):
 
   # (variables, batch, rng) -> (tree of [B, ...], new mutable).
   embed_fn: Callable[..., tuple[Any, Any]]
-  # (variables, embeddings, batch) -> metrics with "loss"; uses only parameters
-  # that embed_fn does not.
-  loss_fn: Callable[..., Metrics]
+  # (variables, embeddings, batch) -> (metrics with "loss", task_sums); uses
+  # only parameters that embed_fn does not. Without state, task_sums is {}.
+  loss_fn: Callable[..., tuple[Metrics, Any]]
 
 
 def two_pass_loss(
@@ -69,16 +72,26 @@ def two_pass_loss(
   if not hasattr(task, "embed_fn"):
     return None
 
-  def embed_fn(variables: Variables, batch: Batch, rng: Any) -> Any:
-    variables, _ = task_functions.split_task(variables)
-    return task.embed_fn(variables, batch, rng, model=model, train=True)
+  def own_options(fn: Callable[..., Any]) -> dict[str, Any]:
+    names = inspect.signature(fn).parameters
+    return {name: x for name, x in loss_options.items() if name in names}
 
-  def loss_fn(variables: Variables, embeddings: Any, batch: Batch) -> Metrics:
-    variables, changing = task_functions.split_task(variables)
-    params = trees.merge(variables["params"], variables.get("base", {}))
-    return task.embeddings_loss_fn(
-      params, embeddings, batch, **loss_options, **changing
+  def embed_fn(variables: Variables, batch: Batch, rng: Any) -> Any:
+    variables, changing = task_functions.split_task(variables, task.embed_fn)
+    options = {**own_options(task.embed_fn), **changing}
+    return task.embed_fn(
+      variables, batch, rng, model=model, train=True, **options
     )
+
+  def loss_fn(
+    variables: Variables, embeddings: Any, batch: Batch
+  ) -> tuple[Metrics, Any]:
+    fn = task.embeddings_loss_fn
+    variables, changing = task_functions.split_task(variables, fn)
+    params = trees.merge(variables["params"], variables.get("base", {}))
+    options = {**own_options(fn), **changing}
+    result = fn(params, embeddings, batch, **options)
+    return result if hasattr(task, "init_state") else (result, {})
 
   return TwoPassLoss(embed_fn, loss_fn)
 
@@ -153,9 +166,10 @@ def of_step(
 
 
 def split_sums(mutable: Variables) -> tuple[Variables, Variables]:
-  """Mutable collections, without and with what models add up over a step."""
+  """Mutable collections, and apart from them the sums over a step."""
   others = dict(mutable)
-  sums = {name: others.pop(name) for name in (_STEP_SUMS,) if name in others}
+  summed = (_STEP_SUMS, TASK_SUMS)
+  sums = {name: others.pop(name) for name in summed if name in others}
   return others, sums
 
 
@@ -294,13 +308,11 @@ def _accumulate(
     grads, sums, mutable = carry
     i, part = number_and_part
     # The model sees no sums of other microbatches.
-    mutable = dict(mutable)
-    old_step_sums = mutable.pop(_STEP_SUMS, None)
+    mutable, old_step_sums = split_sums(mutable)
     key = jax.random.fold_in(rng, i)
     new_grads, new_sums, mutable = of_microbatch(trained, mutable, part, key)
-    if old_step_sums is not None:
-      step_sums = add(old_step_sums, mutable[_STEP_SUMS])
-      mutable = {**mutable, _STEP_SUMS: step_sums}
+    mutable, new_step_sums = split_sums(mutable)
+    mutable = {**mutable, **add_sums(old_step_sums, new_step_sums)}
     carry = add(grads, new_grads), metrics.merge(sums, new_sums), mutable
     return carry, None
 
@@ -309,8 +321,8 @@ def _accumulate(
   shapes = jax.eval_shape(of_microbatch, trained, mutable, first_part, rng)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   no_grads, no_sums, no_mutable = zeros
-  if _STEP_SUMS in no_mutable:
-    mutable = {**mutable, _STEP_SUMS: no_mutable[_STEP_SUMS]}
+  _, no_step_sums = split_sums(no_mutable)
+  mutable = {**mutable, **no_step_sums}
   result, _ = jax.lax.scan(
     add_microbatch, (no_grads, no_sums, mutable), (numbers, parts)
   )
@@ -350,11 +362,14 @@ def _in_two_passes(
   # The loss, and its gradients with respect to the embeddings and to the
   # parameters that it uses itself, such as a temperature.
   def summed_loss(trained: Params, embeddings: Any) -> Any:
-    sums = two_pass.loss_fn(variables_of(trained, {}), embeddings, batch)
-    return sums["loss"][0] * _loss_factor(loss_scale, sums), sums
+    variables = variables_of(trained, {})
+    sums, task_sums = two_pass.loss_fn(variables, embeddings, batch)
+    loss = sums["loss"][0] * _loss_factor(loss_scale, sums)
+    return loss, (sums, task_sums)
 
   gradients_of_loss = jax.grad(summed_loss, argnums=(0, 1), has_aux=True)
-  (grads, embedding_grads), sums = gradients_of_loss(trained, embeddings)
+  (grads, embedding_grads), aux = gradients_of_loss(trained, embeddings)
+  sums, task_sums = aux
   factor = _loss_factor(loss_scale, sums)
 
   # Second pass: each microbatch again, to propagate its embeddings' gradients.
@@ -375,6 +390,8 @@ def _in_two_passes(
     (_unscaled(grads, factor), mutable),
     (numbered_parts, microbatching.split(embedding_grads, number, mesh)),
   )
+  if jax.tree.leaves(task_sums):
+    mutable = {**mutable, TASK_SUMS: task_sums}
   return grads, sums, mutable
 
 

@@ -48,6 +48,7 @@ from bigtrain.objective import (
   task_functions,
   task_gradients,
   task_schedule,
+  task_state,
   task_sum,
   teacher,
 )
@@ -55,9 +56,11 @@ from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
 from bigtrain.objective.new_rows import TrainedRows
+from bigtrain.objective.task_gradients import TASKS
+from bigtrain.objective.task_state import StateFns
 from bigtrain.objective.task_sum import Entry, TaskSum
 from bigtrain.objective.teacher import Teacher
-from bigtrain.optim import ema, views
+from bigtrain.optim import ema, several, views
 from bigtrain.optim.views import View
 from bigtrain.reports import flops
 from bigtrain.runtime import debugging
@@ -71,6 +74,7 @@ class TaskLoss(NamedTuple):
   loss_fns: Sequence[LossFn]  # By variant of the model.
   stats_fns: Sequence[LossFn]  # With activation statistics, by variant, if any.
   is_taught: bool  # Whether it gets the teacher.
+  state_fns: StateFns | None  # None without a state of its own.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,8 +200,8 @@ class Objective:
     computes = []
     for i in range(len(self.variants)):
       summands = [self._summand(loss, i, trainable) for loss in self.losses]
-      if isinstance(self.task, TaskSum):
-        computes.append(task_gradients.add_up(summands))
+      if self._is_sum:
+        computes.append(task_gradients.add_up(summands, trainable))
       else:
         computes.append(summands[0].compute)
     return gradients.of_step(
@@ -215,6 +219,9 @@ class Objective:
     batch_size = self.config.input.batch_size
     if entry.has_input:
       batch_size = entry.part.input.batch_size
+    if entry.optimizer is not None:
+      own = several.members(self.config, self.params_spec)[entry.optimizer]
+      trainable = jax.tree.map(lambda a, b: a and b, trainable, own)
     compute = gradients.of_task(
       entry.module,
       self.variants[variant].model,
@@ -227,25 +234,104 @@ class Objective:
     )
 
     def compute_own(state: Any, batch: Batch) -> Any:
-      own_state = task_gradients.of_task(entry.name, state, loss.is_taught)
-      return compute(own_state, batch)
+      task_state = self._task_state(loss, state)
+      own_state = task_gradients.of_task(
+        entry.name, state, loss.is_taught, task_state
+      )
+      grads, sums, mutable = compute(own_state, batch)
+      if task_state is None:
+        return grads, sums, mutable
+      mutable = dict(mutable)
+      task_sums = mutable.pop(gradients.TASK_SUMS, {})
+      result = task_gradients.TaskResult(task_state, task_sums)
+      return grads, sums, {**mutable, TASKS: {entry.name: result}}
 
     return task_gradients.Summand(
       entry,
       compute_own,
       lambda: self._metrics_spec(loss),
-      self.schedule.is_late(entry.name),
+      self.schedule.is_occasional(entry.name),
     )
+
+  # The state of tasks, such as teachers that follow the student.
+
+  def init_task_state(self, params: Any) -> dict[str, Any]:
+    """Returns {"tasks": ...}, or {} if no task has a state."""
+    states = {}
+    for loss in self.losses:
+      if loss.state_fns:
+        name = loss.entry.name
+        options = self.schedule.options(name)
+        states[name] = loss.state_fns.init(params, options)
+    if not states:
+      return {}
+    return {TASKS: states if self._is_sum else states[""]}
+
+  @functools.cached_property
+  def _task_specs(self) -> dict[str, Any]:
+    """Specs of the tasks' states by name, with shardings."""
+    shapes = jax.eval_shape(self.init_task_state, self.params_spec)
+    specs = sharding.state_spec(shapes, self.mesh, self.sharding_rules)
+    by_name = specs.get(TASKS, {}) if self._is_sum else {"": specs.get(TASKS)}
+    for loss in self.losses:
+      state = by_name.get(loss.entry.name)
+      task_state.check_teacher(loss.entry, state, self.params_spec)
+    return by_name
+
+  def _task_state(self, loss: TaskLoss, state: Any) -> Any:
+    """A task's state in a step; that of its first step is new."""
+    if loss.state_fns is None:
+      return None
+    name, init = loss.entry.name, loss.state_fns.init
+    old = state[TASKS][name] if self._is_sum else state[TASKS]
+    if not self.schedule.first_step(name):
+      return old
+    options = state.get(task_schedule.OPTIONS, {}).get(name, {})
+    return jax.lax.cond(
+      state["step"] == self.schedule.first_step(name),
+      lambda: init(state["params"], options),
+      lambda: old,
+    )
+
+  def next_variables(
+    self, state: TrainState, mutable: Any, params: Any, hparams: Any
+  ) -> dict[str, Any]:
+    """The entries "mutable" and "tasks" of the next state, where it has them.
+
+    Args:
+      state: the state before the step.
+      mutable: the collections that the gradients returned.
+      params: the parameters after the update.
+      hparams: those of the step.
+    """
+    mutable = dict(mutable)
+    results = mutable.pop(TASKS, {})
+    new = {"mutable": mutable} if "mutable" in state else {}
+    if TASKS not in state:
+      return new
+    states = dict(state[TASKS]) if self._is_sum else {"": state[TASKS]}
+    for loss in self.losses:
+      name = loss.entry.name
+      if loss.state_fns and name in results:
+        options = hparams.get(task_schedule.OPTIONS, {}).get(name, {})
+        states[name] = loss.state_fns.update(
+          results[name].state, params, results[name].sums, options
+        )
+    return {**new, TASKS: states if self._is_sum else states[""]}
+
+  @property
+  def _is_sum(self) -> bool:
+    return isinstance(self.task, TaskSum)
 
   def metrics_spec(self) -> Metrics:
     """Traces the losses, to know which metrics a step has."""
     specs = [self._metrics_spec(loss) for loss in self.losses]
-    if not isinstance(self.task, TaskSum):
+    if not self._is_sum:
       return specs[0]
     result: Metrics = {}
     for loss, spec in zip(self.losses, specs):
-      is_late = self.schedule.is_late(loss.entry.name)
-      result |= task_gradients.named(loss.entry, spec, is_late)
+      is_occasional = self.schedule.is_occasional(loss.entry.name)
+      result |= task_gradients.named(loss.entry, spec, is_occasional)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     return {**result, "loss": (scalar, scalar)}
 
@@ -273,10 +359,17 @@ class Objective:
     return round(total)
 
   def _loss_args(self, batch_spec: Any, loss: TaskLoss) -> tuple[Any, Any, Any]:
-    step = self.schedule.kinds[-1]
-    state = {**self.variables_spec, **self.hparams(step)}
+    name = loss.entry.name
+    options = {task_schedule.OPTIONS: {name: self.schedule.options(name)}}
+    state = {**self.variables_spec, **options}
     return task_gradients.loss_args(
-      loss.entry, loss.is_taught, state, batch_spec, self.mesh, self.frozen_spec
+      loss.entry,
+      loss.is_taught,
+      state,
+      batch_spec,
+      self.mesh,
+      self.frozen_spec,
+      self._task_specs.get(name),
     )
 
 
@@ -328,7 +421,7 @@ def from_config(
     vocab_sizes=task_functions.vocab_sizes(task, model),
     variants=variants,
     losses=losses,
-    schedule=task_schedule.from_config(entries, units),
+    schedule=task_schedule.from_config(entries, units, several.turns(config)),
     teacher=teaching,
     base=base,
     init=init,
@@ -354,7 +447,8 @@ def _loss(
     # Jitted, so that metrics, FLOPs and gradients share one trace.
     loss_fns.append(jax.jit(debugging.instrument(config, loss_fn)))
   stats_fns = activations.loss_fns(config, entry, variants, teacher_model)
-  return TaskLoss(entry, loss_fns, stats_fns, is_taught)
+  state_fns = task_state.of_task(entry, variants[0].model)
+  return TaskLoss(entry, loss_fns, stats_fns, is_taught, state_fns)
 
 
 def _variables_spec(

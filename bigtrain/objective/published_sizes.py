@@ -4,6 +4,7 @@ These are the sizes, in place of config.model.published, and the name of its
 layout, in which the run's model is exported.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,16 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.config.modules import find_module
 from bigtrain.files import paths
 
+# Errors of sources that are not there, or not what they should be.
+_UNREADABLE = (
+  ConfigError,
+  CheckpointError,
+  AttributeError,
+  LookupError,
+  OSError,
+  TypeError,
+  ValueError,
+)
 # Key of config.model: a folder whose config.json gives the sizes.
 PUBLISHED = "published"
 # Key of the config: model_type of the published model that the run began with.
@@ -56,24 +67,28 @@ def layout_of(config: Mapping[str, Any]) -> str | None:
   if config.get(LAYOUT):
     return str(config[LAYOUT])
   model = config.get("model")
-  options = model if isinstance(model, Mapping) else {}
+  published = model.get(PUBLISHED) if isinstance(model, Mapping) else None
   init = config.get("model_init")
-  details = init if isinstance(init, Mapping) else {"path": init}
-  source, step = details.get("path"), details.get("step")
+  options = init if isinstance(init, Mapping) else {"path": init}
+  source = options.get("path")
   # Whoever reads these folders says what is wrong with them.
-  for path in (options.get(PUBLISHED), source):
+  for path in (published, source):
     if not isinstance(path, str) or not path:
       continue
     try:
       if safetensors_files.is_folder(paths.absolute(path)):
         module = find_module("models", str(config.get("model_name")), "")
-        fields = module.published_fields(path, details.get("allow_unread", ()))
+        unread = options.get("allow_unread", ())
+        fields = module.published_fields(path, unread)
         return fields and fields.model_type
-      if path == source and not path.endswith((".npz", ".safetensors")):
-        directory = folders.find_named(paths.absolute(path), step, "")
+      if path.endswith((".npz", ".safetensors")):  # An export of a run.
+        about = json.loads(paths.read_bytes(f"{paths.absolute(path)}.json"))
+        return layout_of(about["config"])
+      if path == source:
+        directory = folders.find_named(path, options.get("step"), "")
         host = folders.read_manifest(directory).host_state
         return layout_of(host.config or {})
-    except (ConfigError, CheckpointError, AttributeError, OSError):
+    except _UNREADABLE:
       continue
   return None
 

@@ -22,7 +22,7 @@ same batches.
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,7 +39,12 @@ from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.inputs.transfer import JoinedBatches, Prefetch
-from bigtrain.objective import logical_axes, turns
+from bigtrain.objective import (
+  logical_axes,
+  reward_report,
+  shared_rows,
+  turns,
+)
 
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
@@ -77,6 +82,7 @@ class Rollout:
     self.saved_spec: dict[str, Any] = {}
     self._input = train_input
     self._minibatches, self._updates = 1, 1
+    self._newest: tuple[Batch, int] | None = None
     if not self.exists:
       return
     if len(self.drawn) > 1:
@@ -86,6 +92,8 @@ class Rollout:
       )
     self._mesh = mesh
     self._replicated = sharding.replicated(mesh)
+    self._report = reward_report.RewardReport(train_input, mesh)
+    self._shared_rows = shared_rows.SharedRows(train_input.placement)
     bind = functools.partial(_bind, config, model, train_input)
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
@@ -104,6 +112,7 @@ class Rollout:
         made["tokens"].shape,
         max_new=made["tokens"].shape[2] + 1 - prompt_length,
         eos_ids=_eos_ids(train_input),
+        shared=self._shared_rows,
       )
       made |= dict.fromkeys(turns.COUNTS, judged)
     self._read_sets(config, sharding.batch_spec(made, mesh))
@@ -134,6 +143,12 @@ class Rollout:
       )
       if self._turns:
         self._turns.compile(programs, self._specs[0])
+
+  def report(self) -> Callable[[], dict[str, Any]]:
+    """What the log entry of the newest step says of its rewards."""
+    if self._newest is None:
+      return dict
+    return self._report(*self._newest)
 
   # The set, as a part of checkpoints.
 
@@ -202,12 +217,15 @@ class Rollout:
     if not self.exists:
       return next(batches)
     if self._updates == 1:
-      return self._write(variables, next(batches), step)
-    number, update = divmod(step, self._updates)
-    if number != self._number:
-      self._set = self._write_set(variables, batches, number)
-      self._number = number
-    return self._of_set(self._set, update)
+      batch = self._write(variables, next(batches), step)
+    else:
+      number, update = divmod(step, self._updates)
+      if number != self._number:
+        self._set = self._write_set(variables, batches, number)
+        self._number = number
+      batch = self._of_set(self._set, update)
+    self._newest = batch, self.input_step(step)
+    return batch
 
   def again(
     self, variables: Variables, step: int, ahead: int = 0
@@ -264,10 +282,11 @@ class Rollout:
     engine, placement = self._input.engine, self._input.placement
     local = {name: placement.get(x) for name, x in made.items()}
     shape = local["targets"].shape[:2]
+    own_rows = self._shared_rows.own
     judged = {name: np.zeros(shape, np.float32) for name in JUDGED}
     order = engine.row_order(step, 0, engine.num_rows)
     for i, part in enumerate(engine.parts):
-      places = np.flatnonzero(order.source == i)
+      places = np.flatnonzero((order.source == i) & own_rows)
       own = {name: x[places] for name, x in local.items()}
       options = {}
       if messages is not None and _toolbox(part):
@@ -275,7 +294,7 @@ class Rollout:
       indices = order.index[places]
       for name, x in part.source.judge(indices, own, **options).items():
         judged[name][places] = x
-    return placement.put(judged)
+    return placement.put(self._shared_rows.exchange(judged))
 
 
 def _toolbox(part: Part) -> Any:

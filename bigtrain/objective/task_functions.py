@@ -5,7 +5,7 @@ gets config.loss, its `predict_fns` get the model, and both may get a teacher.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,11 +23,11 @@ from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import lora, quantized
-from bigtrain.objective import logical_axes, model_variants
+from bigtrain.objective import logical_axes, model_variants, task_state
 from bigtrain.step import frozen
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
-_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
+_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train", "state")
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
@@ -60,15 +60,19 @@ def loss_fn(
   options = config.kwargs("loss")
   key = f"{config.path}.loss"
   _check_teacher(config, task, teacher)
-  check_kwargs(task.loss_fn, options, key, given=_GIVEN)
-  fixed = fixed_options(config)
+  # Some options are for the functions of the task's state alone.
+  names = inspect.signature(task.loss_fn).parameters
+  others = task_state.option_names(task) - set(names)
+  own = {name: x for name, x in options.items() if name not in others}
+  check_kwargs(task.loss_fn, own, key, given=_GIVEN, others=others)
+  fixed = {k: x for k, x in fixed_options(config).items() if k in own}
   if teacher is not None:
     fixed["teacher"] = teacher
 
   def bound_loss_fn(
     variables: Variables, batch: Batch, rng: Any
   ) -> tuple[Metrics, Variables]:
-    variables, changing = split_task(variables)
+    variables, changing = split_task(variables, task.loss_fn)
     features = Features(batch, input_key)
     with logical_axes.no_logical_axes():
       result = task.loss_fn(
@@ -89,14 +93,20 @@ def fixed_options(config: Config) -> dict[str, Any]:
   return {k: x for k, x in options.items() if not piecewise.is_schedule(x)}
 
 
-def split_task(variables: Variables) -> tuple[Variables, dict[str, Any]]:
-  """The model's variables, and the arguments of a loss that change by step.
+def split_task(
+  variables: Variables, fn: Callable[..., Any]
+) -> tuple[Variables, dict[str, Any]]:
+  """The model's variables, and what else of a step's state a function takes.
 
   These are options that follow a schedule, and the task's state.
   """
   variables = dict(variables)
-  changing: dict[str, Any] = variables.pop(frozen.TASK, {})
-  return variables, dict(changing)
+  changing: Mapping[str, Any] = variables.pop(frozen.TASK, {})
+  names = inspect.signature(fn).parameters
+  takes_any = any(p.kind == p.VAR_KEYWORD for p in names.values())
+  return variables, {
+    name: x for name, x in changing.items() if takes_any or name in names
+  }
 
 
 def uses_teacher(task: Any, teacher: Any) -> bool:

@@ -1,7 +1,8 @@
 """Which tasks a step has, and the numbers of a task that follow a schedule.
 
 Each task of a sum has a weight, and may begin at a later step (`from_steps`,
-`from_percent` and so on). A step's hparams hold the weights of exactly those
+`from_percent` and so on), or belong to one of several optimizers that take
+turns. A step's hparams hold the weights of exactly those
 tasks that it has. So each set of tasks has its own program, and before a task
 begins, the steps run the very program of a run without it: the task costs
 neither time nor activations, and no bit of the state depends on it. A branch
@@ -22,6 +23,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.config.piecewise import Piecewise
 from bigtrain.config.settings import Config
 from bigtrain.objective.task_sum import Entry
+from bigtrain.optim.several import Turns
 
 # Entries of a step's hparams, and of the state that gradients get.
 WEIGHTS = "task_weights"
@@ -36,6 +38,9 @@ class TaskSchedule:
   weight: Piecewise | None  # None for the only task.
   options: Mapping[str, Piecewise]  # Those of its loss that change.
   first_step: int = 0  # Number of updates before its first one.
+  # Steps of each cycle that have it, see optim/several.py.
+  places: tuple[int, ...] = (0,)
+  cycle: int = 1
 
 
 class Schedule:
@@ -51,24 +56,42 @@ class Schedule:
     return [task.name for task in self._tasks if self._has(task, step)]
 
   def _has(self, task: TaskSchedule, step: int) -> bool:
-    return step >= task.first_step
+    return step >= task.first_step and step % task.cycle in task.places
+
+  def _task(self, name: str) -> TaskSchedule:
+    (task,) = [task for task in self._tasks if task.name == name]
+    return task
 
   def first_step(self, name: str) -> int:
-    (task,) = [task for task in self._tasks if task.name == name]
-    return task.first_step
+    return self._task(name).first_step
 
-  def is_late(self, name: str) -> bool:
+  def is_occasional(self, name: str) -> bool:
     """Whether there are steps without the task."""
-    return self.first_step(name) > 0
+    task = self._task(name)
+    return task.first_step > 0 or len(task.places) < task.cycle
 
   def share(self, name: str) -> float:
     """Share of the run's steps that have the task."""
-    return 1.0 - self.first_step(name) / (self._total or 1)
+    task = self._task(name)
+    later = 1.0 - task.first_step / (self._total or 1)
+    return later * len(task.places) / task.cycle
 
   @property
   def kinds(self) -> list[int]:
     """A step with each set of tasks; the last one has the most tasks."""
-    return sorted({task.first_step for task in self._tasks})
+    found: dict[tuple[str, ...], int] = {}
+    for first in sorted({task.first_step for task in self._tasks}):
+      for step in range(first, first + max(x.cycle for x in self._tasks)):
+        found.setdefault(tuple(self.names(step)), step)
+    return sorted(found.values(), key=lambda step: len(self.names(step)))
+
+  def options(self, name: str) -> dict[str, Any]:
+    """The options of a task that follow a schedule, at its first step."""
+    task = self._task(name)
+    return {
+      option: np.float32(value.at(task.first_step))
+      for option, value in task.options.items()
+    }
 
   def hparams(self, step: int) -> dict[str, Any]:
     """The scalars of a step; {} for a task without any."""
@@ -92,7 +115,10 @@ class Schedule:
     return result
 
 
-def from_config(entries: Sequence[Entry], units: lengths.Units) -> Schedule:
+def from_config(
+  entries: Sequence[Entry], units: lengths.Units, turns: Turns
+) -> Schedule:
+  """Reads weights and first steps; `turns` are those of the optimizers."""
   schedules = []
   for entry in entries:
     weight, first_step = None, 0
@@ -109,15 +135,34 @@ def from_config(entries: Sequence[Entry], units: lengths.Units) -> Schedule:
           f"{entry.part.path}: begins at step {first_step}, but the run has "
           f"{total} steps; expected from_steps below {total}."
         )
+    places = turns.places(entry.optimizer)
+    while first_step and first_step % turns.length not in places:
+      first_step += 1
     options = {
       name: piecewise.read(value, units, f"{entry.loss_key}.{name}", least=0)
       for name, value in entry.part.kwargs("loss").items()
       if piecewise.is_schedule(value)
     }
-    schedules.append(TaskSchedule(entry.name, weight, options, first_step))
+    schedules.append(
+      TaskSchedule(
+        entry.name,
+        weight,
+        options,
+        first_step,
+        places,
+        turns.length,
+      )
+    )
   if all(task.first_step for task in schedules):
     raise ConfigError(
       "config.task: no task begins at step 0; expected one without from_steps, "
       "from_percent and the like."
     )
-  return Schedule(schedules, units.total_steps)
+  result = Schedule(schedules, units.total_steps)
+  for step in result.kinds:
+    if not result.names(step):
+      raise ConfigError(
+        f"config.task: no task trains the optimizer {turns.cycle[step]!r} in "
+        "its steps; expected one with this `optimizer`, or without any."
+      )
+  return result

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.arrays.types import Batch, PredictFn
-from bigtrain.config.errors import ConfigError, did_you_mean
+from bigtrain.config.errors import ConfigError, check_choice, did_you_mean
 from bigtrain.config.modules import find_module
 from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
@@ -35,6 +35,8 @@ class Entry(NamedTuple):
   # {feature of the task: feature of the batch, or None to leave it out}.
   features: Mapping[str, str | None] = {}
   has_input: bool = False  # Whether it has an input of its own.
+  # The one of several optimizers whose parameters it trains; None for all.
+  optimizer: str | None = None
 
   @property
   def loss_key(self) -> str:
@@ -180,7 +182,14 @@ def read(config: Config) -> TaskSum:
         "gradients, so it must be the only task."
       )
     entries.append(
-      Entry(name, module, part, part.kwargs("features"), "input" in part)
+      Entry(
+        name,
+        module,
+        part,
+        part.kwargs("features"),
+        "input" in part,
+        part.get("optimizer"),
+      )
     )
   return TaskSum(entries)
 
@@ -194,6 +203,9 @@ def check(
     if not entry.name:
       continue
     entry.check_features(features)
+    if entry.optimizer is not None:
+      key = f"{entry.part.path}.optimizer"
+      check_choice(key, entry.optimizer, config.get("optimizers") or ())
     if entry.name in evals:
       raise ConfigError(
         f"{entry.part.path} and config.evals.{entry.name}: both would write "

@@ -12,6 +12,7 @@ Axes: B prompts of this process; G answers; T = L + 1 tokens of a text.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import Mesh
 from bigtrain import sharding
 from bigtrain.arrays.types import Variables
 from bigtrain.inputs.pipeline import TrainInput
+from bigtrain.objective.shared_rows import SharedRows
 
 # What a batch has beside that of the task's rollout, float32 [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
@@ -50,8 +52,9 @@ class Turns:
     shape: tuple[int, int, int],
     max_new: int,
     eos_ids: Sequence[int],
+    shared: SharedRows,
   ):
-    self._input = train_input
+    self._input, self._shared = train_input, shared
     self._max_new, self._eos_ids = max_new, eos_ids
     self._next_turn = next_turn
     self._batch = sharding.batch(mesh)
@@ -84,17 +87,15 @@ class Turns:
     local = {name: placement.get(x) for name, x in made.items()}
     texts = _Texts(local, self._max_new, self._eos_ids)
     sources = self._sources(step)
-    last_turn = max(
-      source.toolbox.max_turns if source.toolbox else 1 for source, _ in sources
-    )
-    for turn in range(1, last_turn + 1):
+    # Without an end: in the last turn of a text no call is answered.
+    for turn in itertools.count(1):
       for b, (source, index) in enumerate(sources):
-        if source.toolbox is None:
+        if source.toolbox is None or not self._shared.own[b]:
           texts.end(b)
           continue
         is_last = turn >= source.toolbox.max_turns
         texts.reply(b, functools.partial(source.reply, index), is_last)
-      batch = placement.put(texts.given())
+      batch = placement.put(self._shared.exchange(texts.given()))
       if not jax.device_get(self._any(batch["length"])):
         break
       numbers = jax.device_put(
@@ -102,7 +103,8 @@ class Turns:
       )
       drawn = self._next_turn(variables, batch, *numbers)
       texts.add(*map(placement.get, drawn))
-    return placement.put(texts.batch()), texts.messages
+    batch = placement.put(self._shared.exchange(texts.batch()))
+    return batch, texts.messages
 
   def _sources(self, step: int) -> list[tuple[Any, int]]:
     """The source of each prompt of this process, and its index there."""
@@ -153,7 +155,7 @@ class _Texts:
     self._length_BG = np.zeros((B, G), np.int32)
 
   def end(self, b: int) -> None:
-    """Ends the texts of a prompt whose source has no tools."""
+    """Ends the texts of a prompt that has no tools, or not in this process."""
     self._goes_on_BG[b] = False
 
   def reply(self, b: int, reply: Any, is_last: bool) -> None:

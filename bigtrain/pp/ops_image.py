@@ -2,18 +2,21 @@
 
 `decode` followed by a crop becomes one op, which decodes only the part of a
 JPEG that the crop needs and gives the same pixels. Images are RGB, [H, W, C],
-top row first. EXIF orientation is ignored, as in the published recipes.
+top row first.
 """
 
+import functools
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from bigtrain.config.errors import ConfigError, check_number
+import numpy as np
+
+from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.files import paths
-from bigtrain.pp import ops_basic, registry, xp
+from bigtrain.pp import ops_basic, picture_files, pillow, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
@@ -38,30 +41,49 @@ Arguments = dict[str, Any]
 Window = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 
+class Decoding(NamedTuple):
+  """Arguments of `decode`, without the names of features."""
+
+  channels: int = 3
+  precise: bool = True
+  exif: bool = False
+
+  @classmethod
+  def of(cls, arguments: Arguments) -> "Decoding":
+    return cls(**{name: arguments[name] for name in cls._fields})
+
+
 @registry.register("decode")
 def decode(
   channels: Literal[1, 3] = 3,
-  precise: bool = False,
+  precise: bool = True,
   key: str = "image",
   key_result: str | None = None,
+  exif: bool = False,
 ) -> Op:
-  """Decodes bytes (JPEG, PNG, GIF, BMP) to a uint8 image [H, W, channels].
+  """Decodes bytes (JPEG, PNG, GIF, BMP, WebP) to uint8 [H, W, channels].
 
-  Grey and CMYK images become RGB, transparency is dropped, and an animation
-  gives its first frame.
+  Pillow decodes TIFF, AVIF and, with pillow-heif, HEIC. Grey and CMYK images
+  become RGB, transparency is dropped, and an animation gives its first frame.
 
   Args:
     channels: 3 for RGB, 1 for grey.
-    precise: whether to decode JPEGs to exactly the pixels of Pillow (and
-      PyTorch). The fast transform differs from them by 1 level of 255 on
-      average, and by up to 18.
+    precise: whether JPEGs have exactly the pixels of Pillow, and so those of
+      torchvision, timm and transformers. False is the fast transform of
+      tensorflow, which big_vision uses: of two photographs, its pixels differ
+      by 1.0 and 1.3 levels of 255 on average, and by 18 at most.
+    exif: whether to turn pictures as the camera says. A TIFF is always turned,
+      as by Pillow.
   """
+  decoding = Decoding(channels, precise, exif)
 
   def fn(encoded, u):
     _require_encoded(encoded)
-    return _decode(encoded, channels, precise)
+    return decoded(encoded, decoding)
 
-  return registry.on_feature(fn, key, key_result, tensorflow=True)
+  return registry.on_feature(
+    fn, key, key_result, tensorflow=True, ignores_exif=not exif
+  )
 
 
 def _require_encoded(encoded: Any) -> None:
@@ -73,28 +95,85 @@ def _require_encoded(encoded: Any) -> None:
     )
 
 
-def _decode(encoded: Any, channels: int, precise: bool) -> Any:
-  def any_format():
+def decoded(encoded: Any, decoding: Decoding) -> Any:
+  """The pixels of a picture, a tensor uint8 [H, W, channels]."""
+  image = _as_stored(encoded, decoding)
+  return _turned(image, _turn(encoded)) if decoding.exif else image
+
+
+def _as_stored(encoded: Any, decoding: Decoding) -> Any:
+  """Decodes a picture without turning it, except where Pillow decodes it."""
+  channels, precise, exif = decoding
+
+  def by_pillow(data: bytes) -> tuple[np.ndarray, bytes]:
+    # tensorflow would put the traceback of a Python error into its message.
+    try:
+      return picture_files.decode(data, channels, exif), b""
+    except (DataError, ConfigError) as e:
+      return np.zeros((0, 0, channels), np.uint8), str(e).rstrip(".").encode()
+
+  def other_format():
+    image, problem = tf.numpy_function(
+      by_pillow, [encoded], [tf.uint8, tf.string]
+    )
+    image = tf.ensure_shape(image, [None, None, channels])
+    return xp.checked(image, tf.equal(problem, b""), "decode", problem)
+
+  def known_format():
     return tf.io.decode_image(
       encoded, channels=channels, expand_animations=False
     )
 
-  def jpeg():
-    return tf.io.decode_jpeg(encoded, channels=channels, dct_method=_ACCURATE)
+  def no_jpeg():
+    return tf.cond(_is_for_pillow(encoded), other_format, known_format)
 
-  if precise:
-    image = tf.cond(tf.io.is_jpeg(encoded), jpeg, any_format)
-  else:
-    image = any_format()
+  def jpeg():
+    return tf.io.decode_jpeg(
+      encoded, channels=channels, dct_method=_ACCURATE if precise else ""
+    )
+
+  image = tf.cond(tf.io.is_jpeg(encoded), jpeg, no_jpeg)
   return tf.ensure_shape(image, [None, None, channels])
 
 
+def _is_for_pillow(encoded: Any) -> Any:
+  # As picture_files.pillow_format, but in the graph, where it costs less.
+  is_tiff = tf.equal(tf.strings.substr(encoded, 0, 4), picture_files.TIFF)
+  is_media = tf.strings.regex_full_match(
+    tf.strings.substr(encoded, 0, 8), r"\C\C\C\Cftyp"
+  )
+  return tf.reduce_any(is_tiff) | is_media
+
+
+def _turn(encoded: Any) -> Any:
+  """Bools [3] of picture_files.TURNS; Pillow's formats are turned already."""
+
+  def read(data: bytes) -> np.ndarray:
+    if picture_files.pillow_format(data):
+      return np.array(picture_files.TURNS[0])
+    return np.array(picture_files.TURNS[picture_files.orientation(data) - 1])
+
+  return tf.ensure_shape(tf.numpy_function(read, [encoded], tf.bool), [3])
+
+
+def _turned(image: Any, turn: Any) -> Any:
+  transposed, rows, columns = tf.unstack(turn)
+  image = tf.cond(
+    transposed, lambda: tf.transpose(image, [1, 0, 2]), lambda: image
+  )
+  axes = tf.boolean_mask([0, 1], tf.stack([rows, columns]))
+  return tf.reverse(image, axes)
+
+
 def _decode_window(
-  encoded: Any, channels: int, precise: bool, window: Window, u: Any
+  encoded: Any, decoding: Decoding, window: Window, u: Any
 ) -> Any:
+  """Decodes the part of a picture that a crop needs."""
+  turn = _turn(encoded) if decoding.exif else None
+
   def part():
     height, width = tf.unstack(tf.io.extract_jpeg_shape(encoded)[:2])
-    top, left, h, w = window(height, width, u)
+    top, left, h, w = _window_as_stored(window, height, width, u, turn)
     # Colour is stored at half resolution and interpolated. At the edge of the
     # window the decoder does not know the next column. Decoding one more column
     # on each side gives the same pixels as decoding the whole image.
@@ -103,18 +182,39 @@ def _decode_window(
     image = tf.io.decode_and_crop_jpeg(
       encoded,
       tf.stack([top, start, h, stop - start]),
-      channels=channels,
-      dct_method=_ACCURATE if precise else "",
+      channels=decoding.channels,
+      dct_method=_ACCURATE if decoding.precise else "",
     )
-    return xp.cut(image, 0, left - start, h, w)
+    image = xp.cut(image, 0, left - start, h, w)
+    return image if turn is None else _turned(image, turn)
 
   def whole():
-    image = _decode(encoded, channels, precise)
+    image = decoded(encoded, decoding)
     height, width = xp.image_size(image)
     return xp.cut(image, *window(height, width, u))
 
   # In real data sets, some files with the suffix .jpg have other formats.
   return tf.cond(tf.io.is_jpeg(encoded), part, whole)
+
+
+def _window_as_stored(
+  window: Window, height: Any, width: Any, u: Any, turn: Any
+) -> tuple[Any, Any, Any, Any]:
+  """The window of a turned picture, in the picture as it is stored."""
+  if turn is None:
+    return window(height, width, u)
+  transposed, rows, columns = tf.unstack(turn)
+
+  def exchanged(x: Any, y: Any) -> tuple[Any, Any]:
+    return tf.where(transposed, y, x), tf.where(transposed, x, y)
+
+  height, width = exchanged(height, width)
+  top, left, h, w = window(height, width, u)
+  top = tf.where(rows, height - top - h, top)
+  left = tf.where(columns, width - left - w, left)
+  top, left = exchanged(top, left)
+  h, w = exchanged(h, w)
+  return top, left, h, w
 
 
 @registry.register("resize")
@@ -211,12 +311,16 @@ def _of_timm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @registry.register("published")
-def published(folder: str, key: str = "image") -> Op:
+def published(folder: str, key: str = "image", precise: bool = False) -> Op:
   """Resizes, crops and normalizes as a published model's folder says.
 
   The pixels are those of Hugging Face's transformers, for a folder with
-  preprocessor_config.json, or those of timm, for a config.json with
-  pretrained_cfg. `decode` comes before.
+  preprocessor_config.json or processor_config.json, or those of timm, for a
+  config.json with pretrained_cfg. `decode` comes before.
+
+  Args:
+    precise: whether resized pixels are those of Pillow in every bit; otherwise
+      some differ by one level of 255.
   """
   values, path = _read_published(paths.absolute(folder))
   method = _RESAMPLES.get(values["resample"], "")
@@ -235,6 +339,10 @@ def published(folder: str, key: str = "image") -> Op:
     xp.require_image(image, u, "published")
     now = tf.shape(image)[:2]
     new = now * shorter // tf.reduce_min(now) if shorter else pair(sides(size))
+    if precise and method in ("bilinear", "bicubic"):
+      resize = functools.partial(pillow.resize, method=method)
+      resized = tf.numpy_function(resize, [image, new], tf.uint8)
+      return tf.ensure_shape(resized, (None, None, image.shape[2]))
     # As in Pillow and torchvision: first the width, then the height, and after
     # each the values are rounded to bytes.
     image = _resize(image, (now[0], new[1]), method, True)
@@ -264,11 +372,17 @@ def published(folder: str, key: str = "image") -> Op:
 def _read_published(folder: str) -> tuple[dict[str, Any], str]:
   """Returns the values of a folder's preprocessing, and the file with them."""
   path = os.path.join(folder, "preprocessor_config.json")
+  whole = os.path.join(folder, "processor_config.json")
+  if not os.path.isfile(path) and os.path.isfile(whole):
+    path = whole
   timm_path = os.path.join(folder, "config.json")
   if not os.path.isfile(path) and os.path.isfile(timm_path):
     path = timm_path
   try:
-    values = {"size": 224, "resample": 2} | json.loads(paths.read_bytes(path))
+    values = json.loads(paths.read_bytes(path))
+    # Models that read texts too have one file for both processors.
+    values = values.get("image_processor", values)
+    values = {"size": 224, "resample": 2} | values
     if "architecture" in values:
       return _of_timm(values.get("pretrained_cfg", values)), path
     if path == timm_path:
@@ -434,18 +548,23 @@ def _fuse(
     draws: uniform numbers that `window` uses.
     finish: maps the pixels of the window to the result.
   """
-  decoded = decoding["key_result"] or decoding["key"]
+  feature = decoding["key_result"] or decoding["key"]
   result = crop["key_result"] or crop["key"]
-  if crop["key"] != decoded or result != decoded:
+  if crop["key"] != feature or result != feature:
     return None  # The spec needs the whole image too.
-  channels, precise = decoding["channels"], decoding["precise"]
+  options = Decoding.of(decoding)
 
   def fn(encoded, u):
     _require_encoded(encoded)
-    return finish(_decode_window(encoded, channels, precise, window, u))
+    return finish(_decode_window(encoded, options, window, u))
 
   return registry.on_feature(
-    fn, decoding["key"], decoded, draws=draws, tensorflow=True
+    fn,
+    decoding["key"],
+    feature,
+    draws=draws,
+    tensorflow=True,
+    ignores_exif=not options.exif,
   )
 
 

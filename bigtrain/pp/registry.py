@@ -48,6 +48,7 @@ class Op(NamedTuple):
   # Other features stay as they are. The whole is None if nothing is known.
   origins: dict[str, str | None] | None = None
   class_names: dict[str, list[str]] = {}  # {feature: names by number}.
+  ignores_exif: bool = False  # Whether it decodes pictures as they are stored.
 
 
 Factory = Callable[..., Op]

@@ -203,6 +203,7 @@ def start(
   params = state["params"]
   moments = parameters.moments(params, mesh)
   specs = sharding.with_shardings(params)
+  task_specs = sharding.with_shardings(state.get("tasks", {}))
 
   def write_files() -> None:
     facts: dict[str, Any] = {**parameters.facts(specs, trainable)}
@@ -214,7 +215,7 @@ def start(
       )
     write(workdir, config, run_info(mesh) | facts)
     table = parameters.write(
-      workdir, specs, trainable, moments, origin, param_dims
+      workdir, specs, trainable, moments, origin, param_dims, task_specs
     )
     logging.info("%s", table if log_table else table.rpartition("\n")[2])
 

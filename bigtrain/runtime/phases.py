@@ -18,6 +18,7 @@ _PHASES = {
   "compile": ("compiling", "compile"),
   "evaluation": ("evaluating", "eval"),
   "save": ("saving", "save"),
+  "rollout": ("writing answers", "data_wait"),
 }
 
 

@@ -11,7 +11,7 @@ from bigtrain.arrays.types import Variables
 NAMES = ("teacher", "base")
 
 # Beside them losses may have arguments of a task that change from step to step:
-# {name: value}, see objective/task_functions.py.
+# options that follow a schedule, and the task's state, as {name: value}.
 TASK = "task"
 
 

@@ -337,7 +337,9 @@ def explain(
   def inspect(state: Any, batch: Any) -> dict[str, Any]:
     grads, step_metrics, _ = gradients(state, batch)
     # Class numbers and the like, for which the task declares no limit.
-    integers = {name: batch[name] for name in train_input.unlimited}
+    # A rollout does not keep all features of the input.
+    names = [name for name in train_input.unlimited if name in batch]
+    integers = {name: batch[name] for name in names}
     finite_inputs = [jnp.isfinite(x).all() for x in batch.values()]
     loss = step_metrics["loss"][0] / step_metrics["loss"][1]
     grad_norm = metrics.global_norm(grads)

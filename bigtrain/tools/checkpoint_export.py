@@ -183,6 +183,7 @@ def to_layout(
   *,
   dtype: str = "",
   max_shard_bytes: int = 0,
+  drop_mtp: bool = False,
 ) -> tuple[int, int]:
   """Writes a published model's folder, one array in memory at a time.
 
@@ -193,6 +194,7 @@ def to_layout(
     layout: one of the model's, such as "gpt2"; None for that of the folder
       which the run began with, or the first that can express the model.
     max_shard_bytes: size of a file of weights; 0 for one file of any size.
+    drop_mtp: whether to leave out the modules of config.model.mtp.
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
@@ -208,6 +210,9 @@ def to_layout(
     names = list(merged)
     content = {**content, **merged}
     read = functools.partial(_read_merged, merged)
+  if drop_mtp:
+    config = {**config, "model": {**config["model"], "mtp": 0}}
+    names = [name for name in names if "/mtp/" not in name]
   module, model = building.model(settings.Config(config))
   if not hasattr(module, "to_published"):
     raise ConfigError(
@@ -217,7 +222,8 @@ def to_layout(
   # {name in the model: name in the checkpoint}
   full_names = {name.removeprefix(f"{prefix}/"): name for name in names}
   for name in manifest.arrays:
-    if name.startswith(_MUTABLE + STATE):
+    is_dropped = drop_mtp and "/mtp/" in name
+    if name.startswith(_MUTABLE + STATE) and not is_dropped:
       full_names[name.removeprefix(_MUTABLE)] = name
   shapes = {name: content[full].shape for name, full in full_names.items()}
   published, tensors = module.to_published(

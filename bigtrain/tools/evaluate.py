@@ -243,7 +243,7 @@ def _state_spec(
   specs = {}
   for name, array in arrays.items():
     tree = name.split("/")[0]
-    if tree in ("params", "ema", "mutable") or name in in_opt_state:
+    if tree in ("params", "ema", "mutable", "tasks") or name in in_opt_state:
       dtype = manifest.dtype_of(array.dtype)
       specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
   return sharding.state_spec(trees.from_flat(specs), mesh, rules)

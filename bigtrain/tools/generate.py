@@ -5,9 +5,11 @@
   python -m bigtrain.tools.generate --model=models/SmolLM2-135M-Instruct \\
       --chat --prompt="Why is the sky blue?"
 
-The text is printed while it is generated. The config in the checkpoint defines
-the model. When the text reaches the model's context length, generation goes on
-with the second half of the context.
+The text is printed while it is generated. It is decoded as by bigtrain.load: as
+the generation_config.json of a published folder says, else greedily; a line on
+stderr says how. The config in the checkpoint defines the model. When the text
+reaches the model's context length, generation goes on with the second half of
+the context.
 """
 
 import functools
@@ -55,6 +57,7 @@ def generate(
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
   sampling, rules = _options(checkpoint.generation, num_beams, given)
+  how = _description(sampling, rules, num_beams, seed)
   config = checkpoint.config
   if config.get("task") not in _TASKS:
     raise ConfigError(
@@ -95,6 +98,7 @@ def generate(
     stream = _sample(
       variables, model, ids, max_new, seed, sampling, apply_rules
     )
+  print(how, file=sys.stderr, flush=True)
   new: list[int] = []
   num_yielded = 0  # Characters.
   for token in stream:
@@ -118,7 +122,7 @@ def _options(
   model, else a default.
   """
   options = {
-    "temperature": 0.8,
+    "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
     **decoding.NO_RULES._asdict(),
@@ -132,9 +136,35 @@ def _options(
   }
   decoding.check_sampling(**sampling)
   decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
+  for name in ("top_k", "top_p"):
+    if given.get(name) is not None and not sampling["temperature"]:
+      raise ConfigError(
+        f"--{name}={given[name]}: expected --temperature above 0 with it; "
+        "otherwise the most likely token is taken."
+      )
   rules = decoding.Rules(**options)  # type: ignore[arg-type]
   rules.check()
   return sampling, rules
+
+
+def _description(
+  sampling: Mapping[str, Any], rules: decoding.Rules, num_beams: int, seed: int
+) -> str:
+  """A line that says how the text is decoded."""
+  parts = ["the most likely token"]
+  if num_beams > 1:
+    parts = [f"beam search, num_beams={num_beams}"]
+  elif sampling["temperature"]:
+    parts = [f"sampling, temperature={sampling['temperature']:g}"]
+    if sampling["top_k"]:
+      parts.append(f"top_k={sampling['top_k']}")
+    if sampling["top_p"] < 1:
+      parts.append(f"top_p={sampling['top_p']:g}")
+    parts.append(f"seed={seed}")
+  for name, value in rules._asdict().items():
+    if value != getattr(decoding.NO_RULES, name):
+      parts.append(f"{name}={value:g}")
+  return f"decoding: {', '.join(parts)}"
 
 
 def _prompt_ids(
@@ -273,7 +303,7 @@ def _parser() -> arguments.JaxParser:
     type=int,
     default=1,
     help="number of beams of a beam search, which prints its text at the end; "
-    "1 samples (default: %(default)s)",
+    "1 writes token by token (default: %(default)s)",
   )
   parser.add_argument(
     "--length_penalty",
@@ -315,7 +345,7 @@ def _add_sampling_arguments(parser: arguments.Parser) -> None:
     "--temperature",
     type=float,
     help="temperature of the distribution; 0 always picks the most likely "
-    "token (default: 0.8, or 0 in a beam search)",
+    "token (default: that of the model's folder, else 0)",
   )
   parser.add_argument(
     "--top_k",

@@ -35,10 +35,11 @@ from bigtrain.data.formats.files import log_hidden, split_hidden
 from bigtrain.files import paths
 from bigtrain.inference import load
 from bigtrain.inference.predictor import Predictor
+from bigtrain.pp import picture_files
 from bigtrain.runtime import jax_flags
 from bigtrain.tools import arguments, exits
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+_PICTURES = picture_files.SUFFIXES
 _TEXTS = (".txt",)
 _FORMATS = ("jsonl", "csv")
 # {method: fields of its results}, which are the columns of a CSV.

@@ -199,7 +199,7 @@ def test_calls_and_results_of_tools_become_messages():
     ({"conversations": ["a"]}, r"conversations\[0\]: expected dict\(from"),
     (SHAREGPT | {"system": "Other."}, "system: .*another system prompt"),
     (SHAREGPT | {"system": 3}, "system: expected a text, got 3"),
-    (SHAREGPT | {"image": "a.png"}, "image: this source reads texts alone"),
+    (SHAREGPT | {"video": "a.mp4"}, "video: this source reads texts and pic"),
     (SHAREGPT | {"tools": "no json"}, "tools: not valid JSON"),
     (
       {"conversations": [turn("human", "a"), turn("function_call", "f()")]},

@@ -1,5 +1,7 @@
 """Makes published/: a small random model of each family, by transformers.
 
+Also published_mtp/, with modules that predict further tokens.
+
 Each folder has the output of save_pretrained; gradients.safetensors, the
 gradients of the mean cross-entropy in the same layout; and reference.npz:
 tokens, their logits, and the tokens that greedy generation adds to `prompt`.
@@ -17,6 +19,7 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+from transformers import modeling_layers
 from transformers.models import mistral4
 
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
@@ -489,8 +492,75 @@ def write_family(options, out):
     save_gradients(model, torch.from_numpy(tokens), out)
 
 
+def prediction_arrays(mtp, first):
+  """The arrays of an MtpModel, as DeepSeek V3 stores them: by expert."""
+  arrays = {}
+  for name, x in mtp.layers.state_dict().items():
+    number, _, rest = name.partition(".")
+    start = f"model.layers.{first + int(number)}."
+    rest = rest.removeprefix("mtp_block.")
+    rest = rest.replace("post_norm.", "shared_head.norm.")
+    if ".experts." not in rest:
+      arrays[start + rest] = x
+      continue
+    stem, _, kind = rest.rpartition(".")
+    parts = {kind: x}
+    if kind == "gate_up_proj":
+      gate, up = x.chunk(2, dim=1)
+      parts = {"gate_proj": gate, "up_proj": up}
+    for kind, part in parts.items():
+      for e, matrix in enumerate(part):
+        arrays[f"{start}{stem}.{e}.{kind}.weight"] = matrix
+  return arrays
+
+
+def write_prediction(out):
+  """Writes DeepSeek V3 with two modules that predict further tokens.
+
+  reference.npz also has their logits, `logits_1` for the token after the next
+  one; the file has copies of embedding and head for them, as published ones.
+  """
+  options = FAMILIES["deepseek_v3"] | dict(num_mtp_layers=2)
+  write_family(options, out)
+  (out / "gradients.safetensors").unlink()
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    out, dtype=torch.float32, **EAGER
+  ).eval()
+  mtp = modeling_layers.MtpModel(model, 2).eval()
+  with torch.no_grad():  # The class initialises nothing.
+    for name, x in mtp.layers.state_dict().items():
+      x.fill_(float(x.ndim == 1 and name.endswith("norm.weight")))
+  with_noise(mtp.layers, np.random.default_rng(1))
+  reference = dict(np.load(out / "reference.npz"))
+  tokens = torch.from_numpy(reference["tokens"]).long()
+  with torch.no_grad():
+    hidden = model.model(tokens).last_hidden_state
+    for number in range(2):
+      ahead = tokens[:, number + 1 :]
+      places = torch.arange(number + 1, tokens.shape[1])[None]
+      hidden = mtp.forward_layer(
+        number, hidden[:, :-1], places, None, input_ids=ahead
+      )
+      logits = model.lm_head(hidden)
+      reference[f"logits_{number + 1}"] = logits.numpy()
+  np.savez_compressed(out / "reference.npz", **reference)
+  file = out / "model.safetensors"
+  first = model.config.num_hidden_layers
+  arrays = safetensors.torch.load_file(file) | prediction_arrays(mtp, first)
+  copies = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+  }
+  for name, original in copies.items():
+    arrays[f"model.layers.{first}.{name}"] = arrays[original].clone()
+  arrays = {name: x.contiguous() for name, x in arrays.items()}
+  safetensors.torch.save_file(arrays, file, {"format": "pt"})
+
+
 def write(golden):
   """Writes all folders below `golden`."""
+  write_prediction(golden / "published_mtp")
   shutil.rmtree(golden / "published", ignore_errors=True)
   for name, options in FAMILIES.items():
     out = golden / "published" / name

@@ -34,7 +34,7 @@ EXPERTS = dict(
 def model_of(**changes):
   return decoder.Model(
     **dict(
-      variant="qwen3_next_mu",
+      variant="qwen3_5_mu",
       vocab_size=V,
       kinds=KINDS,
       layers=("linear", "full"),

@@ -1,10 +1,12 @@
 """Answers of several turns, with a function that answers tool calls."""
 
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from support import policy_runs
 from support.policy_runs import (
   chat_config,
@@ -166,3 +168,60 @@ def test_eight_devices_take_the_turns_of_one(tmp_path):
     assert start(config, tmp_path, name, devices).wait() == 0
   one, eight = (metrics_of(tmp_path / n, NAMES) for n in ("one", "eight"))
   np.testing.assert_allclose(eight, one, rtol=1e-4, atol=1e-6)
+
+
+JUDGE = """\
+import json, os, sys
+requests = [json.loads(line) for line in sys.stdin]
+with open(sys.argv[1], "a") as notes:
+  notes.write(json.dumps([r["row"]["number"] for r in requests]) + "\\n")
+for request in requests:
+  print(sum(m["role"] == "tool" for m in request["messages"]))
+"""
+
+
+def train_together(folder, **mesh):
+  """A part of a job of support/two_processes.py; also run by one process."""
+  if jax.process_index() == 0:
+    (folder / "judge.py").write_text(JUDGE)
+    chat_config(folder)
+  multihost_utils.sync_global_devices("chats")
+  config = chat_config(folder, total_steps=2, compile_cache=False, mesh=mesh)
+  config["model"]["num_heads"] = 4
+  words = [sys.executable, str(folder / "judge.py"), str(folder / "notes")]
+  judge = dict(command=words, time_limit=300)
+  config["input"]["data"]["rewards"] = judge
+  train(config, folder / "run")
+
+
+def train_split(folder):
+  """The same with examples that are split over all devices."""
+  train_together(folder, fsdp=1, tensor=4)
+
+
+def calls(path):
+  lines = (path / "notes").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_two_processes_call_for_their_own_answers(tmp_path, two_processes):
+  train_together(tmp_path)
+  together, split = (
+    two_processes(f"objective.test_turns.{name}").folder
+    for name in ("train_together", "train_split")
+  )
+  one = metrics_of(tmp_path / "run", NAMES)
+  for path in (together, split):
+    two = metrics_of(path / "run", NAMES)
+    np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6)
+  # Each process calls once in each of two steps, with half of the answers; if
+  # both have all examples, one calls for both.
+  assert [len(call) for call in calls(tmp_path)] == [32, 32]
+  assert [len(call) for call in calls(together)] == [16, 16, 16, 16]
+  assert calls(split) == calls(tmp_path)
+  first, second = (
+    sorted(number for call in calls(path) for number in call)
+    for path in (tmp_path, together)
+  )
+  assert first == second

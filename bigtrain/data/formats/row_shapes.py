@@ -26,6 +26,7 @@ from bigtrain.config.errors import (
   check_choice,
   did_you_mean,
 )
+from bigtrain.data.formats import row_pictures
 
 _Row = Mapping[str, Any]
 _Messages = list[dict[str, Any]]
@@ -48,8 +49,8 @@ _ROLES = {
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _CALL = "function_call"
-# Fields beside a conversation whose content a model of texts would not see.
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Fields beside a conversation whose content no model would see.
+_MEDIA = ("video", "videos", "audio", "audios")
 _LABEL_FIELDS = ("label", "kto_tag")
 _SCORES = ("score_chosen", "score_rejected")
 # Other names of fields, which hold lists.
@@ -411,8 +412,9 @@ def _has(row: _Row, fields: Sequence[str]) -> bool:
 
 
 def _rest(row: _Row) -> dict[str, Any]:
-  """Returns the tools and the weight of a row."""
-  result = {"weight": row["weight"]} if "weight" in row else {}
+  """Returns the tools, the weight and the pictures of a row."""
+  kept = ("weight", "image", "images", row_pictures.FOLDER)
+  result = {field: row[field] for field in kept if field in row}
   tools = row.get("tools", row.get("functions"))
   if isinstance(tools, str) and tools.strip():
     try:
@@ -464,7 +466,8 @@ def _conversation(row: _Row) -> _Messages:
   for field in _MEDIA:
     if row.get(field):
       raise DataError(
-        f"{field}: this source reads texts alone; the model would not see it."
+        f"{field}: this source reads texts and pictures; the model would not "
+        "see it."
       )
   turns = row["conversations"]
   if not isinstance(turns, list) or not turns:

@@ -4,7 +4,8 @@ The ids are made once, in a pass over all rows, and kept in the user's cache
 folder, under a hash of the files' paths, sizes and modification times and of
 the options that the ids depend on. Two files have them: STEM.ids, the ids of
 all rows one after the other, and STEM.npz, the start and weight of each row,
-and what the pass has counted.
+and what the pass has counted. Rows with pictures have a third, STEM.pictures,
+with their paths or their bytes.
 """
 
 import contextlib
@@ -30,6 +31,8 @@ class Row(NamedTuple):
   trained: np.ndarray  # bool [n], whether an id has a loss.
   weight: float = 1.0  # Of the loss.
   label: int = -1  # 1 if an answer is wanted, 0 if not, -1 if nobody says so.
+  # Its pictures, each as `Rows.pictures` returns it.
+  pictures: Sequence[bytes] = ()
 
 
 # Files and refused rows that messages name.
@@ -53,10 +56,16 @@ class Rows:
       self.weight, self._ends = arrays["weight"], arrays["ends"]
       self.label, self._number = arrays["label"], arrays["number"]
       self.counts: dict[str, Any] = json.loads(str(arrays["counts"]))
+      # Number of pictures before each row, and where each picture starts.
+      self._pictures = arrays["pictures"]
+      self._picture_starts = arrays["picture_starts"]
     # An id is stored as 2 id + (1 if it has a loss).
     shape = (int(self._starts[-1]),)
     self._codes = np.asarray(np.memmap(stem + ".ids", "<u4", "r", 0, shape))
     self._inputs, self.digest = inputs, digest
+    self._encoded: Any = b""
+    if len(self._picture_starts) > 1:
+      self._encoded = np.memmap(stem + ".pictures", np.uint8, "r")
 
   def __len__(self) -> int:
     return len(self._prompt)
@@ -76,6 +85,15 @@ class Rows:
     """Returns ids, int32 [n], and whether they have a loss, bool [n]."""
     codes = self._codes[start:stop]
     return (codes >> 1).astype(np.int32), (codes & 1).astype(bool)
+
+  def num_pictures(self, rows: np.ndarray) -> np.ndarray:
+    return self._pictures[rows + 1] - self._pictures[rows]
+
+  def pictures(self, row: int) -> list[bytes]:
+    """Returns the pictures of a row, as they were given in `Row`."""
+    numbers = range(self._pictures[row], self._pictures[row + 1])
+    starts = self._picture_starts
+    return [bytes(self._encoded[starts[i] : starts[i + 1]]) for i in numbers]
 
   def where(self, row: int) -> str:
     file = int(np.searchsorted(self._ends, row, side="right"))
@@ -140,12 +158,17 @@ def _write(
 ) -> None:
   logging.info("Reading the rows of %s.", _names(inputs))
   starts, ends = [0], []
-  rows: list[Row] = []  # Without their ids.
+  pictures, picture_starts = [0], [0]
+  rows: list[Row] = []  # Without their ids and pictures.
   numbers: list[int] = []  # Of each row in its file.
   refused: list[str] = []
   num_trained = 0
   nothing = np.zeros(0, np.int32)
-  with paths.replacing(stem + ".ids", "wb") as f:
+  with contextlib.ExitStack() as stack:
+    ids_file = stack.enter_context(paths.replacing(stem + ".ids", "wb"))
+    pictures_file = stack.enter_context(
+      paths.replacing(stem + ".pictures", "wb")
+    )
     for name in inputs:
       for number, (where, content) in enumerate(rows_of(name)):
         try:
@@ -159,10 +182,14 @@ def _write(
             raise DataError(f"{e} With this one, {more}.") from e
           raise
         for row in encoded:
-          f.write((2 * row.ids + row.trained).astype("<u4").tobytes())
+          ids_file.write((2 * row.ids + row.trained).astype("<u4").tobytes())
           starts.append(starts[-1] + len(row.ids))
+          for picture in row.pictures:
+            pictures_file.write(picture)
+            picture_starts.append(picture_starts[-1] + len(picture))
+          pictures.append(pictures[-1] + len(row.pictures))
           num_trained += int(row.trained.sum())
-          rows.append(row._replace(ids=nothing, trained=nothing))
+          rows.append(row._replace(ids=nothing, trained=nothing, pictures=()))
           numbers.append(number)
       ends.append(len(rows))
   if not rows:
@@ -185,4 +212,6 @@ def _write(
       number=np.asarray(numbers, np.int64),
       ends=np.asarray(ends, np.int64),
       counts=np.asarray(json.dumps(counts)),
+      pictures=np.asarray(pictures, np.int64),
+      picture_starts=np.asarray(picture_starts, np.int64),
     )

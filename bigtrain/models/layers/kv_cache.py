@@ -38,7 +38,8 @@ class Cache(NamedTuple):
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # As in Ring; None if no layer has a Ring or a recurrent state.
+  # As in Ring; None if no layer has a Ring or a recurrent state, and tokens may
+  # be written again.
   read_B: jax.Array | None = None
 
   @property
@@ -229,12 +230,23 @@ def of_layers(
   kinds: Sequence[Kind | recurrent_cache.Kind],
   kind_N: Sequence[int],
   dtype: str,
+  write_once: bool = False,
+  whole: bool = False,
 ) -> Caches:
-  """Returns empty caches; `kind_N` has the index of each layer's kind."""
-  sizes = [
-    min((isinstance(kind, Kind) and kind.window) or length, length)
-    for kind in kinds
-  ]
+  """Returns empty caches.
+
+  Args:
+    kind_N: index of each layer's kind.
+    write_once: whether tokens of a prompt that are read again, one by one, are
+      not written again.
+    whole: whether layers with a window keep all positions too.
+  """
+  sizes = [length] * len(kinds)
+  if not whole:
+    sizes = [
+      min((isinstance(kind, Kind) and kind.window) or length, length)
+      for kind in kinds
+    ]
   # Whether some layers cannot read a token again.
   has_rings = any(
     size < length or isinstance(kind, recurrent_cache.Kind)
@@ -252,7 +264,8 @@ def of_layers(
     if size < length:
       groups.append(Ring(k, v, read_B))
     else:
-      groups.append(Cache(k, v, read_B if has_rings else None))
+      has_read = has_rings or write_once
+      groups.append(Cache(k, v, read_B if has_read else None))
   places_N = tuple(kind_N[:i].count(index) for i, index in enumerate(kind_N))
   return Caches(tuple(groups), places_N, length)
 

@@ -73,14 +73,14 @@ class Layouts(NamedTuple):
     in_order = sorted(
       families.items(), key=lambda item: item[1].model_type != origin
     )
-    ours = self.canonical(_fields_of(model))
+    ours = self.canonical(fields_of(model))
     ours["shapes"] = shapes
     errors = []
     errors_of_origin = []
     for name, family in in_order:
       key = f"--layout={name}"
       try:
-        config = self._config_json(key, family, ours)
+        config = self.config_json(key, family, ours)
         arrays = array_files.export(key, family.arrays, shapes, param_dims)
         if family.model_type == timm.MODEL_TYPE:
           config = timm.folded(config)
@@ -106,7 +106,7 @@ class Layouts(NamedTuple):
       f"--format=hf: no published layout computes this model. {shortest}"
     ) from shortest
 
-  def _config_json(
+  def config_json(
     self, key: str, family: Family, ours: Mapping[str, Any]
   ) -> dict[str, Any]:
     """The config.json of a model in a family, if the family expresses it."""
@@ -140,10 +140,14 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
   return result
 
 
-def _fields_of(model: Any) -> dict[str, Any]:
+def fields_of(model: Any) -> dict[str, Any]:
   return {
     name: getattr(model, name) for name in type(model).__dataclass_fields__
   }
+
+
+# Fields with options that need not all be given: experts, and parts of a model.
+_WITH_OPTIONS = ("moe", "image", "text", "projector")
 
 
 class _Difference(NamedTuple):
@@ -214,7 +218,7 @@ class Fields(dict[str, Field]):
       arrays: names of the file's arrays, which decide some fields.
       key: the model's place in the config, for messages.
     """
-    ours = self._canonical(_fields_of(model))
+    ours = self._canonical(fields_of(model))
     theirs = self._canonical({name: x.value for name, x in self.items()})
     messages = {}
     for name, difference in _differences(ours, theirs, self).items():
@@ -248,7 +252,7 @@ class Fields(dict[str, Field]):
       field = self[name]
       if isinstance(field.value, dict) and isinstance(value, Mapping):
         # Options of the training, such as a capacity, may be added.
-        if name == "moe":
+        if name in _WITH_OPTIONS:
           result[name] = {**field.value, **value}
         value = {x: result[name].get(x) for x in field.value}
       arrays_decide = field.unless_array is not None or field.is_limit

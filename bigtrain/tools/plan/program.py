@@ -29,6 +29,7 @@ from bigtrain.objective import (
   building,
   task_functions,
   task_gradients,
+  task_schedule,
   task_sum,
   teacher,
 )
@@ -240,6 +241,8 @@ def _model_flops(
   )
   total = 0.0
   for entry in entries:
+    if entry.name not in state.get(task_schedule.WEIGHTS, {"": 1.0}):
+      continue
     is_taught = entry in taught
     loss_fn = task_functions.loss_fn(
       entry.part,
@@ -248,8 +251,11 @@ def _model_flops(
       teaching.model if is_taught else None,
       entry.input_key,
     )
+    own_state = state.get(task_gradients.TASKS)
+    if entry.name and own_state is not None:
+      own_state = own_state.get(entry.name)
     args = task_gradients.loss_args(
-      entry, is_taught, state, batch_spec, run.mesh, frozen_spec
+      entry, is_taught, state, batch_spec, run.mesh, frozen_spec, own_state
     )
     total += flops.step_flops(loss_fn, *args)
   return total

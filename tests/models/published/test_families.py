@@ -191,3 +191,36 @@ def test_kernels_that_the_library_split_in_equal_parts(tmp_path):
   expected = variables_of(module, model, folder)
   loaded = variables_of(module, model, file)
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_the_text_part_of_a_model_that_sees_images(tmp_path):
+  """As the releases of Qwen 3.5 are, whose rotation has three positions."""
+  folder = PUBLISHED / "qwen3_5_moe_text"
+  text = json.loads((folder / "config.json").read_text())
+  text["rope_parameters"] |= dict(
+    mrope_section=[1, 0, 0], mrope_interleaved=True
+  )
+  text |= dict(attn_output_gate=True, mtp_num_hidden_layers=1)
+  del text["layer_types"]
+  config = dict(
+    model_type="qwen3_5_moe",
+    text_config=text | dict(full_attention_interval=2),
+    vision_config=dict(depth=1),
+    image_token_id=60,
+    tie_word_embeddings=True,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  arrays = dict(safetensors_files.read(str(folder)))
+  nested = {
+    name.replace("model.", "model.language_model.", 1): x
+    for name, x in arrays.items()
+  }
+  for name in ("model.visual.pos_embed.weight", "mtp.fc.weight"):
+    nested[name] = np.ones((2, 3), np.float32)
+  file = write(tmp_path, nested)
+  module, model = opened(file)
+  _, plain = opened(folder)
+  assert model == plain
+  expected = variables_of(module, plain, folder)
+  loaded = variables_of(module, model, file)
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)

@@ -21,6 +21,7 @@ from bigtrain.models.published.decoders.shared_arrays import (
   MLP,
   NORMS_BEFORE,
   SHARED_EXPERTS,
+  with_prediction,
 )
 from bigtrain.models.published.families import ConfigJson, Key, Rule, choice
 from bigtrain.models.published.tables import linear, table, transposed
@@ -193,7 +194,7 @@ _SIGMOID_EXPERTS = experts(
 DEEPSEEK_V3 = LLAMA.but(
   "deepseek_v3",
   "DeepseekV3ForCausalLM",
-  arrays=_ARRAYS,
+  arrays=with_prediction(_ARRAYS),
   rules=(
     biases(attention_bias=("qkv", "out")),
     choice("rope_interleaved", "rope_interleave", {True: True, False: False}),

@@ -18,6 +18,7 @@ from bigtrain.models.published.decoders.shared_arrays import (
   MLP,
   NORMS_BEFORE,
   SHARED_EXPERTS,
+  with_prediction,
 )
 from bigtrain.models.published.families import Key, choice
 from bigtrain.models.published.tables import norm, table
@@ -53,13 +54,8 @@ GLM4 = LLAMA.but(
 GLM4_MOE = LLAMA.but(
   "glm4_moe",
   "Glm4MoeForCausalLM",
-  arrays=table(
-    ENDS,
-    ATTENTION,
-    NORMS_BEFORE,
-    MLP,
-    EXPERTS,
-    SHARED_EXPERTS,
+  arrays=with_prediction(
+    table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERTS)
   ),
   rules=(
     biases(attention_bias=("qkv",)),
@@ -78,7 +74,7 @@ GLM4_MOE = LLAMA.but(
       rules=(expert_groups(), shared_experts()),
     ),
   ),
-  # Layers after the last one, which predict further tokens, are not loaded.
+  # Layers after the last one predict further tokens: see config.model.mtp.
   harmless=("num_nextn_predict_layers",),
   defaults={
     "vocab_size": 151552,

@@ -4,7 +4,14 @@ Names are as in transformers' Llama. A model lacks the arrays that it has no use
 for: the biases, the norms of queries and keys, the head if it is tied.
 """
 
-from bigtrain.models.published.tables import dense, linear, norm, plain, table
+from bigtrain.models.published.tables import (
+  Table,
+  dense,
+  linear,
+  norm,
+  plain,
+  table,
+)
 
 ENDS = table(
   plain("model.embed_tokens.weight", "token_embedding"),
@@ -124,3 +131,32 @@ SHARED_EXPERT = table(
   dense("model.layers.{i}.mlp.shared_expert_gate", "blocks/shared_gate"),
 )
 QWEN_MOE = table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERT)
+
+
+# Where arrays of further tokens' layers are in these tables. In files, the
+# layers count on from the last one of the model; decoder_families.py renames.
+PREDICTION_LAYER = "model.mtp.{i}."
+
+
+def with_prediction(arrays: Table) -> Table:
+  """A table, with layers that predict further tokens, as in DeepSeek V3.
+
+  They are layers like the others, with norms and a projection before them.
+  """
+  layer, ours = "model.layers.{i}.", "blocks/"
+  of_layers = [
+    entry._replace(
+      published=entry.published.replace(layer, PREDICTION_LAYER),
+      ours=tuple(x.replace(ours, "mtp/blocks/block/", 1) for x in entry.ours),
+    )
+    for entry in arrays
+    if entry.published.startswith(layer)
+  ]
+  return table(
+    arrays,
+    of_layers,
+    norm(PREDICTION_LAYER + "enorm", "mtp/blocks/embedding_norm"),
+    norm(PREDICTION_LAYER + "hnorm", "mtp/blocks/hidden_norm"),
+    linear(PREDICTION_LAYER + "eh_proj", "mtp/blocks/projection"),
+    norm(PREDICTION_LAYER + "shared_head.norm", "mtp/blocks/norm"),
+  )
