@@ -14,8 +14,8 @@ as .gz or .zst. The fields of a row say its shape, or `rows` does:
 - "alpaca": `instruction`, `input` and `output`, as Alpaca's published prompt
   and its answer; "alpaca_chat": as a question and an answer.
 - "text": `text`, all of which has a loss.
-- Beside these `images`, or parts {"type": "image", "path": ...} of messages: the
-  pictures of a row, with `pictures=`; see formats/row_pictures.py.
+- Beside these `images`, or parts {"type": "image", "path": ...} of messages:
+  the pictures of a row, with `pictures=`; see formats/row_pictures.py.
 
 With `preferences=True`:
 
