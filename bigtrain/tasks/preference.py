@@ -51,7 +51,7 @@ def loss_fn(
   model: Any,
   train: bool,
   teacher: Any = None,
-  kind: str = "sigmoid",
+  kind: str | None = None,
   beta: float = 0.1,
   label_smoothing: float = 0.0,
   gamma: float = 0.5,
@@ -64,17 +64,19 @@ def loss_fn(
   """Computes a loss of losses/preferences.py, where the options are described.
 
   Args:
-    kind: a name in preferences.KINDS; "sigmoid" is DPO; or "reward".
+    kind: a name in preferences.KINDS, or "reward"; by default "sigmoid" (DPO),
+      and for judgements "kto".
     sft: 1 by default for cpo and orpo, else 0.
     center: of "reward": weight of the squared sum of a pair's rewards.
     chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
     (means over pairs: "loss", "accuracy" (whether the chosen answer has the
-    larger reward), "margin" and rewards; the mutable collections). For those
-    of judgements, see `_judged_metrics`.
+    larger reward), "margin" and rewards, or those of `_judged_metrics`; the
+    mutable collections).
   """
   del rng, train
+  kind = _checked_kind(kind, batch)
   options = preferences.read_options(
     kind,
     "config.loss",
@@ -88,16 +90,14 @@ def loss_fn(
   own = {name: x for name, x in variables.items() if name != "teacher"}
   weight_B = metrics.example_weights(batch, batch["tokens"])
   weight_B *= jnp.max(batch["loss_mask"], axis=(1, 2))
-  _check_answers(kind, batch)
   mutable = {n: x for n, x in own.items() if n not in ("params", *_FROZEN)}
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
-
   reference_B2, drift = _by_reference(
     kind, variables, batch, model=model, teacher=teacher, chunk=chunk
   )
-  tokens_BK = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
-  tokens_B2 = _as_pairs(tokens_BK, batch)
+  tokens_BK = jnp.sum(batch["loss_mask"] != 0, axis=2)
+  tokens_B2 = _as_pairs(tokens_BK.astype(jnp.float32), batch)
 
   def total(sums_BK: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
     sums_B2 = _as_pairs(sums_BK, batch)
@@ -125,10 +125,10 @@ def loss_fn(
   return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
 
 
-def _check_answers(kind: str, batch: Batch) -> None:
+def _checked_kind(kind: str | None, batch: Batch) -> str:
   if "label" not in batch:
-    return
-  if kind != "kto":
+    return "sigmoid" if kind is None else kind
+  if kind not in (None, "kto"):
     raise ConfigError(
       f"config.loss.kind={kind!r} compares two answers, and rows with a label "
       "have one; expected kind='kto'."
@@ -138,6 +138,7 @@ def _check_answers(kind: str, batch: Batch) -> None:
       "config.loss.kind='kto' compares answers with those to other prompts: "
       "expected at least two examples in a microbatch."
     )
+  return "kto"
 
 
 def _as_pairs(x_BK: jax.Array, batch: Batch) -> jax.Array:
@@ -241,13 +242,16 @@ def _judged_metrics(
     "reward/rejected": reward_B2[:, 1],
     **log_probs,
   }
-  result = {
+  result: Metrics = {
     "accuracy": metrics.pair(is_right_B.astype(jnp.float32), weight_B),
     "kl": metrics.pair(jnp.broadcast_to(kl, weight_B.shape), weight_B),
   }
   for name, x_B in by_label.items():
     is_own_B = is_wanted_B if name.endswith("chosen") else ~is_wanted_B
-    result[name] = metrics.pair(x_B, weight_B * is_own_B)
+    own_weight_B = weight_B * is_own_B
+    # A log step or a small set may have answers of one kind only.
+    count = jnp.any(own_weight_B > 0).astype(jnp.float32)
+    result[name] = metrics.Occasional(metrics.pair(x_B, own_weight_B), count)
   return result
 
 

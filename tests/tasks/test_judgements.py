@@ -14,7 +14,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from support import any_mesh, pages
 
-from bigtrain import main, sharding
+from bigtrain import main, metrics, sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.config.errors import ConfigError, DataError
@@ -46,6 +46,7 @@ OPTIONS_OF_MODEL = dict(
   ),
 )
 MODEL = decoder.Model(**OPTIONS_OF_MODEL)
+_PAIR = ("chosen", "rejected")
 SMALL = dict(
   variant="llama", vocab_size=61, width=8, depth=1, num_heads=2, mlp_dim=8
 )
@@ -110,15 +111,15 @@ def test_loss_and_gradients_are_those_of_trls_trainer(exact):
 
   @jax.jit
   def mean(params):
-    metrics = run(params, reference, given(), model)
-    total, number = metrics["loss"]
-    return total / number, metrics
+    result = run(params, reference, given(), model)
+    total, number = result["loss"]
+    return total / number, result
 
-  (loss, metrics), grad = jax.value_and_grad(mean, has_aux=True)(params)
+  (loss, result), grad = jax.value_and_grad(mean, has_aux=True)(params)
   # Their rotary tables are float32.
   close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
   close(loss, golden()["loss"])
-  close(metrics["kl"][0] / metrics["kl"][1], golden()["kl"])
+  close(result["kl"][0] / result["kl"][1], golden()["kl"])
   assert golden()["kl"] > 1  # Above the bound of 0.
   theirs = {
     name.removeprefix("grad/"): value
@@ -242,7 +243,8 @@ def test_padding_weights_and_labels_of_metrics():
   batch = given()
   measure = jax.jit(functools.partial(run, model=model))
   whole = measure(other, params, batch)
-  assert whole["reward/chosen"][1] == 4 and whole["reward/rejected"][1] == 2
+  chosen, rejected = (whole[f"reward/{n}"].metric for n in _PAIR)
+  assert chosen[1] == 4 and rejected[1] == 2
   assert whole["loss"][1] == whole["accuracy"][1] == 6
   padded = {n: np.concatenate([x, x[:2]]) for n, x in batch.items()}
   padded |= {"_mask": np.array([1] * 6 + [0] * 2)}
@@ -250,7 +252,8 @@ def test_padding_weights_and_labels_of_metrics():
   result = measure(other, params, padded)
   assert result["loss"][1] == 6
   for name in ("reward/chosen", "log_prob/rejected"):
-    np.testing.assert_allclose(result[name], whole[name], rtol=1e-5)
+    pairs = (found[name].metric for found in (result, whole))
+    np.testing.assert_allclose(*pairs, rtol=1e-5)
   weighted = batch | {"loss_mask": batch["loss_mask"] * 3}
   tripled = measure(other, params, weighted)
   np.testing.assert_allclose(
@@ -287,12 +290,15 @@ def test_the_config_of_the_page_trains(tmp_path, monkeypatch):
   )
   exec(code, {"config": config, "folder": str(GOLDEN / "chat_masks")})
   config.input.data.length = 32
+  val = dict(type="mean", pred="preference", data=config.input.data.to_dict())
+  config.evals = dict(val=val | dict(batch_size=16, log_steps=2))
   config.lr = 0.01
   main.train(config.to_dict(), "run")
   first, second = tiny.rows(tmp_path / "run").values()
   assert first["loss"] == 0.5 and first["kl"] == 0  # Of equal models.
   assert second["reward/chosen"] != 0 and second["reward/rejected"] != 0
   assert 0 <= second["accuracy"] <= 1
+  assert second["val/loss"] < 0.5
 
 
 @pytest.mark.usefixtures("exact")
@@ -302,12 +308,22 @@ def test_eight_devices_compare_the_same_answers():
 
   @jax.jit
   def measure(batch):
-    metrics = run(other, params, batch, model)
-    return {name: total / weight for name, (total, weight) in metrics.items()}
+    return run(other, params, batch, model)
 
   mesh = sharding.make_mesh()
   place = NamedSharding(mesh, PartitionSpec(sharding.batch_axes(mesh)))
   with jax.set_mesh(mesh):
-    split = measure(jax.device_put(batch, place))
-  for name, value in measure(batch).items():
+    split = metrics.host_values([measure(jax.device_put(batch, place))])
+  whole = metrics.host_values([measure(batch)])
+  assert {"loss", "kl", "reward/rejected"} <= whole.keys()
+  for name, value in whole.items():
     np.testing.assert_allclose(split[name], value, rtol=1e-9, err_msg=name)
+
+
+def test_answers_of_one_kind_have_no_metrics_of_the_other():
+  model, params, other = small_models()
+  batch = given() | {"label": np.ones(6, np.int32)}
+  values = metrics.host_values([run(other, params, batch, model)])
+  assert "reward/chosen" in values and "log_prob/chosen" in values
+  assert not {"reward/rejected", "log_prob/rejected"} & values.keys()
+  assert np.isfinite(list(values.values())).all()
