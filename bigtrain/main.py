@@ -533,12 +533,10 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-      waiting = phase.clock.account("data_wait")
       if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-        waiting = phase("rollout", step + 1)
-      with waiting:
+      with phase.batch(step + 1, objective.rollout.writes(step + ahead)):
         batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(

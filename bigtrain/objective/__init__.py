@@ -13,6 +13,9 @@ Its parts, in the order in which it builds them:
   frozen_base.py       the base of adapters
     trained_adapters.py  adapters after training: loaded, merged, exported
   rollouts.py          batches that are made with the weights of the step
+    turns.py             answers with tool calls, turn by turn
+    shared_rows.py       which process calls judges and tools
+    reward_report.py     rewards and answers in log entries
   gradients.py         gradients over the global batch
     microbatching.py     cutting the batch
     activations.py       statistics of activations in log steps
