@@ -537,11 +537,7 @@ def _train(
       if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-      with (
-        phase("rollout", step + 1)
-        if objective.rollout.writes(step + ahead)
-        else phase.clock.account("data_wait")
-      ):
+      with phase.batch(step + 1, objective.rollout.writes(step + ahead)):
         batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(

@@ -10,7 +10,7 @@ calls of the model, which then goes on (data/formats/toolbox.py).
 Features: `prompt` int32 [length], padded with 0, and `prompt_length` int32.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from bigtrain.config.errors import (
 )
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, judges, toolbox
-from bigtrain.data.formats.reward_worker import Worker
+from bigtrain.data.formats.reward_worker import Workers
 from bigtrain.text import chat, tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
@@ -52,6 +52,8 @@ class Source(supervised.Source):
       not answered.
     failed_tool: what becomes of an error of `tools`: a "message" to the model,
       or the end ("stop") of the run.
+    workers: number of processes in which functions are called, the calls of
+      several answers at the same time.
     **options: path, name and others of data/supervised.py.
   """
 
@@ -69,6 +71,7 @@ class Source(supervised.Source):
     tool_calls: str = "hermes",
     max_turns: int = 8,
     failed_tool: Literal["message", "stop"] = "message",
+    workers: int = 1,
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
@@ -78,14 +81,15 @@ class Source(supervised.Source):
     if failed_reward is not None:
       check_number("failed_reward", failed_reward)
     self._failed_reward = failed_reward
-    self._worker = Worker()
+    check_number("workers", workers, least=1, whole=True)
+    self._workers = Workers(workers)
     if isinstance(rewards, str | Mapping):
       rewards = [(rewards, 1.0)]
     self._rewards: list[tuple[judges.Judge, float]] = []
     for each in rewards:
       if not isinstance(each, list | tuple) or len(each) != 2:
         raise ConfigError(f"rewards: expected (function, weight), got {each}.")
-      judge, weight = judges.get(each[0], time_limit, self._worker), each[1]
+      judge, weight = judges.get(each[0], time_limit, self._workers), each[1]
       check_number(f"rewards: weight of {judge.name}", weight)
       self._rewards.append((judge, weight))
     if not rewards:
@@ -101,7 +105,7 @@ class Source(supervised.Source):
         max_turns,
         failed_tool,
         time_limit,
-        worker=self._worker,
+        workers=self._workers,
         tokenizer=self._coder,
         template=chat.get(options.get("template"), self._coder.name),
         variables=options.get("variables") or {},
@@ -151,14 +155,21 @@ class Source(supervised.Source):
     """Returns the text of ids, with special ids spelled out."""
     return self._coder.spell(ids)
 
-  def reply(self, index: int, ids: np.ndarray, is_last: bool) -> toolbox.Reply:
-    """Answers the tool calls of a turn; see `Toolbox.reply`."""
-    assert self.toolbox is not None
-    row = self._contents[self._kept[index]]
-    try:
-      return self.toolbox.reply(row, ids, is_last)
-    except DataError as e:
-      raise DataError(f"{self.where(index)}: {e}") from e
+  def replies(
+    self, turns: Iterable[tuple[int, np.ndarray, bool]]
+  ) -> Iterator[toolbox.Reply]:
+    """Answers the tool calls of turns: (index, ids, whether it is the last)."""
+
+    def reply(turn: tuple[int, np.ndarray, bool]) -> toolbox.Reply:
+      assert self.toolbox is not None
+      index, ids, is_last = turn
+      row = self._contents[self._kept[index]]
+      try:
+        return self.toolbox.reply(row, ids, is_last)
+      except DataError as e:
+        raise DataError(f"{self.where(index)}: {e}") from e
+
+    return self._workers.map(reply, turns)
 
   def judge(
     self,

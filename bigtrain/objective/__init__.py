@@ -16,6 +16,9 @@ Its parts, in the order in which it builds them:
   frozen_base.py       the base of adapters
     trained_adapters.py  adapters after training: loaded, merged, exported
   rollouts.py          batches that are made with the weights of the step
+    turns.py             answers with tool calls, turn by turn
+    shared_rows.py       which process calls judges and tools
+    reward_report.py     rewards and answers in log entries
   task_gradients.py    the gradients of a sum of tasks
   gradients.py         gradients of one task over the global batch
     microbatching.py     cutting the batch

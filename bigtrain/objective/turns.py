@@ -1,19 +1,19 @@
 """Answers of several turns, between which a function answers tool calls.
 
 The first turn is that of the task's `rollout`. Then, on the host that has read
-a prompt, its source answers the calls in a turn: `reply(index, ids, is_last)`.
-On the devices, `next_turn` of the task continues all texts that go on. What the
-source has added has no loss. A text that has no room for the results of its
-calls ends before them, and counts as truncated.
+a prompt, its source answers the calls in turns, `replies([(index, ids, whether
+it is the last turn), ...])`, and on the devices `next_turn` of the task
+continues all texts that go on. What the source has added has no loss. A text
+that has no room for the results of its calls ends before them, and counts as
+truncated.
 
 All processes take part in each turn until no text of the global batch goes on.
 
 Axes: B prompts of this process; G answers; T = L + 1 tokens of a text.
 """
 
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,14 +87,18 @@ class Turns:
     local = {name: placement.get(x) for name, x in made.items()}
     texts = _Texts(local, self._max_new, self._eos_ids)
     sources = self._sources(step)
+    texts.end_others([b for _, index_of in sources for b in index_of])
     # Without an end: in the last turn of a text no call is answered.
     for turn in itertools.count(1):
-      for b, (source, index) in enumerate(sources):
-        if source.toolbox is None or not self._shared.own[b]:
-          texts.end(b)
-          continue
+      for source, index_of in sources:
         is_last = turn >= source.toolbox.max_turns
-        texts.reply(b, functools.partial(source.reply, index), is_last)
+        places = texts.open_places(index_of)
+        asked = [
+          (index_of[b], texts.turn(b, g), is_last or texts.is_cut(b, g))
+          for b, g in places
+        ]
+        for reply, (b, g) in zip(source.replies(asked), places):
+          texts.add_reply(b, g, reply)
       batch = placement.put(self._shared.exchange(texts.given()))
       if not jax.device_get(self._any(batch["length"])):
         break
@@ -106,14 +110,17 @@ class Turns:
     batch = placement.put(self._shared.exchange(texts.batch()))
     return batch, texts.messages
 
-  def _sources(self, step: int) -> list[tuple[Any, int]]:
-    """The source of each prompt of this process, and its index there."""
+  def _sources(self, step: int) -> list[tuple[Any, dict[int, int]]]:
+    """Sources with tools: (source, {own row of the batch: index there})."""
     engine = self._input.engine
     order = engine.row_order(step, 0, engine.num_rows)
-    return [
-      (engine.parts[source].source, index)
-      for source, index in zip(order.source.tolist(), order.index.tolist())
-    ]
+    result = []
+    for i, part in enumerate(engine.parts):
+      if getattr(part.source, "toolbox", None):
+        rows = np.flatnonzero((order.source == i) & self._shared.own)
+        indices = order.index[rows]
+        result.append((part.source, dict(zip(rows.tolist(), indices.tolist()))))
+    return result
 
 
 class _Texts:
@@ -152,40 +159,49 @@ class _Texts:
     self.messages: list[list[list[dict[str, Any]]]] = [
       [[] for _ in range(G)] for _ in range(B)
     ]
-    self._length_BG = np.zeros((B, G), np.int32)
 
-  def end(self, b: int) -> None:
-    """Ends the texts of a prompt that has no tools, or not in this process."""
-    self._goes_on_BG[b] = False
+  def end_others(self, rows: Sequence[int]) -> None:
+    """Ends the texts of all but these prompts."""
+    self._goes_on_BG[np.setdiff1d(np.arange(len(self.messages)), rows)] = False
 
-  def reply(self, b: int, reply: Any, is_last: bool) -> None:
-    """Answers the calls in the turns of a prompt's texts that go on."""
-    for g in np.flatnonzero(self._goes_on_BG[b]).tolist():
-      start, stop = self._start_BG[b, g], self._stop_BG[b, g]
-      # A turn that was cut off has no complete calls.
-      is_cut = self._truncated_BG[b, g] != 0
-      ids = self._text_BGT[b, g, start:stop]
-      result = reply(ids, is_last or bool(is_cut))
-      self._goes_on_BG[b, g] = False
-      self.messages[b][g] += result.messages
-      if result.ids is None:
-        continue
-      end = stop + len(result.ids)
-      if end >= self._limit_BG[b, g]:  # No room for results and an answer.
-        self._truncated_BG[b, g] = 1
-        self.messages[b][g] = self.messages[b][g][: 1 - len(result.messages)]
-        continue
-      self._goes_on_BG[b, g] = True
-      self._text_BGT[b, g, stop:end] = result.ids
-      self._start_BG[b, g] = end
-      self._counts["turns"][b, g] += 1
-      self._counts["tool_calls"][b, g] += result.num_calls
-      self._counts["failed_tools"][b, g] += result.num_failed
-    self._length_BG[b] = np.where(self._goes_on_BG[b], self._start_BG[b], 0)
+  def open_places(self, rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns (b, g) of the texts of these prompts that go on."""
+    return [
+      (b, g) for b in rows for g in np.flatnonzero(self._goes_on_BG[b]).tolist()
+    ]
+
+  def turn(self, b: int, g: int) -> np.ndarray:
+    """Returns the ids of the turn at hand."""
+    return self._text_BGT[b, g, self._start_BG[b, g] : self._stop_BG[b, g]]
+
+  def is_cut(self, b: int, g: int) -> bool:
+    """Whether the turn at hand has no end; then its calls are incomplete."""
+    return bool(self._truncated_BG[b, g])
+
+  def add_reply(self, b: int, g: int, reply: Any) -> None:
+    """Adds a source's reply to the turn at hand, or ends the text."""
+    self._goes_on_BG[b, g] = False
+    if reply.ids is None:
+      self.messages[b][g] += reply.messages
+      return
+    stop = self._stop_BG[b, g]
+    end = stop + len(reply.ids)
+    if end >= self._limit_BG[b, g]:  # No room for results and an answer.
+      self._truncated_BG[b, g] = 1
+      self.messages[b][g] += reply.messages[:1]
+      return
+    self._goes_on_BG[b, g] = True
+    self.messages[b][g] += reply.messages
+    self._text_BGT[b, g, stop:end] = reply.ids
+    self._start_BG[b, g] = end
+    self._counts["turns"][b, g] += 1
+    self._counts["tool_calls"][b, g] += reply.num_calls
+    self._counts["failed_tools"][b, g] += reply.num_failed
 
   def given(self) -> dict[str, np.ndarray]:
     """What the next turn continues; a length of 0 if a text has ended."""
-    return {"tokens": self._text_BGT, "length": self._length_BG}
+    length_BG = np.where(self._goes_on_BG, self._start_BG, 0)
+    return {"tokens": self._text_BGT, "length": length_BG.astype(np.int32)}
 
   def add(self, text_BGT: np.ndarray, log_prob_BGT: np.ndarray) -> None:
     """Adds what the model has drawn; ids below 0 are padding."""

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import pathlib
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from bigtrain import main
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import prompts
 from bigtrain.data.formats import judges
-from bigtrain.data.formats.reward_worker import Worker
+from bigtrain.data.formats.reward_worker import Workers
 
 PROMPTS = [
   judges.Answers({"number": 1}, ["a", "bb"], None),
@@ -24,7 +25,7 @@ LENGTHS = [[1.0, 2.0], [3.0, 1.0]]
 
 
 def judge(spec, time_limit=20.0):
-  return list(judges.get(spec, time_limit, Worker())(PROMPTS))
+  return list(judges.get(spec, time_limit, Workers(1))(PROMPTS))
 
 
 def script(tmp_path, code):
@@ -246,7 +247,7 @@ def test_not_a_number_names_its_row_or_counts(server, tmp_path):
 )
 def test_mistakes_in_the_config_are_told(spec, message):
   with pytest.raises(ConfigError, match=message):
-    judges.get(spec, 10.0, Worker())
+    judges.get(spec, 10.0, Workers(1))
 
 
 def test_a_run_learns_from_a_command_and_an_address(server, tmp_path):
@@ -261,3 +262,32 @@ def test_a_run_learns_from_a_command_and_an_address(server, tmp_path):
     assert len(requests) == 8 * 4 and requests[0]["row"]["prompt"]
     mean = np.mean([len(each["answer"]) for each in requests])
     np.testing.assert_allclose(row["reward"], mean, rtol=1e-6)
+
+
+def waits(texts, row):
+  """Ends when as many calls as processes have begun."""
+  folder = pathlib.Path(row["folder"])
+  (folder / str(row["number"])).touch()
+  while len(list(folder.iterdir())) < 3:
+    time.sleep(0.01)
+  return [row["number"]] * len(texts)
+
+
+def test_several_processes_call_functions_at_the_same_time(tmp_path):
+  rows = [{"number": i, "folder": str(tmp_path)} for i in range(3)]
+  answers = [judges.Answers(row, ["a"], None) for row in rows]
+  get = lambda n: judges.get(f"{__name__}.waits", 30.0, Workers(n))
+  assert list(get(3)(answers)) == [[0.0], [1.0], [2.0]]
+
+
+def test_no_call_follows_an_error():
+  workers, made = Workers(2), []
+
+  def fail(item):
+    made.append(item)
+    time.sleep(0.05)
+    raise DataError(str(item))
+
+  with pytest.raises(DataError, match="0"):
+    list(workers.map(fail, range(100)))
+  assert len(made) < 100

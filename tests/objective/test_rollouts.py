@@ -1,6 +1,7 @@
 """Several updates from one set of rollouts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import policy_runs
@@ -15,6 +16,9 @@ from support.policy_runs import (
 from bigtrain import main
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
+from bigtrain.objective import rollouts
+from bigtrain.step import guard
+from bigtrain.tasks import policy_gradient
 
 # Two minibatches, twice: a set has four updates.
 SETS = dict(minibatches=2, iterations=2)
@@ -117,3 +121,61 @@ def test_one_update_of_a_set_is_an_update_without_sets(tmp_path):
 def test_mistakes_are_told(changes, message, tmp_path):
   with pytest.raises(ConfigError, match=message):
     train(config_of(**changes), tmp_path / "run")
+
+
+def test_a_step_that_is_not_finite_is_explained(tmp_path):
+  config = config_of_sets(lr=3e37, optimizer=dict(name="sgd"))
+  with pytest.raises(guard.NotFinite, match="step 2 .*arithmetic train, row"):
+    train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_rollback_skips_updates_within_a_set(tmp_path, monkeypatch):
+  """Update 2 of set 1, step 7, is bad once; the run returns to step 6."""
+  loss_fn = policy_gradient.loss_fn
+  number = 0
+
+  def bad_once(variables, batch, rng, **options):
+    result, mutable = loss_fn(variables, batch, rng, **options)
+    total, weight = result["loss"]
+    total = jnp.where(batch["bad"][0] == 1, jnp.nan, total)
+    return result | {"loss": (total, weight)}, mutable
+
+  of_set = rollouts.Rollout._of_set
+  indices = []
+
+  def marked(self, batches, update):
+    nonlocal number
+    batch = of_set(self, batches, update)
+    is_bad = number == 0 and self._number == 1 and update == 2
+    mark = np.full(len(self._input.placement.rows), is_bad, np.int32)
+    indices.append((self._number, update))
+    return batch | self._input.placement.put({"bad": mark})
+
+  init = rollouts.Rollout.__init__
+
+  def init_marked(self, *args):
+    init(self, *args)
+    spec = {**self.spec, "bad": self.spec["update"]}
+    self.spec, self.drawn = spec, [(spec, 1.0)]
+
+  monkeypatch.setattr(rollouts.Rollout, "_of_set", marked)
+  monkeypatch.setattr(rollouts.Rollout, "__init__", init_marked)
+  monkeypatch.setattr(policy_gradient, "loss_fn", bad_once)
+  add_to = guard.Rollback.add_to
+
+  def counted(self, rollbacks):
+    nonlocal number
+    number += 1
+    return add_to(self, rollbacks)
+
+  monkeypatch.setattr(guard.Rollback, "add_to", counted)
+  config = config_of_sets(total_steps=9, nonfinite="rollback")
+  train(config, tmp_path / "run")
+  steps = [row["step"] for row in rows_of(tmp_path / "run")]
+  assert steps == [*range(1, 10)]
+  assert number == 1
+  # Steps 1 to 7, step 7 again to explain it with the next one, and then steps
+  # 7 to 9 as the updates from 3 of set 1 on.
+  assert indices[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+  assert indices[-3:] == [(1, 3), (2, 0), (2, 1)]

@@ -157,6 +157,7 @@ def chat_config(folder, **changes):
     tools=f"{__name__}.tool",
     tool_calls=f"{__name__}.calls_of",
     max_turns=3,
+    workers=2,
   )
   config["model"] |= dict(vocab_size=len(_LETTERS) + 5, init_std=0.1)
   return config | changes

@@ -27,7 +27,7 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import prompts
 from bigtrain.data.formats import judges
-from bigtrain.data.formats.reward_worker import Worker
+from bigtrain.data.formats.reward_worker import Workers
 from bigtrain.losses import rewards
 from bigtrain.models import decoder
 from bigtrain.tasks import policy_gradient
@@ -201,7 +201,7 @@ def fails_sometimes(texts, row):
 
 
 def test_rewards_that_fail_or_take_too_long_are_told_apart():
-  judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Worker())
+  judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Workers(1))
   answers = [judges.Answers({"number": i}, ["a", "b"], None) for i in range(6)]
   got = list(judge(answers))
   assert got[0] == [0.0, 0.0] and got[5] == [5.0, 5.0]

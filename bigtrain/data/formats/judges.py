@@ -44,7 +44,7 @@ from bigtrain.config.errors import (
 from bigtrain.config.modules import find_attribute
 from bigtrain.data.formats.reward_worker import (
   Failure,
-  Worker,
+  Workers,
   numbers_of,
   response_of,
 )
@@ -78,13 +78,13 @@ class Judge(Protocol):
   def __call__(self, prompts: Sequence[Answers]) -> Iterable[Result]: ...
 
 
-def get(spec: Any, time_limit: float, worker: Worker) -> Judge:
+def get(spec: Any, time_limit: float, workers: Workers) -> Judge:
   """Makes the judge of an entry of `rewards`."""
   if isinstance(spec, str):
     if re.match(r"\w+://", spec):
       raise ConfigError(f"rewards: {spec!r}: expected dict(url={spec!r}).")
     find_attribute(spec, "rewards")
-    return _Function(spec, time_limit, worker)
+    return _Function(spec, time_limit, workers)
   if not isinstance(spec, Mapping):
     raise ConfigError(
       "rewards: expected the dotted path of a function, dict(command=...) or "
@@ -102,20 +102,20 @@ def get(spec: Any, time_limit: float, worker: Worker) -> Judge:
       f"rewards: expected either command or url, got {dict(spec)!r}.{hint}"
     )
   make = kinds[given[0]]
-  check_kwargs(make, options, "rewards", ("worker",))
+  check_kwargs(make, options, "rewards", ("workers",))
   check_number("rewards: time_limit", options["time_limit"], above=0)
   retries = options.get("retries", 0)
   check_number("rewards: retries", retries, least=0, whole=True)
-  return make(**options, worker=worker)
+  return make(**options, workers=workers)
 
 
 def _command(
   command: str | Sequence[str],
   time_limit: float,
-  worker: Worker,
+  workers: Workers,
   retries: int = 0,
 ) -> Judge:
-  del worker
+  del workers
   words = shlex.split(command) if isinstance(command, str) else [*command]
   if not words or not all(isinstance(word, str) for word in words):
     raise ConfigError(
@@ -132,7 +132,7 @@ def _command(
 def _address(
   url: str,
   time_limit: float,
-  worker: Worker,
+  workers: Workers,
   headers: Mapping[str, str] | None = None,
   retries: int = 0,
 ) -> Judge:
@@ -143,7 +143,7 @@ def _address(
     name: _with_environment(value, f"rewards: headers: {name}")
     for name, value in (headers or {}).items()
   }
-  post = _Address(url, headers, time_limit, worker)
+  post = _Address(url, headers, time_limit, workers)
   return _Batched(f"address {url}", post, retries)
 
 
@@ -164,18 +164,18 @@ class _Function:
 
   dotted: str
   secs: float
-  worker: Worker
+  workers: Workers
 
   @property
   def name(self) -> str:
     return self.dotted
 
   def __call__(self, prompts: Sequence[Answers]) -> Iterable[Result]:
-    return map(self._judge, prompts)
+    return self.workers.map(self._judge, prompts)
 
   def _judge(self, prompt: Answers) -> Result:
     row, texts, messages = prompt
-    result = self.worker(
+    result = self.workers(
       numbers_of, self.dotted, texts, row, messages, secs=self.secs
     )
     if isinstance(result, Failure):
@@ -318,12 +318,12 @@ class _Address:
   url: str
   headers: Mapping[str, str]
   secs: float
-  worker: Worker
+  workers: Workers
 
   def __call__(self, requests: Sequence[Any]) -> list[Any]:
     body = _json(requests)
     headers = dict(self.headers)
-    result = self.worker(response_of, self.url, headers, body, secs=self.secs)
+    result = self.workers(response_of, self.url, headers, body, secs=self.secs)
     if isinstance(result, Failure):
       raise _CallError(result.message, again=True)
     status, content = result

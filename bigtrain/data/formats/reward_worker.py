@@ -1,22 +1,27 @@
-"""Calls functions in another process, with a time limit.
+"""Calls functions in other processes, with a time limit.
 
 Users' functions judge answers or act as a model's tools. If one blocks or
-crashes, only the other process ends, and the next call starts a new one.
+crashes, only its process ends, and the next call starts a new one.
 
 The functions below, `numbers_of` and the like, run in the other process. They
 turn what a user's function returns into plain values, so that this process
 needs none of its libraries.
 """
 
+import concurrent.futures
 import importlib
 import json
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Limit for the import of a user's module, which may load large libraries.
 _IMPORT_SECS = 300.0
@@ -28,11 +33,14 @@ class Failure(NamedTuple):
   message: str
 
 
-class Worker:
-  """The other process. It starts with the first call."""
+class Workers:
+  """Several processes for calls at the same time."""
 
-  def __init__(self) -> None:
-    self._process: Any = None
+  def __init__(self, number: int):
+    self._number = number
+    self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for _ in range(number):
+      self._free.put(_Worker())
 
   def __call__(
     self, function: Callable[..., Any], *args: Any, secs: float
@@ -43,6 +51,36 @@ class Worker:
       args: what pickle can write.
       secs: time limit of the call, without the import of a user's module.
     """
+    worker = self._free.get()
+    try:
+      return worker(function, *args, secs=secs)
+    finally:
+      self._free.put(worker)
+
+  def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yields results in the order of the items, which may call `self`.
+
+    An error ends it; calls that have not begun are not made.
+    """
+    if self._number == 1:
+      yield from map(function, items)
+      return
+    threads = concurrent.futures.ThreadPoolExecutor(self._number)
+    try:
+      yield from threads.map(function, items)
+    finally:
+      threads.shutdown(cancel_futures=True)
+
+
+class _Worker:
+  """One other process. It starts with the first call."""
+
+  def __init__(self) -> None:
+    self._process: Any = None
+
+  def __call__(
+    self, function: Callable[..., Any], *args: Any, secs: float
+  ) -> Any:
     if self._process is None:
       self._process = _start()
     process = self._process

@@ -22,7 +22,7 @@ from bigtrain.config.errors import (
 from bigtrain.config.modules import find_attribute
 from bigtrain.data.formats.reward_worker import (
   Failure,
-  Worker,
+  Workers,
   calls_of,
   text_of,
 )
@@ -55,7 +55,7 @@ class Toolbox:
   failed_tool: Literal["message", "stop"]
   secs: float  # Time limit of a call.
   _: dataclasses.KW_ONLY
-  worker: Worker
+  workers: Workers
   tokenizer: tokenizers.Tokenizer
   template: chat.Template
   variables: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Toolbox:
   def _parse(self, text: str) -> list[Call]:
     if self.parser in tool_calls.PARSERS:
       return tool_calls.PARSERS[self.parser](text)
-    result = self.worker(calls_of, self.parser, text, secs=self.secs)
+    result = self.workers(calls_of, self.parser, text, secs=self.secs)
     if isinstance(result, Failure):
       raise DataError(f"tool_calls {self.parser}: {result.message}.")
     return [tool_calls.of_json(call) for call in result]
@@ -122,7 +122,7 @@ class Toolbox:
     if call.error:  # It is the model's, so it never ends the run.
       return Failure(call.error)
     request = {"name": call.name, "arguments": call.arguments}
-    result = self.worker(text_of, self.tools, request, row, secs=self.secs)
+    result = self.workers(text_of, self.tools, request, row, secs=self.secs)
     if isinstance(result, str) and not self.allow_special:
       spelled = [x for x in self.tokenizer.spellings if x in result]
       if spelled:
