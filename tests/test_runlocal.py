@@ -108,6 +108,7 @@ FIRST_LOSS = {
   "dpo": (math.log(2), 1e-3),
   "flexivit": (0.5, 0.9),  # The teacher has a random head.
   "gemma3_1b": (_BYTES, 0.05),
+  "gemma4_26b_a4b": (_BYTES, 0.05),
   # The advantages of a prompt's answers sum to zero.
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),

@@ -54,6 +54,9 @@ _DEFAULTS: dict[str, Any] = dict(
   layers=(),
   first_layers=(),
   rope_interleaved=False,
+  logits_softcap=None,
+  v_norm=False,
+  layer_scalar=False,
   output_gate=False,
   sinks=False,
   embed_multiplier=1.0,
@@ -117,13 +120,20 @@ class Model(nn.Module):
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
   query_scale: Any = None  # Options of positions.QueryScale, by position.
+  v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
+  # Whether values are the keys before their norm and rotation.
+  keys_as_values: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
+  # Whether each layer's output has a factor, which is not trained.
+  layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
-  logits_softcap: float | None = None  # Logits x: cap * tanh(x / cap).
+  logits_softcap: float | None = (
+    options.DERIVED
+  )  # Logits x: cap * tanh(x / cap).
   dropout: float = 0.0  # Rate after the embedding and on branches.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
@@ -651,6 +661,15 @@ _GEMMA3: dict[str, Any] = dict(
   kinds={"local": dict(window=512, rope_theta=1e4), "global": {}},
   layers=("local",) * 5 + ("global",),
 )
+_GEMMA4: dict[str, Any] = dict(
+  _GEMMA3,
+  norm_offset=0.0,
+  v_norm=True,
+  layer_scalar=True,
+  attention_scale=1.0,
+  rope_theta=1e4,
+  logits_softcap=30.0,
+)
 # https://arxiv.org/abs/2508.10925.
 _GPT_OSS: dict[str, Any] = dict(
   _LLAMA,
@@ -722,6 +741,21 @@ _QWEN3_5_MU: dict[str, Any] = dict(
     "full": {},
   },
 )
+
+
+def _gemma4_kinds(window: int, **sizes: int) -> dict[str, Any]:
+  """Kinds of layers of Gemma 4; the sizes are those of global layers."""
+  rope = dict(
+    rope_theta=1e6, rope_scaling=dict(type="proportional", fraction=0.25)
+  )
+  return {
+    "local": dict(window=window),
+    "global": dict(keys_as_values=True, **rope, **sizes),
+  }
+
+
+def _gemma4_experts(**sizes: int) -> dict[str, Any]:
+  return dict(normalize=True, beside_mlp=True, scaled_router=True, **sizes)
 
 
 def _llama3(rope_factor: float) -> dict[str, Any]:
@@ -815,6 +849,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     mlp_dim=6912,
     vocab_size=262144,
     max_len=32768,
+  ),
+  "gemma4_mu": dict(
+    _GEMMA4 | _LLAMA_MU,
+    depth=6,
+    moe=_gemma4_experts(num_experts=8, top_k=2, mlp_dim=16),
+    kinds=_gemma4_kinds(window=16, head_dim=16, num_kv_heads=1),
+  ),
+  "gemma4_26b_a4b": dict(
+    _GEMMA4,
+    width=2816,
+    depth=30,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    mlp_dim=2112,
+    vocab_size=262144,
+    max_len=262144,
+    moe=_gemma4_experts(num_experts=128, top_k=8, mlp_dim=704),
+    kinds=_gemma4_kinds(window=1024, head_dim=512, num_kv_heads=2),
   ),
   "gpt_oss_mu": dict(
     _GPT_OSS | _LLAMA_MU,

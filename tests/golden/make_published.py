@@ -98,6 +98,17 @@ LATENT_EXPERTS = dict(
   routed_scaling_factor=1.5,
 )
 DEEPSEEK_YARN = YARN | dict(mscale=0.7, mscale_all_dim=0.4)
+# The last layer is always global.
+GEMMA4 = dict(
+  model_type="gemma4_text",
+  num_hidden_layers=5,
+  head_dim=6,
+  global_head_dim=8,
+  sliding_window=5,
+  hidden_size_per_layer_input=0,
+  final_logit_softcapping=3.0,
+  tie_word_embeddings=True,
+)
 GPT_OSS = dict(
   model_type="gpt_oss",
   num_local_experts=3,
@@ -231,6 +242,17 @@ FAMILIES = {
       sliding_attention=DEFAULT,
       full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
     ),
+  ),
+  "gemma4": GEMMA4 | dict(attention_k_eq_v=False, layer_types=kinds(3, 5)),
+  "gemma4_moe": GEMMA4
+  | dict(
+    attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+    layer_types=kinds(2, 5),
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=8,
   ),
   "olmo2": dict(model_type="olmo2", attention_bias=True),
   "olmo3": dict(
@@ -396,8 +418,9 @@ def with_noise(model, rng):
   """Adds noise: initial scales and biases are equal, and would hide errors."""
   buffers = dict(model.named_buffers())
   biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
+  scalars = [x for n, x in buffers.items() if n.endswith("layer_scalar")]
   with torch.no_grad():
-    for x in [*model.parameters(), *biases]:
+    for x in [*model.parameters(), *biases, *scalars]:
       std = 0.35 if x.ndim > 1 else 0.3
       noise = np.asarray(rng.normal(size=x.shape) * std)
       x.add_(torch.from_numpy(noise.astype(np.float32)))
@@ -434,6 +457,9 @@ def save_gradients(model, tokens, out):
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.copy_(parameter.grad)
+    for name, buffer in model.named_buffers():
+      if name.endswith("layer_scalar"):
+        buffer.zero_()  # It has no gradient.
   with tempfile.TemporaryDirectory() as folder:
     # The library names and splits arrays otherwise in files than in memory.
     model.save_pretrained(folder)

@@ -26,6 +26,7 @@ def draw(seed):
   scalings = (
     None,
     dict(type="linear", factor=4.0),
+    dict(type="proportional", fraction=0.5),
     dict(type="yarn", factor=4.0, original_len=8, truncate=one_of(True, False)),
     dict(
       type="longrope",
@@ -44,6 +45,8 @@ def draw(seed):
     top_k=one_of(1, 2),
     score=one_of("softmax", "sigmoid", "softmax_of_top"),
     router_init_std=1.0,
+    scaled_router=one_of(True, False),
+    beside_mlp=one_of(True, False),
   )
   kinds = {
     "local": dict(window=one_of(1, 3, 5), rope_theta=100.0),
@@ -53,6 +56,17 @@ def draw(seed):
       num_heads=one_of(4, 8),
       moe=one_of(None, experts),
       query_scale=one_of(None, dict(beta=0.3, original_len=4)),
+      keys_as_values=one_of(True, False),
+    ),
+    "linear": dict(
+      deltanet=dict(
+        num_heads=4,
+        num_key_heads=one_of(2, 4),
+        key_dim=4,
+        value_dim=3,
+        conv_width=one_of(2, 4),
+        negative_eigenvalues=one_of(True, False),
+      )
     ),
     "first": dict(mlp_dim=24, moe=None),
   }
@@ -61,6 +75,8 @@ def draw(seed):
     ("local", "local", "global"),
     ("global",),
     ("local",),
+    ("linear", "global"),
+    ("local", "linear"),
   )
   options = dict(
     vocab_size=V,
@@ -97,6 +113,9 @@ def draw(seed):
     kinds=kinds,
     layers=one_of(*patterns),
     first_layers=one_of((), ("first",)),
+    v_norm=one_of(True, False),
+    output_gate=one_of(True, False),
+    layer_scalar=one_of(True, False),
   )
   return with_latents(options) if seed % 3 == 1 else options
 
@@ -203,7 +222,11 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
         assert_close(logits[row, 0], whole[row, i])
   # A window's cache has no more positions than the window.
   windows = {kind.get("window") for kind in model.kinds.values()} - {None}
-  sizes = {x.shape[2] for x in jax.tree.leaves(out["cache"]) if x.ndim == 5}
+  sizes = {
+    group.k_BNSGK.shape[2]
+    for group in out["cache"].groups
+    if hasattr(group, "k_BNSGK")
+  }
   assert sizes <= windows | {L}
   assert ("local" in model.layers) == bool(sizes & windows)
 

@@ -51,6 +51,8 @@ class Options(NamedTuple):
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
   qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
+  v_norm: bool = False  # RMS norm of values by head, without a scale.
+  keys_as_values: bool = False  # Values are keys before norms and rotation.
   qkv_clip: float | None = None  # Largest size of an entry.
   # Whether a sigmoid of another projection of x multiplies the output.
   output_gate: bool = False
@@ -197,7 +199,9 @@ class Attention(nn.Module):
         dot_general=product,
       )
       k_BSGK = key_or_value(use_bias=key_bias, name="key")(y_BSD)
-      v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
+      v_BSGK = k_BSGK
+      if not options.keys_as_values:
+        v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
     return q_BLHK, k_BSGK, v_BSGK, gate_BLHK
 
   @nn.nowrap
@@ -212,6 +216,10 @@ class Attention(nn.Module):
     q_BLHK, k_BSGK, v_BSGK = qkv
     if not options.qk_norm_after_rope:
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if options.v_norm and v_BSGK is not None:
+      v_BSGK = rms_norm.RMSNorm(
+        v_BSGK.shape[-1:], options.norm_eps, scaled=False, dtype=options.dtype
+      )(v_BSGK)
     limit = options.qkv_clip
     if limit is not None:
       q_BLHK, k_BSGK, v_BSGK = jax.tree.map(

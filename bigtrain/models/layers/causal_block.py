@@ -56,12 +56,15 @@ class Options(NamedTuple):
   qk_norm: str | None
   qk_norm_after_rope: bool
   qkv_clip: float | None
+  v_norm: bool
+  keys_as_values: bool
   output_gate: bool
   sinks: bool
   window: int | None
   attention_scale: float | None
   attention_softcap: float | None
   residual_multiplier: float
+  layer_scalar: bool
   attention: str
   dropout: float
   drop_path: float
@@ -76,7 +79,8 @@ class Options(NamedTuple):
     """Number of hidden units that a token uses, with gates."""
     units = self.mlp_dim
     if self.moe is not None:
-      units = self.moe.top_k * self.moe.width(units)
+      dense = units if self.moe.beside_mlp else 0
+      units = dense + self.moe.top_k * self.moe.width(units)
       units += self.moe.shared_width(self.mlp_dim)
     return units * (1 + mlp.KINDS[self.mlp].gated)
 
@@ -165,11 +169,50 @@ class Block(nn.Module):
     # In parallel, the MLP has the input of the attention.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
-    y_BLD, stats = moe.mlp_or_experts(
-      options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
-    )
+    if options.moe is not None and options.moe.beside_mlp:
+      y_BLD, stats = _mlp_beside_experts(options, y_BLD, x_BLD, real_BL, train)
+    else:
+      y_BLD, stats = moe.mlp_or_experts(
+        options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
+      )
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
+    if options.layer_scalar:
+      x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
     return (sharding.stream(x_BLD), caches), stats
+
+
+def _layer_scalar(block: nn.Module) -> jax.Array:
+  """A factor of published models that is not trained, (1,)."""
+  scalar_1 = block.param("layer_scalar", nn.initializers.ones, (1,))
+  return jax.lax.stop_gradient(scalar_1)
+
+
+def _mlp_beside_experts(
+  options: Options,
+  y_BLD: jax.Array,
+  x_BLD: jax.Array,
+  real_BL: jax.Array | None,
+  train: bool,
+) -> tuple[jax.Array, Any]:
+  """The sum of an MLP of y and experts of x, each with norms of its own."""
+  assert options.moe is not None
+  dense = _mlp(options)
+  y_BLD = mlp.Mlp(dense, name="mlp")(y_BLD, train)
+  expert = dense._replace(
+    dim=options.moe.width(dense.dim), use_bias="experts" in options.use_bias
+  )
+  experts = moe.Moe(
+    options.moe,
+    expert,
+    "router" in options.use_bias,
+    options.norm_eps,
+    name="moe",
+  )
+  D = x_BLD.shape[-1]
+  z_BLD = norm(options, D, "experts_norm")(x_BLD)
+  z_BLD, stats = experts(z_BLD, real_BL, train, x_BLD)
+  y_BLD = norm(options, D, "mlp_own_post_norm")(y_BLD)
+  return y_BLD + norm(options, D, "experts_post_norm")(z_BLD), stats
 
 
 def norm(options: Any, width: int, name: str) -> nn.Module:

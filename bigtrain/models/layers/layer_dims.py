@@ -36,6 +36,9 @@ LAYERS: dict[str, str] = {
   # Experts and their router.
   r"(.*/)?(moe/router|shared_gate)/kernel": "D -> E",
   r"(.*/)?moe/router/bias": "E",
+  r"(.*/)?moe/router_scale": "D",
+  r"(.*/)?moe/expert_scale": "E",
+  r"(.*/)?layer_scalar": "one",
   r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
   r"(.*/)?moe/(up|gate)/bias": "E; F",
   r"(.*/)?moe/down/kernel": "E; F -> D",

@@ -44,6 +44,7 @@ FIELDS = (
   "moe",
   "deltanet",
   "norm_at",
+  "keys_as_values",
   "query_scale",
   "attention_scale",
 )

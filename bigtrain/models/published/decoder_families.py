@@ -56,6 +56,7 @@ add(
   gemma.GEMMA,
   gemma.GEMMA2,
   gemma.GEMMA3,
+  gemma.GEMMA4,
   olmo.OLMO2,
   olmo.OLMO3,
   olmo.OLMOE,

@@ -184,8 +184,14 @@ class Family(NamedTuple):
         f"quantization_config: quant_method={method!r}: expected weights of "
         f"{' or '.join(['no quantisation', *self.quantised])}."
       )
-    required = {**common_keys.REQUIRES, **self.requires}
-    known = {*self.absent(), *required, "quantization_config"}
+    absent = self.absent()
+    required = {
+      key: values
+      for key, values in common_keys.REQUIRES.items()
+      if key not in absent
+    }
+    required |= self.requires
+    known = {*absent, *required, "quantization_config"}
     harmless = {*common_keys.HARMLESS, *self.harmless}
     for key in given:
       if key not in known | harmless and key not in unread:

@@ -24,6 +24,7 @@ FIELDS: Mapping[str, Any] = {
   "moe": None,
   "deltanet": None,
   "norm_at": "pre",
+  "keys_as_values": False,
   "attention_scale": None,
   "rope_scaling": None,
   "query_scale": None,

@@ -21,6 +21,7 @@ from models.published.folders import (
 from support import cases, rounding
 
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
 from bigtrain.tasks import language_modeling
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.golden
 PUBLISHED = GOLDEN / "published"
 FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
 # What differs most from the others is in `make test`.
-QUICK = {"gemma3_text", "glm4_moe", "gpt_oss", "qwen3_next"}
+QUICK = {"gemma3_text", "gemma4_moe", "glm4_moe", "gpt_oss", "qwen3_next"}
 CASES = [
   family
   if family in QUICK
@@ -134,9 +135,13 @@ def old_config(values):
 
 
 @pytest.mark.parametrize(
-  # A model that does not rotate has no older form.
+  # Newer families, and a model that does not rotate, have no older form.
   "family",
-  [name for name in FAMILIES if name != "olmo_hybrid_nope"],
+  [
+    name
+    for name in FAMILIES
+    if not name.startswith("gemma4") and name != "olmo_hybrid_nope"
+  ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
   values = json.loads((PUBLISHED / family / "config.json").read_text())
@@ -224,3 +229,24 @@ def test_the_text_part_of_a_model_that_sees_images(tmp_path):
   expected = variables_of(module, plain, folder)
   loaded = variables_of(module, model, file)
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_heads_of_gemma4_in_both_forms(tmp_path):
+  """Keys for global layers, or a list of all layers as the library saves it."""
+  folder = PUBLISHED / "gemma4_moe"
+  values = json.loads((folder / "config.json").read_text())
+  del values["per_layer_config"]
+  values |= dict(global_head_dim=8, num_global_key_value_heads=1)
+  values["use_bidirectional_attention"] = "vision"
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  assert opened(tmp_path) == opened(folder)
+
+
+def test_gemma4_for_devices_is_refused(tmp_path):
+  values = json.loads((PUBLISHED / "gemma4" / "config.json").read_text())
+  for key, value in dict(
+    hidden_size_per_layer_input=8, num_kv_shared_layers=2
+  ).items():
+    (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
+    with pytest.raises(ConfigError, match=f"{key}={value}: .* only None or 0"):
+      opened(tmp_path)

@@ -13,6 +13,9 @@ NEUTRAL: Mapping[str, Any] = {
   "moe": None,
   "mla": None,
   "deltanet": None,
+  "v_norm": False,
+  "keys_as_values": False,
+  "layer_scalar": False,
   "output_gate": False,
   "num_classes": None,
   "pool": "last",
@@ -83,7 +86,7 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
-  if layer["moe"] is not None:
+  if layer["moe"] is not None and not layer["moe"]["beside_mlp"]:
     layer["mlp_dim"] = None
   if layer["mla"] is not None:
     latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
@@ -144,6 +147,8 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "scale": given.get("scale", 1.0),
     "selection_bias": given.get("selection_bias", False),
     "groups": _as_dict(given.get("groups")),
+    "scaled_router": given.get("scaled_router", False),
+    "beside_mlp": given.get("beside_mlp", False),
     "mlp_dim": width,
     "shared_dim": shared_dim,
     "shared_gate": bool(shared_dim) and given.get("shared_gate", False),
