@@ -9,7 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import array_files, layouts, mxfp4, tables
+from bigtrain.models.published import (
+  array_files,
+  fp8_blocks,
+  layouts,
+  mxfp4,
+  tables,
+)
 from bigtrain.models.published.decoders import (
   cohere,
   deepseek,
@@ -110,11 +116,10 @@ def load(
   ignored = {**_IGNORED, **ignored_layers}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
+  arrays = {short: flat[name] for short, name in names.items()}
   result = array_files.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
-    olmo.with_own_convolutions(
-      mxfp4.joined({short: flat[name] for short, name in names.items()})
-    ),
+    olmo.with_own_convolutions(fp8_blocks.joined(mxfp4.joined(arrays))),
     like,
     param_dims,
     ignored=ignored,
