@@ -69,6 +69,8 @@ class Model(nn.Module):
   image_token: int = options.DERIVED  # Id of the tokens that pictures replace.
   mask: str = "causal"  # A name in MASKS.
   class_token: bool = False  # Whether the tower's class token is used as well.
+  # Height and width of pictures in pixels; only for an initialization by texts.
+  image_size: Any = None
   # Published layout of an export, where several compute the same.
   published_as: str | None = None
   # Of both parts; None for their own defaults.
@@ -179,10 +181,12 @@ class Model(nn.Module):
   def _example_image(self, tokens: jax.Array) -> jax.Array:
     """Pictures for the initialization by a batch without any."""
     given = self.image_tower()
-    grid = (
-      given.posemb_grid or (self.projector.pool * self.projector.merge,) * 2
-    )
+    side = self.projector.pool * self.projector.merge
+    grid = getattr(given, "posemb_grid", None) or (side, side)
     sides = [n * pixels for n, pixels in zip(grid, given.patch_size)]
+    if self.image_size is not None:
+      size = self.image_size
+      sides = [size, size] if isinstance(size, int) else [*size]
     return jnp.zeros((tokens.shape[0], *sides, 3))
 
   def _tower_class(self) -> tuple[type[nn.Module], dict[str, Any]]:

@@ -4,12 +4,14 @@
       --prompt="The with statement" --max_new=500 --temperature=0.8
   python -m bigtrain.tools.generate --model=models/SmolLM2-135M-Instruct \\
       --chat --prompt="Why is the sky blue?"
+  python -m bigtrain.tools.generate --model=models/paligemma2-3b-mix-224 \\
+      --image=street.jpg --prompt="caption en"
 
-The text is printed while it is generated. It is decoded as by bigtrain.load: as
-the generation_config.json of a published folder says, else greedily; a line on
-stderr says how. The config in the checkpoint defines the model. When the text
-reaches the model's context length, generation goes on with the second half of
-the context.
+The text is printed while it is generated, with pictures at its end. It is decoded
+as by bigtrain.load: as the generation_config.json of a published folder says, else
+greedily; a line on stderr says how. The config in the checkpoint defines the
+model. When the text reaches the model's context length, generation goes on with
+the second half of the context.
 """
 
 import functools
@@ -25,7 +27,7 @@ from bigtrain import sharding
 from bigtrain.arrays.types import Variables
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
-from bigtrain.inference import ops, saved
+from bigtrain.inference import ops, picture_prompts, saved
 from bigtrain.objective import building
 from bigtrain.tasks import language_modeling
 from bigtrain.text import decoding, tokenizers
@@ -47,12 +49,13 @@ def generate(
   tokenizer: str | None = None,
   bos: bool = False,
   chat: bool = False,
+  image: Sequence[str] = (),
   **given: float | None,
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search yields all of it at its end. The arguments are those of the
-  command line; `given` are the options of sampling.
+  A beam search, and a prompt with pictures, yield all of it at its end. The
+  arguments are those of the command line; `given` are the options of sampling.
   """
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
@@ -64,7 +67,8 @@ def generate(
       f"{checkpoint.path}: its task is {config.get('task')!r}; expected "
       f"{' or '.join(map(repr, _TASKS))}."
     )
-  if checkpoint.data.get("prompts", {}).get("prefix"):
+  has_prefix = checkpoint.data.get("prompts", {}).get("prefix")
+  if has_prefix and not image:
     raise ConfigError(
       f"{checkpoint.path}: a prefix language model reads a prompt as a whole, "
       "not token by token; use bigtrain.load(...).generate."
@@ -76,20 +80,33 @@ def generate(
       "--tokenizer: missing, and the run's config.input.data names no "
       "tokenizer."
     )
-  if chat:
-    messages = [{"role": "user", "content": prompt}]
+  features: dict[str, Any] = {}
+  messages = [{"role": "user", "content": prompt}]
+  if image:
+    whole: dict[str, Any] = {"images": [*image]}
+    whole |= {"messages": messages} if chat else {"text": prompt}
+    prepared = picture_prompts.PicturePrompts(checkpoint, codec)
+    ids = prepared.ids(whole).tolist()
+    features["image"] = prepared.images([whole])
+    if has_prefix:
+      features["prefix"] = np.zeros(1, np.int32)
+  elif chat:
     ids = checkpoint.ids_of_chat(codec, messages)
   else:
     bos = bos or checkpoint.adds_bos(codec)
     ids = _prompt_ids(codec, model, prompt, bos)
   ends = decoding.eos_ids(checkpoint.generation.get("eos_id", codec.eos_id))
   variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
-  if num_beams > 1:
+  if num_beams > 1 or image:
     options = dict(
-      num_beams=num_beams, length_penalty=length_penalty, **rules._asdict()
+      num_beams=num_beams,
+      length_penalty=length_penalty,
+      seed=seed,
+      **sampling,
+      **rules._asdict(),
     )
-    stream: Iterable[int] = _search(
-      variables, model, ids, max_new, ends, options
+    stream: Iterable[int] = _whole(
+      variables, model, ids, features, max_new, ends, options
     )
   else:
     apply_rules = functools.partial(
@@ -185,19 +202,22 @@ def _prompt_ids(
   return [codec.bos_id, *ids]
 
 
-def _search(
+def _whole(
   variables: Variables,
   model: Any,
   ids: list[int],
+  features: Mapping[str, Any],
   max_new: int,
   eos_id: tuple[int, ...],
   options: dict[str, Any],
 ) -> list[int]:
+  """Returns all new tokens of a beam search, or of a prompt with pictures."""
   size = len(ids) + max_new
   if model.max_len is not None and size > model.max_len:
     raise ConfigError(
       f"--max_new: expected at most {model.max_len - len(ids)} in a beam "
-      f"search, the positions after the prompt, got {max_new}."
+      "search or with pictures, the positions after the prompt, got "
+      f"{max_new}."
     )
   search = functools.partial(
     language_modeling.generate,
@@ -207,7 +227,8 @@ def _search(
     pad_id=-1,  # The prompt has no padding.
     **options,
   )
-  new_1N = jax.jit(search)(variables, {"tokens": np.asarray([ids])})
+  batch = {"tokens": np.asarray([ids]), **features}
+  new_1N = jax.jit(search)(variables, batch)
   return [token for token in new_1N[0].tolist() if token >= 0]
 
 
@@ -287,6 +308,12 @@ def _parser() -> arguments.JaxParser:
     help="a workdir, one of its checkpoints, or a published model's folder",
   )
   parser.add_argument("--prompt", default="", help="text to continue")
+  parser.add_argument(
+    "--image",
+    action="append",
+    default=[],
+    help="picture of the prompt, a file; several with several flags",
+  )
   parser.add_argument(
     "--chat",
     action="store_true",

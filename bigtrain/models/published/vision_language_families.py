@@ -119,7 +119,10 @@ def _parts(
     if tied is None:
       is_tied = is_tied or text_config.get("tie_word_embeddings", False)
     text_config["tie_word_embeddings"] = is_tied
+    family = _TOWERS[image_config["model_type"]]
+    size = image_config.get("image_size", family.absent()["image_size"])
     return {
+      "image_size": size,
       "image": _options(config, "vision_config", _TOWERS, image_config),
       "text": _options(
         config, "text_config", decoder_families.LAYOUTS, text_config
@@ -137,7 +140,7 @@ def _parts(
     "text_config": {},
     "tie_word_embeddings": bool(tied),
   }
-  return Rule(("image", "text"), keys, read, write)
+  return Rule(("image", "text", "image_size"), keys, read, write)
 
 
 def _options(
@@ -294,6 +297,8 @@ _HARMLESS = (
   "additional_vocab_size",
   "max_position_embeddings",
 )
+# Fields that change no result.
+_LIMITS = ("image_size", "published_as")
 _STARTS = {
   "img/": "vision_tower.",
   "llm/": "language_model.",
@@ -319,6 +324,7 @@ _PALIGEMMA = Kind(
     ),
     aliases={"image_token_id": "image_token_index"},
     harmless=_HARMLESS,
+    limits=_LIMITS,
   ),
   towers=("siglip_vision_model",),
   starts=_STARTS,
@@ -346,6 +352,7 @@ _GEMMA3 = Kind(
     ),
     aliases={"image_token_id": "image_token_index"},
     harmless=_HARMLESS,
+    limits=_LIMITS,
   ),
   towers=("siglip_vision_model",),
   starts=_STARTS,
@@ -370,6 +377,7 @@ _LLAVA = Kind(
     ),
     aliases={"image_token_id": "image_token_index"},
     harmless=_HARMLESS,
+    limits=_LIMITS,
   ),
   towers=_LLAVA_TOWERS,
   starts=_STARTS,
@@ -389,7 +397,7 @@ def _idefics3(model_type: str, architecture: str) -> Kind:
         "class_token": False,
         "published_as": model_type,
       },
-      limits=("published_as",),
+      limits=_LIMITS,
       rules=(
         _merged(),
         _parts((tower,), tower=tower, decoder="llama"),
