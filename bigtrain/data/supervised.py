@@ -178,27 +178,12 @@ class Source:
       rows, preferences=preferences, has_template=encoder.has_template
     )
     preferences = shapes.preferences
-    if pictures is not None and (len(sizes) == 2 or preferences):
-      raise ConfigError(
-        "supervised: pictures: expected one length, of a decoder, and "
-        "preferences=False."
-      )
-    # With pictures, vision_language reads packed prefixes.
-    cannot_pack = pack and (pictures is None or preferences)
-    _check_unpacked(prefix, preferences, cannot_pack or len(sizes) == 2)
+    _check_together(sizes, pack, prefix, preferences, pictures is not None)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
-    inputs, rows_of, form = self._find_rows(
-      path, name, split, preferences, shapes.key
-    )
-    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
-    if self._pictures is not None:
-      rows_of = functools.partial(_with_folder, rows_of)
-    key = files.digest(encoder.key, form) if form else encoder.key
-    self._rows = token_rows.cached(
-      encode, key, inputs, rows_of, shapes.counts, skip_errors
-    )
+    found = self._find_rows(path, name, split, preferences, shapes.key)
+    self._rows = self._encoded(shapes, encoder, skip_errors, *found)
     self._log_rows()
     self._is_judged = bool((self._rows.label >= 0).all())
     self._answers = 2 if preferences and not self._is_judged else 1
@@ -220,15 +205,7 @@ class Source:
       num_ids = max(num_ids, self._pictures.token + 1)
       self.prompts["pictures"] = self._pictures._asdict()
     self.vocab_sizes = dict.fromkeys(names, num_ids)
-    self.spec = _spec(sizes, pack, self._answers if preferences else None)
-    int32 = np.dtype(np.int32)
-    if prefix:
-      self.spec["prefix"] = (int32, tuple(sizes) if pack else ())
-    if self._is_judged:
-      self.spec["label"] = (int32, ())
-    if self._pictures is not None:
-      self._pixels = pixels.Pixels(self._pictures.pp)
-      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
+    self.spec = self._spec(prefix, preferences)
     options = encoder.key, sizes, pack, too_long, slice, prefix
     forms = row_shapes.new_forms(self._rows.counts)
     self._digest = files.digest(
@@ -248,6 +225,39 @@ class Source:
     The form in which rows are used is "" for the plain one.
     """
     return *_inputs(path, name, split, preferences), form
+
+  def _encoded(
+    self,
+    shapes: row_shapes.Reader,
+    encoder: row_encoder.Encoder,
+    skip_errors: int,
+    inputs: list[str],
+    rows_of: _RowsOf,
+    form: str,
+  ) -> token_rows.Rows:
+    """Returns the ids of all rows, made now or for an earlier run."""
+    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
+    if self._pictures is not None:
+      rows_of = functools.partial(_with_folder, rows_of)
+    key = files.digest(encoder.key, form) if form else encoder.key
+    return token_rows.cached(
+      encode, key, inputs, rows_of, shapes.counts, skip_errors
+    )
+
+  def _spec(
+    self, prefix: bool, preferences: bool
+  ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    answers = self._answers if preferences else None
+    result = _spec_of_tokens(self._sizes, self._pack, answers)
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    if prefix:
+      result["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+    if self._is_judged:
+      result["label"] = (int32, ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      result["image"] = (float32, self._image_shape())
+    return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
     """Returns the numbers of the rows of a slice; a pair is one example."""
@@ -522,9 +532,22 @@ def _check_options(
   check_choice("supervised: too_long", too_long, _TOO_LONG)
 
 
-def _check_unpacked(prefix: bool, preferences: bool, is_other: bool) -> None:
-  """Refuses packed rows and encoder-decoders where they cannot be used."""
-  if (prefix or preferences) and is_other:
+def _check_together(
+  sizes: Sequence[int],
+  pack: bool,
+  prefix: bool,
+  preferences: bool,
+  has_pictures: bool,
+) -> None:
+  """Refuses options that do not go together."""
+  if has_pictures and (len(sizes) == 2 or preferences):
+    raise ConfigError(
+      "supervised: pictures: expected one length, of a decoder, and "
+      "preferences=False."
+    )
+  # With pictures, vision_language reads packed prefixes.
+  cannot_pack = pack and (not has_pictures or preferences)
+  if (prefix or preferences) and (cannot_pack or len(sizes) == 2):
     field = "prefix" if prefix else "preferences"
     raise ConfigError(
       f"supervised: {field}=True: expected pack=False and one length, of a "
@@ -554,7 +577,7 @@ def _inputs(
   return [f"{name} {part}"], lambda _: rows(part, preferences)
 
 
-def _spec(
+def _spec_of_tokens(
   sizes: Sequence[int], pack: bool, answers: int | None
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
   if len(sizes) == 1:
