@@ -50,7 +50,6 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -238,7 +237,7 @@ class Source:
     """Returns the ids of all rows, made now or for an earlier run."""
     encode = functools.partial(row_encoder.encode_all, shapes, encoder)
     if self._pictures is not None:
-      rows_of = functools.partial(_with_folder, rows_of)
+      rows_of = functools.partial(row_encoder.with_folder, rows_of)
     key = files.digest(encoder.key, form) if form else encoder.key
     return token_rows.cached(
       encode, key, inputs, rows_of, shapes.counts, skip_errors
@@ -595,10 +594,3 @@ def _spec_of_tokens(
   outer = () if answers is None else (answers,)
   spec = {name: (int32, (*outer, length)) for name, length in lengths.items()}
   return {**spec, "loss_mask": (float32, (*outer, sizes[-1]))}
-
-
-def _with_folder(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
-  for where, row in rows_of(name):
-    if isinstance(row, Mapping):  # Otherwise an error in its place.
-      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
-    yield where, row
