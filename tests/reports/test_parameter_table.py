@@ -56,7 +56,10 @@ def test_no_array_is_gathered():
   over = jax.sharding.NamedSharding(mesh, jax.P("fsdp"))
   kernel = jax.ShapeDtypeStruct((64, 8), "float32", sharding=over)
   program = (
-    parameters._compiled_mean_and_std(mesh).lower(kernel).compile().as_text()
+    parameter_table._compiled_mean_and_std(mesh)
+    .lower(kernel)
+    .compile()
+    .as_text()
   )
   assert "all-gather" not in program
   shapes = re.findall(r"f32\[([\d,]+)\]", program)
