@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
   averages,
   changes,
@@ -139,6 +141,8 @@ def start(
     elif options.model_init and not foreign:
       key = "config.model_init"
       _load_model(state, options.model_init, state_spec, model_module, key)
+    if options.model_init and not foreign:
+      _copy_into_optimizer(state)
     result = Start(state, HostState(), step, how, resumed=False)
 
   if local is not None:
@@ -240,6 +244,24 @@ def _load_model(
     state["mutable"] = loaded
   if "ema" in state:
     state["ema"] = ema.init(state["params"])
+
+
+def _copy_into_optimizer(state: dict[str, Any]) -> None:
+  """Puts loaded parameters where an optimizer keeps the initial ones.
+
+  These are the iterates of schedule-free optimizers, and Mechanic's start.
+  """
+  params = dict(trees.flatten_with_names(state["params"]))
+
+  def copied(name: str, x: jax.Array) -> jax.Array:
+    kept, _, param = name.partition("/")
+    if kept not in ("z", "x0") or param not in params:
+      return x
+    # A copy of its own, because an update is given the memory of both.
+    value = jnp.array(params[param], x.dtype, copy=True)
+    return jax.device_put(value, x.sharding)
+
+  state["opt"] = trees.map_with_names(copied, state["opt"])
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:

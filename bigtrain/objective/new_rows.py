@@ -105,13 +105,15 @@ def with_new_rows(
       )
     return config
   _check_teacher(config, new_size)
+  if new:
+    vocabulary.check_evaluations(config, new)
   first = min(known.size, new.first) if new else known.size
   rows = added_rows.AddedRows(
     old_size=known.size,
     new_size=new_size,
     first=first,
     stop=new.stop if new else first,
-    axes=_axes(dims.of_model(module, model)),
+    axes=axes_of(dims.of_model(module, model)),
     init=options.init,
     pieces=new.pieces() if new and options.init == "pieces" else (),
   )
@@ -196,7 +198,7 @@ def _num_ids(task: Any, model: Any, train_input: TrainInput) -> int:
   return max(sizes, default=0)
 
 
-def _axes(table: dims.Table) -> dict[str, int]:
+def axes_of(table: dims.Table) -> dict[str, int]:
   """{regex of arrays: axis of their rows, counted from the end}."""
   result = {}
   for regex, text in table.items():
