@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import measure, peer_process
 
-_RANK = 16
+RANK = 16
 _CPU = dict(
   width=576,
   depth=30,
@@ -27,7 +27,16 @@ _CPU = dict(
   mlp_dim=1536,
   vocab_size=49_152,
 )
-_QUICK = dict(
+# 12 of the 32 layers of Llama 3 8B.
+GPU = dict(
+  width=4096,
+  depth=12,
+  num_heads=32,
+  num_kv_heads=8,
+  mlp_dim=14_336,
+  vocab_size=128_256,
+)
+QUICK = dict(
   width=64, depth=1, num_heads=2, num_kv_heads=1, mlp_dim=64, vocab_size=64
 )
 
@@ -39,23 +48,23 @@ def main() -> None:
 
   from benchmarks import program
 
-  model = _QUICK if args.quick else _CPU
+  model = QUICK if args.quick else _CPU
   batch = dict(batch_size=2, length=8 if args.quick else 256)
   steps = 1 if args.quick else 2
   name = f"Llama of {model['depth']} layers, width {model['width']}, LoRA of "
-  name += f"rank {_RANK}, {batch['batch_size']} x {batch['length']} tokens, "
+  name += f"rank {RANK}, {batch['batch_size']} x {batch['length']} tokens, "
   name += "float32"
   peers: dict[str, peer_process.Peer] = {}
   try:
     for how in ("eager", "compiled"):
-      options = dict(model=model, rank=_RANK, compiled=how == "compiled")
+      options = dict(model=model, rank=RANK, compiled=how == "compiled")
       peer, reason = _start(options | batch, args.quick)
       if peer is None:
         figure = f"step rate, ours / PEFT {how}: {name}"
         measure.skip(1, figure, reason)
       else:
         peers[how] = peer
-    ours = program.build(_config(model, **batch))
+    ours = program.build(config_of(model, **batch))
     number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
     for peer in peers.values():
       if peer.ready["parameters"] != number:
@@ -83,18 +92,35 @@ def main() -> None:
   measure.report(1, f"step: {name}", secs, unit="s")
 
 
-def _config(model: dict[str, int], length: int, batch_size: int) -> Any:
+def config_of(
+  model: dict[str, int],
+  length: int,
+  batch_size: int,
+  dtype: str = "float32",
+) -> Any:
+  """Returns our config.
+
+  Args:
+    model: sizes of a Llama.
+    length: tokens of a text.
+    batch_size: number of texts.
+    dtype: dtype of the computation and, unless float32, of the frozen kernels.
+  """
   from benchmarks import synthetic_text
 
   sizes = f"vocab_size={model['vocab_size']},length={length}"
   config = synthetic_text.get_config(
-    f"kind=decoder,variant=llama,{sizes},batch_size={batch_size}"
+    f"kind=decoder,variant=llama,{sizes},batch_size={batch_size},dtype={dtype}"
   )
   config.model = dict(
-    variant="llama", tied_head=True, rope_theta=100_000.0, **model
+    variant="llama",
+    tied_head=True,
+    rope_theta=100_000.0,
+    dtype=dtype,
+    **model,
   )
   targets = r".*/(query|key|value|out|gate|up|down)/kernel"
-  config.adapters = dict(targets=targets, rank=_RANK, alpha=2 * _RANK)
+  config.adapters = dict(targets=targets, rank=RANK, alpha=2 * RANK, base=dtype)
   config.wd = 0.0
   return config
 

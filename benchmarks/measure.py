@@ -142,8 +142,8 @@ def report(
   *,
   unit: str = "ratio",
   target: str | None = None,
-) -> None:
-  """Prints a figure as one line of JSON, with median and spread.
+) -> dict[str, Any]:
+  """Prints a figure as one line of JSON, with median and spread; returns it.
 
   Args:
     benchmark: its number in docs/benchmarks.md; 0 for limits.
@@ -152,7 +152,7 @@ def report(
     unit: unit of the values, or "ratio".
     target: bound such as "<= 1.02", if any.
   """
-  _print(
+  return _print(
     {
       "benchmark": benchmark,
       "name": name,
@@ -166,13 +166,14 @@ def report(
   )
 
 
-def skip(benchmark: int, name: str, reason: str) -> None:
-  """Prints a figure that was not measured, with the reason."""
-  _print({"benchmark": benchmark, "name": name, "skipped": reason})
+def skip(benchmark: int, name: str, reason: str) -> dict[str, Any]:
+  """Prints a figure that was not measured, with the reason; returns it."""
+  return _print({"benchmark": benchmark, "name": name, "skipped": reason})
 
 
-def _print(line: Mapping[str, Any]) -> None:
+def _print(line: dict[str, Any]) -> dict[str, Any]:
   print(json.dumps(line), flush=True)
+  return line
 
 
 def _short(value: float) -> float:

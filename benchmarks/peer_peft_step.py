@@ -12,7 +12,7 @@ import peft
 import torch
 import transformers
 
-from benchmarks import peer_process
+from benchmarks import peer_process, peer_torch_step
 
 
 def main() -> None:
@@ -39,26 +39,32 @@ def main() -> None:
     r=rank, lora_alpha=2 * rank, target_modules="all-linear",
     lora_dropout=0.0, task_type="CAUSAL_LM",
   )  # fmt: skip
-  model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  dtype = getattr(torch, options.get("dtype", "float32"))
+  with torch.device(device):
+    base = transformers.LlamaForCausalLM(config).to(dtype)
+  model = peft.get_peft_model(base, lora)
   model.train()
   trained = [x for x in model.parameters() if x.requires_grad]
   adam = torch.optim.AdamW(trained, 1e-4, weight_decay=0.0, fused=True)
   run_model = torch.compile(model) if options["compiled"] else model
   # One more token: the model predicts each from those before.
   shape = (options["batch_size"], length + 1)
-  tokens = torch.randint(sizes["vocab_size"], shape)
+  tokens = torch.randint(sizes["vocab_size"], shape).to(device)
 
   def run(steps: int) -> tuple[float, float]:
+    peer_torch_step.wait(device)
     start_secs, start_cpu_secs = time.perf_counter(), time.process_time()
     for _ in range(steps):
       adam.zero_grad()
       run_model(input_ids=tokens, labels=tokens).loss.backward()
       torch.nn.utils.clip_grad_norm_(trained, 1.0)
       adam.step()
+    peer_torch_step.wait(device)
     cpu_secs = time.process_time() - start_cpu_secs
     return time.perf_counter() - start_secs, cpu_secs
 
-  run(1)
+  peer_torch_step.with_memory(lambda: run(1))
   number = sum(x.numel() for x in trained)
   peer_process.serve({"parameters": number}, run)
 

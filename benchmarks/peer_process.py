@@ -7,6 +7,7 @@ they took. It ends at the end of its input.
 """
 
 import collections
+import contextlib
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ class Peer:
     options: options of the script, for its command line, as JSON.
     env: environment of the process.
     python: path of the interpreter.
+    wait: whether to wait until the peer is ready. If not, call `wait`.
 
   Attributes:
     ready: facts that the peer reported.
@@ -35,12 +37,15 @@ class Peer:
     RuntimeError: the process failed; the message has its last lines.
   """
 
+  ready: dict[str, Any]
+
   def __init__(
     self,
     script: str,
     options: Mapping[str, Any],
     env: Mapping[str, str],
     python: str = sys.executable,
+    wait: bool = True,
   ):
     self._last_lines: collections.deque[str] = collections.deque(maxlen=20)
     self._script = script
@@ -52,24 +57,33 @@ class Peer:
       stderr=subprocess.STDOUT,
       text=True,
     )
-    self.ready: dict[str, Any] = self._answer()
+    if wait:
+      self.wait()
 
-  def run(self, steps: int) -> float:
-    """Returns the seconds of a number of steps."""
+  def wait(self) -> None:
+    """Waits until the peer is ready, and reads what it reports."""
+    self.ready = self._answer()
+
+  def run(self, steps: int) -> Any:
+    """Returns what the peer measures in a number of steps."""
     self._process.stdin.write(f"{steps}\n")
     self._process.stdin.flush()
     return self._answer()
 
   def close(self) -> None:
-    """Ends the process."""
+    """Ends the process; another thread may be waiting for its answer."""
     self._process.kill()
-    self._process.communicate()
+    self._process.wait()
+    for pipe in (self._process.stdin, self._process.stdout):
+      with contextlib.suppress(OSError, ValueError):
+        pipe.close()
 
   def _answer(self) -> Any:
-    for line in self._process.stdout:
-      if line.startswith(_MARK):
-        return json.loads(line.removeprefix(_MARK))
-      self._last_lines.append(line)
+    with contextlib.suppress(ValueError):  # Closed in another thread.
+      for line in self._process.stdout:
+        if line.startswith(_MARK):
+          return json.loads(line.removeprefix(_MARK))
+        self._last_lines.append(line)
     self.close()
     raise RuntimeError(
       f"benchmarks.{self._script}: {''.join(self._last_lines)}"

@@ -8,6 +8,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Model(nn.Module):
   Args:
     options: width, depth, num_heads, mlp_dim and length; vocab_size of a
       language model, or patch_size and num_classes of a ViT; num_kv_heads of a
-      Llama.
+      Llama, and tied_head if its head is its embedding.
   """
 
   def __init__(self, options: Any):
@@ -100,7 +101,7 @@ class Model(nn.Module):
     if self.vocab:
       self.embedding = nn.Embedding(self.vocab, width)
       self.head = nn.Linear(width, self.vocab, bias=False)
-      if not llama:
+      if not llama or options.get("tied_head"):
         self.head.weight = self.embedding.weight
     else:
       patch = options["patch_size"]
@@ -169,14 +170,14 @@ def main() -> None:
       return model(*batch)
 
   def run(steps: int, loss: Any) -> tuple[float, float]:
-    _wait(device)
+    wait(device)
     start_secs, start_cpu_secs = time.perf_counter(), time.process_time()
     for _ in range(steps):
       adam.zero_grad()
       loss(*batch).backward()
       nn.utils.clip_grad_norm_(model.parameters(), 1.0)
       adam.step()
-    _wait(device)
+    wait(device)
     cpu_secs = time.process_time() - start_cpu_secs
     return time.perf_counter() - start_secs, cpu_secs
 
@@ -184,11 +185,30 @@ def main() -> None:
   ready = {"parameters": number, "how": "compiled"}
   chosen: Any = torch.compile(loss)
   try:
-    run(1, chosen)
+    with_memory(lambda: run(1, chosen))
   except Exception as e:  # The compiler may not work on this machine.
     chosen = loss
     ready |= {"how": "eager", "why": f"{type(e).__name__}: {e}"[:200]}
   peer_process.serve(ready, lambda steps: run(steps, chosen))
+
+
+def with_memory(call: Callable[[], Any]) -> None:
+  """Calls a function, again while other processes use too much of a GPU.
+
+  Several peers may start at a time. In the end this one keeps only what is in
+  use.
+  """
+  for _ in range(20):
+    try:
+      call()
+      break
+    except torch.OutOfMemoryError:
+      torch.cuda.empty_cache()
+      time.sleep(5)
+  else:
+    call()
+  if torch.cuda.is_available():
+    torch.cuda.empty_cache()
 
 
 def _batch(options: Any) -> list[torch.Tensor]:
@@ -201,7 +221,8 @@ def _batch(options: Any) -> list[torch.Tensor]:
   return [image, torch.randint(model["num_classes"], (number,))]
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+  """Waits for all work of a GPU."""
   if device == "cuda":
     torch.cuda.synchronize()
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from bigtrain import main
 from bigtrain.inputs import pipeline
 from bigtrain.runtime import host_memory
+from bigtrain.tools.plan import program as plan_program
 
 # Steps of the loop before a timed block: more than the steps that main queues
 # on the device, and more than the batches that are prefetched.
@@ -41,6 +42,9 @@ class Program:
     state: train state.
     running: running metrics.
     others: the other arguments: batch, hparams, teacher's variables.
+    compile: makes `update` and `compile_secs`.
+    fill: makes state, running metrics and the other arguments.
+    facts: what tools.plan knows of it before it is compiled, if asked for.
   """
 
   update: Any = None
@@ -48,6 +52,9 @@ class Program:
   state: Any = None
   running: Any = None
   others: tuple[Any, ...] = ()
+  compile: Callable[[], None] = lambda: None
+  fill: Callable[[], None] = lambda: None
+  facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def run(self, steps: int) -> float:
     """Returns the seconds of `steps` updates, the last one a log step."""
@@ -68,28 +75,40 @@ class Program:
     return time.perf_counter() - start_secs
 
 
-def build(config: Any, *, state: bool = True, update: bool = True) -> Program:
+def build(
+  config: Any, *, state: bool = True, update: bool = True, facts: bool = False
+) -> Program:
   """Builds the update as main.train does, without a compile cache.
 
   Args:
     config: config of the run.
     state: whether to make a state of random numbers and a batch of the data.
     update: whether to compile the update.
+    facts: whether to count parameters and FLOPs.
   """
   program = Program()
 
   def on_update(run: Any, update_fn: Any, specs: Any, compile: Any) -> None:
-    del update_fn
-    if update:
+    def compile_update() -> None:
       start_secs = time.perf_counter()
-      program.update = compile()
+      with jax.set_mesh(run.mesh):
+        program.update = compile()
       program.compile_secs = time.perf_counter() - start_secs
-    if state:
+
+    def fill() -> None:
       spec, running, _, *others = specs
       program.state = _random(spec)
       program.running = _zeros(running, run.mesh)
       batch = _first_batch(run)
       program.others = (batch, *(_zeros(x, run.mesh) for x in others))
+
+    program.compile, program.fill = compile_update, fill
+    if facts:
+      program.facts = plan_program.measure(run, update_fn, specs)
+    if update:
+      compile_update()
+    if state:
+      fill()
 
   config["compile_cache"] = False
   with tempfile.TemporaryDirectory() as workdir:

@@ -48,7 +48,7 @@ def _image(size: int, batch_size: int, **model: Any) -> dict[str, Any]:
 
 
 # Without the captioner, which is slow; loss_memory.py covers it in --quick.
-_QUICK = Sizes(
+QUICK = Sizes(
   steps=1,
   dtype="float32",
   cases=dict(
@@ -58,11 +58,11 @@ _QUICK = Sizes(
 )
 # Options of each case: for all machines, more for CPUs, more for GPUs.
 _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
-  vit=(dict(variant="S/16"), _image(96, 8), _image(224, 256)),
+  vit=({}, _image(96, 8, variant="S/16"), _image(224, 256, variant="B/16")),
   decoder=(
     dict(vocab_size=50_304),
     dict(width=384, depth=6, length=256, batch_size=2),
-    dict(width=768, depth=12, length=1024, batch_size=16),
+    dict(width=768, depth=12, length=1024, batch_size=32),
   ),
   captioner=(
     dict(variant="S/16", vocab_size=32_000),
@@ -70,12 +70,32 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
     _image(224, 128, depth=12, decoder_depth=6, length=64),
   ),
   llama=(
-    dict(vocab_size=32_000),
-    dict(width=512, depth=6, num_kv_heads=2, length=256, batch_size=2),
-    dict(width=1024, depth=12, num_kv_heads=4, length=1024, batch_size=16),
+    {},
+    dict(
+      vocab_size=32_000,
+      width=512,
+      depth=6,
+      num_kv_heads=2,
+      length=256,
+      batch_size=2,
+    ),
+    dict(  # Of Llama 3.2 1B.
+      vocab_size=128_256,
+      width=2048,
+      depth=16,
+      num_kv_heads=8,
+      mlp_dim=8192,
+      tied_head=True,
+      length=4096,
+      batch_size=4,
+    ),
   ),
   dinov2=({}, _image(98, 8), _image(224, 256)),
-  convnext=({}, _image(128, 8), _image(224, 128)),
+  convnext=(
+    {},
+    _image(128, 8, variant="tiny"),
+    _image(224, 128, variant="base"),
+  ),
   mixer=({}, _image(224, 4), _image(224, 256)),
   bit=({}, _image(128, 8), _image(224, 128)),
   rope=({}, _image(224, 4), _image(224, 256)),
@@ -85,7 +105,7 @@ _CPU = Sizes(
   dtype="float32",
   cases={name: {**both, **cpu} for name, (both, cpu, _) in _OPTIONS.items()},
 )
-_GPU = Sizes(
+GPU = Sizes(
   steps=20,
   dtype="bfloat16",
   cases={name: {**both, **gpu} for name, (both, _, gpu) in _OPTIONS.items()},
@@ -107,13 +127,17 @@ def main() -> None:
   host_memory.keep_freed()  # Before the first use of a device.
   on_cpu = jax.devices()[0].platform == "cpu"
   if args.quick:
-    sizes = _QUICK
+    sizes = QUICK
   else:
-    sizes = _CPU if on_cpu else _GPU
+    sizes = _CPU if on_cpu else GPU
   for name in names:
     if name in sizes.cases:
-      case = _CASES[name](sizes.cases[name], sizes.dtype)
-      _compare(case, sizes.steps, on_cpu, args)
+      _compare(case_of(name, sizes), sizes.steps, on_cpu, args)
+
+
+def case_of(name: str, sizes: Sizes) -> Case:
+  """Returns a case, one of the keys of `sizes.cases`."""
+  return _CASES[name](sizes.cases[name], sizes.dtype)
 
 
 def _compare(case: Case, steps: int, on_cpu: bool, args: Any) -> None:
@@ -228,9 +252,11 @@ def _dinov2(options: dict[str, Any], dtype: str) -> Case:
 
 
 def _convnext(options: dict[str, Any], dtype: str) -> Case:
-  model = dict(variant="tiny", layer_scale=1e-6)
-  case = _images("ConvNeXt-T", "convnext", options, dtype, **model)
-  return case._replace(torch=_timm(options, dtype, timm="convnext_tiny"))
+  variant = options["variant"]
+  model = dict(variant=variant, layer_scale=1e-6)
+  name = f"ConvNeXt-{variant[0].upper()}"
+  case = _images(name, "convnext", options, dtype, **model)
+  return case._replace(torch=_timm(options, dtype, timm=f"convnext_{variant}"))
 
 
 def _timm(options: dict[str, Any], dtype: str, **model: Any) -> dict[str, Any]:
@@ -371,10 +397,17 @@ def _start_torch(
   reason = reason or ("not in --quick" if quick else "")
   if reason:
     return None, reason
-  # timm imports torchvision, although these models use nothing of it. The
-  # folder has a stand-in.
-  env = peer_process.environment(os.path.join(measure.ROOT, "tests/golden"))
-  return _start("peer_torch_step", options, env, python or sys.executable)
+  python = python or sys.executable
+  return _start("peer_torch_step", options, torch_environment(), python)
+
+
+def torch_environment() -> dict[str, str]:
+  """Returns the environment of peer_torch_step.py.
+
+  timm imports torchvision, although these models use nothing of it; the folder
+  has a stand-in.
+  """
+  return peer_process.environment(os.path.join(measure.ROOT, "tests/golden"))
 
 
 def _start(

@@ -21,9 +21,9 @@ def get_config(arg: str | None = None) -> Any:
 
   Args:
     arg: kind ("captioner" or "decoder"), variant and depth (defaults by kind),
-      decoder_depth of a captioner, width and num_kv_heads of a decoder,
-      vocab_size, length of the texts in tokens, size of the images in pixels,
-      batch_size, scan, dtype.
+      decoder_depth of a captioner, width of a decoder, num_kv_heads, mlp_dim
+      and tied_head of a Llama, vocab_size, length of the texts in tokens, size
+      of the images in pixels, batch_size, scan, dtype.
   """
   options = common.parse_arg(
     arg,
@@ -32,6 +32,8 @@ def get_config(arg: str | None = None) -> Any:
     depth=None,
     width=None,
     num_kv_heads=None,
+    mlp_dim=None,
+    tied_head=False,
     decoder_depth=6,
     vocab_size=32_000,
     length=64,
@@ -71,7 +73,10 @@ def get_config(arg: str | None = None) -> Any:
       config.model.num_heads = options.width // 64
     if options.num_kv_heads:  # A Llama: its MLPs have three matrices.
       config.model.num_kv_heads = options.num_kv_heads
-      config.model.mlp_dim = 256 * round(options.width * 8 / 3 / 256)
+      mlp_dim = options.mlp_dim or 256 * round(options.width * 8 / 3 / 256)
+      config.model.mlp_dim = mlp_dim
+    if options.tied_head:
+      config.model.tied_head = True
   return config
 
 

@@ -129,13 +129,7 @@ def _train(
   # The batch of step s is a function of the config and s alone.
 
   seed = settings.whole_number(config, "seed", 0, least=0)
-  train_input = pipeline.make_train(
-    config.input,
-    seed=seed,
-    mesh=mesh,
-    pp_modules=config.get("pp_modules", ()),
-    run=config,
-  )
+  train_input = pipeline.from_config(config, seed, mesh)
   # More tokens than in config.model_init: the model gets rows for them.
   config = new_rows.with_new_rows(config, train_input)
   run = Run(
@@ -155,10 +149,12 @@ def _train(
   )
 
   # ============================== Objective ===================================
-  # What is learned: the task, the model, and what else the gradients need, such
-  # as a teacher or the frozen base of adapters.
+  # What is learned: the tasks, the model, and what else the gradients need,
+  # such as a teacher or the frozen base of adapters.
 
-  objective = objectives.from_config(config, train_input, mesh, seed)
+  objective = objectives.from_config(
+    config, train_input, mesh, seed, run.lengths.units
+  )
 
   # ============================== Optimizer ===================================
   # It has state for the trainable parameters only.
@@ -185,6 +181,7 @@ def _train(
     }
     if variables:
       state["mutable"] = variables
+    state |= objective.init_task_state(params)
     if ema_update:
       state["ema"] = ema.init(params)
     if step_guard.loss_scale:
@@ -205,6 +202,7 @@ def _train(
       "log_step": np.bool_(run.lengths.is_log_step(step + 1)),
       "after_log_step": np.bool_(run.lengths.is_log_step(step)),
       **optimizer.hparams(step),
+      **objective.hparams(step),
     }
 
   # =============================== Update =====================================
@@ -253,8 +251,7 @@ def _train(
       )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}
-      if "mutable" in state:
-        new_state["mutable"] = mutable
+      new_state |= objective.next_variables(state, mutable, params, hparams)
       if ema_update:
         new_state["ema"] = ema_update(state["ema"], params, step)
       if not with_norms:
@@ -285,24 +282,19 @@ def _train(
     log_norms,
     step_guard.spikes,
   )
-  update_specs = (
-    state_spec,
-    running_spec,
-    objective.batch_spec,
-    jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-      hparams_of(0),
-    ),
-    objective.frozen_spec,
-  )
-  # Traces the update for batches of the given `sizes`, and returns a function
-  # that compiles it. The new state takes the memory of the old one.
+
+  # One program for each set of tasks and size of a batch, the largest last.
+  update_specs = [
+    (state_spec, running_spec, batch_spec, hparams_spec, objective.frozen_spec)
+    for batch_spec, hparams_spec in objective.step_specs(hparams_of)
+  ]
+  # Traces the update for some of these arguments, and returns a function that
+  # compiles it. The new state takes the memory of the old one.
   lower_update = functools.partial(
-    run.programs.lower_sizes,
+    run.programs.lower_each,
     "update",
     update_fn,
-    *update_specs,
-    argnum=2,
+    argnums=(2, 3),
     donate_argnums=0,
     out_shardings=(jax.tree.map(lambda x: x.sharding, state_spec), replicated),
   )
@@ -347,8 +339,8 @@ def _train(
     return on_update(
       run,
       update_fn,
-      update_specs,
-      lambda: lower_update(sizes=[objective.batch_spec])(),
+      update_specs[-1],
+      lambda: lower_update(update_specs[-1:])(),
     )
 
   # ================================ Start =====================================
@@ -367,7 +359,7 @@ def _train(
   # The update compiles while the state is read or initialised.
   limits.enter("compile", 0)
   compiled = process.Background(
-    (lambda: None) if eval_only else lower_update(sizes=objective.batch_specs),
+    (lambda: None) if eval_only else lower_update(update_specs),
     "compile",
   )
 
@@ -378,8 +370,8 @@ def _train(
     start_options,
     workdir,
     run.plain,
-    state_spec=state_spec,
-    init_state=init_state,
+    state_spec={**state_spec, **objective.rollout.saved_spec},
+    init_state=lambda seed: {**init_state(seed), **objective.rollout.no_set()},
     model_module=objective.model_module,
     seed=seed,
     fingerprints=train_input.fingerprints,
@@ -388,8 +380,10 @@ def _train(
     from_local=not rollbacks,
     base=objective.base.saved,
     begin=objective.base.begin,
+    init_tasks=objective.init_task_state,
   )
   state, step, saved_step = started.state, started.step, started.saved_step
+  state = objective.rollout.restore(state)
   recording = process.Background(
     record.start(
       workdir,
@@ -409,7 +403,9 @@ def _train(
   # the step by `ahead`.
   ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
-  batches = train_input.start(step + ahead, run.lengths.last + ahead)
+  batches = objective.rollout.start(
+    step + ahead, run.lengths.last + ahead, ahead
+  )
   at_end.callback(batches.close)
   writer = writers.Writers(
     workdir,
@@ -448,7 +444,8 @@ def _train(
       {**state, **frozen_state, **hparams_of(bad_step - 1)},
       train_input,
       compute_gradients,
-      functools.partial(objective.rollout, variables()),
+      objective.rollout,
+      variables(),
     )
     alike = sum(type(e.error) is type(error) for e in rollbacks)
     raise step_guard.failure(error, bad_step, saved_step, alike)
@@ -482,7 +479,8 @@ def _train(
         base=objective.base.saved,
         **train_input.saved,
       )
-      saved = saver.save(step, state, host, run_hooks.keep_steps(), shared)
+      tree = {**state, **objective.rollout.saved}
+      saved = saver.save(step, tree, host, run_hooks.keep_steps(), shared)
       saved_step = saved if shared else saved_step
 
   def evaluate(evaluation: evaluations.Evaluation) -> None:
@@ -536,11 +534,11 @@ def _train(
     phase.step(step + 1)
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
-      if objective.rollout.exists:
+      if objective.rollout.writes(step + ahead):
         # It needs the new weights. Waiting for them is no data wait.
         jax.block_until_ready(running)
-      with phase.clock.account("data_wait"):
-        batch = objective.rollout(variables(), next(batches), step + ahead)
+      with phase.batch(step + 1, objective.rollout.writes(step + ahead)):
+        batch = objective.rollout(variables(), batches, step + ahead)
       process.host_work_done()
       state, running = run_hooks.update(
         step + 1,
@@ -569,7 +567,7 @@ def _train(
     # Writes the previous log entry while the device runs the next step.
     log.flush()
     if run.lengths.is_log_step(step):
-      log.queue(step, running)
+      log.queue(step, running, objective.rollout.report())
       phase.clock.completes(step, running["skipped"].block_until_ready)
     shared = run.lengths.saves(step) or run_hooks.wants_save(step)
     if shared or saver.due_locally(step):

@@ -107,6 +107,12 @@ class Max:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MaxIfAny(Max):
+  """The largest value, left out of the results if there is none."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Min(Max):
   """The smallest of several values, kept as the largest of their negatives."""
 
@@ -215,7 +221,57 @@ class ArrayStats:
     return result
 
 
-_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loads:
+  """Loads of E experts in each of N layers.
+
+  Results are, by layer, the largest load as a multiple of the mean one; "max",
+  the largest of these; and its "layer" and "expert", by number.
+  """
+
+  sums: Any  # float32 [N, E].
+  names: Sequence[str] = dataclasses.field(metadata={"static": True})
+
+  def merge(self, other: Self) -> Self:
+    return type(self)(self.sums + other.sums, self.names)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> dict[str, float]:
+    parts = list(parts)
+    sums_NE = np.sum([np.asarray(p.sums, np.float64) for p in parts], axis=0)
+    totals_N = np.sum(sums_NE, axis=1)
+    if not totals_N.all():
+      return {}
+    peak_N = np.max(sums_NE, axis=1) * sums_NE.shape[1] / totals_N
+    names = parts[0].names
+    result = dict(zip(names, peak_N.tolist()))
+    worst = int(np.argmax(peak_N))
+    # A layer of a model with two stacks has a name such as "encoder_3".
+    result["max"] = result[names[worst]]
+    result["layer"] = float(names[worst].rpartition("_")[2])
+    return result | {"expert": float(np.argmax(sums_NE[worst]))}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Occasional:
+  """A metric that only some steps have; without values it has no result."""
+
+  metric: Any
+  count: Any  # Number of steps that have it; float32 scalar.
+
+  def merge(self, other: Self) -> Self:
+    merged = merge({"": self.metric}, {"": other.metric})[""]
+    return type(self)(merged, self.count + other.count)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> Any:
+    present = [part.metric for part in parts if part.count > 0]
+    return _host_value(present) if present else None
+
+
+_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats, Loads, Occasional)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
@@ -353,15 +409,19 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   single: dict[str, Any] = {}
   several: dict[str, Any] = {}
   for name, metrics in parts.items():
+    if isinstance(metrics[0], MaxIfAny) and not any(m.count for m in metrics):
+      continue
     value = _host_value(metrics)
     if isinstance(value, dict):
       several |= {f"{name}_{key}": number for key, number in value.items()}
+    elif value is None:  # An Occasional metric that no step has had.
+      continue
     elif value or not isinstance(metrics[0], Faults):
       single[name] = value
   return single | several
 
 
-def _host_value(parts: list[Any]) -> Any:
+def _host_value(parts: Sequence[Any]) -> Any:
   if isinstance(parts[0], _KINDS):
     return parts[0].value(parts)
   total, weight = (math.fsum(map(float, column)) for column in zip(*parts))

@@ -144,6 +144,17 @@ RECIPES = {
     # is read and written for each part of the logits.
     loss=dict(z_loss=1e-4, chunk=2048),
   ),
+  "gemma4_26b_a4b": Recipe(
+    length=4096,
+    batch_size=512,
+    total_tokens=76_000_000_000,  # 20 per active parameter.
+    lr=2e-4,
+    vocab_size=262_144,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="gemma4_mu",
+    loss=dict(load_balance=0.001, router_z=0.001, chunk=2048),
+    mesh=dict(replica=1, fsdp=-1),
+  ),
   "smollm3_3b": Recipe(
     length=4096,
     batch_size=576,  # 2.36 million tokens per step.
@@ -163,6 +174,28 @@ RECIPES = {
     model=dict(scan=True, remat_policy="nothing_saveable"),
     tiny="gpt_oss_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
+    mesh=dict(replica=1, fsdp=-1),
+  ),
+  "qwen3_5_9b": Recipe(
+    length=8192,
+    batch_size=512,
+    total_tokens=180_000_000_000,
+    lr=3e-4,
+    vocab_size=248_320,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="qwen3_5_mu",
+    loss=dict(z_loss=1e-4),
+    mesh=dict(replica=1, fsdp=-1),
+  ),
+  "qwen3_next_80b": Recipe(
+    length=4096,
+    batch_size=1024,
+    total_tokens=60_000_000_000,  # 20 per active parameter.
+    lr=2e-4,
+    vocab_size=151_936,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="qwen3_next_mu",
+    loss=dict(load_balance=0.001, router_z=0.001),
     mesh=dict(replica=1, fsdp=-1),
   ),
 }

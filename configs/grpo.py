@@ -9,7 +9,7 @@ Hardware: any; two CPU cores need a few minutes for each of the first two.
 Result: share of right answers among the 512 of a step, at temperature 1: 57% at
 step 1, 68% at step 20 and 73 to 77% from step 50 on, one seed. Each prompt is
 used once.
-Source: our own runs, see docs/finetuning.md; GRPO is from
+Source: our own runs, see docs/rewards.md; GRPO is from
 https://arxiv.org/abs/2402.03300.
 """
 

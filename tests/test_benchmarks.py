@@ -74,6 +74,44 @@ def test_each_script_prints_figures(names, numbers, tmp_path):
   assert len(run.table(figures)) == 2 + len(figures)
 
 
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
+  figures_file = tmp_path / "figures.txt"
+  finished = subprocess.run(
+    ["benchmarks/gpu.sh", "--quick", "--patience=20"],
+    cwd=ROOT,
+    env={
+      **measure.environment(),
+      "JAX_PLATFORMS": "cpu",
+      "XLA_FLAGS": _XLA_FLAGS.rpartition(" ")[0],
+      "PYTHON": sys.executable,
+      "WHEELS": str(tmp_path),
+      "FIGURES": str(figures_file),
+    },
+    capture_output=True,
+    text=True,
+    timeout=1800,
+  )
+  assert finished.returncode == 0, finished.stderr
+  lines = figures_file.read_text().splitlines()
+  figures = [json.loads(x) for x in lines if x.startswith('{"benchmark"')]
+  assert {0, 3, 6, 11, 23, 24, 28, 32, 33} == {x["benchmark"] for x in figures}
+  measured = {f["name"]: f["value"] for f in figures if "value" in f}
+  for name, value in measured.items():
+    if name.startswith("GPU / CPU") and "bfloat16" not in name:
+      assert value < 1e-4, name  # Both are the CPU.
+  skipped = {f["name"]: f["skipped"] for f in figures if "skipped" in f}
+  for name, reason in skipped.items():
+    assert (
+      "needs an NVIDIA GPU" in reason
+      or "not in --quick" in reason
+      or ("rate, ours / " in name and "No module named" in reason)
+    ), (name, reason)
+  assert "| 32 | GPU / CPU, relative distance: dense decoder, float32 |" in (
+    finished.stdout
+  )
+
+
 def test_every_script_is_listed_and_tested():
   assert set(run.SCRIPTS) == {
     path.stem

@@ -126,6 +126,9 @@ def count(params):
     ("gemma3_1b", 999_885_952),
     ("smollm3_3b", 3_075_098_624),
     ("gpt_oss_20b", 20_914_757_184),
+    ("qwen3_next_80b", 79_674_391_296),
+    ("qwen3_5_9b", 8_953_803_264),
+    ("gemma4_26b_a4b", 25_233_141_760 + 30),  # With the layers' scalars.
     # Counted by transformers for the released google/switch-base-*.
     ("switch_base", 619_339_008),
     ("switch_base:experts=128", 7_415_217_408),
@@ -299,6 +302,8 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
     *[("decoder_lm", n) for n in ("llama_70b", "mixtral_8x7b")],
     *[("decoder_lm", n) for n in ("qwen3_0_6b", "gemma3_1b")],
     *[("decoder_lm", n) for n in ("smollm3_3b", "gpt_oss_20b")],
+    *[("decoder_lm", n) for n in ("qwen3_next_80b", "qwen3_5_9b")],
+    ("decoder_lm", "gemma4_26b_a4b"),
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
   ],
 )

@@ -199,6 +199,15 @@ def test_a_day_with_chats(tmp_path):
   assert {f.name for f in old.iterdir()} <= {f.name for f in new.iterdir()}
   for name in ("tokenizer.json", "chat_template.jinja"):
     assert (old / name).read_bytes() == (new / name).read_bytes()
+  # Adapters, with an embedding that trains in full.
+  lora = block(page, "python", "import chats")
+  (tmp_path / "chats_lora.py").write_text(lora)
+  shown = shell(block(page, "", "tools.parameters"))
+  assert "token_embedding" in shown and "2e-05" in shown
+  assert "frozen (base): " in shown
+  shell(block(page, "", "config=chats_lora.py --workdir"))
+  about = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+  assert about["modules_to_save"] == ["embed_tokens"]
   ends = json.loads((new / "generation_config.json").read_text())
   words = json.loads((new / "tokenizer.json").read_text())["added_tokens"]
   (end,) = [w["id"] for w in words if w["content"] == "<|im_end|>"]

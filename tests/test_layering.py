@@ -61,12 +61,12 @@ RULES = {
   "arrays": set(),
 }
 # Packages whose modules a config names: these do not import one another. A ViT
-# is also the image tower of captioners and of image-text models, CoCa learns
-# captions and pairs, a policy is a language model, and prompts are rows without
-# answers.
+# is also the image tower of captioners, of image-text models and of decoders
+# that read pictures, CoCa learns captions and pairs, a policy is a language
+# model, and prompts are rows without answers.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
-  *("models.vit", "models.text_transformer", "data.arrays"),
+  *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
   *("models.cappa", "tasks.captioning"),
   *("tasks.language_modeling", "data.supervised"),
 )

@@ -108,6 +108,7 @@ FIRST_LOSS = {
   "dpo": (math.log(2), 1e-3),
   "flexivit": (0.5, 0.9),  # The teacher has a random head.
   "gemma3_1b": (_BYTES, 0.05),
+  "gemma4_26b_a4b": (_BYTES, 0.05),
   # The advantages of a prompt's answers sum to zero.
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),
@@ -121,6 +122,8 @@ FIRST_LOSS = {
   "naflex": (math.log(1000), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
+  "qwen3_5_9b": (_BYTES, 0.05),
+  "qwen3_next_80b": (_BYTES, 0.05),
   "smollm3_3b": (_BYTES, 0.05),
   "pydoc_t5": (math.log(259 + 32), 0.15),
   "resnet50_i1k": (math.log(1000), 0.05),

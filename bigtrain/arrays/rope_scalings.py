@@ -34,6 +34,8 @@ ROPE_SCALINGS: Mapping[str, RopeScaling] = {
     optional=("mscale", "mscale_all_dim", "attention_factor"),
     defaults={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
   ),
+  # Frequencies of the whole width, of which the highest rotate, as in Gemma 4.
+  "proportional": RopeScaling(required=("fraction",), defaults={"factor": 1.0}),
   # A divisor for each frequency, and others for texts longer than original_len,
   # https://arxiv.org/abs/2402.13753.
   "longrope": RopeScaling(

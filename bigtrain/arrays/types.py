@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 Params: TypeAlias = dict[str, Any]
 # What a model is applied to: "params", and flax's mutable collections.
 Variables: TypeAlias = dict[str, Any]
-# "params", "opt", "step" and, where used, "mutable", "ema" and "loss_scale".
+# "params", "opt", "step" and, where used, "mutable", "tasks", "ema" and
+# "loss_scale".
 TrainState: TypeAlias = dict[str, Any]
 # {feature: array [B, ...]}.
 Batch: TypeAlias = Mapping[str, Any]

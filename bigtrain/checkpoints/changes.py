@@ -21,9 +21,9 @@ _HARMLESS = """
   compiler_options evals expect_* hooks input.cache input.num_threads
   input.prefetch input.skip_errors keep_* local_ckpt_* log_* logical_axes
   loggers mesh max_nonfinite mlflow model_init nonfinite opt_memory opt_sharding
-  peak_flops_per_device resume save_at_start sharding spikes stop_at_*
-  teacher.logical_axes tensorboard trackio transfer_guard wandb watchdog
-  weight_stats
+  peak_flops_per_device published_layout resume save_at_start sharding spikes
+  stop_at_* teacher.logical_axes tensorboard trackio transfer_guard wandb
+  watchdog weight_stats
 """.split()
 
 

@@ -91,6 +91,7 @@ def start(
   from_local: bool = True,
   base: Mapping[str, Any] | None = None,
   begin: Callable[[Any], None] | None = None,
+  init_tasks: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> Start:
   """Loads or makes the state to start with; see the module for the order.
 
@@ -105,6 +106,8 @@ def start(
       batches it skips must not depend on them.
     base: digest of the adapters' base, which has to equal the checkpoint's.
     begin: changes a new state of adapters, in place of loading model_init.
+    init_tasks: parameters -> {"tasks": states of tasks}, such as teachers,
+      which begin as the parameters that were loaded.
   """
 
   def check_origin(host: HostState) -> None:
@@ -143,6 +146,10 @@ def start(
       _load_model(state, options.model_init, state_spec, model_module, key)
     if options.model_init and not foreign:
       _copy_into_optimizer(state)
+    if init_tasks and "tasks" in state:
+      shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
+      make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
+      state |= make(state["params"])
     result = Start(state, HostState(), step, how, resumed=False)
 
   if local is not None:
@@ -270,12 +277,30 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   Returns: {"params": variables} and, if the run averages its parameters,
     {"ema": variables}. Each has the parameters under "params", the mutable
     collections, and the frozen variables of a teacher or of the adapters' base.
+    A task whose state has a teacher adds "teacher", or of several tasks
+    "NAME/teacher": the parameters, with the teacher's in place of its own.
   """
   opt = state.get("opt", {})
   weights = {"params": averages.evaluation_form(state["params"], opt)}
   if "ema" in state:
     weights["ema"] = state["ema"]
+  weights |= _teachers(state)
   others = {**state.get("mutable", {}), **frozen.variables(state)}
   return {
     name: {"params": params, **others} for name, params in weights.items()
   }
+
+
+def _teachers(state: Mapping[str, Any]) -> dict[str, Any]:
+  """The parameters with those of teachers that tasks have in their state."""
+  params = dict(trees.flatten_with_names(state["params"]))
+  tasks = state.get("tasks", {})
+  found = {"teacher": tasks}
+  found |= {f"{name}/teacher": tasks[name] for name in tasks}
+  result = {}
+  for name, task in found.items():
+    if isinstance(task, Mapping) and "teacher" in task:
+      own = dict(trees.flatten_with_names(task["teacher"]))
+      if own.keys() <= params.keys():
+        result[name] = trees.from_flat({**params, **own})
+  return result

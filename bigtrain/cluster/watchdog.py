@@ -34,6 +34,7 @@ LIMITS = {
   "step_floor": 60.0,  # Least limit that is learned from earlier steps.
   "evaluation": 3600.0,  # For each batch.
   "save": 3600.0,
+  "rollout": 7200.0,  # With the rewards. Several steps may share a rollout.
 }
 # A step also hangs if it takes this multiple of the median of the last steps,
 # of which there have to be enough. Slower storage or a busy host make a step a

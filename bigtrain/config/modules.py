@@ -6,6 +6,7 @@ bigtrain/tasks/classification.py. A name with a dot is a module of the user's.
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.config.errors import ConfigError, did_you_mean
@@ -51,6 +52,13 @@ def find_attribute(dotted: str, key: str) -> Any:
     hint = did_you_mean(attribute, public)
     raise ConfigError(f"{key}: {module_name} has no {attribute!r}.{hint}")
   return getattr(module, attribute)
+
+
+def task_names(task: Any) -> str:
+  """The tasks in words, from the value of config.task."""
+  if not isinstance(task, Mapping):
+    return str(task)
+  return " + ".join(str(part.get("type")) for part in task.values())
 
 
 def _import(dotted: str, key: str) -> Any:

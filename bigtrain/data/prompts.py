@@ -1,15 +1,17 @@
-"""Prompts, with reward functions that judge a model's answers to them.
+"""Prompts, with rewards that judge a model's answers to them.
 
   dict(type="prompts", path="math.jsonl", tokenizer="models/Qwen3-0.6B",
        length=512, rewards="my_project.rewards.exact")
 
 The files are as for data/supervised.py, but only `prompt`, a text or a list of
-messages, and `tools` are tokenized; the reward functions get the whole row.
+messages, and `tools` are tokenized; the judges of answers get the whole row
+(data/formats/judges.py). With the option `tools`, a function answers the tool
+calls of the model, which then goes on (data/formats/toolbox.py).
 Features: `prompt` int32 [length], padded with 0, and `prompt_length` int32.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,10 +21,10 @@ from bigtrain.config.errors import (
   check_kwargs,
   check_number,
 )
-from bigtrain.config.modules import find_attribute
 from bigtrain.data import supervised
-from bigtrain.data.formats import files, reward_worker
-from bigtrain.text import tokenizers
+from bigtrain.data.formats import files, judges, toolbox
+from bigtrain.data.formats.reward_worker import Workers
+from bigtrain.text import chat, tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
 _EMPTY = {"role": "assistant", "content": ""}
@@ -32,13 +34,26 @@ class Source(supervised.Source):
   """The prompts of one or more files.
 
   Args:
-    rewards: dotted path of a function of (answers to a prompt, its row) that
-      returns a number for each answer; or a list of (path, weight), for a
-      weighted sum.
-    time_limit: seconds that a call of a function may take.
-    failed_reward: reward of all answers to a prompt for which a function fails
-      or takes too long; a metric counts them. By default, such a failure ends
-      the run.
+    rewards: what judges answers: the dotted path of a function of (answers to
+      a prompt, its row) that returns a number for each answer; or
+      dict(command="python judge.py") or dict(url="http://..."), which may have
+      a `time_limit` and a number of `retries`, and an address `headers`. A list
+      of (judge, weight) is a weighted sum.
+    time_limit: seconds that a call of a judge may take.
+    failed_reward: reward of all answers to a prompt for which a judge fails or
+      takes too long; a metric counts them. By default, such a failure ends the
+      run.
+    tools: dotted path of a function of (call, row) that answers the tool calls
+      of the model, with call = dict(name=..., arguments=...), by a text or what
+      becomes JSON. Prompts then have to be conversations.
+    tool_calls: format of the calls, a name of tool_calls.PARSERS or the dotted
+      path of a function from a text to a list of such calls.
+    max_turns: largest number of an answer's turns; calls in the last turn are
+      not answered.
+    failed_tool: what becomes of an error of `tools`: a "message" to the model,
+      or the end ("stop") of the run.
+    workers: number of processes in which functions are called, the calls of
+      several answers at the same time.
     **options: path, name and others of data/supervised.py.
   """
 
@@ -48,35 +63,60 @@ class Source(supervised.Source):
     self,
     tokenizer: tokenizers.Spec,
     length: int,
-    rewards: str | Sequence[tuple[str, float]],
+    rewards: str | Mapping[str, Any] | Sequence[tuple[Any, float]],
     *,
     time_limit: float = 10.0,
     failed_reward: float | None = None,
+    tools: str | None = None,
+    tool_calls: str = "hermes",
+    max_turns: int = 8,
+    failed_tool: Literal["message", "stop"] = "message",
+    workers: int = 1,
     **options: Any,
   ):
-    given = ("tokenizer", "length", "loss", "pack", "prefix", "preferences")
+    given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
+    given += ["pictures", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
-    if isinstance(rewards, str):
-      rewards = [(rewards, 1.0)]
-    for each in rewards:
-      if not isinstance(each, list | tuple) or len(each) != 2:
-        raise ConfigError(f"rewards: expected (function, weight), got {each}.")
-      function, weight = each
-      find_attribute(function, "rewards")
-      check_number(f"rewards: weight of {function}", weight)
-    if not rewards:
-      raise ConfigError("rewards: expected at least one function.")
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
       check_number("failed_reward", failed_reward)
-    self._rewards = rewards
     self._failed_reward = failed_reward
-    self._worker = reward_worker.Worker(time_limit)
+    check_number("workers", workers, least=1, whole=True)
+    self._workers = Workers(workers)
+    if isinstance(rewards, str | Mapping):
+      rewards = [(rewards, 1.0)]
+    self._rewards: list[tuple[judges.Judge, float]] = []
+    for each in rewards:
+      if not isinstance(each, list | tuple) or len(each) != 2:
+        raise ConfigError(f"rewards: expected (function, weight), got {each}.")
+      judge, weight = judges.get(each[0], time_limit, self._workers), each[1]
+      check_number(f"rewards: weight of {judge.name}", weight)
+      self._rewards.append((judge, weight))
+    if not rewards:
+      raise ConfigError("rewards: expected at least one function.")
+    self._has_tools = tools is not None
+    options["rows"] = "prompt_completion"  # See `_find_rows`.
     super().__init__(tokenizer, length, loss="last", **options)
+    self.toolbox: toolbox.Toolbox | None = None
+    if tools is not None:
+      self.toolbox = toolbox.Toolbox(
+        tools,
+        tool_calls,
+        max_turns,
+        failed_tool,
+        time_limit,
+        workers=self._workers,
+        tokenizer=self._coder,
+        template=chat.get(options.get("template"), self._coder.name),
+        variables=options.get("variables") or {},
+        end_ids=self.end_ids,
+        allow_special=options.get("allow_special", False),
+      )
     int32 = np.dtype(np.int32)
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
     self.vocab_sizes = {"prompt": self._coder.vocab_size}
-    self._digest = files.digest(self._digest, rewards)
+    options_of_tools = (tools, tool_calls, max_turns) if tools else ()
+    self._digest = files.digest(self._digest, rewards, *options_of_tools)
 
   def _find_rows(self, *args: Any) -> tuple[list[str], Any, str]:
     inputs, rows_of, _ = super()._find_rows(*args)
@@ -84,9 +124,15 @@ class Source(supervised.Source):
 
     def without_answers(name: str) -> Any:
       for where, row in rows_of(name):
+        if isinstance(row, DataError):
+          raise row
         prompt = row.get("prompt")
         if not prompt:
           raise DataError(f"{where}: expected prompt, a text or messages.")
+        if self._has_tools and isinstance(prompt, str):
+          raise DataError(
+            f"{where}: prompt: with tools, expected a list of messages."
+          )
         # `supervised` needs an answer to find where the prompt ends, and from
         # its end token `end_ids`, which end the model's answers.
         answer: Any = "" if isinstance(prompt, str) else [_EMPTY]
@@ -105,8 +151,31 @@ class Source(supervised.Source):
     sizes = np.diff(spans, axis=1)[:, 0]
     return {"prompt": prompt, "prompt_length": sizes.astype(np.int32)}
 
+  def spell(self, ids: np.ndarray) -> str:
+    """Returns the text of ids, with special ids spelled out."""
+    return self._coder.spell(ids)
+
+  def replies(
+    self, turns: Iterable[tuple[int, np.ndarray, bool]]
+  ) -> Iterator[toolbox.Reply]:
+    """Answers the tool calls of turns: (index, ids, whether it is the last)."""
+
+    def reply(turn: tuple[int, np.ndarray, bool]) -> toolbox.Reply:
+      assert self.toolbox is not None
+      index, ids, is_last = turn
+      row = self._contents[self._kept[index]]
+      try:
+        return self.toolbox.reply(row, ids, is_last)
+      except DataError as e:
+        raise DataError(f"{self.where(index)}: {e}") from e
+
+    return self._workers.map(reply, turns)
+
   def judge(
-    self, indices: np.ndarray, batch: Mapping[str, np.ndarray]
+    self,
+    indices: np.ndarray,
+    batch: Mapping[str, np.ndarray],
+    messages: Sequence[Sequence[Any]] | None = None,
   ) -> dict[str, np.ndarray]:
     """Returns the rewards of G answers to each of B prompts.
 
@@ -114,9 +183,10 @@ class Source(supervised.Source):
       indices: of the prompts, [B].
       batch: "targets" [B, G, L] and "loss_mask" [B, G, L], which is 0 where the
         target is no token of the answer.
+      messages: with tools, those of each answer, [B][G].
 
     Returns:
-      "reward" [B, G], and "failed_rewards" [B, G], the number of functions that
+      "reward" [B, G], and "failed_rewards" [B, G], the number of judges that
       failed.
     """
     targets = batch["targets"]
@@ -124,17 +194,23 @@ class Source(supervised.Source):
     is_text = (batch["loss_mask"] != 0) & ~is_end
     rewards = np.zeros(is_text.shape[:2], np.float32)
     failed = np.zeros_like(rewards)
+    prompts = []
     for b, index in enumerate(indices):
       row = self._contents[self._kept[index]]
       texts = [
         self._coder.decode(ids[own]) for ids, own in zip(targets[b], is_text[b])
       ]
-      for function, weight in self._rewards:
-        result = self._worker(function, texts, row)
+      own_messages = None
+      if messages is not None:
+        own_messages = messages[b]
+        texts = [toolbox.last_answer(each) for each in own_messages]
+      prompts.append(judges.Answers(row, texts, own_messages))
+    for judge, weight in self._rewards:
+      for b, result in enumerate(judge(prompts)):
         if isinstance(result, str):
           if self._failed_reward is None:
-            where = self.where(index)
-            raise DataError(f"{where}: reward {function}: {result}.")
+            where = self.where(indices[b])
+            raise DataError(f"{where}: reward {judge.name}: {result}.")
           result = [self._failed_reward]
           failed[b] += 1
         rewards[b] += np.float32(weight) * np.asarray(result, np.float32)

@@ -3,26 +3,42 @@
   dict(type="supervised", path="chats.jsonl", tokenizer="models/Qwen3-0.6B",
        length=2048, pack=True)
 
-A row of a .jsonl or .parquet file, also as .gz or .zst, has one of
+A file is .jsonl, .json (an array or lines), .parquet or .txt (one text), also
+as .gz or .zst. The fields of a row say its shape, or `rows` does:
 
-- `messages`: a list of dict(role=..., content=...), which a chat template
-  writes (bigtrain/text/chat.py); with `tools` beside it if there are any.
-- `prompt` and `completion`: two texts, or two lists of messages.
-- `text`: a text, all of which has a loss.
-- `chosen` and `rejected`, with `preferences=True`: two completions, after
-  `prompt` or as conversations of their own.
+- "messages": `messages`, a list of dict(role=..., content=...), which a chat
+  template writes (bigtrain/text/chat.py); with `tools` if there are any.
+- "sharegpt": `conversations`, a list of dict(from=..., value=...).
+- "prompt_completion": `prompt` and `completion`, two texts or two lists of
+  messages; or several right completions, which count as one example together.
+- "alpaca": `instruction`, `input` and `output`, as Alpaca's published prompt
+  and its answer; "alpaca_chat": as a question and an answer.
+- "text": `text`, all of which has a loss.
+- Beside these `images`, or parts {"type": "image", "path": ...} of messages:
+  the pictures of a row, with `pictures=`; see formats/row_pictures.py.
 
-and may have `weight`, the weight of its loss. All rows are read and checked
-before the first step, and their tokens are kept in the user's cache folder.
+With `preferences=True`:
+
+- "preference": `chosen` and `rejected`, two completions, after `prompt` or as
+  conversations of their own.
+- "unpaired": `label`, whether a `completion` of `prompt` is wanted.
+
+Any row may have `weight`, the weight of its loss, and conversations `system`, a
+system prompt. data/formats/row_shapes.py has the details. All rows are read and
+checked before the first step, and their tokens are kept in the user's cache
+folder.
 
 The features of an example, with L = `length`:
 
 - `tokens` int32 [L], `targets` int32 [L], the next token of each, and
   `loss_mask` float32 [L], the weight of each target. With `preferences=True`
-  they are [2, L], the chosen answer first: see tasks/preference.py.
+  they are [2, L], the chosen answer first; or [1, L] with `label` int32, 1 if
+  the answer is wanted: see tasks/preference.py.
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, the number of tokens of the prompt, for prefix language
-  models.
+  models; if packed, int32 [L], 1 for these tokens.
+- `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
+  their order, and zeros up to the largest number N of an example.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -34,6 +50,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -45,7 +62,6 @@ from bigtrain.config.errors import (
   DataError,
   check_choice,
   check_number,
-  did_you_mean,
 )
 from bigtrain.data.formats import (
   arithmetic,
@@ -54,9 +70,13 @@ from bigtrain.data.formats import (
   packing,
   pydoc_questions,
   row_encoder,
+  row_pictures,
+  row_shapes,
   splits,
   token_rows,
 )
+from bigtrain.pp import pixels
+from bigtrain.text import pictures as text_pictures
 from bigtrain.text import tokenizers
 
 # Tokens of the first row that `first_example` shows.
@@ -76,7 +96,7 @@ class Source:
     tokenizer: "bytes" or a path, such as the folder of a published model; or
       dict(path=..., new_tokens=[...], new_special_tokens=[...]).
     length: tokens of an example; for encoder-decoders (inputs, targets).
-    path: a file, a pattern, or a list of these.
+    path: a file, a pattern, a folder of files of one kind, or a list of these.
     name: "pydoc", what the functions of Python's library are for, or
       "arithmetic", additions of numbers below 100.
     split: split of these: "train", "test" (every tenth question) or "all".
@@ -95,11 +115,16 @@ class Source:
       the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
     prefix: whether all tokens attend to the whole prompt, up to the first
-      token with a loss; not with pack.
-    preferences: whether rows have two answers. In pydoc, the rejected answer is
-      a later sentence of the same documentation.
+      token with a loss; with pack, only models.vision_language does.
+    rows: shape of the rows, as above; by default that whose fields a row has.
+    pictures: folder of a published model whose processor prepares pictures, or
+      a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
+    preferences: whether rows have two answers, or a judgement of one. In pydoc,
+      the rejected answer is a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
       at the "left" or the "right".
+    skip_errors: number of rows that may be refused and left out; the log counts
+      them.
     slice: slice of the rows, such as "[:99%]".
   """
 
@@ -123,21 +148,20 @@ class Source:
     bos: bool | None = None,
     pack: bool = False,
     prefix: bool = False,
+    rows: str | None = None,
+    pictures: str | Mapping[str, Any] | None = None,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
+    skip_errors: int = 0,
     slice: str = "",
   ):
     sizes = [length] if isinstance(length, int) else [*length]
-    _check_length(length, sizes, loss == "all")
-    if (prefix or preferences) and (pack or len(sizes) == 2):
-      field = "prefix" if prefix else "preferences"
-      raise ConfigError(
-        f"supervised: {field}=True: expected pack=False and one length, of a "
-        "decoder."
-      )
-    check_choice("supervised: loss", loss, ("assistant", "last", "all"))
-    check_choice("supervised: too_long", too_long, _TOO_LONG)
+    _check_options(length, sizes, loss, too_long, skip_errors)
     self._coder = tokenizers.get(tokenizer)
+    self._pictures: text_pictures.Pictures | None = None
+    if pictures is not None:
+      key = "supervised: pictures"
+      self._pictures = text_pictures.get(pictures, self._coder, key)
     encoder = row_encoder.Encoder(
       self._coder,
       template,
@@ -148,19 +172,38 @@ class Source:
       allow_special=allow_special,
       pairs=len(sizes) == 2,
       ignore_fields=ignore_fields,
+      pictures=self._pictures,
     )
+    shapes = row_shapes.Reader(
+      rows, preferences=preferences, has_template=encoder.has_template
+    )
+    preferences = shapes.preferences
+    if pictures is not None and (len(sizes) == 2 or preferences):
+      raise ConfigError(
+        "supervised: pictures: expected one length, of a decoder, and "
+        "preferences=False."
+      )
+    # With pictures, vision_language reads packed prefixes.
+    cannot_pack = pack and (pictures is None or preferences)
+    _check_unpacked(prefix, preferences, cannot_pack or len(sizes) == 2)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
-    self._answers = 2 if preferences else 1
-    inputs, rows_of, form = self._find_rows(path, name, split, preferences)
+    inputs, rows_of, form = self._find_rows(
+      path, name, split, preferences, shapes.key
+    )
+    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
+    if self._pictures is not None:
+      rows_of = functools.partial(_with_folder, rows_of)
     key = files.digest(encoder.key, form) if form else encoder.key
-    self._rows = token_rows.cached(encoder, key, inputs, rows_of)
-    # The slice is one of pairs if rows have two answers.
-    number = len(self._rows) // self._answers
-    start, stop = splits.bounds(slice, number, "supervised: slice")
-    rows = np.arange(start * self._answers, stop * self._answers)
-    self._plan(rows, too_long)
+    self._rows = token_rows.cached(
+      encode, key, inputs, rows_of, shapes.counts, skip_errors
+    )
+    self._log_rows()
+    self._is_judged = bool((self._rows.label >= 0).all())
+    self._answers = 2 if preferences and not self._is_judged else 1
+    self._plan(self._chosen_by(slice), too_long)
+    self._log_labels()
     self.tokenizer = self._coder.name, self._coder.fingerprint()
     # Saved with the run: later prompts are written, and answers end, as here.
     self.prompts = {
@@ -172,25 +215,86 @@ class Source:
     }
     self.end_ids = self._find_ends()
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, self._coder.vocab_size)
-    self.spec = _spec(sizes, pack)
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+      self.prompts["pictures"] = self._pictures._asdict()
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
+    self.spec = _spec(sizes, pack, self._answers if preferences else None)
+    int32 = np.dtype(np.int32)
     if prefix:
-      self.spec["prefix"] = (np.dtype(np.int32), ())
-    if preferences:
-      self.spec = {k: (t, (2, *shape)) for k, (t, shape) in self.spec.items()}
+      self.spec["prefix"] = (int32, tuple(sizes) if pack else ())
+    if self._is_judged:
+      self.spec["label"] = (int32, ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
     options = encoder.key, sizes, pack, too_long, slice, prefix
-    self._digest = files.digest("supervised", self._rows.digest, *options)
+    forms = row_shapes.new_forms(self._rows.counts)
+    self._digest = files.digest(
+      "supervised", self._rows.digest, *options, *forms
+    )
 
-  def _find_rows(self, *args: Any) -> tuple[list[str], _RowsOf, str]:
-    """Returns `inputs` and `rows_of` of `token_rows.cached`.
+  def _find_rows(
+    self,
+    path: str | Sequence[str] | None,
+    name: str | None,
+    split: str | None,
+    preferences: bool,
+    form: str,
+  ) -> tuple[list[str], _RowsOf, str]:
+    """Returns `inputs` and `rows_of` of `token_rows.cached`, and a form.
 
-    Also returns the form in which rows are used, if it is not the plain one.
+    The form in which rows are used is "" for the plain one.
     """
-    inputs, rows_of = _inputs(*args)
-    if self._answers == 1:
-      return inputs, rows_of, ""
-    # The two answers become two rows, one after the other.
-    return inputs, functools.partial(_both_answers, rows_of), "two answers"
+    return *_inputs(path, name, split, preferences), form
+
+  def _chosen_by(self, slice: str) -> np.ndarray:
+    """Returns the numbers of the rows of a slice; a pair is one example."""
+    number = len(self._rows) // self._answers
+    start, stop = splits.bounds(slice, number, "supervised: slice")
+    return np.arange(start * self._answers, stop * self._answers)
+
+  def _log_rows(self) -> None:
+    counts = self._rows.counts
+    logging.info("supervised: rows: %s", counts["summary"])
+    if counts["num_refused"]:
+      logging.warning(
+        "supervised: refused rows are left out (%d): %s",
+        counts["num_refused"],
+        " ".join(counts["refused"]),
+      )
+
+  def _log_labels(self) -> None:
+    """Warns of judgements that KTO's default weights do not suit."""
+    if not self._is_judged:
+      return
+    labels = self._rows.label[self._kept]
+    wanted, unwanted = int(labels.sum()), int((labels == 0).sum())
+    if not (wanted and unwanted):
+      kind = "wanted" if wanted else "unwanted"
+      logging.warning(
+        "supervised: all %d answers are %s: a model learns nothing of the "
+        "others.",
+        len(labels),
+        kind,
+      )
+      return
+    # arXiv 2402.01306, equation 8: weight x number of the wanted answers should
+    # be 1 to 4/3 times that of the others.
+    ratio = wanted / unwanted
+    if not 1 <= ratio <= 4 / 3:
+      logging.warning(
+        "supervised: %d answers are wanted and %d are not; for KTO, give "
+        "config.loss.undesirable from %.3g to %.3g, or desirable from %.3g to "
+        "%.3g.",
+        wanted,
+        unwanted,
+        ratio * 3 / 4,
+        ratio,
+        1 / ratio,
+        4 / 3 / ratio,
+      )
 
   def _spans_of(self, rows: np.ndarray) -> np.ndarray:
     """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
@@ -229,6 +333,7 @@ class Source:
       first_target = start if self._pairs else start + 1
       _, trained = self._rows.read(first_target, stop)
       keep[i] = trained.any()
+      self._check_cut(rows[i], int(start), int(stop))
     # Both answers of a pair stay, or none.
     keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
     if is_long.any():
@@ -259,31 +364,77 @@ class Source:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
 
+  def _image_shape(self) -> tuple[int, ...]:
+    """Shape of the pictures of an example: as many as any example has."""
+    counts = self._rows.num_pictures(self._kept)[self._items]
+    most = int(np.add.reduceat(counts, self._first[:-1]).max())
+    if not most:
+      raise DataError("supervised: pictures: no row has any.")
+    item = int(self._items[np.flatnonzero(counts)[0]])
+    return (most, *self._pictures_of(item)[0].shape)
+
+  def _pictures_of(self, item: int) -> list[np.ndarray]:
+    """The pixels of a row's pictures, float32 [height, width, 3] each."""
+    row = int(self._kept[item])
+    try:
+      kept = self._rows.pictures(row)
+      return self._pixels([row_pictures.decoded(x) for x in kept])
+    except DataError as e:
+      raise DataError(f"{self._rows.where(row)}: {e}") from e
+
+  def _check_cut(self, row: int, start: int, stop: int) -> None:
+    """Refuses a row whose pictures are cut off."""
+    if self._pictures is None:
+      return
+    try:
+      # The last id of a row is only a target.
+      ids, _ = self._rows.read(start, stop - 1)
+      self._pictures.check(ids, len(self._rows.pictures(row)))
+    except DataError as e:
+      raise DataError(
+        f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
+        f"which leaves {e} Give a larger length, or too_long='drop'."
+      ) from e
+
   def __len__(self) -> int:
     return (len(self._first) - 1) // self._answers
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    if self._answers == 1:
-      return self._examples(indices)
-    # Pair i has examples 2 i and 2 i + 1.
-    pairs = np.asarray(indices)[:, None] * 2 + np.arange(2)
-    batch = self._examples(pairs.reshape(-1))
-    return {name: x.reshape(len(pairs), 2, -1) for name, x in batch.items()}
+    if self._answers == 2:
+      # Pair i has examples 2 i and 2 i + 1.
+      indices = np.asarray(indices)[:, None] * 2 + np.arange(2)
+      batch = self._examples(indices.reshape(-1))
+      return {name: x.reshape(len(indices), 2, -1) for name, x in batch.items()}
+    batch = self._examples(indices)
+    if self._is_judged:
+      batch = {name: x[:, None] for name, x in batch.items() if x.ndim > 1}
+      items = self._items[self._first[np.asarray(indices)]]
+      batch["label"] = self._rows.label[self._kept[items]].astype(np.int32)
+    return batch
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
+    if "image" in self.spec:
+      shapes["image"] = self.spec["image"]
     batch = {
-      name: np.zeros((len(indices), *shape[-1:]), dtype)
-      for name, (dtype, shape) in self.spec.items()
+      name: np.zeros((len(indices), *shape), dtype)
+      for name, (dtype, shape) in shapes.items()
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
       example = {
-        name: array[b] for name, array in batch.items() if array.ndim > 1
+        name: array[b]
+        for name, array in batch.items()
+        if array.ndim > 1 and name != "image"
       }
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-    if "prefix" in batch:
+      if "image" in batch:
+        own = [x for item in items.tolist() for x in self._pictures_of(item)]
+        for n, picture in enumerate(own):
+          batch["image"][b, n] = picture
+    if "prefix" in batch and not self._pack:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
@@ -318,6 +469,7 @@ class Source:
           "loss_mask": trained[1:] * weight,
           "segments": segment,
           "positions": np.arange(len(ids) - 1),
+          "prefix": np.arange(len(ids) - 1) < trained.argmax(),
         }
       ]
       lengths = [len(ids) - 1]
@@ -345,11 +497,7 @@ class Source:
     ids, trained = self._rows.read(start, min(stop, start + _SHOWN_TOKENS))
     if not self._pairs:
       trained[:1] = False  # The first token has no context to predict it from.
-    cuts = np.flatnonzero(np.diff(trained)) + 1
-    return [
-      (self._coder.spell(piece), bool(has_loss[0]))
-      for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
-    ]
+    return row_encoder.pieces(self._coder, ids, trained)
 
   def where(self, index: int) -> str:
     item = self._items[self._first[index * self._answers]]
@@ -359,33 +507,29 @@ class Source:
     return self._digest
 
 
-def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
+def _check_options(
+  length: Any, sizes: Sequence[int], loss: str, too_long: str, skip_errors: int
+) -> None:
   for size in sizes:
     check_number("supervised: length", size, least=1, whole=True)
-  if len(sizes) > 2 or (len(sizes) == 2 and loss_of_all):
+  if len(sizes) > 2 or (len(sizes) == 2 and loss == "all"):
     raise ConfigError(
       f"supervised: length={length!r}: expected one number, or those of "
       "inputs and targets, of which only targets have a loss."
     )
+  check_number("supervised: skip_errors", skip_errors, least=0, whole=True)
+  check_choice("supervised: loss", loss, ("assistant", "last", "all"))
+  check_choice("supervised: too_long", too_long, _TOO_LONG)
 
 
-def _both_answers(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
-  """Yields two rows for each pair: with the chosen and the rejected answer."""
-  for where, row in rows_of(name):
-    for key in ("chosen", "rejected"):
-      answer = row.get(key)
-      if answer is None:
-        hint = did_you_mean(key, row)
-        raise DataError(
-          f"{where}: expected chosen and rejected, with preferences=True.{hint}"
-        )
-      rest = {k: row[k] for k in ("tools", "weight") if k in row}
-      if row.get("prompt") is not None:
-        yield where, {"prompt": row["prompt"], "completion": answer, **rest}
-      elif isinstance(answer, list):
-        yield where, {"messages": answer, **rest}
-      else:
-        yield where, {"text": answer, **rest}
+def _check_unpacked(prefix: bool, preferences: bool, is_other: bool) -> None:
+  """Refuses packed rows and encoder-decoders where they cannot be used."""
+  if (prefix or preferences) and is_other:
+    field = "prefix" if prefix else "preferences"
+    raise ConfigError(
+      f"supervised: {field}=True: expected pack=False and one length, of a "
+      "decoder."
+    )
 
 
 def _inputs(
@@ -402,7 +546,8 @@ def _inputs(
       f"supervised: split={split!r} requires a name; for files use slice."
     )
   if name is None:
-    return files.find(path, "supervised: path"), _rows_of_file
+    found = documents.find(path, "supervised: path")
+    return found, row_encoder.checked_rows
   rows = _NAMED[check_choice("supervised: name", name, _NAMED)]
   part = split or "train"
   check_choice("supervised: split", part, pydoc_questions.SPLITS)
@@ -410,7 +555,7 @@ def _inputs(
 
 
 def _spec(
-  sizes: Sequence[int], pack: bool
+  sizes: Sequence[int], pack: bool, answers: int | None
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
   if len(sizes) == 1:
     (length,) = sizes
@@ -424,11 +569,13 @@ def _spec(
       lengths["inputs_segments"] = num_inputs
       lengths["targets_segments"] = num_targets
   int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
-  spec = {name: (int32, (length,)) for name, length in lengths.items()}
-  return {**spec, "loss_mask": (float32, (sizes[-1],))}
+  outer = () if answers is None else (answers,)
+  spec = {name: (int32, (*outer, length)) for name, length in lengths.items()}
+  return {**spec, "loss_mask": (float32, (*outer, sizes[-1]))}
 
 
-def _rows_of_file(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-  for where, row in documents.rows(path):
-    row_encoder.check_texts(row, where)
+def _with_folder(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
+  for where, row in rows_of(name):
+    if isinstance(row, Mapping):  # Otherwise an error in its place.
+      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
     yield where, row

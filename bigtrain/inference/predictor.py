@@ -28,7 +28,7 @@ from bigtrain.config.errors import (
   check_kwargs,
   check_number,
 )
-from bigtrain.inference import ops, preprocessing, saved
+from bigtrain.inference import ops, picture_prompts, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.inputs.named_features import Features
 from bigtrain.objective import building, task_functions
@@ -335,6 +335,8 @@ class Predictor:
   def generate(self, texts: Any, scores: bool = False, **options: Any) -> Any:
     """Returns {"text": continuation or answer} for each text.
 
+    For a model that reads pictures a text may also be dict(text=...,
+    images=[...]), or dict(messages=..., images=[...]) for a conversation.
     With `scores=True` it also has the values of `score`, for the text up to its
     end token. The options go to the predict function: for example max_new=100
     (max_len for a sequence-to-sequence model), temperature=0.8 and seed=1. A
@@ -353,9 +355,11 @@ class Predictor:
 
     def call(items: Sequence[Any]) -> list[Any]:
       prompts = [self._prompt(text) for text in items]
-      new_BL = self.run(
-        "generate", self._prompt_batch(prompts, options), **options
-      )
+      batch = self._prompt_batch(prompts, options)
+      images = self._images(items)
+      if images is not None:
+        batch["image"] = images
+      new_BL = self.run("generate", batch, **options)
       ends = [_num_before_end(ids, end_ids) for ids in new_BL]
       results: list[dict[str, Any]] = [
         {"text": tokenizer.decode(ids[:end])} for ids, end in zip(new_BL, ends)
@@ -368,7 +372,19 @@ class Predictor:
       return results
 
     is_ids = isinstance(next(iter(texts), None), int | np.integer)
-    return self._map(texts, is_ids or isinstance(texts, str), call)
+    is_one = is_ids or isinstance(texts, str | Mapping)
+    return self._map(texts, is_one, call)
+
+  @functools.cached_property
+  def _picture_prompts(self) -> picture_prompts.PicturePrompts:
+    return picture_prompts.PicturePrompts(self._saved, self.need_tokenizer())
+
+  def _images(self, items: Sequence[Any]) -> np.ndarray | None:
+    """The pictures of prompts, [B, N, H, W, 3]; None if none has any."""
+    prompts = [item if isinstance(item, Mapping) else {} for item in items]
+    if not any(map(picture_prompts.images_of, prompts)):
+      return None
+    return self._picture_prompts.images(prompts)
 
   def _prompt_batch(
     self, prompts: Sequence[np.ndarray], options: Mapping[str, Any]
@@ -468,7 +484,9 @@ class Predictor:
   def _prompt(self, text: Any) -> np.ndarray:
     """Token ids of a text, or the ids themselves."""
     tokenizer = self.need_tokenizer()
-    if not isinstance(text, str):
+    if isinstance(text, Mapping):
+      ids = self._picture_prompts.ids(text)
+    elif not isinstance(text, str):
       ids = np.asarray(text, np.int32)
     elif self._is_seq2seq and self.texts is not None:
       ids = np.trim_zeros(self.texts([text])[0], "b")

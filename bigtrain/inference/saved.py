@@ -36,10 +36,11 @@ from bigtrain.models.published import (
   stage_families,
   t5_families,
   two_tower_families,
+  vision_language_families,
   vit_families,
 )
 from bigtrain.objective import building, published_sizes, trained_adapters
-from bigtrain.text import chat, tokenizers
+from bigtrain.text import chat, pictures, tokenizers
 from bigtrain.text import messages as chat_messages
 
 # The sets of parameters in a train state.
@@ -53,6 +54,7 @@ _PUBLISHED = (
   (stage_families.SWIN.families, "swin", "classification"),
   (stage_families.BIT.families, "resnet", "classification"),
   (two_tower_families.FAMILIES, "two_towers", "contrastive"),
+  (vision_language_families.KINDS, "vision_language", "language_modeling"),
 )
 
 
@@ -83,13 +85,19 @@ class Saved(NamedTuple):
     tokenizer: tokenizers.Tokenizer,
     messages: Sequence[chat.Message],
     template: str | None = None,
+    num_pictures: int = 0,
   ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins."""
+    codec: Any = tokenizer
     prompts = self.data.get("prompts", {})
     chat_template = chat.get(
       template or prompts.get("template"), tokenizer.name
     )
     variables = prompts.get("variables", {})
+    if options := prompts.get("pictures"):
+      how = pictures.get(options, tokenizer, "pictures")
+      messages = how.messages(chat_template, messages, num_pictures)
+      codec = pictures.Tokenizer(tokenizer, how)
     # As in training: what the template would not write is refused.
     messages = chat_messages.readable(
       chat_template,
@@ -100,7 +108,7 @@ class Saved(NamedTuple):
     text = chat_template.render(
       messages, add_generation_prompt=True, **variables
     )
-    return tokenizer.encode(text, special=True).tolist()
+    return codec.encode(text, special=True).tolist()
 
 
 def find(
@@ -187,6 +195,8 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
   data: dict[str, Any] = {}
   if any(os.path.isfile(os.path.join(path, x)) for x in tokenizers.NAMES):
     data["tokenizer"] = {"name": path}
+    if model_name == "vision_language":
+      data["prompts"] = _picture_prompts(path, config["model"])
   if config["model"].get("num_classes") and values.get("id2label"):
     names = {int(i): name for i, name in values["id2label"].items()}
     data["class_names"] = {"labels": [names[i] for i in sorted(names)]}
@@ -199,6 +209,20 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
     manifest=None,
     generation=_published_generation(path, values, task),
   )
+
+
+def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
+  """How prompts are written, as `prompts` of data/supervised.py."""
+  tokenizer = tokenizers.get(path)
+  prompts: dict[str, Any] = {
+    "bos": tokenizer.adds_bos,
+    "prefix": model["mask"] == "prefix",
+  }
+  try:
+    how = pictures.of_folder(path, tokenizer, "bigtrain.load")
+  except ConfigError:
+    return prompts  # It reads texts alone.
+  return {**prompts, "pictures": how._asdict()}
 
 
 def _published_generation(
@@ -285,7 +309,8 @@ def with_adapter(
   path = paths.absolute(path)
   base = loaded.get("base", loaded["params"])
   if peft_files.is_folder(path):
-    config, params = trained_adapters.read_peft(path, saved.config, base, mesh)
+    read = trained_adapters.read_peft(path, saved.config, base, mesh)
+    config, params, base = read
   else:
     other = find(path, None, "adapter")
     if not other.config.get("adapters"):

@@ -14,8 +14,9 @@ input.
 """
 
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ from bigtrain.inputs import (
 )
 from bigtrain.inputs.cache import CachedSource
 from bigtrain.inputs.engine import Batches, Engine, NumpyEngine, Part, Plan
-from bigtrain.inputs.transfer import Placement, Prefetch
+from bigtrain.inputs.transfer import JoinedBatches, Placement, Prefetch
 from bigtrain.pp import registry
 from bigtrain.text import tokenizers
 
@@ -111,6 +112,7 @@ class TrainInput(Input):
     tokenizers: (name, fingerprint) of those of sources and ops.
     fingerprints: {path: digest} of files that a resumed run refuses if they
       have changed.
+    of_tasks: inputs of single tasks, by the prefix of their features.
     saved: fields of `HostState` in checkpoints.
   """
 
@@ -124,6 +126,7 @@ class TrainInput(Input):
   ):
     super().__init__(engine, placement, sum(schedule.lengths), prefetch, path)
     self._schedule = schedule
+    self.of_tasks: dict[str, TaskInput] = {}
     shares = schedule.by_step.weights if schedule.by_step else (1.0,)
     self.drawn = [
       (placement.spec(spec), share) for spec, share in zip(engine.specs, shares)
@@ -145,10 +148,45 @@ class TrainInput(Input):
       "data": description.describe(engine.parts, engine.spec),
     }
 
+  def add(self, prefix: str, task_input: "TaskInput") -> None:
+    """Adds the input of a task; its features get the prefix in the batch."""
+    self.of_tasks[prefix] = task_input
+    own = task_input.input
+    named = {f"{prefix}{name}": x for name, x in own.spec.items()}
+    self.spec = {**self.spec, **named}
+    self.drawn = [({**spec, **named}, share) for spec, share in self.drawn]
+    self.fingerprints |= own.fingerprints
+
+  def limit_ids(
+    self, sizes: Mapping[str, int], negative: Collection[str] = ()
+  ) -> None:
+    for prefix, task in self.of_tasks.items():
+      own = {
+        name.removeprefix(prefix): size
+        for name, size in sizes.items()
+        if name.startswith(prefix)
+      }
+      task.input.limit_ids(own, negative)
+    shared = {name: n for name, n in sizes.items() if "/" not in name}
+    super().limit_ids(shared, negative)
+
+  def spec_at(
+    self, step: int, spec: Mapping[str, Any] | None = None
+  ) -> dict[str, Any]:
+    """The features of `spec` that the batch of a step has."""
+    spec = self.spec if spec is None else spec
+    later = [p for p, x in self.of_tasks.items() if x.first_step > step]
+    return {
+      name: x
+      for name, x in spec.items()
+      if not any(name.startswith(prefix) for prefix in later)
+    }
+
   @property
   def skipped(self) -> int:
     """Number of unusable examples that were replaced by others."""
-    return len(self.engine.skipped)
+    others = [len(x.input.engine.skipped) for x in self.of_tasks.values()]
+    return len(self.engine.skipped) + sum(others)
 
   @property
   def unlimited(self) -> list[str]:
@@ -175,13 +213,59 @@ class TrainInput(Input):
   def order(self, step: int) -> order.Order:
     return self._schedule.batch(step, self.batch_size)
 
-  def start(self, first_step: int, last_step: int) -> Prefetch:
-    """Yields the batches of steps [first_step, last_step), until `close`."""
+  def start(
+    self, first_step: int, last_step: int, ahead: int = 0
+  ) -> Prefetch | JoinedBatches:
+    """Yields the batches [first_step, last_step), until `close`.
+
+    `ahead` is the number of batches that rollbacks have skipped: step s has the
+    batch s + ahead.
+    """
 
     def batches(stopping: threading.Event) -> Batches:
       return self.engine.batches(first_step, last_step, stopping)
 
-    return self._ahead(batches)
+    own = self._ahead(batches)
+    if not self.of_tasks:
+      return own
+    others = {}
+    for prefix, task in self.of_tasks.items():
+      first = max(first_step, task.first_step + ahead)
+      others[prefix] = first, task.input.start(first, max(first, last_step))
+    return JoinedBatches(own, others, first_step)
+
+
+class TaskInput(NamedTuple):
+  """An input of one task alone, which begins with the task."""
+
+  input: TrainInput
+  first_step: int
+
+
+def from_config(config: settings.Config, seed: int, mesh: Mesh) -> TrainInput:
+  """The input of a run: config.input, and the inputs of tasks that have one.
+
+  The run's lengths in epochs and examples are those of config.input.
+  """
+  pp_modules = config.get("pp_modules", ())
+  options: dict[str, Any] = dict(mesh=mesh, pp_modules=pp_modules, run=config)
+  result = make_train(config.input, seed=seed, **options)
+  tasks = config.get("task")
+  if not isinstance(tasks, settings.Config):
+    return result
+  for name in tasks:
+    entry = tasks[name]
+    if not isinstance(entry, settings.Config) or "input" not in entry:
+      continue
+    units = lengths.read(
+      config, result.batch_size, result.num_examples, result.tokens_per_example
+    ).units
+    first_step = lengths.steps(entry, "from", units) or 0
+    # Each input has its own order of examples and its own random numbers.
+    own_seed = hashing.stream(seed, zlib.crc32(name.encode()))
+    own = make_train(entry.input, seed=own_seed, **options)
+    result.add(f"{name}/", TaskInput(own, first_step))
+  return result
 
 
 def make_train(

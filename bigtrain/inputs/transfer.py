@@ -152,6 +152,43 @@ class Prefetch:
     self._stop()
 
 
+class JoinedBatches:
+  """Batches of a run together with those of tasks that have their own input.
+
+  Args:
+    batches: the run's.
+    others: {prefix of the features: (first step, batches from it on)}.
+    first_step: number of the first batch of the run.
+  """
+
+  def __init__(
+    self,
+    batches: Prefetch,
+    others: Mapping[str, tuple[int, "Prefetch | JoinedBatches"]],
+    first_step: int,
+  ):
+    self._batches = batches
+    self._others = others
+    self._step = first_step
+
+  def __iter__(self) -> "JoinedBatches":
+    return self
+
+  def __next__(self) -> dict[str, Any]:
+    result = dict(next(self._batches))
+    for prefix, (first, batches) in self._others.items():
+      if self._step >= first:
+        own = next(batches)
+        result |= {f"{prefix}{name}": x for name, x in own.items()}
+    self._step += 1
+    return result
+
+  def close(self) -> None:
+    self._batches.close()
+    for _, batches in self._others.values():
+      batches.close()
+
+
 def _work(make: Callable[[], Iterator[Any]], shared: _Shared) -> None:
   error: BaseException | None = None
   try:

@@ -53,9 +53,14 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
 
 
 def whole_loss_fn(
-  embed_fn: Callable[..., Any], embeddings_loss_fn: Callable[..., Metrics]
+  embed_fn: Callable[..., Any], embeddings_loss_fn: Callable[..., Any]
 ) -> Any:
-  """The loss_fn of both halves, see objective.gradients.TwoPassLoss."""
+  """The loss_fn of both halves, see objective.gradients.TwoPassLoss.
+
+  The second half of a task with state returns (metrics, task_sums).
+  """
+  embed_parameters = inspect.signature(embed_fn).parameters
+  loss_parameters = inspect.signature(embeddings_loss_fn).parameters
 
   def loss_fn(
     variables: Variables,
@@ -66,18 +71,28 @@ def whole_loss_fn(
     train: bool,
     **options: Any,
   ) -> tuple[Metrics, Variables]:
-    z, mutable = embed_fn(variables, batch, rng, model=model, train=train)
+    first = {k: x for k, x in options.items() if k in embed_parameters}
+    second = {k: x for k, x in options.items() if k in loss_parameters}
+    z, mutable = embed_fn(
+      variables, batch, rng, model=model, train=train, **first
+    )
     params = trees.merge(variables["params"], variables.get("base", {}))
-    return embeddings_loss_fn(params, z, batch, **options), mutable
+    result = embeddings_loss_fn(params, z, batch, **second)
+    if not isinstance(result, tuple):
+      return result, mutable
+    loss_metrics, sums = result
+    return loss_metrics, {**mutable, "task_sums": sums}
 
   result: Any = loss_fn
-  embed_parameters = inspect.signature(embed_fn).parameters.values()
   loss_options = [
     parameter
-    for parameter in inspect.signature(embeddings_loss_fn).parameters.values()
+    for parameter in loss_parameters.values()
     if parameter.kind is parameter.KEYWORD_ONLY
+    and parameter.name not in embed_parameters
   ]
-  result.__signature__ = inspect.Signature([*embed_parameters, *loss_options])
+  result.__signature__ = inspect.Signature(
+    [*embed_parameters.values(), *loss_options]
+  )
   result.__doc__ = embeddings_loss_fn.__doc__
   return result
 

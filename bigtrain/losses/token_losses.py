@@ -7,14 +7,14 @@ losses of experts.
 Axes: B batch, L length.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays import model_flops, trees
+from bigtrain.arrays import model_flops, packed, trees
 from bigtrain.arrays.types import Batch, Metrics, Variables
 from bigtrain.config.errors import (
   ConfigError,
@@ -32,8 +32,27 @@ class ModelLosses(NamedTuple):
   loss_BL: jax.Array  # float32 losses in nats, unweighted, without gradient.
   correct_BL: jax.Array  # float32, 1 where the target is the likeliest token.
   # Means over the layers with experts, see layers/moe.py.
-  expert_stats: dict[str, jax.Array] | None
+  expert_stats: dict[str, Any] | None
   mutable: Variables  # The model's new mutable collections.
+  # Losses and hits of modules that predict further tokens, see
+  # models/layers/multi_token.py; in training only.
+  further: Sequence[Metrics] = ()
+
+  def with_further(self, metrics: Metrics, weight: float) -> Metrics:
+    """Adds to metrics the mean loss of the modules, times a weight.
+
+    It is divided by the number of targets of the next token, as in equation 24
+    of DeepSeek V3 (arXiv 2412.19437): a module lacks a document's last ones.
+    """
+    check_number("config.loss.mtp_weight", weight, least=0)
+    if not self.further:
+      return metrics
+    loss, total_weight = metrics["loss"]
+    result = {"nll": metrics["loss"], **metrics}
+    for number, own in enumerate(self.further, 1):
+      loss += weight / len(self.further) * own["loss"][0]
+      result |= {f"mtp_{name}/{number}": x for name, x in own.items()}
+    return result | {"loss": (loss, total_weight)}
 
   def with_experts(
     self,
@@ -56,6 +75,7 @@ class ModelLosses(NamedTuple):
       return self.metrics
     nll, weight = self.metrics["loss"]
     stats = dict(self.expert_stats)
+    by_layer = stats.pop("by_layer")
     load_E, score_E = stats["load"], stats.pop("score")
     if load_balance_over == "all":
       stats["load_balance"] = len(load_E) * jnp.sum(load_E * score_E)
@@ -69,6 +89,11 @@ class ModelLosses(NamedTuple):
           result[f"expert_load/{e}"] = (load * weight, weight)
       else:
         result[f"experts/{name}"] = (value * weight, weight)
+    loads = jnp.stack([layer["load"] for layer in by_layer.values()])
+    result["experts/peak"] = metrics.Loads(loads * weight, tuple(by_layer))
+    biases = [layer["bias"] for layer in by_layer.values() if "bias" in layer]
+    if biases:
+      result["experts/max_bias"] = metrics.Max.of(jnp.stack(biases))
     return result
 
 
@@ -92,13 +117,39 @@ def model_losses(
   (_, out), mutable = forward.apply(
     model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
   )
-  head = head or head_losses(variables, model, **options)
+  own_head = head_losses(variables, model, **options)
+  head = head or own_head
   total, loss_BL, correct_BL = head(out["pre_logits"], targets_BL, weight_BL)
   by_token: Metrics = {
     "loss": (total, jnp.sum(weight_BL)),
     "accuracy": metrics.pair(correct_BL, weight_BL),
   }
-  return ModelLosses(by_token, loss_BL, correct_BL, out.get("moe"), mutable)
+  further = [
+    _losses_ahead(own_head, x_BLD, inputs, targets_BL, weight_BL, number)
+    for number, x_BLD in enumerate(out.get("mtp", ()), 1)
+  ]
+  return ModelLosses(
+    by_token, loss_BL, correct_BL, out.get("moe"), mutable, further
+  )
+
+
+def _losses_ahead(
+  head: Callable[..., linear_xent.TokenLosses],
+  x_BLD: jax.Array,
+  inputs: Batch,
+  targets_BL: jax.Array,
+  weight_BL: jax.Array,
+  number: int,
+) -> Metrics:
+  """Losses of the targets `number` positions ahead in the same document."""
+  segments_BL = inputs.get("segments")
+  targets_BL = packed.ahead(targets_BL, segments_BL, number)
+  weight_BL = packed.ahead(weight_BL, segments_BL, number)
+  total, _, correct_BL = head(x_BLD, targets_BL, weight_BL)
+  return {
+    "loss": (total, jnp.sum(weight_BL)),
+    "accuracy": metrics.pair(correct_BL, weight_BL),
+  }
 
 
 class TokenTask(NamedTuple):
@@ -123,6 +174,7 @@ class TokenTask(NamedTuple):
     load_balance: float = 0.01,
     router_z: float = 0.001,
     load_balance_over: str = "layers",
+    mtp_weight: float = 0.3,
     chunk: int | None = None,
   ) -> tuple[Metrics, Variables]:
     """Computes cross-entropy and accuracy of the targets, by token.
@@ -137,6 +189,7 @@ class TokenTask(NamedTuple):
       load_balance: weight of Switch Transformers' load-balancing loss.
       load_balance_over: "layers", its mean over them, or the tokens of "all".
       router_z: weight of the loss that keeps the routers' logits small.
+      mtp_weight: weight of the losses of config.model.mtp.
       chunk: positions of each example at a time, see losses.linear_xent.
 
     Returns:
@@ -176,6 +229,7 @@ class TokenTask(NamedTuple):
       z_loss=z_loss,
     )
     result = losses.with_experts(load_balance, router_z, load_balance_over)
+    result = losses.with_further(result, mtp_weight)
     if "loss_mask" in batch:
       count = jnp.sum(self.weights(batch) != 0, dtype=jnp.float32)
       result = result | {"supervised_tokens": metrics.Sum(count)}
@@ -208,9 +262,11 @@ class TokenTask(NamedTuple):
   def losses(
     self, variables: Variables, batch: Batch, **options: Any
   ) -> ModelLosses:
-    weight_BL = self.weights(batch)
+    weight_BL, targets_BL = self.weights(batch), batch["targets"]
+    if hasattr(options["model"], "known_targets"):
+      targets_BL = options["model"].known_targets(targets_BL)
     return model_losses(
-      variables, self.inputs(batch), batch["targets"], weight_BL, **options
+      variables, self.inputs(batch), targets_BL, weight_BL, **options
     )
 
   def logits(

@@ -11,7 +11,7 @@ K head width, F hidden width, N layers, V vocabulary.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -20,17 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, packed
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   causal_block,
+  deltanet,
   kernels,
   kv_cache,
+  latent_attention,
   layer_dims,
   layer_kinds,
   masks,
   mlp,
   moe,
+  multi_token,
   options,
   stack,
 )
@@ -45,11 +48,19 @@ QK_NORMS = ("head", "projection", "l2")
 # first, then the variant's, then the one here.
 _DEFAULTS: dict[str, Any] = dict(
   rope_theta=1e4,
+  rope_fraction=1.0,
   norm_offset=0.0,
   norm_at="pre",
   layers=(),
+  first_layers=(),
+  rope_interleaved=False,
+  logits_softcap=None,
+  v_norm=False,
+  layer_scalar=False,
+  output_gate=False,
   sinks=False,
   embed_multiplier=1.0,
+  mla=None,
 )
 
 
@@ -63,13 +74,18 @@ class Model(nn.Module):
   num_heads: int = options.DERIVED  # H.
   num_kv_heads: int = options.DERIVED  # G, which divides H; by default H.
   head_dim: int = options.DERIVED  # K; D / H by default.
+  # Latent attention: kv_rank, nope_dim, rope_dim, v_dim, q_rank or None; see
+  # latent_attention.Options.
+  mla: Any = None
   mlp_dim: int = options.DERIVED  # F; 4 D by default.
   max_len: int | None = None  # Number of positions; posemb "learn" needs it.
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
   rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
-  rope_fraction: float = 1.0  # Share of features that rotate, the first ones.
-  rope_interleaved: bool = False  # Whether 2 i and 2 i + 1 are a pair.
+  # Share of features that rotate, the first ones.
+  rope_fraction: float = options.DERIVED
+  # Whether 2 i and 2 i + 1 are a pair.
+  rope_interleaved: bool = options.DERIVED
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
@@ -78,9 +94,13 @@ class Model(nn.Module):
   mlp: str = options.DERIVED  # A name in mlp.KINDS.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
+  # See deltanet.Options: a recurrent layer in place of attention.
+  deltanet: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
+  # Number of modules that each predict one more token, see multi_token.py.
+  mtp: int = 0
   # Number of classes of a text, 1 for a reward or a number, by a linear layer
   # `score`, without a bias.
   num_classes: int | None = None
@@ -95,16 +115,25 @@ class Model(nn.Module):
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
   layers: Sequence[str] = options.DERIVED
-  first_layers: Sequence[str] = ()  # Before the first period.
+  first_layers: Sequence[str] = options.DERIVED  # Before the first period.
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
   query_scale: Any = None  # Options of positions.QueryScale, by position.
+  v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
+  # Whether values are the keys before their norm and rotation.
+  keys_as_values: bool = False
+  # Whether a sigmoid multiplies each feature of the attention's output.
+  output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
+  # Whether each layer's output has a factor, which is not trained.
+  layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
-  logits_softcap: float | None = None  # Logits x: cap * tanh(x / cap).
+  logits_softcap: float | None = (
+    options.DERIVED
+  )  # Logits x: cap * tanh(x / cap).
   dropout: float = 0.0  # Rate after the embedding and on branches.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
@@ -115,6 +144,9 @@ class Model(nn.Module):
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
+    latents = latent_attention.read(self.mla, "config.model.mla")
+    if latents is not None and self.head_dim is None:
+      options.set_fields(self, dict(mla=latents, head_dim=latents.head_dim))
     values = options.filled(
       self, VARIANTS, _GIVEN_BY_VARIANTS, default="gpt2", example="gpt2_124m"
     )
@@ -132,6 +164,9 @@ class Model(nn.Module):
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
     prefix: jax.Array | None = None,
+    inserted: tuple[jax.Array, jax.Array] | None = None,
+    groups: tuple[jax.Array, jax.Array] | None = None,
+    window_in_groups: bool = False,
     cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -148,36 +183,31 @@ class Model(nn.Module):
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
         before them. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
+        of the tokens' own.
+      groups: int (B, L) and (B, S), groups of the tokens and of the positions
+        that they may see, 0 for none; see masks.Mask, also window_in_groups.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), "cache" and "moe", the experts' statistics, or None). With
+      (B, L, D), "cache" and "moe", the experts' statistics, or None; with
+      `train` and `mtp` also "mtp", a list of hidden states (B, L, D)). With
       num_classes, logits are (B, C) and "pre_logits" (B, D).
     """
     init = nn.initializers.normal(self.init_std)
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
-    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
-    if self.embed_multiplier != 1:
-      multiplier = self.embed_multiplier
-      if multiplier == "sqrt_width":
-        multiplier = D**0.5
-      x_BLD *= jnp.asarray(multiplier, x_BLD.dtype)
+    x_BLD = self._embedded(tokens, embedding_VD, inserted)
 
-    mask = masks.Mask(causal=True, prefix_B=prefix)
-    if prefix is not None:
-      _check_prefix(self, segments)
+    mask = self._mask(segments, prefix, groups, window_in_groups)
     if segments is not None:
-      mask = masks.within_documents(segments, causal=True)
       real = segments != 0 if real is None else real
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = start + jnp.arange(tokens.shape[1])[None]
-      if segments is not None:
-        positions = positions - _document_ends(segments)[0]
+      positions = _positions(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
@@ -194,6 +224,11 @@ class Model(nn.Module):
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
+    if self.mtp and (train or self.is_initializing()):
+      embed = functools.partial(self.embed, embedding_VD)
+      out["mtp"], out["moe"] = self._predict_further(
+        embed, x_BLD, tokens, stats, tables, mask, real, train
+      )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
@@ -202,7 +237,59 @@ class Model(nn.Module):
     bias = (V,) if "head" in self.use_bias else None
     if kernel or bias:
       weights["head"] = kernels.Kernel(kernel, bias, init, name="head")()
-    return self._logits(x_BLD, weights) if head else None, out
+    return self.logits(x_BLD, weights) if head else None, out
+
+  @nn.nowrap
+  def embed(self, embedding_VD: jax.Array, tokens: jax.Array) -> jax.Array:
+    x_BLD = sharding.lookup(embedding_VD, tokens, self.dtype)
+    multiplier: Any = self.embed_multiplier
+    if multiplier == 1:
+      return x_BLD
+    if multiplier == "sqrt_width":
+      multiplier = self.width**0.5
+    return x_BLD * jnp.asarray(multiplier, x_BLD.dtype)
+
+  @nn.nowrap
+  def mtp_modules(self, **options: Any) -> multi_token.Modules:
+    """Modules that predict further tokens; their block is the last layer's."""
+    last = layer_kinds.of_model(self).of_all(self.depth)[-1]
+    return multi_token.Modules(last, self.remat_policy, **options)
+
+  @nn.nowrap
+  def _predict_further(
+    self,
+    embed: Callable[[jax.Array], jax.Array],
+    x_BLD: jax.Array,
+    tokens: jax.Array,
+    stats: dict[str, Any] | None,
+    tables: causal_block.Tables,
+    mask: masks.Mask,
+    real: jax.Array | None,
+    train: bool,
+  ) -> tuple[list[jax.Array], dict[str, Any] | None]:
+    """Hidden states of each module, and statistics with those of its layer."""
+    modules = self.mtp_modules(name="mtp")
+    real_BL = jnp.ones(tokens.shape, bool) if real is None else real
+    hidden = []
+    by_layer = {} if stats is None else stats["by_layer"]
+    for number in range(self.mtp):
+      # The last tokens of a document have nothing to predict.
+      own_real_BL = real_BL & packed.ahead(
+        real_BL, mask.segments_BL, number + 1
+      )
+      x_BLD, _, own = modules(
+        number,
+        x_BLD,
+        embed(jnp.roll(tokens, -number - 1, axis=1)),
+        tables,
+        mask,
+        own_real_BL,
+        train=train,
+      )
+      hidden.append(x_BLD)
+      layer = [self.depth + number]
+      by_layer = by_layer | moe.of_layers(own, layer, stacked=False)
+    return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
     """What `config.model.pool` makes of each text: (B, D)."""
@@ -213,6 +300,40 @@ class Model(nn.Module):
     last_B = jnp.max(real_BL * jnp.arange(x_BLD.shape[1]), axis=1)
     at_B = last_B * (self.pool == "last")
     return jnp.take_along_axis(x_BLD, at_B[:, None, None], axis=1)[:, 0]
+
+  def _mask(
+    self,
+    segments: jax.Array | None,
+    prefix: jax.Array | None,
+    groups: tuple[jax.Array, jax.Array] | None,
+    window_in_groups: bool,
+  ) -> masks.Mask:
+    if prefix is not None:
+      _check_prefix(self, segments)
+    groups_BL, groups_BS = groups or (None, None)
+    return masks.Mask(
+      causal=True,
+      prefix_B=prefix,
+      groups_BL=groups_BL,
+      groups_BS=groups_BS,
+      window_in_groups=window_in_groups,
+      segments_BL=segments,
+      segments_BS=segments,
+    )
+
+  def _embedded(
+    self,
+    tokens: jax.Array,
+    embedding_VD: jax.Array,
+    inserted: tuple[jax.Array, jax.Array] | None,
+  ) -> jax.Array:
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
+    x_BLD = self.embed(embedding_VD, tokens)
+    if inserted is None:
+      return x_BLD
+    inserted_BLD, at_BL = inserted
+    return jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -244,7 +365,8 @@ class Model(nn.Module):
     kernel_DC = weights["kernel"].astype(self.dtype)
     return kernels.logits(x_BD[:, None], kernel_DC)[:, 0]
 
-  def _logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
+  @nn.nowrap
+  def logits(self, x_BLD: jax.Array, weights: Mapping[str, Any]) -> jax.Array:
     kernel_DV = self.head_kernel(weights).astype(self.dtype)
     logits_BLV = kernels.logits(x_BLD, kernel_DV)
     bias_V = self.head_bias(weights)
@@ -300,7 +422,14 @@ class Model(nn.Module):
     rate = layer_kinds.of_model(self).bias_rate()
     return moe.end_of_step(mutable, step_sums, rate)
 
-  def init_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+  def init_cache(
+    self,
+    batch_size: int,
+    max_len: int,
+    write_once: bool = False,
+    whole: bool = False,
+  ) -> kv_cache.Caches:
+    """Returns an empty cache; see kv_cache.of_layers."""
     if self.max_len is not None and max_len > self.max_len:
       raise ConfigError(
         f"max_len={max_len}: the model has only {self.max_len} positions "
@@ -309,7 +438,76 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
     return kv_cache.of_layers(
-      batch_size, max_len, layers.caches, kind_N, self.dtype
+      batch_size, max_len, layers.caches, kind_N, self.dtype, write_once, whole
+    )
+
+  @nn.nowrap
+  def init_draft_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
+    """An empty cache of the modules in `mtp`."""
+    layers = layer_kinds.of_model(self)
+    whole = [
+      cache
+      for cache in layers.caches
+      if isinstance(cache, kv_cache.Kind) and not cache.window
+    ]
+    if len(whole) < len(layers.caches) or any(
+      rope.by_length() for rope in layers.ropes
+    ):
+      raise ConfigError(
+        "drafts: expected layers that see all positions, and whose rotary "
+        "embeddings do not depend on the length of a text."
+      )
+    modules = self.mtp_modules()
+    kind = whole[modules.options.cache]
+    return modules.init_cache(batch_size, max_len, kind, self.mtp)
+
+  @nn.nowrap
+  def draft(
+    self,
+    variables: Mapping[str, Any],
+    number: int,
+    hidden_BLD: jax.Array,
+    ahead_BL: jax.Array,
+    cache: kv_cache.Caches,
+    start: jax.Array | int,
+    real: jax.Array | None = None,
+  ) -> tuple[jax.Array, kv_cache.Caches]:
+    """Applies a module of `mtp` to positions from `start` on.
+
+    Args:
+      ahead_BL: the tokens `number + 1` places behind these positions.
+
+    Returns:
+      (its hidden states, which `logits` and the next module read; new cache).
+    """
+    own = {
+      name: tree["mtp"] for name, tree in variables.items() if "mtp" in tree
+    }
+    embedding_VD = variables["params"]["token_embedding"]
+    L = ahead_BL.shape[1]
+    positions = start + jnp.arange(L)[None]
+    layers = layer_kinds.of_model(self).without_drops()
+    modules = self.mtp_modules()
+    result: Any = modules.apply(
+      own,
+      number,
+      hidden_BLD,
+      self.embed(embedding_VD, ahead_BL),
+      layers.tables(positions, cache.length),
+      masks.Mask(causal=True),
+      real,
+      cache,
+      start,
+    )
+    return result[0], result[1]
+
+
+def _check_mtp(model: Model) -> None:
+  check_number("config.model.mtp", model.mtp, least=0, whole=True)
+  if model.mtp and model.num_classes is not None:
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected 0 with num_classes="
+      f"{model.num_classes}, which predicts no tokens."
     )
 
 
@@ -319,10 +517,24 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
       "prefix: expected one text per example, got packed ones (segments)."
     )
   layers = layer_kinds.of_model(model)
-  if any(cache.window for cache in layers.caches):
+  if any(block.window for block in layers.of_all(model.depth)):
     raise ConfigError(
       "prefix: expected layers that see all positions, got config.model.window."
     )
+  if layers.has_recurrence():
+    raise ConfigError(
+      "prefix: expected layers that see later positions too, got "
+      "config.model.deltanet."
+    )
+
+
+def _positions(
+  L: int, start: jax.Array | int, segments: jax.Array | None
+) -> jax.Array:
+  positions_BL = start + jnp.arange(L)[None]
+  if segments is not None:
+    positions_BL = positions_BL - _document_ends(segments)[0]
+  return positions_BL
 
 
 def _lengths(
@@ -368,6 +580,7 @@ def _read(model: Model) -> None:
     norm_at=causal_block.NORMS_AT,
   )
   _check_numbers(model)
+  _check_mtp(model)
   if model.posemb == "learn" and model.max_len is None:
     raise ConfigError("config.model.max_len: missing; posemb='learn' needs it.")
   if model.parallel and model.norm_at != "pre":
@@ -388,7 +601,9 @@ def _read(model: Model) -> None:
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
     ),
     qk_norm=qk_norm,
+    mla=latent_attention.read(model.mla, "config.model.mla"),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
+    deltanet=deltanet.read(model.deltanet, "config.model.deltanet"),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
@@ -446,6 +661,15 @@ _GEMMA3: dict[str, Any] = dict(
   kinds={"local": dict(window=512, rope_theta=1e4), "global": {}},
   layers=("local",) * 5 + ("global",),
 )
+_GEMMA4: dict[str, Any] = dict(
+  _GEMMA3,
+  norm_offset=0.0,
+  v_norm=True,
+  layer_scalar=True,
+  attention_scale=1.0,
+  rope_theta=1e4,
+  logits_softcap=30.0,
+)
 # https://arxiv.org/abs/2508.10925.
 _GPT_OSS: dict[str, Any] = dict(
   _LLAMA,
@@ -459,6 +683,21 @@ _GPT_OSS: dict[str, Any] = dict(
   kinds={"local": dict(window=128), "global": {}},
   layers=("local", "global"),
 )
+# Every fourth layer is attention, and the others are recurrent.
+_QWEN3_NEXT: dict[str, Any] = dict(
+  _LLAMA,
+  norm_eps=1e-6,
+  norm_offset=1.0,
+  qk_norm="head",
+  output_gate=True,
+  rope_theta=1e7,
+  rope_fraction=0.25,
+  kinds={
+    "linear": dict(deltanet=dict(num_heads=32, num_key_heads=16)),
+    "full": {},
+  },
+  layers=("linear",) * 3 + ("full",),
+)
 # Every fourth layer has no positions.
 _SMOLLM3: dict[str, Any] = dict(
   _LLAMA,
@@ -469,10 +708,54 @@ _SMOLLM3: dict[str, Any] = dict(
   layers=("rope", "rope", "rope", "plain"),
 )
 _MIXTRAL_EXPERTS = dict(num_experts=8, top_k=2)
+# https://arxiv.org/abs/2412.19437. Experts in all layers but the first ones.
+_DEEPSEEK_EXPERTS: dict[str, Any] = dict(
+  score="sigmoid",
+  scale=2.5,
+  selection_bias=True,
+  bias_rate=0.001,
+  shared_experts=1,
+)
+_DEEPSEEK: dict[str, Any] = dict(
+  _LLAMA,
+  norm_eps=1e-6,
+  rope_interleaved=True,
+  mla=dict(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128),
+  head_dim=192,
+  kinds={"dense": dict(moe=None), "experts": {}},
+  layers=("experts",),
+)
 
 # Sizes of variants for tests.
 _MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
 _LLAMA_MU: dict[str, Any] = dict(_MU, num_kv_heads=2, mlp_dim=64)
+
+_QWEN3_5_MU: dict[str, Any] = dict(
+  _QWEN3_NEXT | _LLAMA_MU,
+  depth=4,
+  head_dim=16,
+  kinds={
+    "linear": dict(
+      deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
+    ),
+    "full": {},
+  },
+)
+
+
+def _gemma4_kinds(window: int, **sizes: int) -> dict[str, Any]:
+  """Kinds of layers of Gemma 4; the sizes are those of global layers."""
+  rope = dict(
+    rope_theta=1e6, rope_scaling=dict(type="proportional", fraction=0.25)
+  )
+  return {
+    "local": dict(window=window),
+    "global": dict(keys_as_values=True, **rope, **sizes),
+  }
+
+
+def _gemma4_experts(**sizes: int) -> dict[str, Any]:
+  return dict(normalize=True, beside_mlp=True, scaled_router=True, **sizes)
 
 
 def _llama3(rope_factor: float) -> dict[str, Any]:
@@ -490,6 +773,17 @@ def _llama3(rope_factor: float) -> dict[str, Any]:
       high_freq_factor=4.0,
     ),
     num_kv_heads=8,
+  )
+
+
+def _deepseek_yarn(factor: float) -> dict[str, Any]:
+  """Positions up to `factor` times the 4,096 of the first training."""
+  return dict(
+    type="yarn",
+    factor=factor,
+    original_len=4096,
+    mscale=1.0,
+    mscale_all_dim=1.0,
   )
 
 
@@ -556,6 +850,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     vocab_size=262144,
     max_len=32768,
   ),
+  "gemma4_mu": dict(
+    _GEMMA4 | _LLAMA_MU,
+    depth=6,
+    moe=_gemma4_experts(num_experts=8, top_k=2, mlp_dim=16),
+    kinds=_gemma4_kinds(window=16, head_dim=16, num_kv_heads=1),
+  ),
+  "gemma4_26b_a4b": dict(
+    _GEMMA4,
+    width=2816,
+    depth=30,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=256,
+    mlp_dim=2112,
+    vocab_size=262144,
+    max_len=262144,
+    moe=_gemma4_experts(num_experts=128, top_k=8, mlp_dim=704),
+    kinds=_gemma4_kinds(window=1024, head_dim=512, num_kv_heads=2),
+  ),
   "gpt_oss_mu": dict(
     _GPT_OSS | _LLAMA_MU,
     moe=dict(num_experts=4, top_k=2, score="softmax_of_top"),
@@ -571,6 +884,91 @@ VARIANTS: dict[str, dict[str, Any]] = {
     vocab_size=201088,
     max_len=131072,
     moe=dict(num_experts=32, top_k=4, score="softmax_of_top"),
+  ),
+  "deepseek_mu": dict(
+    _DEEPSEEK | _MU,
+    mlp_dim=64,
+    depth=3,
+    first_layers=("dense",),
+    mla=dict(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=8),
+    head_dim=12,
+    moe=dict(_DEEPSEEK_EXPERTS, num_experts=8, top_k=2, mlp_dim=16),
+  ),
+  "deepseek_v3": dict(
+    _DEEPSEEK,
+    width=7168,
+    depth=61,
+    num_heads=128,
+    mlp_dim=18432,
+    vocab_size=129280,
+    max_len=163840,
+    rope_scaling=_deepseek_yarn(40.0),
+    first_layers=("dense",) * 3,
+    moe=dict(
+      _DEEPSEEK_EXPERTS,
+      num_experts=256,
+      top_k=8,
+      groups=dict(num=8, top=4, score="top2"),
+      mlp_dim=2048,
+    ),
+  ),
+  # https://arxiv.org/abs/2507.20534.
+  "kimi_k2": dict(
+    _DEEPSEEK,
+    width=7168,
+    depth=61,
+    num_heads=64,
+    mlp_dim=18432,
+    vocab_size=163840,
+    max_len=131072,
+    rope_theta=5e4,
+    rope_scaling=_deepseek_yarn(32.0),
+    first_layers=("dense",),
+    moe=dict(
+      _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
+    ),
+  ),
+  "qwen3_5_mu": _QWEN3_5_MU,
+  "qwen3_next_mu": dict(
+    _QWEN3_5_MU,
+    moe=dict(
+      num_experts=8,
+      top_k=2,
+      normalize=True,
+      mlp_dim=32,
+      shared_dim=32,
+      shared_gate=True,
+    ),
+  ),
+  "qwen3_next_80b": dict(
+    _QWEN3_NEXT,
+    width=2048,
+    depth=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    mlp_dim=5120,
+    vocab_size=151936,
+    max_len=262144,
+    moe=dict(
+      num_experts=512,
+      top_k=10,
+      normalize=True,
+      mlp_dim=512,
+      shared_dim=512,
+      shared_gate=True,
+    ),
+  ),
+  "qwen3_5_9b": dict(
+    _QWEN3_NEXT,
+    width=4096,
+    depth=32,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    mlp_dim=12288,
+    vocab_size=248320,
+    max_len=262144,
   ),
   "smollm3_mu": dict(_SMOLLM3 | _LLAMA_MU, depth=4),
   "smollm3_3b": dict(
@@ -590,19 +988,20 @@ _GIVEN_BY_VARIANTS = {
   field for variant in VARIANTS.values() for field in variant
 }
 
-_DIMS: dict[str, str] = {
+DIMS: dict[str, str] = {
   r"token_embedding": "V -> D",
   r"pos_embedding": "positions -> D",
   r"head/kernel": "D -> V",
   r"head/bias": "V",
   r"score/kernel": "D -> V",
   r"score/bias": "V",
+  r"mtp/.*/projection/kernel": "both_widths -> D",
   **layer_dims.LAYERS,
 }
 
 
 def param_dims(model: Model) -> dims.Table:
-  table = _DIMS
+  table = DIMS
   if model.qk_norm == "projection":
     table = layer_dims.PROJECTION_NORMS | table
   return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
@@ -611,9 +1010,9 @@ def param_dims(model: Model) -> dims.Table:
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  converted = decoder_families.load(flat, like, _DIMS)
+  converted = decoder_families.load(flat, like, DIMS)
   return converted or blocks.restack_blocks(flat, like, block="blocks")
 
 
-to_published = functools.partial(decoder_families.PUBLISHED.export, _DIMS)
+to_published = functools.partial(decoder_families.export, DIMS)
 published_fields = decoder_families.PUBLISHED.fields

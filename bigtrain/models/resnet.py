@@ -251,10 +251,15 @@ def from_published(
 
 
 def to_published(
-  model: Model, shapes: tables.Shapes, layout: str | None = None
+  model: Model,
+  shapes: tables.Shapes,
+  layout: str | None = None,
+  origin: str | None = None,
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   model = model.clone(depth=stage_depths(model))
-  return stage_families.BIT.export(stage_families.DIMS, model, shapes, layout)
+  return stage_families.BIT.export(
+    stage_families.DIMS, model, shapes, layout, origin
+  )
 
 
 published_fields = stage_families.BIT.fields

@@ -206,16 +206,27 @@ class Model(nn.Module):
     x_BLD, _, targets_stats = self.decoder(
       self._embed(before_BL), mask, source=source, real_BL=real, train=train
     )
-    stats = jax.tree.map(self._mean_of_stacks, inputs_stats, targets_stats)
+    stats = self._mean_of_stacks(inputs_stats, targets_stats)
     x_BLD = self._scaled(x_BLD)
     out = {"pre_logits": x_BLD, "encoded": encoded_BSD, "moe": stats}
     return self._logits(x_BLD) if head else None, out
 
   @nn.nowrap
-  def _mean_of_stacks(self, encoder: jax.Array, decoder: jax.Array) -> Any:
+  def _mean_of_stacks(self, encoder: Any, decoder: Any) -> Any:
     """Weighted by layers: the stacks may have different depths."""
-    total = self.depth * encoder + self.decoder_depth * decoder
-    return total / (self.depth + self.decoder_depth)
+    if encoder is None:
+      return None
+
+    def mean(x: jax.Array, y: jax.Array) -> jax.Array:
+      total = self.depth * x + self.decoder_depth * y
+      return total / (self.depth + self.decoder_depth)
+
+    by_layer = {
+      f"{name}_{layer}": x
+      for name, stats in (("encoder", encoder), ("decoder", decoder))
+      for layer, x in stats.pop("by_layer").items()
+    }
+    return {**jax.tree.map(mean, encoder, decoder), "by_layer": by_layer}
 
   def encode(
     self,

@@ -6,11 +6,10 @@ For SigLIP, https://arxiv.org/abs/2303.15343, LiT, 2111.07991, and CLIP,
 Axes: B batch, E embedding.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +21,7 @@ from bigtrain.arrays import dims
 from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 from bigtrain.config.modules import find_module
 from bigtrain.models import text_transformer, vit
+from bigtrain.models.layers import options as model_options
 from bigtrain.models.layers import pooling
 from bigtrain.models.published import (
   bert_families,
@@ -90,7 +90,7 @@ class Model(nn.Module):
         others = {}
         if name == "img" and shapes is not None:
           others["shapes"] = shapes
-        with _named(_KEYS[tower]):
+        with model_options.naming(_KEYS[tower]):
           if tower not in built:
             built[tower] = model(**options, name=tower)
           z_BE, tower_out = built[tower](x, train=train, **others)
@@ -137,18 +137,9 @@ def _tower(
     # An embedding of zeros has no direction.
     options.setdefault("head_zeroinit", False)
   check_kwargs(module.Model, options, key)
-  with _named(key):
+  with model_options.naming(key):
     module.Model(**options, parent=None)
   return module.Model, options
-
-
-@contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-  """Names the tower's key in errors, in place of config.model."""
-  try:
-    yield
-  except ConfigError as e:
-    raise ConfigError(str(e).replace("config.model", key)) from e
 
 
 def from_published(

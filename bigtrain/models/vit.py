@@ -101,6 +101,9 @@ class Model(encoder.Fields):
   # "gap" global average, "map" attention, "tok" class token, "tok_gap" the two
   # beside each other, "none" for a head on each patch.
   pool_type: str = "gap"
+  # Number of blocks before "encoded", which has then no last norm; the others
+  # keep their parameters. None for all of them, and the norm.
+  feature_layer: int | None = None
   norm_eps: float = 1e-6  # Added to the variance in norms.
   pre_norm: bool = False  # Whether a norm precedes the blocks, as in CLIP.
   norm_pooled: bool = False  # Whether the last norm follows pooling, as BEiT's.
@@ -112,6 +115,8 @@ class Model(encoder.Fields):
   head_zeroinit: bool = True  # Whether the head's kernel starts at zero.
   head_bias: bool = True  # Whether the head has a bias.
   head_bias_init: float = 0.0  # log(1 / C) suits sigmoid losses.
+  # Whether a learned token can replace patches, see `masked_BP` of __call__.
+  mask_token: bool = False
 
   def __post_init__(self) -> None:
     values = sizes(self, ("patch_size", *SIZES, "token_mlp_dim"), "B/16")
@@ -132,6 +137,14 @@ class Model(encoder.Fields):
       relative_bias=RELATIVE_BIASES,
     )
     check_number("config.model.registers", self.registers, least=0, whole=True)
+    if self.feature_layer is not None:
+      check_number(
+        "config.model.feature_layer",
+        self.feature_layer,
+        least=0,
+        most=self.depth,
+        whole=True,
+      )
     if self.layer_scale is not None:
       check_number("config.model.layer_scale", self.layer_scale)
     pools_class = self.pool_type in ("tok", "tok_gap")
@@ -165,6 +178,8 @@ class Model(encoder.Fields):
     image: jax.Array,
     *,
     shapes: jax.Array | None = None,
+    kept_BK: jax.Array | None = None,
+    masked_BP: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Classifies images (B, height, width, channels).
@@ -174,10 +189,13 @@ class Model(encoder.Fields):
         by row, for images of several shapes (NaFlex).
       shapes: int (B, 2), numbers of rows and columns of ready patches; further
         patches are padding.
+      kept_BK: int (B, K), the patches to see, as in MAE; by default all.
+      masked_BP: bool (B, P), patches that the mask token replaces, as in BEiT.
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D), without class token and registers; "head_input"
+      "encoded" (B, P, D); "prefix", the same of class token and registers, if
+      there are any; "head_input"
       (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)). With pool_type
       "none" the last two and the logits are per patch: (B, P, ...).
     """
@@ -192,9 +210,19 @@ class Model(encoder.Fields):
     _, P, D = x_BPD.shape
     if grid is None:
       self._check_patches(shapes)
+    if self.mask_token:
+      init = nn.initializers.normal(0.02)
+      token_11D = self.param("mask_token", init, (1, 1, D))
+      if masked_BP is not None:
+        token_11D = token_11D.astype(x_BPD.dtype)
+        x_BPD = jnp.where(masked_BP[..., None], token_11D, x_BPD)
     posemb, of_class_11D = self._posemb(P, grid, shapes)
     if posemb is not None:
       x_BPD += posemb.astype(x_BPD.dtype)
+    if kept_BK is not None:
+      self._check_kept()
+      x_BPD = jnp.take_along_axis(x_BPD, kept_BK[..., None], axis=1)
+      P, grid = kept_BK.shape[1], None
     x_BLD = self._with_prefix(x_BPD, of_class_11D)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
     norm = functools.partial(nn.LayerNorm, epsilon=self.norm_eps)
@@ -208,6 +236,8 @@ class Model(encoder.Fields):
     x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)
 
     out = {"encoded": x_BLD[:, prefix:]}
+    if prefix:
+      out["prefix"] = x_BLD[:, :prefix]
     x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)
     if self.norm_pooled:
       x = norm(name="pooled_norm")(x)
@@ -251,6 +281,7 @@ class Model(encoder.Fields):
       self,
       "Transformer",
       final_norm=not self.norm_pooled,
+      num_active=self.feature_layer,
       bias=self.use_bias,
       relative_grid=grid if self.relative_bias == "layer" else None,
     )
@@ -261,6 +292,15 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
+
+  def _check_kept(self) -> None:
+    """Raises ConfigError if the model needs the grid of all patches."""
+    for name in ("rope", "relative_bias", "token_mlp_dim"):
+      if getattr(self, name):
+        raise ConfigError(
+          f"config.model.{name}={getattr(self, name)!r}: expected none in a "
+          "model that sees some of the patches."
+        )
 
   def _check_patches(self, shapes: jax.Array | None) -> None:
     if shapes is None:
@@ -634,6 +674,7 @@ DIMS: dict[str, str] = {
   r"pos_embedding": "1 patches -> D",
   r"cls|MAPHead_0/probe": "1 1 D",
   r"registers": "1 positions -> D",
+  r"mask_token": "1 1 D",
   r"(.*/)?relative_bias/table": "positions -> H",
   r"pre_logits/kernel": "D -> D",
   r"head/kernel": "D -> V",

@@ -26,6 +26,7 @@ from bigtrain.config.settings import Config
 from bigtrain.metrics import ArrayStats
 from bigtrain.objective import task_functions
 from bigtrain.objective.model_variants import Variant
+from bigtrain.objective.task_sum import Entry
 
 _KEY = "activation_stats"  # Also names a collection, see models.layers.stack.
 # The only method of a module whose results are recorded.
@@ -33,7 +34,7 @@ _METHOD = "__call__"
 
 
 def loss_fns(
-  config: Config, task: Any, variants: Sequence[Variant], teacher: Any
+  config: Config, entry: Entry, variants: Sequence[Variant], teacher: Any
 ) -> list[LossFn]:
   """Losses with the metric "activation", by variant; [] without the key."""
   if not (regex := config.get(_KEY)):
@@ -43,7 +44,9 @@ def loss_fns(
   def make(model: nn.Module) -> LossFn:
     def with_activations(*args: Any) -> Any:
       recorder = _Recorder(model, pattern)
-      loss_fn = task_functions.loss_fn(config, task, recorder, teacher)
+      loss_fn = task_functions.loss_fn(
+        entry.part, entry.module, recorder, teacher, entry.input_key
+      )
       loss_metrics, mutable = loss_fn(*args)
       return {**loss_metrics, "activation": recorder.metric()}, mutable
 

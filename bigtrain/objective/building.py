@@ -7,12 +7,14 @@ from bigtrain.config.errors import check_kwargs
 from bigtrain.config.modules import find_module
 from bigtrain.config.settings import Config
 from bigtrain.models.layers import lora, quantized
-from bigtrain.objective import logical_axes
+from bigtrain.objective import logical_axes, task_sum
 from bigtrain.objective.published_sizes import PUBLISHED
 
 
 def task(config: Config) -> Any:
-  """The module of config.task."""
+  """The module of config.task, or the TaskSum of several."""
+  if isinstance(config.task, Config):
+    return task_sum.read(config)
   return find_module("tasks", config.task, "config.task")
 
 

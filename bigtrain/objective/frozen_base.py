@@ -68,8 +68,9 @@ class Base:
   def begin(self, state: TrainState) -> None:
     """Adds to a new state what the base's source has for it.
 
-    These are the arrays that train in full, mutable collections, and for DoRA
-    the magnitudes, which begin as the norms of the base's kernels.
+    These are the arrays that train in full, mutable collections, for DoRA the
+    magnitudes, which begin as the norms of the base's kernels, and the rows of
+    tokens that train alone.
     """
     others = dict(self._loaded.others)
     in_full = dict(trees.flatten_with_names(others.pop("params", {})))
@@ -78,7 +79,7 @@ class Base:
     shardings = jax.tree.map(lambda x: x.sharding, state["params"])
     params = dict(trees.flatten_with_names(state["params"])) | in_full
     fill = jax.jit(
-      self._model.adapters.with_magnitudes, out_shardings=shardings
+      self._model.adapters.with_values_of_base, out_shardings=shardings
     )
     state["params"] = fill(trees.from_flat(params), self._loaded.base)
 

@@ -4,19 +4,20 @@ The loss is the sum of all microbatches' sums divided by the sum of all their
 weights. Padding, the number of microbatches and the number of devices therefore
 change the result by rounding only.
 
-`from_config` makes the function of a step: `make` for each variant of the
-model, or the task's own `gradients_fn`, with activation statistics and
-sharpness-aware steps around it where a config asks for them. Most losses add up
-over microbatches (`_accumulate`); one that needs the whole batch at once, such
-as a contrastive loss, takes two passes (`_in_two_passes`).
+`of_task` makes the gradients of one task, by `make` or the task's own
+`gradients_fn`. task_gradients.py adds up those of several tasks, and `of_step`
+draws a variant of the model for each step. Most losses add up over microbatches
+(`_accumulate`); one that needs the whole batch at once, such as a contrastive
+loss, takes two passes (`_in_two_passes`).
 
 Mutable collections, such as batch statistics, pass from one microbatch to the
 next. The collection "step_sums", which a model writes in training, is added up
 instead: at the end of the step the model's `end_of_step(mutable, step_sums)`
-returns the collections of the next step.
+returns the collections of the next step. "task_sums", which the loss of a task
+with state returns, is added up too, see task_state.py.
 """
 
-import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +38,12 @@ from bigtrain.arrays.types import (
   Variables,
 )
 from bigtrain.config.settings import Config
-from bigtrain.objective import microbatching, sharpness
+from bigtrain.objective import microbatching, sharpness, task_functions
 from bigtrain.objective.model_variants import Variant
 from bigtrain.step import frozen, keys
 
 _STEP_SUMS = "step_sums"
+TASK_SUMS = "task_sums"
 
 # (gradients, metrics, new mutable collections) of a batch or a microbatch.
 _Result = tuple[Params, Metrics, Variables]
@@ -58,9 +60,9 @@ class TwoPassLoss(NamedTuple):
 
   # (variables, batch, rng) -> (tree of [B, ...], new mutable).
   embed_fn: Callable[..., tuple[Any, Any]]
-  # (params, embeddings, batch) -> metrics with "loss"; uses only parameters
-  # that embed_fn does not.
-  loss_fn: Callable[..., Metrics]
+  # (variables, embeddings, batch) -> (metrics with "loss", task_sums); uses
+  # only parameters that embed_fn does not. Without state, task_sums is {}.
+  loss_fn: Callable[..., tuple[Metrics, Any]]
 
 
 def two_pass_loss(
@@ -69,51 +71,81 @@ def two_pass_loss(
   """The task's two-pass loss, or None if the task defines no `embed_fn`."""
   if not hasattr(task, "embed_fn"):
     return None
-  return TwoPassLoss(
-    functools.partial(task.embed_fn, model=model, train=True),
-    functools.partial(task.embeddings_loss_fn, **loss_options),
-  )
+
+  def own_options(fn: Callable[..., Any]) -> dict[str, Any]:
+    names = inspect.signature(fn).parameters
+    return {name: x for name, x in loss_options.items() if name in names}
+
+  def embed_fn(variables: Variables, batch: Batch, rng: Any) -> Any:
+    variables, changing = task_functions.split_task(variables, task.embed_fn)
+    options = {**own_options(task.embed_fn), **changing}
+    return task.embed_fn(
+      variables, batch, rng, model=model, train=True, **options
+    )
+
+  def loss_fn(
+    variables: Variables, embeddings: Any, batch: Batch
+  ) -> tuple[Metrics, Any]:
+    fn = task.embeddings_loss_fn
+    variables, changing = task_functions.split_task(variables, fn)
+    params = trees.merge(variables["params"], variables.get("base", {}))
+    options = {**own_options(fn), **changing}
+    result = fn(params, embeddings, batch, **options)
+    return result if hasattr(task, "init_state") else (result, {})
+
+  return TwoPassLoss(embed_fn, loss_fn)
 
 
-def from_config(
-  config: Config,
+def of_task(
   task: Any,
-  variants: Sequence[Variant],
-  loss_fns: Sequence[LossFn],
+  model: Any,
+  loss_fn: LossFn,
+  options: Mapping[str, Any],
   *,
-  stats_fns: Sequence[LossFn] = (),
+  stats_fn: LossFn | None = None,
+  trainable: Any,
+  mesh: Mesh,
+  microbatches: int,
+) -> GradientsFn:
+  """The gradients of a task's loss, with activation statistics in log steps.
+
+  Args:
+    options: those of the task's loss.
+    stats_fn: the loss with the metric "activation", if any.
+    trainable: tree of bools with the structure of the parameters.
+  """
+  make_fn = getattr(task, "gradients_fn", make)
+  compute = make_fn(
+    loss_fn,
+    trainable=trainable,
+    mesh=mesh,
+    microbatches=microbatches,
+    two_pass=two_pass_loss(task, model, options),
+  )
+  if stats_fn is None:
+    return compute
+  # Statistics need a forward pass only: nothing is trainable.
+  nothing = jax.tree.map(lambda _: False, trainable)
+  record = make(
+    stats_fn, trainable=nothing, mesh=mesh, microbatches=microbatches
+  )
+  return _with_activations(compute, record, mesh)
+
+
+def of_step(
+  config: Config,
+  variants: Sequence[Variant],
+  computes: Sequence[GradientsFn],
   trainable: Any,
   mask: Callable[[Params], Params] = lambda grads: grads,
-  mesh: Mesh,
 ) -> GradientsFn:
   """The function of one step, which draws one of the variants of the model.
 
   Args:
-    loss_fns: the loss of each variant.
-    stats_fns: the same with the metric "activation", which log steps then
-      have; () without activation statistics.
+    computes: the gradients of each variant.
     trainable: tree of bools with the structure of the parameters.
     mask: sets the gradients of rows that do not train to 0.
   """
-  number = microbatching.read(config, config.input.batch_size, mesh)
-  computes = []
-  for i, variant in enumerate(variants):
-    make_fn = getattr(task, "gradients_fn", make)
-    compute = make_fn(
-      loss_fns[i],
-      trainable=trainable,
-      mesh=mesh,
-      microbatches=number,
-      two_pass=two_pass_loss(task, variant.model, config.kwargs("loss")),
-    )
-    if stats_fns:
-      # Statistics need a forward pass only: nothing is trainable.
-      nothing = jax.tree.map(lambda _: False, trainable)
-      record = make(
-        stats_fns[i], trainable=nothing, mesh=mesh, microbatches=number
-      )
-      compute = _with_activations(compute, record, mesh)
-    computes.append(compute)
   model = variants[0].model
   shares = np.asarray([variant.share for variant in variants])
 
@@ -126,27 +158,41 @@ def from_config(
       drawn = jax.random.choice(key, len(shares), p=shares)
       grads, sums, mutable = jax.lax.switch(drawn, computes, state, batch)
     if _STEP_SUMS in mutable:
-      mutable = dict(mutable)
-      step_sums = mutable.pop(_STEP_SUMS)
-      mutable = model.end_of_step(mutable, step_sums)
+      mutable, step_sums = split_sums(mutable)
+      mutable = model.end_of_step(mutable, step_sums[_STEP_SUMS])
     return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
 
 
+def split_sums(mutable: Variables) -> tuple[Variables, Variables]:
+  """Mutable collections, and apart from them the sums over a step."""
+  others = dict(mutable)
+  summed = (_STEP_SUMS, TASK_SUMS)
+  sums = {name: others.pop(name) for name in summed if name in others}
+  return others, sums
+
+
+def add_sums(first: Variables, second: Variables) -> Variables:
+  """Adds sums of `split_sums`, of which either may be {}."""
+  if not first or not second:
+    return first or second
+  return jax.tree.map(jnp.add, first, second)
+
+
 def loss_args(
-  state: TrainState, batch: Batch, mesh: Mesh, others: Variables
+  state: TrainState, batch: Batch, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
   """Specs of a loss_fn's arguments, as the update has them.
 
   With equal specs, a jitted loss is traced once for gradients, metrics and
-  FLOPs. `others` are the specs of frozen variables.
+  FLOPs. `state` has the specs of frozen variables too.
   """
   rng = jax.eval_shape(lambda: jax.random.key(0))
   batch = sharding.batch_spec(jax.eval_shape(keys.with_keys, batch, rng), mesh)
   layout = sharding.replicated(mesh)
   rng = jax.ShapeDtypeStruct(rng.shape, rng.dtype, sharding=layout)
-  return frozen.model_variables({**state, **others}), batch, rng
+  return frozen.model_variables(state), batch, rng
 
 
 def make(
@@ -262,13 +308,11 @@ def _accumulate(
     grads, sums, mutable = carry
     i, part = number_and_part
     # The model sees no sums of other microbatches.
-    mutable = dict(mutable)
-    old_step_sums = mutable.pop(_STEP_SUMS, None)
+    mutable, old_step_sums = split_sums(mutable)
     key = jax.random.fold_in(rng, i)
     new_grads, new_sums, mutable = of_microbatch(trained, mutable, part, key)
-    if old_step_sums is not None:
-      step_sums = add(old_step_sums, mutable[_STEP_SUMS])
-      mutable = {**mutable, _STEP_SUMS: step_sums}
+    mutable, new_step_sums = split_sums(mutable)
+    mutable = {**mutable, **add_sums(old_step_sums, new_step_sums)}
     carry = add(grads, new_grads), metrics.merge(sums, new_sums), mutable
     return carry, None
 
@@ -277,8 +321,8 @@ def _accumulate(
   shapes = jax.eval_shape(of_microbatch, trained, mutable, first_part, rng)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   no_grads, no_sums, no_mutable = zeros
-  if _STEP_SUMS in no_mutable:
-    mutable = {**mutable, _STEP_SUMS: no_mutable[_STEP_SUMS]}
+  _, no_step_sums = split_sums(no_mutable)
+  mutable = {**mutable, **no_step_sums}
   result, _ = jax.lax.scan(
     add_microbatch, (no_grads, no_sums, mutable), (numbers, parts)
   )
@@ -319,12 +363,13 @@ def _in_two_passes(
   # parameters that it uses itself, such as a temperature.
   def summed_loss(trained: Params, embeddings: Any) -> Any:
     variables = variables_of(trained, {})
-    params = trees.merge(variables["params"], variables.get("base", {}))
-    sums = two_pass.loss_fn(params, embeddings, batch)
-    return sums["loss"][0] * _loss_factor(loss_scale, sums), sums
+    sums, task_sums = two_pass.loss_fn(variables, embeddings, batch)
+    loss = sums["loss"][0] * _loss_factor(loss_scale, sums)
+    return loss, (sums, task_sums)
 
   gradients_of_loss = jax.grad(summed_loss, argnums=(0, 1), has_aux=True)
-  (grads, embedding_grads), sums = gradients_of_loss(trained, embeddings)
+  (grads, embedding_grads), aux = gradients_of_loss(trained, embeddings)
+  sums, task_sums = aux
   factor = _loss_factor(loss_scale, sums)
 
   # Second pass: each microbatch again, to propagate its embeddings' gradients.
@@ -345,6 +390,8 @@ def _in_two_passes(
     (_unscaled(grads, factor), mutable),
     (numbered_parts, microbatching.split(embedding_grads, number, mesh)),
   )
+  if jax.tree.leaves(task_sums):
+    mutable = {**mutable, TASK_SUMS: task_sums}
   return grads, sums, mutable
 
 

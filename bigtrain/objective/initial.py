@@ -20,6 +20,7 @@ from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.inputs.named_features import Features
 from bigtrain.objective import logical_axes
+from bigtrain.objective.task_sum import TaskSum
 from bigtrain.step import keys
 
 # Values of config.opt_sharding.
@@ -75,11 +76,22 @@ def unboxed(variables: Any) -> Any:
 def variables_fn(
   task: Any, model: Any, batch_spec: Mapping[str, Any], seed: int
 ) -> InitialVariables:
-  """Initial parameters and mutable collections; the model sees zeros."""
+  """Initial parameters and mutable collections; the model sees zeros.
+
+  Several tasks may each need other parts of the model. Flax draws a parameter
+  from the seed and its name, so a part has the same values for all of them.
+  """
 
   def init(seed: jax.Array) -> dict[str, Any]:
     example = Features(sharding.one_example(batch_spec), "config.input")
-    return dict(model.init(keys.init_key(seed), **task.inputs(example)))
+    if not isinstance(task, TaskSum):
+      return dict(model.init(keys.init_key(seed), **task.inputs(example)))
+    parts: dict[str, Any] = {}
+    for inputs in task.init_inputs(example):
+      variables = model.init(keys.init_key(seed), **inputs)
+      # The first task that needs a variable defines it.
+      parts = dict(trees.flatten_with_names(variables)) | parts
+    return trees.from_flat(parts)
 
   @jax.jit
   def init_variables(seed: jax.Array) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The objective of a run: all that the program knows of what is learned.
 
-A config names a task and a model, and perhaps a teacher, adapters of a frozen
-base, or fields of the model that each step draws. Here they become one object,
-from which main takes initial variables, gradients, and functions that predict:
+A config names one task or several, a model, and perhaps a teacher, adapters of
+a frozen base, or fields of the model that each step draws. Here they become one
+object, from which main takes initial variables, gradients, and functions that
+predict:
 
-  objective = from_config(config, train_input, mesh, seed)
+  objective = from_config(config, train_input, mesh, seed, units)
   variables = objective.init(seed)
   gradients_fn = objective.gradients_fn(trainable)
 
@@ -13,15 +14,17 @@ The parts are built by the modules beside this one; each can be read alone.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from bigtrain import sharding
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, trees
 from bigtrain.arrays.types import (
+  Batch,
   GradientsFn,
   LossFn,
   Metrics,
@@ -29,6 +32,7 @@ from bigtrain.arrays.types import (
   TrainState,
   Variables,
 )
+from bigtrain.config import lengths
 from bigtrain.config.settings import Config
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.objective import (
@@ -37,21 +41,40 @@ from bigtrain.objective import (
   frozen_base,
   gradients,
   initial,
+  microbatching,
   model_variants,
   new_rows,
   rollouts,
   task_functions,
+  task_gradients,
+  task_schedule,
+  task_state,
+  task_sum,
   teacher,
 )
 from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
 from bigtrain.objective.new_rows import TrainedRows
+from bigtrain.objective.task_gradients import TASKS
+from bigtrain.objective.task_state import StateFns
+from bigtrain.objective.task_sum import Entry, TaskSum
 from bigtrain.objective.teacher import Teacher
-from bigtrain.optim import ema, views
+from bigtrain.optim import ema, several, views
 from bigtrain.optim.views import View
 from bigtrain.reports import flops
 from bigtrain.runtime import debugging
+from bigtrain.step import frozen
+
+
+class TaskLoss(NamedTuple):
+  """The loss of one task."""
+
+  entry: Entry
+  loss_fns: Sequence[LossFn]  # By variant of the model.
+  stats_fns: Sequence[LossFn]  # With activation statistics, by variant, if any.
+  is_taught: bool  # Whether it gets the teacher.
+  state_fns: StateFns | None  # None without a state of its own.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,13 +84,13 @@ class Objective:
   config: Config
   train_input: TrainInput
   mesh: Mesh
-  task: Any  # The module of config.task.
+  task: Any  # The module of config.task, or a TaskSum of several.
   model_module: Any  # The module of config.model_name.
   model: Any  # Its Model, with config.model.
   vocab_sizes: Mapping[str, int]  # Number of ids that the model takes.
   variants: Sequence[Variant]  # The models that steps draw from: one or more.
-  loss_fns: Sequence[LossFn]  # By variant.
-  stats_fns: Sequence[LossFn]  # With activation statistics, by variant, if any.
+  losses: Sequence[TaskLoss]  # Of each task.
+  schedule: task_schedule.Schedule  # Which tasks a step has.
   teacher: Teacher
   base: Base  # The frozen base of adapters.
   init: InitialVariables
@@ -117,8 +140,8 @@ class Objective:
   @functools.cached_property
   def rollout(self) -> rollouts.Rollout:
     """Makes the batch of an update from the input's batch."""
-    variables_spec, _, _ = self._loss_args(
-      sharding.batch_spec(self.train_input.spec, self.mesh)
+    variables_spec = frozen.model_variables(
+      {**self.variables_spec, **self.frozen_spec}
     )
     return rollouts.Rollout(
       self.config,
@@ -134,10 +157,34 @@ class Objective:
     """The batch of an update; the largest, if steps draw its size."""
     return self.rollout.spec
 
-  @property
-  def batch_specs(self) -> list[Any]:
-    """The batches of all sizes that steps draw."""
-    return [spec for spec, _ in self.rollout.drawn]
+  def step_specs(
+    self, hparams_of: Callable[[int], Mapping[str, Any]]
+  ) -> list[tuple[Any, Any]]:
+    """Specs of (batch, hparams) of all steps that differ in them.
+
+    Steps differ in their tasks, and in the size of the batch if they draw it.
+    The largest come last.
+
+    Args:
+      hparams_of: step -> all scalars of the update.
+    """
+    layout = sharding.replicated(self.mesh)
+    result = []
+    for step in self.schedule.kinds:
+      hparams = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        dict(hparams_of(step)),
+      )
+      batches = [
+        self.train_input.spec_at(step, spec) for spec, _ in self.rollout.drawn
+      ]
+      batches.sort(key=lambda spec: trees.num_bytes(spec.values()))
+      result += [(batch, hparams) for batch in batches]
+    return result
+
+  def hparams(self, step: int) -> dict[str, Any]:
+    """Weights of a step's tasks, and options that follow a schedule."""
+    return self.schedule.hparams(step)
 
   # The loss and its gradients.
 
@@ -150,65 +197,214 @@ class Objective:
     Args:
       trainable: tree of bools with the structure of the parameters.
     """
-    return gradients.from_config(
+    computes = []
+    for i in range(len(self.variants)):
+      summands = [self._summand(loss, i, trainable) for loss in self.losses]
+      if self._is_sum:
+        computes.append(task_gradients.add_up(summands, trainable))
+      else:
+        computes.append(summands[0].compute)
+    return gradients.of_step(
       self.config,
-      self.task,
       self.variants,
-      self.loss_fns,
-      stats_fns=self.stats_fns,
-      trainable=trainable,
-      mask=self.trained_rows.masked,
-      mesh=self.mesh,
+      computes,
+      trainable,
+      self.trained_rows.masked,
     )
 
+  def _summand(
+    self, loss: TaskLoss, variant: int, trainable: Any
+  ) -> task_gradients.Summand:
+    entry = loss.entry
+    batch_size = self.config.input.batch_size
+    if entry.has_input:
+      batch_size = entry.part.input.batch_size
+    if entry.optimizer is not None:
+      own = several.members(self.config, self.params_spec)[entry.optimizer]
+      trainable = jax.tree.map(lambda a, b: a and b, trainable, own)
+    compute = gradients.of_task(
+      entry.module,
+      self.variants[variant].model,
+      loss.loss_fns[variant],
+      task_functions.fixed_options(entry.part),
+      stats_fn=loss.stats_fns[variant] if loss.stats_fns else None,
+      trainable=trainable,
+      mesh=self.mesh,
+      microbatches=microbatching.read(self.config, batch_size, self.mesh),
+    )
+
+    def compute_own(state: Any, batch: Batch) -> Any:
+      task_state = self._task_state(loss, state)
+      own_state = task_gradients.of_task(
+        entry.name, state, loss.is_taught, task_state
+      )
+      grads, sums, mutable = compute(own_state, batch)
+      if task_state is None:
+        return grads, sums, mutable
+      mutable = dict(mutable)
+      task_sums = mutable.pop(gradients.TASK_SUMS, {})
+      result = task_gradients.TaskResult(task_state, task_sums)
+      return grads, sums, {**mutable, TASKS: {entry.name: result}}
+
+    return task_gradients.Summand(
+      entry,
+      compute_own,
+      lambda: self._metrics_spec(loss),
+      self.schedule.is_occasional(entry.name),
+    )
+
+  # The state of tasks, such as teachers that follow the student.
+
+  def init_task_state(self, params: Any) -> dict[str, Any]:
+    """Returns {"tasks": ...}, or {} if no task has a state."""
+    states = {}
+    for loss in self.losses:
+      if loss.state_fns:
+        name = loss.entry.name
+        options = self.schedule.options(name)
+        states[name] = loss.state_fns.init(params, options)
+    if not states:
+      return {}
+    return {TASKS: states if self._is_sum else states[""]}
+
+  @functools.cached_property
+  def _task_specs(self) -> dict[str, Any]:
+    """Specs of the tasks' states by name, with shardings."""
+    shapes = jax.eval_shape(self.init_task_state, self.params_spec)
+    specs = sharding.state_spec(shapes, self.mesh, self.sharding_rules)
+    by_name = specs.get(TASKS, {}) if self._is_sum else {"": specs.get(TASKS)}
+    for loss in self.losses:
+      state = by_name.get(loss.entry.name)
+      task_state.check_teacher(loss.entry, state, self.params_spec)
+    return by_name
+
+  def _task_state(self, loss: TaskLoss, state: Any) -> Any:
+    """A task's state in a step; that of its first step is new."""
+    if loss.state_fns is None:
+      return None
+    name, init = loss.entry.name, loss.state_fns.init
+    old = state[TASKS][name] if self._is_sum else state[TASKS]
+    if not self.schedule.first_step(name):
+      return old
+    options = state.get(task_schedule.OPTIONS, {}).get(name, {})
+    return jax.lax.cond(
+      state["step"] == self.schedule.first_step(name),
+      lambda: init(state["params"], options),
+      lambda: old,
+    )
+
+  def next_variables(
+    self, state: TrainState, mutable: Any, params: Any, hparams: Any
+  ) -> dict[str, Any]:
+    """The entries "mutable" and "tasks" of the next state, where it has them.
+
+    Args:
+      state: the state before the step.
+      mutable: the collections that the gradients returned.
+      params: the parameters after the update.
+      hparams: those of the step.
+    """
+    mutable = dict(mutable)
+    results = mutable.pop(TASKS, {})
+    new = {"mutable": mutable} if "mutable" in state else {}
+    if TASKS not in state:
+      return new
+    states = dict(state[TASKS]) if self._is_sum else {"": state[TASKS]}
+    for loss in self.losses:
+      name = loss.entry.name
+      if loss.state_fns and name in results:
+        options = hparams.get(task_schedule.OPTIONS, {}).get(name, {})
+        states[name] = loss.state_fns.update(
+          results[name].state, params, results[name].sums, options
+        )
+    return {**new, TASKS: states if self._is_sum else states[""]}
+
+  @property
+  def _is_sum(self) -> bool:
+    return isinstance(self.task, TaskSum)
+
   def metrics_spec(self) -> Metrics:
-    """Traces the loss, to know which metrics a step has."""
+    """Traces the losses, to know which metrics a step has."""
+    specs = [self._metrics_spec(loss) for loss in self.losses]
+    if not self._is_sum:
+      return specs[0]
+    result: Metrics = {}
+    for loss, spec in zip(self.losses, specs):
+      is_occasional = self.schedule.is_occasional(loss.entry.name)
+      result |= task_gradients.named(loss.entry, spec, is_occasional)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    return {**result, "loss": (scalar, scalar)}
+
+  def _metrics_spec(self, loss: TaskLoss) -> Metrics:
     # With activation statistics, all metrics of a log step.
-    traced = [*self.stats_fns, *self.loss_fns][0]
-    metrics, _ = jax.eval_shape(traced, *self._loss_args(self.batch_spec))
+    traced = [*loss.stats_fns, *loss.loss_fns][0]
+    args = self._loss_args(self.batch_spec, loss)
+    metrics, _ = jax.eval_shape(traced, *args)
     return metrics
 
   @functools.cached_property
   def flops_per_step(self) -> int:
-    """Model FLOPs of a step over all devices: the mean over what steps draw."""
+    """Model FLOPs of a step over all devices: the mean over what steps draw.
+
+    Of tasks that begin later, it is the mean over all steps.
+    """
     total = 0.0
-    for batch_spec, share in self.rollout.drawn:
-      args = self._loss_args(batch_spec)
-      for variant, loss_fn in zip(self.variants, self.loss_fns):
-        total += variant.share * share * flops.step_flops(loss_fn, *args)
+    for loss in self.losses:
+      of_steps = self.schedule.share(loss.entry.name)
+      for batch_spec, share in self.rollout.drawn:
+        args = self._loss_args(batch_spec, loss)
+        for variant, loss_fn in zip(self.variants, loss.loss_fns):
+          one = flops.step_flops(loss_fn, *args)
+          total += of_steps * variant.share * share * one
     return round(total)
 
-  def _loss_args(self, batch_spec: Any) -> tuple[Any, Any, Any]:
-    return gradients.loss_args(
-      self.variables_spec, batch_spec, self.mesh, self.frozen_spec
+  def _loss_args(self, batch_spec: Any, loss: TaskLoss) -> tuple[Any, Any, Any]:
+    name = loss.entry.name
+    options = {task_schedule.OPTIONS: {name: self.schedule.options(name)}}
+    state = {**self.variables_spec, **options}
+    return task_gradients.loss_args(
+      loss.entry,
+      loss.is_taught,
+      state,
+      batch_spec,
+      self.mesh,
+      self.frozen_spec,
+      self._task_specs.get(name),
     )
 
 
 def from_config(
-  config: Config, train_input: TrainInput, mesh: Mesh, seed: int
+  config: Config,
+  train_input: TrainInput,
+  mesh: Mesh,
+  seed: int,
+  units: lengths.Units,
 ) -> Objective:
   """Builds what config.task, config.model_name and their like describe.
 
   The input learns which ids the model takes, and refuses others.
 
   Raises:
-    ConfigError: an unknown module, a wrong option, or a teacher that the task
-      does not use. Nothing is compiled yet.
+    ConfigError: an unknown module, a wrong option, or a teacher that no task
+      uses. Nothing is compiled yet.
   """
   task = building.task(config)
+  entries = task_sum.entries(task, config)
+  task_sum.check(entries, config, train_input.spec)
   model_module, model = building.model(config)
-  vocab_sizes = task_functions.vocab_sizes(task, model)
-  train_input.limit_ids(vocab_sizes)
+  ids: dict[str, int] = {}
+  for entry in entries:
+    sizes = task_functions.vocab_sizes(entry.module, model)
+    task_sum.add_sizes(ids, entry.named_as_in_batch(sizes))
+  train_input.limit_ids(ids)
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
-  teaching = teacher.from_config(config, task, batch_spec, mesh, seed)
+  teaching, taught = teacher.of_tasks(config, entries, batch_spec, mesh, seed)
   variants = model_variants.from_config(config, model)
-  loss_fns = []
-  for variant in variants:
-    loss_fn = task_functions.loss_fn(
-      config, task, variant.model, teaching.model
+  losses = []
+  for entry in entries:
+    losses.append(
+      _loss(config, entry, variants, teaching.model, entry in taught)
     )
-    # Jitted, so that metrics, FLOPs and gradients share one trace.
-    loss_fns.append(jax.jit(debugging.instrument(config, loss_fn)))
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, model_module, model)
   variables_spec = _variables_spec(config, init, rules, mesh)
@@ -222,16 +418,37 @@ def from_config(
     task=task,
     model_module=model_module,
     model=model,
-    vocab_sizes=vocab_sizes,
+    vocab_sizes=task_functions.vocab_sizes(task, model),
     variants=variants,
-    loss_fns=loss_fns,
-    stats_fns=activations.loss_fns(config, task, variants, teaching.model),
+    losses=losses,
+    schedule=task_schedule.from_config(entries, units, several.turns(config)),
     teacher=teaching,
     base=base,
     init=init,
     sharding_rules=rules,
     variables_spec=variables_spec,
   )
+
+
+def _loss(
+  config: Config,
+  entry: Entry,
+  variants: Sequence[Variant],
+  teacher_model: Any,
+  is_taught: bool,
+) -> TaskLoss:
+  if not is_taught:
+    teacher_model = None
+  loss_fns = []
+  for variant in variants:
+    loss_fn = task_functions.loss_fn(
+      entry.part, entry.module, variant.model, teacher_model, entry.input_key
+    )
+    # Jitted, so that metrics, FLOPs and gradients share one trace.
+    loss_fns.append(jax.jit(debugging.instrument(config, loss_fn)))
+  stats_fns = activations.loss_fns(config, entry, variants, teacher_model)
+  state_fns = task_state.of_task(entry, variants[0].model)
+  return TaskLoss(entry, loss_fns, stats_fns, is_taught, state_fns)
 
 
 def _variables_spec(

@@ -5,14 +5,24 @@ which makes the batch of an update from the input's, on all devices; its options
 are those of config.loss. For reinforcement learning it writes several answers
 to each prompt. Then the sources judge the answers, on the host that has read
 their prompts: `judge(indices, batch)` returns float32 [B, G] for the names
-JUDGED.
+JUDGED. Where a function answers the model's tool calls, answers have
+several turns (turns.py).
+
+With config.rollouts, several updates share a set of rollouts. A set has the
+answers to the prompts of `minibatches` batches of the input, written with the
+weights at its begin. The updates use one of these batches each, in their order,
+and go through all of them `iterations` times. A task tells them apart by the
+feature "update" int32 [B], the number of the update within its set. Checkpoints
+contain the set, because the weights that wrote it are gone.
 
 Random numbers depend on the seed and the step alone, so a resumed run makes the
 same batches.
 """
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,23 +31,37 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import sharding
-from bigtrain.arrays.types import Batch, Variables
+from bigtrain.arrays.types import Batch, TrainState, Variables
+from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.settings import Config
+from bigtrain.inputs.engine import Part
 from bigtrain.inputs.named_features import Features
 from bigtrain.inputs.pipeline import TrainInput
-from bigtrain.objective import logical_axes
+from bigtrain.inputs.transfer import JoinedBatches, Prefetch
+from bigtrain.objective import (
+  logical_axes,
+  reward_report,
+  shared_rows,
+  turns,
+)
 
 JUDGED = ("reward", "failed_rewards")
+# Entry of a checkpoint with the set.
+_ENTRY = "rollouts"
 
 
 class Rollout:
   """Makes the batches of updates; without a task's rollout, the input's.
 
+  Steps count the batches of updates, those that rollbacks skip included.
+
   Attributes:
     exists: whether the task has a rollout.
     drawn: (spec, share of the steps) of each batch size that steps draw.
     spec: the largest of these specs.
+    saved_spec: what checkpoints have beside the train state; {} unless several
+      updates share a set.
   """
 
   def __init__(
@@ -55,6 +79,10 @@ class Rollout:
       (sharding.batch_spec(spec, mesh), share)
       for spec, share in train_input.drawn
     ]
+    self.saved_spec: dict[str, Any] = {}
+    self._input = train_input
+    self._minibatches, self._updates = 1, 1
+    self._newest: tuple[Batch, int] | None = None
     if not self.exists:
       return
     if len(self.drawn) > 1:
@@ -62,18 +90,48 @@ class Rollout:
         f"config.input.flexi: not with config.task={config.task!r}, whose "
         "batches have one size."
       )
-    self._input = train_input
     self._mesh = mesh
     self._replicated = sharding.replicated(mesh)
-    self._make = _bind(config, task, model, train_input)
+    self._report = reward_report.RewardReport(train_input, mesh)
+    self._shared_rows = shared_rows.SharedRows(train_input.placement)
+    bind = functools.partial(_bind, config, model, train_input)
+    self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
     self._specs = variables_spec, self.spec, step
     # What the update gets: the task's batch, and what the sources judge.
     made = jax.eval_shape(self._make, *self._specs)
     judged = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, judged)
+    self._turns: turns.Turns | None = None
+    if any(_toolbox(part) for part in train_input.engine.parts):
+      prompt_length = train_input.spec["prompt"].shape[1]
+      self._turns = turns.Turns(
+        bind(task.next_turn),
+        train_input,
+        mesh,
+        made["tokens"].shape,
+        max_new=made["tokens"].shape[2] + 1 - prompt_length,
+        eos_ids=_eos_ids(train_input),
+        shared=self._shared_rows,
+      )
+      made |= dict.fromkeys(turns.COUNTS, judged)
+    self._read_sets(config, sharding.batch_spec(made, mesh))
+    if self._updates > 1:
+      made["update"] = jax.ShapeDtypeStruct(judged.shape[:1], jnp.int32)
     self.spec = sharding.batch_spec(made, mesh)
     self.drawn = [(self.spec, 1.0)]
+
+  def _read_sets(self, config: Config, batch_spec: Any) -> None:
+    options = config.get("rollouts", Config({}, "config.rollouts"))
+    self._minibatches = settings.whole_number(options, "minibatches", 1, 1)
+    iterations = settings.whole_number(options, "iterations", 1, 1)
+    self._updates = self._minibatches * iterations  # Of one set.
+    self._number = -1  # Of the set at hand; -1 if there is none.
+    self._set: list[Batch] = []
+    if self._updates > 1:
+      number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
+      batches = {str(i): batch_spec for i in range(self._minibatches)}
+      self.saved_spec = {_ENTRY: {"number": number, **batches}}
 
   def compile(self, programs: Any) -> None:
     if self.exists:
@@ -83,53 +141,192 @@ class Rollout:
         *self._specs,
         out_shardings=sharding.batch(self._mesh),
       )
+      if self._turns:
+        self._turns.compile(programs, self._specs[0])
 
-  def __call__(self, variables: Variables, batch: Batch, step: int) -> Batch:
-    """Makes the batch of a step from the input's batch; needs `compile`."""
+  def report(self) -> Callable[[], dict[str, Any]]:
+    """What the log entry of the newest step says of its rewards."""
+    if self._newest is None:
+      return dict
+    return self._report(*self._newest)
+
+  # The set, as a part of checkpoints.
+
+  def no_set(self) -> dict[str, Any]:
+    """What a checkpoint has beside the train state while there is no set."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.saved_spec)
+    if zeros:
+      zeros[_ENTRY]["number"] -= 1
+    return zeros
+
+  def restore(self, state: TrainState) -> TrainState:
+    """Takes the set out of what was restored; returns the train state."""
+    state = dict(state)
+    if self.saved_spec:
+      saved = dict(state.pop(_ENTRY))
+      self._number = int(jax.device_get(saved.pop("number")))
+      self._set = [saved[str(i)] for i in range(self._minibatches)]
+    return state
+
+  @property
+  def saved(self) -> dict[str, Any]:
+    """What checkpoints have beside the train state; see `saved_spec`."""
+    if not self.saved_spec:
+      return {}
+    number = jax.device_put(np.int32(self._number), self._replicated)
+    batches = {str(i): batch for i, batch in enumerate(self._set)}
+    return {_ENTRY: {"number": number, **batches}}
+
+  # The batches of updates.
+
+  def input_step(self, step: int) -> int:
+    """The number of the input's batch that a step uses."""
+    number, update = divmod(step, self._updates)
+    return number * self._minibatches + update % self._minibatches
+
+  def start(
+    self, first_step: int, last_step: int, ahead: int = 0
+  ) -> Prefetch | JoinedBatches:
+    """Starts the input of batches [first_step, last_step), for `__call__`.
+
+    `ahead` is the number of batches that rollbacks have skipped.
+    """
+    if self._updates == 1:
+      return self._input.start(first_step, last_step, ahead)
+    first_set = first_step // self._updates
+    if first_set == self._number:
+      first_set += 1
+    last_set = -(-last_step // self._updates)
+    size = self._minibatches
+    return self._input.start(first_set * size, max(first_set, last_set) * size)
+
+  def writes(self, step: int) -> bool:
+    """Whether a step needs new rollouts."""
+    return self.exists and (
+      self._updates == 1 or step // self._updates != self._number
+    )
+
+  def __call__(
+    self, variables: Variables, batches: Iterator[Batch], step: int
+  ) -> Batch:
+    """Makes the batch of a step; needs `compile`.
+
+    Args:
+      batches: those of `start`, of which a set takes several.
+    """
     if not self.exists:
-      return batch
+      return next(batches)
+    if self._updates == 1:
+      batch = self._write(variables, next(batches), step)
+    else:
+      number, update = divmod(step, self._updates)
+      if number != self._number:
+        self._set = self._write_set(variables, batches, number)
+        self._number = number
+      batch = self._of_set(self._set, update)
+    self._newest = batch, self.input_step(step)
+    return batch
+
+  def again(
+    self, variables: Variables, step: int, ahead: int = 0
+  ) -> Iterator[Batch]:
+    """Makes the batches of a step and the next one, to look for an error.
+
+    Of a set that is not at hand, the answers are those of other weights.
+    """
+    for each in (step, step + 1):
+      number, update = divmod(each, self._updates)
+      is_at_hand = self._updates > 1 and number == self._number
+      first = each if self._updates == 1 else number * self._minibatches
+      size = 0 if is_at_hand else self._minibatches
+      batches = self._input.start(first, first + size, ahead)
+      with contextlib.closing(batches):
+        if is_at_hand:
+          yield self._of_set(self._set, update)
+        elif self._updates > 1:
+          written = self._write_set(variables, batches, number)
+          yield self._of_set(written, update)
+        elif self.exists:
+          yield self._write(variables, next(batches), each)
+        else:
+          yield next(batches)
+
+  def _write_set(
+    self, variables: Variables, batches: Iterator[Batch], number: int
+  ) -> list[Batch]:
+    first = number * self._minibatches
+    return [
+      self._write(variables, next(batches), first + i)
+      for i in range(self._minibatches)
+    ]
+
+  def _of_set(self, batches: list[Batch], update: int) -> Batch:
+    placement = self._input.placement
+    numbers = np.full(len(placement.rows), update, np.int32)
+    batch = batches[update % self._minibatches]
+    return {**batch, **placement.put({"update": numbers})}
+
+  def _write(self, variables: Variables, batch: Batch, step: int) -> Batch:
+    """Writes and judges the answers to the input's batch of a number."""
     number = jax.device_put(np.int32(step), self._replicated)
     made = self._make(variables, batch, number)
-    return {**made, **self._judge(made, step)}
+    messages = None
+    if self._turns:
+      made, messages = self._turns(variables, made, step)
+    return {**made, **self._judge(made, messages, step)}
 
-  def _judge(self, made: Mapping[str, Any], step: int) -> dict[str, Any]:
+  def _judge(
+    self, made: Batch, messages: turns.Messages | None, step: int
+  ) -> dict[str, Any]:
     """Lets the source of each example judge its answers; global arrays."""
     engine, placement = self._input.engine, self._input.placement
     local = {name: placement.get(x) for name, x in made.items()}
     shape = local["targets"].shape[:2]
+    own_rows = self._shared_rows.own
     judged = {name: np.zeros(shape, np.float32) for name in JUDGED}
     order = engine.row_order(step, 0, engine.num_rows)
     for i, part in enumerate(engine.parts):
-      places = np.flatnonzero(order.source == i)
+      places = np.flatnonzero((order.source == i) & own_rows)
       own = {name: x[places] for name, x in local.items()}
-      for name, x in part.source.judge(order.index[places], own).items():
+      options = {}
+      if messages is not None and _toolbox(part):
+        options["messages"] = [messages[place] for place in places.tolist()]
+      indices = order.index[places]
+      for name, x in part.source.judge(indices, own, **options).items():
         judged[name][places] = x
-    return placement.put(judged)
+    return placement.put(self._shared_rows.exchange(judged))
 
 
-def _bind(
-  config: Config, task: Any, model: Any, train_input: TrainInput
-) -> Any:
-  """The task's rollout as a function of (variables, batch, step)."""
+def _toolbox(part: Part) -> Any:
+  return getattr(part.source, "toolbox", None)
+
+
+def _eos_ids(train_input: TrainInput) -> tuple[int, ...]:
+  return tuple(train_input.saved["data"].get("end_ids", ()))
+
+
+def _bind(config: Config, model: Any, train_input: TrainInput, fn: Any) -> Any:
+  """A task's function as one of (variables, batch, step and other numbers)."""
   seed = np.uint32(config.get("seed", 0) % 2**32)
-  parameters = inspect.signature(task.rollout).parameters
+  parameters = inspect.signature(fn).parameters
   options: dict[str, Any] = {
     name: value
     for name, value in config.kwargs("loss").items()
     if name in parameters
   }
-  eos_ids = tuple(train_input.saved["data"].get("end_ids", ()))
 
-  def make(variables: Any, batch: Batch, step: jax.Array) -> dict[str, Any]:
+  def make(variables: Any, batch: Batch, *numbers: jax.Array) -> Any:
     # The first two of the three keys are for initialisation and losses.
     _, _, key = jax.random.split(jax.random.key(seed), 3)
+    for number in numbers:
+      key = jax.random.fold_in(key, number)
     with logical_axes.no_logical_axes():
-      return task.rollout(
+      return fn(
         variables,
         Features(batch, "config.input"),
-        jax.random.fold_in(key, step),
+        key,
         model=model,
-        eos_ids=eos_ids,
+        eos_ids=_eos_ids(train_input),
         **options,
       )
 

@@ -5,7 +5,7 @@ gets config.loss, its `predict_fns` get the model, and both may get a teacher.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ from bigtrain.arrays.types import (
   PredictFn,
   Variables,
 )
+from bigtrain.config import piecewise
 from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import lora, quantized
-from bigtrain.objective import logical_axes, model_variants
+from bigtrain.objective import logical_axes, model_variants, task_state
+from bigtrain.step import frozen
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
-_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train")
+_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train", "state")
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
@@ -41,26 +43,40 @@ def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
 
 
 def loss_fn(
-  config: Config, task: Any, model: Any, teacher: Any = None
+  config: Config,
+  task: Any,
+  model: Any,
+  teacher: Any = None,
+  input_key: str = "config.input",
 ) -> LossFn:
-  """Binds config.loss: (variables, batch, rng) -> (metrics, mutable).
+  """Binds the loss's options: (variables, batch, rng) -> (metrics, mutable).
 
   Args:
+    config: has the options as "loss": the whole config, or of several tasks
+      that of this one.
     teacher: a model, or several as a dict by name; None without config.teacher.
+    input_key: where the config has the input, for messages.
   """
   options = config.kwargs("loss")
+  key = f"{config.path}.loss"
   _check_teacher(config, task, teacher)
-  check_kwargs(task.loss_fn, options, "config.loss", given=_GIVEN)
+  # Some options are for the functions of the task's state alone.
+  names = inspect.signature(task.loss_fn).parameters
+  others = task_state.option_names(task) - set(names)
+  own = {name: x for name, x in options.items() if name not in others}
+  check_kwargs(task.loss_fn, own, key, given=_GIVEN, others=others)
+  fixed = {k: x for k, x in fixed_options(config).items() if k in own}
   if teacher is not None:
-    options["teacher"] = teacher
+    fixed["teacher"] = teacher
 
   def bound_loss_fn(
     variables: Variables, batch: Batch, rng: Any
   ) -> tuple[Metrics, Variables]:
-    features = Features(batch, "config.input")
+    variables, changing = split_task(variables, task.loss_fn)
+    features = Features(batch, input_key)
     with logical_axes.no_logical_axes():
       result = task.loss_fn(
-        variables, features, rng, model=model, train=True, **options
+        variables, features, rng, model=model, train=True, **fixed, **changing
       )
     # Only now is it known whether rules for layers have matched any layer.
     for each in (model, *jax.tree.leaves(teacher)):
@@ -71,6 +87,36 @@ def loss_fn(
   return bound_loss_fn
 
 
+def fixed_options(config: Config) -> dict[str, Any]:
+  """The options of a loss that do not follow a schedule."""
+  options = config.kwargs("loss")
+  return {k: x for k, x in options.items() if not piecewise.is_schedule(x)}
+
+
+def split_task(
+  variables: Variables, fn: Callable[..., Any]
+) -> tuple[Variables, dict[str, Any]]:
+  """The model's variables, and what else of a step's state a function takes.
+
+  These are options that follow a schedule, and the task's state.
+  """
+  variables = dict(variables)
+  changing: Mapping[str, Any] = variables.pop(frozen.TASK, {})
+  names = inspect.signature(fn).parameters
+  takes_any = any(p.kind == p.VAR_KEYWORD for p in names.values())
+  return variables, {
+    name: x for name, x in changing.items() if takes_any or name in names
+  }
+
+
+def uses_teacher(task: Any, teacher: Any) -> bool:
+  """Whether the task's loss takes the teacher, or several of them."""
+  # Several teachers have weights or a list of what to distill.
+  several = isinstance(teacher, dict)
+  expected = {"distill", "weights"} if several else {"teacher"}
+  return bool(expected & inspect.signature(task.loss_fn).parameters.keys())
+
+
 def _check_teacher(config: Config, task: Any, teacher: Any) -> None:
   """Raises ConfigError if a teacher is missing, or not used."""
   parameters = inspect.signature(task.loss_fn).parameters
@@ -78,17 +124,15 @@ def _check_teacher(config: Config, task: Any, teacher: Any) -> None:
     "teacher" in parameters
     and parameters["teacher"].default is inspect.Parameter.empty
   )
+  name = task.__name__.rpartition(".")[2]
   if required and teacher is None:
     raise ConfigError(
-      f"config.teacher: missing: config.task={config.task!r} needs "
+      f"config.teacher: missing: config.task={name!r} needs "
       "dict(model_name=..., model=..., model_init=...)."
     )
-  # Several teachers have weights or a list of what to distill.
-  several = isinstance(teacher, dict)
-  expected = {"distill", "weights"} if several else {"teacher"}
-  if teacher is not None and not expected & parameters.keys():
+  if teacher is not None and not uses_teacher(task, teacher):
     raise ConfigError(
-      f"config.teacher: config.task={config.task!r} does not use a teacher, or "
+      f"config.teacher: config.task={name!r} does not use a teacher, or "
       "several; 'distillation' and 'language_modeling' do."
     )
 

@@ -10,7 +10,7 @@ config.sharding splits the variables over the devices, under the names
 them, and checkpoints leave them out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from bigtrain import sharding
 from bigtrain.checkpoints import warm_start
 from bigtrain.config import settings
-from bigtrain.config.errors import check_number
-from bigtrain.objective import building, initial
+from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.objective import building, initial, task_functions
+from bigtrain.objective.task_sum import Entry
 
 
 class Teacher(NamedTuple):
@@ -29,6 +30,36 @@ class Teacher(NamedTuple):
   model: Any
   spec: Mapping[str, Any]  # Shapes of {"teacher": its variables}.
   load: Callable[[], Mapping[str, Any]]
+
+
+def of_tasks(
+  config: settings.Config,
+  entries: Sequence[Entry],
+  batch_spec: Mapping[str, Any],
+  mesh: Mesh,
+  seed: int,
+) -> tuple[Teacher, Sequence[Entry]]:
+  """The teacher of a run, and the tasks that it teaches."""
+  taught = entries
+  if len(entries) > 1:
+    model = _stand_in(config)
+    taught = [
+      x for x in entries if task_functions.uses_teacher(x.module, model)
+    ]
+    if model is not None and not taught:
+      raise ConfigError("config.teacher: no task of config.task uses it.")
+  first = (taught or entries)[0]
+  spec = first.view(batch_spec)
+  return from_config(config, first.module, spec, mesh, seed), taught
+
+
+def _stand_in(config: settings.Config) -> Any:
+  """Stands for the models of config.teacher: a dict if there are several."""
+  part = config.get("teacher")
+  if not part:
+    return None
+  single = part.get("ema") is True or "model_name" in part
+  return part if single else dict.fromkeys(part)
 
 
 def from_config(

@@ -5,10 +5,12 @@ config.adapters (see frozen_base.py for the run itself). PEFT's format is in
 checkpoints/foreign/peft_files.py.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
@@ -18,10 +20,11 @@ from bigtrain.arrays import dims, trees
 from bigtrain.arrays.types import Params
 from bigtrain.checkpoints import changes
 from bigtrain.checkpoints.foreign import peft_files
+from bigtrain.checkpoints.foreign.peft_modules import Published
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import lora
-from bigtrain.objective import building, frozen_base
+from bigtrain.objective import building, frozen_base, published_sizes
 
 
 class Adapted(NamedTuple):
@@ -120,23 +123,29 @@ def merged(
   config: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, Any]:
   """{name: array} of a plain model that computes the same."""
-  model = Adapted.of(config).model
+  layers = Adapted.of(config).model.adapters
   params = traverse_util.flatten_dict(variables["params"], sep="/")
   base = lora.unquantized(variables["base"])
   result = dict(traverse_util.flatten_dict(base, sep="/"))
+  by_layer: dict[str, dict[str, Any]] = {}
   for name, x in params.items():
     layer, _, last = name.rpartition("/")
-    if last == lora.A:
-      factors = {
-        factor: params[f"{layer}/{factor}"]
-        for factor in lora.FACTORS
-        if f"{layer}/{factor}" in params
-      }
-      kernel = f"{layer}/kernel"
-      scale = model.adapters.options.scale(kernel)
-      result[kernel] = lora.merged(result[kernel], factors, scale)
-    elif last not in lora.FACTORS:  # It trained in full.
+    if last in lora.FACTORS:
+      by_layer.setdefault(layer, {})[last] = x
+    else:  # It trained in full.
       result[name] = x
+  for layer, factors in by_layer.items():
+    kernel = lora.adapted_name(layer)
+    scale = layers.options.scale(kernel) if lora.A in factors else 1.0
+    result[kernel] = layers.whole(kernel, result[kernel], factors, scale)
+    if lora.BIAS in factors:
+      if f"{layer}/bias" not in result:
+        raise ConfigError(
+          f"config.adapters.lora_bias: {layer!r} has no bias, so its adapter "
+          "cannot be merged; --format=peft exports it."
+        )
+      added = scale * factors[lora.BIAS]
+      result[f"{layer}/bias"] = result[f"{layer}/bias"] + added
   return result
 
 
@@ -148,7 +157,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def published(
   config: Mapping[str, Any], shapes: Mapping[str, Any]
-) -> peft_files.Published:
+) -> Published:
   """The published layout of a model without adapters."""
   adapted = Adapted.of(plain(config))
   module, model = adapted.module, adapted.model
@@ -157,21 +166,155 @@ def published(
       f"config.model_name={config['model_name']!r}: PEFT's files have names of "
       "a published layout, and this model has none."
     )
-  about, tensors = module.to_published(model, shapes, None)
+  origin = published_sizes.layout_of(config)
+  about, tensors = module.to_published(model, shapes, None, origin)
   prefix = "transformer." if about.get("model_type") == "gpt2" else ""
-  return peft_files.Published(tensors, shapes, adapted.table, prefix)
+  return Published(tensors, shapes, adapted.table, prefix)
+
+
+class Read(NamedTuple):
+  """A model with adapters of PEFT's files."""
+
+  config: dict[str, Any]  # With config.adapters.
+  params: Params
+  base: Params
 
 
 def read_peft(
   folder: str, config: Mapping[str, Any], base: Params, mesh: Mesh
-) -> tuple[dict[str, Any], Params]:
-  """Returns (the config with adapters of PEFT's files, their parameters)."""
-  whole = traverse_util.flatten_dict(lora.unquantized(base), sep="/")
+) -> Read:
+  """Reads adapters of PEFT's files for a model with this base.
+
+  They may change the model: with a trained head, a language model classifies,
+  and a head that was the table of embeddings may part from it.
+  """
+  file = peft_files.open_folder(folder)
+  flat = dict(traverse_util.flatten_dict(base, sep="/"))
+  new, flat = _with_head(file, plain(config), flat)
+  whole = traverse_util.flatten_dict(
+    lora.unquantized(trees.from_flat(flat)), sep="/"
+  )
   shapes = {name: tuple(x.shape) for name, x in whole.items()}
-  options, params = peft_files.read(folder, published(config, shapes))
-  place, _ = sharding.state_shardings(trees.from_flat(params), mesh)
-  new = {**plain(config), "adapters": options}
-  return new, jax.device_put(trees.from_flat(params), place)
+  layout = published(new, shapes)
+  _check_frozen(file, layout, whole)
+  options, params = peft_files.read(file, layout)
+  in_full = _read_in_full(file, new, layout, whole)
+  if in_full:
+    options["train"] = [re.escape(name) for name in in_full]
+  flat = {name: x for name, x in flat.items() if name not in in_full}
+  params = trees.from_flat({**params, **in_full})
+  place, _ = sharding.state_shardings(params, mesh)
+  return Read(
+    {**new, "adapters": options},
+    jax.device_put(params, place),
+    trees.from_flat(flat),
+  )
+
+
+def _with_head(
+  file: peft_files.File, config: dict[str, Any], base: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The model's config and base, with the head that the adapters are for."""
+  if config["model_name"] != "decoder":
+    return config, base
+  model = dict(config["model"])
+  score = file.in_full.get("score.weight")
+  if score is not None and "score/kernel" not in base:
+    model["num_classes"] = len(score)
+    base = {n: x for n, x in base.items() if not n.startswith("head/")}
+    shape = (score.shape[1], len(score))
+    base["score/kernel"] = np.zeros(shape, score.dtype)  # It is in the file.
+    return {**config, "model": model}, base
+  tied = "head/kernel" not in base and "score/kernel" not in base
+  if tied and _parts_head(file):
+    model["tied_head"] = False
+    base = {**base, "head/kernel": jnp.transpose(base["token_embedding"])}
+  return {**config, "model": model}, base
+
+
+def _parts_head(file: peft_files.File) -> bool:
+  """Whether the adapters of a tied model are of the head or the table alone.
+
+  PEFT keeps the two equal if it is told to, and where tokens train alone.
+  """
+  if file.config.get("ensure_weight_tying"):
+    return False
+  names = {"lm_head", "model.embed_tokens", "transformer.wte"}
+  changed = {*file.factors, *(x.rpartition(".")[0] for x in file.in_full)}
+  return bool(changed & names) or "lm_head" in file.rows
+
+
+def _check_frozen(
+  file: peft_files.File, layout: Published, base: Mapping[str, Any]
+) -> None:
+  """Weights that PEFT writes although they are frozen have to be the base's."""
+  tensors = {layout.name_of(tensor): tensor for tensor in layout.tensors}
+  for name, value in file.frozen.items():
+    if name not in tensors:
+      continue  # A head that is the table of embeddings.
+    own = _built(tensors[name], base)
+    if own.shape[0] < value.shape[0]:
+      raise peft_files.new_tokens(file, name, len(value), len(own))
+    value = np.asarray(value).astype(own.dtype)
+    if own.shape != value.shape or not np.array_equal(own, value):
+      raise ConfigError(
+        f"{file.folder}: {name} differs from the model's; expected the base "
+        "with which the adapters were trained."
+      )
+
+
+def _built(tensor: Any, params: Mapping[str, Any]) -> np.ndarray:
+  parts = [np.asarray(params[name][index]) for name, index in tensor.parts]
+  return tensor.build(parts)
+
+
+def _read_in_full(
+  file: peft_files.File,
+  config: Mapping[str, Any],
+  layout: Published,
+  base: Mapping[str, Any],
+) -> dict[str, Any]:
+  """The parameters that the file has in full, by name.
+
+  Of stacked layers, those that PEFT did not train are the base's.
+  """
+  given = dict(file.in_full)
+  if file.config.get("ensure_weight_tying") and "head/kernel" not in base:
+    given.pop("lm_head.weight", None)  # It is the table of embeddings.
+  tensors = {layout.name_of(tensor): tensor for tensor in layout.tensors}
+  if unknown := sorted(set(given) - set(tensors)):
+    raise ConfigError(
+      f"{file.folder}: {unknown[0]} is neither an adapter nor an array of the "
+      "model."
+    )
+  touched = {part for name in given for part, _ in tensors[name].parts}
+  arrays: dict[str, np.ndarray] = {}
+  for full_name, tensor in tensors.items():
+    if full_name in given:
+      value = given[full_name]
+      if tuple(value.shape) != tuple(tensor.shape):
+        module = full_name.rpartition(".")[0]
+        if value.shape[1:] == tuple(tensor.shape[1:]):
+          sizes = len(value), tensor.shape[0]
+          raise peft_files.new_tokens(file, module, *sizes)
+        raise ConfigError(
+          f"{file.folder}: {full_name} has the shape {tuple(value.shape)}; "
+          f"expected {tuple(tensor.shape)}."
+        )
+      arrays[tensor.name] = np.asarray(value, np.float32)
+    elif touched & {part for part, _ in tensor.parts}:
+      arrays[tensor.name] = np.asarray(_built(tensor, base), np.float32)
+  if not arrays:
+    return {}
+  like = {
+    name: jax.ShapeDtypeStruct(x.shape, np.float32) for name, x in base.items()
+  }
+  converted = Adapted.of(config).module.from_published(arrays, like)
+  result = {}
+  for name in sorted(touched):
+    x = converted[name]
+    result[name] = np.asarray(x[(slice(None),) * len(x.shape)])
+  return result
 
 
 def write_peft(
@@ -194,6 +337,10 @@ def write_peft(
     "fan_in_fan_out": bool(layout.prefix),  # GPT-2's Conv1D.
     "base_model_name_or_path": path,
   }
+  tied = False
   if config["model_name"] == "decoder":
-    about["task_type"] = "CAUSAL_LM"
-  return peft_files.write(folder, arrays, model.adapters.options, layout, about)
+    classes = model.num_classes is not None
+    about["task_type"] = "SEQ_CLS" if classes else "CAUSAL_LM"
+    tied = model.tied_head and not classes
+  run = peft_files.Run(arrays, model.adapters.options, layout, about, tied)
+  return peft_files.write(folder, run)

@@ -15,7 +15,8 @@ Weight decay is decoupled from the learning rate, but not from the schedule
 (Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2; the
 published ViT recipes mean this by wd). The AdamW of optax and PyTorch also
 multiplies it by the learning rate: wd_coupling="lr" does that, lr_mult
-included. docs/config.md lists all keys.
+included. docs/config.md lists all keys. Several optimizers, each with its own
+parameters and stages, are joined by several.py.
 
 Stages that would change nothing are not traced. With hundreds of parameters and
 several operations for each, tracing them would take seconds at the start.
@@ -35,7 +36,7 @@ from bigtrain.arrays.types import Params
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.lengths import Units
 from bigtrain.config.settings import Config
-from bigtrain.optim import optimizers
+from bigtrain.optim import optimizers, several
 from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
 
@@ -61,9 +62,21 @@ def make(
 ) -> Optimizer:
   """Makes the optimizer of a config, for parameters of these shapes.
 
+  With config.optimizers there are several, which look like one.
+
   Args:
     mask: sets the updates of rows that do not train to 0.
   """
+  if cfg.get("optimizers") is not None:
+    return Optimizer(
+      *several.make(
+        cfg,
+        params_shapes,
+        units,
+        param_views,
+        lambda recipe: build(recipe._replace(mask=mask)),
+      )
+    )
   recipe = read(cfg, params_shapes, units, param_views)._replace(mask=mask)
   return Optimizer(build(recipe), recipe.hparams, recipe.trainable)
 

@@ -11,12 +11,17 @@ from typing import Any
 
 from bigtrain.config.errors import ConfigError, import_package
 
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+
 
 @functools.cache
 def load() -> Any:
   """Imports tensorflow and hides the accelerators, which are jax's, from it."""
-  # Otherwise it prints messages about its build and about threads that end.
-  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+  # Its C++ code also prints the errors that it raises, in five lines for a
+  # damaged picture, and messages about its build and threads that end. jax sets
+  # the level to 1; another one is the user's.
+  if os.environ.get(_LOG_LEVEL, "1") == "1":
+    os.environ[_LOG_LEVEL] = "3"
   tf = import_package("tensorflow", "input: preprocessing", "tensorflow-cpu")
   for kind in ("GPU", "TPU"):
     try:

@@ -5,6 +5,7 @@ JPEG that the crop needs and gives the same pixels. Images are RGB, [H, W, C],
 top row first.
 """
 
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import numpy as np
 
 from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.files import paths
-from bigtrain.pp import ops_basic, picture_files, registry, xp
+from bigtrain.pp import ops_basic, picture_files, pillow, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
@@ -310,12 +311,16 @@ def _of_timm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @registry.register("published")
-def published(folder: str, key: str = "image") -> Op:
+def published(folder: str, key: str = "image", precise: bool = False) -> Op:
   """Resizes, crops and normalizes as a published model's folder says.
 
   The pixels are those of Hugging Face's transformers, for a folder with
-  preprocessor_config.json, or those of timm, for a config.json with
-  pretrained_cfg. `decode` comes before.
+  preprocessor_config.json or processor_config.json, or those of timm, for a
+  config.json with pretrained_cfg. `decode` comes before.
+
+  Args:
+    precise: whether resized pixels are those of Pillow in every bit; otherwise
+      some differ by one level of 255.
   """
   values, path = _read_published(paths.absolute(folder))
   method = _RESAMPLES.get(values["resample"], "")
@@ -334,6 +339,10 @@ def published(folder: str, key: str = "image") -> Op:
     xp.require_image(image, u, "published")
     now = tf.shape(image)[:2]
     new = now * shorter // tf.reduce_min(now) if shorter else pair(sides(size))
+    if precise and method in ("bilinear", "bicubic"):
+      resize = functools.partial(pillow.resize, method=method)
+      resized = tf.numpy_function(resize, [image, new], tf.uint8)
+      return tf.ensure_shape(resized, (None, None, image.shape[2]))
     # As in Pillow and torchvision: first the width, then the height, and after
     # each the values are rounded to bytes.
     image = _resize(image, (now[0], new[1]), method, True)
@@ -363,11 +372,17 @@ def published(folder: str, key: str = "image") -> Op:
 def _read_published(folder: str) -> tuple[dict[str, Any], str]:
   """Returns the values of a folder's preprocessing, and the file with them."""
   path = os.path.join(folder, "preprocessor_config.json")
+  whole = os.path.join(folder, "processor_config.json")
+  if not os.path.isfile(path) and os.path.isfile(whole):
+    path = whole
   timm_path = os.path.join(folder, "config.json")
   if not os.path.isfile(path) and os.path.isfile(timm_path):
     path = timm_path
   try:
-    values = {"size": 224, "resample": 2} | json.loads(paths.read_bytes(path))
+    values = json.loads(paths.read_bytes(path))
+    # Models that read texts too have one file for both processors.
+    values = values.get("image_processor", values)
+    values = {"size": 224, "resample": 2} | values
     if "architecture" in values:
       return _of_timm(values.get("pretrained_cfg", values)), path
     if path == timm_path:

@@ -95,11 +95,13 @@ def write(
   values: Mapping[str, Any],
   origin: str,
   param_dims: dims.Table | None = None,
+  task_state: Any = None,
 ) -> str:
   """Writes parameters.txt, on process 0; returns the table and its totals.
 
   `values` are the results of `moments`; without them, the table has no columns
-  for the mean and the standard deviation.
+  for the mean and the standard deviation. A second table has the states of
+  tasks, such as teachers.
   """
   from clu import parameter_overview
 
@@ -107,22 +109,20 @@ def write(
   flags = dict(trees.flatten_with_names(trainable))
   rows = []
   for name, leaf in sorted(trees.flatten_with_names(params)):
-    row = _Row(
-      name,
-      shape=tuple(leaf.shape),
-      dtype=str(leaf.dtype),
-      size=math.prod(leaf.shape),
-      trained=flags[name],
-      dims=dims.text(param_dims or {}, name),
-      axes=_axes(leaf),
-    )
+    row = _row(name, leaf, flags[name], dims.text(param_dims or {}, name))
     if name in on_host:
       row.mean, row.std = map(float, on_host[name])
     rows.append(row)
   columns = [field.name for field in dataclasses.fields(_Row)]
-  if not values:
-    columns = [name for name in columns if name not in ("mean", "std")]
-  table = parameter_overview.make_table(rows, column_names=columns)
+  no_moments = [name for name in columns if name not in ("mean", "std")]
+  table = parameter_overview.make_table(
+    rows, column_names=columns if values else no_moments
+  )
+  if jax.tree.leaves(task_state):
+    named = trees.flatten_with_names({"tasks": task_state})
+    rows = [_row(name, leaf, False) for name, leaf in sorted(named)]
+    of_tasks = parameter_overview.make_table(rows, column_names=no_moments)
+    table = f"State of tasks:\n{of_tasks}\n\nParameters:\n{table}"
   totals = facts(params, trainable)
   size, num_trained = totals["num_params"], totals["num_trained_params"]
   trained = "all" if num_trained == size else f"{num_trained:,} of them"
@@ -136,6 +136,18 @@ def write(
     with paths.replacing(os.path.join(workdir, "parameters.txt")) as file:
       file.write(f"{text}\n")
   return text
+
+
+def _row(name: str, leaf: Any, trained: bool, roles: str = "") -> _Row:
+  return _Row(
+    name,
+    shape=tuple(leaf.shape),
+    dtype=str(leaf.dtype),
+    size=math.prod(leaf.shape),
+    trained=trained,
+    dims=roles,
+    axes=_axes(leaf),
+  )
 
 
 def _axes(leaf: Any) -> str:

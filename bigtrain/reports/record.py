@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from bigtrain import sharding
 from bigtrain.arrays import dims, trees
-from bigtrain.config import choices, settings
+from bigtrain.config import choices, modules, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.lengths import Units
 from bigtrain.files import paths
@@ -95,7 +95,7 @@ def summary(config: Mapping[str, Any], units: Units) -> list[str]:
   rates = {name: config[name] for name in ("lr", "wd") if name in config}
   optimizer = {**(config.get("optimizer") or {}), **rates}
   return [
-    f"{config['task']} with {config['model_name']}: "
+    f"{modules.task_names(config['task'])} with {config['model_name']}: "
     f"{_words(config.get('model') or {})}",
     f"Data: {_words(data)}{size}, {units.batch_size:,} a step",
     f"{units.total_steps:,} steps: {_words(optimizer)}; "
@@ -203,6 +203,7 @@ def start(
   params = state["params"]
   moments = parameters.moments(params, mesh)
   specs = sharding.with_shardings(params)
+  task_specs = sharding.with_shardings(state.get("tasks", {}))
 
   def write_files() -> None:
     facts: dict[str, Any] = {**parameters.facts(specs, trainable)}
@@ -214,7 +215,7 @@ def start(
       )
     write(workdir, config, run_info(mesh) | facts)
     table = parameters.write(
-      workdir, specs, trainable, moments, origin, param_dims
+      workdir, specs, trainable, moments, origin, param_dims, task_specs
     )
     logging.info("%s", table if log_table else table.rpartition("\n")[2])
 

@@ -38,7 +38,7 @@ class MetricsLog:
   facts: Mapping[str, float]
 
   def __post_init__(self) -> None:
-    self._queued: tuple[int, RunningMetrics, dict[str, Any]] | None = None
+    self._queued: tuple[Any, ...] | None = None
     self._noted: set[str] = set()  # Programs whose costs are written.
     # {step: log entry} of those that are on disk at the start.
     self._entries = {
@@ -63,15 +63,23 @@ class MetricsLog:
       self.hooks.after_row({"step": step, **results})
     return bool(results)
 
-  def queue(self, step: int, sums: RunningMetrics) -> None:
-    """Keeps the metrics of a log step until `flush`."""
-    self._queued = step, sums, self.hooks.take_scalars()
+  def queue(
+    self,
+    step: int,
+    sums: RunningMetrics,
+    report: Callable[[], dict[str, Any]] = dict,
+  ) -> None:
+    """Keeps the metrics of a log step until `flush`.
+
+    `report` then returns further values of the entry.
+    """
+    self._queued = step, sums, self.hooks.take_scalars(), report
 
   def flush(self) -> None:
     """Fetches and writes the metrics of the queued log step."""
     if not self._queued:
       return
-    step, sums, scalars = self._queued
+    step, sums, scalars, report = self._queued
     sums, scalars = jax.device_get((sums, scalars))
     self._queued = None
     self.check(sums)
@@ -82,7 +90,8 @@ class MetricsLog:
     if num_spikes > self.newest.get("spike_steps", 0):
       spike = spikes.describe(sums["spikes"])
       logging.warning("spike %d of this run: %s.", num_spikes, spike)
-    self._write({"step": step, **values, **times, **facts, **scalars})
+    others = {**report(), **times, **facts, **scalars}
+    self._write({"step": step, **values, **others})
 
   def write_results(
     self, name: str, step: int, results: Mapping[str, Any]

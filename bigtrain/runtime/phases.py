@@ -18,6 +18,7 @@ _PHASES = {
   "compile": ("compiling", "compile"),
   "evaluation": ("evaluating", "eval"),
   "save": ("saving", "save"),
+  "rollout": ("writing answers", "data_wait"),
 }
 
 
@@ -59,6 +60,14 @@ class Phases:
   def step(self, step: int) -> None:
     """Begins a step of training."""
     self._report("step", step, "training")
+
+  def batch(
+    self, step: int, writes: bool
+  ) -> contextlib.AbstractContextManager[None]:
+    """Enters the wait for a step's batch, a phase if answers are written."""
+    if writes:
+      return self("rollout", step)
+    return self.clock.account("data_wait")
 
   def evaluation_progress(self, num_done: int, num_batches: int) -> None:
     """Reports a finished batch; raises Preempted if a signal ends the run."""

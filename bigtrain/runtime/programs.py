@@ -102,42 +102,40 @@ class Programs:
     }
     return lambda: self._compile(name, lowered, share, limited)
 
-  def lower_sizes(
+  def lower_each(
     self,
     name: str,
     fn: Callable[..., Any],
-    *specs: Any,
-    argnum: int,
-    sizes: Sequence[Any],
+    all_specs: Sequence[tuple[Any, ...]],
+    *,
+    argnums: Sequence[int],
     **options: Any,
   ) -> Callable[[], Program]:
-    """`lower` for several sizes of one argument, each with its own program.
+    """`lower` for arguments of several shapes, each with its own program.
 
     Args:
-      name: name of the program of the largest size, which counts in reports.
+      name: name of the last program, the largest, which counts in reports.
       fn: the function.
-      *specs: specs of its arguments, of the largest size.
-      argnum: number of the argument with several sizes.
-      sizes: specs of this argument.
+      all_specs: specs of its arguments, for each program.
+      argnums: numbers of the arguments whose shapes or keys differ.
       **options: arguments of `lower`.
     """
-    if self.mode != "compiled" or len(sizes) == 1:
-      return self.lower(name, fn, *specs, **options)
+    if self.mode != "compiled" or len(all_specs) == 1:
+      return self.lower(name, fn, *all_specs[-1], **options)
 
-    def shapes(tree: Any) -> tuple[Any, ...]:
-      return tuple(x.shape for x in jax.tree.leaves(tree))
+    def key(args: Sequence[Any]) -> Any:
+      leaves, structure = jax.tree.flatten([args[i] for i in argnums])
+      return structure, tuple(x.shape for x in leaves)
 
     compile_fns = {}
-    for i, size in enumerate(sizes):
-      is_largest = shapes(size) == shapes(specs[argnum])
-      own_name = name if is_largest else f"{name} of batch size {i}"
-      own_specs = (*specs[:argnum], size, *specs[argnum + 1 :])
-      compile_fn = self.lower(own_name, fn, *own_specs, **options)
-      compile_fns[shapes(size)] = compile_fn
+    for i, specs in enumerate(all_specs):
+      is_last = i == len(all_specs) - 1
+      own_name = name if is_last else f"{name} number {i}"
+      compile_fns[key(specs)] = self.lower(own_name, fn, *specs, **options)
 
     def compile_all() -> Program:
       programs = {key: compile_fn() for key, compile_fn in compile_fns.items()}
-      return lambda *args: programs[shapes(args[argnum])](*args)
+      return lambda *args: programs[key(args)](*args)
 
     return compile_all
 

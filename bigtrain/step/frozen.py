@@ -10,6 +10,10 @@ from bigtrain.arrays.types import Variables
 
 NAMES = ("teacher", "base")
 
+# Beside them losses may have arguments of a task that change from step to step:
+# options that follow a schedule, and the task's state, as {name: value}.
+TASK = "task"
+
 
 def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
   """The frozen variables of a state, by NAMES.
@@ -18,9 +22,11 @@ def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
   the state is then empty, and this fills it with the state's "ema". Several
   teachers are a dict by name, of which each may be the average.
   """
-  result = {name: state[name] for name in NAMES if name in state}
+  names = (*NAMES, TASK)
+  result = {name: state[name] for name in names if name in state}
   if "teacher" in result and "ema" in state:
     average = {**result, **state.get("mutable", {}), "params": state["ema"]}
+    average.pop(TASK, None)
     teachers = average.pop("teacher")
     filled = {name: given or average for name, given in teachers.items()}
     result["teacher"] = filled or average

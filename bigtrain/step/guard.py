@@ -21,6 +21,7 @@ state or keeps the old one. The host reads the running metrics some steps later:
 finds the cause, and `Guard.failure` is the exception to raise.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -312,7 +313,8 @@ def explain(
   state: Any,
   train_input: Any,
   gradients: Callable[[Any, Any], Any],
-  rollout: Callable[[Any, int], Any],
+  rollout: Any,
+  variables: Any,
 ) -> NotFinite:
   """Finds why a step was not finite, by computing it again.
 
@@ -325,7 +327,8 @@ def explain(
     state: the state before the step.
     train_input: the training data.
     gradients: (state, batch) -> gradients, metrics and mutable variables.
-    rollout: (batch, its number) -> the batch with a policy's completions.
+    rollout: the objective's, which makes the batches.
+    variables: what it writes answers with.
 
   Returns: the error to raise.
   """
@@ -334,7 +337,9 @@ def explain(
   def inspect(state: Any, batch: Any) -> dict[str, Any]:
     grads, step_metrics, _ = gradients(state, batch)
     # Class numbers and the like, for which the task declares no limit.
-    integers = {name: batch[name] for name in train_input.unlimited}
+    # A rollout does not keep all features of the input.
+    names = [name for name in train_input.unlimited if name in batch]
+    integers = {name: batch[name] for name in names}
     finite_inputs = [jnp.isfinite(x).all() for x in batch.values()]
     loss = step_metrics["loss"][0] / step_metrics["loss"][1]
     grad_norm = metrics.global_norm(grads)
@@ -346,20 +351,17 @@ def explain(
       "good": jnp.isfinite(loss) & jnp.isfinite(grad_norm),
     }
 
-  batches = train_input.start(index, index + 2)
-  try:
-    completed = (rollout(x, index + i) for i, x in enumerate(batches))
-    found = jax.device_get(inspect(state, next(completed)))
-    next_is_good = _is_good(inspect, state, completed)
-  finally:
-    batches.close()
+  ahead = index - (step - 1)
+  with contextlib.closing(rollout.again(variables, index, ahead)) as batches:
+    found = jax.device_get(inspect(state, next(batches)))
+    next_is_good = _is_good(inspect, state, batches)
 
   finite_grads = trees.flatten_with_names(found["finite_grads"])
   bad = [name for name, finite in finite_grads if not finite]
   bad_grads = (
     f"first of {len(bad)}: {bad[0]}" if bad else "none, only their norm"
   )
-  order = train_input.order(index)
+  order = train_input.order(rollout.input_step(index))
   examples = ", ".join(str(i) for i in order.index[:8])
   if len(order.index) > 8:
     examples += ", ..."

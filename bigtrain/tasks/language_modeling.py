@@ -11,6 +11,8 @@ A batch has
     target with a loss are its context, as a prompt is; others are padding.
   "prefix": optional int [B], number of leading tokens that all tokens see, also
     those before them (a prefix language model). Not with "segments".
+  "image": optional float [B, height, width, 3], or [B, N, height, width, 3] for
+    several, the pictures of models.vision_language.
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
     or with config.teacher (one, or several by name), the model learns the
@@ -25,12 +27,13 @@ import jax.numpy as jnp
 
 from bigtrain import metrics
 from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
-from bigtrain.text import decoding
+from bigtrain.text import decoding, speculation
 
 
 def inputs(batch: Batch) -> Batch:
-  optional = ["segments", "positions", "prefix"]
+  optional = ["segments", "positions", "prefix", "image"]
   arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
@@ -41,7 +44,10 @@ def inputs(batch: Batch) -> Batch:
 
 def vocab_sizes(model: Any) -> dict[str, int]:
   names = ("tokens", "targets", "teacher_ids")
-  return dict.fromkeys(names, model.vocab_size)
+  sizes = dict.fromkeys(names, model.vocab_size)
+  if hasattr(model, "num_ids"):  # Some stand for pictures.
+    sizes |= dict.fromkeys(("tokens", "targets"), model.num_ids)
+  return sizes
 
 
 def token_weights(batch: Batch) -> jax.Array:
@@ -90,52 +96,60 @@ def generate(
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
   min_new: int = 0,
+  drafts: int = 0,
   whole: bool = False,
 ) -> Any:
   """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
   Args:
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
-      "prefix", whatever it holds, all tokens see the whole prompt. "sample"
+      "prefix", whatever it holds, all tokens see the whole prompt. "image" are
+      its pictures; a prompt does not end with an image token. "sample"
       int32 [B], if there, tells samples of the same prompt apart.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
-    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
-    length_penalty: see decoding.beam_search.
+    num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the prompt.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
+    drafts: number of tokens that the modules of config.model.mtp draft at a
+      time, for greedy decoding: fewer calls of the model, and the same tokens.
     whole: whether to return what decoding.sample does, prompts included.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
   B, L = prompt_BL.shape
-  real_B = metrics.example_weights(batch, prompt_BL) != 0
-  real_BL = (prompt_BL != pad_id) & real_B[:, None]
-  # Up to the last token that is not padding: prompts may contain the pad id.
-  length_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
+  real_BL, length_B = _real_tokens(batch, pad_id)
   # One token at a time is read from the end of the shortest prompt on.
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   prefix_B = length_B if "prefix" in batch else None
   options = {} if prefix_B is None else {"prefix": prefix_B}
+  if "image" in batch:
+    options["image"] = batch["image"]
+  rules = decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new)
+  if drafts:
+    others = whole or num_beams > 1 or temperature or options
+    _check_drafts(drafts, model, variables, rules, others)
   _, out = model.apply(
     variables,
     prompt_BL,
     real=jnp.arange(L) < length_B[:, None],
-    cache=model.init_cache(B, L + max_new),
+    cache=model.init_cache(B, L + max_new + drafts),
     head=False,
     **options,
   )
+  prompts = prompt_BL, length_B
+  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=shortest - 1)
+  if drafts:
+    args = out, *prompts, drafts, max_new
+    return _with_drafts(variables, model, *args, **common)
   step = functools.partial(step_fn, variables, model, prefix_B=prefix_B)
   return decoding.generate(
     step,
     out["cache"],
-    prompt_BL,
-    length_B,
+    *prompts,
     max_new=max_new,
-    eos_id=eos_id,
-    pad_id=pad_id,
     num_beams=num_beams if num_beams > 1 else None,
     length_penalty=length_penalty,
     temperature=temperature,
@@ -143,10 +157,106 @@ def generate(
     ids_B=_sample_ids(batch, real_BL),
     top_k=top_k,
     top_p=top_p,
-    start=shortest - 1,
-    rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
+    rules=rules,
     whole=whole,
+    **common,
   )
+
+
+def _real_tokens(batch: Batch, pad_id: int) -> tuple[jax.Array, jax.Array]:
+  """Which tokens are no padding, [B, L], and the lengths of prompts, [B]."""
+  prompt_BL = batch["tokens"]
+  real_B = metrics.example_weights(batch, prompt_BL) != 0
+  real_BL = (prompt_BL != pad_id) & real_B[:, None]
+  # Up to the last token that is not padding: prompts may contain the pad id.
+  place_L = jnp.arange(prompt_BL.shape[1]) + 1
+  return real_BL, jnp.max(jnp.where(real_BL, place_L, 0), axis=1)
+
+
+def _check_drafts(
+  drafts: int,
+  model: Any,
+  variables: Variables,
+  rules: decoding.Rules,
+  others: Any,
+) -> None:
+  number = getattr(model, "mtp", 0)
+  if not 0 < drafts <= number:
+    raise ConfigError(
+      f"drafts={drafts}: expected at most config.model.mtp={number}, the "
+      "number of modules that draft a token each."
+    )
+  if others or rules != decoding.NO_RULES:
+    raise ConfigError(
+      f"drafts={drafts}: expected greedy decoding, without beams, a "
+      "temperature, rules for the next token, a prefix or log-probabilities."
+    )
+  if "base" in variables:
+    raise ConfigError(
+      f"drafts={drafts}: expected a model without adapters; an export merges "
+      "them."
+    )
+
+
+def _with_drafts(
+  variables: Variables,
+  model: Any,
+  prefilled: dict[str, Any],
+  prompt_BL: jax.Array,
+  length_B: jax.Array,
+  num_drafts: int,
+  max_new: int,
+  **options: Any,
+) -> jax.Array:
+  """Greedy decoding with tokens that config.model.mtp drafts.
+
+  Args:
+    prefilled: what the model returned beside the logits of the prompts.
+    **options: further arguments of speculation.greedy.
+  """
+  B, L = prompt_BL.shape
+  params = variables["params"]
+
+  def read(cache: Any, tokens_BW: jax.Array, position: jax.Array) -> Any:
+    logits_BWV, out = model.apply(
+      variables, tokens_BW, cache=cache, start=position
+    )
+    return logits_BWV, out["pre_logits"], out["cache"]
+
+  def draft(
+    cache: Any,
+    number: int,
+    hidden_BWD: jax.Array,
+    ahead_BW: jax.Array,
+    position: jax.Array,
+    index: jax.Array,
+  ) -> Any:
+    hidden_BWD, cache = model.draft(
+      variables, number, hidden_BWD, ahead_BW, cache, position
+    )
+    newest_B1D = jax.lax.dynamic_slice_in_dim(hidden_BWD, index, 1, axis=1)
+    return model.logits(newest_B1D, params)[:, 0], hidden_BWD, cache
+
+  # The modules read the prompts too.
+  draft_cache = model.init_draft_cache(B, L + max_new + num_drafts)
+  hidden_BLD = prefilled["pre_logits"]
+  for number in range(num_drafts):
+    is_real_BL = jnp.arange(L) + number + 1 < length_B[:, None]
+    ahead_BL = jnp.roll(prompt_BL, -number - 1, axis=1)
+    hidden_BLD, draft_cache = model.draft(
+      variables, number, hidden_BLD, ahead_BL, draft_cache, 0, real=is_real_BL
+    )
+  tokens_BL, _ = speculation.greedy(
+    read,
+    draft,
+    (prefilled["cache"], draft_cache),
+    prompt_BL,
+    length_B,
+    num_drafts=num_drafts,
+    max_len=L + max_new,
+    **options,
+  )
+  return decoding.new_tokens(tokens_BL, length_B, max_new)
 
 
 def _sample_ids(batch: Batch, real_BL: jax.Array) -> jax.Array:

@@ -12,7 +12,10 @@ A batch of the input has "prompt" int [B, P], padded at the end, and
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
   "truncated": float32 [B, G], 1 for an answer without an end.
-The source adds "reward" and "failed_rewards", float32 [B, G].
+With tools, it is followed by `next_turn`, and the batch also has "turns",
+"tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
+The source adds "reward" and "failed_rewards", float32 [B, G]. If several
+updates use the same answers, "update" int32 [B] counts them from 0.
 """
 
 import functools
@@ -95,6 +98,40 @@ def rollout(
   return {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
 
 
+def next_turn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  model: Any,
+  eos_ids: Sequence[int],
+  temperature: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+  """Continues texts "tokens" [B, G, T], each after its first "length" [B, G].
+
+  Returns the tokens, with -1 after an end and for texts of length 0, and the
+  log-probabilities of the new ones, both [B, G, T].
+  """
+  B, G, T = batch["tokens"].shape
+  is_given_BGT = jnp.arange(T) < batch["length"][..., None]
+  prompts = {
+    "tokens": jnp.where(is_given_BGT, batch["tokens"], -1).reshape(B * G, T),
+    "sample": jnp.arange(B * G) % G,
+  }
+  text_XT, log_probs_XT = language_modeling.generate(
+    variables,
+    prompts,
+    model=model,
+    max_new=0,  # The texts have room already.
+    eos_id=eos_ids,
+    pad_id=-1,
+    temperature=temperature,
+    seed=jax.random.bits(rng),
+    whole=True,
+  )
+  return text_XT.reshape(B, G, T), log_probs_XT.reshape(B, G, T)
+
+
 def loss_fn(
   variables: Variables,
   batch: Batch,
@@ -108,16 +145,24 @@ def loss_fn(
   max_new: int = 64,
   temperature: float = 1.0,
   beta: float = 0.0,
+  epsilon: float | None = None,
+  epsilon_high: float | None = None,
   chunk: int | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
 
   Metrics are means over answers and prompts, except "log_prob_difference", the
-  largest one between sampler and loss. For `chunk` see losses.linear_xent.
+  largest one between sampler and loss before an update. For `chunk` see
+  losses.linear_xent.
+
+  Args:
+    epsilon, epsilon_high: bounds of the ratio of probabilities if several
+      updates use the same answers, see rewards.ratio_bounds.
   """
   del rng, train, samples
   check_choice("config.loss.kind", kind, rewards.KINDS)
   check_number("config.loss.beta", beta, least=0)
+  bounds = rewards.ratio_bounds(kind, epsilon, epsilon_high)
   mask_BGL, reward_BG = batch["loss_mask"] != 0, batch["reward"]
   weight_B = metrics.example_weights(batch, reward_BG)
   real_BGL = mask_BGL & (weight_B[:, None, None] != 0)
@@ -139,38 +184,86 @@ def loss_fn(
     kl_BGL = rewards.divergence(log_prob_BGL, reference_BGL)
     result["kl"] = metrics.pair(kl_BGL, real_BGL)
 
-  def loss_of(log_prob_BGL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return rewards.loss(
-      kind,
-      log_prob_BGL,
-      mask_BGL,
-      reward_BG,
-      weight_B,
-      max_new=max_new,
-      reference_BGL=reference_BGL,
-      beta=beta,
-    )
-
+  loss_of = functools.partial(
+    rewards.loss,
+    kind,
+    mask_BGL=mask_BGL,
+    reward_BG=reward_BG,
+    weight_B=weight_B,
+    max_new=max_new,
+    old_BGL=batch["log_probs"] if "update" in batch else None,
+    bounds=bounds,
+    reference_BGL=reference_BGL,
+    beta=beta,
+  )
   (total, number), grad_BGL = jax.value_and_grad(loss_of, has_aux=True)(
     log_prob_BGL
   )
-  std_B = jnp.std(reward_BG, axis=1, ddof=1)
-  by_answer = weight_B[:, None]
-  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
-  result |= {
-    "loss": (with_gradient(total, grad_BGL), number),
-    "reward": metrics.pair(reward_BG, by_answer),
-    "reward_std": metrics.pair(std_B, weight_B),
-    "zero_advantage": metrics.pair(std_B == 0, weight_B),
-    "length": metrics.pair(jnp.sum(mask_BGL, axis=2), by_answer),
-    "truncated": metrics.pair(batch["truncated"], by_answer),
-    "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
-    "log_prob_difference": metrics.Max.of(difference_BGL, real_BGL),
-  }
+  result["loss"] = (with_gradient(total, grad_BGL), number)
+  result |= _answer_metrics(batch, log_prob_BGL, real_BGL, weight_B)
+  if "update" in batch:
+    if kind == "rloo" and reference_BGL is not None:
+      reward_BG = rewards.with_divergence(
+        reward_BG, batch["log_probs"], reference_BGL, beta
+      )
+    result |= _clipping(kind, batch, log_prob_BGL, real_BGL, reward_BG, bounds)
   mutable = {
     name: x for name, x in own.items() if name not in ("params", "base")
   }
   return result, mutable
+
+
+def _answer_metrics(
+  batch: Batch,
+  log_prob_BGL: jax.Array,
+  real_BGL: jax.Array,
+  weight_B: jax.Array,
+) -> Metrics:
+  std_B = jnp.std(batch["reward"], axis=1, ddof=1)
+  by_answer = weight_B[:, None]
+  length_BG = jnp.sum(batch["loss_mask"] != 0, axis=2)
+  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
+  kind: type[metrics.Max] = metrics.Max
+  if "update" in batch:
+    # In later updates of a set, the weights are not those of the sampler.
+    kind = metrics.MaxIfAny
+    real_BGL = real_BGL & (batch["update"] == 0)[:, None, None]
+  turns: Metrics = {}
+  if "turns" in batch:
+    turns = {
+      "turns": metrics.pair(batch["turns"], by_answer),
+      "tool_calls": metrics.pair(batch["tool_calls"], by_answer),
+      "failed_tools": metrics.Faults.of(batch["failed_tools"], by_answer),
+    }
+  return turns | {
+    "reward": metrics.pair(batch["reward"], by_answer),
+    "reward_std": metrics.pair(std_B, weight_B),
+    "zero_advantage": metrics.pair(std_B == 0, weight_B),
+    "length": metrics.pair(length_BG, by_answer),
+    "truncated": metrics.pair(batch["truncated"], by_answer),
+    "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
+    "log_prob_difference": kind.of(difference_BGL, real_BGL),
+  }
+
+
+def _clipping(
+  kind: str,
+  batch: Batch,
+  log_prob_BGL: jax.Array,
+  real_BGL: jax.Array,
+  reward_BG: jax.Array,
+  bounds: tuple[float, float],
+) -> Metrics:
+  """Shares of tokens, or of answers, whose ratio is clipped."""
+  low, high = rewards.clipped(
+    kind, log_prob_BGL, batch["log_probs"], real_BGL, reward_BG, bounds
+  )
+  if low.shape[2] == 1:  # One ratio for a whole answer.
+    real_BGL = jnp.any(real_BGL, axis=2, keepdims=True)
+  return {
+    "clipped_low": metrics.pair(low, real_BGL),
+    "clipped_high": metrics.pair(high, real_BGL),
+  }
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:

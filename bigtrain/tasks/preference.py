@@ -1,19 +1,23 @@
-"""Learns which of two answers to a prompt is preferred: DPO and its relatives.
+"""Learns which answers are preferred, from pairs or judgements: DPO and others.
 
 The losses are in losses/preferences.py. The reference of those that need one
 is, in this order: the feature "reference"; config.teacher; with
 config.adapters, the base. Dropout is off, so that both models agree at first.
 With kind="reward", a model with config.model.num_classes=1 learns rewards.
 
-Axes: B batch, L length; 2 answers, chosen and rejected.
+Axes: B batch, L length; 2 answers, chosen and rejected; K answers of an
+example, 2 in pairs and 1 in judgements.
 
-A batch has
+A batch of pairs has
   "tokens", "targets": int [B, 2, L], prompt and answer; the token after each.
   "loss_mask": [B, 2, L], for the targets in the answer the weight of the pair.
     KTO's answers may be absent, with a mask of 0.
   "reference": optional float [B, 2], log-probabilities of the answers by a
     reference, computed before.
   "margin": optional float [B], least difference of the rewards.
+A batch of judgements, for kind="kto", has
+  "tokens", "targets", "loss_mask": as above, [B, 1, L].
+  "label": int [B], 1 if the answer is wanted, and 0 if it is not.
 """
 
 import functools
@@ -47,7 +51,7 @@ def loss_fn(
   model: Any,
   train: bool,
   teacher: Any = None,
-  kind: str = "sigmoid",
+  kind: str | None = None,
   beta: float = 0.1,
   label_smoothing: float = 0.0,
   gamma: float = 0.5,
@@ -60,16 +64,19 @@ def loss_fn(
   """Computes a loss of losses/preferences.py, where the options are described.
 
   Args:
-    kind: a name in preferences.KINDS; "sigmoid" is DPO; or "reward".
+    kind: a name in preferences.KINDS, or "reward"; by default "sigmoid" (DPO),
+      and for judgements "kto".
     sft: 1 by default for cpo and orpo, else 0.
     center: of "reward": weight of the squared sum of a pair's rewards.
     chunk: positions of each example at a time, see losses.linear_xent.
 
   Returns:
     (means over pairs: "loss", "accuracy" (whether the chosen answer has the
-    larger reward), "margin" and rewards; the mutable collections).
+    larger reward), "margin" and rewards, or those of `_judged_metrics`; the
+    mutable collections).
   """
   del rng, train
+  kind = _checked_kind(kind, batch)
   options = preferences.read_options(
     kind,
     "config.loss",
@@ -83,28 +90,25 @@ def loss_fn(
   own = {name: x for name, x in variables.items() if name != "teacher"}
   weight_B = metrics.example_weights(batch, batch["tokens"])
   weight_B *= jnp.max(batch["loss_mask"], axis=(1, 2))
-  mutable = {
-    name: x for name, x in own.items() if name not in ("params", *_FROZEN)
-  }
+  mutable = {n: x for n, x in own.items() if n not in ("params", *_FROZEN)}
   if kind == "reward":
     return _reward_loss(model, own, batch, weight_B, center), mutable
+  reference_B2, drift = _by_reference(
+    kind, variables, batch, model=model, teacher=teacher, chunk=chunk
+  )
+  tokens_BK = jnp.sum(batch["loss_mask"] != 0, axis=2)
+  tokens_B2 = _as_pairs(tokens_BK.astype(jnp.float32), batch)
 
-  reference_B2, drift = None, jnp.zeros(())
-  if kind in preferences.WITH_REFERENCE:
-    reference_B2, drift = _by_reference(
-      kind, variables, batch, model=model, teacher=teacher, chunk=chunk
-    )
-  tokens_B2 = jnp.sum(batch["loss_mask"] != 0, axis=2).astype(jnp.float32)
-
-  def total(sums_B2: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
+  def total(sums_BK: jax.Array) -> tuple[jax.Array, preferences.Pairs]:
+    sums_B2 = _as_pairs(sums_BK, batch)
     pairs = preferences.Pairs(sums_B2, tokens_B2, reference_B2, drift)
     loss_B = preferences.losses(kind, pairs, options)
     return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
 
-  log_prob_B2L, with_gradient = answers.log_probs(model, own, batch, chunk)
-  sums_B2 = jnp.sum(log_prob_B2L, axis=2)
-  (loss, pairs), grad_B2 = jax.value_and_grad(total, has_aux=True)(sums_B2)
-  loss = with_gradient(loss, grad_B2[..., None])
+  log_prob_BKL, with_gradient = answers.log_probs(model, own, batch, chunk)
+  sums_BK = jnp.sum(log_prob_BKL, axis=2)
+  (loss, pairs), grad_BK = jax.value_and_grad(total, has_aux=True)(sums_BK)
+  loss = with_gradient(loss, grad_BK[..., None])
   number = jnp.sum(weight_B)
   if kind == "kto":  # A mean over answers, as in TRL.
     number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
@@ -113,7 +117,36 @@ def loss_fn(
     "log_prob/chosen": pairs.sums_B2[:, 0],
     "log_prob/rejected": pairs.sums_B2[:, 1],
   }
+  if "label" in batch:
+    result = _judged_metrics(
+      reward_B2, options.beta, drift, log_probs, weight_B, batch["label"]
+    )
+    return {"loss": (loss, number), **result}, mutable
   return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
+
+
+def _checked_kind(kind: str | None, batch: Batch) -> str:
+  if "label" not in batch:
+    return "sigmoid" if kind is None else kind
+  if kind not in (None, "kto"):
+    raise ConfigError(
+      f"config.loss.kind={kind!r} compares two answers, and rows with a label "
+      "have one; expected kind='kto'."
+    )
+  if len(batch["tokens"]) < 2:
+    raise ConfigError(
+      "config.loss.kind='kto' compares answers with those to other prompts: "
+      "expected at least two examples in a microbatch."
+    )
+  return "kto"
+
+
+def _as_pairs(x_BK: jax.Array, batch: Batch) -> jax.Array:
+  """[B, 2] of an answer's values; judgements have 0 in the other column."""
+  if "label" not in batch:
+    return x_BK
+  is_own_B2 = batch["label"][:, None] == jnp.array([1, 0])
+  return jnp.where(is_own_B2, x_BK, 0.0)
 
 
 def _by_reference(
@@ -124,22 +157,27 @@ def _by_reference(
   model: Any,
   teacher: Any,
   chunk: int | None,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-probabilities of the answers by the reference, and KTO's drift."""
+) -> tuple[jax.Array | None, jax.Array]:
+  """Log-probabilities [B, 2] by the reference, and KTO's drift.
+
+  They are None and 0 for methods without a reference.
+  """
+  drift = jnp.zeros(())
+  if kind not in preferences.WITH_REFERENCE:
+    return None, drift
   own = {name: x for name, x in variables.items() if name != "teacher"}
   score = functools.partial(_scores, chunk=chunk)
   given = "reference" in batch and kind != "kto"
   reference = answers.reference(
     variables, model, teacher, f"kind={kind!r}", given
   )
-  drift = jnp.zeros(())
   with model_flops.share(1, 3):  # Without a backward pass.
-    reference_B2 = batch.get("reference")
-    if reference_B2 is None:
-      reference_B2 = score(*reference, batch)
+    reference_BK = batch.get("reference")
+    if reference_BK is None:
+      reference_BK = score(*reference, batch)
     if kind == "kto":
       drift = _drift(score, (model, own), reference, batch)
-  return reference_B2, drift
+  return _as_pairs(reference_BK, batch), drift
 
 
 def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:
@@ -181,8 +219,44 @@ def _metrics(
   }
 
 
+def _judged_metrics(
+  reward_B2: jax.Array,
+  beta: float,
+  drift: jax.Array,
+  log_probs: dict[str, jax.Array],
+  weight_B: jax.Array,
+  label_B: jax.Array,
+) -> Metrics:
+  """Metrics of judgements, means over the wanted or the unwanted answers.
+
+  "kl" is KTO's reference point, as a log-ratio. For "accuracy", a reward is
+  right if it is above this point, or below for an answer that is not wanted.
+  """
+  kl = jnp.maximum(drift, 0.0)
+  point = beta * kl
+  is_wanted_B = label_B == 1
+  reward_B = jnp.sum(reward_B2, axis=1)  # The other one is 0.
+  is_right_B = jnp.where(is_wanted_B, reward_B > point, reward_B < point)
+  by_label = {
+    "reward/chosen": reward_B2[:, 0],
+    "reward/rejected": reward_B2[:, 1],
+    **log_probs,
+  }
+  result: Metrics = {
+    "accuracy": metrics.pair(is_right_B.astype(jnp.float32), weight_B),
+    "kl": metrics.pair(jnp.broadcast_to(kl, weight_B.shape), weight_B),
+  }
+  for name, x_B in by_label.items():
+    is_own_B = is_wanted_B if name.endswith("chosen") else ~is_wanted_B
+    own_weight_B = weight_B * is_own_B
+    # A log step or a small set may have answers of one kind only.
+    count = jnp.any(own_weight_B > 0).astype(jnp.float32)
+    result[name] = metrics.Occasional(metrics.pair(x_B, own_weight_B), count)
+  return result
+
+
 def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
-  """Rewards of both answers, float32 [B, 2], of their whole texts."""
+  """Rewards of all answers, float32 [B, K], of their whole texts."""
   if getattr(model, "num_classes", None) != 1:
     raise ConfigError(
       "config.loss.kind='reward': expected config.model.num_classes=1."
@@ -192,16 +266,16 @@ def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   real_XL = token_losses.real_positions(answers.flat(batch["loss_mask"]))
   real_XL = jnp.pad(real_XL, ((0, 0), (1, 0)), constant_values=True)
   logits_X1 = model.apply(variables, texts_XL, real=real_XL, train=False)[0]
-  return logits_X1.reshape(-1, 2)
+  return logits_X1.reshape(batch["targets"].shape[:2])
 
 
 def _scores(
   model: Any, variables: Variables, batch: Batch, *, chunk: int | None
 ) -> jax.Array:
-  """[B, 2], log-probabilities of the answers, without a gradient."""
+  """[B, K], log-probabilities of the answers, without a gradient."""
   variables = jax.lax.stop_gradient(variables)
-  log_prob_B2L, _ = answers.log_probs(model, variables, batch, chunk)
-  return jnp.sum(log_prob_B2L, axis=2)
+  log_prob_BKL, _ = answers.log_probs(model, variables, batch, chunk)
+  return jnp.sum(log_prob_BKL, axis=2)
 
 
 def _drift(

@@ -163,11 +163,18 @@ def generate(
   )
   if whole:
     return tokens_BL, log_probs_BL
+  return new_tokens(tokens_BL, prompt_len_B, max_new)
 
-  def new_tokens(tokens_L: jax.Array, prompt_len: jax.Array) -> jax.Array:
+
+def new_tokens(
+  tokens_BL: jax.Array, prompt_len_B: jax.Array, max_new: int
+) -> jax.Array:
+  """The tokens after each prompt, [B, max_new]."""
+
+  def of_text(tokens_L: jax.Array, prompt_len: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(tokens_L, prompt_len, max_new)
 
-  return jax.vmap(new_tokens)(tokens_BL, prompt_len_B)
+  return jax.vmap(of_text)(tokens_BL, prompt_len_B)
 
 
 def eos_ids(eos_id: EosId) -> tuple[int, ...]:

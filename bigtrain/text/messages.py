@@ -40,7 +40,9 @@ def readable(
   """Returns the messages in a form that the template writes in full.
 
   Contents in parts become one text unless the template reads parts itself;
-  texts become parts for a template that reads only these.
+  texts become parts for a template that reads only these. Arguments of tool
+  calls that are JSON in a text, as in OpenAI's files, become a dict if the
+  template would put the text in quotes.
 
   Args:
     ignore_fields: fields that are left out, such as "name"; "tool_calls.id" is
@@ -122,6 +124,8 @@ class _Conversation:
       texts = self._texts(number, form)
       is_refused = all(text is None for text in texts)
       if is_refused or self._is_spelled(number, texts):
+        continue
+      if any(_is_quoted(form, text or "") for text in texts):
         continue
       dropped = [
         path
@@ -321,6 +325,57 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 
 def _forms(message: dict[str, Any]) -> list[dict[str, Any]]:
   """Returns the forms of a message that a template may know, best first."""
+  forms = _forms_of_content(message)
+  if _json_arguments(message):
+    forms += [
+      form | {"tool_calls": [_with_parsed(call) for call in form["tool_calls"]]}
+      for form in forms
+    ]
+  return forms
+
+
+def _json_arguments(message: Mapping[str, Any]) -> list[str]:
+  """Returns the arguments of tool calls that are JSON in a text."""
+  calls = message.get("tool_calls")
+  if not isinstance(calls, list):
+    return []
+  functions = [call.get("function", call) for call in calls if _is_dict(call)]
+  texts = [each.get("arguments") for each in functions if _is_dict(each)]
+  return [text for text in texts if _is_dict(_parsed(text))]
+
+
+def _with_parsed(call: Any) -> Any:
+  """Returns a tool call with its arguments as a dict, if they are JSON."""
+  if not _is_dict(call):
+    return call
+  if _is_dict(call.get("function")):
+    return call | {"function": _with_parsed(call["function"])}
+  arguments = _parsed(call.get("arguments"))
+  return call | {"arguments": arguments} if _is_dict(arguments) else call
+
+
+def _parsed(value: Any) -> Any:
+  if not isinstance(value, str):
+    return None
+  try:
+    return json.loads(value)
+  except ValueError:
+    return None
+
+
+def _is_dict(value: Any) -> bool:
+  return isinstance(value, dict)
+
+
+def _is_quoted(message: Mapping[str, Any], text: str) -> bool:
+  """Whether a text has arguments that are JSON as a string of JSON."""
+  return any(
+    json.dumps(arguments, ensure_ascii=False) in text
+    for arguments in _json_arguments(message)
+  )
+
+
+def _forms_of_content(message: dict[str, Any]) -> list[dict[str, Any]]:
   content = message.get("content")
   contents: list[Any]
   if isinstance(content, str):

@@ -120,7 +120,7 @@ def _check_export(args: argparse.Namespace) -> None:
       f"--format={args.format}: expected params or ema as --prefix, got "
       f"{args.prefix!r}."
     )
-  for name in ("layout", "dtype", "max_shard_bytes"):
+  for name in ("layout", "dtype", "max_shard_bytes", "drop_mtp"):
     if getattr(args, name) and args.format != "hf":
       raise ConfigError(f"--{name}: only with --format=hf.")
   if not args.format and not args.out.endswith((".npz", ".safetensors")):
@@ -213,8 +213,9 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--layout",
     default="",
-    help="with --format=hf: the layout, such as gpt2 or llama (default: the "
-    "first that can express the model)",
+    help="with --format=hf: the layout, such as gpt2 or llama (default: that "
+    "of the folder which the run began with, else the first that can express "
+    "the model)",
   )
   parser.add_argument(
     "--format",
@@ -236,6 +237,12 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     default=0,
     help="with --format=hf: split weights of more bytes into several files "
     "(default: one file)",
+  )
+  parser.add_argument(
+    "--drop_mtp",
+    action="store_true",
+    help="with --format=hf: without the modules of config.model.mtp, which "
+    "predict further tokens",
   )
   parser.add_argument(
     "--pred",
@@ -312,6 +319,7 @@ def _export(args: argparse.Namespace) -> tuple[int, int]:
       step,
       dtype=args.dtype,
       max_shard_bytes=args.max_shard_bytes,
+      drop_mtp=args.drop_mtp,
     )
   count = checkpoint_export.to_file(path, out, args.prefix, step)
   return count, os.path.getsize(out)

@@ -2,7 +2,7 @@
 
 A model's module defines its published layouts by a function
 
-  to_published(model, shapes, layout) -> (config, [Tensor, ...])
+  to_published(model, shapes, layout, origin) -> (config, [Tensor, ...])
 
 from {name: shape} of its parameters to the content of config.json and the
 arrays of the file. `to_layout` writes them, one array in memory at a time.
@@ -32,7 +32,7 @@ from bigtrain.inference import saved
 from bigtrain.models.published import families
 from bigtrain.models.published.blocks import STATE
 from bigtrain.models.published.tables import Tensor
-from bigtrain.objective import building, trained_adapters
+from bigtrain.objective import building, published_sizes, trained_adapters
 from bigtrain.reports import record
 from bigtrain.text import chat, tokenizer_files, tokenizers
 
@@ -183,6 +183,7 @@ def to_layout(
   *,
   dtype: str = "",
   max_shard_bytes: int = 0,
+  drop_mtp: bool = False,
 ) -> tuple[int, int]:
   """Writes a published model's folder, one array in memory at a time.
 
@@ -190,15 +191,17 @@ def to_layout(
   model, its tokenizer. Returns (number of arrays, bytes of the files).
 
   Args:
-    layout: one of the model's, such as "gpt2"; None for the first that can
-      express the model.
+    layout: one of the model's, such as "gpt2"; None for that of the folder
+      which the run began with, or the first that can express the model.
     max_shard_bytes: size of a file of weights; 0 for one file of any size.
+    drop_mtp: whether to leave out the modules of config.model.mtp.
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
   config = manifest.host_state.config
   if not config or "model_name" not in config:
     raise ConfigError(f"{directory}: no config with a model_name is saved.")
+  origin = config
   # Shapes and dtypes by name, and what reads slices of the arrays.
   content: Mapping[str, Any] = manifest.arrays
   read: _Read = functools.partial(averages.read, directory, manifest)
@@ -207,6 +210,9 @@ def to_layout(
     names = list(merged)
     content = {**content, **merged}
     read = functools.partial(_read_merged, merged)
+  if drop_mtp:
+    config = {**config, "model": {**config["model"], "mtp": 0}}
+    names = [name for name in names if "/mtp/" not in name]
   module, model = building.model(settings.Config(config))
   if not hasattr(module, "to_published"):
     raise ConfigError(
@@ -216,10 +222,13 @@ def to_layout(
   # {name in the model: name in the checkpoint}
   full_names = {name.removeprefix(f"{prefix}/"): name for name in names}
   for name in manifest.arrays:
-    if name.startswith(_MUTABLE + STATE):
+    is_dropped = drop_mtp and "/mtp/" in name
+    if name.startswith(_MUTABLE + STATE) and not is_dropped:
       full_names[name.removeprefix(_MUTABLE)] = name
   shapes = {name: content[full].shape for name, full in full_names.items()}
-  published, tensors = module.to_published(model, shapes, layout)
+  published, tensors = module.to_published(
+    model, shapes, layout, published_sizes.layout_of(origin)
+  )
 
   dtypes = {str(content[name].dtype) for name in names}
   if len(dtypes) > 1:

@@ -54,13 +54,7 @@ def _model_state(plain: dict[str, Any], source: dict[str, Any]) -> Any:
   config = published_sizes.with_published_sizes(settings.Config(plain))
   mesh = sharding.from_config(config)
   with jax.set_mesh(mesh):
-    train_input = pipeline.make_train(
-      config.input,
-      seed=config.get("seed", 0),
-      mesh=mesh,
-      pp_modules=config.get("pp_modules", ()),
-      run=config,
-    )
+    train_input = pipeline.from_config(config, config.get("seed", 0), mesh)
     batch_spec = sharding.batch_spec(train_input.spec, mesh)
     task = building.task(config)
     module, model = building.model(config)

@@ -42,6 +42,7 @@ from bigtrain.objective import (
   building,
   initial,
   task_functions,
+  task_sum,
   teacher,
   trained_adapters,
 )
@@ -242,7 +243,7 @@ def _state_spec(
   specs = {}
   for name, array in arrays.items():
     tree = name.split("/")[0]
-    if tree in ("params", "ema", "mutable") or name in in_opt_state:
+    if tree in ("params", "ema", "mutable", "tasks") or name in in_opt_state:
       dtype = manifest.dtype_of(array.dtype)
       specs[name] = jax.ShapeDtypeStruct(array.shape, dtype)
   return sharding.state_spec(trees.from_flat(specs), mesh, rules)
@@ -276,8 +277,11 @@ def _teacher(
       **{field: entry[field] for field in fields if field in entry},
     )
     batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
+    # The evaluation's batches have the features that predict functions want.
+    several = task_sum.entries(task, config)
+    entries = [x._replace(features={}, has_input=False) for x in several]
     seed = config.get("seed", 0)
-    return teacher.from_config(config, task, batch_spec, context.mesh, seed)
+    return teacher.of_tasks(config, entries, batch_spec, context.mesh, seed)[0]
   return no_teacher
 
 

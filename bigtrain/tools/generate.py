@@ -4,10 +4,14 @@
       --prompt="The with statement" --max_new=500 --temperature=0.8
   python -m bigtrain.tools.generate --model=models/SmolLM2-135M-Instruct \\
       --chat --prompt="Why is the sky blue?"
+  python -m bigtrain.tools.generate --model=models/paligemma2-3b-mix-224 \\
+      --image=street.jpg --prompt="caption en"
 
-The text is printed while it is generated. The config in the checkpoint defines
-the model. When the text reaches the model's context length, generation goes on
-with the second half of the context.
+The text is printed while it is generated; with pictures, once it is complete. It
+is decoded as by bigtrain.load: as the generation_config.json of a published
+folder says, else greedily; a line on stderr says how. The config in the
+checkpoint defines the model. When the text reaches the model's context length,
+generation goes on with the second half of the context.
 """
 
 import functools
@@ -23,7 +27,7 @@ from bigtrain import sharding
 from bigtrain.arrays.types import Variables
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_choice
-from bigtrain.inference import ops, saved
+from bigtrain.inference import ops, picture_prompts, saved
 from bigtrain.objective import building
 from bigtrain.tasks import language_modeling
 from bigtrain.text import decoding, tokenizers
@@ -45,23 +49,26 @@ def generate(
   tokenizer: str | None = None,
   bos: bool = False,
   chat: bool = False,
+  image: Sequence[str] = (),
   **given: float | None,
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search yields all of it at its end. The arguments are those of the
-  command line; `given` are the options of sampling.
+  A beam search, and a prompt with pictures, yield all of it at its end. The
+  arguments are those of the command line; `given` are the options of sampling.
   """
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
   sampling, rules = _options(checkpoint.generation, num_beams, given)
+  how = _description(sampling, rules, num_beams, seed)
   config = checkpoint.config
   if config.get("task") not in _TASKS:
     raise ConfigError(
       f"{checkpoint.path}: its task is {config.get('task')!r}; expected "
       f"{' or '.join(map(repr, _TASKS))}."
     )
-  if checkpoint.data.get("prompts", {}).get("prefix"):
+  has_prefix = checkpoint.data.get("prompts", {}).get("prefix")
+  if has_prefix and not image:
     raise ConfigError(
       f"{checkpoint.path}: a prefix language model reads a prompt as a whole, "
       "not token by token; use bigtrain.load(...).generate."
@@ -73,20 +80,33 @@ def generate(
       "--tokenizer: missing, and the run's config.input.data names no "
       "tokenizer."
     )
-  if chat:
-    messages = [{"role": "user", "content": prompt}]
+  features: dict[str, Any] = {}
+  messages = [{"role": "user", "content": prompt}]
+  if image:
+    whole: dict[str, Any] = {"images": [*image]}
+    whole |= {"messages": messages} if chat else {"text": prompt}
+    prepared = picture_prompts.PicturePrompts(checkpoint, codec)
+    ids = prepared.ids(whole).tolist()
+    features["image"] = prepared.images([whole])
+    if has_prefix:
+      features["prefix"] = np.zeros(1, np.int32)
+  elif chat:
     ids = checkpoint.ids_of_chat(codec, messages)
   else:
     bos = bos or checkpoint.adds_bos(codec)
     ids = _prompt_ids(codec, model, prompt, bos)
   ends = decoding.eos_ids(checkpoint.generation.get("eos_id", codec.eos_id))
   variables = saved.variables(checkpoint, prefix, sharding.make_mesh())
-  if num_beams > 1:
+  if num_beams > 1 or image:
     options = dict(
-      num_beams=num_beams, length_penalty=length_penalty, **rules._asdict()
+      num_beams=num_beams,
+      length_penalty=length_penalty,
+      seed=seed,
+      **sampling,
+      **rules._asdict(),
     )
-    stream: Iterable[int] = _search(
-      variables, model, ids, max_new, ends, options
+    stream: Iterable[int] = _whole(
+      variables, model, ids, features, max_new, ends, options
     )
   else:
     apply_rules = functools.partial(
@@ -95,6 +115,7 @@ def generate(
     stream = _sample(
       variables, model, ids, max_new, seed, sampling, apply_rules
     )
+  print(how, file=sys.stderr, flush=True)
   new: list[int] = []
   num_yielded = 0  # Characters.
   for token in stream:
@@ -118,7 +139,7 @@ def _options(
   model, else a default.
   """
   options = {
-    "temperature": 0.8,
+    "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
     **decoding.NO_RULES._asdict(),
@@ -132,9 +153,35 @@ def _options(
   }
   decoding.check_sampling(**sampling)
   decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
+  for name in ("top_k", "top_p"):
+    if given.get(name) is not None and not sampling["temperature"]:
+      raise ConfigError(
+        f"--{name}={given[name]}: expected --temperature above 0 with it; "
+        "otherwise the most likely token is taken."
+      )
   rules = decoding.Rules(**options)  # type: ignore[arg-type]
   rules.check()
   return sampling, rules
+
+
+def _description(
+  sampling: Mapping[str, Any], rules: decoding.Rules, num_beams: int, seed: int
+) -> str:
+  """A line that says how the text is decoded."""
+  parts = ["the most likely token"]
+  if num_beams > 1:
+    parts = [f"beam search, num_beams={num_beams}"]
+  elif sampling["temperature"]:
+    parts = [f"sampling, temperature={sampling['temperature']:g}"]
+    if sampling["top_k"]:
+      parts.append(f"top_k={sampling['top_k']}")
+    if sampling["top_p"] < 1:
+      parts.append(f"top_p={sampling['top_p']:g}")
+    parts.append(f"seed={seed}")
+  for name, value in rules._asdict().items():
+    if value != getattr(decoding.NO_RULES, name):
+      parts.append(f"{name}={value:g}")
+  return f"decoding: {', '.join(parts)}"
 
 
 def _prompt_ids(
@@ -155,19 +202,22 @@ def _prompt_ids(
   return [codec.bos_id, *ids]
 
 
-def _search(
+def _whole(
   variables: Variables,
   model: Any,
   ids: list[int],
+  features: Mapping[str, Any],
   max_new: int,
   eos_id: tuple[int, ...],
   options: dict[str, Any],
 ) -> list[int]:
+  """Returns all new tokens of a beam search, or of a prompt with pictures."""
   size = len(ids) + max_new
   if model.max_len is not None and size > model.max_len:
     raise ConfigError(
       f"--max_new: expected at most {model.max_len - len(ids)} in a beam "
-      f"search, the positions after the prompt, got {max_new}."
+      "search or with pictures, the positions after the prompt, got "
+      f"{max_new}."
     )
   search = functools.partial(
     language_modeling.generate,
@@ -177,7 +227,8 @@ def _search(
     pad_id=-1,  # The prompt has no padding.
     **options,
   )
-  new_1N = jax.jit(search)(variables, {"tokens": np.asarray([ids])})
+  batch = {"tokens": np.asarray([ids]), **features}
+  new_1N = jax.jit(search)(variables, batch)
   return [token for token in new_1N[0].tolist() if token >= 0]
 
 
@@ -258,6 +309,12 @@ def _parser() -> arguments.JaxParser:
   )
   parser.add_argument("--prompt", default="", help="text to continue")
   parser.add_argument(
+    "--image",
+    action="append",
+    default=[],
+    help="picture of the prompt, a file; several with several flags",
+  )
+  parser.add_argument(
     "--chat",
     action="store_true",
     help="send the prompt as a user's message, in the model's chat template",
@@ -273,7 +330,7 @@ def _parser() -> arguments.JaxParser:
     type=int,
     default=1,
     help="number of beams of a beam search, which prints its text at the end; "
-    "1 samples (default: %(default)s)",
+    "1 writes token by token (default: %(default)s)",
   )
   parser.add_argument(
     "--length_penalty",
@@ -315,7 +372,7 @@ def _add_sampling_arguments(parser: arguments.Parser) -> None:
     "--temperature",
     type=float,
     help="temperature of the distribution; 0 always picks the most likely "
-    "token (default: 0.8, or 0 in a beam search)",
+    "token (default: that of the model's folder, else 0)",
   )
   parser.add_argument(
     "--top_k",

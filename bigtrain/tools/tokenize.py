@@ -3,8 +3,8 @@
   python -m bigtrain.tools.tokenize --tokenizer=tokenizer.json \\
       --output=corpus/tokens corpus/*.jsonl.zst
 
-It reads .txt (one document per file), .jsonl and .parquet (one field of each
-line or row), also as .gz and .zst, in one process per core. It writes shards
+It reads .txt (one document per file), .jsonl, .json and .parquet (one field of
+each row), also as .gz and .zst, in one process per core. It writes shards
 and, at the end, manifest.json. After an interruption, the same command
 continues, and the result has the same bytes.
 

@@ -42,8 +42,8 @@ def seen(monkeypatch):
   start = pipeline.TrainInput.start
   ids = []
 
-  def recorded(self, first_step, last_step):
-    batches = start(self, first_step, last_step)
+  def recorded(self, *args):
+    batches = start(self, *args)
     get = batches.__next__
 
     class Recorded:

@@ -471,7 +471,7 @@ def test_tokens_are_made_once_and_again_if_anything_changes(
   batch = everything(source)
   encode = row_encoder.Encoder._encode
 
-  def not_again(self, row):
+  def not_again(self, row, num_pictures):
     raise AssertionError("read again")
 
   monkeypatch.setattr(row_encoder.Encoder, "_encode", not_again)

@@ -1,5 +1,7 @@
 """Makes published/: a small random model of each family, by transformers.
 
+Also published_mtp/, with modules that predict further tokens.
+
 Each folder has the output of save_pretrained; gradients.safetensors, the
 gradients of the mean cross-entropy in the same layout; and reference.npz:
 tokens, their logits, and the tokens that greedy generation adds to `prompt`.
@@ -17,6 +19,8 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+from transformers import modeling_layers
+from transformers.models import mistral4
 
 EAGER = dict(attn_implementation="eager", experts_implementation="eager")
 BATCH, LENGTH, PROMPT, NEW = 2, 24, 14, 10
@@ -77,6 +81,34 @@ GRANITE = dict(
   attention_multiplier=0.3,
   logits_scaling=2.5,
 )
+# Widths of a key with and without rotation, and of a value, all differ.
+LATENTS = dict(
+  num_key_value_heads=4,
+  q_lora_rank=10,
+  kv_lora_rank=8,
+  qk_nope_head_dim=6,
+  qk_rope_head_dim=4,
+  v_head_dim=5,
+)
+LATENT_EXPERTS = dict(
+  n_routed_experts=6,
+  num_experts_per_tok=2,
+  n_shared_experts=2,
+  moe_intermediate_size=6,
+  routed_scaling_factor=1.5,
+)
+DEEPSEEK_YARN = YARN | dict(mscale=0.7, mscale_all_dim=0.4)
+# The last layer is always global.
+GEMMA4 = dict(
+  model_type="gemma4_text",
+  num_hidden_layers=5,
+  head_dim=6,
+  global_head_dim=8,
+  sliding_window=5,
+  hidden_size_per_layer_input=0,
+  final_logit_softcapping=3.0,
+  tie_word_embeddings=True,
+)
 GPT_OSS = dict(
   model_type="gpt_oss",
   num_local_experts=3,
@@ -85,6 +117,34 @@ GPT_OSS = dict(
   sliding_window=5,
   rope_parameters=YARN | dict(truncate=False, rope_theta=150_000.0),
 )
+
+DELTANET = dict(
+  head_dim=8,
+  linear_num_key_heads=2,
+  linear_num_value_heads=4,
+  linear_key_head_dim=6,
+  linear_value_head_dim=5,
+  max_position_embeddings=128,
+  # Norms of outputs near zero would enlarge what rounding does.
+  rms_norm_eps=1e-2,
+)
+# Texts of more than one chunk, whose size does not divide them.
+LENGTHS = dict.fromkeys(
+  (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "olmo_hybrid_nope",
+  ),
+  71,
+)
+
+
+def hybrid(pattern):
+  """layer_types by letters: l for linear attention, f for full attention."""
+  names = dict(l="linear_attention", f="full_attention")
+  return [names[letter] for letter in pattern]
 
 
 def kinds(period, depth):
@@ -183,6 +243,17 @@ FAMILIES = {
       full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
     ),
   ),
+  "gemma4": GEMMA4 | dict(attention_k_eq_v=False, layer_types=kinds(3, 5)),
+  "gemma4_moe": GEMMA4
+  | dict(
+    attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+    layer_types=kinds(2, 5),
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=8,
+  ),
   "olmo2": dict(model_type="olmo2", attention_bias=True),
   "olmo3": dict(
     model_type="olmo3",
@@ -244,6 +315,98 @@ FAMILIES = {
     intermediate_size=8,
     rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
   ),
+  "deepseek_v2": dict(
+    model_type="deepseek_v2",
+    **LATENTS,
+    **LATENT_EXPERTS,
+    topk_method="group_limited_greedy",
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=DEEPSEEK_YARN,
+  ),
+  "deepseek_v2_lite": dict(
+    model_type="deepseek_v2",
+    **LATENTS | dict(q_lora_rank=None),
+    **LATENT_EXPERTS,
+    first_k_dense_replace=2,
+  ),
+  "deepseek_v3": dict(
+    model_type="deepseek_v3",
+    num_hidden_layers=4,
+    **LATENTS,
+    **LATENT_EXPERTS | dict(routed_scaling_factor=2.5),
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    rope_parameters=DEEPSEEK_YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+  ),
+  "glm4_moe_lite": dict(
+    model_type="glm4_moe_lite",
+    num_hidden_layers=4,
+    **LATENTS,
+    **LATENT_EXPERTS,
+    mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+  ),
+  "mistral4": dict(
+    model_type="mistral4",
+    **LATENTS,
+    **LATENT_EXPERTS,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    rope_parameters=DEEPSEEK_YARN
+    | dict(llama_4_scaling_beta=0.3, partial_rotary_factor=0.4),
+  ),
+  "qwen3_next": DELTANET
+  | EXPERTS
+  | dict(
+    model_type="qwen3_next",
+    num_hidden_layers=5,
+    layer_types=hybrid("lflfl"),
+    shared_expert_intermediate_size=12,
+    mlp_only_layers=[2],
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "qwen3_5_text": DELTANET
+  | dict(
+    model_type="qwen3_5_text",
+    num_hidden_layers=5,
+    layer_types=hybrid("llfll"),
+    linear_conv_kernel_dim=3,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.25),
+  ),
+  "qwen3_5_moe_text": DELTANET
+  | EXPERTS
+  | dict(
+    model_type="qwen3_5_moe_text",
+    num_hidden_layers=4,
+    layer_types=hybrid("lflf"),
+    shared_expert_intermediate_size=12,
+    linear_num_value_heads=2,
+    tie_word_embeddings=True,
+  ),
+  "olmo_hybrid": DELTANET
+  | dict(
+    model_type="olmo_hybrid",
+    num_hidden_layers=5,
+    layer_types=hybrid("llfll"),
+    linear_key_head_dim=10,  # The library saves kernels in three equal parts.
+    rope_parameters=DEFAULT,
+  ),
+  "olmo_hybrid_nope": DELTANET
+  | dict(
+    model_type="olmo_hybrid",
+    layer_types=hybrid("lfl"),
+    linear_allow_neg_eigval=False,
+    linear_key_head_dim=10,
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(rope_theta=None),
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -255,8 +418,9 @@ def with_noise(model, rng):
   """Adds noise: initial scales and biases are equal, and would hide errors."""
   buffers = dict(model.named_buffers())
   biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
+  scalars = [x for n, x in buffers.items() if n.endswith("layer_scalar")]
   with torch.no_grad():
-    for x in [*model.parameters(), *biases]:
+    for x in [*model.parameters(), *biases, *scalars]:
       std = 0.35 if x.ndim > 1 else 0.3
       noise = np.asarray(rng.normal(size=x.shape) * std)
       x.add_(torch.from_numpy(noise.astype(np.float32)))
@@ -293,6 +457,9 @@ def save_gradients(model, tokens, out):
   with torch.no_grad():
     for parameter in model.parameters():
       parameter.copy_(parameter.grad)
+    for name, buffer in model.named_buffers():
+      if name.endswith("layer_scalar"):
+        buffer.zero_()  # It has no gradient.
   with tempfile.TemporaryDirectory() as folder:
     # The library names and splits arrays otherwise in files than in memory.
     model.save_pretrained(folder)
@@ -307,14 +474,17 @@ def write_family(options, out):
   rng = np.random.default_rng(0)
   no_tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
   config = transformers.AutoConfig.for_model(**SIZES | no_tokens | options)
-  model = transformers.AutoModelForCausalLM.from_config(
-    config, dtype=torch.float32, **EAGER
-  ).eval()
+  make = transformers.AutoModelForCausalLM.from_config
+  if config.model_type == "mistral4":  # Not among those of the automatic class.
+    make = mistral4.Mistral4ForCausalLM._from_config
+  model = make(config, dtype=torch.float32, **EAGER).eval()
   with_noise(model, rng)
   blocks = to_mxfp4(model, rng) if out.name == "gpt_oss_mxfp4" else {}
   model.save_pretrained(out)
   (out / "generation_config.json").unlink(missing_ok=True)
-  tokens = rng.integers(0, config.vocab_size, (BATCH, LENGTH))
+  tokens = rng.integers(
+    0, config.vocab_size, (BATCH, LENGTHS.get(out.name, LENGTH))
+  )
   prompt = torch.from_numpy(tokens[:, :PROMPT])
   with torch.no_grad():
     logits = model(torch.from_numpy(tokens)).logits
@@ -348,8 +518,75 @@ def write_family(options, out):
     save_gradients(model, torch.from_numpy(tokens), out)
 
 
+def prediction_arrays(mtp, first):
+  """The arrays of an MtpModel, as DeepSeek V3 stores them: by expert."""
+  arrays = {}
+  for name, x in mtp.layers.state_dict().items():
+    number, _, rest = name.partition(".")
+    start = f"model.layers.{first + int(number)}."
+    rest = rest.removeprefix("mtp_block.")
+    rest = rest.replace("post_norm.", "shared_head.norm.")
+    if ".experts." not in rest:
+      arrays[start + rest] = x
+      continue
+    stem, _, kind = rest.rpartition(".")
+    parts = {kind: x}
+    if kind == "gate_up_proj":
+      gate, up = x.chunk(2, dim=1)
+      parts = {"gate_proj": gate, "up_proj": up}
+    for kind, part in parts.items():
+      for e, matrix in enumerate(part):
+        arrays[f"{start}{stem}.{e}.{kind}.weight"] = matrix
+  return arrays
+
+
+def write_prediction(out):
+  """Writes DeepSeek V3 with two modules that predict further tokens.
+
+  reference.npz also has their logits, `logits_1` for the token after the next
+  one; the file has copies of embedding and head for them, as published ones.
+  """
+  options = FAMILIES["deepseek_v3"] | dict(num_mtp_layers=2)
+  write_family(options, out)
+  (out / "gradients.safetensors").unlink()
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    out, dtype=torch.float32, **EAGER
+  ).eval()
+  mtp = modeling_layers.MtpModel(model, 2).eval()
+  with torch.no_grad():  # The class initialises nothing.
+    for name, x in mtp.layers.state_dict().items():
+      x.fill_(float(x.ndim == 1 and name.endswith("norm.weight")))
+  with_noise(mtp.layers, np.random.default_rng(1))
+  reference = dict(np.load(out / "reference.npz"))
+  tokens = torch.from_numpy(reference["tokens"]).long()
+  with torch.no_grad():
+    hidden = model.model(tokens).last_hidden_state
+    for number in range(2):
+      ahead = tokens[:, number + 1 :]
+      places = torch.arange(number + 1, tokens.shape[1])[None]
+      hidden = mtp.forward_layer(
+        number, hidden[:, :-1], places, None, input_ids=ahead
+      )
+      logits = model.lm_head(hidden)
+      reference[f"logits_{number + 1}"] = logits.numpy()
+  np.savez_compressed(out / "reference.npz", **reference)
+  file = out / "model.safetensors"
+  first = model.config.num_hidden_layers
+  arrays = safetensors.torch.load_file(file) | prediction_arrays(mtp, first)
+  copies = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+  }
+  for name, original in copies.items():
+    arrays[f"model.layers.{first}.{name}"] = arrays[original].clone()
+  arrays = {name: x.contiguous() for name, x in arrays.items()}
+  safetensors.torch.save_file(arrays, file, {"format": "pt"})
+
+
 def write(golden):
   """Writes all folders below `golden`."""
+  write_prediction(golden / "published_mtp")
   shutil.rmtree(golden / "published", ignore_errors=True)
   for name, options in FAMILIES.items():
     out = golden / "published" / name

@@ -42,6 +42,8 @@ def logits_of(folder):
   kind = transformers.AutoModelForCausalLM
   if config.is_encoder_decoder:
     kind = transformers.AutoModelForSeq2SeqLM
+  if config.model_type == "mistral4":  # Not in the list of the automatic class.
+    kind = transformers.models.mistral4.Mistral4ForCausalLM
   classifies = "ForSequenceClassification" in (config.architectures or [""])[0]
   if classifies:
     kind = transformers.AutoModelForSequenceClassification

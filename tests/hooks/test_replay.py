@@ -83,7 +83,7 @@ def test_a_rollback_ends_bit_equal(train, undisturbed):
 
 
 def test_wrong_gradients_of_one_device(train, monkeypatch, tmp_path):
-  make = gradients.from_config
+  make = gradients.of_task
   counter = itertools.count(1)
 
   def wrong(*args, mesh, **kwargs):
@@ -113,7 +113,7 @@ def test_wrong_gradients_of_one_device(train, monkeypatch, tmp_path):
 
     return call
 
-  monkeypatch.setattr(gradients, "from_config", wrong)
+  monkeypatch.setattr(gradients, "of_task", wrong)
   with pytest.raises(Corrupt, match="step 4, .*head/bias.* on .*:4"):
     train(hooks(), ckpt_steps=2)
   assert tiny.checkpoint_steps(tmp_path) == [2]

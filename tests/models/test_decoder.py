@@ -72,6 +72,10 @@ def logits_of(model, variables, tokens, **kwargs):
     ("gemma3_1b", 999_885_952),
     ("smollm3_3b", 3_075_098_624),
     ("gpt_oss_20b", 20_914_757_184),
+    # Counted by transformers.
+    ("qwen3_next_80b", 79_674_391_296),
+    ("qwen3_5_9b", 8_953_803_264),
+    ("gemma4_26b_a4b", 25_233_141_760 + 30),  # With the layers' scalars.
   ],
 )
 def test_variants_have_the_published_number_of_parameters(variant, published):

@@ -26,6 +26,7 @@ def draw(seed):
   scalings = (
     None,
     dict(type="linear", factor=4.0),
+    dict(type="proportional", fraction=0.5),
     dict(type="yarn", factor=4.0, original_len=8, truncate=one_of(True, False)),
     dict(
       type="longrope",
@@ -44,6 +45,8 @@ def draw(seed):
     top_k=one_of(1, 2),
     score=one_of("softmax", "sigmoid", "softmax_of_top"),
     router_init_std=1.0,
+    scaled_router=one_of(True, False),
+    beside_mlp=one_of(True, False),
   )
   kinds = {
     "local": dict(window=one_of(1, 3, 5), rope_theta=100.0),
@@ -53,6 +56,17 @@ def draw(seed):
       num_heads=one_of(4, 8),
       moe=one_of(None, experts),
       query_scale=one_of(None, dict(beta=0.3, original_len=4)),
+      keys_as_values=one_of(True, False),
+    ),
+    "linear": dict(
+      deltanet=dict(
+        num_heads=4,
+        num_key_heads=one_of(2, 4),
+        key_dim=4,
+        value_dim=3,
+        conv_width=one_of(2, 4),
+        negative_eigenvalues=one_of(True, False),
+      )
     ),
     "first": dict(mlp_dim=24, moe=None),
   }
@@ -61,8 +75,10 @@ def draw(seed):
     ("local", "local", "global"),
     ("global",),
     ("local",),
+    ("linear", "global"),
+    ("local", "linear"),
   )
-  return dict(
+  options = dict(
     vocab_size=V,
     width=D,
     depth=one_of(4, 5),
@@ -97,7 +113,22 @@ def draw(seed):
     kinds=kinds,
     layers=one_of(*patterns),
     first_layers=one_of((), ("first",)),
+    v_norm=one_of(True, False),
+    output_gate=one_of(True, False),
+    layer_scalar=one_of(True, False),
   )
+  return with_latents(options) if seed % 3 == 1 else options
+
+
+def with_latents(options):
+  """The options, with latent attention in the global layers."""
+  kind, rope_dim = options["kinds"]["global"], options["head_dim"]
+  q_rank = 6 if kind["num_heads"] == 4 else None
+  kind["mla"] = dict(
+    q_rank=q_rank, kv_rank=5, nope_dim=3, rope_dim=rope_dim, v_dim=6
+  )
+  kind |= dict(head_dim=3 + rope_dim, num_kv_heads=kind["num_heads"])
+  return options | dict(qk_norm=None, qkv_clip=None)
 
 
 def tokens(seed=0, length=L):
@@ -191,7 +222,11 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
         assert_close(logits[row, 0], whole[row, i])
   # A window's cache has no more positions than the window.
   windows = {kind.get("window") for kind in model.kinds.values()} - {None}
-  sizes = {x.shape[2] for x in jax.tree.leaves(out["cache"]) if x.ndim == 5}
+  sizes = {
+    group.k_BNSGK.shape[2]
+    for group in out["cache"].groups
+    if hasattr(group, "k_BNSGK")
+  }
   assert sizes <= windows | {L}
   assert ("local" in model.layers) == bool(sizes & windows)
 

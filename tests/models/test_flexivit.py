@@ -99,14 +99,11 @@ def test_draws_follow_the_weights(weights):
       {},
     )
 
-  compute = gradients.from_config(
-    config,
-    None,
-    variants,
-    [loss_of(v.model.seqhw) for v in variants],
-    trainable={"a": True},
-    mesh=mesh,
-  )
+  computes = [
+    gradients.make(loss_of(v.model.seqhw), trainable={"a": True}, mesh=mesh)
+    for v in variants
+  ]
+  compute = gradients.of_step(config, variants, computes, {"a": True})
   state = lambda step: {"params": {"a": 0.0}, "step": step, "seed": 3}
   batch = {"x": np.zeros(8, np.float32)}
   draw = jax.jit(jax.vmap(lambda step: compute(state(step), batch)[0]["a"]))

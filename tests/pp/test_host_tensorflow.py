@@ -1,6 +1,8 @@
 """tensorflow is loaded without access to accelerators."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -28,3 +30,37 @@ def test_accelerators_are_hidden_from_tensorflow(monkeypatch):
   in_use.append("a GPU")
   with pytest.raises(ConfigError, match="used earlier and holds the GPUs"):
     load()
+
+
+@pytest.mark.parametrize(("before", "after"), [("1", "3"), ("0", "0")])
+def test_the_level_that_jax_sets_is_raised(before, after, monkeypatch):
+  monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", before)
+  host_tensorflow.load.__wrapped__()
+  assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == after
+
+
+_DAMAGED = """
+import jax
+import numpy as np
+from bigtrain.pp.host_tensorflow import one_line, tf
+
+picture = tf.io.encode_jpeg(np.zeros((40, 40, 3), np.uint8)).numpy()
+data = tf.data.Dataset.from_tensors(picture[:-40])
+data = data.map(tf.io.decode_image, num_parallel_calls=2)
+try:
+  list(data.as_numpy_iterator())
+except tf.errors.InvalidArgumentError as e:
+  print(one_line(e))
+"""
+
+
+@pytest.mark.slow
+def test_a_damaged_picture_prints_nothing_of_its_own():
+  env = {n: x for n, x in os.environ.items() if n != "TF_CPP_MIN_LOG_LEVEL"}
+  command = [sys.executable, "-c", _DAMAGED]
+  process = subprocess.run(
+    command, env=env, capture_output=True, text=True, check=True
+  )
+  assert "jpeg::Uncompress failed" in process.stdout
+  for word in ("jpeg_mem", "rendezvous", "DecodeImage"):
+    assert word not in process.stderr

@@ -222,13 +222,21 @@ def _train(config, mesh, setup):
   task, module, model, teacher, variables, optimizer, *arrays = setup
   state, fixed, batches = arrays
   loss_fn = jax.jit(task_functions.loss_fn(config, task, model, teacher))
-  compute_gradients = gradients.from_config(
+  compute_gradients = gradients.of_step(
     config,
-    task,
     [Variant("", model)],
-    [loss_fn],
-    trainable=optimizer.trainable,
-    mesh=mesh,
+    [
+      gradients.of_task(
+        task,
+        model,
+        loss_fn,
+        config.kwargs("loss"),
+        trainable=optimizer.trainable,
+        mesh=mesh,
+        microbatches=config.microbatches,
+      )
+    ],
+    optimizer.trainable,
   )
 
   def update(state, batch, fixed, hparams):

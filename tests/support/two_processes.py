@@ -40,6 +40,8 @@ JOBS = (
       "runtime.test_hooks_of_two_processes.train_acting",
       "hooks.test_replicas.train_with_a_flip",
       "tasks.test_policy_gradient.train_with_notes",
+      "objective.test_turns.train_together",
+      "objective.test_turns.train_split",
       "evaluators.test_evaluators_of_two_processes.evaluate",
     ),
   ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import padding
 
-from bigtrain import sharding
+from bigtrain import metrics, sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.named_features import Features
 from bigtrain.models import decoder
@@ -51,7 +51,8 @@ def run(model, variables, batch, **options):
   fn = functools.partial(task.loss_fn, model=model, train=False, **options)
   pairs, mutable = jax.jit(lambda v, b: fn(v, b, None))(variables, batch)
   assert mutable == {}
-  return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}
+  means = {name: x for name, x in pairs.items() if isinstance(x, tuple)}
+  return {k: (float(s), float(w)) for k, (s, w) in means.items()}
 
 
 def nll_of(model, variables, batch):
@@ -473,6 +474,41 @@ def test_experts_add_losses_and_metrics():
   assert sum(loads) == pytest.approx(1) and mean["experts/dropped"] == 0
   nll, _, _ = nll_of(experts, variables, batch)
   assert mean["nll"] == pytest.approx(nll.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_layer_that_is_out_of_balance_is_named(scan):
+  experts = decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=8,
+    depth=7,
+    num_heads=2,
+    mlp_dim=8,
+    scan=scan,
+    moe=dict(num_experts=4, top_k=1, score="sigmoid", selection_bias=True),
+    kinds=dict(dense=dict(moe=None), experts={}),
+    first_layers=("dense", "experts"),
+    layers=("experts", "experts"),
+  )
+  batch = texts()
+  variables = jax.jit(experts.init)(jax.random.key(0), batch["tokens"])
+  bias = variables["router_state"]
+  # Layer 5, whose third expert gets all tokens.
+  if scan:
+    stacked = bias["blocks"]["1"]["moe"]["selection_bias"]
+    bias["blocks"]["1"]["moe"]["selection_bias"] = stacked.at[1, 2].set(3.0)
+  else:
+    bias["blocks_5"]["moe"]["selection_bias"] = jnp.asarray([0.0, 0, 3, 0])
+  pairs, _ = task.loss_fn(variables, batch, None, model=experts, train=False)
+  values = metrics.host_values([pairs, pairs])
+  assert values["experts/peak_layer"] == 5
+  assert values["experts/peak_expert"] == 2
+  assert values["experts/peak_5"] == values["experts/peak_max"] == 4
+  others = [values[f"experts/peak_{i}"] for i in (1, 2, 3, 4, 6)]
+  assert 1 <= min(others) and max(others) < 4
+  assert "experts/peak_0" not in values
+  assert values["experts/max_bias"] == 3
 
 
 @pytest.mark.parametrize(

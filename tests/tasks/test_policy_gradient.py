@@ -3,10 +3,6 @@
 import functools
 import json
 import os
-import pathlib
-import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -14,23 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from support import any_mesh, cases, rounding
+from support import any_mesh, cases, policy_runs, rounding
+from support.policy_runs import (
+  NAMES,
+  config_of,
+  kill_after,
+  metrics_of,
+  num_digits,
+  rows_of,
+  start,
+)
+from support.policy_runs import params_of as weights_of
 
 from bigtrain import main
 from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.data import prompts
-from bigtrain.data.formats import reward_worker
+from bigtrain.data.formats import judges
+from bigtrain.data.formats.reward_worker import Workers
 from bigtrain.losses import rewards
 from bigtrain.models import decoder
 from bigtrain.tasks import policy_gradient
 
 B, G, P, NEW, V = 3, 4, 6, 5, 31
 EOS = (2, 3)
-_MODEL = dict(
-  variant="llama", vocab_size=V, width=16, mlp_dim=24, num_heads=2, depth=2
-)
-MODEL = decoder.Model(**_MODEL, init_std=0.3)
+DIGITS = "support.policy_runs.num_digits"
+MODEL = decoder.Model(**policy_runs.MODEL, init_std=0.3)
 
 
 @functools.cache
@@ -174,16 +179,12 @@ def test_options_are_checked_before_anything_compiles():
     run(samples=1)
   with pytest.raises(ConfigError, match="config.loss.temperature"):
     run(temperature=0.0)
-  short = decoder.Model(**_MODEL, max_len=10)
+  short = decoder.Model(**policy_runs.MODEL, max_len=10)
   with pytest.raises(ConfigError, match="max_new=5: expected at most 4"):
     run(model=short, max_new=5)
 
 
 # Rewards: functions of this module are called in other processes.
-
-
-def num_digits(texts, row):
-  return [sum(c.isdigit() for c in text) for text in texts]
 
 
 def fails_sometimes(texts, row):
@@ -200,9 +201,9 @@ def fails_sometimes(texts, row):
 
 
 def test_rewards_that_fail_or_take_too_long_are_told_apart():
-  worker = reward_worker.Worker(1.0)
-  call = functools.partial(worker, f"{__name__}.fails_sometimes", ["a", "b"])
-  got = [call({"number": i}) for i in range(6)]
+  judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Workers(1))
+  answers = [judges.Answers({"number": i}, ["a", "b"], None) for i in range(6)]
+  got = list(judge(answers))
   assert got[0] == [0.0, 0.0] and got[5] == [5.0, 5.0]
   assert got[1] == "ValueError: no such answer"
   assert got[2] == "it took more than 1 s"
@@ -225,7 +226,7 @@ def test_a_failed_reward_names_its_row_or_counts(tmp_path):
   path = write_rows(tmp_path / "rows.jsonl", 6)
   function = f"{__name__}.fails_sometimes"
   options = dict(path=path, time_limit=1.0)
-  rest = dict(rewards=[(function, 2.0), (f"{__name__}.num_digits", 1.0)])
+  rest = dict(rewards=[(function, 2.0), (DIGITS, 1.0)])
   ids = np.full((3, 2, 4), ord("7") + 3)
   ids[:, 0, 2] = 2  # An end, and a token without a loss.
   batch = {"targets": ids, "loss_mask": np.ones((3, 2, 4)) * [1, 1, 1, 0]}
@@ -240,13 +241,13 @@ def test_a_failed_reward_names_its_row_or_counts(tmp_path):
 
 def test_prompts_are_tokenized_as_supervised_rows_are(tmp_path):
   path = write_rows(tmp_path / "rows.jsonl", 12)
-  source = prompts.Source("bytes", 6, f"{__name__}.num_digits", path=path)
+  source = prompts.Source("bytes", 6, DIGITS, path=path)
   batch = source.read(np.asarray([3, 11]))
   texts = [bytes((row[:n] - 3).tolist()) for row, n in zip(*batch.values())]
   assert texts == [b"3+1=", b"11+1="] and batch["prompt"].shape == (2, 6)
   assert source.end_ids == [2]
   with pytest.raises(DataError, match="5 tokens do not fit into length=.4."):
-    prompts.Source("bytes", 4, f"{__name__}.num_digits", path=path)
+    prompts.Source("bytes", 4, DIGITS, path=path)
 
 
 @pytest.mark.parametrize(
@@ -262,62 +263,6 @@ def test_prompts_are_tokenized_as_supervised_rows_are(tmp_path):
 def test_wrong_options_of_prompts_are_named(options, message):
   with pytest.raises(ConfigError, match=message):
     prompts.Source("bytes", 4, path="rows.jsonl", **options)
-
-
-def config_of(**changes):
-  config = dict(
-    seed=3,
-    total_steps=4,
-    log_steps=1,
-    ckpt_steps=2,
-    task="policy_gradient",
-    loss=dict(kind="grpo", samples=4, max_new=4),
-    input=dict(
-      data=dict(
-        type="prompts",
-        tokenizer="bytes",
-        length=8,
-        name="arithmetic",
-        rewards=f"{__name__}.num_digits",
-      ),
-      batch_size=8,
-    ),
-    model_name="decoder",
-    model=_MODEL | dict(vocab_size=259, init_std=0.3),
-    optimizer=dict(name="adam"),
-    lr=1e-3,
-    schedule=dict(decay_type="constant"),
-    tensorboard=False,
-  )
-  return config | changes
-
-
-def rows_of(workdir):
-  lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines]
-
-
-NAMES = ("loss", "reward", "reward_std", "length", "truncated", "grad_norm")
-
-
-def start(config, tmp_path, name, devices=1):
-  path = tmp_path / f"{name}.py"
-  path.write_text(f"def get_config():\n  return {config!r}\n")
-  root = pathlib.Path(__file__).parents[2]
-  paths = [str(root), str(root / "tests" / "tasks"), str(root / "tests")]
-  env = os.environ | {
-    "PYTHONPATH": os.pathsep.join(paths),
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-  }
-  command = [sys.executable, "-m", "bigtrain.main", f"--config={path}"]
-  command += [f"--workdir={tmp_path / name}"]
-  return subprocess.Popen(command, env=env, cwd=root)
-
-
-def metrics_of(workdir):
-  rows = [row for row in rows_of(workdir) if "loss" in row]
-  assert all(row["log_prob_difference"] < 1e-5 for row in rows)
-  return [[row[name] for name in NAMES] for row in rows]
 
 
 @pytest.mark.slow
@@ -379,27 +324,15 @@ def test_two_processes_write_and_learn_what_one_does(tmp_path, two_processes):
 
 @pytest.mark.slow
 def test_a_killed_run_writes_the_same_texts_and_ends_bit_equal(tmp_path):
-  from bigtrain.checkpoints.foreign import parameter_files
-
   config = config_of(total_steps=8)
   assert start(config, tmp_path, "whole").wait() == 0
   killed = start(config, tmp_path, "killed")
-  file = tmp_path / "killed" / "checkpoints" / "00000004" / "manifest.json"
-  while not file.exists() and killed.poll() is None:
-    time.sleep(0.02)
-  killed.send_signal(signal.SIGKILL)
-  killed.wait()
+  kill_after(killed, tmp_path / "killed", 4)
   assert start(config, tmp_path, "killed").wait() == 0
-
-  def read(name):
-    arrays = parameter_files.open_file(
-      str(tmp_path / name), step=None, prefix="params", key="workdir"
-    )
-    return arrays.read([*arrays.specs]), metrics_of(tmp_path / name)
-
-  (params, rows), (again, rows_again) = read("whole"), read("killed")
+  rows, rows_again = (metrics_of(tmp_path / n) for n in ("whole", "killed"))
   assert rows == rows_again and len(rows) == 8
-  for name, value in params.items():
+  again = weights_of(tmp_path / "killed")
+  for name, value in weights_of(tmp_path / "whole").items():
     np.testing.assert_array_equal(value, again[name])
 
 

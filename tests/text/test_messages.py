@@ -305,3 +305,30 @@ def test_conversations_of_trl_have_its_ids(name):
     if f"trl/{name}" not in PARTS:  # TRL leaves the texts out.
       assert ids.tolist() == case["ids"]
       assert trained.tolist() == [bool(x) for x in case["mask"]]
+
+
+@pytest.mark.parametrize(
+  "spelling", ['{"city": "Bern"}', '{"city":"Bern"}', "{}"]
+)
+def test_arguments_in_json_are_never_quoted(spelling):
+  """OpenAI's files have arguments as JSON in a text."""
+  function = {"name": "weather", "arguments": spelling}
+  spelled = [{"type": "function", "id": "1", "function": function}]
+  conversation = [ASKED, {**CALLED, "tool_calls": spelled}]
+  options = dict(ignore_fields=["tool_calls.id"])
+  as_json = template(
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
+  )
+  expected = json.dumps(json.loads(spelling))
+  assert write(as_json, conversation, **options).endswith(f"weather{expected}")
+  # Templates that copy the text, or read both, get it as it is.
+  copied = template(as_json.texts["default"].replace(" | tojson", ""))
+  assert write(copied, conversation, **options).endswith(f"weather{spelling}")
+  if spelling != "{}":
+    text = write(get("trl/qwen3"), conversation, **options)
+    assert spelling in text and json.dumps(spelling) not in text
+  # A text that is no JSON stays one.
+  function["arguments"] = "Bern"
+  assert write(as_json, conversation, **options).endswith('weather"Bern"')

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import bigtrain
 from bigtrain.checkpoints import checkpointer
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.models import decoder
@@ -81,11 +82,27 @@ def test_seeds_and_the_command_line(workdir, capsys):
     assert code == 0
     return capsys.readouterr().out
 
-  one = run("--prompt=def ", "--seed=1", "--top_k=50")
+  sampling = ("--temperature=0.8", "--top_k=50")
+  one = run("--prompt=def ", "--seed=1", *sampling)
   assert one.startswith("def ") and one.endswith("\n")
   # From the begin token alone, and with another seed.
   assert len(run("--seed=2")) > 1
-  assert run("--prompt=def ", "--seed=2", "--top_k=50") != one
+  assert run("--prompt=def ", "--seed=2", *sampling) != one
+
+
+def test_decoding_is_that_of_load_and_told(workdir, capsys):
+  expected = bigtrain.load(workdir).generate("ab", max_new=6)["text"]
+  arguments = [f"--workdir={workdir}", "--prompt=ab", "--max_new=6"]
+  assert tool.main(arguments) == 0
+  out, err = capsys.readouterr()
+  assert out == f"ab{expected}\n"
+  assert err.splitlines()[-1] == "decoding: the most likely token"
+  flags = ["--temperature=0.7", "--top_p=0.9", "--repetition_penalty=1.5"]
+  assert tool.main([*arguments, *flags, "--seed=3"]) == 0
+  assert capsys.readouterr().err.splitlines()[-1] == (
+    "decoding: sampling, temperature=0.7, top_p=0.9, seed=3, "
+    "repetition_penalty=1.5"
+  )
 
 
 @pytest.mark.slow
@@ -120,6 +137,7 @@ def test_a_beam_search_prints_what_the_task_generates(workdir, params, capsys):
     ),
     (["--workdir={w}/none"], "no such file"),
     (["--workdir={w}", "--temperature=-1"], "temperature"),
+    (["--workdir={w}", "--top_k=5"], "--top_k=5: expected --temperature above"),
     (["--workdir={w}", "--prefix=emma"], "prefix"),
     (["--workdir={w}", "--tokenizer=none.json"], "none.json"),
   ],

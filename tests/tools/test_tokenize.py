@@ -47,6 +47,7 @@ def write_parquet(path, texts):
 WRITERS = {
   "x.jsonl": lambda p: p.write_bytes(jsonl(TEXTS)),
   "x.jsonl.gz": lambda p: p.write_bytes(gzip.compress(jsonl(TEXTS))),
+  "x.json": lambda p: p.write_text(json.dumps([{"text": t} for t in TEXTS])),
   "x.jsonl.zst": lambda p: write_zstd(p, jsonl(TEXTS)),
   "x.parquet": lambda p: write_parquet(p, TEXTS),
 }

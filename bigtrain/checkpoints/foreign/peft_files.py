@@ -1,17 +1,24 @@
-"""Reads and writes adapters as PEFT's files (https://github.com/huggingface/peft).
+"""Reads and writes adapters as files of PEFT.
 
-A folder has adapter_config.json and adapter_model.safetensors, with the arrays
-base_model.model.<module>.lora_A.weight (rank, inputs), .lora_B.weight (outputs,
-rank) and .lora_magnitude_vector (outputs). The modules are named as in the
-model's published layout.
+https://github.com/huggingface/peft. A folder has adapter_config.json and
+adapter_model.safetensors. Each array's name begins with
+base_model.model.<module>, where the module is named as in the model's published
+layout:
 
-A module may consist of several kernels of ours, as GPT-2's c_attn does of
-query, key and value, and the order of its inputs and outputs may differ. So
-`Published` finds the parts of each module. On writing, a module of several
-kernels gets one adapter, whose rank is the sum of theirs; on reading, each
-kernel gets its part of the module's adapter.
+  .lora_A.weight (rank, inputs), .lora_B.weight (outputs, rank)
+  .lora_B.bias (outputs)            with lora_bias
+  .lora_magnitude_vector (outputs)  with DoRA
+  .lora_embedding_A (rank, tokens), .lora_embedding_B (width, rank)
+  .token_adapter.trainable_tokens_delta (tokens, width): embeddings that train
+  .weight, .bias                    of modules_to_save, which train in full
+  .base_layer.bias                  of a module with an adapter, if biases train
 
-Axes: I inputs, O outputs, R rank.
+peft_modules.py finds our kernels in each module. On writing, a module of
+several kernels gets one adapter. If they have the same A, as when they were
+read from such a module, it is theirs; otherwise its rank is the sum of theirs.
+On reading, each kernel gets its part of the module's adapter.
+
+Axes: I inputs, O outputs, R rank, E experts.
 """
 
 import collections
@@ -19,252 +26,65 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bigtrain.arrays import dims
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.checkpoints.foreign.peft_modules import (
+  EMBEDDING,
+  EXPERTS,
+  Module,
+  Part,
+  Published,
+)
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.models.layers.lora import FACTORS, MAGNITUDE, A, B, Options, Shape
+from bigtrain.models.layers.lora import (
+  BIAS,
+  FACTORS,
+  MAGNITUDE,
+  ROWS,
+  A,
+  B,
+  Options,
+  adapted_name,
+  is_table,
+  layer_of,
+)
 
 CONFIG, ARRAYS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_SUFFIXES = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+# {factor: ending of its array}.
+_ENDINGS = {
+  A: "lora_A.weight",
+  B: "lora_B.weight",
+  BIAS: "lora_B.bias",
+  MAGNITUDE: "lora_magnitude_vector",
+}
+_ENDINGS_OF_EMBEDDING = {
+  A: "lora_embedding_A",
+  B: "lora_embedding_B",
+  MAGNITUDE: "lora_magnitude_vector",
+}
+_ROWS = "token_adapter.trainable_tokens_delta"
+_BASE_LAYER = ".base_layer"
+HEAD = "lm_head"
 # Options of PEFT that change what an adapter computes, and their values that
 # this program can read.
 _PLAIN: dict[str, Any] = dict(
   peft_type="LORA",
-  bias="none",
-  modules_to_save=None,
-  target_parameters=None,
-  trainable_token_indices=None,
   layer_replication=None,
-  lora_bias=None,
   use_qalora=None,
+  use_bdlora=None,
   alora_invocation_tokens=None,
+  arrow_config=None,
+  kasa_config=None,
+  monteclora_config=None,
+  velora_config=None,
 )
-
-
-class _Part(NamedTuple):
-  """A kernel of ours that is a module, or a part of one."""
-
-  kernel: str
-  stack: tuple[int, ...]  # Index among layers and experts.
-  inputs: np.ndarray  # Input i of the module is input inputs[i] of the kernel.
-  # Output place[i] of the module is output outputs[i] of the kernel.
-  place: np.ndarray
-  outputs: np.ndarray
-
-
-class Published(NamedTuple):
-  """A model's kernels in its published layout."""
-
-  tensors: Sequence[Any]  # See models/published/tables.py.
-  shapes: Mapping[str, Sequence[int]]  # Shapes of our parameters.
-  table: dims.Table  # The model's `param_dims`.
-  prefix: str = ""  # Put before the names of modules in the layout.
-
-  def modules(self) -> Iterator[tuple[str, list[_Part]]]:
-    """Yields (name, parts) of each module that is one matrix."""
-    known: dict[Any, list[_Part]] = {}
-    for tensor in self.tensors:
-      names = [name for name, _ in tensor.parts]
-      if len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
-        continue
-      if not all(name.endswith("/kernel") for name in names):
-        continue
-      module = self.prefix + tensor.name.removesuffix(".weight")
-      # All layers have the same parts, so they are found once.
-      key = (re.sub(r"\d+", "#", tensor.name), tuple(tensor.shape))
-      if key not in known:
-        known[key] = self._parts(tensor)
-      parts = []
-      for part, (name, index) in zip(known[key], tensor.parts):
-        sizes = zip(index, self.shape(name).stack)
-        stack = tuple(s.indices(size)[0] for s, size in sizes)
-        parts.append(part._replace(kernel=name, stack=stack))
-      yield module, parts
-
-  def shape(self, name: str) -> Shape:
-    return Shape.of(name, self.shapes[name], self.table)
-
-  def _parts(self, tensor: Any) -> list[_Part]:
-    """Finds the inputs and outputs of each kernel in a module.
-
-    The layout can build a module's array from our kernels. Here it builds two
-    arrays from kernels whose elements are the numbers of their inputs and of
-    their outputs.
-    """
-    rows, columns = [], []
-    starts = []  # (kernel, number of its first output, number of outputs).
-    first = 0
-    for name, index in tensor.parts:
-      shape = [
-        len(range(*s.indices(size)))
-        for s, size in zip(index, self.shapes[name])
-      ]
-      I, O = self.shape(name).rows, self.shape(name).columns
-      row_IO, column_IO = np.mgrid[:I, first : first + O]
-      rows.append(row_IO.reshape(shape))
-      columns.append(column_IO.reshape(shape))
-      starts.append((name, first, O))
-      first += O
-    input_OI, output_OI = tensor.build(rows), tensor.build(columns)
-    # Some modules are (inputs, outputs).
-    if np.ptp(input_OI[0]) == 0 and input_OI.shape[1] > 1:
-      input_OI, output_OI = input_OI.T, output_OI.T
-    output_O = output_OI[:, 0]
-    result = []
-    for name, start, O in starts:
-      place = np.flatnonzero((output_O >= start) & (output_O < start + O))
-      outputs = output_O[place] - start
-      result.append(_Part(name, (), input_OI[0], place, outputs))
-    return result
-
-
-def write(
-  folder: str,
-  params: Mapping[str, np.ndarray],
-  options: Options,
-  published: Published,
-  config: Mapping[str, Any],
-) -> int:
-  """Writes adapters; returns the number of arrays.
-
-  Args:
-    folder: where to write.
-    params: the adapters' parameters, by name.
-    options: config.adapters.
-    published: the model's published layout.
-    config: entries of adapter_config.json that depend on the model.
-  """
-  arrays: dict[str, np.ndarray] = {}
-  ranks: dict[str, int] = {}
-  alphas: dict[str, float] = {}
-  unwritten = set(params)
-  modules = dict(published.modules())
-  for module, parts in modules.items():
-    adapted = [
-      _Adapted(part, _root(part.kernel), options.scale(part.kernel))
-      for part in parts
-      if _root(part.kernel) + A in params
-    ]
-    if not adapted:
-      continue
-    if options.dora and len(adapted) < len(parts):
-      raise ConfigError(
-        f"{module}: it joins several kernels, of which only some have an "
-        "adapter; PEFT's DoRA cannot express it."
-      )
-    unwritten -= {one.root + name for one in adapted for name in FACTORS}
-    num_outputs = sum(len(part.place) for part in parts)
-    values, rank = _joined(adapted, params, num_outputs)
-    for suffix, value in zip(_SUFFIXES, values):
-      if value is not None:
-        arrays[f"{_PREFIX}{module}.{suffix}"] = value
-    scale = adapted[0].scale
-    ranks[module] = rank
-    alphas[module] = scale * (math.sqrt(rank) if options.rslora else rank)
-  if unwritten:
-    raise ConfigError(
-      f"--format=peft: PEFT's files have no place for {sorted(unwritten)[0]}; "
-      "--layout exports the merged model."
-    )
-  content = _config(ranks, alphas, list(modules), options) | dict(config)
-  os.makedirs(folder, exist_ok=True)
-  specs = {n: (x.shape, str(x.dtype)) for n, x in arrays.items()}
-  with paths.replacing(os.path.join(folder, ARRAYS), "wb") as file:
-    in_order = iter(arrays.values())
-    safetensors_files.write(file.name, specs, in_order, {"format": "pt"})
-  with paths.replacing(os.path.join(folder, CONFIG)) as file:
-    json.dump(content, file, indent=2)
-  return len(arrays)
-
-
-class _Adapted(NamedTuple):
-  """A part of a module that has an adapter."""
-
-  part: _Part
-  root: str  # Name of its adapter's parameters, without their last parts.
-  scale: float
-
-
-def _root(kernel: str) -> str:
-  return kernel.removesuffix("kernel")
-
-
-def _joined(
-  adapted: Sequence[_Adapted],
-  params: Mapping[str, np.ndarray],
-  num_outputs: int,
-) -> tuple[list[np.ndarray | None], int]:
-  """Joins the adapters of a module: ([A, B, magnitude or None], rank).
-
-  The files have one scale for a module, the first part's. The others'
-  matrices B are multiplied accordingly.
-  """
-  rows = []
-  scale = adapted[0].scale
-  ranks = [params[one.root + A].shape[-1] for one in adapted]
-  b_OR = np.zeros((num_outputs, sum(ranks)), np.float32)
-  first = 0
-  magnitude = None
-  for (part, root, own_scale), rank in zip(adapted, ranks):
-    a_IR = np.asarray(params[root + A][part.stack], np.float32)
-    a_IR = a_IR.reshape(-1, rank)
-    b_RO = np.asarray(params[root + B][part.stack], np.float32)
-    b_RO = b_RO.reshape(rank, -1)
-    rows.append(a_IR[part.inputs].T)
-    ratio = own_scale / scale
-    b_OR[part.place, first : first + rank] = ratio * b_RO[:, part.outputs].T
-    first += rank
-    if root + MAGNITUDE in params:
-      if magnitude is None:
-        magnitude = np.zeros(num_outputs, np.float32)
-      value_O = np.asarray(params[root + MAGNITUDE][part.stack]).reshape(-1)
-      magnitude[part.place] = value_O[part.outputs]
-  return [np.concatenate(rows), b_OR, magnitude], sum(ranks)
-
-
-def _config(
-  ranks: Mapping[str, int],
-  alphas: Mapping[str, float],
-  modules: Sequence[str],
-  options: Options,
-) -> dict[str, Any]:
-  """The content of adapter_config.json."""
-
-  def last(module: str) -> str:
-    return module.rpartition(".")[2]
-
-  # A name such as "c_attn" stands for all modules with this last part. It is a
-  # target if all of them have adapters; other modules have their whole names.
-  incomplete = {last(module) for module in modules if module not in ranks}
-  targets = {
-    module if last(module) in incomplete else last(module) for module in ranks
-  }
-  rank = collections.Counter(ranks.values()).most_common(1)[0][0]
-  alpha = collections.Counter(alphas.values()).most_common(1)[0][0]
-  return {
-    "peft_type": "LORA",
-    "base_model_name_or_path": None,
-    "inference_mode": True,
-    "r": rank,
-    "lora_alpha": alpha,
-    "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
-    "alpha_pattern": {m: a for m, a in alphas.items() if a != alpha},
-    "target_modules": sorted(targets),
-    "lora_dropout": options.dropout,
-    "use_rslora": options.rslora,
-    "use_dora": options.dora,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-  }
 
 
 def is_folder(path: str) -> bool:
@@ -272,10 +92,35 @@ def is_folder(path: str) -> bool:
   return os.path.isfile(os.path.join(path, CONFIG))
 
 
-def read(
-  folder: str, published: Published
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Reads a folder; returns config.adapters, and its parameters by name."""
+class File(NamedTuple):
+  """The content of a folder, by names without `base_model.model.`"""
+
+  folder: str
+  config: Mapping[str, Any]
+  # {module: {A, B, BIAS or MAGNITUDE: array}}
+  factors: Mapping[str, Mapping[str, np.ndarray]]
+  rows: Mapping[str, np.ndarray]  # {module: values of its trained tokens}
+  in_full: Mapping[str, np.ndarray]  # {name of a published array: array}
+  # The weights of modules with an adapter: PEFT adds them to some files,
+  # although they are frozen. {name of a published array: array}
+  frozen: Mapping[str, np.ndarray]
+
+  def tokens(self, module: str) -> list[int]:
+    """Ids of a module's trained tokens."""
+    given = self.config.get("trainable_token_indices") or ()
+    if not isinstance(given, Mapping):
+      return list(given)
+    for name, ids in given.items():
+      if module == name or module.endswith(f".{name}"):
+        return list(ids)
+    raise self.error(f"trainable_token_indices={given!r} has no {module!r}.")
+
+  def error(self, text: str) -> ConfigError:
+    return ConfigError(f"{self.folder}: {CONFIG}: {text}")
+
+
+def open_folder(folder: str) -> File:
+  """Reads a folder, and refuses methods that we do not compute."""
   with open(os.path.join(folder, CONFIG)) as file:
     config = json.load(file)
   for name, value in _PLAIN.items():
@@ -290,57 +135,135 @@ def read(
       f"{folder}: {CONFIG} has init_lora_weights={init!r}, with which PEFT "
       "changes the base; its save_pretrained can convert such adapters."
     )
-  file_arrays = _file_arrays(folder)
-  modules = dict(published.modules())
-  unknown = set(file_arrays) - set(modules)
+  factors: dict[str, dict[str, np.ndarray]] = {}
+  rows, in_full, frozen = {}, {}, {}
+  endings = (*_ENDINGS.items(), *_ENDINGS_OF_EMBEDDING.items())
+  for full, value in safetensors_files.read(
+    os.path.join(folder, ARRAYS)
+  ).items():
+    name = full.removeprefix(_PREFIX)
+    # Of older versions.
+    name = re.sub(r"(lora_magnitude_vector)\.weight$", r"\1", name)
+    found = [x for x in endings if name.endswith(f".{x[1]}")]
+    if found:
+      factor, ending = found[0]
+      module = name.removesuffix(f".{ending}")
+      factors.setdefault(module, {})[factor] = value
+    elif name.endswith(f".{_ROWS}"):
+      rows[name.removesuffix(f".{_ROWS}")] = value
+    elif name.endswith(f"{_BASE_LAYER}.weight"):
+      frozen[name.replace(_BASE_LAYER, "")] = value
+    elif "lora_" in name:
+      raise ConfigError(f"{folder}: {full} is not an array of LoRA or DoRA.")
+    else:  # Among them biases of modules with an adapter.
+      in_full[name.replace(_BASE_LAYER, "")] = value
+  return File(folder, config, factors, rows, in_full, frozen)
+
+
+def read(
+  file: File, published: Published
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """Returns config.adapters, and its parameters that are factors, by name."""
+  modules = _by_name_in_file(file, published)
+  unknown = set(file.factors) - set(modules)
+  if file.config.get("ensure_weight_tying"):
+    unknown.discard(HEAD)  # Its adapter is the one of the embeddings.
   if unknown:
     raise ConfigError(
-      f"{folder}: the model has no module {sorted(unknown)[0]!r} that an "
-      f"adapter could be for."
+      f"{file.folder}: the model has no module {sorted(unknown)[0]!r} that an "
+      "adapter could be for."
     )
-  # {kernel: {index in its stack: (A, B, magnitude, scale)}}
+  # {kernel: {index in its stack: (its factors, scale)}}
   by_kernel: dict[str, dict[tuple[int, ...], Any]] = {}
-  for module, of_module in file_arrays.items():
-    scale = _scale(config, module, len(of_module[_SUFFIXES[0]]))
-    for part in modules[module]:
-      values = _split(part, of_module, published)
-      by_kernel.setdefault(part.kernel, {})[part.stack] = (*values, scale)
+  for name, arrays in file.factors.items():
+    if name not in modules:
+      continue
+    module = modules[name]
+    rank = len(arrays[A]) // module.num_experts
+    scale = _scale(file.config, module.full_name, rank)
+    for expert in range(module.num_experts):
+      of_expert = _of_expert(module, arrays, expert)
+      for part in module.parts_of(expert):
+        values = _split(part, of_expert, published)
+        by_kernel.setdefault(part.kernel, {})[part.stack] = (values, scale)
   params: dict[str, np.ndarray] = {}
   rules: dict[str, list[tuple[str, Any]]] = {"rank": [], "alpha": []}
   for kernel, by_place in by_kernel.items():
     factors, scale = _stacked(kernel, by_place, published)
-    params |= {_root(kernel) + name: x for name, x in factors.items()}
+    params |= {f"{layer_of(kernel)}/{x}": y for x, y in factors.items()}
     rank = factors[A].shape[-1]
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    divisor = math.sqrt(rank) if file.config.get("use_rslora") else rank
     regex = re.escape(kernel)
     rules["rank"].append((regex, rank))
     rules["alpha"].append((regex, scale * divisor))
+  tokens, rows = _read_rows(file, published)
+  has_bias = any(BIAS in arrays for arrays in file.factors.values())
   options = {
     "targets": [regex for regex, _ in rules["rank"]],
-    "dropout": config.get("lora_dropout", 0.0),
-    "rslora": bool(config.get("use_rslora")),
-    "dora": bool(config.get("use_dora")),
+    "dropout": file.config.get("lora_dropout", 0.0),
+    "rslora": bool(file.config.get("use_rslora")),
+    "dora": bool(file.config.get("use_dora")),
+    **({"lora_bias": True} if has_bias else {}),
+    **({"tokens": tokens} if tokens else {}),
     **rules,
   }
-  return options, params
+  return options, params | rows
 
 
-def _file_arrays(folder: str) -> dict[str, dict[str, np.ndarray]]:
-  """{module: {one of _SUFFIXES: array}}."""
-  result: dict[str, dict[str, np.ndarray]] = {}
-  arrays = safetensors_files.read(os.path.join(folder, ARRAYS))
-  for name, value in arrays.items():
-    if ".base_layer." in name:  # A head, which PEFT adds although it is frozen.
+def _by_name_in_file(file: File, published: Published) -> dict[str, Module]:
+  """{name of a module in the file: the module}.
+
+  PEFT wraps a module once for each of its adapted parameters, the first one
+  innermost. Each wrapper but the outermost adds ".base_layer" to the name.
+  """
+  targets = file.config.get("target_parameters") or ()
+  plain: dict[str, Module] = {}
+  of_parameters: dict[str, list[Module]] = {}
+  for module in published.modules():
+    if module.kind != EXPERTS:
+      plain[module.name] = module
       continue
-    short = name.removeprefix(_PREFIX).removesuffix(".weight")
-    for suffix in _SUFFIXES:
-      end = "." + suffix.removesuffix(".weight")
-      if short.endswith(end):
-        result.setdefault(short.removesuffix(end), {})[suffix] = value
-        break
-    else:
-      raise ConfigError(f"{folder}: {name} is not an array of LoRA or DoRA.")
-  return result
+    name = module.full_name
+    if any(name == x or name.endswith(f".{x}") for x in targets):
+      of_parameters.setdefault(module.name, []).append(module)
+  return plain | _wrapped(of_parameters)
+
+
+def _wrapped(
+  of_parameters: Mapping[str, Sequence[Module]],
+) -> dict[str, Module]:
+  return {
+    name + _BASE_LAYER * (len(modules) - 1 - i): module
+    for name, modules in of_parameters.items()
+    for i, module in enumerate(modules)
+  }
+
+
+def _read_rows(
+  file: File, published: Published
+) -> tuple[dict[str, list[int]], dict[str, np.ndarray]]:
+  """Returns ({table: ids of its trained tokens}, {parameter: their rows})."""
+  tokens, params = {}, {}
+  modules = {module.name: module for module in published.modules()}
+  for name, values in file.rows.items():
+    if name not in modules:
+      raise ConfigError(f"{file.folder}: the model has no embeddings {name!r}.")
+    (part,) = modules[name].parts
+    shape = published.shape(part.kernel)
+    size = shape.rows if is_table(part.kernel) else shape.columns
+    ids = file.tokens(name)
+    if max(ids) >= size:
+      raise new_tokens(file, name, max(ids) + 1, size)
+    tokens[part.kernel] = ids
+    params[f"{layer_of(part.kernel)}/{ROWS}"] = np.asarray(values, np.float32)
+  return tokens, params
+
+
+def new_tokens(file: File, name: str, number: int, size: int) -> ConfigError:
+  return ConfigError(
+    f"{file.folder}: {name} has at least {number} tokens, more than the "
+    f"{size} of the model; expected a model with as many tokens."
+  )
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -353,56 +276,424 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
   return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
+def _of_expert(
+  module: Module, arrays: Mapping[str, np.ndarray], expert: int
+) -> Mapping[str, np.ndarray]:
+  """The adapter of one expert, A (R, I) and B (O, R)."""
+  if module.kind != EXPERTS:
+    return arrays
+  a, b = arrays[A], arrays[B]
+  E = module.num_experts
+  a_ERI, b_ORE = a.reshape(E, -1, a.shape[-1]), b.reshape(len(b), -1, E)
+  return {A: a_ERI[expert], B: b_ORE[..., expert]}
+
+
 def _split(
-  part: _Part, arrays: Mapping[str, np.ndarray], published: Published
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-  """A kernel's part (A, B, magnitude) of a module's adapter."""
+  part: Part, arrays: Mapping[str, np.ndarray], published: Published
+) -> dict[str, np.ndarray]:
+  """A kernel's part of a module's adapter: A (I, R), B (R, O), vectors (O)."""
   shape = published.shape(part.kernel)
   I, O = shape.rows, shape.columns
-  a_RI, b_OR = (np.asarray(arrays[s], np.float32) for s in _SUFFIXES[:2])
+  a_RI, b_OR = (np.asarray(arrays[x], np.float32) for x in (A, B))
+  if a_RI.shape[1] != I or len(part.place) != O or len(b_OR) <= max(part.place):
+    raise ConfigError(
+      f"{part.kernel}: expected an adapter from {I} to at least {O} numbers, "
+      f"got one from {a_RI.shape[1]} to {len(b_OR)}."
+    )
   a_IR = np.empty((I, len(a_RI)), np.float32)
   a_IR[part.inputs] = a_RI.T
   b_RO = np.empty((len(a_RI), O), np.float32)
   b_RO[:, part.outputs] = b_OR[part.place].T
-  magnitude_O = None
-  if _SUFFIXES[2] in arrays:
-    magnitude_O = np.empty(O, np.float32)
-    given = np.asarray(arrays[_SUFFIXES[2]], np.float32).reshape(-1)
-    magnitude_O[part.outputs] = given[part.place]
-  return a_IR, b_RO, magnitude_O
+  result: dict[str, np.ndarray] = {A: a_IR, B: b_RO}
+  for factor in (BIAS, MAGNITUDE):
+    if factor in arrays:
+      value_O = np.empty(O, np.float32)
+      given = np.asarray(arrays[factor], np.float32).reshape(-1)
+      value_O[part.outputs] = given[part.place]
+      result[factor] = value_O
+  return result
 
 
 def _stacked(
-  kernel: str, by_place: Mapping[tuple[int, ...], Any], published: Published
+  kernel: str,
+  by_place: Mapping[tuple[int, ...], tuple[dict[str, np.ndarray], float]],
+  published: Published,
 ) -> tuple[dict[str, np.ndarray], float]:
   """Stacks the adapters of a kernel; layers without one get zeros.
 
-  Returns: {name of a factor: array}, and the scale of the first layer.
-    The others' matrices B are multiplied accordingly.
+  Returns: {factor: array}, and the scale of the first layer. The others' B,
+    and biases, are multiplied accordingly.
   """
   shape = published.shape(kernel)
   stack = shape.stack
-  rank = max(a.shape[-1] for a, _, _, _ in by_place.values())
-  scale = next(iter(by_place.values()))[3]
-  a = np.zeros((*stack, shape.rows, rank), np.float32)
-  b = np.zeros((*stack, rank, shape.columns), np.float32)
-  magnitude = np.zeros((*stack, shape.columns), np.float32)
-  has_magnitude = [m is not None for _, _, m, _ in by_place.values()]
-  if any(has_magnitude) and len(by_place) < math.prod(stack):
+  rank = max(factors[A].shape[-1] for factors, _ in by_place.values())
+  scale = next(iter(by_place.values()))[1]
+  names = {name for factors, _ in by_place.values() for name in factors}
+  if MAGNITUDE in names and len(by_place) < math.prod(stack):
     raise ConfigError(
       f"{kernel}: DoRA is in some layers only; expected all or none, or a "
       "model with scan=False."
     )
-  for place, (a_IR, b_RO, magnitude_O, own_scale) in by_place.items():
-    own = a_IR.shape[-1]
-    a[place][:, :own] = a_IR
-    b[place][:own] = own_scale / scale * b_RO
-    if magnitude_O is not None:
-      magnitude[place] = magnitude_O
-  factors = {
-    A: a.reshape(*stack, *shape.inputs, rank),
-    B: b.reshape(*stack, rank, *shape.outputs),
+  sizes = {
+    A: ((shape.rows, rank), (*shape.inputs, rank)),
+    B: ((rank, shape.columns), (rank, *shape.outputs)),
+    BIAS: ((shape.columns,), shape.outputs),
+    MAGNITUDE: ((shape.columns,), shape.outputs),
   }
-  if any(has_magnitude):
-    factors[MAGNITUDE] = magnitude.reshape(*stack, *shape.outputs)
-  return factors, scale
+  result: dict[str, np.ndarray] = {}
+  for name in names:
+    flat, whole = sizes[name]
+    value = np.zeros((*stack, *flat), np.float32)
+    for place, (factors, own_scale) in by_place.items():
+      if name not in factors:
+        continue
+      own: Any = factors[name]
+      if name in (B, BIAS):
+        own = own_scale / scale * own
+      value[place][tuple(map(slice, own.shape))] = own
+    result[name] = value.reshape(*stack, *whole)
+  return result, scale
+
+
+class Run(NamedTuple):
+  """What a run has to write."""
+
+  params: Mapping[str, np.ndarray]  # Factors, and what trained in full.
+  options: Options  # config.adapters.
+  published: Published
+  config: Mapping[str, Any]  # Entries of adapter_config.json of the model.
+  tied_head: bool = False  # Whether the head is the table of embeddings.
+
+
+def write(folder: str, run: Run) -> int:
+  """Writes a run's adapters; returns the number of arrays."""
+  arrays: dict[str, np.ndarray] = {}
+  unwritten = set(run.params)
+  modules = [x for x in run.published.modules() if not x.is_old]
+  ranks: dict[str, int] = {}  # By full name of the adapted module.
+  alphas: dict[str, float] = {}
+  for name, module in _adapted_modules(run, modules).items():
+    adapted = _adapted(run, module)
+    unwritten -= {
+      f"{layer_of(one.kernel)}/{factor}"
+      for one in adapted
+      for factor in FACTORS
+      if factor != ROWS
+    }
+    values, rank, scale = _joined(run, module, adapted)
+    of_table = module.kind == EMBEDDING
+    for factor, ending in (
+      _ENDINGS_OF_EMBEDDING if of_table else _ENDINGS
+    ).items():
+      if factor in values:
+        arrays[f"{name}.{ending}"] = values[factor]
+    if of_table and run.tied_head:
+      arrays[f"{HEAD}.lora_A.weight"] = values[B].T
+      arrays[f"{HEAD}.lora_B.weight"] = values[A].T
+    ranks[module.full_name] = rank
+    alphas[module.full_name] = scale * (
+      math.sqrt(rank) if run.options.rslora else rank
+    )
+  content = _config(ranks, alphas, modules, run.options)
+  content |= _write_rows(run, modules, arrays, unwritten)
+  content |= _write_in_full(run, modules, arrays, unwritten, set(ranks))
+  if run.tied_head and any(is_table(x) for x in _trained(run)):
+    content["ensure_weight_tying"] = True
+  if unwritten:
+    raise ConfigError(
+      f"--format=peft: PEFT's files have no place for {sorted(unwritten)[0]}; "
+      "--format=hf exports the merged model."
+    )
+  if not ranks:
+    raise ConfigError(
+      "--format=peft: PEFT's files need an adapter, config.adapters.targets; "
+      "--format=hf exports the model."
+    )
+  _check(content)
+  _write_files(folder, arrays, {**content, **run.config})
+  return len(arrays)
+
+
+def _trained(run: Run) -> set[str]:
+  """Tables and kernels that have an adapter or train in full."""
+  result = set()
+  for name in run.params:
+    layer, _, last = name.rpartition("/")
+    if last != ROWS:
+      result.add(adapted_name(layer) if last in FACTORS else name)
+  return result
+
+
+def _write_files(
+  folder: str, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> None:
+  os.makedirs(folder, exist_ok=True)
+  arrays = {
+    _PREFIX + name: np.ascontiguousarray(x) for name, x in arrays.items()
+  }
+  specs = {n: (x.shape, str(x.dtype)) for n, x in arrays.items()}
+  with paths.replacing(os.path.join(folder, ARRAYS), "wb") as file:
+    in_order = iter(arrays.values())
+    safetensors_files.write(file.name, specs, in_order, {"format": "pt"})
+  with paths.replacing(os.path.join(folder, CONFIG)) as file:
+    json.dump(config, file, indent=2)
+
+
+def _check(content: Mapping[str, Any]) -> None:
+  """Refuses what PEFT cannot compute together."""
+  for name, key in (("use_dora", "dora"), ("lora_bias", "lora_bias")):
+    if content["target_parameters"] and content[name]:
+      raise ConfigError(
+        f"--format=peft: config.adapters.{key}: expected False for "
+        f"{content['target_parameters'][0]}, an adapter of experts or routers; "
+        "--format=hf exports the merged model."
+      )
+
+
+def _adapted_modules(run: Run, modules: Sequence[Module]) -> dict[str, Module]:
+  """{name in the file: module} of the modules with an adapter."""
+  plain: dict[str, Module] = {}
+  of_parameters: dict[str, list[Module]] = {}
+  for module in modules:
+    if not _adapted(run, module):
+      continue
+    if module.kind == EXPERTS:
+      of_parameters.setdefault(module.name, []).append(module)
+    else:
+      plain[module.name] = module
+  return plain | _wrapped(of_parameters)
+
+
+def _adapted(run: Run, module: Module) -> list[Part]:
+  """The parts of a module that have an adapter."""
+  return [
+    part
+    for part in module.parts
+    if f"{layer_of(part.kernel)}/{A}" in run.params
+  ]
+
+
+def _joined(
+  run: Run, module: Module, adapted: Sequence[Part]
+) -> tuple[dict[str, np.ndarray], int, float]:
+  """Joins the adapters of a module: (its factors, rank, scale).
+
+  The files have one scale for a module, the first part's. The others'
+  matrices B are multiplied accordingly.
+  """
+  if run.options.dora and len(adapted) < len(module.parts):
+    raise ConfigError(
+      f"{module.name}: it joins several kernels, of which only some have an "
+      "adapter; PEFT's DoRA cannot express it."
+    )
+  scales = [run.options.scale(part.kernel) for part in adapted]
+  kernels = {part.kernel for part in adapted}
+  num_outputs = sum(len(part.place) for part in module.parts)
+  experts = []
+  for expert in range(module.num_experts):
+    parts = [x for x in module.parts_of(expert) if x.kernel in kernels]
+    experts.append([_factors(run, part) for part in parts])
+  shares = all(
+    np.array_equal(factors[A], of_expert[0][A])
+    for of_expert in experts
+    for factors in of_expert
+  )
+  joined = [
+    _joined_parts(adapted, of_expert, scales, num_outputs, shares)
+    for of_expert in experts
+  ]
+  rank = len(joined[0][A])
+  if module.kind != EXPERTS:
+    return joined[0], rank, scales[0]
+  a = np.concatenate([factors[A] for factors in joined])
+  b_ORE = np.stack([factors[B] for factors in joined], axis=-1)
+  values = {A: a, B: b_ORE.reshape(len(b_ORE), -1)}
+  return values, rank, scales[0]
+
+
+def _factors(run: Run, part: Part) -> dict[str, np.ndarray]:
+  """A (R, I), B (O, R) and vectors (O) of a part, in the module's order."""
+  layer = layer_of(part.kernel)
+  values = {}
+  for factor in (A, B, BIAS, MAGNITUDE):
+    if f"{layer}/{factor}" in run.params:
+      value = run.params[f"{layer}/{factor}"][part.stack]
+      values[factor] = np.asarray(value, np.float32)
+  rank = values[A].shape[-1]
+  result = {
+    A: values[A].reshape(-1, rank)[part.inputs].T,
+    B: values[B].reshape(rank, -1)[:, part.outputs].T,
+  }
+  for factor in (BIAS, MAGNITUDE):
+    if factor in values:
+      result[factor] = values[factor].reshape(-1)[part.outputs]
+  return result
+
+
+def _joined_parts(
+  parts: Sequence[Part],
+  factors: Sequence[Mapping[str, np.ndarray]],
+  scales: Sequence[float],
+  num_outputs: int,
+  shares: bool,
+) -> dict[str, np.ndarray]:
+  """The factors of a matrix whose outputs are those of its parts.
+
+  Args:
+    shares: whether all parts have the same A, which is then A of the matrix.
+  """
+  ranks = [len(x[A]) for x in factors]
+  rank = ranks[0] if shares else sum(ranks)
+  a_RI = factors[0][A] if shares else np.concatenate([x[A] for x in factors])
+  result = {A: a_RI, B: np.zeros((num_outputs, rank), np.float32)}
+  for factor in (BIAS, MAGNITUDE):
+    if factor in factors[0]:
+      result[factor] = np.zeros(num_outputs, np.float32)
+  first = 0
+  for part, own, scale in zip(parts, factors, scales):
+    ratio = scale / scales[0]
+    result[B][part.place, first : first + len(own[A])] = ratio * own[B]
+    if BIAS in own:
+      result[BIAS][part.place] = ratio * own[BIAS]
+    if MAGNITUDE in own:
+      result[MAGNITUDE][part.place] = own[MAGNITUDE]
+    first += 0 if shares else len(own[A])
+  return result
+
+
+def _write_rows(
+  run: Run,
+  modules: Sequence[Module],
+  arrays: dict[str, np.ndarray],
+  unwritten: set[str],
+) -> dict[str, Any]:
+  """Adds the embeddings of tokens that trained alone."""
+  indices = {}
+  for module in modules:
+    name = f"{layer_of(module.parts[0].kernel)}/{ROWS}"
+    if name in run.params:
+      arrays[f"{module.name}.{_ROWS}"] = run.params[name]
+      indices[_last(module.name)] = [
+        *run.options.tokens_of(module.parts[0].kernel)
+      ]
+      unwritten.discard(name)
+  return {"trainable_token_indices": indices or None}
+
+
+def _write_in_full(
+  run: Run,
+  modules: Sequence[Module],
+  arrays: dict[str, np.ndarray],
+  unwritten: set[str],
+  adapted: set[str],
+) -> dict[str, Any]:
+  """Adds what trained in full: whole modules, or biases.
+
+  Args:
+    adapted: names of the modules with an adapter.
+  """
+  by_module: dict[str, list[Any]] = {}
+  for tensor in run.published.tensors:
+    module = run.published.name_of(tensor).rpartition(".")[0]
+    by_module.setdefault(module, []).append(tensor)
+  saved, biases = [], []
+  all_biases = []
+  for module, tensors in by_module.items():
+    in_full = [
+      tensor
+      for tensor in tensors
+      if all(name in run.params for name, _ in tensor.parts)
+    ]
+    is_whole = len(in_full) == len(tensors)
+    if is_whole:
+      saved.append(module)
+    for tensor in tensors:
+      is_bias = tensor.name.endswith(".bias")
+      if is_bias and not is_whole:
+        all_biases.append(module)
+      if tensor not in in_full or not (is_whole or is_bias):
+        continue
+      name = run.published.name_of(tensor)
+      if is_bias and not is_whole:
+        biases.append(module)
+        if module in adapted:
+          name = f"{module}{_BASE_LAYER}.bias"
+      parts = [run.params[name][index] for name, index in tensor.parts]
+      arrays[name] = np.asarray(tensor.build(parts), np.float32)
+      unwritten -= {name for name, _ in tensor.parts}
+  embedding = [x.name for x in modules if x.kind == EMBEDDING]
+  if run.tied_head and embedding and embedding[0] in saved:
+    arrays[f"{HEAD}.weight"] = arrays[f"{embedding[0]}.weight"]
+  of_adapted = {x for x in all_biases if x in adapted}
+  bias = "lora_only" if {*biases} == of_adapted else "all"
+  return {
+    "modules_to_save": sorted(_short(x) for x in saved) or None,
+    "bias": bias if biases else "none",
+  }
+
+
+def _last(module: str) -> str:
+  return module.rpartition(".")[2]
+
+
+def _short(module: str) -> str:
+  """A name by which PEFT finds one module to save.
+
+  PEFT saves all modules whose names end with it: "norm" would be each norm.
+  """
+  last = _last(module)
+  unique = (HEAD, "score", "classifier", "embed_tokens", "wte")
+  return last if last in unique else module
+
+
+def _config(
+  ranks: Mapping[str, int],
+  alphas: Mapping[str, float],
+  modules: Sequence[Module],
+  options: Options,
+) -> dict[str, Any]:
+  """The content of adapter_config.json, without what trained in full."""
+  adapted = [module for module in modules if module.full_name in ranks]
+  others = [module for module in modules if module.full_name not in ranks]
+  rank, alpha = 1, 1.0
+  if ranks:
+    rank = collections.Counter(ranks.values()).most_common(1)[0][0]
+    alpha = collections.Counter(alphas.values()).most_common(1)[0][0]
+  parameters = [module for module in adapted if module.parameter]
+  return {
+    "peft_type": "LORA",
+    "base_model_name_or_path": None,
+    "inference_mode": True,
+    "r": rank,
+    "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+    "rank_pattern": {m: r for m, r in ranks.items() if r != rank},
+    "alpha_pattern": {m: a for m, a in alphas.items() if a != alpha},
+    "target_modules": _names(
+      [x.name for x in adapted if not x.parameter], [x.name for x in others], 1
+    ),
+    "target_parameters": _names(
+      [x.full_name for x in parameters], [x.full_name for x in others], 2
+    )
+    or None,
+    # PEFT has no dropout before parameters.
+    "lora_dropout": 0.0 if parameters else options.dropout,
+    "use_rslora": options.rslora,
+    "use_dora": options.dora,
+    "lora_bias": options.lora_bias,
+    "fan_in_fan_out": False,
+  }
+
+
+def _names(
+  targets: Iterable[str], others: Iterable[str], num_words: int
+) -> list[str]:
+  """Names that PEFT matches with all of `targets` and none of `others`.
+
+  The last words of a name, such as "c_attn", stand for all names with them.
+  """
+
+  def end(name: str) -> str:
+    return ".".join(name.split(".")[-num_words:])
+
+  ambiguous = {end(name) for name in others}
+  return sorted({x if end(x) in ambiguous else end(x) for x in targets})

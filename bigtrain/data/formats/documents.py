@@ -1,10 +1,12 @@
-"""Reads documents from plain text, JSON lines and Parquet, also compressed.
+"""Reads documents from plain text, JSON and Parquet, also compressed.
 
 For tokenizing, a corpus is cut into parts that processes read independently:
 whole files, byte ranges of large files of lines, and row groups of Parquet
-files. `rows` reads a file of JSON lines or a Parquet file as a whole.
+files. `rows` reads a file as a whole: JSON lines, an array in JSON, a Parquet
+file, or a text.
 """
 
+import glob
 import gzip
 import itertools
 import json
@@ -13,6 +15,8 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from absl import logging
 
 from bigtrain.config.errors import (
   ConfigError,
@@ -23,15 +27,20 @@ from bigtrain.config.errors import (
 )
 from bigtrain.data.formats import arrow_columns, files
 
-FORMATS = ("text", "lines", "jsonl", "parquet")
+FORMATS = ("text", "lines", "jsonl", "json", "parquet")
 
 _CHUNK_BYTES = 1 << 20
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _FORMAT_OF = {
   **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
   **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+  ".json": "json",
   ".parquet": "parquet",
 }
+# Files with rows that a folder may consist of.
+_ROW_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".json", ".parquet")
+# Some editors of Windows begin a file with it.
+_BOM = b"\xef\xbb\xbf"
 
 
 class Part(NamedTuple):
@@ -53,10 +62,9 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   Args:
     format: one of FORMATS, or "auto" for the one that the suffix says.
   """
-  stem, suffix = os.path.splitext(path)
-  compression = _COMPRESSIONS.get(suffix, "")
+  compression = _COMPRESSIONS.get(os.path.splitext(path)[1], "")
   if format == "auto":
-    inner = os.path.splitext(stem)[1] if compression else suffix
+    inner = suffix_of(path)
     if inner not in _FORMAT_OF:
       hint = f"give the format: {', '.join(FORMATS)}."
       raise ConfigError(f"{path}: unknown suffix {inner!r}; {hint}")
@@ -65,7 +73,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   size = os.path.getsize(path)
   if format == "parquet":
     return _row_groups(path, most_bytes)
-  if format == "text" or compression:
+  if format in ("text", "json") or compression:
     return [Part(path, format, compression, 0, size, size)]
   cuts = [*range(0, size, most_bytes), size]
   return [
@@ -84,6 +92,9 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
     yield from _read_rows(part, key)
   elif part.format == "text":
     yield _decoded(b"".join(_chunks(part)), part.path)
+  elif part.format == "json":
+    for where, row in _json_rows(part):
+      yield row if isinstance(row, DataError) else _text_of(row, key, where)
   else:
     for position, line in _lines(part):
       where = _Where(part, position)
@@ -93,8 +104,64 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
         yield _field(line, key, where)
 
 
-def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-  """Yields (place, row) of a .jsonl or .parquet file."""
+def suffix_of(path: str) -> str:
+  """Returns what a file's name says of its format, such as ".jsonl"."""
+  stem, suffix = os.path.splitext(path.lower())
+  return os.path.splitext(stem)[1] if suffix in _COMPRESSIONS else suffix
+
+
+def find(path: Any, key: str) -> list[str]:
+  """Returns the files of a path, a pattern, a folder, or a list of these."""
+  result: list[str] = []
+  for entry in files.as_list(path, key):
+    folder = files.local_path(entry, key)
+    if os.path.isdir(folder):
+      result += _files_in(folder, key)
+    else:
+      result += files.find(entry, key)
+  return result
+
+
+def _files_in(folder: str, key: str) -> list[str]:
+  """Returns the files with rows in a folder, which must be of one kind."""
+  pattern = os.path.join(glob.escape(folder), "**")
+  names = glob.glob(pattern, recursive=True, include_hidden=True)
+  names = sorted(os.path.relpath(n, folder) for n in names if os.path.isfile(n))
+  visible, hidden = files.split_hidden(names)
+  files.log_hidden(hidden, key)
+  by_suffix: dict[str, list[str]] = {}
+  others = []
+  for name in visible:
+    suffix = suffix_of(name)
+    if suffix in _ROW_SUFFIXES:
+      by_suffix.setdefault(suffix, []).append(os.path.join(folder, name))
+    else:
+      others.append(name)
+  if others:
+    logging.info(
+      "%s: left out other files (%d), such as %s",
+      key,
+      len(others),
+      others[0],
+    )
+  if len(by_suffix) != 1:
+    found = ", ".join(f"{len(x)} {suffix}" for suffix, x in by_suffix.items())
+    raise DataError(
+      f"{folder}: expected files of one kind, {', '.join(_ROW_SUFFIXES)}, got "
+      f"{found or 'none'}; a pattern such as {folder}/*.jsonl selects some."
+    )
+  return next(iter(by_suffix.values()))
+
+
+def rows(path: str) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:
+  """Yields (place, row) of a file; an error in the place of an invalid row.
+
+  A plain text is one row with the field `text`.
+  """
+  if suffix_of(path) not in _FORMAT_OF:
+    raise ConfigError(
+      f"{path}: expected a .jsonl, .json, .parquet or .txt file."
+    )
   for part in parts(path, "auto", sys.maxsize):
     if part.format == "parquet":
       with (
@@ -104,16 +171,63 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         batches = (batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(itertools.chain.from_iterable(batches)):
           yield f"{path}, row {number}", row
-    elif part.format == "jsonl":
+    elif part.format == "json":
+      yield from _json_rows(part)
+    elif part.format == "text":
+      yield path, _text_row(part)
+    else:
       for position, line in _lines(part):
         if line.strip():
           where = _Where(part, position)
-          try:
-            yield where, json_object(line)
-          except DataError as e:
-            raise DataError(f"{where}: {e}") from e
-    else:
-      raise ConfigError(f"{path}: expected a .jsonl or .parquet file.")
+          yield where, _parsed(line, where)
+
+
+def _text_row(part: Part) -> dict[str, Any] | DataError:
+  raw = b"".join(_chunks(part)).removeprefix(_BOM)
+  text = _decoded(raw, part.path)
+  if isinstance(text, DataError):
+    return text
+  if not text.strip():
+    return DataError(f"{part.path}: the file has no text.")
+  # The ends of lines are those of Python's text files.
+  return {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
+
+
+def _json_rows(part: Part) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:
+  """Yields (place, row) of an array in JSON, or of lines of JSON."""
+  content = b"".join(_chunks(part)).removeprefix(_BOM)
+  if content.lstrip()[:1] == b"[":
+    try:
+      elements = json.loads(content)
+    except (ValueError, RecursionError) as e:
+      raise DataError(f"{part.path}: not valid JSON: {e}.") from e
+    for number, row in enumerate(elements):
+      where = f"{part.path}, row {number} (from 0)"
+      if isinstance(row, dict):
+        yield where, row
+      else:
+        kind = type(row).__name__
+        yield where, DataError(f"{where}: expected an object, got {kind}.")
+    return
+  lines = content.split(b"\n")
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    where = f"{part.path}, line {number}"
+    row = _parsed(line, where)
+    if number == 1 and isinstance(row, DataError):
+      # Often an object over several lines, around the array.
+      row = DataError(
+        f"{part.path}: expected an array of objects, or an object in each line."
+      )
+    yield where, row
+
+
+def _parsed(line: bytes, where: Any) -> dict[str, Any] | DataError:
+  try:
+    return json_object(line)
+  except DataError as e:
+    return DataError(f"{where}: {e}")
 
 
 def json_object(line: bytes) -> dict[str, Any]:
@@ -141,10 +255,13 @@ class _Where(NamedTuple):
 
 
 def _field(line: bytes, key: str, where: _Where) -> str | DataError:
-  try:
-    example = json_object(line)
-  except DataError as e:
-    return DataError(f"{where}: {e}")
+  example = _parsed(line, where)
+  if isinstance(example, DataError):
+    return example
+  return _text_of(example, key, where)
+
+
+def _text_of(example: dict[str, Any], key: str, where: Any) -> str | DataError:
   if key not in example:
     hint = did_you_mean(key, example)
     return DataError(f"{where}: no field {key!r}.{hint}")

@@ -1,33 +1,31 @@
 """Token ids of the rows of data/supervised.py, with the ids that have a loss.
 
-`Encoder` turns one row of a file into ids: a conversation by a chat template, a
-prompt and its completion by joining the two. `check_texts` refuses rows whose
-texts are not text.
+`Encoder` turns a plain row, which row_shapes.py makes, into ids: a conversation
+by a chat template, a prompt and its completion by joining the two.
+`encode_all` does this for all answers of a row as it is in a file, and
+`checked_rows` reads these.
 """
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from bigtrain.config.errors import (
-  ConfigError,
-  DataError,
-  check_number,
-  did_you_mean,
-)
-from bigtrain.data.formats import files
+from bigtrain.config.errors import ConfigError, DataError, check_number
+from bigtrain.data.formats import documents, files, row_pictures, row_shapes
 from bigtrain.data.formats.token_rows import Row
 from bigtrain.text import chat, tokenizers
 from bigtrain.text import messages as chat_messages
+from bigtrain.text import pictures as text_pictures
 
-# Part of the key of cached ids. Increase it when the ids of a row change.
+# Part of the key of cached ids. Increase it when the ids of a row change, here
+# or in row_shapes.py.
 _VERSION = 3
-# Fields that say what a row is, in the order of their precedence.
+# Fields that say what a plain row is.
 _KINDS = ("messages", "prompt", "text")
-_TEXT_FIELDS = (*_KINDS, "completion", "chosen", "rejected", "tools")
 # Ids that the message about a row without loss shows.
 _NUM_SHOWN = 32
 
@@ -38,6 +36,7 @@ class Encoder:
   Attributes:
     key: digest of the options that the ids depend on.
     bos: whether the begin token precedes rows without a template.
+    has_template: whether there is a chat template.
     ignore_fields: sorted names of the fields that messages lose.
   """
 
@@ -53,8 +52,10 @@ class Encoder:
     allow_special: bool,
     pairs: bool,
     ignore_fields: Sequence[str] = (),
+    pictures: text_pictures.Pictures | None = None,
   ):
     """See data/supervised.py; `pairs` is for encoder-decoders."""
+    self._pictures = pictures
     self._tokenizer = tokenizer
     self._loss: Literal["assistant", "last", "all"] = loss
     self._pairs = pairs
@@ -65,6 +66,8 @@ class Encoder:
     self.ignore_fields = _field_names(ignore_fields)
     self._template_options = {**(variables or {}), "now": _clock(date)}
     self.bos = tokenizer.adds_bos if bos is None else bos
+    if pictures is not None and pictures.first:
+      self.bos = False  # It follows the pictures.
     if self.bos and tokenizer.bos_id is None:
       raise ConfigError(
         f"supervised: bos: the tokenizer {tokenizer.name!r} has no begin token."
@@ -79,17 +82,31 @@ class Encoder:
         raise
       self._template = e
     texts: Any = None
+    self.has_template = isinstance(self._template, chat.Template)
     if isinstance(self._template, chat.Template):
       texts = [*self._template.texts.items(), *self._template.tokens.items()]
     options = texts, variables, date, loss, self.bos, allow_special, pairs
-    self.key = files.digest(
-      _VERSION, tokenizer.fingerprint(), options, self.ignore_fields
-    )
+    key: list[Any] = [_VERSION, tokenizer.fingerprint(), options]
+    key.append(self.ignore_fields)
+    if pictures is not None:
+      key.append(pictures)
+    self.key = files.digest(*key)
 
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
     """Returns the ids of a row; `where` is its place, for messages."""
     try:
-      result = self._encode(row)
+      images = row_pictures.of_row(row)
+      if images and self._pictures is None:
+        raise DataError(
+          "the row has pictures; pictures=FOLDER, of a published model that "
+          "reads them, says how they are prepared."
+        )
+      result = self._encode(row, len(images))
+      if self._pictures is not None:
+        self._pictures.check(result.ids, len(images))
+        result = result._replace(
+          pictures=[row_pictures.encoded(x, row) for x in images]
+        )
       weight = 1.0 if row.get("weight") is None else row["weight"]
       check_number("weight", weight, least=0)
     except (ConfigError, ValueError, TypeError) as e:
@@ -99,28 +116,24 @@ class Encoder:
     if not result.trained[first_target:].any():
       text = self._tokenizer.spell(result.ids[:_NUM_SHOWN])
       raise DataError(f"{where}: no token has a loss: {text!r}.")
-    return result._replace(weight=float(weight))
+    label = -1 if row.get("label") is None else int(row["label"])
+    return result._replace(weight=float(weight), label=label)
 
-  def _encode(self, row: Mapping[str, Any]) -> Row:
-    kind = next((kind for kind in _KINDS if row.get(kind) is not None), None)
-    if kind is None:
-      hint = did_you_mean("messages", row)
-      raise DataError(
-        f"expected messages, prompt and completion, or text.{hint}"
-      )
+  def _encode(self, row: Mapping[str, Any], num_pictures: int) -> Row:
+    kind = next(kind for kind in _KINDS if row.get(kind) is not None)
     if kind == "text":
-      return self._encode_texts("", row["text"])
+      return self._encode_texts("", row["text"], num_pictures)
     if kind == "messages":
-      return self._encode_messages(row, row["messages"], first=0)
+      return self._encode_messages(row, row["messages"], 0, num_pictures)
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-      return self._encode_texts(prompt, completion)
+      return self._encode_texts(prompt, completion, num_pictures)
     if isinstance(prompt, list) and isinstance(completion, list):
       messages = [*prompt, *completion]
-      return self._encode_messages(row, messages, first=len(prompt))
+      return self._encode_messages(row, messages, len(prompt), num_pictures)
     raise DataError("prompt and completion: expected two texts, or two lists.")
 
-  def _encode_texts(self, prompt: str, answer: Any) -> Row:
+  def _encode_texts(self, prompt: str, answer: Any, num_pictures: int) -> Row:
     tokenizer = self._tokenizer
     if not isinstance(answer, str):
       kind = type(answer).__name__
@@ -136,14 +149,23 @@ class Encoder:
             f"the text spells the special token {text!r}; with "
             "allow_special=True it is that token."
           )
-    prompt_ids = tokenizer.encode(prompt, special)
+    encode = functools.partial(tokenizer.encode, special=special)
+    if self._pictures is not None:
+      if not self._allow_special:
+        self._check_text(prompt, "prompt")
+        self._check_text(answer, "completion")
+      prompt = self._pictures.prompt(tokenizer, prompt, num_pictures)
+      encode = functools.partial(
+        self._pictures.encode, tokenizer, special=special
+      )
+    prompt_ids = encode(prompt)
     if self._pairs:
       inputs = [*prompt_ids, end]
       ids = [*inputs, *tokenizer.encode(answer, special), end]
     else:
       # Encoded together if possible, because some tokenizers begin each text
       # with an id of its own, such as a space.
-      both = tokenizer.encode(prompt + answer, special)
+      both = encode(prompt + answer)
       if np.array_equal(both[: len(prompt_ids)], prompt_ids):
         answer_ids = both[len(prompt_ids) :]
       else:
@@ -158,14 +180,20 @@ class Encoder:
     return Row(np.asarray(ids, np.int32), int(trained.argmax()), trained)
 
   def _encode_messages(
-    self, row: Mapping[str, Any], messages: Any, first: int
+    self,
+    row: Mapping[str, Any],
+    messages: Any,
+    first: int,
+    num_pictures: int,
   ) -> Row:
     """Encodes a conversation; answers before message `first` have no loss."""
     if isinstance(self._template, ConfigError):
       raise self._template
     tools = row.get("tools")
-    if isinstance(tools, str):
-      tools = json.loads(tools)
+    tokenizer: Any = self._tokenizer
+    if self._pictures is not None:
+      messages = self._pictures.messages(self._template, messages, num_pictures)
+      tokenizer = text_pictures.Tokenizer(tokenizer, self._pictures)
     messages = chat_messages.readable(
       self._template,
       messages,
@@ -177,7 +205,7 @@ class Encoder:
       self._check_spelling(messages)
     ids, trained = chat.supervised(
       self._template,
-      self._tokenizer,
+      tokenizer,
       messages,
       tools,
       loss="last" if self._pairs else self._loss,
@@ -193,21 +221,63 @@ class Encoder:
   def _check_spelling(self, messages: Sequence[Mapping[str, Any]]) -> None:
     for i, message in enumerate(messages):
       content = json.dumps(message, ensure_ascii=False)
-      for text in self._tokenizer.spellings:
-        if text in content:
-          raise DataError(
-            f"message {i}: its content spells the special token {text!r}, "
-            "which may end a turn; with allow_special=True it is that token."
-          )
+      self._check_text(content, f"message {i}: its content")
+
+  def _check_text(self, content: str, what: str) -> None:
+    if self._pictures is not None:
+      content = content.replace(self._pictures.placeholder, "")
+    for text in self._tokenizer.spellings:
+      if text in content:
+        raise DataError(
+          f"{what} spells the special token {text!r}, which may end a turn; "
+          "with allow_special=True it is that token."
+        )
 
 
-def check_texts(row: Mapping[str, Any], where: Any) -> None:
+def encode_all(
+  shapes: row_shapes.Reader, encoder: Encoder, row: Any, where: Any
+) -> list[Row]:
+  """Returns the ids of a row: one row, or one for each of its answers."""
+  if isinstance(row, DataError):
+    raise row
+  try:
+    shaped = shapes.read(row)
+  except DataError as e:
+    raise DataError(f"{where}: {e}") from e
+  result = [encoder(each, where) for each in shaped.rows]
+  shapes.count(shaped)
+  return result
+
+
+def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
+  """Yields (place, row) of a file; an error in the place of an invalid row."""
+  for where, row in documents.rows(path):
+    try:
+      if not isinstance(row, DataError):
+        _check_texts(row, where)
+    except DataError as e:
+      row = e
+    yield where, row
+
+
+def pieces(
+  tokenizer: tokenizers.Tokenizer, ids: np.ndarray, trained: np.ndarray
+) -> list[tuple[str, bool]]:
+  """Returns a text in pieces: (text, whether it has a loss)."""
+  cuts = np.flatnonzero(np.diff(trained)) + 1
+  return [
+    (tokenizer.spell(piece), bool(has_loss[0]))
+    for piece, has_loss in zip(np.split(ids, cuts), np.split(trained, cuts))
+  ]
+
+
+def _check_texts(row: Mapping[str, Any], where: Any) -> None:
   """Raises DataError if a text of a row contains half a character.
 
   JSON can spell one, "\\ud83d", and Python reads it, but UTF-8 has no bytes for
   it, and tokenizers refuse it.
   """
-  for field in _TEXT_FIELDS:
+  for field in row_shapes.TEXT_FIELDS:
     _check_text(row.get(field), field, where)
 
 

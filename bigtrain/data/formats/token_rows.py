@@ -3,10 +3,13 @@
 The ids are made once, in a pass over all rows, and kept in the user's cache
 folder, under a hash of the files' paths, sizes and modification times and of
 the options that the ids depend on. Two files have them: STEM.ids, the ids of
-all rows one after the other, and STEM.npz, the start and weight of each row.
+all rows one after the other, and STEM.npz, the start and weight of each row,
+and what the pass has counted. Rows with pictures have a third, STEM.pictures,
+with their paths or their bytes.
 """
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +30,13 @@ class Row(NamedTuple):
   prompt: int  # Number of ids before the first with a loss.
   trained: np.ndarray  # bool [n], whether an id has a loss.
   weight: float = 1.0  # Of the loss.
+  label: int = -1  # 1 if an answer is wanted, 0 if not, -1 if nobody says so.
+  # Its pictures, each as `Rows.pictures` returns it.
+  pictures: Sequence[bytes] = ()
+
+
+# Files and refused rows that messages name.
+_NUM_NAMED = 3
 
 
 class Rows:
@@ -34,6 +44,9 @@ class Rows:
 
   Attributes:
     weight: weights of the rows' losses, float32 [rows].
+    label: whether answers are wanted, int8 [rows], see `Row`.
+    counts: what the pass has counted, with "refused", messages of rows that
+      were left out, and "num_refused".
     digest: hash of the files' names and sizes, and of the options.
   """
 
@@ -41,10 +54,18 @@ class Rows:
     with np.load(stem + ".npz", allow_pickle=False) as arrays:
       self._starts, self._prompt = arrays["starts"], arrays["prompt"]
       self.weight, self._ends = arrays["weight"], arrays["ends"]
+      self.label, self._number = arrays["label"], arrays["number"]
+      self.counts: dict[str, Any] = json.loads(str(arrays["counts"]))
+      # Number of pictures before each row, and where each picture starts.
+      self._pictures = arrays["pictures"]
+      self._picture_starts = arrays["picture_starts"]
     # An id is stored as 2 id + (1 if it has a loss).
     shape = (int(self._starts[-1]),)
     self._codes = np.asarray(np.memmap(stem + ".ids", "<u4", "r", 0, shape))
     self._inputs, self.digest = inputs, digest
+    self._encoded: Any = b""
+    if len(self._picture_starts) > 1:
+      self._encoded = np.memmap(stem + ".pictures", np.uint8, "r")
 
   def __len__(self) -> int:
     return len(self._prompt)
@@ -65,25 +86,38 @@ class Rows:
     codes = self._codes[start:stop]
     return (codes >> 1).astype(np.int32), (codes & 1).astype(bool)
 
+  def num_pictures(self, rows: np.ndarray) -> np.ndarray:
+    return self._pictures[rows + 1] - self._pictures[rows]
+
+  def pictures(self, row: int) -> list[bytes]:
+    """Returns the pictures of a row, as they were given in `Row`."""
+    numbers = range(self._pictures[row], self._pictures[row + 1])
+    starts = self._picture_starts
+    return [bytes(self._encoded[starts[i] : starts[i + 1]]) for i in numbers]
+
   def where(self, row: int) -> str:
     file = int(np.searchsorted(self._ends, row, side="right"))
-    before = int(self._ends[file - 1]) if file else 0
-    return f"{self._inputs[file]}, row {row - before} (from 0)"
+    return f"{self._inputs[file]}, row {self._number[row]} (from 0)"
 
 
 def cached(
-  encode: Callable[[Any, Any], Row],
+  encode: Callable[[Any, Any], Sequence[Row]],
   key: str,
   inputs: Sequence[str],
   rows_of: Callable[[str], Iterator[tuple[Any, Any]]],
+  count: Callable[[], dict[str, Any]] = dict,
+  skip_errors: int = 0,
 ) -> Rows:
   """Returns the ids of rows, made now or for an earlier run.
 
   Args:
-    encode: encode(row, its place) makes the ids of a row.
+    encode: encode(row, its place) makes the ids of a row, which may be several
+      rows, such as two answers; or raises DataError.
     key: hash of what `encode` depends on.
     inputs: files, or names of other inputs.
     rows_of: rows_of(input) yields (place, row).
+    count: returns what `encode` has counted, as JSON.
+    skip_errors: number of rows that may be left out because of a DataError.
   """
   sizes: list[tuple[str, int | None]] = []
   times: list[tuple[str, int | None]] = []
@@ -97,45 +131,87 @@ def cached(
   stem = os.path.join(folder, files.digest(sys.version, *times, *sizes, key))
   # A missing or damaged cache entry only costs another pass.
   with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
-    return Rows(stem, inputs, digest)
+    rows = Rows(stem, inputs, digest)
+    if rows.counts["num_refused"] <= skip_errors:
+      return rows
   try:
     os.makedirs(folder, exist_ok=True)
-    _write(stem, encode, inputs, rows_of)
+    _write(stem, encode, inputs, rows_of, count, skip_errors)
   except OSError as e:
     raise ConfigError(f"{folder}: cannot be written: {e}.") from e
   return Rows(stem, inputs, digest)
 
 
+def _names(inputs: Sequence[str]) -> str:
+  named = ", ".join(inputs[:_NUM_NAMED])
+  more = len(inputs) - _NUM_NAMED
+  return named + (f" and {more} more" if more > 0 else "")
+
+
 def _write(
   stem: str,
-  encode: Callable[[Any, Any], Row],
+  encode: Callable[[Any, Any], Sequence[Row]],
   inputs: Sequence[str],
   rows_of: Callable[[str], Iterator[tuple[Any, Any]]],
+  count: Callable[[], dict[str, Any]],
+  skip_errors: int,
 ) -> None:
-  logging.info("Reading the rows of %s.", ", ".join(inputs))
-  starts, prompts, weights, ends = [0], [], [], []
+  logging.info("Reading the rows of %s.", _names(inputs))
+  starts, ends = [0], []
+  pictures, picture_starts = [0], [0]
+  rows: list[Row] = []  # Without their ids and pictures.
+  numbers: list[int] = []  # Of each row in its file.
+  refused: list[str] = []
   num_trained = 0
-  with paths.replacing(stem + ".ids", "wb") as f:
+  nothing = np.zeros(0, np.int32)
+  with contextlib.ExitStack() as stack:
+    ids_file = stack.enter_context(paths.replacing(stem + ".ids", "wb"))
+    pictures_file = stack.enter_context(
+      paths.replacing(stem + ".pictures", "wb")
+    )
     for name in inputs:
-      for where, content in rows_of(name):
-        row = encode(content, where)
-        f.write((2 * row.ids + row.trained).astype("<u4").tobytes())
-        starts.append(starts[-1] + len(row.ids))
-        prompts.append(row.prompt)
-        weights.append(row.weight)
-        num_trained += int(row.trained.sum())
-      ends.append(len(prompts))
-  if not prompts:
-    raise DataError(f"{', '.join(inputs)}: no rows.")
+      for number, (where, content) in enumerate(rows_of(name)):
+        try:
+          encoded = encode(content, where)
+        except DataError as e:
+          refused.append(str(e))
+          if len(refused) <= skip_errors:
+            continue
+          if skip_errors:
+            more = f"more than skip_errors={skip_errors} rows are refused"
+            raise DataError(f"{e} With this one, {more}.") from e
+          raise
+        for row in encoded:
+          ids_file.write((2 * row.ids + row.trained).astype("<u4").tobytes())
+          starts.append(starts[-1] + len(row.ids))
+          for picture in row.pictures:
+            pictures_file.write(picture)
+            picture_starts.append(picture_starts[-1] + len(picture))
+          pictures.append(pictures[-1] + len(row.pictures))
+          num_trained += int(row.trained.sum())
+          rows.append(row._replace(ids=nothing, trained=nothing, pictures=()))
+          numbers.append(number)
+      ends.append(len(rows))
+  if not rows:
+    raise DataError(f"{_names(inputs)}: no rows.")
   logging.info(
-    f"{len(prompts)} rows with {starts[-1]} tokens, of which {num_trained} "
+    f"{len(rows)} rows with {starts[-1]} tokens, of which {num_trained} "
     "have a loss."
   )
+  counts = count() | {
+    "num_refused": len(refused),
+    "refused": refused[:_NUM_NAMED],
+  }
   with paths.replacing(stem + ".npz", "wb") as f:
     np.savez(
       f,
       starts=np.asarray(starts, np.int64),
-      prompt=np.asarray(prompts, np.int64),
-      weight=np.asarray(weights, np.float32),
+      prompt=np.asarray([row.prompt for row in rows], np.int64),
+      weight=np.asarray([row.weight for row in rows], np.float32),
+      label=np.asarray([row.label for row in rows], np.int8),
+      number=np.asarray(numbers, np.int64),
       ends=np.asarray(ends, np.int64),
+      counts=np.asarray(json.dumps(counts)),
+      pictures=np.asarray(pictures, np.int64),
+      picture_starts=np.asarray(picture_starts, np.int64),
     )

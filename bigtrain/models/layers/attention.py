@@ -6,13 +6,13 @@ the cache, `attend`, and the last projection. `attend` chooses a backend
 attention_split.py.
 
 Axes: B batch, L length, S length attended to, D model width, H heads, G heads
-of keys and values, R = H / G, K head width.
+of keys and values, R = H / G, K head width, which values may not have.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -51,7 +51,11 @@ class Options(NamedTuple):
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
   qk_norm_after_rope: bool = False  # Whether these norms follow the rotation.
+  v_norm: bool = False  # RMS norm of values by head, without a scale.
+  keys_as_values: bool = False  # Values are keys before norms and rotation.
   qkv_clip: float | None = None  # Largest size of an entry.
+  # Whether a sigmoid of another projection of x multiplies the output.
+  output_gate: bool = False
   sinks: bool = False  # Whether each softmax has a learned logit with no value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
@@ -69,7 +73,7 @@ class Attention(nn.Module):
 
   Parameters as in flax's MultiHeadDotProductAttention: query (D, H, K), key and
   value (D, G, K), out (H, K, D); also query_norm and key_norm, scales of (K,)
-  or of all heads, and sinks (H,).
+  or of all heads, sinks (H,), and output_gate (D, H, K).
   """
 
   options: Options
@@ -98,9 +102,8 @@ class Attention(nn.Module):
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
-    q_BLHK, k_BSGK, v_BSGK = self._with_positions(
-      self._projections(x_BLD, y_BSD), rope, query_scale_BL
-    )
+    *qkv, gate_BLHK = self._projections(x_BLD, y_BSD)
+    q_BLHK, k_BSGK, v_BSGK = self._with_positions(qkv, rope, query_scale_BL)
     first = None if cache is None else start
     if cache is not None and y_BSD is None:
       k_BSGK, v_BSGK = cache.layer(layer)
@@ -143,13 +146,19 @@ class Attention(nn.Module):
       dot_general=sharding.rows(B) if self._splits(B) else None,
       name="out",
     )
-    return out(o.reshape(q_BLHK.shape)), cache
+    o_BLHK = o.reshape(q_BLHK.shape)
+    if gate_BLHK is not None:
+      o_BLHK *= jax.nn.sigmoid(gate_BLHK)
+    return out(o_BLHK), cache
 
   @nn.nowrap
   def _projections(
     self, x_BLD: jax.Array | None, y_BSD: jax.Array | None
-  ) -> tuple[Any, Any, Any]:
-    """Queries of x (B, L, H, K), keys and values of y (B, S, G, K), or None."""
+  ) -> tuple[Any, Any, Any, Any]:
+    """Queries of x (B, L, H, K), keys and values of y (B, S, G, K), a gate.
+
+    The gate is of x as the queries are. An array that is not needed is None.
+    """
     options = self.options
     H, K = options.num_heads, options.head_dim
     x_or_y: Any = x_BLD if y_BSD is None else y_BSD
@@ -166,17 +175,19 @@ class Attention(nn.Module):
     # The mesh axis `tensor`, if any, splits the heads: columns of the kernels.
     splits = self._splits(x_or_y.shape[0])
     dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
-    q_BLHK = k_BSGK = v_BSGK = product = None
+    q_BLHK = k_BSGK = v_BSGK = gate_BLHK = product = None
     if x_BLD is not None:
       product = sharding.columns(x_BLD) if splits else None
-      query = dense(
+      of_queries = functools.partial(
+        dense,
         (H, K),
         use_bias=query_value_bias,
         kernel_init=kernels.initializer(options.query_std),
         dot_general=product,
-        name="query",
       )
-      q_BLHK = query(x_BLD)
+      q_BLHK = of_queries(name="query")(x_BLD)
+      if options.output_gate:
+        gate_BLHK = of_queries(name="output_gate")(x_BLD)
     if y_BSD is not None:
       # In self-attention all three share the product, which gathers x once.
       if y_BSD is not x_BLD:
@@ -188,13 +199,15 @@ class Attention(nn.Module):
         dot_general=product,
       )
       k_BSGK = key_or_value(use_bias=key_bias, name="key")(y_BSD)
-      v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
-    return q_BLHK, k_BSGK, v_BSGK
+      v_BSGK = k_BSGK
+      if not options.keys_as_values:
+        v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
+    return q_BLHK, k_BSGK, v_BSGK, gate_BLHK
 
   @nn.nowrap
   def _with_positions(
     self,
-    qkv: tuple[Any, Any, Any],
+    qkv: Sequence[Any],
     rope: positions.Rotation | None,
     query_scale_BL: jax.Array | None,
   ) -> tuple[Any, Any, Any]:
@@ -203,6 +216,10 @@ class Attention(nn.Module):
     q_BLHK, k_BSGK, v_BSGK = qkv
     if not options.qk_norm_after_rope:
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
+    if options.v_norm and v_BSGK is not None:
+      v_BSGK = rms_norm.RMSNorm(
+        v_BSGK.shape[-1:], options.norm_eps, scaled=False, dtype=options.dtype
+      )(v_BSGK)
     limit = options.qkv_clip
     if limit is not None:
       q_BLHK, k_BSGK, v_BSGK = jax.tree.map(
@@ -272,6 +289,7 @@ def attend(
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. There may
       be n examples for each of the keys': n successive ones share it.
+    v_BSGK: values, whose width may differ from that of keys; the result has it.
     start: number of the first query's position, if the keys come from a cache.
     bias, sinks_H: see attention_inputs.Inputs.
   """
@@ -282,6 +300,7 @@ def attend(
   L = shape[0] // B * shape[1]
   H = math.prod(shape[2:]) // K
   scale = 1 / math.sqrt(K) if scale is None else scale
+  value_width = v_BSGK.shape[-1]
   ways = 1  # Number of devices among which an example is split.
   # A single query has no matrix of scores that a kernel would avoid.
   if L == 1 or start is not None or isinstance(bias, jax.Array):
@@ -298,7 +317,7 @@ def attend(
       positions=S,
       heads=H,
       kv_heads=G,
-      width=K,
+      width=max(K, value_width),
       dtype=str(q.dtype),
       bias=bias is not None,
       softcap=softcap is not None,
@@ -308,6 +327,8 @@ def attend(
   sinks_GR = None if sinks_H is None else sinks_H.reshape(G, H // G)
   compute = functools.partial(_attend_by, backend, scale, softcap)
   q_BLGRK = q.reshape(B, L, G, H // G, K)
+  if ways > 1 or backend not in ("xla", "blockwise", "splash"):
+    q_BLGRK, k_BSGK, v_BSGK = _with_one_width(q_BLGRK, k_BSGK, v_BSGK)
   inputs = Inputs(q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR)
   if ways == 1:
     o = compute(inputs, start)
@@ -315,7 +336,18 @@ def attend(
     o = attention_split.attend(
       backend, inputs, compute, scale=scale, softcap=softcap
     )
-  return o.reshape(shape)
+  o = o.reshape(*shape[:-1], -1)
+  return o if o.shape[-1] == value_width else o[..., :value_width]
+
+
+def _with_one_width(*arrays: jax.Array) -> list[jax.Array]:
+  """Pads heads with zeros up to the widest, which changes no score."""
+  widest = max(x.shape[-1] for x in arrays)
+
+  def pad(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, widest - x.shape[-1])])
+
+  return [x if x.shape[-1] == widest else pad(x) for x in arrays]
 
 
 def _attend_by(

@@ -57,6 +57,7 @@ class Call(NamedTuple):
   causal: bool = False
   window: int | None = None
   prefix: bool = False
+  groups: bool = False  # Such as pictures, see masks.Mask.
   documents: bool = False
   padding: bool = False
   bias: bool = False
@@ -68,7 +69,15 @@ class Call(NamedTuple):
     heads = f"{self.heads} heads"
     if self.kv_heads != self.heads:
       heads += f" in {self.kv_heads} groups"
-    flags = ("prefix", "documents", "padding", "bias", "softcap", "sinks")
+    flags = (
+      "prefix",
+      "groups",
+      "documents",
+      "padding",
+      "bias",
+      "softcap",
+      "sinks",
+    )
     words = [
       f"{self.queries} queries of {self.positions} positions",
       f"{heads} of width {self.width}",
@@ -94,6 +103,7 @@ def call_of(
     causal=mask.causal,
     window=mask.window if mask.causal else None,
     prefix=mask.prefix_B is not None,
+    groups=mask.groups_BL is not None,
     documents=mask.segments_BL is not None,
     padding=mask.real_BS is not None,
     **others,
@@ -143,6 +153,8 @@ def _splash_unsupported_because(call: Call) -> str | None:
     return "it adds no bias to the scores"
   if call.prefix:
     return "its order of positions is fixed, without a prefix for each text"
+  if call.groups:
+    return "its order of positions is fixed, without groups such as pictures"
   if call.causal and call.queries != call.positions:
     return "causal queries need as many positions"
   if not call.splits:
@@ -188,7 +200,7 @@ def _inputs_unsupported_because(call: Call) -> str | None:
     return "its bias is a matrix of all scores"
   if call.causal and call.sequence > 1:
     return "its causal order begins with the first position of an example"
-  masked = call.prefix or call.documents or call.padding
+  masked = call.prefix or call.groups or call.documents or call.padding
   if masked and call.queries * call.positions > _MAX_MASK:
     return "its mask would be a matrix of more than 128 MiB an example"
   return None

@@ -89,12 +89,10 @@ class Blocks:
     self._mask = inputs.mask
     self._S = inputs.k_BSGK.shape[1]
 
-    def split(x: jax.Array | None, size: int) -> jax.Array | None:
-      return None if x is None else _to_blocks(x, size)
-
-    self._segments_NBA = split(self._mask.segments_BL, static.block_q)
-    self._segments_MBC = split(self._mask.segments_BS, static.block_k)
-    self._real_MBC = split(self._mask.real_BS, static.block_k)
+    # Its arrays are in blocks: (N, B, A) and (M, B, C).
+    self._mask_by_block = self._mask.map_queries(
+      lambda x_BL: _to_blocks(x_BL, static.block_q)
+    ).map_positions(lambda x_BS: _to_blocks(x_BS, static.block_k))
 
   def of_queries(self, x: jax.Array) -> jax.Array:
     """(B, L, G, R, K) as blocks (N, B, G, R, A, K)."""
@@ -133,17 +131,10 @@ class Blocks:
     """Bool (B or 1, A or 1, C) of a pair of blocks; None if all is visible."""
     static = self.static
 
-    def of_block(x_N: jax.Array | None, i: Index) -> jax.Array | None:
-      return None if x_N is None else _pick(x_N, i)
-
     row_A = self.order.rows_N[n] + jnp.arange(static.block_q)
     column_C = self.order.columns_M[m] + jnp.arange(static.block_k)
-    mask = dataclasses.replace(
-      self._mask,
-      segments_BL=of_block(self._segments_NBA, n),
-      segments_BS=of_block(self._segments_MBC, m),
-      real_BS=of_block(self._real_MBC, m),
-    )
+    mask = self._mask_by_block.map_queries(lambda x_N: _pick(x_N, n))
+    mask = mask.map_positions(lambda x_M: _pick(x_M, m))
     visible = mask.block(row_A, column_C)
     # Causal queries do not see the padding after them.
     if self._S % static.block_k and not self._mask.in_order:
@@ -234,7 +225,7 @@ def _to_blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
-  x = jnp.moveaxis(x_N, 0, 1).reshape(len(like), -1, *like.shape[2:])
+  x = jnp.moveaxis(x_N, 0, 1).reshape(len(like), -1, *x_N.shape[3:])
   return x[:, : like.shape[1]].astype(like.dtype)
 
 
@@ -389,7 +380,8 @@ def _forward(
       rows = q_N.shape[:-1]
       zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
       lowest = jnp.full(rows, _MASKED, jnp.float32)
-      sums = Sums(lowest, zeros(rows), zeros(q_N.shape))
+      width = inputs.v_BSGK.shape[-1]
+      sums = Sums(lowest, zeros(rows), zeros((*rows, width)))
     k_M, v_M = map(blocks.of_keys, kv)
     sums = _add_values(blocks, sums, q_N, k_M, v_M)
     kv = passed

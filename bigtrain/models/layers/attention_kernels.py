@@ -158,7 +158,7 @@ def _call_splash(
   axes = (0, 0, 0, None if ids is None else 0, None)
   with model_flops.counts_as(counted, computed):
     o_BHLK = jax.vmap(kernel, in_axes=axes)(q, k, v, ids, sinks_H)
-  return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, K)
+  return o_BHLK.swapaxes(1, 2)[:, :L].reshape(B, L, G, R, -1)
 
 
 def _block_size(length: int) -> int:

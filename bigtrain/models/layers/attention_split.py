@@ -249,20 +249,17 @@ def _split(
 
 
 def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
-  def pad(x: jax.Array | None, length: int) -> jax.Array | None:
-    return None if x is None else attention_blockwise.padded(x, length)
+  def pad(length: int) -> Callable[[jax.Array], jax.Array]:
+    return functools.partial(attention_blockwise.padded, length=length)
 
   real_BS = mask.real_BS
   # Causal queries do not see the padding after them anyway.
   sees_padding = plan.padded_keys > plan.keys and not plan.order.causal
   if real_BS is None and sees_padding:
     real_BS = jnp.ones((B, plan.keys), bool)
-  return dataclasses.replace(
-    mask,
-    segments_BL=pad(mask.segments_BL, plan.padded_queries),
-    segments_BS=pad(mask.segments_BS, plan.padded_keys),
-    real_BS=pad(real_BS, plan.padded_keys),
-  )
+  mask = dataclasses.replace(mask, real_BS=real_BS)
+  mask = mask.map_queries(pad(plan.padded_queries))
+  return mask.map_positions(pad(plan.padded_keys))
 
 
 def _with_all_keys(inputs: Inputs) -> Inputs:
@@ -277,9 +274,9 @@ def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
   mask, bias_GRT = inputs.mask, inputs.bias
   L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
   first = jax.lax.axis_index(AXIS) * L
-  if mask.segments_BL is not None:
-    segments = jax.lax.dynamic_slice_in_dim(mask.segments_BL, first, L, axis=1)
-    mask = dataclasses.replace(mask, segments_BL=segments)
+  mask = mask.map_queries(
+    lambda x_BL: jax.lax.dynamic_slice_in_dim(x_BL, first, L, axis=1)
+  )
   bias = None
   if bias_GRT is not None:
     # The distances from this device's queries to all keys.
@@ -407,18 +404,12 @@ class _Schedule(attention_blockwise.Schedule):
       computed=computed * plan.block_q * plan.block_k,
     )
 
-    def of_blocks(x: Any, firsts: jax.Array, size: int) -> Any:
-      """The entries of a mask for this device's blocks."""
-      if x is None:
-        return None
+    def of_blocks(firsts: jax.Array, size: int) -> Any:
+      """Takes the entries of a mask for this device's blocks."""
       numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
-      return jnp.take(x, numbers, axis=1)
+      return functools.partial(jnp.take, indices=numbers, axis=1)
 
-    mask = dataclasses.replace(
-      mask,
-      segments_BL=of_blocks(mask.segments_BL, rows_N, plan.block_q),
-      segments_BS=of_blocks(mask.segments_BS, columns_M, plan.block_k),
-      real_BS=of_blocks(mask.real_BS, columns_M, plan.block_k),
-    )
+    mask = mask.map_queries(of_blocks(rows_N, plan.block_q))
+    mask = mask.map_positions(of_blocks(columns_M, plan.block_k))
     inputs = inputs._replace(mask=mask)
     return attention_blockwise.Blocks(self.static, inputs, order)

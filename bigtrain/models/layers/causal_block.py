@@ -6,6 +6,7 @@ them. What layers of a kind share, such as rotary tables, they find by index.
 Axes: B batch, L length, D model width.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  deltanet,
   encoder,
   kv_cache,
+  latent_attention,
   masks,
   mlp,
   moe,
@@ -38,6 +41,7 @@ class Options(NamedTuple):
   num_heads: int
   num_kv_heads: int
   head_dim: int
+  mla: latent_attention.Options | None
   mlp_dim: int
   norm: str
   norm_eps: float
@@ -47,15 +51,20 @@ class Options(NamedTuple):
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
+  deltanet: deltanet.Options | None  # In place of attention.
   use_bias: tuple[str, ...]
   qk_norm: str | None
   qk_norm_after_rope: bool
   qkv_clip: float | None
+  v_norm: bool
+  keys_as_values: bool
+  output_gate: bool
   sinks: bool
   window: int | None
   attention_scale: float | None
   attention_softcap: float | None
   residual_multiplier: float
+  layer_scalar: bool
   attention: str
   dropout: float
   drop_path: float
@@ -70,7 +79,8 @@ class Options(NamedTuple):
     """Number of hidden units that a token uses, with gates."""
     units = self.mlp_dim
     if self.moe is not None:
-      units = self.moe.top_k * self.moe.width(units)
+      dense = units if self.moe.beside_mlp else 0
+      units = dense + self.moe.top_k * self.moe.width(units)
       units += self.moe.shared_width(self.mlp_dim)
     return units * (1 + mlp.KINDS[self.mlp].gated)
 
@@ -83,7 +93,7 @@ class Tables(NamedTuple):
 
 
 class Block(nn.Module):
-  """Attention and MLP or experts, with norms, added to the stream."""
+  """Attention or DeltaNet, MLP or experts, with norms, added to the stream."""
 
   options: Options
 
@@ -126,22 +136,32 @@ class Block(nn.Module):
     if caches is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    rope = query_scale_BL = None
-    if options.rope is not None:
-      rope = tables.rotations[options.rope]
-    if options.query_scale is not None:
-      query_scale_BL = tables.query_scales_BL[options.query_scale]
     y_BLD = before(x_BLD, "attention_norm")
-    z_BLD, cache = attention.Attention(_attention(options), name="attention")(
-      y_BLD,
-      y_BLD,
-      mask=mask,
-      rope=rope,
-      query_scale_BL=query_scale_BL,
-      cache=cache,
-      layer=place,
-      start=first,
-    )
+    if options.deltanet is not None:
+      z_BLD, cache = _deltanet(options)(
+        y_BLD,
+        segments_BL=mask.segments_BL,
+        real_BL=real_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
+    else:
+      rope = query_scale_BL = None
+      if options.rope is not None:
+        rope = tables.rotations[options.rope]
+      if options.query_scale is not None:
+        query_scale_BL = tables.query_scales_BL[options.query_scale]
+      attend = _attention_layer(options)
+      z_BLD, cache = attend(
+        y_BLD,
+        mask=mask,
+        rope=rope,
+        query_scale_BL=query_scale_BL,
+        cache=cache,
+        layer=place,
+        start=first,
+      )
     if caches is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
@@ -149,11 +169,50 @@ class Block(nn.Module):
     # In parallel, the MLP has the input of the attention.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
-    y_BLD, stats = moe.mlp_or_experts(
-      options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
-    )
+    if options.moe is not None and options.moe.beside_mlp:
+      y_BLD, stats = _mlp_beside_experts(options, y_BLD, x_BLD, real_BL, train)
+    else:
+      y_BLD, stats = moe.mlp_or_experts(
+        options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
+      )
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
+    if options.layer_scalar:
+      x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
     return (sharding.stream(x_BLD), caches), stats
+
+
+def _layer_scalar(block: nn.Module) -> jax.Array:
+  """A factor of published models that is not trained, (1,)."""
+  scalar_1 = block.param("layer_scalar", nn.initializers.ones, (1,))
+  return jax.lax.stop_gradient(scalar_1)
+
+
+def _mlp_beside_experts(
+  options: Options,
+  y_BLD: jax.Array,
+  x_BLD: jax.Array,
+  real_BL: jax.Array | None,
+  train: bool,
+) -> tuple[jax.Array, Any]:
+  """The sum of an MLP of y and experts of x, each with norms of its own."""
+  assert options.moe is not None
+  dense = _mlp(options)
+  y_BLD = mlp.Mlp(dense, name="mlp")(y_BLD, train)
+  expert = dense._replace(
+    dim=options.moe.width(dense.dim), use_bias="experts" in options.use_bias
+  )
+  experts = moe.Moe(
+    options.moe,
+    expert,
+    "router" in options.use_bias,
+    options.norm_eps,
+    name="moe",
+  )
+  D = x_BLD.shape[-1]
+  z_BLD = norm(options, D, "experts_norm")(x_BLD)
+  z_BLD, stats = experts(z_BLD, real_BL, train, x_BLD)
+  y_BLD = norm(options, D, "mlp_own_post_norm")(y_BLD)
+  return y_BLD + norm(options, D, "experts_post_norm")(z_BLD), stats
 
 
 def norm(options: Any, width: int, name: str) -> nn.Module:
@@ -188,8 +247,9 @@ class _OffsetLayerNorm(nn.Module):
     return y_BLD.astype(self.dtype)
 
 
-def _attention(options: Options) -> attention.Options:
-  return pick(
+def _attention_layer(options: Options) -> Callable[..., tuple[Any, Any]]:
+  """The module "attention", as a function of its input and keywords."""
+  own = pick(
     attention.Options,
     options,
     bias=options.use_bias,
@@ -199,6 +259,22 @@ def _attention(options: Options) -> attention.Options:
     query_std=options.init_std,
     kv_std=options.init_std,
     out_std=_out_init_std(options),
+  )
+  if options.mla is not None:
+    return latent_attention.LatentAttention(options.mla, own, name="attention")
+  layer = attention.Attention(own, name="attention")
+  return lambda y_BLD, **others: layer(y_BLD, y_BLD, **others)
+
+
+def _deltanet(options: Options) -> deltanet.DeltaNet:
+  assert options.deltanet is not None
+  return deltanet.DeltaNet(
+    options.deltanet,
+    norm_eps=options.norm_eps,
+    init_std=options.init_std,
+    out_init_std=_out_init_std(options),
+    dtype=options.dtype,
+    name="deltanet",
   )
 
 

@@ -60,6 +60,8 @@ class Options(NamedTuple):
   # https://arxiv.org/abs/2105.01601), whose drop path does not rescale.
   token_mlp_dim: int | None = None
   post_norm: bool = False  # Whether norms follow the residual additions.
+  # Number of blocks that change the stream; the others keep their parameters.
+  num_active: int | None = None
   dtype: str = "float32"
 
 
@@ -95,6 +97,7 @@ class Block(nn.Module):
     train: bool,
   ) -> tuple[jax.Array, None]:
     options = self.options
+    given_BLD = x_BLD
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
       """What a branch, the first or the second one, adds to the stream."""
@@ -116,9 +119,8 @@ class Block(nn.Module):
       return y_BLD
 
     def norm(x_BLD: jax.Array, number: int) -> jax.Array:
-      return nn.LayerNorm(
-        options.norm_eps, options.dtype, name=f"LayerNorm_{number}"
-      )(x_BLD)
+      name = f"LayerNorm_{number}"
+      return nn.LayerNorm(options.norm_eps, options.dtype, name=name)(x_BLD)
 
     def before(x_BLD: jax.Array, number: int) -> jax.Array:
       return x_BLD if options.post_norm else norm(x_BLD, number)
@@ -162,6 +164,8 @@ class Block(nn.Module):
     y_BLD = before(x_BLD, 1)
     y_BLD = mlp.Mlp(of_mlp, name="MlpBlock_0")(y_BLD, train)
     x_BLD = after(x_BLD + branch(y_BLD, 1), 1)
+    if options.num_active is not None:
+      x_BLD = jnp.where(layer < options.num_active, x_BLD, given_BLD)
     return sharding.stream(x_BLD), None
 
 
@@ -225,4 +229,5 @@ class Encoder(nn.Module):
     if not self.final_norm:
       return x_BLD
     norm = nn.LayerNorm(options.norm_eps, options.dtype, name="encoder_norm")
-    return norm(x_BLD)
+    y_BLD = norm(x_BLD)
+    return y_BLD if options.num_active is None else x_BLD

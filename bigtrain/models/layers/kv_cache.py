@@ -3,7 +3,8 @@
 A Cache holds the keys and values of all positions, a Ring the last S of them,
 for layers with a window. Both have `extend`, which writes the keys and values
 of a call and returns a View: what its queries attend to. Caches is the whole
-model's: one Cache or Ring for each kind of layer.
+model's: one Cache or Ring for each kind of layer, or for recurrent ones the
+States of recurrent_cache.py.
 
 Axes: B batch, L length, S positions in a cache, N layers, G heads of keys and
 values, K head width.
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from bigtrain import sharding
-from bigtrain.models.layers import masks
+from bigtrain.models.layers import masks, recurrent_cache
 
 
 class View(NamedTuple):
@@ -37,7 +38,8 @@ class Cache(NamedTuple):
 
   k_BNSGK: jax.Array
   v_BNSGK: jax.Array
-  # As in Ring; None if no layer has a Ring.
+  # As in Ring; None if no layer has a Ring or a recurrent state, and tokens may
+  # be written again.
   read_B: jax.Array | None = None
 
   @property
@@ -170,13 +172,20 @@ class Kind(NamedTuple):
   num_heads: int  # G.
   head_dim: int  # K.
   window: int | None  # Number of positions that queries see.
+  # Whether the keys are latents, see latent_attention.py: of one head that all
+  # query heads share, without values.
+  latent: bool = False
+
+
+# Of a kind of layer.
+Group = Cache | Ring | recurrent_cache.States
 
 
 @struct.dataclass
 class Caches:
   """The caches of a model."""
 
-  groups: tuple[Cache | Ring, ...]  # One for each kind of layer.
+  groups: tuple[Group, ...]  # One for each kind of layer.
   # Index of each layer among those of its kind.
   places_N: tuple[int, ...] = struct.field(pytree_node=False)
   length: int = struct.field(pytree_node=False)  # Most positions of a text.
@@ -186,7 +195,7 @@ class Caches:
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
 
-  def with_group(self, number: int, cache: Cache | Ring) -> "Caches":
+  def with_group(self, number: int, cache: Group) -> "Caches":
     groups = list(self.groups)
     groups[number] = cache
     return dataclasses.replace(self, groups=tuple(groups))
@@ -218,24 +227,45 @@ class Caches:
 def of_layers(
   batch_size: int,
   length: int,
-  kinds: Sequence[Kind],
+  kinds: Sequence[Kind | recurrent_cache.Kind],
   kind_N: Sequence[int],
   dtype: str,
+  write_once: bool = False,
+  whole: bool = False,
 ) -> Caches:
-  """Returns empty caches; `kind_N` has the index of each layer's kind."""
-  sizes = [min(kind.window or length, length) for kind in kinds]
-  has_rings = any(size < length for size in sizes)
-  groups: list[Cache | Ring] = []
+  """Returns empty caches.
+
+  Args:
+    kind_N: index of each layer's kind.
+    write_once: whether tokens of a prompt that are read again, one by one, are
+      not written again.
+    whole: whether layers with a window keep all positions too.
+  """
+  sizes = [length] * len(kinds)
+  if not whole:
+    sizes = [
+      min((isinstance(kind, Kind) and kind.window) or length, length)
+      for kind in kinds
+    ]
+  # Whether some layers cannot read a token again.
+  has_rings = any(
+    size < length or isinstance(kind, recurrent_cache.Kind)
+    for kind, size in zip(kinds, sizes)
+  )
+  groups: list[Group] = []
   for index, (kind, size) in enumerate(zip(kinds, sizes)):
     depth = kind_N.count(index)
-    k, v, _ = empty(
-      batch_size, depth, size, kind.num_heads, kind.head_dim, dtype
-    )
+    if isinstance(kind, recurrent_cache.Kind):
+      groups.append(kind.empty(batch_size, depth, dtype))
+      continue
+    shape = (batch_size, depth, size, kind.num_heads, kind.head_dim)
+    k, v, _ = (empty_latents if kind.latent else empty)(*shape, dtype)
     read_B = jnp.zeros(batch_size, jnp.int32)
     if size < length:
       groups.append(Ring(k, v, read_B))
     else:
-      groups.append(Cache(k, v, read_B if has_rings else None))
+      has_read = has_rings or write_once
+      groups.append(Cache(k, v, read_B if has_read else None))
   places_N = tuple(kind_N[:i].count(index) for i, index in enumerate(kind_N))
   return Caches(tuple(groups), places_N, length)
 
@@ -252,3 +282,15 @@ def empty(
   shape = (batch_size, depth, length, num_heads, head_dim)
   zeros = sharding.by_heads(jnp.zeros(shape, dtype), 3)
   return Cache(zeros, zeros)
+
+
+def empty_latents(
+  batch_size: int,
+  depth: int,
+  length: int,
+  num_heads: int,
+  width: int,
+  dtype: str,
+) -> Cache:
+  zeros = jnp.zeros((batch_size, depth, length, num_heads, width), dtype)
+  return Cache(sharding.over_batch(zeros), zeros[..., :0])

@@ -9,16 +9,36 @@ from bigtrain.arrays import dims
 from bigtrain.models.layers.moe import Options
 
 LAYERS: dict[str, str] = {
+  # Gated DeltaNet, whose heads of values are G R.
+  r"(.*/)?deltanet/(query|key)/kernel": "D -> G K",
+  r"(.*/)?deltanet/(value|gate)/kernel": "D -> G R K",
+  r"(.*/)?deltanet/(beta|decay)/kernel": "D -> G R",
+  r"(.*/)?deltanet/(query|key)_conv/kernel": "taps -> G K",
+  r"(.*/)?deltanet/value_conv/kernel": "taps -> G R K",
+  r"(.*/)?deltanet/(log_rate|time_step)": "G R",
+  r"(.*/)?deltanet/out/kernel": "G R K -> D",
   # Attention.
   r"(.*/)?query/kernel": "D -> H K",
   r"(.*/)?query/bias": "H K",
+  r"(.*/)?output_gate/kernel": "D -> H K",
+  r"(.*/)?output_gate/bias": "H K",
   r"(.*/)?(key|value)/kernel": "D -> G K",
   r"(.*/)?(key|value)/bias": "G K",
   r"(.*/)?out/kernel": "H K -> D",
+  # Latent attention.
+  r"(.*/)?query_down/kernel": "D -> query_rank",
+  r"(.*/)?query_down(_norm)?/(bias|scale)": "query_rank",
+  r"(.*/)?query_up/kernel": "query_rank -> H K",
+  r"(.*/)?kv_down/kernel": "D -> kv_rank",
+  r"(.*/)?kv_down(_norm)?/(bias|scale)": "kv_rank",
+  r"(.*/)?kv_up/kernel": "kv_rank -> H K",
   r"(.*/)?attention/sinks": "H",
   # Experts and their router.
   r"(.*/)?(moe/router|shared_gate)/kernel": "D -> E",
   r"(.*/)?moe/router/bias": "E",
+  r"(.*/)?moe/router_scale": "D",
+  r"(.*/)?moe/expert_scale": "E",
+  r"(.*/)?layer_scalar": "one",
   r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
   r"(.*/)?moe/(up|gate)/bias": "E; F",
   r"(.*/)?moe/down/kernel": "E; F -> D",

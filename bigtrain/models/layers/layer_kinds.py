@@ -22,10 +22,13 @@ from bigtrain.config.errors import (
 )
 from bigtrain.models.layers import (
   causal_block,
+  deltanet,
   kv_cache,
+  latent_attention,
   moe,
   options,
   positions,
+  recurrent_cache,
 )
 
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
@@ -37,7 +40,11 @@ FIELDS = (
   "rope_scaling",
   "rope_fraction",
   *_SIZES,
+  "mla",
   "moe",
+  "deltanet",
+  "norm_at",
+  "keys_as_values",
   "query_scale",
   "attention_scale",
 )
@@ -53,7 +60,7 @@ class Layers(NamedTuple):
   # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
-  caches: tuple[kv_cache.Kind, ...]
+  caches: tuple[kv_cache.Kind | recurrent_cache.Kind, ...]
 
   def of_all(self, depth: int) -> list[causal_block.Options]:
     """Options of each layer of a model."""
@@ -76,6 +83,9 @@ class Layers(NamedTuple):
   def bias_rate(self) -> float:
     """The rate of all selection biases that change."""
     return max((options.bias_rate for options in self._experts()), default=0.0)
+
+  def has_recurrence(self) -> bool:
+    return any(block.deltanet for block in (*self.period, *self.first))
 
   def check_experts(self) -> None:
     for name in ("num_experts", "axis", "bias_rate"):
@@ -141,7 +151,7 @@ def of_model(model: Any) -> Layers:
   """Checks the fields that kinds override, in the model and in each kind."""
   ropes: list[positions.Rope] = []
   scales: list[positions.QueryScale] = []
-  caches: list[kv_cache.Kind] = []
+  caches: list[kv_cache.Kind | recurrent_cache.Kind] = []
 
   def index(shared: list[Any], value: Any) -> int | None:
     """Index of a value among the shared ones, which get it if it is new."""
@@ -158,11 +168,23 @@ def of_model(model: Any) -> Layers:
     if kind is not None:
       key = f"config.model.kinds.{kind}"
       values |= model.kinds[kind]
+    latents = latent_attention.read(values["mla"], f"{key}.mla")
+    values["mla"] = latents
     rope, scale = _check(model, values, key)
-    cache = kv_cache.Kind(
+    cache: kv_cache.Kind | recurrent_cache.Kind = kv_cache.Kind(
       values["num_kv_heads"], values["head_dim"], values["window"]
     )
+    if latents is not None:
+      cache = kv_cache.Kind(1, latents.cached_width, values["window"], True)
+      if values["attention_scale"] is None:
+        scaling = None if rope is None else rope.scaling
+        own_scale = latent_attention.scale(latents, scaling)
+        values["attention_scale"] = own_scale
+    recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
+    if recurrent is not None:
+      cache = recurrent.cache()
     values |= dict(
+      deltanet=recurrent,
       rope=index(ropes, rope),
       query_scale=index(scales, scale),
       cache=index(caches, cache),
@@ -199,6 +221,7 @@ def _check(
   """Checks a layer's values; returns its rotation and scale of queries."""
   for name in _SIZES:
     check_number(f"{key}.{name}", values[name], least=1, whole=True)
+  check_choice(f"{key}.norm_at", values["norm_at"], causal_block.NORMS_AT)
   if values["window"] is not None:
     check_number(f"{key}.window", values["window"], least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
@@ -206,6 +229,9 @@ def _check(
     raise ConfigError(
       f"{key}.num_kv_heads: {kv_heads} does not divide num_heads={heads}."
     )
+  latents = values["mla"]
+  if latents is not None:
+    _check_latents(model, values, key)
   if values["attention_scale"] is not None:
     check_number(f"{key}.attention_scale", values["attention_scale"], above=0)
   scale = positions.read_query_scale(
@@ -217,11 +243,12 @@ def _check(
   fraction = check_number(
     f"{key}.rope_fraction", values["rope_fraction"], above=0, most=1
   )
-  dims = int(values["head_dim"] * fraction)
+  width = values["head_dim"] if latents is None else latents.rope_dim
+  dims = int(width * fraction)
   if values["posemb"] == "rope" and (dims % 2 or not dims):
     raise ConfigError(
       f"{key}.head_dim: rotary positions need an even number of features, got "
-      f"{dims}, of head_dim={values['head_dim']} and rope_fraction={fraction}."
+      f"{dims}, of {width} and rope_fraction={fraction}."
     )
   scaling = positions.read_scaling(
     values["rope_scaling"], f"{key}.rope_scaling", dims, model.max_len
@@ -232,3 +259,22 @@ def _check(
     dims, values["rope_theta"], scaling, model.rope_interleaved
   )
   return rope, scale
+
+
+def _check_latents(model: Any, values: Mapping[str, Any], key: str) -> None:
+  """Checks what latent attention determines or does not compute."""
+  expected = {
+    "head_dim": values["mla"].head_dim,
+    "num_kv_heads": values["num_heads"],
+  }
+  for name, value in expected.items():
+    if values[name] != value:
+      raise ConfigError(
+        f"{key}.{name}={values[name]}: expected {value} with {key}.mla."
+      )
+  for name in ("qk_norm", "qkv_clip"):
+    if getattr(model, name) not in (None, False):
+      raise ConfigError(
+        f"config.model.{name}={getattr(model, name)!r}: expected None with "
+        f"{key}.mla, whose keys generation does not compute."
+      )

@@ -10,12 +10,14 @@
 A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
 https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
 `dora` scales each output to a learned norm (2402.09353). A dense layer never
-forms W + s A B, so W needs no gradient. Heads and experts, whose products no
-flax layer computes, use the merged kernel.
+forms W + s A B, so W needs no gradient. Heads, experts and the table of
+embeddings, whose products no flax layer computes, use the merged kernel.
 
-The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs) and
-with `dora` lora_magnitude (outputs) in place of the kernel, with any dimensions
-of layers and experts in front; "base" has all other parameters.
+The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs), with
+`dora` lora_magnitude (outputs) and with `lora_bias` lora_bias (outputs) in
+place of the kernel, with any dimensions of layers and experts in front. Of an
+embedding or a head whose `tokens` train alone it has lora_rows (tokens,
+width). "base" has all other parameters.
 
 `adapted` wraps a model's class: its `init` splits the parameters into the two
 collections, and its `apply` intercepts the layers that have an adapter. Both
@@ -28,7 +30,7 @@ import re
 import threading
 import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -51,9 +53,20 @@ from bigtrain.models.layers.block_quantization import Quantized
 from bigtrain.models.layers.options import subclass
 
 BASES = ("float32", "bfloat16", *block_quantization.KINDS)
-A, B, MAGNITUDE = FACTORS = ("lora_a", "lora_b", "lora_magnitude")
+A, B, MAGNITUDE, BIAS, ROWS = FACTORS = (
+  "lora_a",
+  "lora_b",
+  "lora_magnitude",
+  "lora_bias",
+  "lora_rows",
+)
 
 _KERNEL = "kernel"
+# The embeddings of tokens: a parameter of the model itself, not of a layer.
+_TABLE = "token_embedding"
+_OF_TABLE = "_adapter"  # Added to the table's name, below which factors are.
+# Key of a head's bias, times its scale, among what the head's layer returns.
+_SCALED_BIAS = "scaled_lora_bias"
 # One value for all kernels, or pairs of (regex, value).
 _ByName = Any
 
@@ -61,20 +74,24 @@ _ByName = Any
 class Options(NamedTuple):
   """Options of config.adapters."""
 
-  targets: Any  # Regular expressions of whole names of kernels.
+  # Regular expressions of whole names of kernels, or "token_embedding".
+  targets: Any = ()
   # A number, or (regex, number) pairs; the first match decides.
   rank: _ByName = 16
   alpha: _ByName = 32.0
   dropout: float = 0.0  # Rate on the inputs of A.
   rslora: bool = False  # Whether alpha is divided by sqrt(rank).
   dora: bool = False  # Whether the norms of outputs are learned.
+  lora_bias: bool = False  # Whether s (x A) B has a bias, as B in PEFT.
   train: Any = ()  # Names of parameters that train in full, such as a head's.
+  # Ids of tokens whose embeddings train alone; or {"token_embedding": ids,
+  # "head/kernel": ids}.
+  tokens: Any = ()
   # Dtype of the base. With int8 or nf4, kernels that do not match `quantized`,
   # and other parameters, are bfloat16.
   base: str = "float32"
   quantized: str = r".*blocks?(_?\d+)?/(?!.*router/).*kernel"
   double_quantization: bool = False  # Of the scales of blocks as well.
-  init: str | None = None  # A run, a checkpoint or a folder of PEFT's.
 
   def kernel_rank(self, name: str) -> int:
     return _first(self.rank, name)
@@ -84,6 +101,33 @@ class Options(NamedTuple):
     rank = self.kernel_rank(name)
     alpha = _first(self.alpha, name)
     return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+  def tokens_of(self, name: str) -> tuple[int, ...]:
+    """Ids of the tokens of a table or a head that train alone."""
+    if isinstance(self.tokens, Mapping):
+      return tuple(self.tokens.get(name, ()))
+    return tuple(self.tokens) if name == _TABLE else ()
+
+
+def is_table(name: str) -> bool:
+  """Whether a parameter is the table of embeddings, which is no kernel."""
+  return name.split("/")[-1] == _TABLE
+
+
+def layer_of(name: str) -> str:
+  """Name below which the factors of a kernel, or of a table, are.
+
+  >>> layer_of("blocks/mlp/up/kernel"), layer_of("token_embedding")
+  ('blocks/mlp/up', 'token_embedding_adapter')
+  """
+  return name + _OF_TABLE if is_table(name) else name.removesuffix("/kernel")
+
+
+def adapted_name(layer: str) -> str:
+  """The inverse of `layer_of`."""
+  if layer.endswith(_TABLE + _OF_TABLE):
+    return layer.removesuffix(_OF_TABLE)
+  return f"{layer}/kernel"
 
 
 def _first(value: _ByName, name: str) -> Any:
@@ -104,8 +148,11 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   options = options._replace(
     targets=_as_tuple(options.targets), train=_as_tuple(options.train)
   )
-  if not options.targets and not options.train:
+  if not options.targets and not options.train and not options.tokens:
     raise ConfigError(f"{key}.targets: expected the names of kernels.")
+  if options.dora and options.lora_bias:
+    raise ConfigError(f"{key}.lora_bias: expected False with dora=True.")
+  _check_tokens(f"{key}.tokens", options.tokens)
   quantizes = options.base in block_quantization.KINDS
   if options.double_quantization and not quantizes:
     raise ConfigError(f"{key}.double_quantization: the base is not quantized.")
@@ -119,6 +166,16 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
   for regex in regexes:
     errors.regex(key, regex)
   return options
+
+
+def _check_tokens(key: str, tokens: Any) -> None:
+  by_name = tokens if isinstance(tokens, Mapping) else {_TABLE: tokens}
+  for name, ids in by_name.items():
+    check_choice(key, name, [_TABLE, f"head/{_KERNEL}"])
+    if not isinstance(ids, list | tuple) or len(set(ids)) != len(ids):
+      raise ConfigError(f"{key}: expected different ids, got {ids!r}.")
+    for token in ids:
+      check_number(key, token, least=0, whole=True)
 
 
 def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -156,8 +213,8 @@ def adapted(
   def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     variables = dict(variables)
     factors = layers.scaled(variables.pop("params"))
-    base = variables.pop("base", {})
-    variables["params"] = trees.merge(base, factors)
+    params = trees.merge(variables.pop("base", {}), factors)
+    variables["params"] = layers.with_whole_tables(params)
     with nn.intercept_methods(layers.intercept):
       return cls.apply(self, variables, *args, **kwargs)
 
@@ -170,6 +227,18 @@ def adapted(
       return cls.head_kernel(self, layers.with_merged_head(params))
 
     members["head_kernel"] = nn.nowrap(head_kernel)
+  if callable(getattr(cls, "head_bias", None)):
+    layers.has_head_bias = True
+
+    def head_bias(self: Any, params: Mapping[str, Any]) -> jax.Array | None:
+      own = cls.head_bias(self, params)  # type: ignore[attr-defined]
+      added = layers.added_head_bias(params)
+      if added is None:
+        return own
+      added = self.logits_multiplier * added
+      return added if own is None else own + added
+
+    members["head_bias"] = nn.nowrap(head_bias)
 
   # A copy of the module, whose param_dims knows the factors.
   copy = types.ModuleType(module.__name__, module.__doc__)
@@ -228,18 +297,23 @@ def with_factors(table: dims.Table) -> dict[str, str]:
   >>> with_factors({".*/up/kernel": "D -> F"})[".*/up/lora_b"]
   'rank -> F'
   """
-  result = dict(table)
+  result = {}
   for pattern, text in table.items():
-    if not pattern.endswith(_KERNEL) or "->" not in text:
+    is_adapted = pattern.endswith(f"/{_KERNEL}") or is_table(pattern)
+    if not is_adapted or "->" not in text:
       continue
     stack, _, array = text.rpartition(";")
-    inputs, outputs = array.split("->")
+    inputs, outputs = (x.strip() for x in array.split("->"))
     stack = f"{stack}; " if stack else ""
-    root = pattern.removesuffix(_KERNEL)
-    result[root + A] = f"{stack}{inputs.strip()} -> rank"
-    result[root + B] = f"{stack}rank -> {outputs.strip()}"
-    result[root + MAGNITUDE] = f"{stack}{outputs.strip()}"
-  return result
+    root = f"{layer_of(pattern)}/"
+    width = outputs if is_table(pattern) else inputs  # Of a token's row.
+    result[root + A] = f"{stack}{inputs} -> rank"
+    result[root + B] = f"{stack}rank -> {outputs}"
+    result[root + MAGNITUDE] = f"{stack}{outputs}"
+    result[root + BIAS] = f"{stack}{outputs}"
+    result[root + ROWS] = f"tokens -> {width}"
+  # Last, the table, whose pattern for biases may match a factor's name.
+  return {**result, **table}
 
 
 class Layers:
@@ -249,6 +323,7 @@ class Layers:
     self.options = options
     self._key = key
     self._lock = threading.Lock()  # Evaluations are traced in a thread.
+    self.has_head_bias = False  # Whether the model asks for a head's bias.
     self._names: set[str] = set()  # Kernels with adapters.
     # Those that a traced layer has used, without the numbers of blocks.
     self._used: set[str] = set()
@@ -258,31 +333,72 @@ class Layers:
   ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what trains: adapters and parameters in full, the base)."""
     flat = traverse_util.flatten_dict(params, sep="/")
-    kernel_names = [name for name in flat if name.split("/")[-1] == _KERNEL]
-    self._names = self._matches(kernel_names, self.options.targets, "targets")
+    kernels = [name for name in flat if name.split("/")[-1] == _KERNEL]
+    tables = [name for name in flat if is_table(name)]
+    targets = self.options.targets
+    self._names = self._matches(kernels, targets, "targets", tables)
     in_full = self._matches(list(flat), self.options.train, "train")
+    self._check_tokens(flat, in_full)
     trained, base = {}, {}
     for name, boxed in flat.items():
       if name in in_full:
         trained[name] = boxed
         continue
+      factors = {}
       if name in self._names:
         # The key depends on the name, not on which other kernels are targets.
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
         factors = self._factors(name, meta.unbox(boxed), table, key)
-        root = name.removesuffix(_KERNEL)
-        for factor, x in factors.items():
-          trained[root + factor] = x
+      if self.options.tokens_of(name):
+        factors[ROWS] = self._rows(name, meta.unbox(boxed))
+      for factor, x in factors.items():
+        trained[f"{layer_of(name)}/{factor}"] = x
       base[name] = self.stored(name, boxed, table)
     return trees.from_flat(trained), trees.from_flat(base)
 
+  def _check_tokens(
+    self, flat: Mapping[str, Any], in_full: Collection[str]
+  ) -> None:
+    """Tokens that train alone are ids of a table that is trained by nothing."""
+    names = [_TABLE, f"head/{_KERNEL}"]
+    for name in names:
+      ids = self.options.tokens_of(name)
+      if not ids:
+        continue
+      key = f"{self._key}.tokens"
+      if name not in flat:
+        raise ConfigError(f"{key}: the model has no {name!r}.")
+      if name in in_full or name in self._names:
+        field = "train" if name in in_full else "targets"
+        raise ConfigError(
+          f"{key}: {name!r} is also in {self._key}.{field}; expected it in one "
+          "of them."
+        )
+      shape = meta.unbox(flat[name]).shape
+      size = shape[0 if is_table(name) else -1]
+      check_number(key, max(ids), most=size - 1)
+
+  def _rows(self, name: str, value: Any) -> jax.Array:
+    """The rows of a table, or the columns of a head, that train alone."""
+    ids = jnp.asarray(self.options.tokens_of(name))
+    rows = value[ids] if is_table(name) else value[:, ids].T
+    return rows.astype(jnp.float32)
+
   def _matches(
-    self, names: Sequence[str], regexes: Sequence[str], field: str
+    self,
+    names: Sequence[str],
+    regexes: Sequence[str],
+    field: str,
+    others: Sequence[str] = (),
   ) -> set[str]:
-    """Names that match; each regular expression has to match one."""
+    """Names that match; each regular expression has to match one.
+
+    One that matches none of them may match `others`.
+    """
     result: set[str] = set()
     for regex in regexes:
       matches = {name for name in names if re.fullmatch(regex, name)}
+      matches = matches or {x for x in others if re.fullmatch(regex, x)}
       if not matches:
         hint = did_you_mean(regex, names)
         what = "kernel" if field == "targets" else "parameter"
@@ -317,16 +433,25 @@ class Layers:
       stacked=len(sizes.stack) - sizes.arrays,  # Layers in a loop.
     )
 
-  def with_magnitudes(self, params: Any, base: Any) -> Any:
-    """Sets DoRA's magnitudes to the norms of the base with the adapters."""
+  def with_values_of_base(self, params: Any, base: Any) -> Any:
+    """Sets what begins as the base has it.
+
+    These are DoRA's magnitudes, the norms of the base with the adapters, and
+    the embeddings of the tokens that train alone.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
     flat_base = traverse_util.flatten_dict(unquantized(base), sep="/")
     for name in list(flat):
-      if name.split("/")[-1] == MAGNITUDE:
-        root = name.removesuffix(MAGNITUDE)
-        scale = self.options.scale(root + _KERNEL)
-        kernel = flat_base[root + _KERNEL]
-        flat[name] = norms(kernel, flat[root + A], flat[root + B], scale)
+      layer, _, last = name.rpartition("/")
+      if last not in (MAGNITUDE, ROWS):
+        continue
+      adapted = adapted_name(layer)
+      kernel = flat_base[adapted]
+      if last == ROWS:
+        flat[name] = self._rows(adapted, kernel)
+        continue
+      factors = flat[f"{layer}/{A}"], flat[f"{layer}/{B}"]
+      flat[name] = norms(kernel, *factors, self.options.scale(adapted))
     return trees.from_flat(flat)
 
   def _factors(
@@ -341,21 +466,55 @@ class Layers:
       key, (*shape.stack, *shape.inputs, rank), jnp.float32, -bound, bound
     )
     b = jnp.zeros((*shape.stack, rank, *shape.outputs), jnp.float32)
+    if is_table(name):  # Also as in PEFT: each token has a row of A.
+      a, b = jnp.zeros_like(a), jax.random.normal(key, b.shape, jnp.float32)
     factors = {A: a, B: b}
     if self.options.dora:
       factors[MAGNITUDE] = norms(kernel, a, b, 0.0)
+    if self.options.lora_bias and not is_table(name):
+      factors[BIAS] = jnp.zeros((*shape.stack, *shape.outputs), jnp.float32)
     return factors
 
   def scaled(self, params: Any) -> Any:
-    """Multiplies A by its scale, so that equal layers can share a trace."""
+    """Multiplies A and biases by their scales; equal layers share a trace."""
 
     def scale(name: str, x: jax.Array) -> jax.Array:
-      root, _, last = name.rpartition("/")
-      if last != A:
+      layer, _, last = name.rpartition("/")
+      if last not in (A, BIAS):
         return x
-      return self.options.scale(f"{root}/{_KERNEL}") * x
+      return self.options.scale(adapted_name(layer)) * x
 
     return trees.map_with_names(scale, params)
+
+  def with_whole_tables(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Merges scaled factors into the tables of a model's parameters."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    adapted = {adapted_name(name.rpartition("/")[0]) for name in flat}
+    tables = sorted(name for name in adapted if is_table(name))
+    if not tables:
+      return params
+    for name in tables:
+      self._note(name)
+      factors = {
+        factor: flat.pop(f"{layer_of(name)}/{factor}")
+        for factor in FACTORS
+        if f"{layer_of(name)}/{factor}" in flat
+      }
+      flat[name] = self.whole(name, flat[name], factors, 1.0)
+    return trees.from_flat(flat)
+
+  def whole(
+    self, name: str, kernel: Any, factors: Mapping[str, Any], scale: float
+  ) -> jax.Array:
+    """A kernel or table with its factors. Accepts numpy arrays too."""
+    if A in factors:
+      return merged(kernel, factors, scale)
+    ids = jnp.asarray(self.options.tokens_of(name))
+    rows = jnp.asarray(factors[ROWS])
+    kernel = jnp.asarray(kernel, rows.dtype)
+    if is_table(name):
+      return kernel.at[ids].set(rows)
+    return kernel.at[:, ids].set(rows.T)
 
   def intercept(
     self,
@@ -389,8 +548,9 @@ class Layers:
       return dense.apply({"params": params}, *args, **kwargs)
 
     # The other layers return their kernel, for the product of a caller.
+    name = "/".join((*layer.path, _KERNEL))
     if factors:
-      params[_KERNEL] = merged(params[_KERNEL], factors, 1.0)
+      params[_KERNEL] = self.whole(name, params[_KERNEL], factors, 1.0)
     holder = layer.clone(parent=None, name=None)
     result = holder.apply({"params": params}, *args, **kwargs)
     if not isinstance(result, Mapping) or _KERNEL not in result:
@@ -398,7 +558,14 @@ class Layers:
         f"{self._key}: {'/'.join(layer.path)!r} is not a dense layer, a head "
         "or experts; expected a kernel of one of these."
       )
-    return result
+    if BIAS not in factors:
+      return result
+    if layer.path != ("head",) or not self.has_head_bias:
+      raise ConfigError(
+        f"{self._key}.lora_bias: {name!r} takes no bias; expected the kernels "
+        "of dense layers as targets."
+      )
+    return {**result, _SCALED_BIAS: factors[BIAS]}
 
   def _note(self, name: str) -> None:
     with self._lock:
@@ -406,12 +573,29 @@ class Layers:
 
   def with_merged_head(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
     """Parameters whose head, if it has an adapter, is merged."""
+    factors = params.get(layer_of(_TABLE))
+    if factors:
+      table = self._merged(_TABLE, params[_TABLE], factors)
+      params = {**params, _TABLE: table}
     head = params.get("head", {})
-    if A not in head:
-      return params
-    self._note(f"head/{_KERNEL}")
-    scale = self.options.scale(f"head/{_KERNEL}")
-    return {**params, "head": {_KERNEL: merged(head[_KERNEL], head, scale)}}
+    if A in head or ROWS in head:
+      kernel = self._merged(f"head/{_KERNEL}", head[_KERNEL], head)
+      params = {**params, "head": {**head, _KERNEL: kernel}}
+    return params
+
+  def _merged(
+    self, name: str, kernel: Any, factors: Mapping[str, Any]
+  ) -> jax.Array:
+    self._note(name)
+    scale = self.options.scale(name) if A in factors else 1.0
+    return self.whole(name, kernel, factors, scale)
+
+  def added_head_bias(self, params: Mapping[str, Any]) -> jax.Array | None:
+    """The bias of the head's adapter, times its scale."""
+    head = params.get("head", {})
+    if BIAS in head:
+      return self.options.scale(f"head/{_KERNEL}") * head[BIAS]
+    return head.get(_SCALED_BIAS)
 
   def check(self) -> None:
     unused = sorted(
@@ -515,6 +699,8 @@ def _low_rank(
       x = jnp.where(keep, x / (1 - rate), 0)
     low = jax.lax.dot_general(x, a, numbers, **options)
     y = y + _times_b(low, b, **options)
+    if BIAS in factors:
+      y = y + factors[BIAS].astype(y.dtype)
     if MAGNITUDE in factors:
       norm = norms(kernel, factors[A], factors[B], 1.0)
       y = y * (factors[MAGNITUDE] / norm).astype(y.dtype)

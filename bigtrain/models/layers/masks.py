@@ -3,8 +3,10 @@
 Axes: B batch, L length, S length attended to.
 """
 
+import dataclasses
 import functools
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +27,12 @@ class Mask:
   window: int | None = struct.field(pytree_node=False, default=None)
   # Int, number of leading positions that all queries see; only with `causal`.
   prefix_B: jax.Array | None = None
+  # Int, number of each token's group, 0 for none. Only with `causal`: queries
+  # also see the later positions of their group, and those before the window.
+  groups_BL: jax.Array | None = None
+  groups_BS: jax.Array | None = None
+  # Whether positions before the window are hidden in groups too.
+  window_in_groups: bool = struct.field(pytree_node=False, default=False)
   # Int, number of each query's document, which the positions must share.
   segments_BL: jax.Array | None = None
   segments_BS: jax.Array | None = None
@@ -33,13 +41,13 @@ class Mask:
 
   @property
   def has_arrays(self) -> bool:
-    arrays = (self.prefix_B, self.segments_BL, self.real_BS)
+    arrays = (self.prefix_B, self.groups_BL, self.segments_BL, self.real_BS)
     return any(x is not None for x in arrays)
 
   @property
   def in_order(self) -> bool:
     """Whether no query attends to any later position."""
-    return self.causal and self.prefix_B is None
+    return self.causal and self.prefix_B is None and self.groups_BL is None
 
   def reach(self, length: int) -> int:
     """Number of positions that model FLOPs count for a query.
@@ -47,6 +55,20 @@ class Mask:
     A causal order does not halve it, as is usual; a window limits it.
     """
     return min(self.window or length, length) if self.causal else length
+
+  def map_queries(self, fn: Callable[[jax.Array], jax.Array]) -> "Mask":
+    """Applies a function, such as a slice, to the arrays over L."""
+    values = {"groups_BL": self.groups_BL, "segments_BL": self.segments_BL}
+    return dataclasses.replace(self, **_map(fn, values))
+
+  def map_positions(self, fn: Callable[[jax.Array], jax.Array]) -> "Mask":
+    """Applies a function to the arrays over S."""
+    values = {
+      "groups_BS": self.groups_BS,
+      "segments_BS": self.segments_BS,
+      "real_BS": self.real_BS,
+    }
+    return dataclasses.replace(self, **_map(fn, values))
 
   def matrix(
     self, queries: int, positions: int, start: jax.Array | int = 0
@@ -60,10 +82,16 @@ class Mask:
     if self.causal:
       i_L1, j_1S = i_L[:, None], j_S[None]
       part_LS = j_1S <= i_L1
-      if self.window:
-        part_LS = part_LS & (j_1S > i_L1 - self.window)
+      in_window_LS = j_1S > i_L1 - self.window if self.window else True
+      if not self.window_in_groups:
+        part_LS = part_LS & in_window_LS
       if self.prefix_B is not None:
         part_LS = part_LS | (j_S < self.prefix_B[:, None, None])
+      if self.groups_BL is not None and self.groups_BS is not None:
+        i_BL1, j_B1S = self.groups_BL[:, :, None], self.groups_BS[:, None]
+        part_LS = part_LS | (i_BL1 == j_B1S) & (i_BL1 != 0)
+      if self.window_in_groups:
+        part_LS = part_LS & in_window_LS
       parts.append(part_LS)
     if self.segments_BL is not None and self.segments_BS is not None:
       parts.append(self.segments_BL[:, :, None] == self.segments_BS[:, None])
@@ -73,6 +101,12 @@ class Mask:
       return None
     matrix = functools.reduce(operator.and_, parts)
     return matrix if matrix.ndim == 3 else matrix[None]
+
+
+def _map(
+  fn: Callable[[jax.Array], jax.Array], values: Mapping[str, jax.Array | None]
+) -> dict[str, Any]:
+  return {name: fn(x) for name, x in values.items() if x is not None}
 
 
 def within_documents(segments_BL: jax.Array, *, causal: bool) -> Mask:

@@ -20,7 +20,7 @@ Axes: B batch, L length, D model width, F hidden width, E experts, J = top_k.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -36,6 +36,7 @@ from bigtrain.models.layers import (
   moe_dispatch,
   moe_experts,
   options,
+  rms_norm,
 )
 
 SERVE = ("position", "choice")
@@ -100,6 +101,12 @@ class Options(NamedTuple):
   selection_bias: bool = False  # Added to the scores for the choice alone.
   bias_rate: float = 0.0  # Change of the selection bias per step.
   groups: Groups | None = None  # From which each token chooses first.
+  # Whether the router has a norm of its input with a learned vector, and a
+  # learned factor of each expert's weights, as in Gemma 4.
+  scaled_router: bool = False
+  # Whether there is an MLP too. Both have norms of their own, and the router
+  # reads the residual stream, as in Gemma 4.
+  beside_mlp: bool = False
   mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
   # Size, in experts, of an MLP for all tokens (arXiv 2401.06066); 0 for none.
   shared_experts: int = 0
@@ -241,39 +248,52 @@ class Moe(nn.Module):
   """A router, which computes in float32, and its experts.
 
   Parameters: router/kernel (D, E); up and, if gated, gate (E, D, F), down
-  (E, F, D), each a kernel; biases (E), (E, F) and (E, D) if any. State:
-  selection_bias (E).
+  (E, F, D), each a kernel; biases (E), (E, F) and (E, D) if any; router_scale
+  (D) and expert_scale (E) of a scaled router. State: selection_bias (E).
   """
 
   options: Options
   expert: mlp.Options
   router_bias: bool = False
+  norm_eps: float = 1e-6  # Of a scaled router.
 
   @nn.compact
   def __call__(
-    self, x_BLD: jax.Array, real_BL: jax.Array | None, train: bool
+    self,
+    x_BLD: jax.Array,
+    real_BL: jax.Array | None,
+    train: bool,
+    router_x_BLD: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sends tokens through their experts.
 
     Padding, where `real_BL` is False, uses no capacity, does not count in the
     statistics and changes nothing of the real tokens, not even their rounding.
+    The router reads `router_x_BLD`, if it is given.
 
     Returns:
       ([B, L, D], float32 statistics over the real tokens: "load_balance" and
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
       "score" [E], each expert's share of choices and mean score, which add up
       to 1; "dropped", the share of choices beyond the capacity; "entropy" in
-      nats; in a stage of a pipeline "tokens", for `merged`).
+      nats; "bias", the largest selection bias, if there are any; in a stage of
+      a pipeline "tokens", for `merged`).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
       real_BL = jnp.ones(x_BLD.shape[:2], bool)
-    logits_BLE = self._logits(x_BLD, train)
+    router_x_BLD = x_BLD if router_x_BLD is None else router_x_BLD
+    logits_BLE = self._logits(router_x_BLD, train)
     bias_E = None
     if options.selection_bias:
       shape = (options.num_experts,)
       bias_E = self.variable(STATE, "selection_bias", jnp.zeros, shape).value
     routing, stats = route(logits_BLE, real_BL, options, bias_E)
+    if options.scaled_router:
+      ones = nn.initializers.ones
+      scale_E = self.param("expert_scale", ones, (options.num_experts,))
+      scaled_BLJ = routing.weight_BLJ * scale_E[routing.expert_BLJ]
+      routing = routing._replace(weight_BLJ=scaled_BLJ)
     changes_bias = options.bias_rate and train and not self.is_initializing()
     if changes_bias and self.is_mutable_collection(STEP_SUMS):
       count_E = choices(routing, real_BL, options.num_experts)
@@ -303,6 +323,8 @@ class Moe(nn.Module):
         axis=options.axis,
       )
     stats["dropped"] = dropped
+    if bias_E is not None:
+      stats["bias"] = jnp.max(jnp.abs(bias_E))
     if sharding.in_stage():
       stats["tokens"] = jnp.sum(real_BL, dtype=jnp.float32)
     return y_BLD, stats
@@ -310,6 +332,11 @@ class Moe(nn.Module):
   def _logits(self, x_BLD: jax.Array, train: bool) -> jax.Array:
     options = self.options
     x_BLD = x_BLD.astype(jnp.float32)
+    if options.scaled_router:
+      D = x_BLD.shape[-1]
+      scale_D = self.param("router_scale", nn.initializers.ones, (D,))
+      x_BLD = rms_norm.RMSNorm((D,), self.norm_eps, scaled=False)(x_BLD)
+      x_BLD *= scale_D * D**-0.5
     if train and options.jitter:
       x_BLD *= jax.random.uniform(
         self.make_rng("dropout"),
@@ -362,6 +389,24 @@ def merged(reports: Any) -> Any:
     return result | {"load_balance": balance}
 
   return jax.tree.map(merge, reports, is_leaf=lambda x: isinstance(x, dict))
+
+
+def of_layers(
+  stats: Any, layers: Sequence[int], *, stacked: bool
+) -> dict[str, dict[str, jax.Array]]:
+  """{number of a layer: its "load" and, if it has one, "bias"}.
+
+  Args:
+    stats: statistics of these layers, or None if they have no experts.
+    stacked: whether axis 0 of the statistics runs over the layers.
+  """
+  if stats is None:
+    return {}
+  own = {name: stats[name] for name in ("load", "bias") if name in stats}
+  return {
+    str(layer): {name: x[i] if stacked else x for name, x in own.items()}
+    for i, layer in enumerate(layers)
+  }
 
 
 def _load_balance(load_E: jax.Array, score_E: jax.Array) -> jax.Array:

@@ -5,7 +5,8 @@ name the config key in their messages (`check_sizes`, `check_fields`), and
 dicts of options become named tuples (`read_tuple`).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from flax.core import FrozenDict
@@ -145,6 +146,17 @@ def read_names(
   for name in given:
     check_choice(key, name, choices)
   return tuple(given)
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+  """Names a part of a model in errors, in place of config.model."""
+  try:
+    yield
+  except ConfigError as e:
+    if key in str(e):
+      raise
+    raise ConfigError(str(e).replace("config.model", key)) from e
 
 
 def hashable(value: Any) -> Any:

@@ -107,7 +107,8 @@ def frequencies(
   "llama3" (https://arxiv.org/abs/2407.21783) and "yarn"
   (https://arxiv.org/abs/2309.00071) those with few rotations in `original_len`
   positions. "longrope" (https://arxiv.org/abs/2402.13753) has a divisor for
-  each, and others for `long` texts.
+  each, and others for `long` texts. "proportional" (Gemma 4) has zeros in place
+  of all but the highest ones.
   """
   omega_Q = theta ** -(np.arange(0, dims, 2) / dims)
   kept_Q = np.zeros_like(omega_Q)  # 1 where the frequency stays as it is.
@@ -123,6 +124,8 @@ def frequencies(
       kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
     elif kind == "yarn":
       kept_Q = _kept_by_yarn(dims, theta, scaling)
+    elif kind == "proportional":
+      omega_Q[int(scaling["fraction"] * dims // 2) :] = 0
   omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / factor
   return omega_Q.astype(np.float32)
 
@@ -193,6 +196,8 @@ def read_scaling(
       continue
     for number in value if isinstance(value, tuple) else [value]:
       check_number(f"{key}.{name}", number, above=0)
+  if kind == "proportional":
+    check_number(f"{key}.fraction", scaling["fraction"], above=0, most=1)
   return FrozenDict(scaling)
 
 

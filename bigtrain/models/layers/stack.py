@@ -63,7 +63,8 @@ def run(
     common: the first so many shared arguments have no axis of the batch.
 
   Returns:
-    (the last carry, mean of the reports that are not None, or None).
+    (the last carry, mean of the reports that are not None, or None). Beside the
+    means, "by_layer" has what moe.of_layers returns.
   """
   layers = _Layers(tuple(first), tuple(kinds), depth)
   if parent.is_initializing():
@@ -81,6 +82,7 @@ def run(
     return class_with_policy(policy if has_policy else "none", in_loop)
 
   reports: list[tuple[Any, int]] = []  # Each with the number of its layers.
+  by_layer: dict[str, Any] = {}
 
   def run_unrolled(carry: Any, numbers: Iterable[int]) -> Any:
     for number in numbers:
@@ -90,22 +92,26 @@ def run(
       )
       carry, report = layer(carry, number, *shared)
       reports.append((report, 1))
+      by_layer.update(moe.of_layers(report, [number], stacked=False))
     return carry
 
   if not scan or not layers.num_periods:
     carry = run_unrolled(carry, range(depth))
-    return carry, _mean(reports)
+    return carry, _summary(reports, by_layer)
 
   carry = run_unrolled(carry, range(layers.first_of_loop))
 
   loop = _Loop(parent, name, layers, block_class)
   carry, stacked = _run_loop(loop, policy, policy_every, common, carry, shared)
-  for report in stacked if len(layers.period) > 1 else [stacked]:
+  period = len(layers.period)
+  for place, report in enumerate(stacked if period > 1 else [stacked]):
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), report)
     reports.append((mean, layers.num_periods))
+    numbers = range(layers.first_of_loop + place, layers.first_of_rest, period)
+    by_layer |= moe.of_layers(report, numbers, stacked=True)
 
   carry = run_unrolled(carry, range(layers.first_of_rest, depth))
-  return carry, _mean(reports)
+  return carry, _summary(reports, by_layer)
 
 
 class _Layers(NamedTuple):
@@ -397,9 +403,21 @@ def _alike(layers: _Layers) -> list[tuple[Any, list[int]]]:
   return [(options, numbers) for options, numbers in groups if numbers]
 
 
+def _summary(
+  reports: Sequence[tuple[Any, int]], by_layer: Mapping[str, Any]
+) -> Any:
+  # Layers of several kinds need not all have a bias.
+  reports = [
+    ({name: x for name, x in report.items() if name != "bias"}, number)
+    for report, number in reports
+    if report is not None
+  ]
+  mean = _mean(reports)
+  return mean if mean is None else {**mean, "by_layer": dict(by_layer)}
+
+
 def _mean(reports: Sequence[tuple[Any, int]]) -> Any:
-  """Mean of the reports that are not None, each with its weight."""
-  reports = [pair for pair in reports if pair[0] is not None]
+  """Mean of reports, each with its weight; None without any."""
   if not reports:
     return None
   if len(reports) == 1:

@@ -11,8 +11,9 @@ stage_families.py and two_tower_families.py have the families of a model in
 bigtrain/models each, or list them: those of decoders are in decoders/, those of
 ViTs in vits/. encoder_rules.py has what several kinds of encoders share.
 
-layer_patterns.py finds the period of layers that differ, mxfp4.py reads arrays
-of four bits, timm.py the config.json of timm. blocks.py converts between
+layer_patterns.py finds the period of layers that differ, mxfp4.py and
+fp8_blocks.py read arrays of four and eight bits, timm.py the config.json of
+timm. blocks.py converts between
 stacked and separate blocks; conversions.py restores dtypes and names. The
 modules in bigtrain/models import this package.
 """

@@ -231,6 +231,12 @@ class _Params(NamedTuple):
       result.append(tuple(self.shapes[name])[len(index) + entry.by_expert :])
     return result
 
+  def num_heads(self, entry: Entry, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Size of the first dimension of an entry's outputs."""
+    roles = dims.find(self.table, entry.ours[0])
+    assert roles is not None, entry
+    return shapes[0][len(roles.stack) + len(roles.inputs)]
+
   def as_matrices(
     self, entry: Entry, shapes: Sequence[tuple[int, ...]]
   ) -> list[tuple[int, ...]]:
@@ -298,6 +304,8 @@ class _File:
     if entry.ndim is not None and value.ndim == entry.ndim:
       if _without_ones(value.shape) == _without_ones(expected):
         value = value.reshape(expected)
+    if entry.depthwise and value.ndim == 3 and value.shape[1] == 1:
+      value = value[:, 0]
     if entry.convolution and value.ndim == 4:
       value = value.transpose(2, 3, 1, 0).reshape(-1, value.shape[0])
     if tuple(value.shape) != expected:
@@ -305,6 +313,10 @@ class _File:
     if entry.transposed:
       value = value.swapaxes(-1, -2)
     number = entry.ours.index(ours)
+    if entry.by_head:
+      heads = self._params.num_heads(entry, shapes)
+      value = value.reshape(*value.shape[:-1], heads, -1)
+      matrices = [(matrix[-1] // heads,) for matrix in matrices]
     if entry.interleaved:
       outputs = slice(number, None, len(matrices))
     else:
@@ -348,10 +360,17 @@ def _tensor(
   if entry.ndim is not None:
     sizes = _without_ones(shape)
     shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
+  if entry.depthwise:
+    shape = (shape[0], 1, shape[1])
+  heads = params.num_heads(entry, inner) if entry.by_head else None
 
   def build(values: list[np.ndarray]) -> np.ndarray:
     values = [x.reshape(matrix) for x, matrix in zip(values, matrices)]
+    if heads:
+      values = [x.reshape(*x.shape[:-1], heads, -1) for x in values]
     value = np.concatenate(values, axis=-1)
+    if heads:
+      value = value.reshape(*value.shape[:-2], -1)
     if entry.interleaved:
       value = np.stack(values, axis=-1).reshape(value.shape)
     if entry.convolution:

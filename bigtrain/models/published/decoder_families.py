@@ -5,13 +5,20 @@ and loads their arrays.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
-from bigtrain.models.published import array_files, layouts, mxfp4
+from bigtrain.models.published import (
+  array_files,
+  fp8_blocks,
+  layouts,
+  mxfp4,
+  tables,
+)
 from bigtrain.models.published.decoders import (
   cohere,
+  deepseek,
   gemma,
   glm,
   gpt2,
@@ -24,6 +31,8 @@ from bigtrain.models.published.decoders import (
   olmo,
   phi,
   qwen,
+  qwen_next,
+  shared_arrays,
 )
 from bigtrain.models.published.families import Family, classes
 
@@ -53,6 +62,7 @@ add(
   gemma.GEMMA,
   gemma.GEMMA2,
   gemma.GEMMA3,
+  gemma.GEMMA4,
   olmo.OLMO2,
   olmo.OLMO3,
   olmo.OLMOE,
@@ -66,6 +76,15 @@ add(
   nemotron.NEMOTRON,
   minimax.MINIMAX_M2,
   gpt_oss.GPT_OSS,
+  deepseek.DEEPSEEK_V2,
+  deepseek.DEEPSEEK_V3,
+  deepseek.KIMI_K2,
+  deepseek.GLM4_MOE_LITE,
+  deepseek.MISTRAL4,
+  qwen_next.QWEN3_NEXT,
+  qwen_next.QWEN3_5,
+  qwen_next.QWEN3_5_MOE,
+  olmo.OLMO_HYBRID,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -73,9 +92,10 @@ _IGNORED = {
   r".*\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq|.*\.position_ids": (
     "a constant that the model computes"
   ),
-  r"(.*\.)?(vision_tower|vision_model|multi_modal_projector)\..*": (
+  r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
+  r"mtp\..*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {
@@ -91,12 +111,15 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
-  ignored = {**_IGNORED, **_prediction_layers(names)}
+  names = olmo.hybrid_names(names)
+  names, ignored_layers = _with_prediction_layers(names, like)
+  ignored = {**_IGNORED, **ignored_layers}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
+  arrays = {short: flat[name] for short, name in names.items()}
   result = array_files.load(
     {name: family.arrays for name, family in LAYOUTS.items()},
-    mxfp4.joined({short: flat[name] for short, name in names.items()}),
+    olmo.with_own_convolutions(fp8_blocks.joined(mxfp4.joined(arrays))),
     like,
     param_dims,
     ignored=ignored,
@@ -116,12 +139,59 @@ def _short(name: str) -> str:
   return name
 
 
-def _prediction_layers(names: Collection[str]) -> dict[str, str]:
-  """Layers after the last one, which predict a token beyond the next."""
-  own = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight").fullmatch
-  starts = [match[1] for match in map(own, names) if match]
-  reason = "a layer for the prediction of several tokens"
-  return {re.escape(start) + ".*": reason for start in starts}
+def _with_prediction_layers(
+  names: Mapping[str, str], like: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+  """Renames layers after the last one, which predict further tokens.
+
+  Returns:
+    (names as in the tables, {regular expression of names: reason to ignore}).
+  """
+  own = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight").fullmatch
+  matches = sorted(filter(None, map(own, names)), key=lambda m: int(m[2]))
+  starts = [match[1] for match in matches]
+  wanted = _num_modules(like)
+  ignored = {
+    re.escape(start) + ".*": "a layer for the prediction of several tokens"
+    for start in starts[wanted:]
+  }
+  copies = r"model\.mtp\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+  ignored[copies] = "a copy of the model's"
+  result = dict(names)
+  for number, start in enumerate(starts[:wanted]):
+    new = shared_arrays.PREDICTION_LAYER.format(i=number)
+    for name in names:
+      if name.startswith(start):
+        result[new + name.removeprefix(start)] = result.pop(name)
+  return result, ignored
+
+
+def _num_modules(names: Iterable[str]) -> int:
+  """Number of modules of a model that predict further tokens."""
+  return len({name for name in names if name.endswith("/projection/kernel")})
+
+
+def export(
+  param_dims: dims.Table,
+  model: Any,
+  shapes: tables.Shapes,
+  layout: str | None = None,
+) -> tuple[dict[str, Any], list[tables.Tensor]]:
+  """See layouts.Layouts.export; `shapes` may lack the modules of `mtp`."""
+  config, tensors = PUBLISHED.export(param_dims, model, shapes, layout)
+  arrays = LAYOUTS[config["model_type"]].arrays
+  if not any("mtp/" in entry.ours[0] for entry in arrays):
+    return config, tensors
+  config["num_nextn_predict_layers"] = _num_modules(shapes)
+
+  def renamed(tensor: tables.Tensor) -> tables.Tensor:
+    match = re.match(r"model\.mtp\.(\d+)\.", tensor.name)
+    if match is None:
+      return tensor
+    start = f"model.layers.{model.depth + int(match[1])}."
+    return tensor._replace(name=start + tensor.name[match.end() :])
+
+  return config, [renamed(tensor) for tensor in tensors]
 
 
 canonical = model_fields.canonical

@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain.config.errors import ConfigError, did_you_mean
-from bigtrain.models.published import common_keys, layer_patterns, tables, timm
+from bigtrain.models.published import (
+  common_keys,
+  fp8_blocks,
+  layer_patterns,
+  tables,
+  timm,
+)
 from bigtrain.models.published.layer_patterns import ByLayer
 
 FILE = "config.json"
@@ -184,8 +190,16 @@ class Family(NamedTuple):
         f"quantization_config: quant_method={method!r}: expected weights of "
         f"{' or '.join(['no quantisation', *self.quantised])}."
       )
-    required = {**common_keys.REQUIRES, **self.requires}
-    known = {*self.absent(), *required, "quantization_config"}
+    if method == fp8_blocks.METHOD:
+      fp8_blocks.check(quantisation, config.error)
+    absent = self.absent()
+    required = {
+      key: values
+      for key, values in common_keys.REQUIRES.items()
+      if key not in absent
+    }
+    required |= self.requires
+    known = {*absent, *required, "quantization_config"}
     harmless = {*common_keys.HARMLESS, *self.harmless}
     for key in given:
       if key not in known | harmless and key not in unread:

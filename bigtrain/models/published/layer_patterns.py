@@ -19,8 +19,12 @@ FIELDS: Mapping[str, Any] = {
   "num_kv_heads": None,
   "head_dim": None,
   "mlp_dim": None,
+  "mla": None,
   "window": None,
   "moe": None,
+  "deltanet": None,
+  "norm_at": "pre",
+  "keys_as_values": False,
   "attention_scale": None,
   "rope_scaling": None,
   "query_scale": None,
@@ -80,12 +84,13 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
   return result
 
 
-def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
   """Sorts kinds of layers; the least special one is the base."""
+  is_recurrent = kind.get("deltanet") is not None
   has_no_rope = kind.get("posemb", "rope") != "rope"
   has_window = kind.get("window") is not None
   is_dense = "moe" in kind and kind["moe"] is None
-  return has_no_rope, has_window, is_dense
+  return is_recurrent, has_no_rope, has_window, is_dense
 
 
 def _names(layers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -107,6 +112,8 @@ def _names(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _words(layer: Mapping[str, Any]) -> list[str]:
   words = []
+  if "deltanet" in layer:
+    words.append("full" if layer["deltanet"] is None else "linear")
   if "window" in layer:
     words.append("global" if layer["window"] is None else "local")
   if "posemb" in layer:

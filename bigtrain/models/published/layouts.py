@@ -5,6 +5,7 @@ merges into config.model or compares with it. `Layouts.export` finds a family
 that expresses a model.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Layouts(NamedTuple):
         f"{tuple(names)}; it computes {', '.join(self.families)}."
       )
     fields = self.families[kind].read(file, values, unread)
-    return Fields(file, fields, self.canonical)
+    return Fields(file, kind, fields, self.canonical)
 
   def export(
     self,
@@ -54,38 +55,58 @@ class Layouts(NamedTuple):
     model: Any,
     shapes: tables.Shapes,
     layout: str | None = None,
+    origin: str | None = None,
   ) -> tuple[dict[str, Any], list[tables.Tensor]]:
     """Returns (contents of config.json, arrays) of a model.
 
     Without `layout`, it is the first that expresses the model exactly: reading
     its config.json gives the same fields again.
+
+    Args:
+      origin: model_type of the folder that the model began with. Its layouts
+        come first, and a warning says why none of them fits.
     """
     families = self.of_model(model) if self.of_model else self.families
     if layout:
       check_choice("--layout", layout, families)
       families = {layout: families[layout]}
-    ours = self.canonical(_fields_of(model))
+    in_order = sorted(
+      families.items(), key=lambda item: item[1].model_type != origin
+    )
+    ours = self.canonical(fields_of(model))
     ours["shapes"] = shapes
     errors = []
-    for name, family in families.items():
+    errors_of_origin = []
+    for name, family in in_order:
       key = f"--layout={name}"
       try:
-        config = self._config_json(key, family, ours)
+        config = self.config_json(key, family, ours)
         arrays = array_files.export(key, family.arrays, shapes, param_dims)
         if family.model_type == timm.MODEL_TYPE:
           config = timm.folded(config)
-        return config, arrays
       except ConfigError as e:
         errors.append(e)
+        if family.model_type == origin:
+          errors_of_origin.append(e)
+        continue
+      if errors_of_origin and family.model_type != origin:
+        logging.warning(
+          "The model began as %s, which no longer expresses it; its layout is "
+          "now %s. %s",
+          origin,
+          name,
+          _shortest(errors_of_origin),
+        )
+      return config, arrays
     # The family that is nearest to the model has the fewest problems with it.
-    shortest = min(errors, key=lambda e: len(str(e)))
+    shortest = _shortest(errors)
     if layout:
       raise shortest
     raise ConfigError(
       f"--format=hf: no published layout computes this model. {shortest}"
     ) from shortest
 
-  def _config_json(
+  def config_json(
     self, key: str, family: Family, ours: Mapping[str, Any]
   ) -> dict[str, Any]:
     """The config.json of a model in a family, if the family expresses it."""
@@ -99,6 +120,10 @@ class Layouts(NamedTuple):
     if texts:
       raise ConfigError(f"{key}: expected a model with {'; '.join(texts)}.")
     return config
+
+
+def _shortest(errors: Sequence[ConfigError]) -> ConfigError:
+  return min(errors, key=lambda e: len(str(e)))
 
 
 def _text_part(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +140,14 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
   return result
 
 
-def _fields_of(model: Any) -> dict[str, Any]:
+def fields_of(model: Any) -> dict[str, Any]:
   return {
     name: getattr(model, name) for name in type(model).__dataclass_fields__
   }
+
+
+# Fields with options that need not all be given: experts, and parts of a model.
+_WITH_OPTIONS = ("moe", "image", "text", "projector")
 
 
 class _Difference(NamedTuple):
@@ -171,11 +200,13 @@ class Fields(dict[str, Field]):
   def __init__(
     self,
     path: str,
+    model_type: str,
     fields: Mapping[str, Field],
     canonical: Callable[[Mapping[str, Any]], dict[str, Any]],
   ):
     super().__init__(fields)
     self.path = path
+    self.model_type = model_type  # Name of the family.
     self._canonical = canonical
 
   def contradictions(
@@ -187,7 +218,7 @@ class Fields(dict[str, Field]):
       arrays: names of the file's arrays, which decide some fields.
       key: the model's place in the config, for messages.
     """
-    ours = self._canonical(_fields_of(model))
+    ours = self._canonical(fields_of(model))
     theirs = self._canonical({name: x.value for name, x in self.items()})
     messages = {}
     for name, difference in _differences(ours, theirs, self).items():
@@ -221,7 +252,7 @@ class Fields(dict[str, Field]):
       field = self[name]
       if isinstance(field.value, dict) and isinstance(value, Mapping):
         # Options of the training, such as a capacity, may be added.
-        if name == "moe":
+        if name in _WITH_OPTIONS:
           result[name] = {**field.value, **value}
         value = {x: result[name].get(x) for x in field.value}
       arrays_decide = field.unless_array is not None or field.is_limit

@@ -23,7 +23,10 @@ class Entry(NamedTuple):
   ours: tuple[str, ...]  # Our parameters, joined along their output axes.
   transposed: bool = False  # Whether the published matrix is (outputs, inputs).
   interleaved: bool = False  # Whether the outputs of our parameters take turns.
+  # Whether they take turns by head, the first dimension of their outputs.
+  by_head: bool = False
   convolution: bool = False  # Of torch: (outputs, inputs, height, width).
+  depthwise: bool = False  # Of torch: (channels, 1, width).
   # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None
 
@@ -94,6 +97,18 @@ def linear(published: str, *ours: str) -> Table:
 def dense(published: str, *ours: str) -> Table:
   """A linear layer of torch, whose bias a model may lack."""
   return table(linear(published, *ours), _bias(published, *ours))
+
+
+def dense_by_head(published: str, *ours: str) -> Table:
+  """A linear layer of torch that has the outputs of ours head by head."""
+  entries = dense(published, *ours)
+  return tuple(entry._replace(by_head=True) for entry in entries)
+
+
+def depthwise_conv1d(published: str, *ours: str) -> Table:
+  """A depthwise convolution of torch over positions, without a bias."""
+  entries = linear(published, *ours)
+  return tuple(entry._replace(depthwise=True) for entry in entries)
 
 
 def conv1d(published: str, *ours: str) -> Table:

@@ -40,13 +40,41 @@ _BLOCK = table(
   norm("layer_norm1", "LayerNorm_0"),
   norm("layer_norm2", "LayerNorm_1"),
 )
-_IMAGE_TOWER = within(
-  "vision_model.",
-  "img/",
+# The image tower, which is also that of models that read text and pictures.
+IMAGE_ARRAYS = table(
   norm("post_layernorm", "Transformer/encoder_norm"),
   within("encoder.layers.{i}.", "Transformer/encoderblock/", _BLOCK),
   plain("embeddings.position_embedding.weight", "pos_embedding", ndim=2),
 )
+CLIP_IMAGE_ARRAYS = table(
+  IMAGE_ARRAYS,
+  conv("embeddings.patch_embedding", "embedding"),
+  plain("embeddings.class_embedding", "cls", ndim=1),
+  norm("pre_layrnorm", "pre_norm"),  # Their spelling.
+)
+# The attention pooling of SigLIP.
+HEAD_ARRAYS = within(
+  "head.",
+  "MAPHead_0/",
+  plain("probe", "probe", ndim=3),
+  transposed(
+    "attention.in_proj_weight",
+    f"{_ATTENTION}/query/kernel",
+    f"{_ATTENTION}/key/kernel",
+    f"{_ATTENTION}/value/kernel",
+  ),
+  plain(
+    "attention.in_proj_bias",
+    f"{_ATTENTION}/query/bias",
+    f"{_ATTENTION}/key/bias",
+    f"{_ATTENTION}/value/bias",
+  ),
+  dense("attention.out_proj", f"{_ATTENTION}/out"),
+  norm("layernorm", "LayerNorm_0"),
+  dense("mlp.fc1", "MlpBlock_0/Dense_0"),
+  dense("mlp.fc2", "MlpBlock_0/Dense_1"),
+)
+_IMAGE_TOWER = within("vision_model.", "img/", IMAGE_ARRAYS)
 _TEXT_TOWER = within(
   "text_model.",
   "txt/",
@@ -56,27 +84,7 @@ _TEXT_TOWER = within(
   plain("embeddings.token_embedding.weight", "Embed_0/embedding"),
 )
 _SIGLIP_HEADS = table(
-  within(
-    "vision_model.head.",
-    "img/MAPHead_0/",
-    plain("probe", "probe", ndim=3),
-    transposed(
-      "attention.in_proj_weight",
-      f"{_ATTENTION}/query/kernel",
-      f"{_ATTENTION}/key/kernel",
-      f"{_ATTENTION}/value/kernel",
-    ),
-    plain(
-      "attention.in_proj_bias",
-      f"{_ATTENTION}/query/bias",
-      f"{_ATTENTION}/key/bias",
-      f"{_ATTENTION}/value/bias",
-    ),
-    dense("attention.out_proj", f"{_ATTENTION}/out"),
-    norm("layernorm", "LayerNorm_0"),
-    dense("mlp.fc1", "MlpBlock_0/Dense_0"),
-    dense("mlp.fc2", "MlpBlock_0/Dense_1"),
-  ),
+  within("vision_model.", "img/", HEAD_ARRAYS),
   dense("text_model.head", "txt/head"),
   plain("logit_scale", "t"),
   plain("logit_bias", "b"),
@@ -93,7 +101,7 @@ _HARMLESS = (
 )
 
 # Families of the towers, which have no files of their own.
-_CLIP_IMAGE = VIT.but(
+CLIP_IMAGE = VIT.but(
   "clip_vision_model",
   "",
   without=("use_bias", "num_classes", "pool_type", "rep_size"),
@@ -110,7 +118,7 @@ _CLIP_IMAGE = VIT.but(
     "hidden_act": "quick_gelu",
   },
 )
-_SIGLIP_IMAGE = _CLIP_IMAGE.but(
+SIGLIP_IMAGE = CLIP_IMAGE.but(
   "siglip_vision_model",
   "",
   constants={
@@ -147,7 +155,7 @@ def _posemb_grid() -> Rule:
   return Rule(("posemb_grid",), {key: 256}, read, write)
 
 
-_SIGLIP2_IMAGE = _SIGLIP_IMAGE.but(
+_SIGLIP2_IMAGE = SIGLIP_IMAGE.but(
   "siglip2_vision_model",
   "",
   without=("image_size",),
@@ -254,17 +262,14 @@ _CLIP = Family(
   model_type="clip",
   architecture="CLIPModel",
   arrays=table(
-    _IMAGE_TOWER,
+    within("vision_model.", "img/", CLIP_IMAGE_ARRAYS),
     _TEXT_TOWER,
-    conv(_PATCHES, "img/embedding"),
-    plain("vision_model.embeddings.class_embedding", "img/cls", ndim=1),
-    norm("vision_model.pre_layrnorm", "img/pre_norm"),  # Their spelling.
     linear("visual_projection", "img/head"),
     linear("text_projection", "txt/head"),
     plain("logit_scale", "t", ndim=0),
   ),
   constants={"bias_init": None},
-  rules=(_towers(_CLIP_IMAGE, _CLIP_TEXT), _clip_dim()),
+  rules=(_towers(CLIP_IMAGE, _CLIP_TEXT), _clip_dim()),
   harmless=_HARMLESS,
 )
 _SIGLIP = _CLIP.but(
@@ -274,7 +279,7 @@ _SIGLIP = _CLIP.but(
     _IMAGE_TOWER, _TEXT_TOWER, _SIGLIP_HEADS, conv(_PATCHES, "img/embedding")
   ),
   constants={"bias_init": -10.0},
-  rules=(_towers(_SIGLIP_IMAGE, _SIGLIP_TEXT), _siglip_dim()),
+  rules=(_towers(SIGLIP_IMAGE, _SIGLIP_TEXT), _siglip_dim()),
 )
 _SIGLIP2 = _SIGLIP.but(
   "siglip2",

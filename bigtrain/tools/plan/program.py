@@ -25,7 +25,14 @@ from bigtrain.cluster import process
 from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.main import train
-from bigtrain.objective import building, gradients, task_functions, teacher
+from bigtrain.objective import (
+  building,
+  task_functions,
+  task_gradients,
+  task_schedule,
+  task_sum,
+  teacher,
+)
 from bigtrain.reports import flops
 from bigtrain.runtime import device_memory
 from bigtrain.runtime.run import Run
@@ -202,16 +209,9 @@ def measure(
   model_flops without recomputation and padding, executed_flops with both.
   """
   # The arguments of main's update_fn.
-  state_spec, _, batch_spec, _, frozen_spec = specs
+  state_spec, _, batch_spec, hparams, frozen_spec = specs
   params = jax.tree.leaves(state_spec["params"])
   sharded = [x for x in params if not x.sharding.is_fully_replicated]
-  task = building.task(run.config)
-  _, model = building.model(run.config)
-  teacher_model = teacher.from_config(
-    run.config, task, batch_spec, run.mesh, run.seed
-  ).model
-  loss_fn = task_functions.loss_fn(run.config, task, model, teacher_model)
-  loss_args = gradients.loss_args(state_spec, batch_spec, run.mesh, frozen_spec)
   return {
     "parameters": sum(x.size for x in params),
     "sharded_parameters": sum(x.size for x in sharded),
@@ -222,10 +222,43 @@ def measure(
     },
     "host_state_bytes": _bytes_per_device(state_spec, in_host=True),
     "batch_bytes": _bytes_per_device(batch_spec),
-    "model_flops": flops.step_flops(loss_fn, *loss_args),
+    "model_flops": _model_flops(
+      run, {**state_spec, **hparams}, batch_spec, frozen_spec
+    ),
     "executed_flops": flops.executed_flops(update_fn, *specs),
     "tokens_per_example": run.lengths.units.tokens_per_example,
   }
+
+
+def _model_flops(
+  run: Run, state: Any, batch_spec: Any, frozen_spec: Any
+) -> float:
+  """Model FLOPs of a step with all its tasks."""
+  entries = task_sum.entries(building.task(run.config), run.config)
+  _, model = building.model(run.config)
+  teaching, taught = teacher.of_tasks(
+    run.config, entries, batch_spec, run.mesh, run.seed
+  )
+  total = 0.0
+  for entry in entries:
+    if entry.name not in state.get(task_schedule.WEIGHTS, {"": 1.0}):
+      continue
+    is_taught = entry in taught
+    loss_fn = task_functions.loss_fn(
+      entry.part,
+      entry.module,
+      model,
+      teaching.model if is_taught else None,
+      entry.input_key,
+    )
+    own_state = state.get(task_gradients.TASKS)
+    if entry.name and own_state is not None:
+      own_state = own_state.get(entry.name)
+    args = task_gradients.loss_args(
+      entry, is_taught, state, batch_spec, run.mesh, frozen_spec, own_state
+    )
+    total += flops.step_flops(loss_fn, *args)
+  return total
 
 
 def _bytes_per_device(spec: Any, in_host: bool = False) -> int:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 
+from bigtrain.config import modules
 from bigtrain.reports import console
 from bigtrain.tools.ranking import Best
 from bigtrain.tools.report import (
@@ -100,7 +101,7 @@ def _facts(run: Run) -> dict[str, str]:
   devices = newest.get("devices")
   flops = run.last("model_flops_per_step")
   facts = {
-    "Task": run.config.get("task", ""),
+    "Task": modules.task_names(run.config.get("task", "")),
     "Model": run.config.get("model_name", ""),
     "Steps": f"{run.last('step'):,}",
     "Fraction of the schedule": markup.number(run.last("progress"), ".1%"),

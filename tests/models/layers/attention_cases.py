@@ -19,6 +19,7 @@ class Case:
   heads: int = 2
   kv_heads: int = 2
   width: int = 8
+  value_width: int = 0  # `width` if 0.
   causal: bool = False
   window: int | None = None
   prefix: bool = False
@@ -61,7 +62,7 @@ class Case:
     arrays = {
       "q": normal(B, L, self.heads, self.width),
       "k_BSGK": normal(B, S, self.kv_heads, self.width),
-      "v_BSGK": normal(B, S, self.kv_heads, self.width),
+      "v_BSGK": normal(B, S, self.kv_heads, self.value_width or self.width),
     }
     if self.bias:
       bias = normal(self.heads, L + S - 1).astype(jnp.float32)
@@ -82,7 +83,7 @@ class Case:
 
   def results(self, arrays: dict[str, Any], implementation: str) -> Any:
     """Output, and gradients of a loss that weights all outputs differently."""
-    shape = arrays["q"].shape
+    shape = *arrays["q"].shape[:-1], arrays["v_BSGK"].shape[-1]
     weights = jnp.asarray(np.random.default_rng(2).normal(size=shape))
 
     @jax.jit

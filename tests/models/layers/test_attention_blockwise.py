@@ -28,6 +28,8 @@ CASES = {
   "sinks of documents": Case(
     L=13, causal=True, documents=True, softcap=0.7, bias=True, sinks=True
   ),
+  "narrow values": Case(L=11, causal=True, heads=4, value_width=5),
+  "wide values": Case(L=9, documents=True, value_width=11, sinks=True),
 }
 
 
@@ -41,7 +43,7 @@ def small_blocks(monkeypatch):
   cases.quick(
     CASES,
     *("all", "cross", "prefix", "two-sided documents", "cross bias"),
-    "sinks of documents",
+    *("sinks of documents", "narrow values"),
   ),
 )
 def test_equals_the_plain_one(name):

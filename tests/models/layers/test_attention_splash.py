@@ -20,6 +20,7 @@ CASES = {
   "sinks": Case(
     L=200, causal=True, window=70, heads=4, documents=True, sinks=True
   ),
+  "narrow values": Case(L=256, causal=True, width=24, value_width=16),
 }
 
 

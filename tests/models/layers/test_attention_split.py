@@ -26,6 +26,8 @@ CASES = {
   "bias": Case(L=29, causal=True, bias=True, heads=4, softcap=2.0),
   "cross bias": Case(L=12, S=17, bias=True, padding=True),
   "sinks": Case(L=29, causal=True, documents=True, heads=4, sinks=True),
+  "narrow values": Case(L=27, causal=True, heads=4, value_width=5),
+  "wide values": Case(L=19, value_width=11),
 }
 
 
@@ -40,7 +42,12 @@ def expected(name):
   return case.results(case.arrays(), "xla")
 
 
-QUICK = (("odd", "auto", 4), ("bias", "ring", 4), ("sinks", "ring", 2))
+QUICK = (
+  ("odd", "auto", 4),
+  ("bias", "ring", 4),
+  ("sinks", "ring", 2),
+  ("narrow values", "auto", 4),
+)
 ALL = [
   pytest.param(name, kind, size, marks=[pytest.mark.slow] * (not quick))
   for name in CASES

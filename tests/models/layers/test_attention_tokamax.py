@@ -17,6 +17,7 @@ CASES = {
   "window": Case(L=13, causal=True, window=5, softcap=0.7, heads=4),
   "documents": Case(L=12, causal=True, documents=True, scaled=False),
   "prefix": Case(L=10, causal=True, prefix=True, padding=True, rows=2),
+  "narrow values": Case(L=10, causal=True, value_width=5),
 }
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -108,7 +108,7 @@ def test_mistakes_in_a_family_are_errors():
   "family, changes, message",
   [
     ("qwen3", dict(sliding_windw=3), "sliding_windw=3: unknown key .*window'"),
-    ("llama", dict(quantization_config=dict(quant_method="fp8")), "'fp8'"),
+    ("llama", dict(quantization_config=dict(quant_method="awq")), "'awq'"),
     ("gemma2", dict(use_bidirectional_attention=True), "bidirectional_att"),
     ("gemma2", dict(layer_types=["full_attention"]), "each of the 5 layers"),
     ("gemma2", dict(layer_types=["chunked_attention"] * 5), "'full_attention'"),

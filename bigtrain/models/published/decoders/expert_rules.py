@@ -76,3 +76,42 @@ def mlp_width() -> Rule:
     lambda config: {"mlp_dim": config[key]},
     write,
   )
+
+
+def sparse_after_first() -> SparseLayers:
+  """All layers after the first ones have experts."""
+  key = "first_k_dense_replace"
+
+  def read(config: ConfigJson) -> list[bool]:
+    return [i >= config[key] for i in range(config["num_hidden_layers"])]
+
+  def write(sparse: list[bool]) -> dict[str, Any]:
+    return {key: sparse.index(True) if True in sparse else len(sparse)}
+
+  return SparseLayers({key: 1}, read, write)
+
+
+def expert_groups() -> Rule:
+  """Groups of experts: a token chooses some by the sum of their top two."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    num, top = config["n_group"], config["topk_group"]
+    groups = {"num": num, "top": top, "score": "top2"}
+    return {"groups": groups} if num > 1 else {}
+
+  def write(moe: Mapping[str, Any]) -> dict[str, Any]:
+    groups = moe["groups"] or {"num": 1, "top": 1}
+    return {"n_group": groups["num"], "topk_group": groups["top"]}
+
+  return Rule(("groups",), {"n_group": 1, "topk_group": 1}, read, write)
+
+
+def shared_experts() -> Rule:
+  """The width of an MLP for all tokens, in experts."""
+  key = "n_shared_experts"
+  return Rule(
+    ("shared_experts",),
+    {key: 1},
+    lambda config: {"shared_experts": config[key]},
+    lambda moe: {key: moe["shared_dim"] // moe["mlp_dim"]},
+  )

@@ -1,6 +1,13 @@
-"""Gemma 1 to 3."""
+"""Gemma 1 to 4."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from bigtrain.models.published.decoders.bias_rules import biases
+from bigtrain.models.published.decoders.expert_rules import (
+  SparseLayers,
+  experts,
+)
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.shared_arrays import (
@@ -9,9 +16,27 @@ from bigtrain.models.published.decoders.shared_arrays import (
   MLP,
   NORMS_AFTER,
 )
-from bigtrain.models.published.decoders.window_rules import full_every, windows
-from bigtrain.models.published.families import Key, Rule, choice, converted
-from bigtrain.models.published.tables import norm, table
+from bigtrain.models.published.decoders.window_rules import (
+  FULL,
+  SLIDING,
+  full_every,
+  windows,
+)
+from bigtrain.models.published.families import (
+  ConfigJson,
+  Key,
+  Rule,
+  choice,
+  converted,
+)
+from bigtrain.models.published.layer_patterns import ByLayer
+from bigtrain.models.published.tables import (
+  linear,
+  norm,
+  plain,
+  table,
+  transposed,
+)
 
 # Each branch has a norm before and after it, arXiv 2408.00118, section 2.
 _SANDWICH_ARRAYS = table(
@@ -120,5 +145,205 @@ GEMMA3 = GEMMA.but(
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 9216,
+  },
+)
+
+_GEMMA4_ARRAYS = table(
+  _SANDWICH_ARRAYS,
+  plain("model.layers.{i}.layer_scalar", "blocks/layer_scalar"),
+  norm(
+    "model.layers.{i}.post_feedforward_layernorm_1", "blocks/mlp_own_post_norm"
+  ),
+  norm("model.layers.{i}.pre_feedforward_layernorm_2", "blocks/experts_norm"),
+  norm(
+    "model.layers.{i}.post_feedforward_layernorm_2", "blocks/experts_post_norm"
+  ),
+  linear("model.layers.{i}.router.proj", "blocks/moe/router"),
+  plain("model.layers.{i}.router.scale", "blocks/moe/router_scale"),
+  plain("model.layers.{i}.router.per_expert_scale", "blocks/moe/expert_scale"),
+  # All experts of a layer are in one array.
+  transposed(
+    "model.layers.{i}.experts.gate_up_proj",
+    "blocks/moe/gate/kernel",
+    "blocks/moe/up/kernel",
+  ),
+  transposed("model.layers.{i}.experts.down_proj", "blocks/moe/down/kernel"),
+)
+# Rotations of files without `rope_parameters`.
+_GEMMA4_ROPE: Mapping[str, Mapping[str, Any]] = {
+  SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+  FULL: {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1e6,
+  },
+}
+_LAYERS = full_every(6)
+
+
+def _types_of_layers(config: ConfigJson) -> list[str]:
+  """Every sixth layer sees all positions, and so does the last one."""
+  return [*_LAYERS.read(config)[:-1], FULL]
+
+
+def _gemma4_rotation(config: ConfigJson, kind: str) -> dict[str, Any]:
+  stored = (config["rope_parameters"] or _GEMMA4_ROPE)[kind]
+  rope_type = stored["rope_type"]
+  if rope_type not in ("default", "proportional"):
+    raise config.error(
+      f"rope_parameters: rope_type={rope_type!r}: the model computes only "
+      "'default' or 'proportional'."
+    )
+  scaling = None
+  if rope_type == "proportional":
+    scaling = {
+      "type": "proportional",
+      "fraction": stored.get("partial_rotary_factor", 1.0),
+      "factor": stored.get("factor", 1.0),
+    }
+  return {"rope_theta": stored["rope_theta"], "rope_scaling": scaling}
+
+
+def _gemma4_layers() -> Rule:
+  """Windows, rotations and heads by type of layer.
+
+  Published files have the global layers' heads in keys of their own; those that
+  the library writes have them by layer, in `per_layer_config`.
+  """
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    same = bool(config["attention_k_eq_v"])
+    global_heads = {"head_dim": config["global_head_dim"]}
+    if same and config["num_global_key_value_heads"]:
+      number = config["num_global_key_value_heads"]
+      global_heads["num_key_value_heads"] = number
+    by_number = config["per_layer_config"]
+    layers = []
+    for i, kind in enumerate(_types_of_layers(config)):
+      is_global = kind == FULL
+      own = global_heads if is_global else {}
+      if by_number is not None:
+        own = by_number.get(str(i)) or {}
+      layer = {
+        "window": None if is_global else config["sliding_window"],
+        "head_dim": own.get("head_dim", config["head_dim"]),
+        "num_kv_heads": own.get(
+          "num_key_value_heads", config["num_key_value_heads"]
+        ),
+        "keys_as_values": is_global and same,
+      }
+      layers.append(layer | _gemma4_rotation(config, kind))
+    return {name: ByLayer(x[name] for x in layers) for name in layers[0]}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    types = [FULL if x is None else SLIDING for x in fields["window"]]
+    first = {kind: types.index(kind) for kind in sorted({*types})}
+    rope = {}
+    for kind, i in first.items():
+      scaling = fields["rope_scaling"][i]
+      rope[kind] = {
+        "rope_type": "default",
+        "rope_theta": fields["rope_theta"][i],
+      }
+      if scaling:
+        rope[kind] |= {
+          "rope_type": scaling["type"],
+          "partial_rotary_factor": scaling.get("fraction", 1.0),
+          "factor": scaling["factor"],
+        }
+    i = first.get(SLIDING, 0)
+    j = first.get(FULL, 0)
+    return {
+      "layer_types": types,
+      "sliding_window": fields["window"][i] or 512,
+      "rope_parameters": {**_GEMMA4_ROPE, **rope},
+      "head_dim": fields["head_dim"][i],
+      "global_head_dim": fields["head_dim"][j],
+      "num_key_value_heads": fields["num_kv_heads"][i],
+      "num_global_key_value_heads": fields["num_kv_heads"][j],
+      "attention_k_eq_v": any(fields["keys_as_values"]),
+      **_NO_EXTRAS,
+    }
+
+  keys = {
+    "layer_types": None,
+    "sliding_window": 512,
+    "rope_parameters": None,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "per_layer_config": None,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+  }
+  names = ("window", "head_dim", "num_kv_heads", "keys_as_values")
+  return Rule((*names, "rope_theta", "rope_scaling"), keys, read, write)
+
+
+# What the models for devices have: embeddings of each layer, and layers with
+# the keys and values of others.
+_NO_EXTRAS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+
+
+def _experts_everywhere() -> SparseLayers:
+  """Experts in all layers, if a key says so."""
+  key = "enable_moe_block"
+  return SparseLayers(
+    {key: False},
+    lambda config: [bool(config[key])] * config["num_hidden_layers"],
+    lambda sparse: {key: any(sparse)},
+  )
+
+
+GEMMA4 = LLAMA.but(
+  "gemma4_text",
+  "Gemma4ForCausalLM",
+  # These are by layer.
+  without=("num_kv_heads", "head_dim", "rope_theta"),
+  arrays=_GEMMA4_ARRAYS,
+  keys={"logits_softcap": Key("final_logit_softcapping")},
+  # Norms have plain scales, unlike those of Gemma 1 to 3.
+  constants={
+    "norm_at": "sandwich",
+    "embed_multiplier": "sqrt_width",
+    "qk_norm": "head",
+    "v_norm": True,
+    "attention_scale": 1.0,
+    "layer_scalar": True,
+  },
+  rules=(
+    choice(
+      "mlp",
+      "hidden_activation",
+      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu"},
+    ),
+    biases(attention_bias=("qkv", "out")),
+    _gemma4_layers(),
+    experts(
+      num_experts=Key("num_experts"),
+      top_k=Key("top_k_experts"),
+      mlp_dim=Key("moe_intermediate_size"),
+      normalize=True,
+      scaled_router=True,
+      beside_mlp=True,
+      layers=_experts_everywhere(),
+    ),
+  ),
+  requires={
+    **{key: (None, value) for key, value in _NO_EXTRAS.items()},
+    # "vision" lets tokens of an image see each other; text is causal.
+    "use_bidirectional_attention": (False, None, "vision"),
+  },
+  harmless=("use_double_wide_mlp", "vocab_size_per_layer_input"),
+  defaults={
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "tie_word_embeddings": True,
   },
 )

@@ -67,6 +67,7 @@ LLAMA = Family(
   in_shapes=("vocab_size", "width", "depth", "mlp_dim"),
   limits=("max_len", "num_classes", "pool"),
   unless={"tied_head": "lm_head.weight"},
+  quantised=("fp8",),
 )
 
 MISTRAL = LLAMA.but(

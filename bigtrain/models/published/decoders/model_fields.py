@@ -11,6 +11,12 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 NEUTRAL: Mapping[str, Any] = {
   "window": None,
   "moe": None,
+  "mla": None,
+  "deltanet": None,
+  "v_norm": False,
+  "keys_as_values": False,
+  "layer_scalar": False,
+  "output_gate": False,
   "num_classes": None,
   "pool": "last",
   "rope_scaling": None,
@@ -80,8 +86,12 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
-  if layer["moe"] is not None:
+  if layer["moe"] is not None and not layer["moe"]["beside_mlp"]:
     layer["mlp_dim"] = None
+  if layer["mla"] is not None:
+    latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
+    layer["mla"] = latents
+  layer["deltanet"] = _deltanet(layer["deltanet"], fields["norm_eps"])
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
@@ -100,6 +110,22 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   return {**layer, "rope_scaling": scaling or None}
 
 
+def _deltanet(options: Any, norm_eps: float) -> dict[str, Any] | None:
+  """Options with all defaults, as in models/layers/deltanet.py."""
+  if options is None:
+    return None
+  given = {x: y for x, y in _as_dict(options).items() if y is not None}
+  defaults = {
+    "num_key_heads": given["num_heads"],
+    "key_dim": 128,
+    "value_dim": 128,
+    "conv_width": 4,
+    "negative_eigenvalues": False,
+    "norm_eps": norm_eps,
+  }
+  return {**defaults, **given}
+
+
 def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   """Options of experts with all defaults, as in models/layers/moe.py."""
   if options is None:
@@ -109,7 +135,8 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   width = given.get("mlp_dim", mlp_dim)
   score = given.get("score", "softmax")
   normalize = given.get("normalize", top_k > 1)
-  if score == "softmax" and normalize:  # Equal, over all and over the chosen.
+  # Equal, over all and over the chosen, unless groups have other scores.
+  if score == "softmax" and normalize and not given.get("groups"):
     score = "softmax_of_top"
   shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
   return {
@@ -120,6 +147,8 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "scale": given.get("scale", 1.0),
     "selection_bias": given.get("selection_bias", False),
     "groups": _as_dict(given.get("groups")),
+    "scaled_router": given.get("scaled_router", False),
+    "beside_mlp": given.get("beside_mlp", False),
     "mlp_dim": width,
     "shared_dim": shared_dim,
     "shared_gate": bool(shared_dim) and given.get("shared_gate", False),

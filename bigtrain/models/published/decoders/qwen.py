@@ -59,7 +59,7 @@ QWEN3 = LLAMA.but(
 )
 
 
-def _sparse_by_step() -> SparseLayers:
+def sparse_by_step() -> SparseLayers:
   """Every n-th layer has experts, except those in a list."""
   step, dense_layers = "decoder_sparse_step", "mlp_only_layers"
 
@@ -94,7 +94,7 @@ QWEN2_MOE = LLAMA.but(
       normalize=Key("norm_topk_prob", False),
       shared_dim=Key("shared_expert_intermediate_size", 5632),
       shared_gate=True,
-      layers=_sparse_by_step(),
+      layers=sparse_by_step(),
     ),
   ),
   defaults={
@@ -138,7 +138,7 @@ QWEN3_MOE = LLAMA.but(
       top_k=Key("num_experts_per_tok", 8),
       mlp_dim=Key("moe_intermediate_size", 768),
       normalize=Key("norm_topk_prob", False),
-      layers=_sparse_by_step(),
+      layers=sparse_by_step(),
     ),
   ),
   aliases={"num_local_experts": "num_experts"},

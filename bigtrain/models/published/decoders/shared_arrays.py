@@ -4,7 +4,14 @@ Names are as in transformers' Llama. A model lacks the arrays that it has no use
 for: the biases, the norms of queries and keys, the head if it is tied.
 """
 
-from bigtrain.models.published.tables import dense, linear, norm, plain, table
+from bigtrain.models.published.tables import (
+  Table,
+  dense,
+  linear,
+  norm,
+  plain,
+  table,
+)
 
 ENDS = table(
   plain("model.embed_tokens.weight", "token_embedding"),
@@ -65,6 +72,38 @@ EXPERTS = table(
     "router_state/blocks/moe/selection_bias",
   ),
 )
+# MLPs for all tokens beside these experts, as in GLM and DeepSeek.
+SHARED_EXPERTS = table(
+  dense(
+    "model.layers.{i}.mlp.shared_experts.gate_proj",
+    "blocks/shared_experts/gate",
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_experts.up_proj", "blocks/shared_experts/up"
+  ),
+  dense(
+    "model.layers.{i}.mlp.shared_experts.down_proj",
+    "blocks/shared_experts/down",
+  ),
+)
+# Latent attention, of DeepSeek.
+LATENT_ATTENTION = table(
+  linear("model.layers.{i}.self_attn.q_proj", "blocks/attention/query"),
+  dense("model.layers.{i}.self_attn.q_a_proj", "blocks/attention/query_down"),
+  norm(
+    "model.layers.{i}.self_attn.q_a_layernorm",
+    "blocks/attention/query_down_norm",
+  ),
+  linear("model.layers.{i}.self_attn.q_b_proj", "blocks/attention/query_up"),
+  dense(
+    "model.layers.{i}.self_attn.kv_a_proj_with_mqa", "blocks/attention/kv_down"
+  ),
+  norm(
+    "model.layers.{i}.self_attn.kv_a_layernorm", "blocks/attention/kv_down_norm"
+  ),
+  linear("model.layers.{i}.self_attn.kv_b_proj", "blocks/attention/kv_up"),
+  dense("model.layers.{i}.self_attn.o_proj", "blocks/attention/out"),
+)
 # Experts as in Mixtral.
 SPARSE_MOE = table(
   linear("model.layers.{i}.block_sparse_moe.gate", "blocks/moe/router"),
@@ -78,13 +117,8 @@ SPARSE_MOE = table(
 )
 LLAMA = table(ENDS, ATTENTION, NORMS_BEFORE, MLP)
 MIXTRAL = table(ENDS, ATTENTION, NORMS_BEFORE, SPARSE_MOE)
-# Experts, and an MLP for all tokens with a gate of its own.
-QWEN_MOE = table(
-  ENDS,
-  ATTENTION,
-  NORMS_BEFORE,
-  MLP,
-  EXPERTS,
+# An MLP for all tokens with a gate of its own.
+SHARED_EXPERT = table(
   dense(
     "model.layers.{i}.mlp.shared_expert.gate_proj", "blocks/shared_experts/gate"
   ),
@@ -96,3 +130,33 @@ QWEN_MOE = table(
   ),
   dense("model.layers.{i}.mlp.shared_expert_gate", "blocks/shared_gate"),
 )
+QWEN_MOE = table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERT)
+
+
+# Where arrays of further tokens' layers are in these tables. In files, the
+# layers count on from the last one of the model; decoder_families.py renames.
+PREDICTION_LAYER = "model.mtp.{i}."
+
+
+def with_prediction(arrays: Table) -> Table:
+  """A table, with layers that predict further tokens, as in DeepSeek V3.
+
+  They are layers like the others, with norms and a projection before them.
+  """
+  layer, ours = "model.layers.{i}.", "blocks/"
+  of_layers = [
+    entry._replace(
+      published=entry.published.replace(layer, PREDICTION_LAYER),
+      ours=tuple(x.replace(ours, "mtp/blocks/block/", 1) for x in entry.ours),
+    )
+    for entry in arrays
+    if entry.published.startswith(layer)
+  ]
+  return table(
+    arrays,
+    of_layers,
+    norm(PREDICTION_LAYER + "enorm", "mtp/blocks/embedding_norm"),
+    norm(PREDICTION_LAYER + "hnorm", "mtp/blocks/hidden_norm"),
+    linear(PREDICTION_LAYER + "eh_proj", "mtp/blocks/projection"),
+    norm(PREDICTION_LAYER + "shared_head.norm", "mtp/blocks/norm"),
+  )

@@ -1,0 +1,392 @@
+"""What one GPU does: correct, fast against torch, and true to what is planned.
+
+  make gpu-wheels     packages that a machine without network may lack
+  make gpu            everything, in eight minutes on an H100 or H200
+  benchmarks/gpu.sh   the same where nothing is installed but jax and torch
+  benchmarks/gpu.sh --quick    tiny sizes, on a CPU too
+
+The peers compile side by side at the start, in processes of their own, while
+the GPU's results are compared with the CPU's. Nothing is measured before all
+have compiled. Our programs compile one by one, each before its measurement,
+since XLA times kernels when it compiles. Each part has a time limit, and a
+part that fails or is late leaves the others alone. Each figure is printed as a
+line of JSON when it is known, and a table at the end.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import adapter_step, measure, peer_process, run, step_rate
+
+# Seconds after which peers that have not compiled are given up.
+_START_LIMIT_SECS = 170
+# Seconds to compile ours and to measure a pair.
+_PAIR_LIMIT_SECS = 90
+# Seconds of steps in a turn, about.
+_TURN_SECS = 1.0
+# What is measured after this many seconds in all is left out.
+_TOTAL_LIMIT_SECS = 465
+
+_VISION_AND_TEXT = ("vit", "decoder", "llama", "convnext")
+_LORA_BATCH = dict(batch_size=2, length=2048)
+_DECODE = dict(batch_size=8, length=128, max_new=256)
+_DECODE_QUICK = dict(batch_size=2, length=8, max_new=8)
+_LLAMA_1B = dict(
+  width=2048,
+  depth=16,
+  num_heads=32,
+  num_kv_heads=8,
+  mlp_dim=8192,
+  vocab_size=128_256,
+)
+
+# Seconds for each script that needs no peer, and its flags; in order of worth.
+_SCRIPTS: dict[str, tuple[float, list[str]]] = {
+  "limits": (20, []),
+  "gpu_run": (80, []),
+  "checkpoint_stall": (60, ["--devices=1"]),
+  "guard_cost": (60, []),
+  "loop_overhead": (60, []),
+}
+
+
+class Side(NamedTuple):
+  """A peer's process: its script, and options for it."""
+
+  script: str
+  options: dict[str, Any]
+  python: str = sys.executable
+
+
+class Pair(NamedTuple):
+  """Ours and a peer's, which do the same work."""
+
+  number: int  # Of the benchmark.
+  name: str
+  peer_name: str
+  ours: Side
+  peer: Side
+  steps: int | None = None  # In a turn; None for about _TURN_SECS.
+  has_mfu: bool = False
+
+
+class Results:
+  """All figures, printed as they come.
+
+  Args:
+    patience: factor of all time limits.
+  """
+
+  def __init__(self, patience: float) -> None:
+    self.patience = patience
+    self.start_secs = time.monotonic()
+    self.figures: list[dict[str, Any]] = []
+
+  def report(self, *args: Any, **kwargs: Any) -> None:
+    """As measure.report."""
+    self.figures.append(measure.report(*args, **kwargs))
+
+  def skip(self, *args: Any) -> None:
+    """As measure.skip."""
+    self.figures.append(measure.skip(*args))
+
+  def left_secs(self) -> float:
+    """Seconds until the time is up."""
+    limit_secs = _TOTAL_LIMIT_SECS * self.patience
+    return limit_secs - (time.monotonic() - self.start_secs)
+
+
+def main() -> None:
+  """Runs all parts, and prints a table."""
+  parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+  parser.add_argument("--quick", action="store_true", help="tiny sizes")
+  parser.add_argument("--only", help="names of parts, separated by commas")
+  parser.add_argument(
+    "--patience", type=float, default=1.0, help="factor of all time limits"
+  )
+  args = parser.parse_args()
+  parts = ["correct", "fast", *_SCRIPTS]
+  only = args.only.split(",") if args.only else parts
+  unknown = {*only} - {*parts, *_VISION_AND_TEXT, "lora", "decode"}
+  if unknown:
+    parser.error(f"unknown parts {sorted(unknown)}; expected some of {parts}")
+  results = Results(args.patience)
+  # Leaves memory for the others.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+  with tempfile.TemporaryDirectory() as folder:
+    pairs = [
+      (name, pair)
+      for name, pair in _pairs(args.quick, folder).items()
+      if "fast" in only or name in only
+    ]
+    with _started([pair for _, pair in pairs]) as started:
+      if "correct" in only:
+        _correct(args.quick, results)
+      for pair, sides in started(results):
+        _measure(pair, *sides, results, args.quick)
+  for script, (limit_secs, flags) in _SCRIPTS.items():
+    if script in only:
+      _script(script, flags, limit_secs, args.quick, results)
+  print(f"\n{time.strftime('%Y-%m-%d')}, `python -m benchmarks.gpu`", end=", ")
+  print(f"{(time.monotonic() - results.start_secs) / 60:.1f} minutes\n")
+  print("\n".join(run.table(results.figures)))
+
+
+def _correct(quick: bool, results: Results) -> None:
+  """Compares the GPU with the CPU; nothing is timed."""
+  scripts = ("gpu_correct", "gpu_losses")
+  with concurrent.futures.ThreadPoolExecutor(len(scripts)) as pool:
+    for script in scripts:
+      pool.submit(_script, script, [], _START_LIMIT_SECS, quick, results)
+
+
+def _pairs(quick: bool, folder: str) -> dict[str, Pair]:
+  """The pairs by name; `folder` is for a model that both sides load."""
+  sizes = step_rate.QUICK if quick else step_rate.GPU
+  torch_python = os.environ.get("TORCH_PYTHON", sys.executable)
+  pairs = {}
+  for name in _VISION_AND_TEXT:
+    if name in sizes.cases:
+      case = step_rate.case_of(name, sizes)
+      pairs[name] = Pair(
+        23,
+        case.name,
+        "torch",
+        Side("our_step", {"config": case.config.to_dict()}),
+        Side("peer_torch_step", case.torch or {}, torch_python),
+        has_mfu=True,
+      )
+  model = adapter_step.QUICK if quick else adapter_step.GPU
+  batch = dict(batch_size=2, length=8) if quick else _LORA_BATCH
+  dtype = "float32" if quick else "bfloat16"
+  lora = adapter_step.config_of(model, **batch, dtype=dtype)
+  options = dict(model=model, rank=adapter_step.RANK, dtype=dtype, **batch)
+  pairs["lora"] = Pair(
+    28,
+    f"LoRA of {model['depth']} layers of width {model['width']}, "
+    f"{batch['batch_size']} x {batch['length']} tokens, {dtype}",
+    "PEFT compiled",
+    Side("our_step", {"config": lora.to_dict()}),
+    Side("peer_peft_step", options | dict(compiled=not quick), torch_python),
+  )
+  model = adapter_step.QUICK if quick else _LLAMA_1B
+  decode = _DECODE_QUICK if quick else _DECODE
+  options = dict(model=model, folder=os.path.join(folder, "llama"), **decode)
+  pairs["decode"] = Pair(
+    33,
+    f"decoding {decode['batch_size']} x {decode['max_new']} tokens after "
+    f"{decode['length']}, Llama of width {model['width']}, bfloat16",
+    "transformers",
+    Side("our_decode", options),
+    Side("peer_decode", options, torch_python),
+    steps=decode["max_new"],
+  )
+  return pairs
+
+
+@contextlib.contextmanager
+def _started(
+  pairs: Sequence[Pair],
+) -> Iterator[Callable[[Results], Iterator[tuple[Pair, Any]]]]:
+  """Starts the processes of all pairs; they end with the context.
+
+  Yields:
+    A function that waits for all, and yields the pairs that are ready.
+  """
+  env = step_rate.torch_environment() | {
+    "HF_HUB_OFFLINE": "1",
+    # All compile at the same time.
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+  }
+  peers: list[tuple[peer_process.Peer, peer_process.Peer]] = []
+  with concurrent.futures.ThreadPoolExecutor(2 * len(pairs) or 1) as pool:
+    start_secs = time.monotonic()
+    waits = []
+    for pair in pairs:
+      both = [
+        peer_process.Peer(side.script, side.options, env, side.python, False)
+        for side in (pair.ours, pair.peer)
+      ]
+      peers.append((both[0], both[1]))
+      waits.append([pool.submit(peer.wait) for peer in both])
+
+    def ready(results: Results) -> Iterator[tuple[Pair, Any]]:
+      limit_secs = _START_LIMIT_SECS * results.patience
+      left_secs = start_secs + limit_secs - time.monotonic()
+      everything = [wait for both in waits for wait in both]
+      concurrent.futures.wait(everything, timeout=max(0, left_secs))
+      for both, waited in zip(peers, waits):
+        for peer, wait in zip(both, waited):
+          if not wait.done():
+            peer.close()
+      for pair, both, waited in zip(pairs, peers, waits):
+        for wait, side in zip(waited, (pair.ours, pair.peer)):
+          try:
+            wait.result()
+          except RuntimeError as e:
+            why = f"{side.script}: {_last_line(e) or 'not ready in time'}"
+            results.skip(pair.number, _ratio_name(pair), why)
+            break
+        else:
+          yield pair, both
+        for peer in both:
+          peer.close()
+
+    try:
+      yield ready
+    finally:
+      for both in peers:
+        for peer in both:
+          peer.close()
+
+
+def _ratio_name(pair: Pair, how: str = "") -> str:
+  how = f" {how}" if how else ""
+  return f"rate, ours / {pair.peer_name}{how}: {pair.name}"
+
+
+def _measure(
+  pair: Pair,
+  ours: peer_process.Peer,
+  peer: peer_process.Peer,
+  results: Results,
+  quick: bool,
+) -> None:
+  """Both sides take turns."""
+  if results.left_secs() < 0:
+    results.skip(pair.number, _ratio_name(pair), "no time left")
+    return
+  timer = threading.Timer(
+    _PAIR_LIMIT_SECS * results.patience, lambda: (ours.close(), peer.close())
+  )
+  timer.start()
+  try:
+    expected, found = (side.ready.get("parameters") for side in (peer, ours))
+    if expected != found:
+      raise RuntimeError(f"{found} parameters, but the peer has {expected}")
+    ours.run(pair.steps or 2)  # Compiles.
+    steps = pair.steps or _steps(ours, peer)
+    turns = measure.interleave(
+      {
+        "ours": functools.partial(ours.run, steps),
+        "peer": functools.partial(peer.run, steps),
+      },
+      1 if quick else measure.REPEATS,
+    )
+  except (RuntimeError, BrokenPipeError, ValueError) as e:
+    results.skip(pair.number, _ratio_name(pair), _last_line(e) or "too slow")
+    return
+  finally:
+    timer.cancel()
+    # They leave their memory to the next pair.
+    ours.close()
+    peer.close()
+  secs = {name: [_secs(x) / steps for x in xs] for name, xs in turns.items()}
+  ratios = measure.ratios(secs["peer"], secs["ours"])
+  name = _ratio_name(pair, peer.ready.get("how", ""))
+  results.report(pair.number, name, ratios, target=">= 1.0")
+  for side, values in secs.items():
+    label = f"step, {'ours' if side == 'ours' else pair.peer_name}"
+    results.report(pair.number, f"{label}: {pair.name}", values, unit="s")
+  _report_facts(pair, ours.ready, turns["ours"], secs["ours"], results)
+
+
+def _report_facts(
+  pair: Pair,
+  ready: dict[str, Any],
+  turns: Sequence[dict[str, Any]],
+  secs: Sequence[float],
+  results: Results,
+) -> None:
+  """Reports MFU, memory and the time to compile."""
+  peak_flops = ready.get("peak_flops")
+  if pair.has_mfu and peak_flops:
+    flops = ready["model_flops"]
+    mfu = [flops / (x * peak_flops) for x in secs]
+    results.report(2, f"MFU: {pair.name}", mfu, target=">= 0.5")
+  last = turns[-1]
+  if "compile_secs" in last:
+    value = [last["compile_secs"]]
+    results.report(5, f"compile time: {pair.name}", value, unit="s")
+  if last.get("planned_bytes") and last.get("peak_bytes"):
+    planned = last["planned_bytes"]
+    value = [last["peak_bytes"] / planned]
+    results.report(34, f"peak memory / planned: {pair.name}", value)
+    value = [planned / 1e9]
+    results.report(34, f"planned memory: {pair.name}", value, unit="GB")
+
+
+def _steps(ours: peer_process.Peer, peer: peer_process.Peer) -> int:
+  """Number of steps of a turn; also warms both up."""
+  slowest = 0.0
+  for side in (ours, peer):
+    side.run(2)
+    slowest = max(slowest, _secs(side.run(2)) / 2)
+  return max(2, min(50, round(_TURN_SECS / slowest)))
+
+
+def _secs(turn: Any) -> float:
+  return float(turn["secs"] if isinstance(turn, dict) else turn[0])
+
+
+def _script(
+  name: str,
+  flags: Sequence[str],
+  limit_secs: float,
+  quick: bool,
+  results: Results,
+) -> None:
+  """Runs a benchmark that needs no peer, for a limited time."""
+  limit_secs = min(limit_secs * results.patience, results.left_secs())
+  if limit_secs < 5:
+    results.skip(0, f"benchmarks.{name}", "no time left")
+    return
+  process = subprocess.Popen(
+    [
+      *(sys.executable, "-m", f"benchmarks.{name}"),
+      *(["--quick"] if quick else flags),
+    ],
+    env=measure.environment(),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+  )
+  timer = threading.Timer(limit_secs, lambda: os.killpg(process.pid, 9))
+  timer.start()
+  last_lines: collections.deque[str] = collections.deque(maxlen=3)
+  for line in process.stdout or ():
+    if line.startswith('{"benchmark"'):
+      print(line, end="", flush=True)
+      results.figures.append(json.loads(line))
+    elif line.strip():
+      last_lines.append(line.strip())
+  code = process.wait()
+  timer.cancel()
+  if code:
+    why = " / ".join(last_lines)[-400:]
+    if code == -9:
+      why = f"stopped after {limit_secs:.0f} s"
+    results.skip(0, f"benchmarks.{name}", why)
+
+
+def _last_line(error: BaseException) -> str:
+  lines = str(error).strip().splitlines()
+  return lines[-1][:300] if lines else ""
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,384 @@
+"""Gated DeltaNet: a recurrent layer in place of attention.
+
+https://arxiv.org/abs/2412.06464, as in Qwen3-Next, Qwen 3.5 and OLMo Hybrid.
+Queries, keys and values pass a short causal convolution, depthwise and followed
+by SiLU. delta_rule.py has the recurrence. Its output is normalized by head and
+multiplied by a gate. Memory and time per token do not grow with the text.
+
+Documents of a packed example do not see each other: the state and the
+convolution begin anew with each.
+
+Axes: B batch, L length, D model width, W positions of the convolution, G heads
+of queries and keys, R heads of values for each, K width of keys, V width of
+values, C = 2 K + R V channels of a head of keys.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
+from bigtrain.models.layers import (
+  delta_rule,
+  kernels,
+  options,
+  recurrent_cache,
+  remat,
+  rms_norm,
+)
+
+_AXIS = "sequence"
+_COUNT = dict(least=1, whole=True)
+# Added to the square of the length of queries and keys.
+_L2_EPSILON = 1e-6
+# Ranges of the initial rates: A of Mamba, and the time step, in log space.
+_A_RANGE = 1.0, 16.0
+_TIME_STEP_RANGE = 1e-3, 1e-1
+
+
+class Options(NamedTuple):
+  """config.model.deltanet."""
+
+  num_heads: int  # G R, of values.
+  num_key_heads: int | None = None  # G, which divides them; as many if None.
+  key_dim: int = 128  # K.
+  value_dim: int = 128  # V.
+  conv_width: int = 4  # W.
+  # Whether the share of a value that is replaced may be up to 2, so that the
+  # state's transition can have negative eigenvalues, arXiv 2411.12537.
+  negative_eigenvalues: bool = False
+  norm_eps: float | None = None  # Of the output's norm; the model's if None.
+
+  @property
+  def key_heads(self) -> int:
+    return self.num_key_heads or self.num_heads
+
+  @property
+  def groups(self) -> int:
+    """R, number of heads of values for each of the keys."""
+    return self.num_heads // self.key_heads
+
+  def cache(self) -> recurrent_cache.Kind:
+    sizes = self.groups, self.key_dim, self.value_dim
+    return recurrent_cache.Kind(self.key_heads, self.conv_width, sizes)
+
+
+def read(given: Options | Mapping[str, Any] | None, key: str) -> Options | None:
+  """Checks config.model.deltanet."""
+  result = options.read_tuple(
+    Options,
+    given,
+    key,
+    num_heads=_COUNT,
+    num_key_heads=_COUNT,
+    key_dim=_COUNT,
+    value_dim=_COUNT,
+    conv_width=dict(least=2, whole=True),
+    norm_eps=dict(above=0),
+  )
+  if result is not None and result.num_heads % result.key_heads:
+    raise ConfigError(
+      f"{key}.num_key_heads: {result.num_key_heads} does not divide num_heads="
+      f"{result.num_heads}."
+    )
+  return result
+
+
+class DeltaNet(nn.Module):
+  """The layer, without the norm before it.
+
+  Parameters: query and key (D, G, K), value and gate (D, G, R, V), beta and
+  decay (D, G, R), out (G, R, V, D), each a kernel; kernels of query_conv and
+  key_conv (W, G, K) and value_conv (W, G, R, V); log_rate and time_step, which
+  are A_log and dt_bias elsewhere, (G, R); norm/scale (V).
+  """
+
+  options: Options
+  norm_eps: float
+  init_std: float  # Of the initial kernels but `out`.
+  out_init_std: float
+  dtype: str
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BLD: jax.Array,
+    *,
+    segments_BL: jax.Array | None = None,
+    real_BL: jax.Array | None = None,
+    cache: recurrent_cache.States | None = None,
+    layer: jax.Array | int = 0,
+    start: jax.Array | int | None = 0,
+  ) -> tuple[jax.Array, recurrent_cache.States | None]:
+    """Returns (output (B, L, D), new cache or None).
+
+    Args:
+      segments_BL: int, number of each position's document; not with a cache.
+      real_BL: bool, False for padding, which changes no state.
+      start: number of the first position, with a cache; None for 0.
+    """
+    options = self.options
+    B = x_BLD.shape[0]
+    ways = sharding.tensor_ways(B)
+    splits = ways > 1 and options.key_heads % ways == 0
+    product = sharding.columns(x_BLD) if splits else None
+    inputs_BLGC, gate_BLGRV, log_decay, beta = self._projections(x_BLD, product)
+    kernel_WGC = self._conv_kernel()
+    if real_BL is not None:
+      inputs_BLGC = jnp.where(real_BL[..., None, None], inputs_BLGC, 0)
+      log_decay, beta = jax.tree.map(
+        lambda x: jnp.where(real_BL[..., None, None], x, 0), (log_decay, beta)
+      )
+    inputs_BLGC, gate_BLGRV = checkpoint_name(
+      (inputs_BLGC, gate_BLGRV), remat.INNER
+    )
+    if cache is not None:
+      o_BLGRV, cache = self._with_cache(
+        inputs_BLGC, kernel_WGC, log_decay, beta, real_BL, cache, layer, start
+      )
+    else:
+      o_BLGRV = _over_mesh(
+        options, inputs_BLGC, kernel_WGC, log_decay, beta, segments_BL
+      )
+    o_BLGRV = checkpoint_name(o_BLGRV, remat.ATTENTION)
+    eps = options.norm_eps or self.norm_eps
+    norm = rms_norm.RMSNorm((options.value_dim,), eps, name="norm")
+    o_BLGRV = norm(o_BLGRV) * jax.nn.silu(gate_BLGRV.astype(jnp.float32))
+    out = nn.DenseGeneral(
+      x_BLD.shape[-1],
+      axis=(-3, -2, -1),
+      use_bias=False,
+      dtype=self.dtype,
+      kernel_init=kernels.initializer(self.out_init_std),
+      dot_general=sharding.rows(B) if splits else None,
+      name="out",
+    )
+    return out(o_BLGRV.astype(self.dtype)), cache
+
+  @nn.nowrap
+  def _projections(self, x_BLD: jax.Array, product: Any) -> tuple[Any, ...]:
+    """(inputs of the convolution, gate, logarithm of the decay, beta)."""
+    options = self.options
+    G, R = options.key_heads, options.groups
+    K, V = options.key_dim, options.value_dim
+
+    def dense(features: tuple[int, ...], name: str) -> jax.Array:
+      return nn.DenseGeneral(
+        features,
+        use_bias=False,
+        dtype=self.dtype,
+        kernel_init=kernels.initializer(self.init_std),
+        dot_general=product,
+        name=name,
+      )(x_BLD)
+
+    q_BLGK, k_BLGK = dense((G, K), "query"), dense((G, K), "key")
+    v_BLGRV = dense((G, R, V), "value")
+    v_BLGC = v_BLGRV.reshape(*v_BLGRV.shape[:3], R * V)
+    inputs_BLGC = jnp.concatenate([q_BLGK, k_BLGK, v_BLGC], axis=-1)
+    gate_BLGRV = dense((G, R, V), "gate")
+    beta_BLGR = jax.nn.sigmoid(dense((G, R), "beta").astype(jnp.float32))
+    if options.negative_eigenvalues:
+      beta_BLGR *= 2
+    log_rate_GR = self.param("log_rate", _initial_log_rate, (G, R))
+    time_step_GR = self.param("time_step", _initial_time_step, (G, R))
+    steps_BLGR = dense((G, R), "decay").astype(jnp.float32) + time_step_GR
+    log_decay_BLGR = -jnp.exp(log_rate_GR) * jax.nn.softplus(steps_BLGR)
+    return inputs_BLGC, gate_BLGRV, log_decay_BLGR, beta_BLGR
+
+  @nn.nowrap
+  def _conv_kernel(self) -> jax.Array:
+    """The kernels of queries, keys and values as one, (W, G, C)."""
+    options = self.options
+    W, G, R = options.conv_width, options.key_heads, options.groups
+    bound = W**-0.5
+
+    def init(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
+      return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    widths = {
+      "query_conv": (options.key_dim,),
+      "key_conv": (options.key_dim,),
+      "value_conv": (R, options.value_dim),
+    }
+    parts = [
+      kernels.Kernel((W, G, *width), init=init, name=name)()["kernel"]
+      for name, width in widths.items()
+    ]
+    return jnp.concatenate([x.reshape(W, G, -1) for x in parts], axis=-1)
+
+  @nn.nowrap
+  def _with_cache(
+    self,
+    inputs_BLGC: jax.Array,
+    kernel_WGC: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    real_BL: jax.Array | None,
+    cache: recurrent_cache.States,
+    layer: Any,
+    start: Any,
+  ) -> tuple[jax.Array, recurrent_cache.States]:
+    """Continues the states of a cache."""
+    options = self.options
+    start = 0 if start is None else start
+    W, L = options.conv_width, inputs_BLGC.shape[1]
+    last_BWGC, state = cache.layer(layer)
+    joined = jnp.concatenate(
+      [last_BWGC, inputs_BLGC.astype(last_BWGC.dtype)], axis=1
+    )
+    if L == 1:
+      is_new_B = start >= cache.read_B
+      if real_BL is not None:
+        is_new_B &= real_BL[:, 0]
+      last_BWGC = jnp.where(
+        is_new_B[:, None, None, None], joined[:, 1:], last_BWGC
+      )
+      y_B1GC = _convolved(last_BWGC, kernel_WGC, None)
+      rule = _rule_inputs(options, y_B1GC, log_decay, beta, None)
+      o, state = delta_rule.step(rule, state, is_new_B)
+    else:
+      y_BLGC = _convolved(joined[:, 1:], kernel_WGC, None)
+      rule = _rule_inputs(options, y_BLGC, log_decay, beta, None)
+      o, state = delta_rule.chunked(rule, state)
+      # Texts may be shorter than the call: up to their last real position.
+      ends_BW = (cache.read_B - start)[:, None] + jnp.arange(W)
+      last_BWGC = jnp.take_along_axis(
+        joined, jnp.clip(ends_BW, 0, W + L - 1)[:, :, None, None], axis=1
+      )
+    return o, cache.with_layer(layer, last_BWGC, state)
+
+
+def _over_mesh(
+  options: Options,
+  inputs_BLGC: jax.Array,
+  kernel_WGC: jax.Array,
+  log_decay_BLGR: jax.Array,
+  beta_BLGR: jax.Array,
+  segments_BL: jax.Array | None,
+) -> jax.Array:
+  """Convolution and delta rule of whole texts: [B, L, G, R, V]."""
+  B, L, G, _ = inputs_BLGC.shape
+  W = options.conv_width
+  places_BL = None if segments_BL is None else _places(segments_BL)
+  ways = sharding.length_ways(B, L)
+  # A device needs the last inputs of the one before it, and no others.
+  if ways == 1 or -(-L // ways) < W - 1:
+    empty = jnp.zeros((B, W - 1, *inputs_BLGC.shape[2:]), inputs_BLGC.dtype)
+    joined = jnp.concatenate([empty, inputs_BLGC], axis=1)
+    y_BLGC = _convolved(joined, kernel_WGC, places_BL)
+    rule = _rule_inputs(options, y_BLGC, log_decay_BLGR, beta_BLGR, places_BL)
+    return delta_rule.chunked(rule, delta_rule.empty_state(rule))[0]
+
+  def on_device(
+    inputs: jax.Array, kernel: jax.Array, log_decay: Any, beta: Any, places: Any
+  ) -> jax.Array:
+    last = inputs[:, inputs.shape[1] - (W - 1) :]
+    # The first device gets zeros.
+    before = jax.lax.ppermute(
+      last, _AXIS, [(i, i + 1) for i in range(ways - 1)]
+    )
+    joined = jnp.concatenate([before, inputs], axis=1)
+    y = _convolved(joined, kernel, places)
+    rule = _rule_inputs(options, y, log_decay, beta, places)
+    return delta_rule.over_devices(rule, _AXIS)
+
+  mesh: Any = sharding.ambient(B)
+  tensor = mesh.shape.get("tensor", 1)
+  heads = "tensor" if tensor > 1 and G % tensor == 0 else None
+  by_position = PartitionSpec(sharding.batch_axes(), _AXIS)
+  by_head = PartitionSpec(sharding.batch_axes(), _AXIS, heads)
+  arrays = inputs_BLGC, log_decay_BLGR, beta_BLGR, places_BL
+  more = -L % ways
+  inputs, log_decay, beta, places = jax.tree.map(
+    lambda x: jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))), arrays
+  )
+  o_BLGRV = jax.shard_map(
+    on_device,
+    in_specs=(
+      by_head,
+      PartitionSpec(None, heads),
+      by_head,
+      by_head,
+      by_position,
+    ),
+    out_specs=by_head,
+    check_vma=False,
+  )(inputs, kernel_WGC, log_decay, beta, places)
+  return o_BLGRV[:, :L]
+
+
+def _places(segments_BL: jax.Array) -> jax.Array:
+  """Number of each position within its document."""
+  index_L = jnp.arange(segments_BL.shape[1])
+  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
+  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
+  return index_L - jax.lax.cummax(starts_BL, axis=1)
+
+
+def _convolved(
+  joined: jax.Array, kernel_WGC: jax.Array, places_BL: jax.Array | None
+) -> jax.Array:
+  """A depthwise causal convolution, and SiLU: [B, L, G, C].
+
+  Args:
+    joined: the inputs, with W - 1 that come before them.
+  """
+  W = kernel_WGC.shape[0]
+  L = joined.shape[1] - (W - 1)
+  y_BLGC: Any = 0
+  for w in range(W):
+    x_BLGC = joined[:, w : w + L] * kernel_WGC[w]
+    distance = W - 1 - w
+    if places_BL is not None and distance:
+      sees_BL = places_BL >= distance
+      x_BLGC = jnp.where(sees_BL[..., None, None], x_BLGC, 0)
+    y_BLGC += x_BLGC
+  return jax.nn.silu(y_BLGC).astype(joined.dtype)
+
+
+def _rule_inputs(
+  options: Options,
+  y_BLGC: jax.Array,
+  log_decay_BLGR: jax.Array,
+  beta_BLGR: jax.Array,
+  places_BL: jax.Array | None,
+) -> delta_rule.Inputs:
+  """Splits the convolution's output; queries and keys get a length of 1."""
+  K, V = options.key_dim, options.value_dim
+  y_BLGC = y_BLGC.astype(jnp.promote_types(y_BLGC.dtype, jnp.float32))
+  q, k, v = jnp.split(y_BLGC, (K, 2 * K), axis=-1)
+
+  def normalized(x: jax.Array) -> jax.Array:
+    squares = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(squares + _L2_EPSILON)
+
+  return delta_rule.Inputs(
+    normalized(q) * K**-0.5,
+    normalized(k),
+    v.reshape(*v.shape[:3], options.groups, V),
+    log_decay_BLGR,
+    beta_BLGR,
+    None if places_BL is None else places_BL == 0,
+  )
+
+
+def _initial_log_rate(
+  key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+  return jnp.log(jax.random.uniform(key, shape, dtype, *_A_RANGE))
+
+
+def _initial_time_step(
+  key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32
+) -> jax.Array:
+  """Biases whose softplus is uniform in log space."""
+  low, high = map(jnp.log, _TIME_STEP_RANGE)
+  steps = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
+  return steps + jnp.log(-jnp.expm1(-steps))

@@ -1,0 +1,234 @@
+"""Pictures in texts: placeholders, and the image tokens of a model.
+
+A prompt says where its pictures stand by a placeholder such as "<image>". In
+the ids, each picture has a fixed number of image tokens, whose embeddings a
+model of models/vision_language.py replaces. `of_folder` reads all of this from
+a published model's folder.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_kwargs,
+  check_number,
+)
+from bigtrain.files import paths
+from bigtrain.text import chat, tokenizers
+
+
+class Pictures(NamedTuple):
+  """How pictures stand in the texts of a model."""
+
+  token: int  # Id of an image token.
+  tokens: int  # Number of image tokens of a picture.
+  pp: str  # Ops that make its pixels of "image", encoded or an array.
+  placeholder: str = "<image>"
+  # What stands around the image tokens of a picture.
+  before: str = ""
+  after: str = ""
+  # PaliGemma: pictures come first, the begin token follows them, and the prompt
+  # ends with a line break.
+  first: bool = False
+
+  def prompt(
+    self, tokenizer: tokenizers.Tokenizer, text: str, number: int
+  ) -> str:
+    """Returns a prompt with a placeholder for each picture.
+
+    Those that a text does not place stand at its beginning.
+    """
+    present = text.count(self.placeholder)
+    if present not in (0, number):
+      raise DataError(
+        f"{number} pictures, but {present} placeholders {self.placeholder!r} "
+        "in the text."
+      )
+    if not present:
+      text = self.placeholder * number + text
+    if not self.first:
+      return text
+    end = text.rfind(self.placeholder) + len(self.placeholder) if number else 0
+    bos = ""
+    if tokenizer.bos_id is not None:
+      bos = tokenizer.spell([tokenizer.bos_id])
+    return text[:end] + bos + text[end:] + "\n"
+
+  def encode(
+    self, tokenizer: tokenizers.Tokenizer, text: str, special: bool
+  ) -> np.ndarray:
+    """Returns the ids of a text with placeholders.
+
+    Args:
+      special: whether texts that spell special tokens become these. Always, if
+        the image token is one of the tokenizer's.
+    """
+    if self.token < tokenizer.vocab_size:
+      one = tokenizer.spell([self.token]) * self.tokens
+      whole = self.before + one + self.after
+      text = text.replace(self.placeholder, whole)
+      return tokenizer.encode(text, special=True)
+    # An image token beside the tokenizer's own ids.
+    parts = []
+    for i, piece in enumerate(text.split(self.placeholder)):
+      if i:
+        parts.append(np.full(self.tokens, self.token, np.int32))
+      parts.append(tokenizer.encode(piece, special))
+    return np.concatenate(parts).astype(np.int32)
+
+  def messages(
+    self, template: chat.Template, messages: Any, number: int
+  ) -> list[dict[str, Any]]:
+    """Returns messages in which {"type": "image"} marks each picture.
+
+    For a template that knows no such parts, the placeholder marks it. Pictures
+    that no message places stand at the beginning of the first one.
+    """
+    if not isinstance(messages, list | tuple):
+      return messages  # Which `messages.readable` refuses.
+    result: list[Any] = [
+      {**x, "content": self._parts(x.get("content"))}
+      if isinstance(x, Mapping)
+      else x
+      for x in messages
+    ]
+    placed = sum(map(_num_images, result))
+    if not placed and number:
+      place: Any = next(x for x in result if isinstance(x, Mapping))
+      content = place["content"]
+      if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+      place["content"] = [*[{"type": "image"}] * number, *(content or [])]
+    elif placed != number:
+      raise DataError(f"{number} pictures, but messages place {placed}.")
+    if any("image" in text for text in template.texts.values()):
+      return result
+    return [{**x, "content": self._as_text(x["content"])} for x in result]
+
+  def _parts(self, content: Any) -> Any:
+    """A content whose placeholders are parts; pictures' own fields are gone."""
+    if isinstance(content, str) and self.placeholder in content:
+      parts: list[dict[str, Any]] = []
+      for i, text in enumerate(content.split(self.placeholder)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+      return parts
+    if not isinstance(content, list):
+      return content
+    return [{"type": "image"} if is_image(part) else part for part in content]
+
+  def _as_text(self, content: Any) -> Any:
+    if not isinstance(content, list):
+      return content
+    return "".join(
+      self.placeholder if is_image(part) else part.get("text") or ""
+      for part in content
+    )
+
+  def check(self, ids: np.ndarray, number: int) -> None:
+    """Refuses ids whose image tokens are not those of `number` pictures."""
+    present = int((ids == self.token).sum())
+    if present != number * self.tokens:
+      raise DataError(
+        f"{present} image tokens, but {number} pictures of {self.tokens} image "
+        "tokens each."
+      )
+
+
+class Tokenizer:
+  """A tokenizer that reads the placeholders of pictures, for chat templates."""
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer, pictures: Pictures):
+    self._tokenizer, self._pictures = tokenizer, pictures
+
+  def encode(self, text: str, special: bool = False) -> np.ndarray:
+    return self._pictures.encode(self._tokenizer, text, special)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._tokenizer, name)
+
+
+def is_image(part: Any) -> bool:
+  """Whether a part of a message's content is a picture."""
+  return isinstance(part, Mapping) and (
+    part.get("type") in ("image", "image_url")
+  )
+
+
+def _num_images(message: Any) -> int:
+  content = message.get("content") if isinstance(message, Mapping) else None
+  return sum(map(is_image, content)) if isinstance(content, list) else 0
+
+
+def get(spec: Any, tokenizer: tokenizers.Tokenizer, key: str) -> Pictures:
+  """Returns the pictures of a published model's folder, or of a dict.
+
+  The dict has the fields of `Pictures`; `token` is by default the first id
+  after the tokenizer's own.
+  """
+  if isinstance(spec, Mapping):
+    options = {"token": tokenizer.vocab_size, **spec}
+    check_kwargs(Pictures, options, key)
+    result = Pictures(**options)
+    check_number(f"{key}.tokens", result.tokens, least=1, whole=True)
+    check_number(f"{key}.token", result.token, least=0, whole=True)
+    return result
+  if not isinstance(spec, str):
+    raise ConfigError(
+      f"{key}={spec!r}: expected the folder of a published model, or "
+      "dict(tokens=..., pp=...)."
+    )
+  return of_folder(spec, tokenizer, key)
+
+
+def of_folder(
+  folder: str, tokenizer: tokenizers.Tokenizer, key: str
+) -> Pictures:
+  path = paths.absolute(folder)
+  config = _json(os.path.join(path, "config.json"), key)
+  kind = config.get("model_type")
+  vision: dict[str, Any] = {"image_size": 224, "patch_size": 16}
+  vision |= config.get("vision_config") or {}
+  side = vision["image_size"] // vision["patch_size"]
+  token = config.get("image_token_index", config.get("image_token_id"))
+  pp = f"published({folder!r}, precise=True)"
+  if kind == "paligemma":
+    return Pictures(token or 256000, side**2, pp, first=True)
+  if kind == "gemma3":
+    ends = [
+      config.get(f"{name}_token_index", default)
+      for name, default in (("boi", 255999), ("eoi", 256000))
+    ]
+    begin, end = (tokenizer.spell([number]) for number in ends)
+    return Pictures(
+      262144 if token is None else token,
+      config.get("mm_tokens_per_image", 256),
+      pp,
+      placeholder=begin,
+      before="\n\n" + begin,
+      after=end + "\n\n",
+    )
+  if kind == "llava":
+    tower = config.get("vision_config", {}).get("model_type", "clip")
+    has_class = tower.startswith("clip")
+    is_full = config.get("vision_feature_select_strategy", "default") == "full"
+    number = side**2 + (has_class and is_full)
+    return Pictures(32000 if token is None else token, number, pp)
+  raise ConfigError(
+    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3 or llava. "
+    "For others give dict(token=..., tokens=..., pp=...)."
+  )
+
+
+def _json(path: str, key: str) -> dict[str, Any]:
+  try:
+    content = json.loads(paths.read_bytes(path))
+  except (OSError, ValueError) as e:
+    raise ConfigError(f"{key}: {path}: cannot be read: {e}") from e
+  return content if isinstance(content, dict) else {}

@@ -1,0 +1,256 @@
+"""Supervised rows with pictures: ids and pixels, packing, and mistakes."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.data import supervised
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "picture_processors"
+QUESTION = "what is left of the three"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def png(array):
+  from bigtrain.pp.host_tensorflow import tf
+
+  return tf.io.encode_png(array).numpy()
+
+
+def write(tmp_path, rows, pictures=()):
+  for name, content in pictures:
+    (tmp_path / name).write_bytes(content)
+  file = tmp_path / "rows.jsonl"
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(file)
+
+
+def reference(family):
+  return dict(np.load(GOLDEN / family / "reference.npz"))
+
+
+def files_of(family):
+  expected = reference(family)
+  return [(f"{i}.png", png(expected[f"picture {i}"])) for i in range(2)]
+
+
+def source_of(family, path, length=64, **options):
+  folder = str(GOLDEN / family)
+  return supervised.Source(
+    folder, length, path, pictures=folder, allow_special=False, **options
+  )
+
+
+IMAGE = {"type": "image"}
+TEXT = {"type": "text", "text": QUESTION}
+ANSWER = {"role": "assistant", "content": "a seven"}
+CHATS = {
+  "parts": dict(
+    images=["0.png", "1.png"],
+    messages=[{"role": "user", "content": [IMAGE, IMAGE, TEXT]}, ANSWER],
+  ),
+  "parts with paths": dict(
+    messages=[
+      {
+        "role": "user",
+        "content": [
+          IMAGE | {"path": "0.png"},
+          {"type": "image_url", "image_url": {"url": "1.png"}},
+          TEXT,
+        ],
+      },
+      ANSWER,
+    ],
+  ),
+  "no places": dict(
+    images=["0.png", "1.png"],
+    messages=[{"role": "user", "content": QUESTION}, ANSWER],
+  ),
+}
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+@pytest.mark.parametrize("form", CHATS)
+def test_chats_have_the_ids_and_pixels_of_transformers(family, form, tmp_path):
+  path = write(tmp_path, [CHATS[form]], files_of(family))
+  expected = reference(family)
+  batch = source_of(family, path).read(np.asarray([0]))
+  ids = expected["ids"]
+  number = len(ids) - 1
+  np.testing.assert_array_equal(batch["tokens"][0, :number], ids[:-1])
+  np.testing.assert_array_equal(batch["targets"][0, :number], ids[1:])
+  assert not batch["tokens"][0, number:].any()
+  close = dict(rtol=0, atol=1e-6)
+  np.testing.assert_allclose(batch["image"][0], expected["pixels"], **close)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("prompt", [QUESTION, "<image><image>" + QUESTION])
+def test_prompts_are_paligemma_s(prompt, tmp_path):
+  row = dict(images=["0.png", "1.png"], prompt=prompt, completion="a seven")
+  path = write(tmp_path, [row], files_of("paligemma"))
+  expected = reference("paligemma")
+  source = source_of("paligemma", path, prefix=True)
+  batch = source.read(np.asarray([0]))
+  ids = expected["ids"]
+  number = len(ids) - 1
+  np.testing.assert_array_equal(batch["tokens"][0, :number], ids[:-1])
+  end = ids.tolist().index(source._coder.encode("\n")[0]) + 1
+  assert batch["prefix"].tolist() == [end]
+  has_loss = np.arange(1, len(ids)) >= end
+  np.testing.assert_array_equal(batch["loss_mask"][0, :number], has_loss)
+  close = dict(rtol=0, atol=1e-6)
+  np.testing.assert_allclose(batch["image"][0], expected["pixels"], **close)
+
+
+def own(tmp_path, rows, length=40, **options):
+  """A source for a model of one's own: pictures of 4 x 4, and three tokens."""
+  path = write(tmp_path, rows)
+  pictures = dict(tokens=3, pp="value_range(0, 1)")
+  return supervised.Source("bytes", length, path, pictures=pictures, **options)
+
+
+def test_pictures_of_packed_rows_stay_with_them(tmp_path):
+  values = [[i + 1 for _ in range(i % 3)] for i in range(9)]
+  rows = [
+    dict(prompt="?" * (i % 4 + 1), completion=f"{i}", images=[])
+    for i in range(9)
+  ]
+  for i, row in enumerate(rows):
+    names = [f"{i}.png"] * len(values[i])
+    (tmp_path / f"{i}.png").write_bytes(
+      png(np.full((4, 4, 3), i + 1, np.uint8))
+    )
+    row["images"] = names
+  source = own(tmp_path, rows, pack=True, prefix=True)
+  assert len(source) < 9
+  batch = source.read(np.arange(len(source)))
+  seen = []
+  for b in range(len(source)):
+    at = 0
+    for segment in range(1, batch["segments"][b].max() + 1):
+      there = batch["segments"][b] == segment
+      tokens = batch["tokens"][b, there]
+      targets = batch["targets"][b, there]
+      number = int((tokens == 259).sum()) // 3
+      has_loss = batch["loss_mask"][b, there] != 0
+      answer = int(source._coder.decode(targets[has_loss]))
+      shown = batch["image"][b, at : at + number, 0, 0, 0] * 255
+      assert shown.tolist() == pytest.approx(values[answer])
+      # The prompt is the prefix.
+      prefix = batch["prefix"][b, there]
+      assert prefix.sum() == 3 * number + answer % 4 + 1
+      assert (np.diff(prefix) <= 0).all()
+      at += number
+      seen.append(answer)
+    assert not batch["image"][b, at:].any()
+  assert sorted(seen) == list(range(9))
+
+
+def row(**changes):
+  return dict(prompt="left?", completion="7", images=["0.png"]) | changes
+
+
+WHOLE = png(np.zeros((4, 4, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+  ("rows", "content", "message"),
+  [
+    ([row(), row(images=["no.png"])], WHOLE, "line 2.*no.png: No such file"),
+    ([row()], b"hello", "line 1.*0.png: expected a JPEG, PNG"),
+    ([row()], WHOLE[:-9], "line 1.*0.png: the file is cut off"),
+    (
+      [row(prompt="<image> or <image>?")],
+      WHOLE,
+      "line 1.*1 pictures, but 2 placeholders '<image>'",
+    ),
+    ([row(images="0.png")], WHOLE, "images: expected a list"),
+    (
+      [row(images=[[1, 2]])],
+      WHOLE,
+      "expected paths, bytes of files, or arrays",
+    ),
+    ([row(images=[])], WHOLE, "no row has any"),
+    (
+      [row(prompt="x" * 39)],
+      WHOLE,
+      "43 tokens do not fit into length",
+    ),
+  ],
+)
+def test_mistakes_are_refused_with_their_place(
+  rows, content, message, tmp_path
+):
+  (tmp_path / "0.png").write_bytes(content)
+  with pytest.raises(DataError, match=message):
+    own(tmp_path, rows)
+
+
+def test_damage_inside_of_a_file_names_the_row(tmp_path):
+  noise = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+  damaged = bytearray(png(noise))
+  damaged[45:60] = bytes(15)
+  (tmp_path / "0.png").write_bytes(WHOLE)
+  (tmp_path / "1.png").write_bytes(damaged)
+  source = own(tmp_path, [row(), row(images=["1.png"])])
+  source.read(np.asarray([0]))
+  with pytest.raises(DataError, match=r"rows.jsonl, row 1 .*a picture"):
+    source.read(np.asarray([1]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_picture_that_is_cut_off_is_refused(side, tmp_path):
+  (tmp_path / "0.png").write_bytes(WHOLE)
+  text = {"left": "?", "right": "x" * 38 + "<image>"}[side]
+  rows = [row(), row(prompt=text, completion="y" * 45)]
+  with pytest.raises(
+    DataError, match="row 1 .*cuts off a picture, which leaves"
+  ):
+    own(tmp_path, rows, too_long=side)
+  assert len(own(tmp_path, rows, too_long="drop")) == 1
+
+
+def test_rows_with_pictures_need_the_option(tmp_path):
+  (tmp_path / "0.png").write_bytes(WHOLE)
+  path = write(tmp_path, [row()])
+  with pytest.raises(DataError, match="line 1.*pictures=FOLDER"):
+    supervised.Source("bytes", 40, path)
+  with pytest.raises(ConfigError, match="pictures: expected one length"):
+    own(tmp_path, [row()], length=(9, 9))
+  with pytest.raises(ConfigError, match=r"pictures.tokens.*at least 1"):
+    supervised.Source("bytes", 9, path, pictures=dict(tokens=0, pp="copy"))
+
+
+def test_texts_may_not_spell_image_tokens(tmp_path):
+  prompt = "<start_of_image> <image_soft_token>"
+  bad = row(prompt=prompt, images=["0.png"])
+  path = write(tmp_path, [bad], files_of("gemma3"))
+  with pytest.raises(
+    DataError, match="prompt spells the special token '<image_"
+  ):
+    source_of("gemma3", path)
+
+
+def test_bytes_of_parquet_files(tmp_path):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  values = [{"bytes": WHOLE, "path": None}]
+  table = pa.table(
+    {"prompt": ["left?"], "completion": ["7"], "images": [values]}
+  )
+  parquet.write_table(table, tmp_path / "rows.parquet")
+  pictures = dict(tokens=3, pp="value_range(0, 1)")
+  source = supervised.Source(
+    "bytes", 40, str(tmp_path / "rows.parquet"), pictures=pictures
+  )
+  assert source.read(np.asarray([0]))["image"].shape == (1, 1, 4, 4, 3)

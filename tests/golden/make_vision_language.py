@@ -1,0 +1,256 @@
+"""Makes vision_language/: a small random model of each family with pictures.
+
+By transformers, as make_published.py does for language models. Each folder has
+the output of save_pretrained; gradients.safetensors, the gradients of the loss
+in the same layout; and reference.npz: pictures, tokens, labels, which tokens
+are a prefix, logits, the loss, and the tokens that greedy generation adds.
+
+  python tests/golden/make_vision_language.py [NAME ...]   # all by default
+"""
+
+import pathlib
+import shutil
+import sys
+import tempfile
+
+import make_published
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+
+BATCH, LENGTH, PROMPT, NEW = 2, 32, 24, 8
+IMAGE_TOKEN = 60
+VISION = dict(
+  hidden_size=16,
+  intermediate_size=24,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  image_size=16,
+  patch_size=4,
+)
+TEXT = dict(
+  vocab_size=67,
+  hidden_size=16,
+  intermediate_size=24,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  max_position_embeddings=64,
+  head_dim=8,
+)
+SIGLIP = VISION | dict(model_type="siglip_vision_model")
+CLIP = VISION | dict(model_type="clip_vision_model", num_hidden_layers=3)
+
+
+def layer_types(period, depth=3):
+  """A period ends in full attention."""
+  sliding, full = "sliding_attention", "full_attention"
+  return [sliding if (i + 1) % period else full for i in range(depth)]
+
+
+# {folder: (model_type, options of its config, tokens of a picture, pictures)}.
+FAMILIES = {
+  "paligemma": (
+    "paligemma",
+    dict(
+      text_config=TEXT | dict(model_type="gemma"),
+      vision_config=SIGLIP | dict(vision_use_head=False),
+      projection_dim=16,
+      image_token_index=IMAGE_TOKEN,
+    ),
+    16,
+    1,
+  ),
+  # A window that is shorter than the prefix, and an image token that is no
+  # token of the decoder.
+  "paligemma2": (
+    "paligemma",
+    dict(
+      text_config=TEXT
+      | dict(
+        model_type="gemma2",
+        sliding_window=5,
+        layer_types=layer_types(2),
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+      ),
+      vision_config=SIGLIP | dict(vision_use_head=False),
+      projection_dim=16,
+      image_token_index=70,
+    ),
+    16,
+    1,
+  ),
+  # The window is shorter than a picture.
+  "gemma3": (
+    "gemma3",
+    dict(
+      text_config=TEXT
+      | dict(
+        model_type="gemma3_text",
+        sliding_window=3,
+        layer_types=layer_types(3),
+        query_pre_attn_scalar=8,
+      ),
+      vision_config=SIGLIP | dict(vision_use_head=False),
+      mm_tokens_per_image=4,
+      image_token_index=IMAGE_TOKEN,
+      boi_token_index=61,
+      eoi_token_index=62,
+    ),
+    4,
+    3,
+  ),
+  "llava": (
+    "llava",
+    dict(
+      text_config=TEXT | dict(model_type="llama"),
+      vision_config=CLIP,
+      image_token_index=IMAGE_TOKEN,
+      image_seq_length=16,
+    ),
+    16,
+    1,
+  ),
+  # Another tower and decoder; all of the tower's layers; no biases.
+  "llava_siglip": (
+    "llava",
+    dict(
+      text_config=TEXT | dict(model_type="qwen3", tie_word_embeddings=True),
+      vision_config=SIGLIP,
+      image_token_index=IMAGE_TOKEN,
+      image_seq_length=16,
+      vision_feature_layer=-1,
+      vision_feature_select_strategy="full",
+      projector_hidden_act="gelu_pytorch_tanh",
+      multimodal_projector_bias=False,
+      tie_word_embeddings=True,
+    ),
+    16,
+    1,
+  ),
+  # The class token of CLIP is a token of the picture too.
+  "llava_class": (
+    "llava",
+    dict(
+      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      vision_config=CLIP,
+      image_token_index=IMAGE_TOKEN,
+      image_seq_length=17,
+      vision_feature_layer=1,
+      vision_feature_select_strategy="full",
+    ),
+    17,
+    1,
+  ),
+  "idefics3": (
+    "idefics3",
+    dict(
+      text_config=TEXT | dict(model_type="llama"),
+      vision_config=VISION,
+      image_token_id=IMAGE_TOKEN,
+      scale_factor=2,
+    ),
+    4,
+    3,
+  ),
+  "smolvlm": (
+    "smolvlm",
+    dict(
+      text_config=TEXT | dict(model_type="llama"),
+      vision_config=VISION,
+      image_token_id=IMAGE_TOKEN,
+      scale_factor=4,
+      tie_word_embeddings=True,
+    ),
+    1,
+    4,
+  ),
+}
+# Families in which pictures keep their examples: [B, N, 3, H, W].
+BY_EXAMPLE = ("idefics3", "smolvlm")
+
+
+def texts_of(kind, image_token, size, pictures, rng):
+  """Tokens, and which of them are a prefix or a picture (token_type_ids)."""
+  ids = rng.integers(3, 59, (BATCH, LENGTH))
+  types = np.zeros((BATCH, LENGTH), np.int64)
+  for b in range(BATCH):
+    at = 1 if kind == "paligemma" else 2 + b
+    for _ in range(pictures):
+      ids[b, at : at + size] = image_token
+      types[b, at : at + size] = 1
+      at += size + 1 + b % 2
+    assert at < PROMPT, (kind, at)
+  if kind == "paligemma":  # Prefixes of two lengths: 0 is one.
+    prefix = np.asarray([PROMPT, PROMPT - 2])[:, None]
+    types = (np.arange(LENGTH) >= prefix).astype(np.int64)
+  return ids, types
+
+
+def write_family(name, out):
+  kind, options, size, pictures = FAMILIES[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  config = transformers.AutoConfig.for_model(kind, **options)
+  model = transformers.AutoModelForImageTextToText.from_config(
+    config, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
+  make_published.with_noise(model, rng)
+  model.generation_config = transformers.GenerationConfig(
+    eos_token_id=None, bos_token_id=None, pad_token_id=0
+  )
+  model.save_pretrained(out)
+  image_token = options.get("image_token_index", options.get("image_token_id"))
+  ids, types = texts_of(kind, image_token, size, pictures, rng)
+  side = VISION["image_size"]
+  image = rng.normal(size=(BATCH, pictures, 3, side, side)).astype(np.float32)
+  labels = np.where(np.arange(LENGTH) >= PROMPT, ids, -100)
+  labels[0, PROMPT + 3] = -100
+  pixels = image if kind in BY_EXAMPLE else image.reshape(-1, *image.shape[2:])
+  given = dict(input_ids=ids, pixel_values=pixels, labels=labels)
+  if kind in ("paligemma", "gemma3"):
+    given["token_type_ids"] = types
+  tensors = {key: torch.from_numpy(value) for key, value in given.items()}
+  result = model(**tensors)
+  result.loss.backward()
+  prompt = {k: x for k, x in tensors.items() if k != "labels"}
+  for key in ("input_ids", "token_type_ids"):
+    if key in prompt:
+      prompt[key] = prompt[key][:, :PROMPT]
+  if kind == "paligemma":  # A prompt is all prefix.
+    prompt["token_type_ids"] = torch.zeros_like(prompt["token_type_ids"])
+  tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
+  np.savez_compressed(
+    out / "reference.npz",
+    image=image.transpose(0, 1, 3, 4, 2),
+    input_ids=ids,
+    labels=labels,
+    prefix=(types == 0).sum(1) if kind == "paligemma" else np.zeros(0),
+    logits=result.logits.detach().numpy(),
+    loss=result.loss.detach().numpy(),
+    generated=tokens[:, -NEW:].numpy(),
+  )
+  with torch.no_grad():
+    for parameter in model.parameters():
+      grad = parameter.grad
+      parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
+  with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)
+    arrays = safetensors.torch.load_file(f"{folder}/model.safetensors")
+  safetensors.torch.save_file(arrays, out / "gradients.safetensors")
+
+
+def write(golden, names=tuple(FAMILIES)):
+  """Writes folders below `golden`."""
+  for name in names:
+    out = golden / "vision_language" / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    write_family(name, out)
+
+
+if __name__ == "__main__":
+  write(pathlib.Path(__file__).parent, sys.argv[1:] or tuple(FAMILIES))

@@ -1,0 +1,142 @@
+"""bigtrain.load of models that read pictures, and tools.generate."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import PIL.Image
+import pytest
+
+import bigtrain
+from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.tools import generate as tool
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+QUESTION = "what is left of the three"
+
+
+@pytest.fixture(scope="module", params=["paligemma", "gemma3", "llava"])
+def folder(request, tmp_path_factory):
+  """A model of a golden folder with the processor of another one."""
+  family = request.param
+  folder = tmp_path_factory.mktemp("model") / family
+  shutil.copytree(GOLDEN / "picture_processors" / family, folder)
+  own = json.loads((folder / "config.json").read_text())
+  source = GOLDEN / "vision_language" / family
+  config = json.loads((source / "config.json").read_text())
+  for name in own.keys() - {"vision_config"}:
+    config[name] = own[name]
+  vocab_size = 400
+  config["text_config"]["vocab_size"] = vocab_size
+  (folder / "config.json").write_text(json.dumps(config))
+  from safetensors import numpy
+
+  arrays = numpy.load_file(source / "model.safetensors")
+  rng = np.random.default_rng(0)
+  for name, array in arrays.items():
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+      shape = vocab_size, array.shape[1]
+      arrays[name] = rng.normal(0, 1, shape).astype(np.float32)
+  numpy.save_file(arrays, folder / "model.safetensors")
+  return folder
+
+
+def pictures_of(folder):
+  with np.load(folder / "reference.npz") as file:
+    return [file[f"picture {i}"] for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+  return bigtrain.load(folder)
+
+
+def direct(model, ids, image, max_new):
+  """What the model's predict function makes of ids and pixels."""
+  features = {"tokens": ids[None], "image": image[None]}
+  if model.model.mask == "prefix":
+    features["prefix"] = np.zeros(1, np.int32)
+  new = model.run("generate", features, max_new=max_new, pad_id=-1, eos_id=None)
+  return model.tokenizer.decode(new[0])
+
+
+def test_prompts_have_the_ids_and_pixels_of_the_processor(model, folder):
+  pictures = pictures_of(folder)
+  with np.load(folder / "reference.npz") as file:
+    ids, pixels = file["ids"], file["pixels"]
+  prompt = dict(text=QUESTION, images=pictures)
+  answer_ids = model.tokenizer.encode("a seven")
+  if folder.name == "paligemma":
+    number = len(ids) - len(answer_ids) - 1
+  else:
+    content = [{"type": "image"}] * 2 + [{"type": "text", "text": QUESTION}]
+    prompt = dict(
+      messages=[{"role": "user", "content": content}], images=pictures
+    )
+    # Up to the answer and the end of its turn.
+    number = len(ids) - len(answer_ids) - 2
+  expected = direct(model, ids[:number], pixels, 6)
+  options = dict(max_new=6, eos_id=None)
+  actual = model.generate([prompt], **options)
+  assert [x["text"] for x in actual] == [expected]
+  # The pictures matter.
+  logits = [
+    model.run("logits", dict(tokens=ids[None, :number], image=image[None]))
+    for image in (pixels, np.zeros_like(pixels))
+  ]
+  assert np.abs(logits[0] - logits[1]).max() > 1e-3
+
+
+def test_texts_of_several_lengths_are_as_alone(model, folder):
+  pictures = pictures_of(folder)
+  prompts = [
+    dict(text=QUESTION, images=pictures),
+    dict(text="how many", images=pictures[:1]),
+    dict(text="what is left", images=pictures[1]),
+  ]
+  options = dict(max_new=5, eos_id=None)
+  together = model.generate(prompts, **options)
+  assert together == [model.generate(x, **options) for x in prompts]
+
+
+def test_files_bytes_and_pil_are_the_same(model, folder, tmp_path):
+  picture = pictures_of(folder)[0]
+  image = PIL.Image.fromarray(picture)
+  path = tmp_path / "a.png"
+  image.save(path)
+  forms = [picture, image, path, str(path), path.read_bytes()]
+  results = [
+    model.generate(dict(text=QUESTION, images=[x]), max_new=4) for x in forms
+  ]
+  assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+  ("prompt", "message"),
+  [
+    (dict(text="x", image=[1]), "image: unknown key. Did you mean 'images'"),
+    (dict(text="x", images=["no.png"]), "no.png: No such file"),
+    (dict(text="x", images=[np.zeros((3, 3))]), "expected paths, bytes"),
+    (dict(text="x", images=[b"hello"]), "a picture"),
+  ],
+)
+def test_mistakes_are_named(model, prompt, message):
+  with pytest.raises((ConfigError, DataError), match=message):
+    model.generate([prompt], max_new=4)
+
+
+def test_the_tool_reads_pictures(model, folder, tmp_path, capsys):
+  path = tmp_path / "a.png"
+  PIL.Image.fromarray(pictures_of(folder)[0]).save(path)
+  expected = model.generate(
+    dict(text=QUESTION, images=[path]), max_new=5, temperature=0.0
+  )["text"]
+  code = tool.main(
+    [
+      *(f"--model={folder}", f"--image={path}"),
+      *(f"--prompt={QUESTION}", "--max_new=5", "--temperature=0"),
+    ]
+  )
+  out, err = capsys.readouterr()
+  assert (code, out) == (0, QUESTION + expected + "\n"), err

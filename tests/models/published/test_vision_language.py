@@ -1,0 +1,260 @@
+"""Models that read pictures against transformers: golden/vision_language.
+
+golden/make_vision_language.py made the folders: small models, their logits and
+losses, the gradients of these, and the tokens that they generate.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.published.folders import GOLDEN
+from support import cases, rounding
+
+from bigtrain import sharding
+from bigtrain.arrays import trees
+from bigtrain.checkpoints import warm_start
+from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config import settings
+from bigtrain.config.errors import ConfigError
+from bigtrain.objective import building, published_sizes
+from bigtrain.tasks import language_modeling
+
+pytestmark = pytest.mark.golden
+
+FOLDERS = GOLDEN / "vision_language"
+FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
+
+
+def opened(folder, **options):
+  config = settings.Config(
+    dict(
+      model_name="vision_language",
+      model=dict(published=str(folder), **options),
+    )
+  )
+  return building.model(published_sizes.with_published_sizes(config))
+
+
+@functools.cache
+def reference(family):
+  return dict(np.load(FOLDERS / family / "reference.npz"))
+
+
+def batch_of(family):
+  """What a user's batch has for the example of a folder."""
+  expected = reference(family)
+  ids, image = expected["input_ids"], expected["image"]
+  batch = dict(
+    tokens=ids[:, :-1],
+    targets=ids[:, 1:],
+    loss_mask=(expected["labels"][:, 1:] != -100).astype(np.float32),
+    image=image[:, 0] if image.shape[1] == 1 else image,
+  )
+  if expected["prefix"].size:
+    batch["prefix"] = expected["prefix"]
+  return jax.tree.map(jnp.asarray, batch)
+
+
+def params_of(module, model, batch, path, devices=1):
+  init = functools.partial(model.init, **language_modeling.inputs(batch))
+  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+  places, _ = sharding.state_shardings(shapes, mesh)
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    places,
+  )
+  convert = module.from_published
+  return warm_start.load_params(str(path), like, convert=convert)[0]
+
+
+@pytest.mark.parametrize(
+  "family", cases.quick(FAMILIES, "paligemma2", "gemma3")
+)
+def test_logits_losses_and_gradients(family):
+  folder = FOLDERS / family
+  module, model = opened(folder, scan=True)
+  batch, expected = batch_of(family), reference(family)
+  warm_start.check_published(str(folder), module, model)
+  params = params_of(module, model, batch, folder)
+  # The tokens after the last target matter too, and its logits.
+  arguments = {
+    **language_modeling.inputs(batch),
+    "tokens": expected["input_ids"],
+  }
+  del arguments["real"]
+
+  def loss(params):
+    metrics, _ = language_modeling.loss_fn(
+      {"params": params}, batch, None, model=model, train=False
+    )
+    total, weight = metrics["loss"]
+    return total / weight
+
+  @jax.jit
+  def run(params):
+    value, grads = jax.value_and_grad(loss)(params)
+    logits, _ = model.apply({"params": params}, **arguments)
+    return {"loss": value, "grads": grads, "logits": logits}
+
+  gradients = folder / "gradients.safetensors"
+  published = {
+    "loss": expected["loss"],
+    "grads": params_of(module, model, batch, gradients),
+    "logits": expected["logits"],
+  }
+  rounding.assert_close(run, params, published)
+
+
+@pytest.mark.parametrize(
+  "family", cases.quick(FAMILIES, "paligemma2", "gemma3")
+)
+def test_generated_tokens(family):
+  folder = FOLDERS / family
+  module, model = opened(folder)
+  batch, expected = batch_of(family), reference(family)
+  params = params_of(module, model, batch, folder)
+  number = expected["generated"].shape[1]
+  prompt = {n: x for n, x in batch.items() if n not in ("targets", "loss_mask")}
+  prompt["tokens"] = expected["input_ids"][:, :-number]
+  generate = functools.partial(
+    language_modeling.generate,
+    model=model,
+    max_new=number,
+    eos_id=None,
+    pad_id=-1,
+  )
+  new = jax.jit(generate)({"params": params}, prompt)
+  np.testing.assert_array_equal(new, expected["generated"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exports_are_what_was_read(family, tmp_path):
+  folder = FOLDERS / family
+  module, model = opened(folder, scan=True)
+  params = params_of(module, model, batch_of(family), folder)
+  flat = dict(trees.flatten_with_names(params))
+  shapes = {name: x.shape for name, x in flat.items()}
+  config, tensors = module.to_published(model, shapes)
+  arrays = safetensors_files.read(str(folder))
+  assert {tensor.name for tensor in tensors} == set(arrays)
+  for tensor in tensors:
+    pieces = [np.asarray(flat[name])[index] for name, index in tensor.parts]
+    value = tensor.build(pieces)
+    assert value.shape == tuple(tensor.shape)
+    np.testing.assert_array_equal(value, arrays[tensor.name], tensor.name)
+  published = json.loads((folder / "config.json").read_text())
+  parts = ("text_config", "vision_config")
+  # The key outside of text_config decides.
+  config["text_config"].pop("tie_word_embeddings")
+  for mine, theirs in [
+    (config, published),
+    *[(config[name], published[name]) for name in parts],
+  ]:
+    for key in set(mine) & set(theirs) - {*parts, "vision_feature_layer"}:
+      assert mine[key] == theirs[key], key
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  warm_start.check_published(str(folder), module, opened(tmp_path)[1])
+
+
+@pytest.mark.parametrize(
+  "rename",
+  [
+    # As in files of other versions of transformers.
+    {"vision_tower.": "vision_tower.vision_model."},
+    {
+      "language_model.model.": "model.language_model.",
+      "language_model.lm_head.": "lm_head.",
+      "vision_tower.": "model.vision_tower.vision_model.",
+      "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+  ],
+)
+def test_names_of_older_and_newer_files(rename, tmp_path):
+  folder = FOLDERS / "llava"
+  module, model = opened(folder)
+  batch = batch_of("llava")
+  expected = params_of(module, model, batch, folder)
+
+  def renamed(name):
+    for old, new in rename.items():
+      if name.startswith(old):
+        return new + name.removeprefix(old)
+    return name
+
+  arrays = {
+    renamed(n): x for n, x in safetensors_files.read(str(folder)).items()
+  }
+  specs = {n: (x.shape, x.dtype.name) for n, x in arrays.items()}
+  file = str(tmp_path / safetensors_files.MODEL)
+  safetensors_files.write(file, specs, arrays.values(), {"format": "pt"})
+  params = params_of(module, model, batch, tmp_path)
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def write_config(folder, family, change):
+  values = json.loads((FOLDERS / family / "config.json").read_text())
+  change(values)
+  (folder / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+  ("family", "change", "message"),
+  [
+    (
+      "llava",
+      lambda x: x["vision_config"].update(model_type="pixtral"),
+      "vision_config.model_type='pixtral': expected 'clip_vision_model' or",
+    ),
+    (
+      "llava",
+      lambda x: x.update(vision_feature_layer=[-2, -3]),
+      "vision_feature_layer=.*expected the number of a layer",
+    ),
+    (
+      "llava_siglip",
+      lambda x: x.update(vision_feature_select_strategy="default"),
+      "expected 'full' for a tower without a class token",
+    ),
+    (
+      "gemma3",
+      lambda x: x.update(mm_tokens_per_image=9),
+      "mm_tokens_per_image=9: expected the square of a divisor of 4",
+    ),
+    (
+      "paligemma",
+      lambda x: x.update(audio_config={}),
+      "audio_config=.*unknown key of model_type='paligemma'",
+    ),
+    (
+      "paligemma",
+      lambda x: x.update(model_type="qwen2_audio", text_config=None),
+      "does not compute the architecture 'qwen2_audio'.*paligemma, gemma3",
+    ),
+  ],
+)
+def test_what_it_does_not_compute_is_refused_by_name(
+  family, change, message, tmp_path
+):
+  write_config(tmp_path, family, change)
+  with pytest.raises(ConfigError, match=message):
+    opened(tmp_path)
+
+
+def test_options_of_training_may_be_added_to_a_folder_s():
+  _, model = opened(
+    FOLDERS / "gemma3",
+    dtype="bfloat16",
+    image=dict(remat_policy="nothing_saveable"),
+    text=dict(dropout=0.1),
+  )
+  assert model.text_decoder().dtype == "bfloat16"
+  assert model.text_decoder().dropout == 0.1
+  assert model.image_tower().remat_policy == "nothing_saveable"
+  with pytest.raises(ConfigError, match="config.model.text.*width.*24"):
+    opened(FOLDERS / "gemma3", text=dict(width=24))
