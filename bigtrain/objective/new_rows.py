@@ -127,7 +127,7 @@ def with_new_rows(
     rows.describe(),
     "all rows train" if train == "full" else "only the new rows train",
   )
-  return _replaced(config, source_options, rows, train)
+  return _replaced(config, source_options, rows, train, model)
 
 
 def _read(given: Mapping[str, Any] | None) -> Options:
@@ -217,6 +217,7 @@ def _replaced(
   source: str | Mapping[str, Any],
   rows: added_rows.AddedRows,
   train: str,
+  model: Any,
 ) -> settings.Config:
   """The config with all that later parts read of the new rows."""
   source = {"path": source} if isinstance(source, str) else source
@@ -227,18 +228,41 @@ def _replaced(
     "new_rows": {**(plain.get("new_rows") or {}), "train": train},
   }
   if adapters := plain.get("adapters"):
-    # Arrays that have adapters of their own stay with the base.
-    options = lora.read(adapters)
-    names = [
-      name
-      for name in rows.axes
-      if not any(re.fullmatch(regex, name) for regex in options.targets)
-    ]
-    regex = "|".join(names)
-    if not any(re.fullmatch(x, names[0]) for x in options.train):
-      train_in_full = [*options.train, regex]
-      values["adapters"] = {**adapters, "train": train_in_full}
+    values["adapters"] = _beside_adapters(adapters, rows, train, model)
   return config.with_values(values)
+
+
+def _beside_adapters(
+  adapters: Mapping[str, Any],
+  rows: added_rows.AddedRows,
+  train: str,
+  model: Any,
+) -> dict[str, Any]:
+  """config.adapters in which new rows train, or the arrays that have them.
+
+  Arrays that the config trains by itself, or adapts, stay as they are.
+  """
+  options = lora.read(adapters)
+  own = [*options.targets, *options.train]
+  names = [
+    name
+    for name in rows.axes
+    if not any(re.fullmatch(regex, name) for regex in own)
+    and not (name == "head/kernel" and getattr(model, "tied_head", False))
+  ]
+  tables = [x for x in names if train == "rows" and x in lora.TABLES]
+  in_full = [x for x in names if x not in tables]
+  result = dict(adapters)
+  if tables:
+    ids = rows.new_tokens()
+    result["tokens"] = {
+      name: [*dict.fromkeys([*options.tokens_of(name), *ids])]
+      for name in tables
+    }
+  # One regular expression, because each has to match a parameter.
+  if in_full and (train == "full" or not tables):
+    result["train"] = [*options.train, "|".join(in_full)]
+  return result
 
 
 class TrainedRows(NamedTuple):
