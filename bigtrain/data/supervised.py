@@ -178,14 +178,8 @@ class Source:
       rows, preferences=preferences, has_template=encoder.has_template
     )
     preferences = shapes.preferences
-    if pictures is not None and (len(sizes) == 2 or preferences):
-      raise ConfigError(
-        "supervised: pictures: expected one length, of a decoder, and "
-        "preferences=False."
-      )
-    # With pictures, vision_language reads packed prefixes.
-    cannot_pack = pack and (pictures is None or preferences)
-    _check_unpacked(prefix, preferences, cannot_pack or len(sizes) == 2)
+    has_pictures = self._pictures is not None
+    _check_together(sizes, pack, prefix, preferences, has_pictures)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
@@ -214,26 +208,30 @@ class Source:
       "ignore_fields": encoder.ignore_fields,
     }
     self.end_ids = self._find_ends()
-    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    num_ids = self._coder.vocab_size
-    if self._pictures is not None:
-      num_ids = max(num_ids, self._pictures.token + 1)
-      self.prompts["pictures"] = self._pictures._asdict()
-    self.vocab_sizes = dict.fromkeys(names, num_ids)
-    self.spec = _spec(sizes, pack, self._answers if preferences else None)
-    int32 = np.dtype(np.int32)
-    if prefix:
-      self.spec["prefix"] = (int32, tuple(sizes) if pack else ())
-    if self._is_judged:
-      self.spec["label"] = (int32, ())
-    if self._pictures is not None:
-      self._pixels = pixels.Pixels(self._pictures.pp)
-      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
+    self._set_features(prefix, preferences)
     options = encoder.key, sizes, pack, too_long, slice, prefix
     forms = row_shapes.new_forms(self._rows.counts)
     self._digest = files.digest(
       "supervised", self._rows.digest, *options, *forms
     )
+
+  def _set_features(self, prefix: bool, preferences: bool) -> None:
+    """Sets `spec` and `vocab_sizes`, and prepares to read pictures."""
+    answers = self._answers if preferences else None
+    self.spec = _spec(self._sizes, self._pack, answers)
+    int32 = np.dtype(np.int32)
+    if prefix:
+      self.spec["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+    if self._is_judged:
+      self.spec["label"] = (int32, ())
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+      self.prompts["pictures"] = self._pictures._asdict()
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
+    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
 
   def _find_rows(
     self,
@@ -522,8 +520,22 @@ def _check_options(
   check_choice("supervised: too_long", too_long, _TOO_LONG)
 
 
-def _check_unpacked(prefix: bool, preferences: bool, is_other: bool) -> None:
+def _check_together(
+  sizes: Sequence[int],
+  pack: bool,
+  prefix: bool,
+  preferences: bool,
+  pictures: bool,
+) -> None:
   """Refuses packed rows and encoder-decoders where they cannot be used."""
+  is_pair = len(sizes) == 2
+  if pictures and (is_pair or preferences):
+    raise ConfigError(
+      "supervised: pictures: expected one length, of a decoder, and "
+      "preferences=False."
+    )
+  # models.vision_language reads packed prefixes.
+  is_other = is_pair or (pack and (preferences or not pictures))
   if (prefix or preferences) and is_other:
     field = "prefix" if prefix else "preferences"
     raise ConfigError(

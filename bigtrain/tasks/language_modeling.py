@@ -123,10 +123,7 @@ def generate(
   real_BL, length_B = _real_tokens(batch, pad_id)
   # One token at a time is read from the end of the shortest prompt on.
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
-  prefix_B = length_B if "prefix" in batch else None
-  options = {} if prefix_B is None else {"prefix": prefix_B}
-  if "image" in batch:
-    options["image"] = batch["image"]
+  options = _options_of(batch, length_B)
   rules = decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new)
   if drafts:
     others = whole or num_beams > 1 or temperature or options
@@ -144,7 +141,9 @@ def generate(
   if drafts:
     args = out, *prompts, drafts, max_new
     return _with_drafts(variables, model, *args, **common)
-  step = functools.partial(step_fn, variables, model, prefix_B=prefix_B)
+  step = functools.partial(
+    step_fn, variables, model, prefix_B=options.get("prefix")
+  )
   return decoding.generate(
     step,
     out["cache"],
@@ -161,6 +160,14 @@ def generate(
     whole=whole,
     **common,
   )
+
+
+def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:
+  """What a model reads beside the tokens of prompts."""
+  options = {"prefix": length_B} if "prefix" in batch else {}
+  if "image" in batch:
+    options["image"] = batch["image"]
+  return options
 
 
 def _real_tokens(batch: Batch, pad_id: int) -> tuple[jax.Array, jax.Array]:

@@ -230,10 +230,8 @@ def to_layout(
     model, shapes, layout, published_sizes.layout_of(origin)
   )
 
-  dtypes = {str(content[name].dtype) for name in names}
-  if len(dtypes) > 1:
-    raise ConfigError(f"{directory}: parameters of several dtypes: {dtypes}.")
-  dtype = dtype or dtypes.pop()
+  own_dtype = _dtype_of([content[name] for name in names], directory)
+  dtype = dtype or own_dtype
   specs = {}
   for tensor in tensors:
     # State, such as the experts' selection biases, keeps its dtype.
@@ -256,6 +254,13 @@ def to_layout(
     json.dump(published, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
   return len(tensors), size
+
+
+def _dtype_of(arrays: Iterable[Any], directory: str) -> str:
+  dtypes = {str(array.dtype) for array in arrays}
+  if len(dtypes) > 1:
+    raise ConfigError(f"{directory}: parameters of several dtypes: {dtypes}.")
+  return dtypes.pop()
 
 
 def _read_merged(

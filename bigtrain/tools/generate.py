@@ -7,8 +7,8 @@
   python -m bigtrain.tools.generate --model=models/paligemma2-3b-mix-224 \\
       --image=street.jpg --prompt="caption en"
 
-The text is printed while it is generated; with pictures, once it is complete. It
-is decoded as by bigtrain.load: as the generation_config.json of a published
+The text is printed while it is generated; with pictures, once it is complete.
+It is decoded as by bigtrain.load: as the generation_config.json of a published
 folder says, else greedily; a line on stderr says how. The config in the
 checkpoint defines the model. When the text reaches the model's context length,
 generation goes on with the second half of the context.
