@@ -9,6 +9,7 @@
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -261,8 +262,10 @@ def _copy_into_optimizer(state: dict[str, Any]) -> None:
   params = dict(trees.flatten_with_names(state["params"]))
 
   def copied(name: str, x: jax.Array) -> jax.Array:
-    kept, _, param = name.partition("/")
-    if kept not in ("z", "x0") or param not in params:
+    # Of several optimizers, each has a name.
+    match = re.fullmatch(r"(?:[^/]+/)?(?:z|x0)/(.+)", name)
+    param = match[1] if match else ""
+    if param not in params:
       return x
     # A copy of its own, because an update is given the memory of both.
     value = jnp.array(params[param], x.dtype, copy=True)

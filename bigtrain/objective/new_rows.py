@@ -75,7 +75,9 @@ def with_new_rows(
     return config
   task = building.task(config)
   module, model = building.model(config)
-  size: Any = getattr(model, "vocab_size", None)
+  # Models of several parts have the size in a part, which stays as it is.
+  has_size = "vocab_size" in type(model).__dataclass_fields__
+  size: Any = model.vocab_size if has_size else None
   source = warm_start.read_source(source_options, "config.model_init")
   known = _source(source, module) if isinstance(size, int) else None
   if known is None:
