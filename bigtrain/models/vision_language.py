@@ -444,8 +444,12 @@ published_fields = _PUBLISHED.fields
 
 
 def to_published(
-  model: Model, shapes: Mapping[str, Any], layout: str | None = None
+  model: Model,
+  shapes: Mapping[str, Any],
+  layout: str | None = None,
+  origin: str | None = None,
 ) -> tuple[dict[str, Any], list[Any]]:
+  del origin  # The model itself has it, as `published_as`.
   return vision_language_families.export(
     _PUBLISHED, model, _parts(model), shapes, layout
   )

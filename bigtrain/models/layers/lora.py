@@ -65,6 +65,8 @@ _KERNEL = "kernel"
 # The embeddings of tokens: a parameter of the model itself, not of a layer.
 _TABLE = "token_embedding"
 _OF_TABLE = "_adapter"  # Added to the table's name, below which factors are.
+# Where tokens may train alone.
+TABLES = (_TABLE, "head/kernel")
 # Key of a head's bias, times its scale, among what the head's layer returns.
 _SCALED_BIAS = "scaled_lora_bias"
 # One value for all kernels, or pairs of (regex, value).
@@ -171,7 +173,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
 def _check_tokens(key: str, tokens: Any) -> None:
   by_name = tokens if isinstance(tokens, Mapping) else {_TABLE: tokens}
   for name, ids in by_name.items():
-    check_choice(key, name, [_TABLE, f"head/{_KERNEL}"])
+    check_choice(key, name, TABLES)
     if not isinstance(ids, list | tuple) or len(set(ids)) != len(ids):
       raise ConfigError(f"{key}: expected different ids, got {ids!r}.")
     for token in ids:
@@ -360,8 +362,7 @@ class Layers:
     self, flat: Mapping[str, Any], in_full: Collection[str]
   ) -> None:
     """Tokens that train alone are ids of a table that is trained by nothing."""
-    names = [_TABLE, f"head/{_KERNEL}"]
-    for name in names:
+    for name in TABLES:
       ids = self.options.tokens_of(name)
       if not ids:
         continue
