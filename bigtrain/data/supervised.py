@@ -50,7 +50,6 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -178,21 +177,12 @@ class Source:
       rows, preferences=preferences, has_template=encoder.has_template
     )
     preferences = shapes.preferences
-    has_pictures = self._pictures is not None
-    _check_together(sizes, pack, prefix, preferences, has_pictures)
+    _check_together(sizes, pack, prefix, preferences, pictures is not None)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
     self._pack = pack
-    inputs, rows_of, form = self._find_rows(
-      path, name, split, preferences, shapes.key
-    )
-    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
-    if self._pictures is not None:
-      rows_of = functools.partial(_with_folder, rows_of)
-    key = files.digest(encoder.key, form) if form else encoder.key
-    self._rows = token_rows.cached(
-      encode, key, inputs, rows_of, shapes.counts, skip_errors
-    )
+    found = self._find_rows(path, name, split, preferences, shapes.key)
+    self._rows = self._encoded(shapes, encoder, skip_errors, *found)
     self._log_rows()
     self._is_judged = bool((self._rows.label >= 0).all())
     self._answers = 2 if preferences and not self._is_judged else 1
@@ -208,30 +198,18 @@ class Source:
       "ignore_fields": encoder.ignore_fields,
     }
     self.end_ids = self._find_ends()
-    self._set_features(prefix, preferences)
+    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+      self.prompts["pictures"] = self._pictures._asdict()
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
+    self.spec = self._spec(prefix, preferences)
     options = encoder.key, sizes, pack, too_long, slice, prefix
     forms = row_shapes.new_forms(self._rows.counts)
     self._digest = files.digest(
       "supervised", self._rows.digest, *options, *forms
     )
-
-  def _set_features(self, prefix: bool, preferences: bool) -> None:
-    """Sets `spec` and `vocab_sizes`, and prepares to read pictures."""
-    answers = self._answers if preferences else None
-    self.spec = _spec(self._sizes, self._pack, answers)
-    int32 = np.dtype(np.int32)
-    if prefix:
-      self.spec["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
-    if self._is_judged:
-      self.spec["label"] = (int32, ())
-    num_ids = self._coder.vocab_size
-    if self._pictures is not None:
-      num_ids = max(num_ids, self._pictures.token + 1)
-      self.prompts["pictures"] = self._pictures._asdict()
-      self._pixels = pixels.Pixels(self._pictures.pp)
-      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
-    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, num_ids)
 
   def _find_rows(
     self,
@@ -246,6 +224,39 @@ class Source:
     The form in which rows are used is "" for the plain one.
     """
     return *_inputs(path, name, split, preferences), form
+
+  def _encoded(
+    self,
+    shapes: row_shapes.Reader,
+    encoder: row_encoder.Encoder,
+    skip_errors: int,
+    inputs: list[str],
+    rows_of: _RowsOf,
+    form: str,
+  ) -> token_rows.Rows:
+    """Returns the ids of all rows, made now or for an earlier run."""
+    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
+    if self._pictures is not None:
+      rows_of = functools.partial(row_encoder.with_folder, rows_of)
+    key = files.digest(encoder.key, form) if form else encoder.key
+    return token_rows.cached(
+      encode, key, inputs, rows_of, shapes.counts, skip_errors
+    )
+
+  def _spec(
+    self, prefix: bool, preferences: bool
+  ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    answers = self._answers if preferences else None
+    result = _spec_of_tokens(self._sizes, self._pack, answers)
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    if prefix:
+      result["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+    if self._is_judged:
+      result["label"] = (int32, ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      result["image"] = (float32, self._image_shape())
+    return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
     """Returns the numbers of the rows of a slice; a pair is one example."""
@@ -525,18 +536,17 @@ def _check_together(
   pack: bool,
   prefix: bool,
   preferences: bool,
-  pictures: bool,
+  has_pictures: bool,
 ) -> None:
-  """Refuses packed rows and encoder-decoders where they cannot be used."""
-  is_pair = len(sizes) == 2
-  if pictures and (is_pair or preferences):
+  """Refuses options that do not go together."""
+  if has_pictures and (len(sizes) == 2 or preferences):
     raise ConfigError(
       "supervised: pictures: expected one length, of a decoder, and "
       "preferences=False."
     )
-  # models.vision_language reads packed prefixes.
-  is_other = is_pair or (pack and (preferences or not pictures))
-  if (prefix or preferences) and is_other:
+  # With pictures, vision_language reads packed prefixes.
+  cannot_pack = pack and (not has_pictures or preferences)
+  if (prefix or preferences) and (cannot_pack or len(sizes) == 2):
     field = "prefix" if prefix else "preferences"
     raise ConfigError(
       f"supervised: {field}=True: expected pack=False and one length, of a "
@@ -566,7 +576,7 @@ def _inputs(
   return [f"{name} {part}"], lambda _: rows(part, preferences)
 
 
-def _spec(
+def _spec_of_tokens(
   sizes: Sequence[int], pack: bool, answers: int | None
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
   if len(sizes) == 1:
@@ -584,10 +594,3 @@ def _spec(
   outer = () if answers is None else (answers,)
   spec = {name: (int32, (*outer, length)) for name, length in lengths.items()}
   return {**spec, "loss_mask": (float32, (*outer, sizes[-1]))}
-
-
-def _with_folder(rows_of: _RowsOf, name: str) -> Iterator[tuple[Any, Any]]:
-  for where, row in rows_of(name):
-    if isinstance(row, Mapping):  # Otherwise an error in its place.
-      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
-    yield where, row

@@ -13,6 +13,7 @@ Exit codes: 0; 2 for wrong arguments, or if no row can be read; 1 otherwise.
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -30,6 +31,7 @@ from bigtrain.data.formats import (
   token_rows,
 )
 from bigtrain.files import paths
+from bigtrain.text import pictures as text_pictures
 from bigtrain.text import tokenizers
 from bigtrain.tools import arguments, exits
 
@@ -103,6 +105,7 @@ def survey(
   loss: Any = "assistant",
   ignore_fields: Sequence[str] = (),
   allow_special: bool = False,
+  pictures: str | None = None,
   bos: bool | None = None,
 ) -> Survey:
   """Reads the rows of files, or the first `limit` of them.
@@ -111,6 +114,9 @@ def survey(
   without `preferences`.
   """
   coder = tokenizers.get(tokenizer)
+  prepared = None
+  if pictures is not None:
+    prepared = text_pictures.get(pictures, coder, "--pictures")
   encoder = row_encoder.Encoder(
     coder,
     template,
@@ -121,9 +127,13 @@ def survey(
     allow_special=allow_special,
     pairs=False,
     ignore_fields=ignore_fields,
+    pictures=prepared,
   )
   files = documents.find(path, "FILE")
-  contents = itertools.chain.from_iterable(map(row_encoder.checked_rows, files))
+  rows_of: Any = row_encoder.checked_rows
+  if prepared is not None:
+    rows_of = functools.partial(row_encoder.with_folder, rows_of)
+  contents = itertools.chain.from_iterable(map(rows_of, files))
   first = next(contents, None)
   if first is None:
     raise DataError(f"{', '.join(files[:_NUM_LISTED])}: no rows.")
@@ -144,6 +154,7 @@ def survey(
     loss=None if loss == "assistant" else loss,
     ignore_fields=list(ignore_fields) or None,
     allow_special=allow_special or None,
+    pictures=pictures,
     bos=bos,
   )
   settings = {key: x for key, x in given.items() if x is not None}
@@ -190,6 +201,7 @@ class _Counter:
       number = int(targets.sum())
       self._texts.append((result.num_rows, len(targets), number, within))
       digest.update(text.ids.tobytes() + bytes([text.label + 1, 0]))
+      digest.update(repr(text.pictures).encode())
     is_pair = result.settings.get("preferences") and len(texts) == 2
     if is_pair and np.array_equal(texts[0].ids, texts[1].ids):
       result.num_equal_answers += 1
@@ -449,6 +461,11 @@ def _parser() -> arguments.Parser:
     help="messages may spell special tokens",
   )
   parser.add_argument(
+    "--pictures",
+    help="folder of a published model whose processor prepares the pictures of "
+    "rows",
+  )
+  parser.add_argument(
     "--bos",
     action=argparse.BooleanOptionalAction,
     help="begin token before rows without a template (default: as the "
@@ -498,6 +515,7 @@ def main(argv: Sequence[str]) -> int:
     loss=args.loss,
     ignore_fields=[name for name in args.ignore_fields.split(",") if name],
     allow_special=args.allow_special,
+    pictures=args.pictures,
     bos=args.bos,
   )
   print(as_text(found))

@@ -182,3 +182,21 @@ def test_the_command_of_the_page(tmp_path):
     "say(document.body.scrollWidth <= innerWidth);",
   )
   assert said == ["3 1", "A program that trains models.<|im_end|>", "true"]
+
+
+def test_rows_with_pictures():
+  folder = str(GOLDEN.parent / "picture_processors" / "llava")
+  rows = []
+  for i in (0, 1, 0):
+    # Its first and last bytes; the tool decodes no pictures.
+    png = b"\x89PNG\r\n\x1a\n" + bytes([i]) + b"IEND\xaeB`\x82"
+    pathlib.Path(f"{i}.png").write_bytes(png)
+    content = [{"type": "image"}, {"type": "text", "text": "Hi"}]
+    question = {"role": "user", "content": content}
+    answer = {"role": "assistant", "content": "a seven"}
+    rows.append({"messages": [question, answer], "images": [f"{i}.png"]})
+  found = tool.survey(write(rows), folder, pictures=folder)
+  assert found.num_rows == 3, found.refused
+  assert found.num_duplicates == 1  # Texts are equal, pictures are not.
+  found = tool.survey("rows.jsonl", folder)
+  assert "line 1: the row has pictures; pictures=" in found.refused[0]

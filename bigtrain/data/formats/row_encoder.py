@@ -9,7 +9,8 @@ by a chat template, a prompt and its completion by joining the two.
 import datetime
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -257,6 +258,16 @@ def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
         _check_texts(row, where)
     except DataError as e:
       row = e
+    yield where, row
+
+
+def with_folder(
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]], name: str
+) -> Iterator[tuple[Any, Any]]:
+  """Yields (place, row) with the folder of the file, for paths of pictures."""
+  for where, row in rows_of(name):
+    if isinstance(row, Mapping):  # Otherwise an error in its place.
+      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
     yield where, row
 
 
