@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import sharding
@@ -186,6 +187,8 @@ class Rollout:
 
   def start(self, first_step: int, last_step: int) -> Prefetch:
     """Starts the input of steps [first_step, last_step), for `__call__`."""
+    if self.exists and first_step:
+      self._warn_of_calls()
     if self._updates == 1:
       return self._input.start(first_step, last_step)
     first_set = first_step // self._updates
@@ -194,6 +197,22 @@ class Rollout:
     last_set = -(-last_step // self._updates)
     size = self._minibatches
     return self._input.start(first_set * size, max(first_set, last_set) * size)
+
+  def _warn_of_calls(self) -> None:
+    """Says what a run that goes on cannot know to be as it was."""
+    names = [
+      name
+      for part in self._input.engine.parts
+      for name in getattr(part.source, "outside_calls", ())
+    ]
+    if names:
+      logging.warning(
+        "The answers since the checkpoint are written again, and judged again "
+        "by %s. If it returns the same for the same answers, this run ends as "
+        "one without an interruption would; else its rewards since then cannot "
+        "be had again.",
+        ", ".join(dict.fromkeys(names)),
+      )
 
   def writes(self, step: int) -> bool:
     """Whether a step needs new rollouts."""
