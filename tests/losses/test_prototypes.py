@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bigtrain import sharding
-from bigtrain.losses import prototypes, views
+from bigtrain.losses import prototypes, random_views
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(24, 5))
@@ -87,7 +87,7 @@ def test_crops_are_parts_of_the_image_and_depend_on_the_key_alone():
   rows, columns = np.mgrid[:16, :16] / 15.0
   image = jnp.float32(np.stack([rows, columns], -1))[None].repeat(3, 0)
   keys = jax.vmap(jax.random.key)(np.arange(3))
-  make = lambda keys, image, **o: views.crops(
+  make = lambda keys, image, **o: random_views.crops(
     keys, image, 4, 8, (0.25, 0.25), aspect=(1.0, 1.0), **o
   )
   crops = make(keys, image, flip=False)

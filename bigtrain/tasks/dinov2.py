@@ -12,7 +12,7 @@ D width, E width of the head's results, K prototypes.
 
 A batch has "image" [B, H, W, channels], of which the crops are made on the
 devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...].
-The model is models/dino.py.
+The model is models/dinov2.py.
 """
 
 import functools
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
-from bigtrain.losses import forward, prototypes, views
+from bigtrain.losses import forward, prototypes, random_views
 
 _NUM_LARGE = 2  # G.
 _EPS = 1e-12
@@ -127,14 +127,9 @@ def embed_fn(
   weight_NM = None
   if model.patch_prototypes:
     num_patches = _num_patches(model, large.shape[2:])
-    keys_N = jax.vmap(lambda key: jax.random.split(key, G))(
-      views.folded(keys_B, 2)
-    ).reshape(-1)
-    chosen_NM, weight_NM, masked_NP = _masks(
-      keys_N, num_patches, mask_prob, mask_ratio
+    given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
+      keys_B, G, num_patches, mask_prob, mask_ratio
     )
-    given["chosen_BM"] = chosen_NM
-    shown["masked_BP"] = masked_NP
   (_, out), mutable = forward.apply(
     model, variables, rng, train, large_N, **given, **shown
   )
@@ -157,21 +152,32 @@ def embed_fn(
       "weight_BGM": by_example(weight_NM),
     }
   if small is not None:
-    if model.posemb == "learn" and model.posemb_grid is None:
-      raise ConfigError(
-        "config.model.posemb_grid: missing; large and small crops have "
-        "different grids of patches."
-      )
-    small_N = small.reshape(-1, *small.shape[2:])
-    (_, out), _ = forward.apply(
-      model, variables, rng, train, small_N, heads=True
+    result["small_BSE"] = by_example(
+      _small_vectors(model, variables, rng, train, small)
     )
-    result["small_BSE"] = by_example(out["class_z"])
   fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
   return {
     name: jax.lax.stop_gradient(x) if name in fixed else x
     for name, x in result.items()
   }, mutable
+
+
+def _small_vectors(
+  model: Any,
+  variables: Variables,
+  rng: jax.Array | None,
+  train: bool,
+  small: jax.Array,
+) -> jax.Array:
+  """The student's vectors of the small crops, [B S, E]."""
+  if model.posemb == "learn" and model.posemb_grid is None:
+    raise ConfigError(
+      "config.model.posemb_grid: missing; large and small crops have different "
+      "grids of patches."
+    )
+  small_N = small.reshape(-1, *small.shape[2:])
+  (_, out), _ = forward.apply(model, variables, rng, train, small_N, heads=True)
+  return out["class_z"]
 
 
 def _crops(
@@ -187,8 +193,8 @@ def _crops(
   check_number("config.loss.num_small", num_small, least=0, whole=True)
   image, keys_B = batch["image"], batch["_keys"]
   side = image.shape[1]
-  large_crops = views.crops(
-    views.folded(keys_B, 0),
+  large_crops = random_views.crops(
+    random_views.folded(keys_B, 0),
     image,
     _NUM_LARGE,
     large["size"] or side,
@@ -197,8 +203,8 @@ def _crops(
   )
   if not num_small:
     return large_crops, None
-  return large_crops, views.crops(
-    views.folded(keys_B, 1),
+  return large_crops, random_views.crops(
+    random_views.folded(keys_B, 1),
     image,
     num_small,
     small["size"] or side // 2,
@@ -213,11 +219,17 @@ def _num_patches(model: Any, shape: Sequence[int]) -> int:
 
 
 def _masks(
-  keys_N: jax.Array, num_patches: int, prob: float, ratio: Sequence[float]
+  keys_B: jax.Array,
+  num_crops: int,
+  num_patches: int,
+  prob: float,
+  ratio: Sequence[float],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Draws masks: the first M patches of a random order, their weights, all.
+  """Draws masks of all large crops, N = B G of them.
 
-  The weights of a crop add up to 1, or to 0 if nothing is masked in it.
+  Returns the first M patches of a random order, their weights [N, M], and which
+  patches are masked [N, P]. The weights of a crop add up to 1, or to 0 if
+  nothing is masked in it.
   """
   M = int(ratio[1] * num_patches)
   if M < 1:
@@ -235,7 +247,8 @@ def _masks(
     masked_P = jnp.zeros(num_patches, bool).at[order_P[:M]].set(is_masked_M)
     return order_P[:M], is_masked_M / jnp.maximum(number, 1), masked_P
 
-  return jax.vmap(draw)(keys_N)
+  split = jax.vmap(lambda key: jax.random.split(key, num_crops))
+  return jax.vmap(draw)(split(random_views.folded(keys_B, 2)).reshape(-1))
 
 
 def embeddings_loss_fn(

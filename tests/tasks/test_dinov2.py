@@ -10,7 +10,7 @@ from support import objectives
 
 from bigtrain import main
 from bigtrain.config.errors import ConfigError
-from bigtrain.tasks import dino
+from bigtrain.tasks import dinov2
 
 B, S, E, K, M = 6, 3, 4, 5, 2
 SIZES = dict(patch_size=2, width=16, depth=1, mlp_dim=16, num_heads=2)
@@ -77,7 +77,7 @@ def test_the_loss_is_that_of_the_papers():
     "teacher": kernels["teacher"],
     "centre": {"class": 0.0, "patch": 0.0},
   }
-  result, sums = dino.embeddings_loss_fn(
+  result, sums = dinov2.embeddings_loss_fn(
     kernels["student"],
     {name: jnp.float32(x) for name, x in z.items()},
     {},
@@ -134,9 +134,9 @@ def test_gradients_are_equal_on_any_mesh_in_any_microbatches(arrays):
       total_steps=10,
       input=dict(data=dict(type="arrays", arrays=arrays), batch_size=16),
       microbatches=microbatches,
-      model_name="dino",
+      model_name="dinov2",
       model=MODEL | dict(dtype="float64"),
-      task="dino",
+      task="dinov2",
       loss=LOSS,
     )
     return objectives.gradients(config, **sizes)
@@ -155,8 +155,8 @@ def test_gradients_are_equal_on_any_mesh_in_any_microbatches(arrays):
 
 def config(tiny_config, **changes):
   changes = {
-    "task": "dino",
-    "model_name": "dino",
+    "task": "dinov2",
+    "model_name": "dinov2",
     "model": MODEL,
     "loss": LOSS,
     "evals": {},
@@ -201,9 +201,9 @@ HEALTHY = dict(
 )
 def test_a_collapse_has_a_name(values, reason):
   model = types.SimpleNamespace(num_prototypes=8)
-  named = dino.problem(HEALTHY | values, model=model)
+  named = dinov2.problem(HEALTHY | values, model=model)
   assert named is None if reason is None else reason in named
-  off = dino.problem(HEALTHY | values, model=model, stop_on_collapse=False)
+  off = dinov2.problem(HEALTHY | values, model=model, stop_on_collapse=False)
   assert off is None
 
 
