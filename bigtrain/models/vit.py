@@ -211,11 +211,7 @@ class Model(encoder.Fields):
     if grid is None:
       self._check_patches(shapes)
     if self.mask_token:
-      init = nn.initializers.normal(0.02)
-      token_11D = self.param("mask_token", init, (1, 1, D))
-      if masked_BP is not None:
-        token_11D = token_11D.astype(x_BPD.dtype)
-        x_BPD = jnp.where(masked_BP[..., None], token_11D, x_BPD)
+      x_BPD = self._masked(x_BPD, masked_BP)
     posemb, of_class_11D = self._posemb(P, grid, shapes)
     if posemb is not None:
       x_BPD += posemb.astype(x_BPD.dtype)
@@ -292,6 +288,13 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
+
+  def _masked(self, x_BPD: jax.Array, masked_BP: jax.Array | None) -> jax.Array:
+    init = nn.initializers.normal(0.02)
+    token_11D = self.param("mask_token", init, (1, 1, x_BPD.shape[-1]))
+    if masked_BP is None:
+      return x_BPD
+    return jnp.where(masked_BP[..., None], token_11D.astype(x_BPD.dtype), x_BPD)
 
   def _check_kept(self) -> None:
     """Raises ConfigError if the model needs the grid of all patches."""
