@@ -54,7 +54,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = [*("tokenizer", "length", "loss", "pack", "prefix"), "pictures"]
-    given.append("preferences")
+    given += ["preferences", "references"]
     check_kwargs(supervised.Source, options, "prompts", given)
     if isinstance(rewards, str):
       rewards = [(rewards, 1.0)]

@@ -25,6 +25,8 @@ The features of an example, with L = `length`:
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, the number of tokens of the prompt, for prefix language
   models; if packed, int32 [L], 1 for these tokens.
+- `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
+  the answer, padded with 0, in place of tokens, targets and loss_mask.
 - `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
   their order, and zeros up to the largest number N of an example.
 
@@ -52,6 +54,7 @@ from bigtrain.config.errors import (
   check_number,
   did_you_mean,
 )
+from bigtrain.data import digit_pairs
 from bigtrain.data.formats import (
   arithmetic,
   documents,
@@ -72,7 +75,11 @@ _SHOWN_TOKENS = 1000
 # Rows in which `_find_ends` looks for the tokens that end an answer.
 _NUM_SAMPLED = 1000
 _TOO_LONG = ("error", "drop", "left", "right")
-_NAMED = {"pydoc": pydoc_questions.rows, "arithmetic": arithmetic.rows}
+_NAMED = {
+  "pydoc": pydoc_questions.rows,
+  "arithmetic": arithmetic.rows,
+  "digits": digit_pairs.questions,
+}
 # rows_of(input) yields (place, row); an input is a file or one of _NAMED.
 _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
@@ -84,8 +91,9 @@ class Source:
     tokenizer: "bytes" or a path, such as the folder of a published model.
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, or a list of these.
-    name: "pydoc", what the functions of Python's library are for, or
-      "arithmetic", additions of numbers below 100.
+    name: "pydoc", what the functions of Python's library are for;
+      "arithmetic", additions of numbers below 100; or "digits", questions on
+      two pictures of digits.
     split: split of these: "train", "test" (every tenth question) or "all".
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
@@ -104,6 +112,8 @@ class Source:
       token with a loss; with pack, only models.vision_language does.
     pictures: folder of a published model whose processor prepares pictures, or
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
+    references: whether examples are prompts, with their answers as references
+      for evaluators.generate.
     preferences: whether rows have two answers. In pydoc, the rejected answer is
       a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
@@ -132,16 +142,19 @@ class Source:
     pack: bool = False,
     prefix: bool = False,
     pictures: str | Mapping[str, Any] | None = None,
+    references: bool = False,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     slice: str = "",
   ):
     sizes = [length] if isinstance(length, int) else [*length]
     _check_length(length, sizes, loss == "all")
+    self._references = references
     packs_prefix = pack and pictures is not None
     wrong = {
       "prefix": prefix and ((pack and not packs_prefix) or len(sizes) == 2),
       "preferences": preferences and (pack or len(sizes) == 2),
+      "references": references and (pack or preferences or len(sizes) == 2),
     }
     for field, is_wrong in wrong.items():
       if is_wrong:
@@ -204,6 +217,8 @@ class Source:
       self.prompts["pictures"] = self._pictures._asdict()
     self.vocab_sizes = dict.fromkeys(names, num_ids)
     self.spec = _spec(sizes, pack)
+    if references:
+      self.spec = dict.fromkeys(("tokens", "references"), self.spec["tokens"])
     if prefix:
       self.spec["prefix"] = (np.dtype(np.int32), tuple(sizes) if pack else ())
     if self._pictures is not None:
@@ -358,7 +373,7 @@ class Source:
         own = [x for item in items.tolist() for x in self._pictures_of(item)]
         for n, picture in enumerate(own):
           batch["image"][b, n] = picture
-    if "prefix" in batch and not self._pack:
+    if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
@@ -371,6 +386,12 @@ class Source:
   ) -> None:
     """Writes a row into an example, behind its `ends`, which move on."""
     parts = [self._rows.read(*span) for span in self._spans[item].tolist()]
+    if self._references:
+      ((ids, trained),) = parts
+      prompt = int(trained.argmax())
+      example["tokens"][:prompt] = ids[:prompt]
+      example["references"][: len(ids) - prompt] = ids[prompt:]
+      return
     weight = self._rows.weight[self._kept[item]]
     features: list[dict[str, Any]]
     if self._pairs:

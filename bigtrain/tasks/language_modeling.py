@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.losses import token_losses
 from bigtrain.text import decoding
 
@@ -65,8 +65,17 @@ loss_fn = _TASK.loss_fn
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, likely, generate)
+  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, exact, likely, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
+
+
+def exact(
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
+) -> Metrics:
+  """Share of the examples whose answer greedy decoding gives."""
+  scores = _TASK.score(variables, batch, model=model, chunk=chunk)
+  weight_B = metrics.example_weights(batch, batch["tokens"])
+  return {"exact": metrics.pair(scores["greedy"], weight_B)}
 
 
 def likely(

@@ -167,7 +167,8 @@ def adapted(
   if hasattr(cls, "head_kernel"):
 
     def head_kernel(self: Any, params: Mapping[str, Any]) -> jax.Array:
-      return cls.head_kernel(self, layers.with_merged_head(params))
+      parts = getattr(cls, "head_name", "head").split("/")
+      return cls.head_kernel(self, layers.with_merged_head(params, parts))
 
     members["head_kernel"] = nn.nowrap(head_kernel)
 
@@ -366,6 +367,8 @@ class Layers:
   ) -> Any:
     """Computes a layer with its adapter, or with its dequantized kernel."""
     layer = context.module
+    if layer.scope is None:  # A method that only reads fields.
+      return call(*args, **kwargs)
     params = dict(layer.variables.get("params", {}))
     factors = {name: params.pop(name) for name in FACTORS if name in params}
     kernel = params.get(_KERNEL)
@@ -404,14 +407,24 @@ class Layers:
     with self._lock:
       self._used.add(_without_numbers(name))
 
-  def with_merged_head(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters whose head, if it has an adapter, is merged."""
-    head = params.get("head", {})
+  def with_merged_head(
+    self, params: Mapping[str, Any], parts: Sequence[str]
+  ) -> Mapping[str, Any]:
+    """Parameters whose head, if it has an adapter, is merged.
+
+    `parts` are the parts of its name, such as ["head"] or ["llm", "head"].
+    """
+    head: Any = params
+    for part in parts:
+      head = head.get(part, {})
     if A not in head:
       return params
-    self._note(f"head/{_KERNEL}")
-    scale = self.options.scale(f"head/{_KERNEL}")
-    return {**params, "head": {_KERNEL: merged(head[_KERNEL], head, scale)}}
+    name = "/".join((*parts, _KERNEL))
+    self._note(name)
+    new: Any = {
+      _KERNEL: merged(head[_KERNEL], head, self.options.scale(name))
+    }
+    return _replaced(params, parts, new)
 
   def check(self) -> None:
     unused = sorted(
@@ -422,6 +435,14 @@ class Layers:
         f"{self._key}.targets: {unused[0]!r} is not the kernel of a dense "
         f"layer, of a head or of experts; expected such kernels."
       )
+
+
+def _replaced(tree: Any, parts: Sequence[str], new: Any) -> Any:
+  """A tree with another value below the keys `parts`."""
+  if not parts:
+    return new
+  first, *rest = parts
+  return {**tree, first: _replaced(tree[first], rest, new)}
 
 
 def _without_numbers(name: str) -> str:
