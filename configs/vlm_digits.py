@@ -20,7 +20,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 3000 if not arg.runlocal else 4
+  config.total_steps = 4000 if not arg.runlocal else 4
   config.log_steps = 100 if not arg.runlocal else 2
   config.ckpt_steps = 1000 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)
@@ -51,6 +51,7 @@ def get_config(arg=None):
       mlp_dim=256,
       num_heads=4,
       pool_type="none",
+      dropout=0.1,
     ),
     text=dict(
       variant="llama",

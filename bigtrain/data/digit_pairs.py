@@ -19,7 +19,7 @@ from bigtrain.data import arrays
 from bigtrain.data.formats import files
 
 # Number of rows of `questions` in each split.
-_NUM_QUESTIONS = {"train": 20_000, "test": 2_000}
+_NUM_QUESTIONS = {"train": 60_000, "test": 2_000}
 WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [
   f"{'an' if left == 'eight' else 'a'} {left} left of "
@@ -121,10 +121,14 @@ class Source:
 def questions(
   split: str, preferences: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields (place, row): a question on two pictures, of a digit each."""
+  """Yields (place, row): a question on two pictures, of a digit each.
+
+  Digits for training are shifted by up to a pixel in each direction.
+  """
   del preferences  # There is no second answer.
   for part in _NUM_QUESTIONS if split == "all" else (split,):
-    source = Source(split=part, length=_NUM_QUESTIONS[part])
+    margin = int(part == "train")
+    source = Source(split=part, length=_NUM_QUESTIONS[part], margin=margin)
     pairs = source.read(np.arange(len(source)))
     kinds = hashing.fold(0, np.arange(len(source))) % np.uint64(4)
     for i, kind in enumerate(kinds.tolist()):
@@ -136,12 +140,10 @@ def questions(
         ("Which one is larger?", WORDS[max(left, right)]),
       ][kind]
       # Pixels are 0 to 16.
-      picture = np.minimum(pairs["image"][i, :, :, 0] * 16, 255)
-      yield (
-        f"digits, question {i}",
-        {
-          "prompt": question + " ",
-          "completion": answer,
-          "images": [picture[:, :_SIDE], picture[:, _SIDE:]],
-        },
-      )
+      pixels = pairs["image"][i, :, :, 0].astype(np.int32) * 16
+      pictures = [
+        half[margin : margin + _SIDE, margin : margin + _SIDE].astype(np.uint8)
+        for half in np.split(np.minimum(pixels, 255), 2, axis=1)
+      ]
+      row = {"prompt": question + " ", "completion": answer, "images": pictures}
+      yield f"digits, question {i}", row

@@ -149,24 +149,14 @@ class Source:
   ):
     sizes = [length] if isinstance(length, int) else [*length]
     _check_length(length, sizes, loss == "all")
-    self._references = references
-    packs_prefix = pack and pictures is not None
-    wrong = {
-      "prefix": prefix and ((pack and not packs_prefix) or len(sizes) == 2),
-      "preferences": preferences and (pack or len(sizes) == 2),
-      "references": references and (pack or preferences or len(sizes) == 2),
-    }
-    for field, is_wrong in wrong.items():
-      if is_wrong:
-        raise ConfigError(
-          f"supervised: {field}=True: expected pack=False and one length, of a "
-          "decoder."
-        )
-    if pictures is not None and (len(sizes) == 2 or preferences):
-      raise ConfigError(
-        "supervised: pictures: expected one length, of a decoder, and "
-        "preferences=False."
-      )
+    self._check_options(
+      len(sizes) == 2,
+      pack,
+      prefix,
+      pictures is not None,
+      references,
+      preferences,
+    )
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     check_choice("supervised: too_long", too_long, _TOO_LONG)
     self._coder = tokenizers.get(tokenizer)
@@ -188,7 +178,7 @@ class Source:
     )
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
-    self._pack = pack
+    self._pack, self._references = pack, references
     self._answers = 2 if preferences else 1
     inputs, rows_of, form = self._find_rows(path, name, split, preferences)
     if self._pictures is not None:
@@ -216,18 +206,50 @@ class Source:
       num_ids = max(num_ids, self._pictures.token + 1)
       self.prompts["pictures"] = self._pictures._asdict()
     self.vocab_sizes = dict.fromkeys(names, num_ids)
-    self.spec = _spec(sizes, pack)
+    self._set_spec(prefix)
+    options: list[Any] = [encoder.key, sizes, pack, too_long, slice, prefix]
     if references:
+      options.append("references")
+    self._digest = files.digest("supervised", self._rows.digest, *options)
+
+  def _check_options(
+    self,
+    pairs: bool,
+    pack: bool,
+    prefix: bool,
+    pictures: bool,
+    references: bool,
+    preferences: bool,
+  ) -> None:
+    wrong = {
+      "prefix": prefix and (pairs or (pack and not pictures)),
+      "preferences": preferences and (pairs or pack),
+      "references": references and (pairs or pack or preferences),
+    }
+    for field, is_wrong in wrong.items():
+      if is_wrong:
+        raise ConfigError(
+          f"supervised: {field}=True: expected pack=False and one length, of a "
+          "decoder."
+        )
+    if pictures and (pairs or preferences):
+      raise ConfigError(
+        "supervised: pictures: expected one length, of a decoder, and "
+        "preferences=False."
+      )
+
+  def _set_spec(self, prefix: bool) -> None:
+    sizes, pack = self._sizes, self._pack
+    self.spec = _spec(sizes, pack)
+    if self._references:
       self.spec = dict.fromkeys(("tokens", "references"), self.spec["tokens"])
     if prefix:
       self.spec["prefix"] = (np.dtype(np.int32), tuple(sizes) if pack else ())
     if self._pictures is not None:
       self._pixels = pixels.Pixels(self._pictures.pp)
       self.spec["image"] = (np.dtype(np.float32), self._image_shape())
-    if preferences:
+    if self._answers == 2:
       self.spec = {k: (t, (2, *shape)) for k, (t, shape) in self.spec.items()}
-    options = encoder.key, sizes, pack, too_long, slice, prefix
-    self._digest = files.digest("supervised", self._rows.digest, *options)
 
   def _find_rows(self, *args: Any) -> tuple[list[str], _RowsOf, str]:
     """Returns `inputs` and `rows_of` of `token_rows.cached`.

@@ -421,9 +421,7 @@ class Layers:
       return params
     name = "/".join((*parts, _KERNEL))
     self._note(name)
-    new: Any = {
-      _KERNEL: merged(head[_KERNEL], head, self.options.scale(name))
-    }
+    new: Any = {_KERNEL: merged(head[_KERNEL], head, self.options.scale(name))}
     return _replaced(params, parts, new)
 
   def check(self) -> None:
