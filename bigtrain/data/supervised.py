@@ -149,14 +149,8 @@ class Source:
   ):
     sizes = [length] if isinstance(length, int) else [*length]
     _check_length(length, sizes, loss == "all")
-    self._check_options(
-      len(sizes) == 2,
-      pack,
-      prefix,
-      pictures is not None,
-      references,
-      preferences,
-    )
+    flags = pack, prefix, pictures is not None, references, preferences
+    _check_options(len(sizes) == 2, *flags)
     check_choice("supervised: loss", loss, ("assistant", "last", "all"))
     check_choice("supervised: too_long", too_long, _TOO_LONG)
     self._coder = tokenizers.get(tokenizer)
@@ -188,8 +182,7 @@ class Source:
     # The slice is one of pairs if rows have two answers.
     number = len(self._rows) // self._answers
     start, stop = splits.bounds(slice, number, "supervised: slice")
-    rows = np.arange(start * self._answers, stop * self._answers)
-    self._plan(rows, too_long)
+    self._plan(self._answers * start, self._answers * stop, too_long)
     self.tokenizer = tokenizer, self._coder.fingerprint()
     # Saved with the run: later prompts are written, and answers end, as here.
     self.prompts = {
@@ -200,46 +193,21 @@ class Source:
       "ignore_fields": encoder.ignore_fields,
     }
     self.end_ids = self._find_ends()
-    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    num_ids = self._coder.vocab_size
     if self._pictures is not None:
-      num_ids = max(num_ids, self._pictures.token + 1)
       self.prompts["pictures"] = self._pictures._asdict()
-    self.vocab_sizes = dict.fromkeys(names, num_ids)
     self._set_spec(prefix)
     options: list[Any] = [encoder.key, sizes, pack, too_long, slice, prefix]
     if references:
       options.append("references")
     self._digest = files.digest("supervised", self._rows.digest, *options)
 
-  def _check_options(
-    self,
-    pairs: bool,
-    pack: bool,
-    prefix: bool,
-    pictures: bool,
-    references: bool,
-    preferences: bool,
-  ) -> None:
-    wrong = {
-      "prefix": prefix and (pairs or (pack and not pictures)),
-      "preferences": preferences and (pairs or pack),
-      "references": references and (pairs or pack or preferences),
-    }
-    for field, is_wrong in wrong.items():
-      if is_wrong:
-        raise ConfigError(
-          f"supervised: {field}=True: expected pack=False and one length, of a "
-          "decoder."
-        )
-    if pictures and (pairs or preferences):
-      raise ConfigError(
-        "supervised: pictures: expected one length, of a decoder, and "
-        "preferences=False."
-      )
-
   def _set_spec(self, prefix: bool) -> None:
     sizes, pack = self._sizes, self._pack
+    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
+    num_ids = self._coder.vocab_size
+    if self._pictures is not None:
+      num_ids = max(num_ids, self._pictures.token + 1)
+    self.vocab_sizes = dict.fromkeys(names, num_ids)
     self.spec = _spec(sizes, pack)
     if self._references:
       self.spec = dict.fromkeys(("tokens", "references"), self.spec["tokens"])
@@ -266,13 +234,14 @@ class Source:
     """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
     return self._rows.spans(rows, self._pairs)
 
-  def _plan(self, rows: np.ndarray, too_long: str) -> None:
+  def _plan(self, start: int, stop: int, too_long: str) -> None:
     """Cuts or drops long rows, and decides which rows an example has.
 
     Sets `_kept`, the numbers of the rows that are left, `_spans`, where their
     ids are, and `_items` and `_first`: example e has the kept rows
     _items[_first[e] : _first[e + 1]].
     """
+    rows = np.arange(start, stop)
     spans = self._spans_of(rows)
     extra = 0 if self._pairs else self._extra
     room = np.asarray(self._sizes) + extra
@@ -295,11 +264,11 @@ class Source:
       keep[is_long] = False
     for i in np.flatnonzero(is_long & keep):
       # A row is also left out if no token with a loss is left.
-      start, stop = spans[i, -1]
-      first_target = start if self._pairs else start + 1
-      _, trained = self._rows.read(first_target, stop)
+      first, last = spans[i, -1].tolist()
+      first_target = first if self._pairs else first + 1
+      _, trained = self._rows.read(first_target, last)
       keep[i] = trained.any()
-      self._check_cut(rows[i], int(start), int(stop))
+      self._check_cut(rows[i], first, last)
     # Both answers of a pair stay, or none.
     keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
     if is_long.any():
@@ -476,6 +445,32 @@ class Source:
 
   def fingerprint(self) -> str:
     return self._digest
+
+
+def _check_options(
+  pairs: bool,
+  pack: bool,
+  prefix: bool,
+  pictures: bool,
+  references: bool,
+  preferences: bool,
+) -> None:
+  wrong = {
+    "prefix": prefix and (pairs or (pack and not pictures)),
+    "preferences": preferences and (pairs or pack),
+    "references": references and (pairs or pack or preferences),
+  }
+  for field, is_wrong in wrong.items():
+    if is_wrong:
+      raise ConfigError(
+        f"supervised: {field}=True: expected pack=False and one length, of a "
+        "decoder."
+      )
+  if pictures and (pairs or preferences):
+    raise ConfigError(
+      "supervised: pictures: expected one length, of a decoder, and "
+      "preferences=False."
+    )
 
 
 def _check_length(length: Any, sizes: Sequence[int], loss_of_all: bool) -> None:
