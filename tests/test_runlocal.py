@@ -136,6 +136,7 @@ FIRST_LOSS = {
   "t5_1_1_base": (_SPANS, 0.15),
   "t5_small": (_SPANS, 0.15),
   "transfer": (math.log(10), 1e-3),
+  "vlm_digits": (math.log(260), 0.05),
   "vit_i1k": (sigmoid_loss(1000, -6.9), 1e-3),
   "vit_i21k": (sigmoid_loss(21_843, -10, 2), 1e-3),
   "vit_s16_i1k": (math.log(1000), 1e-3),

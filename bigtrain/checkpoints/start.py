@@ -148,9 +148,7 @@ def start(
     if options.model_init and not foreign:
       _copy_into_optimizer(state)
     if init_tasks and "tasks" in state:
-      shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
-      make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
-      state |= make(state["params"])
+      state |= _new_tasks(state, state_spec, init_tasks)
     result = Start(state, HostState(), step, how, resumed=False)
 
   if local is not None:
@@ -158,6 +156,15 @@ def start(
   elif jax.process_index() == 0:
     local_checkpoints.forget(workdir)
   return result
+
+
+def _new_tasks(
+  state: Any, state_spec: Any, init_tasks: Callable[[Any], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+  """The states of tasks, which may begin as the parameters."""
+  shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
+  make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
+  return make(state["params"])
 
 
 def _new_state(

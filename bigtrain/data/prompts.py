@@ -75,7 +75,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
-    given += ["pictures", "rows", "skip_errors"]
+    given += ["pictures", "references", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:

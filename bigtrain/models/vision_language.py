@@ -12,7 +12,7 @@ L length, D width of the decoder.
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -60,6 +60,8 @@ class ProjectorOptions(NamedTuple):
 
 class Model(nn.Module):
   """Tower, projector and decoder."""
+
+  head_name: ClassVar[str] = "llm/head"  # Its parameters, for adapters.
 
   image: Mapping[str, Any] | None = None  # Options of the tower's Model.
   text: Mapping[str, Any] | None = None  # Options of the decoder's Model.
@@ -259,6 +261,10 @@ class Model(nn.Module):
   @property
   def logits_softcap(self) -> float | None:
     return self.text_decoder().logits_softcap
+
+  @property
+  def logits_multiplier(self) -> float:
+    return self.text_decoder().logits_multiplier
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     return self.text_decoder().head_kernel(params["llm"])

@@ -195,9 +195,9 @@ class Model(encoder.Fields):
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
       "encoded" (B, P, D); "prefix", the same of class token and registers, if
-      there are any; "head_input"
-      (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)). With pool_type
-      "none" the last two and the logits are per patch: (B, P, ...).
+      there are any; "head_input" (B, D), pooled; and "pre_logits" (B, D) or
+      (B, rep_size)). With pool_type "none" the last two and the logits are per
+      patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width,
@@ -243,14 +243,12 @@ class Model(encoder.Fields):
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
     out["pre_logits"] = x
     if self.num_classes:
-      kernel_init = nn.initializers.lecun_normal()
-      if self.head_zeroinit:
-        kernel_init = nn.initializers.zeros
+      zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
       x = nn.Dense(
         self.num_classes,
         name="head",
         use_bias=self.head_bias,
-        kernel_init=kernel_init,
+        kernel_init=zeros if self.head_zeroinit else lecun,
         bias_init=nn.initializers.constant(self.head_bias_init),
       )(x)
     return x, out

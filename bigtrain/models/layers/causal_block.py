@@ -152,8 +152,7 @@ class Block(nn.Module):
         rope = tables.rotations[options.rope]
       if options.query_scale is not None:
         query_scale_BL = tables.query_scales_BL[options.query_scale]
-      attend = _attention_layer(options)
-      z_BLD, cache = attend(
+      z_BLD, cache = _attention_layer(options)(
         y_BLD,
         mask=mask,
         rope=rope,

@@ -223,10 +223,12 @@ def adapted(
   members: dict[str, Any] = dict(
     init=nn.nowrap(init), apply=nn.nowrap(apply), adapters=layers
   )
+  head_parts = getattr(cls, "head_name", "head").split("/")
   if hasattr(cls, "head_kernel"):
 
     def head_kernel(self: Any, params: Mapping[str, Any]) -> jax.Array:
-      return cls.head_kernel(self, layers.with_merged_head(params))
+      merged_params = layers.with_merged_head(params, head_parts)
+      return cls.head_kernel(self, merged_params)
 
     members["head_kernel"] = nn.nowrap(head_kernel)
   if callable(getattr(cls, "head_bias", None)):
@@ -234,7 +236,7 @@ def adapted(
 
     def head_bias(self: Any, params: Mapping[str, Any]) -> jax.Array | None:
       own = cls.head_bias(self, params)  # type: ignore[attr-defined]
-      added = layers.added_head_bias(params)
+      added = layers.added_head_bias(params, head_parts)
       if added is None:
         return own
       added = self.logits_multiplier * added
@@ -526,6 +528,8 @@ class Layers:
   ) -> Any:
     """Computes a layer with its adapter, or with its dequantized kernel."""
     layer = context.module
+    if layer.scope is None:  # A method that only reads fields.
+      return call(*args, **kwargs)
     params = dict(layer.variables.get("params", {}))
     factors = {name: params.pop(name) for name in FACTORS if name in params}
     kernel = params.get(_KERNEL)
@@ -572,17 +576,27 @@ class Layers:
     with self._lock:
       self._used.add(_without_numbers(name))
 
-  def with_merged_head(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters whose head, if it has an adapter, is merged."""
-    factors = params.get(layer_of(_TABLE))
+  def with_merged_head(
+    self, params: Mapping[str, Any], parts: Sequence[str]
+  ) -> Mapping[str, Any]:
+    """Parameters whose head, if it has an adapter, is merged.
+
+    A tied head is the table of embeddings beside it. `parts` are the parts of
+    the head's name, such as ["head"] or ["llm", "head"].
+    """
+    *folder, head_name = parts
+    own = _below(params, folder)
+    prefix = "".join(f"{part}/" for part in folder)
+    new: dict[str, Any] = {}
+    factors = own.get(layer_of(_TABLE))
     if factors:
-      table = self._merged(_TABLE, params[_TABLE], factors)
-      params = {**params, _TABLE: table}
-    head = params.get("head", {})
+      new[_TABLE] = self._merged(prefix + _TABLE, own[_TABLE], factors)
+    head = own.get(head_name, {})
     if A in head or ROWS in head:
-      kernel = self._merged(f"head/{_KERNEL}", head[_KERNEL], head)
-      params = {**params, "head": {**head, _KERNEL: kernel}}
-    return params
+      name = f"{prefix}{head_name}/{_KERNEL}"
+      kernel = self._merged(name, head[_KERNEL], head)
+      new[head_name] = {**head, _KERNEL: kernel}
+    return _replaced(params, folder, {**own, **new}) if new else params
 
   def _merged(
     self, name: str, kernel: Any, factors: Mapping[str, Any]
@@ -591,11 +605,13 @@ class Layers:
     scale = self.options.scale(name) if A in factors else 1.0
     return self.whole(name, kernel, factors, scale)
 
-  def added_head_bias(self, params: Mapping[str, Any]) -> jax.Array | None:
+  def added_head_bias(
+    self, params: Mapping[str, Any], parts: Sequence[str]
+  ) -> jax.Array | None:
     """The bias of the head's adapter, times its scale."""
-    head = params.get("head", {})
+    head = _below(params, parts)
     if BIAS in head:
-      return self.options.scale(f"head/{_KERNEL}") * head[BIAS]
+      return self.options.scale("/".join((*parts, _KERNEL))) * head[BIAS]
     return head.get(_SCALED_BIAS)
 
   def check(self) -> None:
@@ -607,6 +623,21 @@ class Layers:
         f"{self._key}.targets: {unused[0]!r} is not the kernel of a dense "
         f"layer, of a head or of experts; expected such kernels."
       )
+
+
+def _below(tree: Mapping[str, Any], parts: Sequence[str]) -> Any:
+  """The part of a tree below keys, {} if there is none."""
+  for part in parts:
+    tree = tree.get(part, {})
+  return tree
+
+
+def _replaced(tree: Any, parts: Sequence[str], new: Any) -> Any:
+  """A tree with another value below the keys `parts`."""
+  if not parts:
+    return new
+  first, *rest = parts
+  return {**tree, first: _replaced(tree[first], rest, new)}
 
 
 def _without_numbers(name: str) -> str:
