@@ -126,6 +126,9 @@ def count(params):
     ("gemma3_1b", 999_885_952),
     ("smollm3_3b", 3_075_098_624),
     ("gpt_oss_20b", 20_914_757_184),
+    # With one module for a further token: a layer, two norms and a projection.
+    ("deepseek_v3", 671_026_404_352 + 11_610_067_968),
+    ("kimi_k2", 1_026_408_209_408),
     # Counted by transformers for the released google/switch-base-*.
     ("switch_base", 619_339_008),
     ("switch_base:experts=128", 7_415_217_408),
@@ -299,6 +302,7 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
     *[("decoder_lm", n) for n in ("llama_70b", "mixtral_8x7b")],
     *[("decoder_lm", n) for n in ("qwen3_0_6b", "gemma3_1b")],
     *[("decoder_lm", n) for n in ("smollm3_3b", "gpt_oss_20b")],
+    *[("decoder_lm", n) for n in ("deepseek_v3", "kimi_k2")],
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
   ],
 )
