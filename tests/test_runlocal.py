@@ -100,6 +100,7 @@ FIRST_LOSS = {
   "cappa": (_TOKENS, 1e-3),
   # Two times the captions' loss, and that of 16 pairs.
   "coca": (2 * math.log(64_000) + math.log(16), 0.2),
+  "deepseek_v3": (1.3 * _BYTES, 0.05),  # With a second token's loss.
   "digits": (math.log(10), 1e-3),
   "dinov2_finetune": (math.log(37), 1e-3),
   "digits_captions": (_BYTES, 1e-3),
@@ -113,6 +114,7 @@ FIRST_LOSS = {
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),
+  "kimi_k2": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),
   "llama_70b": (_BYTES, 0.05),
