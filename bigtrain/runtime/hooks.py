@@ -263,7 +263,10 @@ def from_config(
     context.asks = getattr(hooks[name], "asks", False)
     _check_evaluations(hooks[name], config, context.path, entries)
   if checks:
-    hooks["task"] = task_checks.TaskChecks(checks, Context("task", run))
+    name = task_checks.NAME
+    if name in hooks:
+      raise ConfigError(f"config.hooks.{name}: the name of a hook of tasks.")
+    hooks[name] = task_checks.TaskChecks(checks, Context(name, run))
   return Hooks(hooks, run, digest)
 
 

@@ -8,6 +8,8 @@ from bigtrain.runtime.hook_context import Context
 # {task: metrics of the task in a log entry -> why the run should end, or None}.
 Checks = Mapping[str, Callable[[Mapping[str, float]], str | None]]
 
+NAME = "task_checks"  # Of the hook.
+
 # Log entries in a row that have to have a problem: the first steps of a random
 # model may look like a collapse, and a single entry may be an accident.
 _PATIENCE = 3
