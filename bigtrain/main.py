@@ -323,7 +323,12 @@ def _train(
     weights=start.evaluated({**state_spec, **objective.frozen_spec}),
   )
   run_hooks = hooks.from_config(
-    config, workdir, mesh, objective.predict_fns, run_evaluations
+    config,
+    workdir,
+    mesh,
+    objective.predict_fns,
+    run_evaluations,
+    objective.checks,
   )
 
   # The rest of the config. Keys still unread at this point are errors.

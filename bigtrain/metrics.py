@@ -107,12 +107,6 @@ class Max:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MaxIfAny(Max):
-  """The largest value, left out of the results if there is none."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Min(Max):
   """The smallest of several values, kept as the largest of their negatives."""
 
@@ -409,8 +403,6 @@ def host_values(batches: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   single: dict[str, Any] = {}
   several: dict[str, Any] = {}
   for name, metrics in parts.items():
-    if isinstance(metrics[0], MaxIfAny) and not any(m.count for m in metrics):
-      continue
     value = _host_value(metrics)
     if isinstance(value, dict):
       several |= {f"{name}_{key}": number for key, number in value.items()}

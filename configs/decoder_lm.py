@@ -36,6 +36,7 @@ class Recipe(NamedTuple):
     eval_steps: steps between evaluations.
     eval_examples: examples per evaluation.
     data: folder of the token files, unless given.
+    optimizer: its name and options.
   """
 
   length: int
@@ -53,6 +54,7 @@ class Recipe(NamedTuple):
   eval_steps: int = 1000
   eval_examples: int = 1024
   data: str = "data/tokens"
+  optimizer: dict[str, Any] = dict(name="adam", b1=0.9, b2=0.95)
 
 
 RECIPES = {
@@ -198,6 +200,33 @@ RECIPES = {
     loss=dict(load_balance=0.001, router_z=0.001),
     mesh=dict(replica=1, fsdp=-1),
   ),
+  "deepseek_v3": Recipe(
+    length=4096,
+    batch_size=15_360,
+    total_tokens=14_800_000_000_000,
+    lr=2.2e-4,
+    vocab_size=129_280,
+    model=dict(mtp=1, scan=True, remat_policy="nothing_saveable"),
+    tiny="deepseek_mu",
+    # The selection bias balances the load; the loss only prevents extremes.
+    loss=dict(load_balance=1e-4, router_z=0.0, mtp_weight=0.3),
+    mesh=dict(replica=1, fsdp=-1, tensor=4),
+    tiny_mesh=dict(replica=1, fsdp=-1, tensor=1),
+  ),
+  "kimi_k2": Recipe(
+    length=4096,
+    batch_size=16_384,  # 67 million tokens per step.
+    total_tokens=15_500_000_000_000,
+    lr=2e-4,
+    vocab_size=163_840,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="deepseek_mu",
+    loss=dict(load_balance=0.0, router_z=0.0),
+    mesh=dict(replica=1, fsdp=-1, tensor=4),
+    tiny_mesh=dict(replica=1, fsdp=-1, tensor=1),
+    warmup_steps=500,
+    optimizer=dict(name="muon", consistent_rms=0.2, adam_b2=0.95),
+  ),
 }
 
 
@@ -282,7 +311,7 @@ def _make(model, arg):
   if arg.init:
     config.model_init = arg.init
 
-  config.optimizer = dict(name="adam", b1=0.9, b2=0.95)
+  config.optimizer = dict(recipe.optimizer)
   config.lr = recipe.lr
   config.wd = 0.1
   config.wd_coupling = "lr"

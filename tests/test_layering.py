@@ -68,7 +68,7 @@ _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
   *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
   *("models.cappa", "tasks.captioning"),
-  *("tasks.language_modeling", "data.supervised"),
+  *("tasks.language_modeling", "data.supervised", "data.digit_pairs"),
 )
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.

@@ -33,9 +33,7 @@ def test_the_commands_of_the_page(tmp_path):
     pages.ran(pages.type_shell(command, tmp_path, SMALL))
     rows = [row for row in rows_of(tmp_path / run) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    # Four updates of one set: only the first one has the sampler's weights.
-    assert "log_prob_difference" in rows[0] and "clipped_low" in rows[3]
-    assert "log_prob_difference" not in rows[3]
+    assert "clipped_low" in rows[3]  # Four updates of one set.
     assert ("turns" in rows[0]) == (run == "runs/tools")
     answers = (tmp_path / run / rows[-1]["answers"]).read_text()
     (prompt,) = {json.loads(line)["prompt"] for line in answers.splitlines()}

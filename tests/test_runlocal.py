@@ -100,6 +100,7 @@ FIRST_LOSS = {
   "cappa": (_TOKENS, 1e-3),
   # Two times the captions' loss, and that of 16 pairs.
   "coca": (2 * math.log(64_000) + math.log(16), 0.2),
+  "deepseek_v3": (1.3 * _BYTES, 0.05),  # With a second token's loss.
   "digits": (math.log(10), 1e-3),
   "dinov2_finetune": (math.log(37), 1e-3),
   "digits_captions": (_BYTES, 1e-3),
@@ -113,11 +114,14 @@ FIRST_LOSS = {
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),
+  "kimi_k2": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),
   "llama_70b": (_BYTES, 0.05),
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
+  "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
+  "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "naflex": (math.log(1000), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
@@ -134,6 +138,7 @@ FIRST_LOSS = {
   "t5_1_1_base": (_SPANS, 0.15),
   "t5_small": (_SPANS, 0.15),
   "transfer": (math.log(10), 1e-3),
+  "vlm_digits": (math.log(260), 0.05),
   "vit_i1k": (sigmoid_loss(1000, -6.9), 1e-3),
   "vit_i21k": (sigmoid_loss(21_843, -10, 2), 1e-3),
   "vit_s16_i1k": (math.log(1000), 1e-3),

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+
+from bigtrain import sharding
+from bigtrain.arrays import trees
 
 # How new rows begin, see docs/config.md.
 INITS = ("mean", "normal", "pieces")
@@ -53,6 +57,12 @@ class AddedRows(NamedTuple):
   def is_new(self, row: int) -> bool:
     return row >= self.old_size or self.first <= row < self.stop
 
+  def new_tokens(self) -> list[int]:
+    """Ids of the new tokens; without a tokenizer, of all new rows."""
+    if self.stop > self.first:
+      return [*range(self.first, self.stop)]
+    return [*range(self.old_size, self.new_size)]
+
   def describe(self) -> str:
     count = sum(map(self.is_new, range(self.first, self.new_size)))
     what = dict(
@@ -61,6 +71,19 @@ class AddedRows(NamedTuple):
       pieces="means of their pieces",
     )
     return f"{count} new rows: {what[self.init]}"
+
+
+def extended(params: Any, rows: AddedRows, mesh: Mesh) -> Any:
+  """Parameters of a smaller vocabulary, with the new rows."""
+  flat = dict(trees.flatten_with_names(params))
+  new = {}
+  for name, x in flat.items():
+    axis = rows.axis(name)
+    if axis is not None and x.shape[axis] == rows.old_size:
+      array = WithAddedRows(np.asarray(x), name, rows)
+      new[name] = array[(slice(None),) * len(array.shape)].astype(x.dtype)
+  places, _ = sharding.state_shardings(new, mesh)
+  return trees.from_flat({**flat, **jax.device_put(new, places)})
 
 
 class WithAddedRows:

@@ -9,10 +9,12 @@
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
@@ -143,10 +145,10 @@ def start(
     elif options.model_init and not foreign:
       key = "config.model_init"
       _load_model(state, options.model_init, state_spec, model_module, key)
+    if options.model_init and not foreign:
+      _copy_into_optimizer(state)
     if init_tasks and "tasks" in state:
-      shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
-      make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
-      state |= make(state["params"])
+      state |= _new_tasks(state, state_spec, init_tasks)
     result = Start(state, HostState(), step, how, resumed=False)
 
   if local is not None:
@@ -154,6 +156,15 @@ def start(
   elif jax.process_index() == 0:
     local_checkpoints.forget(workdir)
   return result
+
+
+def _new_tasks(
+  state: Any, state_spec: Any, init_tasks: Callable[[Any], Mapping[str, Any]]
+) -> Mapping[str, Any]:
+  """The states of tasks, which may begin as the parameters."""
+  shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
+  make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
+  return make(state["params"])
 
 
 def _new_state(
@@ -248,6 +259,26 @@ def _load_model(
     state["mutable"] = loaded
   if "ema" in state:
     state["ema"] = ema.init(state["params"])
+
+
+def _copy_into_optimizer(state: dict[str, Any]) -> None:
+  """Puts loaded parameters where an optimizer keeps the initial ones.
+
+  These are the iterates of schedule-free optimizers, and Mechanic's start.
+  """
+  params = dict(trees.flatten_with_names(state["params"]))
+
+  def copied(name: str, x: jax.Array) -> jax.Array:
+    # Of several optimizers, each has a name.
+    match = re.fullmatch(r"(?:[^/]+/)?(?:z|x0)/(.+)", name)
+    param = match[1] if match else ""
+    if param not in params:
+      return x
+    # A copy of its own, because an update is given the memory of both.
+    value = jnp.array(params[param], x.dtype, copy=True)
+    return jax.device_put(value, x.sharding)
+
+  state["opt"] = trees.map_with_names(copied, state["opt"])
 
 
 def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 dict(type="digit_pairs", split="train", length=50_000, margin=1)
 
+`questions` are rows of data/supervised.py on them, with two pictures each.
+
 Example i shows the ordered pair of classes i % 100; a hash of i selects the
 digits of these classes and their positions in the two halves of the picture.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.data import arrays
 from bigtrain.data.formats import files
 
+# Number of rows of `questions` in each split.
+_NUM_QUESTIONS = {"train": 60_000, "test": 2_000}
 WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [
   f"{'an' if left == 'eight' else 'a'} {left} left of "
@@ -111,3 +116,34 @@ class Source:
 
   def fingerprint(self) -> str:
     return self._digest
+
+
+def questions(
+  split: str, preferences: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields (place, row): a question on two pictures, of a digit each.
+
+  Digits for training are shifted by up to a pixel in each direction.
+  """
+  del preferences  # There is no second answer.
+  for part in _NUM_QUESTIONS if split == "all" else (split,):
+    margin = int(part == "train")
+    source = Source(split=part, length=_NUM_QUESTIONS[part], margin=margin)
+    pairs = source.read(np.arange(len(source)))
+    kinds = hashing.fold(0, np.arange(len(source))) % np.uint64(4)
+    for i, kind in enumerate(kinds.tolist()):
+      left, right = int(pairs["left"][i]), int(pairs["right"][i])
+      question, answer = [
+        (f"What is left of the {WORDS[right]}?", WORDS[left]),
+        (f"What is right of the {WORDS[left]}?", WORDS[right]),
+        ("What is the sum?", str(left + right)),
+        ("Which one is larger?", WORDS[max(left, right)]),
+      ][kind]
+      # Pixels are 0 to 16.
+      pixels = pairs["image"][i, :, :, 0].astype(np.int32) * 16
+      pictures = [
+        half[margin : margin + _SIDE, margin : margin + _SIDE].astype(np.uint8)
+        for half in np.split(np.minimum(pixels, 255), 2, axis=1)
+      ]
+      row = {"prompt": question + " ", "completion": answer, "images": pictures}
+      yield f"digits, question {i}", row

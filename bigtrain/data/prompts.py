@@ -75,7 +75,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
-    given += ["pictures", "rows", "skip_errors"]
+    given += ["pictures", "references", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
@@ -94,6 +94,10 @@ class Source(supervised.Source):
       self._rewards.append((judge, weight))
     if not rewards:
       raise ConfigError("rewards: expected at least one function.")
+    # Judges of which nobody knows whether they return the same again.
+    self.outside_calls = [
+      judge.name for judge, _ in self._rewards if judge.is_outside
+    ]
     self._has_tools = tools is not None
     options["rows"] = "prompt_completion"  # See `_find_rows`.
     super().__init__(tokenizer, length, loss="last", **options)

@@ -37,6 +37,8 @@ The features of an example, with L = `length`:
 - `segments` and `positions` int32 [L] if packed, as in data/tokens.py.
 - `prefix` int32, the number of tokens of the prompt, for prefix language
   models; if packed, int32 [L], 1 for these tokens.
+- `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
+  the answer, padded with 0, in place of tokens, targets and loss_mask.
 - `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
   their order, and zeros up to the largest number N of an example.
 
@@ -62,6 +64,7 @@ from bigtrain.config.errors import (
   check_choice,
   check_number,
 )
+from bigtrain.data import digit_pairs
 from bigtrain.data.formats import (
   arithmetic,
   documents,
@@ -83,7 +86,11 @@ _SHOWN_TOKENS = 1000
 # Rows in which `_find_ends` looks for the tokens that end an answer.
 _NUM_SAMPLED = 1000
 _TOO_LONG = ("error", "drop", "left", "right")
-_NAMED = {"pydoc": pydoc_questions.rows, "arithmetic": arithmetic.rows}
+_NAMED = {
+  "pydoc": pydoc_questions.rows,
+  "arithmetic": arithmetic.rows,
+  "digits": digit_pairs.questions,
+}
 # rows_of(input) yields (place, row); an input is a file or one of _NAMED.
 _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
@@ -96,8 +103,9 @@ class Source:
       dict(path=..., new_tokens=[...], new_special_tokens=[...]).
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, a folder of files of one kind, or a list of these.
-    name: "pydoc", what the functions of Python's library are for, or
-      "arithmetic", additions of numbers below 100.
+    name: "pydoc", what the functions of Python's library are for;
+      "arithmetic", additions of numbers below 100; or "digits", questions on
+      two pictures of digits.
     split: split of these: "train", "test" (every tenth question) or "all".
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
@@ -118,6 +126,8 @@ class Source:
     rows: shape of the rows, as above; by default that whose fields a row has.
     pictures: folder of a published model whose processor prepares pictures, or
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
+    references: whether examples are prompts, with their answers as references
+      for evaluators.generate.
     preferences: whether rows have two answers, or a judgement of one. In pydoc,
       the rejected answer is a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
@@ -149,13 +159,13 @@ class Source:
     prefix: bool = False,
     rows: str | None = None,
     pictures: str | Mapping[str, Any] | None = None,
+    references: bool = False,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     skip_errors: int = 0,
     slice: str = "",
   ):
-    sizes = [length] if isinstance(length, int) else [*length]
-    _check_options(length, sizes, loss, too_long, skip_errors)
+    sizes = _checked_sizes(length, loss, too_long, skip_errors)
     self._coder = tokenizers.get(tokenizer)
     self._pictures: text_pictures.Pictures | None = None
     if pictures is not None:
@@ -177,21 +187,13 @@ class Source:
       rows, preferences=preferences, has_template=encoder.has_template
     )
     preferences = shapes.preferences
-    has_pictures = self._pictures is not None
-    _check_together(sizes, pack, prefix, preferences, has_pictures)
+    flags = pack, prefix, preferences, references, pictures is not None
+    _check_together(sizes, *flags)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
-    self._pack = pack
-    inputs, rows_of, form = self._find_rows(
-      path, name, split, preferences, shapes.key
-    )
-    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
-    if self._pictures is not None:
-      rows_of = functools.partial(row_encoder.with_folder, rows_of)
-    key = files.digest(encoder.key, form) if form else encoder.key
-    self._rows = token_rows.cached(
-      encode, key, inputs, rows_of, shapes.counts, skip_errors
-    )
+    self._pack, self._references = pack, references
+    found = self._find_rows(path, name, split, preferences, shapes.key)
+    self._rows = self._encoded(shapes, encoder, skip_errors, *found)
     self._log_rows()
     self._is_judged = bool((self._rows.label >= 0).all())
     self._answers = 2 if preferences and not self._is_judged else 1
@@ -206,31 +208,25 @@ class Source:
       "variables": dict(variables or {}),
       "ignore_fields": encoder.ignore_fields,
     }
+    if self._pictures is not None:
+      self.prompts["pictures"] = self._pictures._asdict()
     self.end_ids = self._find_ends()
-    self._set_features(prefix, preferences)
+    self.vocab_sizes = self._numbers_of_ids()
+    self.spec = self._spec(prefix, preferences)
     options = encoder.key, sizes, pack, too_long, slice, prefix
-    forms = row_shapes.new_forms(self._rows.counts)
+    # Those that are newer than others, so that older runs can be continued.
+    new_options = row_shapes.new_forms(self._rows.counts)
+    new_options += ["references"] * references
     self._digest = files.digest(
-      "supervised", self._rows.digest, *options, *forms
+      "supervised", self._rows.digest, *options, *new_options
     )
 
-  def _set_features(self, prefix: bool, preferences: bool) -> None:
-    """Sets `spec` and `vocab_sizes`, and prepares to read pictures."""
-    answers = self._answers if preferences else None
-    self.spec = _spec(self._sizes, self._pack, answers)
-    int32 = np.dtype(np.int32)
-    if prefix:
-      self.spec["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
-    if self._is_judged:
-      self.spec["label"] = (int32, ())
-    num_ids = self._coder.vocab_size
-    if self._pictures is not None:
-      num_ids = max(num_ids, self._pictures.token + 1)
-      self.prompts["pictures"] = self._pictures._asdict()
-      self._pixels = pixels.Pixels(self._pictures.pp)
-      self.spec["image"] = (np.dtype(np.float32), self._image_shape())
+  def _numbers_of_ids(self) -> dict[str, int]:
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    self.vocab_sizes = dict.fromkeys(names, num_ids)
+    number = self._coder.vocab_size
+    if self._pictures is not None:
+      number = max(number, self._pictures.token + 1)
+    return dict.fromkeys(names, number)
 
   def _find_rows(
     self,
@@ -245,6 +241,41 @@ class Source:
     The form in which rows are used is "" for the plain one.
     """
     return *_inputs(path, name, split, preferences), form
+
+  def _encoded(
+    self,
+    shapes: row_shapes.Reader,
+    encoder: row_encoder.Encoder,
+    skip_errors: int,
+    inputs: list[str],
+    rows_of: _RowsOf,
+    form: str,
+  ) -> token_rows.Rows:
+    """Returns the ids of all rows, made now or for an earlier run."""
+    encode = functools.partial(row_encoder.encode_all, shapes, encoder)
+    if self._pictures is not None:
+      rows_of = functools.partial(row_encoder.with_folder, rows_of)
+    key = files.digest(encoder.key, form) if form else encoder.key
+    return token_rows.cached(
+      encode, key, inputs, rows_of, shapes.counts, skip_errors
+    )
+
+  def _spec(
+    self, prefix: bool, preferences: bool
+  ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    answers = self._answers if preferences else None
+    result = _spec_of_tokens(self._sizes, self._pack, answers)
+    if self._references:
+      result = dict.fromkeys(("tokens", "references"), result["tokens"])
+    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
+    if prefix:
+      result["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+    if self._is_judged:
+      result["label"] = (int32, ())
+    if self._pictures is not None:
+      self._pixels = pixels.Pixels(self._pictures.pp)
+      result["image"] = (float32, self._image_shape())
+    return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
     """Returns the numbers of the rows of a slice; a pair is one example."""
@@ -326,11 +357,11 @@ class Source:
       keep[is_long] = False
     for i in np.flatnonzero(is_long & keep):
       # A row is also left out if no token with a loss is left.
-      start, stop = spans[i, -1]
-      first_target = start if self._pairs else start + 1
-      _, trained = self._rows.read(first_target, stop)
+      first, last = spans[i, -1].tolist()
+      first_target = first if self._pairs else first + 1
+      _, trained = self._rows.read(first_target, last)
       keep[i] = trained.any()
-      self._check_cut(rows[i], int(start), int(stop))
+      self._check_cut(rows[i], first, last)
     # Both answers of a pair stay, or none.
     keep = keep.reshape(-1, self._answers).all(axis=1).repeat(self._answers)
     if is_long.any():
@@ -431,7 +462,7 @@ class Source:
         own = [x for item in items.tolist() for x in self._pictures_of(item)]
         for n, picture in enumerate(own):
           batch["image"][b, n] = picture
-    if "prefix" in batch and not self._pack:
+    if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
 
@@ -444,6 +475,12 @@ class Source:
   ) -> None:
     """Writes a row into an example, behind its `ends`, which move on."""
     parts = [self._rows.read(*span) for span in self._spans[item].tolist()]
+    if self._references:
+      ((ids, trained),) = parts
+      prompt = int(trained.argmax())
+      example["tokens"][:prompt] = ids[:prompt]
+      example["references"][: len(ids) - prompt] = ids[prompt:]
+      return
     weight = self._rows.weight[self._kept[item]]
     features: list[dict[str, Any]]
     if self._pairs:
@@ -504,9 +541,11 @@ class Source:
     return self._digest
 
 
-def _check_options(
-  length: Any, sizes: Sequence[int], loss: str, too_long: str, skip_errors: int
-) -> None:
+def _checked_sizes(
+  length: Any, loss: str, too_long: str, skip_errors: int
+) -> list[int]:
+  """Returns `length` as a list, and checks the options beside it."""
+  sizes = [length] if isinstance(length, int) else [*length]
   for size in sizes:
     check_number("supervised: length", size, least=1, whole=True)
   if len(sizes) > 2 or (len(sizes) == 2 and loss == "all"):
@@ -517,6 +556,7 @@ def _check_options(
   check_number("supervised: skip_errors", skip_errors, least=0, whole=True)
   check_choice("supervised: loss", loss, ("assistant", "last", "all"))
   check_choice("supervised: too_long", too_long, _TOO_LONG)
+  return sizes
 
 
 def _check_together(
@@ -524,23 +564,28 @@ def _check_together(
   pack: bool,
   prefix: bool,
   preferences: bool,
-  pictures: bool,
+  references: bool,
+  has_pictures: bool,
 ) -> None:
-  """Refuses packed rows and encoder-decoders where they cannot be used."""
+  """Refuses options that do not go together."""
   is_pair = len(sizes) == 2
-  if pictures and (is_pair or preferences):
+  if has_pictures and (is_pair or preferences):
     raise ConfigError(
       "supervised: pictures: expected one length, of a decoder, and "
       "preferences=False."
     )
-  # models.vision_language reads packed prefixes.
-  is_other = is_pair or (pack and (preferences or not pictures))
-  if (prefix or preferences) and is_other:
-    field = "prefix" if prefix else "preferences"
-    raise ConfigError(
-      f"supervised: {field}=True: expected pack=False and one length, of a "
-      "decoder."
-    )
+  wrong = {
+    # With pictures, vision_language reads packed prefixes.
+    "prefix": prefix and (is_pair or (pack and not has_pictures)),
+    "preferences": preferences and (is_pair or pack),
+    "references": references and (is_pair or pack or preferences),
+  }
+  for field, is_wrong in wrong.items():
+    if is_wrong:
+      raise ConfigError(
+        f"supervised: {field}=True: expected pack=False and one length, of a "
+        "decoder."
+      )
 
 
 def _inputs(
@@ -565,7 +610,7 @@ def _inputs(
   return [f"{name} {part}"], lambda _: rows(part, preferences)
 
 
-def _spec(
+def _spec_of_tokens(
   sizes: Sequence[int], pack: bool, answers: int | None
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
   if len(sizes) == 1:

@@ -3,6 +3,8 @@
 exact, exact_match    fraction equal to a reference; the second one leaves out
                       surrounding space
 squad                 exact match and F1 of words, from 0 to 100
+vqa                   accuracy of VQA: each person who gave the answer counts a
+                      third
 accuracy, matthews    of labels; here and below, the first reference counts
 pearson, spearman     of numbers
 bleu                  corpus BLEU-4, from 0 to 100
@@ -99,6 +101,53 @@ def _squad(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
     "squad_exact": 100 * float(np.mean(exact)),
     "squad_f1": 100 * float(np.mean(f1)),
   }
+
+
+# https://visualqa.org/evaluation.html.
+_VQA_NUMBERS = "zero one two three four five six seven eight nine ten".split()
+_VQA_NUMBERS_TO = {name: str(i) for i, name in enumerate(_VQA_NUMBERS)}
+_VQA_NUMBERS_TO["none"] = "0"
+_ARTICLES = ("a", "an", "the")
+# Apostrophes that people leave out, where the rest is no other word.
+_CONTRACTIONS = {
+  word.replace("'", ""): word
+  for word in (
+    "ain't aren't can't couldn't didn't doesn't don't hadn't hasn't haven't "
+    "he'd he's how'd how's i'd've i'm i've isn't it'd it'll let's ma'am "
+    "mightn't mustn't needn't o'clock oughtn't shan't she's should've "
+    "shouldn't somebody's someone's that'd that's there'd there's they'd "
+    "they'll they're they've wasn't we've weren't what'll what're what's "
+    "when's where'd where's who'd who'll who's why's won't would've wouldn't "
+    "y'all you'd you'll you're you've"
+  ).split()
+}
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+
+
+def _vqa(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
+  scores = []
+  for sample, answers in zip(samples, references):
+    given = _vqa_answer(sample)
+    equal = [_vqa_answer(answer) == given for answer in answers]
+    if len(equal) == 1:
+      scores.append(float(equal[0]))
+      continue
+    # Each person's answer is left out once.
+    rest = [sum(equal) - own for own in equal]
+    scores.append(float(np.mean([min(1.0, n / 3) for n in rest])))
+  return {"vqa": float(np.mean(scores))}
+
+
+def _vqa_answer(text: str) -> str:
+  text = text.replace("\n", " ").replace("\t", " ").strip()
+  has_decimal_comma = re.search(r"\d,\d", text) is not None
+  for mark in _PUNCTUATION:
+    apart = f"{mark} " in text or f" {mark}" in text or has_decimal_comma
+    text = text.replace(mark, "" if apart else " ")
+  text = re.sub(r"\.(?!\d)", "", text)
+  words = [_VQA_NUMBERS_TO.get(x, x) for x in text.lower().split()]
+  words = [x for x in words if x not in _ARTICLES]
+  return " ".join(_CONTRACTIONS.get(x, x) for x in words)
 
 
 def _words(text: str) -> list[str]:
@@ -225,6 +274,7 @@ _METRICS = {
   "exact": _exact,
   "exact_match": _exact_match,
   "squad": _squad,
+  "vqa": _vqa,
   "accuracy": _accuracy,
   "matthews": _matthews,
   "pearson": _pearson,

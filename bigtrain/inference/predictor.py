@@ -21,7 +21,7 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.arrays.types import Batch, PaddedIds, Params, Variables
-from bigtrain.config import settings
+from bigtrain.config import modules, settings
 from bigtrain.config.errors import (
   ConfigError,
   check_choice,
@@ -31,7 +31,7 @@ from bigtrain.config.errors import (
 from bigtrain.inference import ops, picture_prompts, preprocessing, saved
 from bigtrain.inputs import labels
 from bigtrain.inputs.named_features import Features
-from bigtrain.objective import building, task_functions
+from bigtrain.objective import building, task_functions, task_sum
 from bigtrain.pp import registry
 from bigtrain.text import decoding, tokenizers
 
@@ -71,7 +71,8 @@ class Predictor:
     check_number("batch_size", batch_size, least=1, whole=True)
     self._ways = sharding.batch_ways(mesh)
     self.batch_size = -(-batch_size // self._ways) * self._ways
-    self._loss_kind = self.config.get("loss", {}).get("kind", "")
+    first, *_ = task_sum.entries(self.task, config)
+    self._loss_kind = first.part.kwargs("loss").get("kind", "")
     # An encoder-decoder reads "inputs" and writes "targets".
     sizes = task_functions.vocab_sizes(self.task, self.model)
     self._is_seq2seq = "inputs" in sizes
@@ -84,7 +85,7 @@ class Predictor:
       self._text_feature = padded[0]
 
   def __repr__(self) -> str:
-    task, can = self.config["task"], ", ".join(self.can)
+    task, can = modules.task_names(self.config["task"]), ", ".join(self.can)
     return f"<Predictor {task}, step {self.step}; can {can}>"
 
   @property

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import (
+  added_rows,
   averages,
   folders,
   restore,
@@ -316,9 +317,11 @@ def with_adapter(
     if not other.config.get("adapters"):
       raise ConfigError(f"adapter={path!r}: expected a run with adapters.")
     config = {**saved.config, "adapters": other.config["adapters"]}
-    if size := other.config.get("model", {}).get("vocab_size"):
-      # New tokens, whose rows trained beside the adapters.
-      config["model"] = {**config["model"], "vocab_size": size}
+    init = other.config.get("model_init")
+    if isinstance(init, Mapping) and init.get("new_rows"):
+      rows = added_rows.AddedRows(**init["new_rows"])
+      base = added_rows.extended(base, rows, mesh)
+      config["model"] = {**config["model"], "vocab_size": rows.new_size}
       tokenizer = other.data.get("tokenizer", saved.data.get("tokenizer"))
       saved = saved._replace(data={**saved.data, "tokenizer": tokenizer})
     given = variables(other, "params", mesh, with_base=False)

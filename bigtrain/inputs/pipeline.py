@@ -156,6 +156,8 @@ class TrainInput(Input):
     self.spec = {**self.spec, **named}
     self.drawn = [({**spec, **named}, share) for spec, share in self.drawn]
     self.fingerprints |= own.fingerprints
+    self.tokenizers += own.tokenizers
+    self.vocab_sizes |= {f"{prefix}{n}": x for n, x in own.vocab_sizes.items()}
 
   def limit_ids(
     self, sizes: Mapping[str, int], negative: Collection[str] = ()

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs.engine import Part
 from bigtrain.pp import registry
@@ -64,6 +65,19 @@ def of_folder(folder: str) -> Used | None:
   if not tokenizers.is_folder(folder):
     return None
   return folder, tokenizers.get(folder).fingerprint()
+
+
+def check_evaluations(config: settings.Config, new: NewTokens) -> None:
+  """Refuses evaluations whose tokenizer is the old one, without new tokens."""
+  path, _ = tokenizers.parse(new.new.name)
+  for key, spec in settings.flatten(
+    config.to_dict().get("evals") or {}
+  ).items():
+    if key.endswith(".tokenizer") and spec == path and new.old.name == path:
+      raise ConfigError(
+        f"config.evals.{key}={spec!r}: expected that of the training, with its "
+        f"new tokens: {new.new.name}."
+      )
 
 
 def new_tokens(used: Sequence[Used], own: Used | None) -> NewTokens | None:

@@ -202,8 +202,8 @@ class Model(nn.Module):
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
 
     mask = self._mask(segments, prefix, groups, window_in_groups)
-    if segments is not None:
-      real = segments != 0 if real is None else real
+    if segments is not None and real is None:
+      real = segments != 0
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
@@ -233,11 +233,18 @@ class Model(nn.Module):
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
       return self._class_logits(out["pre_logits"]), out
+    weights |= self._own_head(init)
+    return self.logits(x_BLD, weights) if head else None, out
+
+  @nn.nowrap
+  def _own_head(self, init: Any) -> dict[str, Any]:
+    """The parameters of the head that are not the embedding, as "head"."""
+    V, D = self.vocab_size, self.width
     kernel = None if self.tied_head else (D, V)
     bias = (V,) if "head" in self.use_bias else None
-    if kernel or bias:
-      weights["head"] = kernels.Kernel(kernel, bias, init, name="head")()
-    return self.logits(x_BLD, weights) if head else None, out
+    if not kernel and not bias:
+      return {}
+    return {"head": kernels.Kernel(kernel, bias, init, name="head")()}
 
   @nn.nowrap
   def embed(self, embedding_VD: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ L length, D width of the decoder.
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -60,6 +60,8 @@ class ProjectorOptions(NamedTuple):
 
 class Model(nn.Module):
   """Tower, projector and decoder."""
+
+  head_name: ClassVar[str] = "llm/head"  # Its parameters, for adapters.
 
   image: Mapping[str, Any] | None = None  # Options of the tower's Model.
   text: Mapping[str, Any] | None = None  # Options of the decoder's Model.
@@ -260,6 +262,10 @@ class Model(nn.Module):
   def logits_softcap(self) -> float | None:
     return self.text_decoder().logits_softcap
 
+  @property
+  def logits_multiplier(self) -> float:
+    return self.text_decoder().logits_multiplier
+
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     return self.text_decoder().head_kernel(params["llm"])
 
@@ -444,8 +450,12 @@ published_fields = _PUBLISHED.fields
 
 
 def to_published(
-  model: Model, shapes: Mapping[str, Any], layout: str | None = None
+  model: Model,
+  shapes: Mapping[str, Any],
+  layout: str | None = None,
+  origin: str | None = None,
 ) -> tuple[dict[str, Any], list[Any]]:
+  del origin  # The model itself has it, as `published_as`.
   return vision_language_families.export(
     _PUBLISHED, model, _parts(model), shapes, layout
   )

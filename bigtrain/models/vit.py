@@ -195,9 +195,9 @@ class Model(encoder.Fields):
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
       "encoded" (B, P, D); "prefix", the same of class token and registers, if
-      there are any; "head_input"
-      (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)). With pool_type
-      "none" the last two and the logits are per patch: (B, P, ...).
+      there are any; "head_input" (B, D), pooled; and "pre_logits" (B, D) or
+      (B, rep_size)). With pool_type "none" the last two and the logits are per
+      patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width,
@@ -211,11 +211,7 @@ class Model(encoder.Fields):
     if grid is None:
       self._check_patches(shapes)
     if self.mask_token:
-      init = nn.initializers.normal(0.02)
-      token_11D = self.param("mask_token", init, (1, 1, D))
-      if masked_BP is not None:
-        token_11D = token_11D.astype(x_BPD.dtype)
-        x_BPD = jnp.where(masked_BP[..., None], token_11D, x_BPD)
+      x_BPD = self._masked(x_BPD, masked_BP)
     posemb, of_class_11D = self._posemb(P, grid, shapes)
     if posemb is not None:
       x_BPD += posemb.astype(x_BPD.dtype)
@@ -247,14 +243,12 @@ class Model(encoder.Fields):
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
     out["pre_logits"] = x
     if self.num_classes:
-      kernel_init = nn.initializers.lecun_normal()
-      if self.head_zeroinit:
-        kernel_init = nn.initializers.zeros
+      zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
       x = nn.Dense(
         self.num_classes,
         name="head",
         use_bias=self.head_bias,
-        kernel_init=kernel_init,
+        kernel_init=zeros if self.head_zeroinit else lecun,
         bias_init=nn.initializers.constant(self.head_bias_init),
       )(x)
     return x, out
@@ -292,6 +286,13 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
+
+  def _masked(self, x_BPD: jax.Array, masked_BP: jax.Array | None) -> jax.Array:
+    init = nn.initializers.normal(0.02)
+    token_11D = self.param("mask_token", init, (1, 1, x_BPD.shape[-1]))
+    if masked_BP is None:
+      return x_BPD
+    return jnp.where(masked_BP[..., None], token_11D.astype(x_BPD.dtype), x_BPD)
 
   def _check_kept(self) -> None:
     """Raises ConfigError if the model needs the grid of all patches."""

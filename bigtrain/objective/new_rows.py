@@ -75,7 +75,9 @@ def with_new_rows(
     return config
   task = building.task(config)
   module, model = building.model(config)
-  size: Any = getattr(model, "vocab_size", None)
+  # Models of several parts have the size in a part, which stays as it is.
+  has_size = "vocab_size" in type(model).__dataclass_fields__
+  size: Any = model.vocab_size if has_size else None
   source = warm_start.read_source(source_options, "config.model_init")
   known = _source(source, module) if isinstance(size, int) else None
   if known is None:
@@ -105,13 +107,15 @@ def with_new_rows(
       )
     return config
   _check_teacher(config, new_size)
+  if new:
+    vocabulary.check_evaluations(config, new)
   first = min(known.size, new.first) if new else known.size
   rows = added_rows.AddedRows(
     old_size=known.size,
     new_size=new_size,
     first=first,
     stop=new.stop if new else first,
-    axes=_axes(dims.of_model(module, model)),
+    axes=axes_of(dims.of_model(module, model)),
     init=options.init,
     pieces=new.pieces() if new and options.init == "pieces" else (),
   )
@@ -125,7 +129,7 @@ def with_new_rows(
     rows.describe(),
     "all rows train" if train == "full" else "only the new rows train",
   )
-  return _replaced(config, source_options, rows, train)
+  return _replaced(config, source_options, rows, train, model)
 
 
 def _read(given: Mapping[str, Any] | None) -> Options:
@@ -196,7 +200,7 @@ def _num_ids(task: Any, model: Any, train_input: TrainInput) -> int:
   return max(sizes, default=0)
 
 
-def _axes(table: dims.Table) -> dict[str, int]:
+def axes_of(table: dims.Table) -> dict[str, int]:
   """{regex of arrays: axis of their rows, counted from the end}."""
   result = {}
   for regex, text in table.items():
@@ -215,6 +219,7 @@ def _replaced(
   source: str | Mapping[str, Any],
   rows: added_rows.AddedRows,
   train: str,
+  model: Any,
 ) -> settings.Config:
   """The config with all that later parts read of the new rows."""
   source = {"path": source} if isinstance(source, str) else source
@@ -225,18 +230,41 @@ def _replaced(
     "new_rows": {**(plain.get("new_rows") or {}), "train": train},
   }
   if adapters := plain.get("adapters"):
-    # Arrays that have adapters of their own stay with the base.
-    options = lora.read(adapters)
-    names = [
-      name
-      for name in rows.axes
-      if not any(re.fullmatch(regex, name) for regex in options.targets)
-    ]
-    regex = "|".join(names)
-    if not any(re.fullmatch(x, names[0]) for x in options.train):
-      train_in_full = [*options.train, regex]
-      values["adapters"] = {**adapters, "train": train_in_full}
+    values["adapters"] = _beside_adapters(adapters, rows, train, model)
   return config.with_values(values)
+
+
+def _beside_adapters(
+  adapters: Mapping[str, Any],
+  rows: added_rows.AddedRows,
+  train: str,
+  model: Any,
+) -> dict[str, Any]:
+  """config.adapters in which new rows train, or the arrays that have them.
+
+  Arrays that the config trains by itself, or adapts, stay as they are.
+  """
+  options = lora.read(adapters)
+  own = [*options.targets, *options.train]
+  names = [
+    name
+    for name in rows.axes
+    if not any(re.fullmatch(regex, name) for regex in own)
+    and not (name == "head/kernel" and getattr(model, "tied_head", False))
+  ]
+  tables = [x for x in names if train == "rows" and x in lora.TABLES]
+  in_full = [x for x in names if x not in tables]
+  result = dict(adapters)
+  if tables:
+    ids = rows.new_tokens()
+    result["tokens"] = {
+      name: [*dict.fromkeys([*options.tokens_of(name), *ids])]
+      for name in tables
+    }
+  # One regular expression, because each has to match a parameter.
+  if in_full and (train == "full" or not tables):
+    result["train"] = [*options.train, "|".join(in_full)]
+  return result
 
 
 class TrainedRows(NamedTuple):

@@ -236,7 +236,7 @@ class Objective:
     def compute_own(state: Any, batch: Batch) -> Any:
       task_state = self._task_state(loss, state)
       own_state = task_gradients.of_task(
-        entry.name, state, loss.is_taught, task_state
+        entry, state, loss.is_taught, task_state
       )
       grads, sums, mutable = compute(own_state, batch)
       if task_state is None:
@@ -318,6 +318,16 @@ class Objective:
           results[name].state, params, results[name].sums, options
         )
     return {**new, TASKS: states if self._is_sum else states[""]}
+
+  @functools.cached_property
+  def checks(self) -> dict[str, Callable[[Mapping[str, float]], str | None]]:
+    """The tasks' functions of a log entry that say why to stop, by task."""
+    return {
+      loss.entry.name: functools.partial(check, **options)
+      for loss in self.losses
+      if (check := getattr(loss.entry.module, "problem", None))
+      for options in [task_state.options_of(loss.entry, check, self.model)]
+    }
 
   @property
   def _is_sum(self) -> bool:

@@ -10,10 +10,10 @@ several turns (turns.py).
 
 With config.rollouts, several updates share a set of rollouts. A set has the
 answers to the prompts of `minibatches` batches of the input, written with the
-weights at its begin. The updates use one of these batches each, in their order,
-and go through all of them `iterations` times. A task tells them apart by the
-feature "update" int32 [B], the number of the update within its set. Checkpoints
-contain the set, because the weights that wrote it are gone.
+weights at its start. The updates use one of these batches each, in their order,
+and go through all of them `iterations` times. Their batches have the feature
+"old_log_probs", which the task's `score` computes when the answers are written.
+Checkpoints contain the set, because the weights that wrote it are gone.
 
 Random numbers depend on the seed and the step alone, so a resumed run makes the
 same batches.
@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import sharding
@@ -41,6 +42,7 @@ from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.inputs.transfer import JoinedBatches, Prefetch
 from bigtrain.objective import (
   logical_axes,
+  microbatching,
   reward_report,
   shared_rows,
   turns,
@@ -49,6 +51,8 @@ from bigtrain.objective import (
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
 _ENTRY = "rollouts"
+# What a task's `score` needs.
+_SCORED = ("tokens", "targets", "loss_mask")
 
 
 class Rollout:
@@ -115,23 +119,24 @@ class Rollout:
         shared=self._shared_rows,
       )
       made |= dict.fromkeys(turns.COUNTS, judged)
-    self._read_sets(config, sharding.batch_spec(made, mesh))
+    self._read_sets(config)
     if self._updates > 1:
-      made["update"] = jax.ShapeDtypeStruct(judged.shape[:1], jnp.int32)
+      made["old_log_probs"] = made["log_probs"]
+      number = microbatching.read(config, train_input.batch_size, mesh)
+      self._score = _in_microbatches(bind(task.score), number, mesh)
     self.spec = sharding.batch_spec(made, mesh)
     self.drawn = [(self.spec, 1.0)]
+    if self._updates > 1:
+      batches = {str(i): self.spec for i in range(self._minibatches)}
+      self.saved_spec = {_ENTRY: {"number": step, **batches}}
 
-  def _read_sets(self, config: Config, batch_spec: Any) -> None:
+  def _read_sets(self, config: Config) -> None:
     options = config.get("rollouts", Config({}, "config.rollouts"))
     self._minibatches = settings.whole_number(options, "minibatches", 1, 1)
     iterations = settings.whole_number(options, "iterations", 1, 1)
     self._updates = self._minibatches * iterations  # Of one set.
     self._number = -1  # Of the set at hand; -1 if there is none.
     self._set: list[Batch] = []
-    if self._updates > 1:
-      number = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-      batches = {str(i): batch_spec for i in range(self._minibatches)}
-      self.saved_spec = {_ENTRY: {"number": number, **batches}}
 
   def compile(self, programs: Any) -> None:
     if self.exists:
@@ -143,6 +148,16 @@ class Rollout:
       )
       if self._turns:
         self._turns.compile(programs, self._specs[0])
+      if self._updates > 1:
+        variables_spec, _, step = self._specs
+        self._score = programs.compile(
+          "score",
+          self._score,
+          variables_spec,
+          {name: self.spec[name] for name in _SCORED},
+          step,
+          out_shardings=sharding.batch(self._mesh),
+        )
 
   def report(self) -> Callable[[], dict[str, Any]]:
     """What the log entry of the newest step says of its rewards."""
@@ -191,6 +206,8 @@ class Rollout:
 
     `ahead` is the number of batches that rollbacks have skipped.
     """
+    if self.exists and first_step:
+      self._warn_of_calls()
     if self._updates == 1:
       return self._input.start(first_step, last_step, ahead)
     first_set = first_step // self._updates
@@ -199,6 +216,22 @@ class Rollout:
     last_set = -(-last_step // self._updates)
     size = self._minibatches
     return self._input.start(first_set * size, max(first_set, last_set) * size)
+
+  def _warn_of_calls(self) -> None:
+    """Says what a run that goes on cannot know to be as it was."""
+    names = [
+      name
+      for part in self._input.engine.parts
+      for name in getattr(part.source, "outside_calls", ())
+    ]
+    if names:
+      logging.warning(
+        "The answers since the checkpoint are written again, and judged again "
+        "by %s. If it returns the same for the same answers, this run ends as "
+        "one without an interruption would; else its rewards since then cannot "
+        "be had again.",
+        ", ".join(dict.fromkeys(names)),
+      )
 
   def writes(self, step: int) -> bool:
     """Whether a step needs new rollouts."""
@@ -261,10 +294,7 @@ class Rollout:
     ]
 
   def _of_set(self, batches: list[Batch], update: int) -> Batch:
-    placement = self._input.placement
-    numbers = np.full(len(placement.rows), update, np.int32)
-    batch = batches[update % self._minibatches]
-    return {**batch, **placement.put({"update": numbers})}
+    return batches[update % self._minibatches]
 
   def _write(self, variables: Variables, batch: Batch, step: int) -> Batch:
     """Writes and judges the answers to the input's batch of a number."""
@@ -273,7 +303,11 @@ class Rollout:
     messages = None
     if self._turns:
       made, messages = self._turns(variables, made, step)
-    return {**made, **self._judge(made, messages, step)}
+    written = {**made, **self._judge(made, messages, step)}
+    if self._updates > 1:
+      texts = {name: made[name] for name in _SCORED}
+      written["old_log_probs"] = self._score(variables, texts, number)
+    return written
 
   def _judge(
     self, made: Batch, messages: turns.Messages | None, step: int
@@ -295,6 +329,19 @@ class Rollout:
       for name, x in part.source.judge(indices, own, **options).items():
         judged[name][places] = x
     return placement.put(self._shared_rows.exchange(judged))
+
+
+def _in_microbatches(fn: Any, number: int, mesh: Mesh) -> Any:
+  """A function of (variables, batch, step) that needs less memory."""
+  if number == 1:
+    return fn
+
+  def in_parts(variables: Any, batch: Batch, step: jax.Array) -> jax.Array:
+    parts = microbatching.split(batch, number, mesh)
+    results = jax.lax.map(lambda part: fn(variables, part, step), parts)
+    return microbatching.join(results, mesh)
+
+  return in_parts
 
 
 def _toolbox(part: Part) -> Any:

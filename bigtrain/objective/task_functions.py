@@ -27,7 +27,10 @@ from bigtrain.objective import logical_axes, model_variants, task_state
 from bigtrain.step import frozen
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
-_GIVEN = ("variables", "batch", "rng", "model", "teacher", "train", "state")
+_GIVEN = (
+  *("variables", "batch", "rng", "model", "teacher", "train"),
+  *("state", "log_step"),
+)
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:

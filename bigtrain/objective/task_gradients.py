@@ -8,11 +8,13 @@ of one microbatch call the model with the same inputs, XLA sees equal
 operations and runs them once; in loops over layers or microbatches it does not.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import metrics, sharding
@@ -111,7 +113,7 @@ def named(
 
 
 def of_task(
-  name: str, state: Any, is_taught: bool, task_state: Any = None
+  entry: Entry, state: Any, is_taught: bool, task_state: Any = None
 ) -> Any:
   """The state of a step as the loss of one task gets it.
 
@@ -122,9 +124,11 @@ def of_task(
   state = dict(state)
   if not is_taught:
     state.pop("teacher", None)
-  changing = dict(state.get(task_schedule.OPTIONS, {}).get(name, {}))
+  changing = dict(state.get(task_schedule.OPTIONS, {}).get(entry.name, {}))
   if task_state is not None:
     changing["state"] = task_state
+  if "log_step" in inspect.signature(entry.module.loss_fn).parameters:
+    changing["log_step"] = state.get("log_step", np.bool_(True))
   if changing:
     state[frozen.TASK] = changing
   return state
@@ -148,7 +152,7 @@ def loss_args(
   """
   layout = sharding.replicated(mesh)
   state = {**state, **frozen_spec}
-  state = of_task(entry.name, state, is_taught, task_state)
+  state = of_task(entry, state, is_taught, task_state)
   if frozen.TASK in state:
     state[frozen.TASK] = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(

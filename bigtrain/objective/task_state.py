@@ -31,7 +31,9 @@ from bigtrain.config import piecewise
 from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.objective.task_sum import Entry
 
-_GIVEN = ("state", "params", "sums", "model")
+_GIVEN = ("state", "params", "sums", "model", "values")
+# Functions of a task, beside its loss, that take options of it.
+_FUNCTIONS = ("init_state", "update_state", "problem")
 
 
 class StateFns(NamedTuple):
@@ -44,9 +46,9 @@ class StateFns(NamedTuple):
 
 
 def option_names(task: Any) -> set[str]:
-  """Options of the loss that the functions of the state name."""
+  """Options of the loss that other functions of the task name."""
   names: set[str] = set()
-  for function in ("init_state", "update_state"):
+  for function in _FUNCTIONS:
     if hasattr(task, function):
       names |= inspect.signature(getattr(task, function)).parameters.keys()
   return names - set(_GIVEN)
@@ -80,6 +82,16 @@ def of_task(entry: Entry, model: Any) -> StateFns | None:
     return jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
 
   return StateFns(init, update)
+
+
+def options_of(
+  entry: Entry, fn: Callable[..., Any], model: Any
+) -> dict[str, Any]:
+  """The constant options of the loss that a function names, and the model."""
+  options = entry.part.kwargs("loss")
+  check_kwargs(fn, _named(fn, options), entry.loss_key, given=_GIVEN)
+  fixed = {k: x for k, x in options.items() if not piecewise.is_schedule(x)}
+  return _named(fn, {**fixed, "model": model})
 
 
 def _named(

@@ -31,7 +31,7 @@ from bigtrain.config import choices, modules, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.config.lengths import Units
 from bigtrain.files import paths
-from bigtrain.reports import parameters
+from bigtrain.reports import parameter_table
 
 # Packages whose versions run.json has, and that are the same on all processes.
 _PACKAGES = (
@@ -201,12 +201,12 @@ def start(
     first_example: a text in pieces, each with whether it has a loss.
   """
   params = state["params"]
-  moments = parameters.moments(params, mesh)
+  moments = parameter_table.moments(params, mesh)
   specs = sharding.with_shardings(params)
   task_specs = sharding.with_shardings(state.get("tasks", {}))
 
   def write_files() -> None:
-    facts: dict[str, Any] = {**parameters.facts(specs, trainable)}
+    facts: dict[str, Any] = {**parameter_table.facts(specs, trainable)}
     if first_example:
       facts["first_example"] = first_example
       logging.info(
@@ -214,7 +214,7 @@ def start(
         "".join(f"[[{x}]]" if loss else x for x, loss in first_example),
       )
     write(workdir, config, run_info(mesh) | facts)
-    table = parameters.write(
+    table = parameter_table.write(
       workdir, specs, trainable, moments, origin, param_dims, task_specs
     )
     logging.info("%s", table if log_table else table.rpartition("\n")[2])

@@ -20,6 +20,7 @@ from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_kwargs, did_you_mean
 from bigtrain.config.modules import find_attribute, find_module
 from bigtrain.reports import console
+from bigtrain.runtime import task_checks
 from bigtrain.runtime.hook_context import Context, End, Run, Stop
 from bigtrain.step import guard, running_metrics
 from bigtrain.step.running_metrics import RunningMetrics
@@ -227,8 +228,9 @@ def from_config(
   mesh: Mesh | None = None,
   predict_fns: Mapping[str, PredictFn] | None = None,
   evaluations: Iterable[Any] = (),
+  checks: task_checks.Checks | None = None,
 ) -> Hooks:
-  """Builds the hooks of config.hooks."""
+  """Builds the hooks of config.hooks, and one for the checks of tasks."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}
@@ -260,6 +262,11 @@ def from_config(
       )
     context.asks = getattr(hooks[name], "asks", False)
     _check_evaluations(hooks[name], config, context.path, entries)
+  if checks:
+    name = task_checks.NAME
+    if name in hooks:
+      raise ConfigError(f"config.hooks.{name}: the name of a hook of tasks.")
+    hooks[name] = task_checks.TaskChecks(checks, Context(name, run))
   return Hooks(hooks, run, digest)
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays.types import Batch, PredictFn, Variables
+from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.text import decoding, speculation
@@ -66,8 +66,17 @@ loss_fn = _TASK.loss_fn
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, likely, generate)
+  fns = (_TASK.perplexity, _TASK.logits, _TASK.score, exact, likely, generate)
   return {fn.__name__: functools.partial(fn, model=model) for fn in fns}
+
+
+def exact(
+  variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
+) -> Metrics:
+  """Share of the examples whose answer greedy decoding gives."""
+  scores = _TASK.score(variables, batch, model=model, chunk=chunk)
+  weight_B = metrics.example_weights(batch, batch["tokens"])
+  return {"exact": metrics.pair(scores["greedy"], weight_B)}
 
 
 def likely(
@@ -110,8 +119,8 @@ def generate(
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
     num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
-    temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
-    seed: seed of the samples; a sample depends on it and the prompt.
+    temperature, top_k, top_p, seed: see decoding.sample; temperature 0 is
+      greedy. A sample depends on the seed and the prompt alone.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
     drafts: number of tokens that the modules of config.model.mtp draft at a
       time, for greedy decoding: fewer calls of the model, and the same tokens.
@@ -141,11 +150,9 @@ def generate(
   if drafts:
     args = out, *prompts, drafts, max_new
     return _with_drafts(variables, model, *args, **common)
-  step = functools.partial(
-    step_fn, variables, model, prefix_B=options.get("prefix")
-  )
+  prefix_B = options.get("prefix")
   return decoding.generate(
-    step,
+    functools.partial(step_fn, variables, model, prefix_B=prefix_B),
     out["cache"],
     *prompts,
     max_new=max_new,

@@ -15,7 +15,8 @@ A batch of the input has "prompt" int [B, P], padded at the end, and
 With tools, it is followed by `next_turn`, and the batch also has "turns",
 "tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
 The source adds "reward" and "failed_rewards", float32 [B, G]. If several
-updates use the same answers, "update" int32 [B] counts them from 0.
+updates use the same answers, "old_log_probs" float32 [B, G, L] are what `score`
+computes with the weights that wrote them.
 """
 
 import functools
@@ -132,6 +133,26 @@ def next_turn(
   return text_XT.reshape(B, G, T), log_probs_XT.reshape(B, G, T)
 
 
+def score(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array,
+  *,
+  model: Any,
+  eos_ids: Sequence[int],
+  temperature: float = 1.0,
+  chunk: int | None = None,
+) -> jax.Array:
+  """The loss's log-probabilities of answers, float32 [B, G, L].
+
+  A sampler may round more than the narrow bounds of a ratio allow.
+  """
+  del rng, eos_ids
+  own = {name: x for name, x in variables.items() if name != "teacher"}
+  log_prob_BGL, _ = answers.log_probs(model, own, batch, chunk, temperature)
+  return log_prob_BGL
+
+
 def loss_fn(
   variables: Variables,
   batch: Batch,
@@ -152,8 +173,7 @@ def loss_fn(
   """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
 
   Metrics are means over answers and prompts, except "log_prob_difference", the
-  largest one between sampler and loss before an update. For `chunk` see
-  losses.linear_xent.
+  largest one between sampler and loss. For `chunk` see losses.linear_xent.
 
   Args:
     epsilon, epsilon_high: bounds of the ratio of probabilities if several
@@ -168,10 +188,10 @@ def loss_fn(
   real_BGL = mask_BGL & (weight_B[:, None, None] != 0)
 
   own = {name: x for name, x in variables.items() if name != "teacher"}
-  score = functools.partial(
+  log_probs_of = functools.partial(
     answers.log_probs, batch=batch, chunk=chunk, temperature=temperature
   )
-  log_prob_BGL, with_gradient = score(model, own)
+  log_prob_BGL, with_gradient = log_probs_of(model, own)
   result: Metrics = {}
   reference_BGL = None
   if beta:
@@ -179,7 +199,7 @@ def loss_fn(
       variables, model, teacher, f"beta={beta}"
     )
     with model_flops.share(1, 3):  # Without a backward pass.
-      reference_BGL, _ = score(frozen_model, frozen)
+      reference_BGL, _ = log_probs_of(frozen_model, frozen)
       reference_BGL = jax.lax.stop_gradient(reference_BGL)
     kl_BGL = rewards.divergence(log_prob_BGL, reference_BGL)
     result["kl"] = metrics.pair(kl_BGL, real_BGL)
@@ -191,7 +211,7 @@ def loss_fn(
     reward_BG=reward_BG,
     weight_B=weight_B,
     max_new=max_new,
-    old_BGL=batch["log_probs"] if "update" in batch else None,
+    old_BGL=batch.get("old_log_probs"),
     bounds=bounds,
     reference_BGL=reference_BGL,
     beta=beta,
@@ -201,10 +221,10 @@ def loss_fn(
   )
   result["loss"] = (with_gradient(total, grad_BGL), number)
   result |= _answer_metrics(batch, log_prob_BGL, real_BGL, weight_B)
-  if "update" in batch:
+  if "old_log_probs" in batch:
     if kind == "rloo" and reference_BGL is not None:
       reward_BG = rewards.with_divergence(
-        reward_BG, batch["log_probs"], reference_BGL, beta
+        reward_BG, batch["old_log_probs"], reference_BGL, beta
       )
     result |= _clipping(kind, batch, log_prob_BGL, real_BGL, reward_BG, bounds)
   mutable = {
@@ -222,12 +242,9 @@ def _answer_metrics(
   std_B = jnp.std(batch["reward"], axis=1, ddof=1)
   by_answer = weight_B[:, None]
   length_BG = jnp.sum(batch["loss_mask"] != 0, axis=2)
-  difference_BGL = jnp.abs(log_prob_BGL - batch["log_probs"])
-  kind: type[metrics.Max] = metrics.Max
-  if "update" in batch:
-    # In later updates of a set, the weights are not those of the sampler.
-    kind = metrics.MaxIfAny
-    real_BGL = real_BGL & (batch["update"] == 0)[:, None, None]
+  # In later updates of a set the weights are no longer those of the sampler.
+  own_BGL = batch.get("old_log_probs", log_prob_BGL)
+  difference_BGL = jnp.abs(own_BGL - batch["log_probs"])
   turns: Metrics = {}
   if "turns" in batch:
     turns = {
@@ -242,7 +259,7 @@ def _answer_metrics(
     "length": metrics.pair(length_BG, by_answer),
     "truncated": metrics.pair(batch["truncated"], by_answer),
     "failed_rewards": metrics.Faults.of(batch["failed_rewards"], by_answer),
-    "log_prob_difference": kind.of(difference_BGL, real_BGL),
+    "log_prob_difference": metrics.Max.of(difference_BGL, real_BGL),
   }
 
 
@@ -256,7 +273,7 @@ def _clipping(
 ) -> Metrics:
   """Shares of tokens, or of answers, whose ratio is clipped."""
   low, high = rewards.clipped(
-    kind, log_prob_BGL, batch["log_probs"], real_BGL, reward_BG, bounds
+    kind, log_prob_BGL, batch["old_log_probs"], real_BGL, reward_BG, bounds
   )
   if low.shape[2] == 1:  # One ratio for a whole answer.
     real_BGL = jnp.any(real_BGL, axis=2, keepdims=True)

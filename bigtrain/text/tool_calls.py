@@ -2,7 +2,7 @@
 
 A parser finds the calls in an answer. `Continuation` returns the ids that a
 chat template puts between an answer and the next one: the results of its calls,
-and the begin of the next answer. An answer keeps the ids that the model has
+and the start of the next answer. An answer keeps the ids that the model has
 drawn, whatever the template would have written.
 """
 
@@ -98,7 +98,7 @@ def of_json(value: Any) -> Call:
 
 
 class Continuation:
-  """The ids from the end of an answer with calls to the begin of the next one.
+  """The ids from the end of an answer with calls to the start of the next one.
 
   Args:
     end_ids: ids that end an answer.

@@ -83,13 +83,8 @@ def generate(
   features: dict[str, Any] = {}
   messages = [{"role": "user", "content": prompt}]
   if image:
-    whole: dict[str, Any] = {"images": [*image]}
-    whole |= {"messages": messages} if chat else {"text": prompt}
-    prepared = picture_prompts.PicturePrompts(checkpoint, codec)
-    ids = prepared.ids(whole).tolist()
-    features["image"] = prepared.images([whole])
-    if has_prefix:
-      features["prefix"] = np.zeros(1, np.int32)
+    whole = {"messages": messages} if chat else {"text": prompt}
+    ids, features = _with_pictures(checkpoint, codec, whole, image)
   elif chat:
     ids = checkpoint.ids_of_chat(codec, messages)
   else:
@@ -116,6 +111,12 @@ def generate(
       variables, model, ids, max_new, seed, sampling, apply_rules
     )
   print(how, file=sys.stderr, flush=True)
+  yield from _pieces(codec, stream, ends)
+
+
+def _pieces(
+  codec: tokenizers.Tokenizer, stream: Iterable[int], ends: Sequence[int]
+) -> Iterator[str]:
   new: list[int] = []
   num_yielded = 0  # Characters.
   for token in stream:
@@ -128,6 +129,21 @@ def generate(
       yield text[num_yielded:]
       num_yielded = len(text)
   yield codec.decode(new)[num_yielded:]
+
+
+def _with_pictures(
+  checkpoint: saved.Saved,
+  codec: tokenizers.Tokenizer,
+  prompt: Mapping[str, Any],
+  image: Sequence[str],
+) -> tuple[list[int], dict[str, Any]]:
+  """Returns the ids of a prompt, and its other features."""
+  prompt = {**prompt, "images": [*image]}
+  prepared = picture_prompts.PicturePrompts(checkpoint, codec)
+  features = {"image": prepared.images([prompt])}
+  if checkpoint.data["prompts"].get("prefix"):
+    features["prefix"] = np.zeros(1, np.int32)
+  return prepared.ids(prompt).tolist(), features
 
 
 def _options(

@@ -409,6 +409,25 @@ def test_the_parameters_of_another_workdir(straight, tiny_config, tmp_path):
     assert np.abs(arrays[name] - source[name]).max() > 0
 
 
+@pytest.mark.parametrize("name", ["schedule_free_sgd", "mechanize"])
+def test_optimizers_begin_with_the_loaded_parameters(
+  name, straight, tiny_config, tmp_path
+):
+  """Both keep copies of the initial parameters in their state."""
+  base = dict(base_optimizer=dict(name="adam")) if name == "mechanize" else {}
+  init = dict(path=str(straight[2]), prefix="ema")
+  changes = {"model_init": init, "stop_at_steps": 1, "save_at_start": True}
+  config = tiny_config(EVERYTHING | changes | {"keep_ckpts": 3})
+  config["optimizer"] = dict(name=name, **base)
+  main.train(config, str(tmp_path))
+  source = tiny.arrays(straight[2])
+  start = tiny.arrays(tmp_path, 0)
+  kept = "z" if name == "schedule_free_sgd" else "x0"
+  for array in ("first/kernel", "head/bias"):
+    tiny.assert_same(start[f"params/{array}"], source[f"ema/{array}"])
+    tiny.assert_same(start[f"opt/{kept}/{array}"], source[f"ema/{array}"])
+
+
 def test_a_new_run_drops_rows_of_an_older_run(tiny_config, tmp_path):
   old = '{"step": 1, "old": 9.0}\n{"step": 50, "old": 9.0}\n'
   (tmp_path / "metrics.jsonl").write_text(old)

@@ -250,12 +250,15 @@ def test_mistakes_in_the_config_are_told(spec, message):
     judges.get(spec, 10.0, Workers(1))
 
 
-def test_a_run_learns_from_a_command_and_an_address(server, tmp_path):
+def test_a_run_learns_from_a_command_and_an_address(server, tmp_path, caplog):
   command = dict(command=script(tmp_path, LENGTH_OF), time_limit=60)
   config = config_of(total_steps=2)
   both = [(command, 0.5), (dict(url=server.url, time_limit=60), 0.5)]
   config["input"]["data"]["rewards"] = both
+  main.train(config | dict(stop_at_steps=1), str(tmp_path / "run"))
+  assert "judged again" not in caplog.text
   main.train(config, str(tmp_path / "run"))
+  assert f"judged again by command '{sys.executable}" in caplog.text
   rows = [row for row in rows_of(tmp_path / "run") if "loss" in row]
   assert len(server.seen) == len(rows) == 2
   for (_, requests), row in zip(server.seen, rows):

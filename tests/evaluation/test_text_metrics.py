@@ -57,6 +57,24 @@ def test_correlations_equal_scipys(golden, name):
     compute(name, [("1", "five")])
 
 
+@pytest.mark.parametrize(
+  ("sample", "answers", "value"),
+  [
+    ("two", ["2"], 1.0),
+    ("The  cat.", ["cat"], 1.0),
+    ("dont know", ["don't know"], 1.0),
+    ("1,000", ["1000"], 1.0),
+    ("dog", ["cat"], 0.0),
+    # Of ten people: those who agree, without each one in turn.
+    ("yes", ["yes"] * 10, 1.0),
+    ("yes", ["yes"] * 3 + ["no"] * 7, (3 * 2 / 3 + 7 * 1) / 10),
+    ("yes", ["yes"] + ["no"] * 9, (0 + 9 / 3) / 10),
+  ],
+)
+def test_vqa_counts_the_people_who_agree(sample, answers, value):
+  assert compute("vqa", [(sample, answers)]) == {"vqa": pytest.approx(value)}
+
+
 def test_values_without_a_definition():
   same = [("yes", "yes"), ("yes", "yes")]
   assert compute("matthews", same) == {"matthews": 0.0}

@@ -182,7 +182,11 @@ CASES = {
   ),
   "gpt_oss": (
     "published/gpt_oss",
-    dict(target_modules=["v_proj"], target_parameters=[GATE_UP, DOWN]),
+    dict(
+      bias="lora_only",
+      target_modules=["v_proj"],
+      target_parameters=[GATE_UP, DOWN, "mlp.router.weight"],
+    ),
   ),
 }
 

@@ -175,6 +175,29 @@ def test_only_new_rows_train(models, name, tmp_path):
     assert (np.abs(rows[-3:] - mean).max(axis=1) > 1e-3).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "optimizer",
+  [
+    dict(name="big_vision_adafactor"),
+    dict(name="muon"),
+    dict(name="lion"),
+    dict(name="schedule_free_adamw"),
+  ],
+  ids=str,
+)
+def test_no_optimizer_moves_other_rows(optimizer, models, tmp_path):
+  config = config_of(models["untied"], new_rows=dict(train="rows"))
+  config["optimizer"] = optimizer
+  main.train(config, str(tmp_path / "run"))
+  params = params_of(str(tmp_path / "run"))
+  for array, values in old_arrays(models["untied"]).items():
+    rows = rows_of(params, array)
+    np.testing.assert_allclose(rows[:-3], values, rtol=1e-6, atol=1e-8)
+    mean = values.astype(np.float64).mean(axis=0)
+    assert (np.abs(rows[-3:] - mean).max(axis=1) > 1e-4).all()
+
+
 def test_adapters_train_new_rows_beside_them(models, tmp_path):
   folder = models["untied"]
   options = dict(adapters=dict(targets=".*attention/query/kernel", rank=2))
@@ -207,15 +230,35 @@ def test_a_resumed_run_is_the_whole_one(models, whole, tmp_path):
     np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
+@pytest.mark.slow
+def test_adapters_resume_on_other_devices(models, tmp_path, monkeypatch):
+  """The head has an adapter, so its new rows are part of the base."""
+  adapters = dict(targets="(.*query|head)/kernel", rank=2)
+  whole = train(models["untied"], tmp_path / "whole", adapters=adapters)
+  options = dict(adapters=adapters)
+  workdir = train(
+    models["untied"], tmp_path / "run", stop_at_steps=2, **options
+  )
+  with monkeypatch.context() as patch:
+    patch.setattr(sharding, "from_config", one_device)
+    train(models["untied"], workdir, **options)
+  expected = params_of(whole)
+  for name, x in params_of(workdir).items():
+    np.testing.assert_allclose(x, expected[name], atol=1e-4, err_msg=name)
+  rows = rows_of(params_of(workdir), "token_embedding")
+  old = old_arrays(models["untied"])["token_embedding"]
+  np.testing.assert_array_equal(rows[:-3], old)
+
+
+def one_device(config):
+  config.kwargs("mesh")
+  return sharding.make_mesh(devices=jax.devices()[:1])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_device_trains_like_eight(
   models, whole, name, tmp_path, monkeypatch
 ):
-
-  def one_device(config):
-    config.kwargs("mesh")
-    return sharding.make_mesh(devices=jax.devices()[:1])
-
   with monkeypatch.context() as patch:
     patch.setattr(sharding, "from_config", one_device)
     workdir = train(models[name], tmp_path / "run")
@@ -350,6 +393,11 @@ def test_mistakes_are_told_in_a_line(models, tmp_path):
   config = config_of(folder, new_rows={})
   del config["model_init"]
   refused("config.new_rows: expected config.model_init", config, tmp_path)
+  val = dict(type="perplexity", pred="perplexity", log_steps=2)
+  data = config_of(folder, None)["input"]["data"]
+  config = config_of(folder, evals=dict(val=val | dict(data=data)))
+  match = "config.evals.val.data.tokenizer='.*': expected that of the training"
+  refused(match, config, tmp_path)
   teacher = dict(model_name="decoder", model=dict(published=folder))
   config = config_of(folder, teacher=teacher | dict(model_init=folder))
   refused("config.teacher: its vocabulary has 300", config, tmp_path)

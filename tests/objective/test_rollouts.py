@@ -1,5 +1,7 @@
 """Several updates from one set of rollouts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from support.policy_runs import (
   start,
 )
 
-from bigtrain import main
+from bigtrain import main, sharding
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.objective import rollouts
@@ -53,8 +55,8 @@ def test_a_set_is_written_once_and_used_several_times(whole):
     assert rewards[first : first + 2] != rewards[first + 4 : first + 6]
   for row in rows:
     is_first = row["step"] % 4 == 1
+    assert 0 < row["log_prob_difference"] < 1e-5
     # Before the first update of a set, the ratio is 1 but for rounding.
-    assert ("log_prob_difference" in row) == is_first
     clipped = row["clipped_low"] + row["clipped_high"]
     assert (clipped == 0) == is_first
 
@@ -156,7 +158,11 @@ def test_a_rollback_skips_updates_within_a_set(tmp_path, monkeypatch):
 
   def init_marked(self, *args):
     init(self, *args)
-    spec = {**self.spec, "bad": self.spec["update"]}
+    B = self._input.batch_size
+    bad = sharding.batch_spec(
+      {"bad": jax.ShapeDtypeStruct((B,), jnp.int32)}, self._mesh
+    )
+    spec = self.spec | bad
     self.spec, self.drawn = spec, [(spec, 1.0)]
 
   monkeypatch.setattr(rollouts.Rollout, "_of_set", marked)
@@ -179,3 +185,20 @@ def test_a_rollback_skips_updates_within_a_set(tmp_path, monkeypatch):
   # 7 to 9 as the updates from 3 of set 1 on.
   assert indices[:6] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
   assert indices[-3:] == [(1, 3), (2, 0), (2, 1)]
+
+
+def test_a_sampler_that_rounds_more_clips_nothing(tmp_path, monkeypatch):
+  """Old log-probabilities are the loss's: GSPO's bounds are narrow."""
+  write = policy_gradient.rollout
+
+  @functools.wraps(write)
+  def write_roughly(*args, **options):
+    made = write(*args, **options)
+    return made | {"log_probs": made["log_probs"] + 0.01 * made["loss_mask"]}
+
+  monkeypatch.setattr(policy_gradient, "rollout", write_roughly)
+  # At this rate, the weights stay as they are.
+  train(config_of_sets(total_steps=2, lr=1e-12), tmp_path / "run")
+  for row in rows_of(tmp_path / "run"):
+    np.testing.assert_allclose(row["log_prob_difference"], 0.01, rtol=0.01)
+    assert row["clipped_low"] == row["clipped_high"] == 0

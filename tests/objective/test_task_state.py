@@ -7,6 +7,7 @@ import tiny
 from bigtrain import main
 from bigtrain.config.errors import ConfigError
 from bigtrain.tools import evaluate
+from bigtrain.tools.plan import program
 
 FOLLOWS = dict(
   type="tiny.following",
@@ -82,6 +83,17 @@ def test_evaluations_may_use_the_teacher(follows):
   assert 0 < abs(row["taught/loss"] - row["val/loss"]) < 1
   again = evaluate.evaluate(str(workdir), 6)
   assert again["taught/loss"] == row["taught/loss"]
+
+
+def test_plans_count_the_state_and_all_tasks(follows, tmp_path):
+  one = follows[0] | {"evals": {}}
+  measure = lambda run, fn, specs, _: program.measure(run, fn, specs)
+  facts = main.train(one, str(tmp_path / "sum"), on_update=measure)
+  alone = one | {"task": "classification"}
+  of_one = main.train(alone, str(tmp_path / "one"), on_update=measure)
+  assert facts["state_bytes"]["tasks"] > facts["parameter_bytes"] / 8
+  assert "tasks" not in of_one["state_bytes"]
+  assert facts["model_flops"] > 1.9 * of_one["model_flops"]
 
 
 def test_parameters_txt_lists_the_state(follows):

@@ -5,6 +5,7 @@ import pytest
 import tiny
 from support import objectives
 
+import bigtrain
 from bigtrain import main
 from bigtrain.config.errors import ConfigError
 
@@ -161,6 +162,15 @@ def test_metrics_have_the_names_of_tasks_and_the_loss_is_their_sum(finished):
     wanted = row["main/loss"] + weight * row["late/loss"]
     assert row["loss"] == pytest.approx(wanted, rel=1e-5)
     assert {"main/accuracy", "late/accuracy"} <= row.keys()
+
+
+def test_the_trained_model_predicts(finished):
+  _, workdir = finished
+  model = bigtrain.load(str(workdir))
+  assert "classification + classification" in repr(model)
+  picture = np.random.default_rng(0).normal(size=(8, 8, 1))
+  result = model.classify(picture.astype(np.float32), top_k=2)
+  assert 0 <= result["index"] < 10 and len(result["top"]) == 2
 
 
 def test_a_run_that_is_interrupted_continues_bit_for_bit(finished, tmp_path):

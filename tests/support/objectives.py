@@ -60,6 +60,7 @@ def gradients(config, step=0, **sizes):
         "params": jax.device_put(params, sharding.replicated(mesh)),
         "step": jnp.int32(step),
         **one.hparams(step),
+        **one.init_task_state(params),
       }
       grads, sums, _ = jax.jit(compute)(state, batch)
       return jax.device_get((dict(trees.flatten_with_names(grads)), sums))

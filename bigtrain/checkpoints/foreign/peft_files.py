@@ -396,7 +396,8 @@ def write(folder: str, run: Run) -> int:
     )
   content = _config(ranks, alphas, modules, run.options)
   content |= _write_rows(run, modules, arrays, unwritten)
-  content |= _write_in_full(run, modules, arrays, unwritten, set(ranks))
+  adapted_names = {x.name for x in modules if x.full_name in ranks}
+  content |= _write_in_full(run, modules, arrays, unwritten, adapted_names)
   if run.tied_head and any(is_table(x) for x in _trained(run)):
     content["ensure_weight_tying"] = True
   if unwritten:

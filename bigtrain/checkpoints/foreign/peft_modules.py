@@ -30,8 +30,6 @@ _EXPERTS_OF_LAYER = re.compile(r"(.*\.layers\.\d+)\.(mlp|block_sparse_moe)\..*")
 _ROUTERS = {
   ".block_sparse_moe.gate": ".mlp.gate",
   ".block_sparse_moe.router.layer": ".block_sparse_moe.router",
-  ".mlp.gate": ".mlp.gate",
-  ".mlp.router": ".mlp.router",
 }
 
 
@@ -81,8 +79,13 @@ class Published(NamedTuple):
 
   def name_of(self, tensor: Any) -> str:
     """The name of an array in transformers' model."""
-    is_head = tensor.name.partition(".")[0] in _HEADS
-    return tensor.name if is_head else self.prefix + tensor.name
+    if tensor.name.partition(".")[0] in _HEADS:
+      return str(tensor.name)
+    module, dot, last = (self.prefix + tensor.name).rpartition(".")
+    for old, new in _ROUTERS.items():
+      if module.endswith(old):
+        module = module.removesuffix(old) + new
+    return module + dot + last
 
   def modules(self) -> Iterator[Module]:
     # {module of experts: {its parameter: parts of expert 0}}.
@@ -118,7 +121,11 @@ class Published(NamedTuple):
         if len(tensor.shape) == 2:
           yield Module(name, parts, is_old=True)
       elif len(tensor.shape) == 2 and tensor.name.endswith(".weight"):
-        yield from _linear(name, parts)
+        is_router = layer and parts[0].kernel.endswith("moe/router/kernel")
+        yield Module(name, parts, parameter="weight" if is_router else "")
+        old = (self.prefix + tensor.name).removesuffix(".weight")
+        if is_router and old != name:
+          yield Module(old, parts, is_old=True)
     for name, by_parameter in experts.items():
       for parameter in ("gate_up_proj", "down_proj"):
         if parameter in by_parameter:
@@ -186,19 +193,3 @@ def _add(module: list[Part], parts: Sequence[Part]) -> None:
   for part in parts:
     stack = part.stack[:-1]  # Without the expert.
     module.append(part._replace(stack=stack, place=first + part.place))
-
-
-def _linear(name: str, parts: Sequence[Part]) -> Iterator[Module]:
-  """A matrix, or a router, whose weight transformers has as a parameter."""
-  if not parts[0].kernel.endswith("moe/router/kernel"):
-    yield Module(name, parts)
-    return
-  new = [
-    name.removesuffix(x) + y for x, y in _ROUTERS.items() if name.endswith(x)
-  ]
-  if not new:
-    yield Module(name, parts)
-    return
-  yield Module(new[0], parts, parameter="weight")
-  if new[0] != name:
-    yield Module(name, parts, is_old=True)

@@ -75,6 +75,9 @@ class Judge(Protocol):
   @property
   def name(self) -> str: ...
 
+  @property
+  def is_outside(self) -> bool: ...  # No function of this program's user.
+
   def __call__(self, prompts: Sequence[Answers]) -> Iterable[Result]: ...
 
 
@@ -165,6 +168,7 @@ class _Function:
   dotted: str
   secs: float
   workers: Workers
+  is_outside: bool = False
 
   @property
   def name(self) -> str:
@@ -205,6 +209,7 @@ class _Batched:
   name: str
   call: Callable[[Sequence[Any]], list[Any]]
   retries: int
+  is_outside: bool = True
 
   def __call__(self, prompts: Sequence[Answers]) -> list[Result]:
     requests = [

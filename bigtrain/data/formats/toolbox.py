@@ -2,7 +2,7 @@
 
 `Toolbox.reply` gets the ids of a turn. If they contain calls, it makes them,
 and returns the ids from which the model goes on: the results, as the chat
-template writes them, and the begin of the next answer.
+template writes them, and the start of the next answer.
 """
 
 import dataclasses

@@ -147,17 +147,11 @@ class Block(nn.Module):
         start=first,
       )
     else:
-      rope = query_scale_BL = None
-      if options.rope is not None:
-        rope = tables.rotations[options.rope]
-      if options.query_scale is not None:
-        query_scale_BL = tables.query_scales_BL[options.query_scale]
-      attend = _attention_layer(options)
-      z_BLD, cache = attend(
+      z_BLD, cache = _attention_layer(options)(
         y_BLD,
         mask=mask,
-        rope=rope,
-        query_scale_BL=query_scale_BL,
+        rope=_pick(tables.rotations, options.rope),
+        query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
         cache=cache,
         layer=place,
         start=first,
@@ -179,6 +173,10 @@ class Block(nn.Module):
     if options.layer_scalar:
       x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
     return (sharding.stream(x_BLD), caches), stats
+
+
+def _pick(shared: tuple[Any, ...], index: int | None) -> Any:
+  return None if index is None else shared[index]
 
 
 def _layer_scalar(block: nn.Module) -> jax.Array:

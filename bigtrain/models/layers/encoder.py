@@ -96,8 +96,7 @@ class Block(nn.Module):
     bias_1HLS: jax.Array | None,
     train: bool,
   ) -> tuple[jax.Array, None]:
-    options = self.options
-    given_BLD = x_BLD
+    options, given_BLD = self.options, x_BLD
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
       """What a branch, the first or the second one, adds to the stream."""

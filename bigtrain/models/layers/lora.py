@@ -65,6 +65,8 @@ _KERNEL = "kernel"
 # The embeddings of tokens: a parameter of the model itself, not of a layer.
 _TABLE = "token_embedding"
 _OF_TABLE = "_adapter"  # Added to the table's name, below which factors are.
+# Where tokens may train alone.
+TABLES = (_TABLE, "head/kernel")
 # Key of a head's bias, times its scale, among what the head's layer returns.
 _SCALED_BIAS = "scaled_lora_bias"
 # One value for all kernels, or pairs of (regex, value).
@@ -171,7 +173,7 @@ def read(given: Mapping[str, Any], key: str = "config.adapters") -> Options:
 def _check_tokens(key: str, tokens: Any) -> None:
   by_name = tokens if isinstance(tokens, Mapping) else {_TABLE: tokens}
   for name, ids in by_name.items():
-    check_choice(key, name, [_TABLE, f"head/{_KERNEL}"])
+    check_choice(key, name, TABLES)
     if not isinstance(ids, list | tuple) or len(set(ids)) != len(ids):
       raise ConfigError(f"{key}: expected different ids, got {ids!r}.")
     for token in ids:
@@ -221,10 +223,12 @@ def adapted(
   members: dict[str, Any] = dict(
     init=nn.nowrap(init), apply=nn.nowrap(apply), adapters=layers
   )
+  head_parts = getattr(cls, "head_name", "head").split("/")
   if hasattr(cls, "head_kernel"):
 
     def head_kernel(self: Any, params: Mapping[str, Any]) -> jax.Array:
-      return cls.head_kernel(self, layers.with_merged_head(params))
+      merged_params = layers.with_merged_head(params, head_parts)
+      return cls.head_kernel(self, merged_params)
 
     members["head_kernel"] = nn.nowrap(head_kernel)
   if callable(getattr(cls, "head_bias", None)):
@@ -232,7 +236,7 @@ def adapted(
 
     def head_bias(self: Any, params: Mapping[str, Any]) -> jax.Array | None:
       own = cls.head_bias(self, params)  # type: ignore[attr-defined]
-      added = layers.added_head_bias(params)
+      added = layers.added_head_bias(params, head_parts)
       if added is None:
         return own
       added = self.logits_multiplier * added
@@ -360,8 +364,7 @@ class Layers:
     self, flat: Mapping[str, Any], in_full: Collection[str]
   ) -> None:
     """Tokens that train alone are ids of a table that is trained by nothing."""
-    names = [_TABLE, f"head/{_KERNEL}"]
-    for name in names:
+    for name in TABLES:
       ids = self.options.tokens_of(name)
       if not ids:
         continue
@@ -525,6 +528,8 @@ class Layers:
   ) -> Any:
     """Computes a layer with its adapter, or with its dequantized kernel."""
     layer = context.module
+    if layer.scope is None:  # A method that only reads fields.
+      return call(*args, **kwargs)
     params = dict(layer.variables.get("params", {}))
     factors = {name: params.pop(name) for name in FACTORS if name in params}
     kernel = params.get(_KERNEL)
@@ -571,17 +576,27 @@ class Layers:
     with self._lock:
       self._used.add(_without_numbers(name))
 
-  def with_merged_head(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters whose head, if it has an adapter, is merged."""
-    factors = params.get(layer_of(_TABLE))
+  def with_merged_head(
+    self, params: Mapping[str, Any], parts: Sequence[str]
+  ) -> Mapping[str, Any]:
+    """Parameters whose head, if it has an adapter, is merged.
+
+    A tied head is the table of embeddings beside it. `parts` are the parts of
+    the head's name, such as ["head"] or ["llm", "head"].
+    """
+    *folder, head_name = parts
+    own = _below(params, folder)
+    prefix = "".join(f"{part}/" for part in folder)
+    new: dict[str, Any] = {}
+    factors = own.get(layer_of(_TABLE))
     if factors:
-      table = self._merged(_TABLE, params[_TABLE], factors)
-      params = {**params, _TABLE: table}
-    head = params.get("head", {})
+      new[_TABLE] = self._merged(prefix + _TABLE, own[_TABLE], factors)
+    head = own.get(head_name, {})
     if A in head or ROWS in head:
-      kernel = self._merged(f"head/{_KERNEL}", head[_KERNEL], head)
-      params = {**params, "head": {**head, _KERNEL: kernel}}
-    return params
+      name = f"{prefix}{head_name}/{_KERNEL}"
+      kernel = self._merged(name, head[_KERNEL], head)
+      new[head_name] = {**head, _KERNEL: kernel}
+    return _replaced(params, folder, {**own, **new}) if new else params
 
   def _merged(
     self, name: str, kernel: Any, factors: Mapping[str, Any]
@@ -590,11 +605,13 @@ class Layers:
     scale = self.options.scale(name) if A in factors else 1.0
     return self.whole(name, kernel, factors, scale)
 
-  def added_head_bias(self, params: Mapping[str, Any]) -> jax.Array | None:
+  def added_head_bias(
+    self, params: Mapping[str, Any], parts: Sequence[str]
+  ) -> jax.Array | None:
     """The bias of the head's adapter, times its scale."""
-    head = params.get("head", {})
+    head = _below(params, parts)
     if BIAS in head:
-      return self.options.scale(f"head/{_KERNEL}") * head[BIAS]
+      return self.options.scale("/".join((*parts, _KERNEL))) * head[BIAS]
     return head.get(_SCALED_BIAS)
 
   def check(self) -> None:
@@ -606,6 +623,21 @@ class Layers:
         f"{self._key}.targets: {unused[0]!r} is not the kernel of a dense "
         f"layer, of a head or of experts; expected such kernels."
       )
+
+
+def _below(tree: Mapping[str, Any], parts: Sequence[str]) -> Any:
+  """The part of a tree below keys, {} if there is none."""
+  for part in parts:
+    tree = tree.get(part, {})
+  return tree
+
+
+def _replaced(tree: Any, parts: Sequence[str], new: Any) -> Any:
+  """A tree with another value below the keys `parts`."""
+  if not parts:
+    return new
+  first, *rest = parts
+  return {**tree, first: _replaced(tree[first], rest, new)}
 
 
 def _without_numbers(name: str) -> str:

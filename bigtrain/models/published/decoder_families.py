@@ -176,9 +176,10 @@ def export(
   model: Any,
   shapes: tables.Shapes,
   layout: str | None = None,
+  origin: str | None = None,
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   """See layouts.Layouts.export; `shapes` may lack the modules of `mtp`."""
-  config, tensors = PUBLISHED.export(param_dims, model, shapes, layout)
+  config, tensors = PUBLISHED.export(param_dims, model, shapes, layout, origin)
   arrays = LAYOUTS[config["model_type"]].arrays
   if not any("mtp/" in entry.ours[0] for entry in arrays):
     return config, tensors

@@ -116,7 +116,10 @@ def opened(folder, **options):
 
 
 def variables_of(module, model, path, names=None):
-  """The variables of a published file; `names`: only these collections."""
+  """The variables of a published file, or of a config.model_init.
+
+  `names`: only these collections.
+  """
   example = jnp.zeros((1, 2), jnp.int32)
   shapes = dict(jax.eval_shape(model.init, jax.random.key(0), example))
   shapes = {name: shapes[name] for name in names or shapes}
@@ -127,7 +130,8 @@ def variables_of(module, model, path, names=None):
     shapes,
     places,
   )
-  return warm_start.load_variables(str(path), like, init=dict, module=module)
+  source = path if isinstance(path, dict) else str(path)
+  return warm_start.load_variables(source, like, init=dict, module=module)
 
 
 def export(module, model, variables, folder, layout=None):

@@ -29,12 +29,14 @@ from models.published.folders import (
 from models.published.folders import export as export_folder
 from support import rounding
 
+from bigtrain.arrays import dims
 from bigtrain.checkpoints import checkpointer, warm_start
+from bigtrain.checkpoints.added_rows import AddedRows
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.checkpoints.manifest import HostState
 from bigtrain.config import settings
 from bigtrain.models import vit
-from bigtrain.objective import building, published_sizes
+from bigtrain.objective import building, new_rows, published_sizes
 from bigtrain.tools import checkpoint as tool
 
 pytestmark = pytest.mark.published
@@ -235,6 +237,38 @@ def test_exports_of_families_open_with_equal_logits(family, families):
   )
   scale = np.abs(expected).max()
   np.testing.assert_allclose(logits, expected, rtol=0, atol=OUTPUTS * scale)
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+  """{family: (logits, the folder)} of exports with rows for five new tokens."""
+  result = {}
+  for family in FAMILIES:
+    golden = GOLDEN / "published" / family
+    _, old = opened(golden)
+    size = old.vocab_size
+    module, model = opened(golden, scan=True, vocab_size=size + 5)
+    axes = new_rows.axes_of(dims.of_model(module, model))
+    rows = AddedRows(size, size + 5, size, size, axes, init="normal")
+    source = dict(path=str(golden), new_rows=rows._asdict())
+    variables = variables_of(module, model, source)
+    out = tmp_path_factory.mktemp(family)
+    export_folder(module, model, variables, out)
+    tokens = np.random.default_rng(0).integers(0, size + 5, (2, 20))
+    tokens[:, :5] = np.arange(size, size + 5)
+    np.savez(out / "inputs.npz", input_ids=tokens)
+    logits = jax.jit(lambda v, model=model, x=tokens: model.apply(v, x)[0])
+    result[family] = np.asarray(logits(variables)), out
+  run("open_exports.py", *[out for _, out in result.values()])
+  return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_rows_of_families_open_with_equal_logits(family, extended):
+  logits, out = extended[family]
+  scale = np.abs(logits).max()
+  theirs = np.load(out / "logits.npy")
+  np.testing.assert_allclose(theirs, logits, rtol=0, atol=OUTPUTS * scale)
 
 
 IMAGES = [

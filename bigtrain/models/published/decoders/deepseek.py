@@ -90,7 +90,18 @@ def _latent_rope(query_scale: bool = False) -> Rule:
         raise config.error(f"{factor}={number}: expected {share} or 1.0.")
     return dict(plain.read(values))
 
-  return plain._replace(read=read)
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(plain.write(fields))
+    latents = fields["mla"][0]
+    if not query_scale or latents is None:
+      return config
+    # The library ignores the older keys of this family.
+    stored = config.pop("rope_scaling") or {"rope_type": "default"}
+    stored |= {"rope_theta": config.pop("rope_theta")}
+    share = latents["rope_dim"] / (latents["rope_dim"] + latents["nope_dim"])
+    return config | {"rope_parameters": stored | {factor: share}}
+
+  return plain._replace(read=read, write=write)
 
 
 def _groups_by_method() -> Rule:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from bigtrain import sharding
-from bigtrain.reports import parameters
+from bigtrain.reports import parameter_table
 
 
 def test_moments_of_sharded_parameters(tmp_path):
@@ -25,10 +25,10 @@ def test_moments_of_sharded_parameters(tmp_path):
     "scale": jax.device_put(values["scale"], sharding.replicated(mesh)),
   }
   trainable = {"dense": {"kernel": True}, "half": False, "scale": True}
-  moments = parameters.moments(placed, mesh)
+  moments = parameter_table.moments(placed, mesh)
   donate = jax.jit(lambda x: x * 2, donate_argnums=0)
   donate(placed["dense"]["kernel"])  # As the first step does.
-  text = parameters.write(
+  text = parameter_table.write(
     str(tmp_path), values, trainable, moments, "from scratch"
   )
   assert (tmp_path / "parameters.txt").read_text() == text + "\n"
@@ -56,7 +56,10 @@ def test_no_array_is_gathered():
   over = jax.sharding.NamedSharding(mesh, jax.P("fsdp"))
   kernel = jax.ShapeDtypeStruct((64, 8), "float32", sharding=over)
   program = (
-    parameters._compiled_mean_and_std(mesh).lower(kernel).compile().as_text()
+    parameter_table._compiled_mean_and_std(mesh)
+    .lower(kernel)
+    .compile()
+    .as_text()
   )
   assert "all-gather" not in program
   shapes = re.findall(r"f32\[([\d,]+)\]", program)
@@ -66,8 +69,8 @@ def test_no_array_is_gathered():
 
 def test_shapes_alone_have_no_moments(tmp_path):
   specs = {"kernel": jax.ShapeDtypeStruct((2, 3), "bfloat16")}
-  assert parameters.moments(specs, sharding.make_mesh()) == {}
-  text = parameters.write(str(tmp_path), specs, {"kernel": True}, {}, "")
+  assert parameter_table.moments(specs, sharding.make_mesh()) == {}
+  text = parameter_table.write(str(tmp_path), specs, {"kernel": True}, {}, "")
   assert "Mean" not in text and "6 parameters" in text and "12 bytes" in text
 
 
@@ -77,7 +80,7 @@ def test_dimensions_have_names_and_axes_of_the_mesh(tmp_path):
   kernel = jax.ShapeDtypeStruct((2, 8, 3), "f4", sharding=over)
   specs = {"up": {"kernel": kernel}}
   flags = {"up": {"kernel": True}}
-  text = parameters.write(
+  text = parameter_table.write(
     str(tmp_path), specs, flags, {}, "", {".*/kernel": "D -> H K"}
   )
   (line,) = [line for line in text.splitlines() if "up/kernel" in line]

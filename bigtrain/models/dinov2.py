@@ -1,0 +1,130 @@
+"""A ViT with the heads of DINO, https://arxiv.org/abs/2104.14294, and DINOv2.
+
+A head maps tokens to unit vectors, and its prototypes are unit vectors too; one
+head is for class tokens, another, if any, for patches (iBOT, arXiv 2111.07832).
+The ViT's parameters have the names of models/vit.py, so that a `vit` can start
+from them.
+
+Axes: B batch, P patches, M chosen patches, E width of the heads' results, K
+prototypes.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.models import vit
+
+_EPS = 1e-12
+
+
+class Model(vit.Model):
+  """A ViT; with `heads` also their results."""
+
+  pool_type: str = "tok"
+  mask_token: bool = True
+  num_prototypes: int = 65536  # K of class tokens.
+  patch_prototypes: int | None = None  # K of patches; None for no such head.
+  head_hidden: int = 2048  # Hidden width of the heads' MLPs, of three layers.
+  head_out: int = 256  # E.
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for name in ("num_prototypes", "head_hidden", "head_out"):
+      value = getattr(self, name)
+      check_number(f"config.model.{name}", value, least=2, whole=True)
+    if self.pool_type != "tok" or not self.mask_token:
+      raise ConfigError(
+        f"config.model: expected pool_type='tok', got {self.pool_type!r}, and "
+        f"mask_token=True, got {self.mask_token!r}."
+      )
+
+  @nn.compact
+  def __call__(
+    self,
+    image: jax.Array,
+    *,
+    heads: bool = False,
+    chosen_BM: jax.Array | None = None,
+    train: bool = False,
+    **others: Any,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """As of a ViT, and with `heads` "class_z" (B, E), "patch_z" (B, M, E).
+
+    Args:
+      chosen_BM: int, the patches that go through the head of patches.
+    """
+    x, out = super().__call__(image, train=train, **others)
+    if self.is_initializing():
+      heads, chosen_BM = True, jnp.zeros((len(image), 1), jnp.int32)
+      self._prototypes()
+    if not heads:
+      return x, out
+    out = {**out, "class_z": self._head("class_head")(out["head_input"])}
+    if self.patch_prototypes and chosen_BM is not None:
+      index_BM1 = chosen_BM[..., None]
+      patch_BMD = jnp.take_along_axis(out["encoded"], index_BM1, axis=1)
+      out["patch_z"] = self._head("patch_head")(patch_BMD)
+    return x, out
+
+  def _head(self, name: str) -> "Head":
+    return Head(self.head_hidden, self.head_out, self.dtype, name=name)
+
+  def _prototypes(self) -> None:
+    """Makes their kernels, which the task's loss multiplies with."""
+    for name, number in (
+      ("class_prototypes", self.num_prototypes),
+      ("patch_prototypes", self.patch_prototypes),
+    ):
+      if number:
+        Prototypes(number, self.head_out, name=name)()
+
+
+class Head(nn.Module):
+  """An MLP of three layers whose results are unit vectors."""
+
+  hidden: int
+  out: int
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    for i, width in enumerate((self.hidden, self.hidden, self.out)):
+      init = nn.initializers.truncated_normal(0.02)
+      if i:
+        x = nn.gelu(x, approximate=False)
+      x = nn.Dense(
+        width, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}"
+      )(x)
+    return unit(x)
+
+
+class Prototypes(nn.Module):
+  """Prototypes (E, K); only their directions count."""
+
+  number: int
+  width: int
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    init = nn.initializers.normal(0.02)
+    return self.param("kernel", init, (self.width, self.number))
+
+
+def unit(x: jax.Array) -> jax.Array:
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPS)
+
+
+DIMS: dict[str, str] = {
+  r"(class|patch)_head/Dense_0/kernel": "D -> F",
+  r"(class|patch)_head/Dense_1/kernel": "F -> F",
+  r"(class|patch)_head/Dense_2/kernel": "F -> D",
+  r"(class|patch)_prototypes/kernel": "D -> V",
+  **vit.DIMS,
+}
+param_dims = dims.of_all(DIMS)

@@ -1,0 +1,441 @@
+"""Self-distillation without labels: DINO, and DINOv2 with iBOT and KoLeo.
+
+A teacher, the average of the student, sees two large crops of an image; the
+student sees these and several small ones, and learns the teacher's assignment
+of each large crop to prototypes (https://arxiv.org/abs/2104.14294). With
+patches masked for the student, it also learns the teacher's assignment of these
+(iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) makes the assignments by
+Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch.
+
+Legend: B batch, G = 2 large crops, S small crops, N samples, M masked patches,
+D width, E width of the head's results, K prototypes.
+
+A batch has "image" [B, H, W, channels], of which the crops are made on the
+devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...].
+The model is models/dinov2.py.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
+from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.losses import forward, prototypes, random_views
+
+_NUM_LARGE = 2  # G.
+_EPS = 1e-12
+
+
+def inputs(batch: Batch) -> Batch:
+  if "image" not in batch and "large_crops" in batch:
+    return {"image": batch["large_crops"][:, 0]}
+  return {"image": batch["image"]}
+
+
+# The state: the teacher, and the centres of its logits.
+
+
+def init_state(params: Params, *, model: Any) -> dict[str, Any]:
+  centre = {"class": jnp.zeros(model.num_prototypes)}
+  if model.patch_prototypes:
+    centre["patch"] = jnp.zeros(model.patch_prototypes)
+  return {"teacher": params, "centre": centre}
+
+
+def update_state(
+  state: Any,
+  *,
+  params: Params,
+  sums: Any,
+  momentum: float = 0.994,
+  centre_momentum: float = 0.9,
+) -> Any:
+  """The next teacher and centres.
+
+  Args:
+    momentum: of the teacher; published recipes let it rise to 1.
+    centre_momentum: of the centres, which centering="mean" subtracts.
+  """
+
+  def average(old: jax.Array, new: jax.Array, momentum: Any) -> jax.Array:
+    return momentum * old + (1 - momentum) * new
+
+  mean = jax.tree.map(
+    lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
+    sums,
+    state["centre"],
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  follow = functools.partial(average, momentum=momentum)
+  centre = functools.partial(average, momentum=centre_momentum)
+  return {
+    "teacher": jax.tree.map(follow, state["teacher"], params),
+    "centre": jax.tree.map(centre, state["centre"], mean),
+  }
+
+
+# The loss, in two halves: one for each example, one for the global batch.
+
+
+def embed_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  state: Any,
+  num_small: int = 8,
+  large_size: int | None = None,
+  small_size: int | None = None,
+  large_area: Sequence[float] = (0.32, 1.0),
+  small_area: Sequence[float] = (0.05, 0.32),
+  flip: bool = True,
+  contrast: float = 0.4,
+  mask_prob: float = 0.5,
+  mask_ratio: Sequence[float] = (0.1, 0.5),
+) -> tuple[dict[str, jax.Array], Any]:
+  """Unit vectors of all crops, by the student and by the teacher.
+
+  Args:
+    num_small: S, if the crops are made here.
+    large_size, small_size: sides of the crops, by default that of the image
+      and half of it.
+    large_area, small_area: least and largest share of the image.
+    flip: whether crops are mirrored at random.
+    contrast: largest change of a crop's contrast and brightness.
+    mask_prob: share of the large crops with masked patches.
+    mask_ratio: least and largest share of their patches that is masked.
+  """
+  keys_B = batch["_keys"]
+  large, small = _crops(
+    batch,
+    large=dict(size=large_size, area=large_area),
+    small=dict(size=small_size, area=small_area),
+    num_small=num_small,
+    common=dict(flip=flip, contrast=contrast),
+  )
+  B, G = large.shape[:2]
+  large_N = large.reshape(B * G, *large.shape[2:])
+  given: dict[str, Any] = dict(heads=True)
+  shown: dict[str, Any] = {}
+  weight_NM = None
+  if model.patch_prototypes:
+    num_patches = _num_patches(model, large.shape[2:])
+    given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
+      keys_B, G, num_patches, mask_prob, mask_ratio
+    )
+  (_, out), mutable = forward.apply(
+    model, variables, rng, train, large_N, **given, **shown
+  )
+  teacher = {**variables, "params": state["teacher"]}
+  _, taught = model.apply(teacher, large_N, train=False, **given)
+
+  def by_example(x: jax.Array) -> jax.Array:
+    return x.reshape(B, -1, *x.shape[1:])
+
+  result = {
+    "student_BGE": by_example(out["class_z"]),
+    "teacher_BGE": by_example(taught["class_z"]),
+    "features_BGD": by_example(out["head_input"]),
+    "teacher_features_BGD": by_example(taught["head_input"]),
+  }
+  if weight_NM is not None:
+    result |= {
+      "student_BGME": by_example(out["patch_z"]),
+      "teacher_BGME": by_example(taught["patch_z"]),
+      "weight_BGM": by_example(weight_NM),
+    }
+  if small is not None:
+    result["small_BSE"] = by_example(
+      _small_vectors(model, variables, rng, train, small)
+    )
+  fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
+  return {
+    name: jax.lax.stop_gradient(x) if name in fixed else x
+    for name, x in result.items()
+  }, mutable
+
+
+def _small_vectors(
+  model: Any,
+  variables: Variables,
+  rng: jax.Array | None,
+  train: bool,
+  small: jax.Array,
+) -> jax.Array:
+  """The student's vectors of the small crops, [B S, E]."""
+  if model.posemb == "learn" and model.posemb_grid is None:
+    raise ConfigError(
+      "config.model.posemb_grid: missing; large and small crops have different "
+      "grids of patches."
+    )
+  small_N = small.reshape(-1, *small.shape[2:])
+  (_, out), _ = forward.apply(model, variables, rng, train, small_N, heads=True)
+  return out["class_z"]
+
+
+def _crops(
+  batch: Batch,
+  *,
+  large: Mapping[str, Any],
+  small: Mapping[str, Any],
+  num_small: int,
+  common: Mapping[str, Any],
+) -> tuple[jax.Array, jax.Array | None]:
+  if "large_crops" in batch:
+    return batch["large_crops"], batch.get("small_crops")
+  check_number("config.loss.num_small", num_small, least=0, whole=True)
+  image, keys_B = batch["image"], batch["_keys"]
+  side = image.shape[1]
+  large_crops = random_views.crops(
+    random_views.folded(keys_B, 0),
+    image,
+    _NUM_LARGE,
+    large["size"] or side,
+    large["area"],
+    **common,
+  )
+  if not num_small:
+    return large_crops, None
+  return large_crops, random_views.crops(
+    random_views.folded(keys_B, 1),
+    image,
+    num_small,
+    small["size"] or side // 2,
+    small["area"],
+    **common,
+  )
+
+
+def _num_patches(model: Any, shape: Sequence[int]) -> int:
+  p, q = model.patch_size
+  return (shape[0] // p) * (shape[1] // q)
+
+
+def _masks(
+  keys_B: jax.Array,
+  num_crops: int,
+  num_patches: int,
+  prob: float,
+  ratio: Sequence[float],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Draws masks of all large crops, N = B G of them.
+
+  Returns the first M patches of a random order, their weights [N, M], and which
+  patches are masked [N, P]. The weights of a crop add up to 1, or to 0 if
+  nothing is masked in it.
+  """
+  M = int(ratio[1] * num_patches)
+  if M < 1:
+    raise ConfigError(
+      f"config.loss.mask_ratio={ratio!r}: masks none of {num_patches} patches."
+    )
+
+  def draw(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(key, 3)
+    order_P = jax.random.permutation(keys[0], num_patches)
+    share = jax.random.uniform(keys[1], minval=ratio[0], maxval=ratio[1])
+    number = jnp.clip(jnp.round(share * num_patches), 1, M)
+    number = jnp.where(jax.random.uniform(keys[2]) < prob, number, 0)
+    is_masked_M = jnp.arange(M) < number
+    masked_P = jnp.zeros(num_patches, bool).at[order_P[:M]].set(is_masked_M)
+    return order_P[:M], is_masked_M / jnp.maximum(number, 1), masked_P
+
+  split = jax.vmap(lambda key: jax.random.split(key, num_crops))
+  return jax.vmap(draw)(split(random_views.folded(keys_B, 2)).reshape(-1))
+
+
+def embeddings_loss_fn(
+  params: Params,
+  embeddings: Mapping[str, jax.Array],
+  batch: Batch,
+  *,
+  state: Any,
+  log_step: Any = True,
+  centering: str = "sinkhorn",
+  teacher_temperature: float = 0.07,
+  student_temperature: float = 0.1,
+  patch_weight: float = 1.0,
+  koleo_weight: float = 0.1,
+) -> tuple[Metrics, Any]:
+  """The loss of the global batch.
+
+  Args:
+    centering: "sinkhorn", or "mean": logits minus their moving average, as in
+      DINO.
+    teacher_temperature: published recipes let it rise from 0.04.
+    student_temperature: of the student's assignments.
+    patch_weight: weight of the loss of masked patches.
+    koleo_weight: weight of KoLeo for each large crop.
+  """
+  check_choice("config.loss.centering", centering, ("sinkhorn", "mean"))
+  check_number("config.loss.koleo_weight", koleo_weight, least=0)
+  assign = functools.partial(
+    _assign, centering=centering, temperature=teacher_temperature
+  )
+  teacher_BGE, student_BGE = (
+    embeddings["teacher_BGE"],
+    embeddings["student_BGE"],
+  )
+  B, G = teacher_BGE.shape[:2]
+  weight_B = metrics.example_weights(batch, teacher_BGE)
+  weight_N = jnp.repeat(weight_B, G)
+
+  # Class tokens: each view of the student with each other large crop.
+  name = "class_prototypes"
+  scores_NK = _scores(state["teacher"], name, teacher_BGE.reshape(B * G, -1))
+  target_NK = assign(scores_NK, weight_N, state["centre"]["class"])
+  target_BGK = target_NK.reshape(B, G, -1)
+  student_BVE = student_BGE
+  if "small_BSE" in embeddings:
+    student_BVE = jnp.concatenate([student_BGE, embeddings["small_BSE"]], 1)
+  logits_BVK = _scores(params, name, student_BVE) / student_temperature
+  pair_losses = [
+    prototypes.cross_entropy(target_BGK[:, g], logits_BVK[:, v])
+    for g in range(G)
+    for v in range(logits_BVK.shape[1])
+    if v != g
+  ]
+  class_loss_B = jnp.mean(jnp.stack(pair_losses), axis=0)
+  loss_B = class_loss_B
+  result = {"class_loss": metrics.pair(class_loss_B, weight_B)}
+  sums = {"class": (weight_N @ scores_NK, jnp.sum(weight_N))}
+
+  if "student_BGME" in embeddings:
+    patch_loss_B, sums["patch"] = _patch_loss(
+      params, embeddings, state, weight_B, student_temperature, assign
+    )
+    loss_B = loss_B + patch_weight * patch_loss_B
+    result["patch_loss"] = metrics.pair(patch_loss_B, weight_B)
+  if koleo_weight:
+    features_BGD = embeddings["features_BGD"]
+    of_crops = [
+      prototypes.koleo(features_BGD[:, g], weight_B) for g in range(G)
+    ]
+    koleo_B = jnp.sum(jnp.stack(of_crops), axis=0)
+    loss_B = loss_B + koleo_weight * koleo_B
+    result["koleo_loss"] = metrics.pair(koleo_B, weight_B)
+  result["loss"] = metrics.pair(loss_B, weight_B)
+  diagnosis = _diagnosis(embeddings, target_BGK, weight_B, log_step)
+  return {**result, **diagnosis}, sums
+
+
+loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
+
+
+def _scores(params: Params, name: str, z: jax.Array) -> jax.Array:
+  """Cosines of unit vectors and prototypes."""
+  kernel_EK = params[name]["kernel"].astype(jnp.float32)
+  norm_K = jnp.sqrt(jnp.sum(jnp.square(kernel_EK), 0) + _EPS)
+  return z @ (kernel_EK / norm_K)
+
+
+def _assign(
+  scores_NK: jax.Array,
+  weight_N: jax.Array,
+  centre_K: jax.Array,
+  *,
+  centering: str,
+  temperature: Any,
+) -> jax.Array:
+  """The teacher's assignments; those of weight 0 are finite."""
+  if centering == "mean":
+    return jax.nn.softmax((scores_NK - centre_K) / temperature)
+  return prototypes.sinkhorn(scores_NK / temperature, weight_N)
+
+
+def _patch_loss(
+  params: Params,
+  embeddings: Mapping[str, jax.Array],
+  state: Any,
+  weight_B: jax.Array,
+  student_temperature: float,
+  assign: Any,
+) -> tuple[jax.Array, Any]:
+  """The loss of masked patches [B], and the sum of the teacher's logits."""
+  weight_BGM = embeddings["weight_BGM"] * weight_B[:, None, None]
+  weight_N = (weight_BGM > 0).astype(jnp.float32).reshape(-1)
+  teacher_NE = embeddings["teacher_BGME"]
+  teacher_NE = teacher_NE.reshape(-1, teacher_NE.shape[-1])
+  name = "patch_prototypes"
+  scores_NK = _scores(state["teacher"], name, teacher_NE)
+  target_NK = assign(scores_NK, weight_N, state["centre"]["patch"])
+  student_NE = embeddings["student_BGME"].reshape(teacher_NE.shape)
+  logits_NK = _scores(params, name, student_NE) / student_temperature
+  loss_N = prototypes.cross_entropy(target_NK, logits_NK)
+  loss_BGM = loss_N.reshape(weight_BGM.shape) * weight_BGM
+  G = weight_BGM.shape[1]
+  total = weight_N @ scores_NK, jnp.sum(weight_N)
+  return jnp.sum(loss_BGM, (1, 2)) / G, total
+
+
+# Signs of a collapse.
+
+
+def _diagnosis(
+  embeddings: Mapping[str, jax.Array],
+  target_BGK: jax.Array,
+  weight_B: jax.Array,
+  log_step: Any,
+) -> Metrics:
+  """Entropy of the teacher, prototypes in use, rank, distance of views.
+
+  "teacher_entropy" is that of the assignment of one image, in nats;
+  "used_prototypes" the number in use over the batch; "effective_rank" that of
+  the teacher's features; "view_distance" that of the student's vectors of two
+  crops of an image, and "image_distance" of crops of different images.
+  """
+  B, G, K = target_BGK.shape
+  weight_N = jnp.repeat(weight_B, G)
+  student_BGE = embeddings["student_BGE"]
+  between_B = jnp.linalg.norm(student_BGE[:, 0] - student_BGE[:, 1], axis=-1)
+  others_BE = jnp.roll(student_BGE[:, 1], 1, axis=0)
+  apart_B = jnp.linalg.norm(student_BGE[:, 0] - others_BE, axis=-1)
+  used = prototypes.used(target_BGK.reshape(B * G, K), weight_N)
+  features_BD = embeddings["teacher_features_BGD"][:, 0]
+  rank = functools.partial(prototypes.effective_rank, features_BD, weight_B)
+  log_step = jnp.asarray(log_step)
+  is_log_step = log_step.astype(jnp.float32)
+  # Singular values take a while, so only log steps have them.
+  rank_or_0 = jax.lax.cond(log_step, rank, lambda: jnp.zeros(()))
+  result = {
+    "teacher_entropy": metrics.pair(
+      jnp.mean(prototypes.entropy(target_BGK), 1), weight_B
+    ),
+    "used_prototypes": (used, jnp.ones(())),
+    "effective_rank": metrics.Occasional((rank_or_0, is_log_step), is_log_step),
+    "view_distance": metrics.pair(between_B, weight_B),
+    "image_distance": metrics.pair(apart_B, weight_B),
+  }
+  return jax.lax.stop_gradient(result)
+
+
+def problem(
+  values: Mapping[str, float], *, model: Any, stop_on_collapse: bool = True
+) -> str | None:
+  """Says why features have collapsed, from the metrics of a log entry."""
+  if not stop_on_collapse or "teacher_entropy" not in values:
+    return None
+  most = float(jnp.log(model.num_prototypes))
+  if values["used_prototypes"] < 1.05:
+    return "the teacher assigns all images to one prototype"
+  if values["teacher_entropy"] > 0.999 * most:
+    return (
+      "the teacher's assignment of each image is uniform over all "
+      f"{model.num_prototypes} prototypes"
+    )
+  if values.get("effective_rank", 2.0) < 1.05:
+    return "the teacher's features of all images are on one line"
+  if values["image_distance"] < 1e-3:
+    return "the student's vectors of all images are equal"
+  return None
+
+
+def predict_fns(model: Any) -> dict[str, PredictFn]:
+  return {"pre_logits": forward.layers_fn(model, inputs)}

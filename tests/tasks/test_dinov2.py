@@ -1,0 +1,234 @@
+"""DINO: its loss by a formula, exactness on any mesh, and named collapses."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from support import objectives
+
+from bigtrain import main
+from bigtrain.config.errors import ConfigError
+from bigtrain.tasks import dinov2
+
+B, S, E, K, M = 6, 3, 4, 5, 2
+SIZES = dict(patch_size=2, width=16, depth=1, mlp_dim=16, num_heads=2)
+MODEL = dict(
+  **SIZES,
+  posemb="sincos2d",
+  num_prototypes=8,
+  patch_prototypes=6,
+  head_hidden=16,
+  head_out=8,
+)
+LOSS = dict(
+  num_small=2,
+  small_size=4,
+  small_area=(0.2, 0.5),
+  teacher_temperature=dict(at_percent=[0, 50], values=[0.04, 0.07]),
+)
+
+
+def softmax(x):
+  x = np.exp(x - x.max(-1, keepdims=True))
+  return x / x.sum(-1, keepdims=True)
+
+
+def sinkhorn(scores):
+  q = np.exp(scores - scores.max())
+  for _ in range(3):
+    q /= q.sum(0, keepdims=True) * q.shape[1]
+    q /= q.sum(1, keepdims=True) * q.shape[0]
+  return q * q.shape[0]
+
+
+def vectors(rng, *shape):
+  x = rng.normal(size=shape)
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def test_the_loss_is_that_of_the_papers():
+  rng = np.random.default_rng(0)
+  kernels = {
+    name: {
+      which: {"kernel": rng.normal(size=(E, K))}
+      for which in ("class_prototypes", "patch_prototypes")
+    }
+    for name in ("student", "teacher")
+  }
+  z = {
+    "student_BGE": vectors(rng, B, 2, E),
+    "teacher_BGE": vectors(rng, B, 2, E),
+    "small_BSE": vectors(rng, B, S, E),
+    "features_BGD": rng.normal(size=(B, 2, 7)),
+    "teacher_features_BGD": rng.normal(size=(B, 2, 7)),
+    "student_BGME": vectors(rng, B, 2, M, E),
+    "teacher_BGME": vectors(rng, B, 2, M, E),
+    "weight_BGM": np.tile([[1.0, 0.0], [0.5, 0.5]], (B, 1, 1)),
+  }
+  z["weight_BGM"][3] = 0.0  # An image without masks.
+
+  def scores(of, which, x):
+    kernel = kernels[of][which]["kernel"]
+    return x @ (kernel / np.linalg.norm(kernel, axis=0))
+
+  state = {
+    "teacher": kernels["teacher"],
+    "centre": {"class": 0.0, "patch": 0.0},
+  }
+  result, sums = dinov2.embeddings_loss_fn(
+    kernels["student"],
+    {name: jnp.float32(x) for name, x in z.items()},
+    {},
+    state=state,
+    patch_weight=0.7,
+    koleo_weight=0.1,
+  )
+  # The class loss: all pairs of a large crop and another view.
+  taught = scores("teacher", "class_prototypes", z["teacher_BGE"])
+  target = sinkhorn(taught.reshape(2 * B, K) / 0.07).reshape(B, 2, K)
+  seen = np.concatenate([z["student_BGE"], z["small_BSE"]], 1)
+  log_p = np.log(softmax(scores("student", "class_prototypes", seen) / 0.1))
+  pairs = [
+    -(target[:, g] * log_p[:, v]).sum(-1)
+    for g in range(2)
+    for v in range(2 + S)
+    if v != g
+  ]
+  class_loss = np.mean(pairs)
+  # The patch loss: the mean over masked patches, then over large crops.
+  masked = z["weight_BGM"] > 0
+  taught = scores("teacher", "patch_prototypes", z["teacher_BGME"])
+  target = np.zeros((B, 2, M, K))
+  target[masked] = sinkhorn(taught[masked] / 0.07)
+  p = softmax(scores("student", "patch_prototypes", z["student_BGME"]) / 0.1)
+  losses = -(target * np.log(p)).sum(-1)
+  patch_loss = (losses * z["weight_BGM"]).sum() / (2 * B)
+  # KoLeo, of each large crop.
+  koleo = 0.0
+  for g in range(2):
+    x = z["features_BGD"][:, g]
+    x = x / np.linalg.norm(x, axis=-1, keepdims=True)
+    distance = np.linalg.norm(x[:, None] - x[None], axis=-1) + 9 * np.eye(B)
+    koleo -= np.log(distance.min(1)).mean()
+  mean = lambda name: float(result[name][0] / result[name][1])
+  assert mean("class_loss") == pytest.approx(class_loss, rel=1e-4)
+  assert mean("patch_loss") == pytest.approx(patch_loss, rel=1e-4)
+  assert mean("koleo_loss") == pytest.approx(koleo, rel=1e-4)
+  expected = class_loss + 0.7 * patch_loss + 0.1 * koleo
+  assert mean("loss") == pytest.approx(expected, rel=1e-4)
+  assert sums["class"][1] == 2 * B and sums["patch"][1] == masked.sum()
+
+
+@pytest.fixture(scope="module")
+def arrays():
+  rng = np.random.default_rng(0)
+  return {"image": rng.normal(size=(16, 8, 8, 1))}
+
+
+@pytest.mark.slow
+def test_gradients_are_equal_on_any_mesh_in_any_microbatches(arrays):
+  def of(microbatches, **sizes):
+    config = dict(
+      total_steps=10,
+      input=dict(data=dict(type="arrays", arrays=arrays), batch_size=16),
+      microbatches=microbatches,
+      model_name="dinov2",
+      model=MODEL | dict(dtype="float64"),
+      task="dinov2",
+      loss=LOSS,
+    )
+    return objectives.gradients(config, **sizes)
+
+  expected, sums = of(1, fsdp=1)
+  grads, other = of(2, replica=2, fsdp=4)
+  largest = max(abs(x).max() for x in expected.values())
+  assert largest > 1e-3
+  for name, x in grads.items():
+    np.testing.assert_allclose(
+      x, expected[name], rtol=1e-5, atol=1e-5 * largest, err_msg=name
+    )
+  for name in ("loss", "teacher_entropy", "used_prototypes"):
+    assert other[name][0] == pytest.approx(sums[name][0], rel=1e-5), name
+
+
+def config(tiny_config, **changes):
+  changes = {
+    "task": "dinov2",
+    "model_name": "dinov2",
+    "model": MODEL,
+    "loss": LOSS,
+    "evals": {},
+    "log_steps": 1,
+    "keep_ckpts": 9,
+  } | changes
+  return tiny_config(changes)
+
+
+@pytest.mark.slow
+def test_a_run_continues_bit_for_bit(tiny_config, tmp_path):
+  one = config(tiny_config)
+  main.train(one, str(tmp_path / "whole"))
+  for stop in (2, None):
+    main.train(one | {"stop_at_steps": stop}, str(tmp_path / "cut"))
+  first, second = tiny.arrays(tmp_path / "whole"), tiny.arrays(tmp_path / "cut")
+  tiny.assert_same(second, first)
+  rows = tiny.rows(tmp_path / "whole")
+  assert tiny.rows(tmp_path / "cut") == rows
+  signs = ("teacher_entropy", "used_prototypes", "effective_rank")
+  assert all(rows[6][name] > 0 for name in (*signs, "view_distance"))
+  assert any(name.startswith("tasks/teacher/class_head") for name in first)
+
+
+HEALTHY = dict(
+  teacher_entropy=1.0,
+  used_prototypes=7.0,
+  effective_rank=9.0,
+  image_distance=1.0,
+)
+
+
+@pytest.mark.parametrize(
+  "values, reason",
+  [
+    ({}, None),
+    (dict(used_prototypes=1.01), "all images to one prototype"),
+    (dict(teacher_entropy=np.log(8) - 1e-4), "uniform over all 8 prototypes"),
+    (dict(effective_rank=1.01), "on one line"),
+    (dict(image_distance=1e-5), "vectors of all images are equal"),
+  ],
+)
+def test_a_collapse_has_a_name(values, reason):
+  model = types.SimpleNamespace(num_prototypes=8)
+  named = dinov2.problem(HEALTHY | values, model=model)
+  assert named is None if reason is None else reason in named
+  off = dinov2.problem(HEALTHY | values, model=model, stop_on_collapse=False)
+  assert off is None
+
+
+def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
+  # A teacher whose assignments are flat teaches the uniform distribution.
+  loss = LOSS | dict(
+    centering="mean", teacher_temperature=100.0, koleo_weight=0.0
+  )
+  one = config(tiny_config, loss=loss, total_steps=200)
+  with pytest.raises(RuntimeError, match="step 3: .* uniform over all"):
+    main.train(one, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"loss": LOSS | dict(centering="none")}, "config.loss.centering: unknown"),
+    ({"loss": LOSS | dict(momentun=1)}, "config.loss.momentun.*'momentum'"),
+    ({"loss": LOSS | dict(mask_ratio=(0.0, 0.01))}, "masks none of 16 patches"),
+    ({"model.posemb": "learn"}, "config.model.posemb_grid: missing"),
+    ({"model.pool_type": "gap"}, "config.model: expected pool_type='tok'"),
+    ({"loss": LOSS | dict(stop_on_collaps=1)}, "'stop_on_collapse'"),
+  ],
+)
+def test_mistakes_have_their_line(tiny_config, tmp_path, changes, message):
+  one = config(tiny_config, **{"model": dict(MODEL)} | changes)
+  with pytest.raises(ConfigError, match=message):
+    main.train(one, str(tmp_path))

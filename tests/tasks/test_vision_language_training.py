@@ -1,0 +1,134 @@
+"""Training on pictures: any mesh, resumed runs, adapters, frozen towers."""
+
+import functools
+
+import numpy as np
+import pytest
+import tiny
+from support import any_mesh
+
+import bigtrain
+from bigtrain import main
+from bigtrain.arrays import trees
+from bigtrain.config import loading
+from bigtrain.tools import checkpoint
+
+CONFIG = "vlm_digits:runlocal"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+  # The rows are made once for all tests.
+  cache = tmp_path_factory.getbasetemp() / "cache"
+  monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+@functools.cache
+def steps(sizes, microbatches, pack):
+  config = any_mesh.load(CONFIG, packed=pack, small=True, dropout=0)
+  return any_mesh.train(config, dict(sizes), microbatches)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "microbatches", "pack"),
+  [
+    ((("fsdp", 1),), 4, False),
+    ((("fsdp", 4), ("tensor", 2)), 2, True),
+    pytest.param((("fsdp", 8),), 1, False, marks=pytest.mark.slow),
+    pytest.param(
+      (("replica", 2), ("fsdp", 2), ("sequence", 2)),
+      1,
+      True,
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_microbatches_and_devices_change_nothing(sizes, microbatches, pack):
+  want_pairs, want_grads, want_state = steps((("fsdp", 1),), 1, pack)
+  pairs, grads, state = steps(sizes, microbatches, pack)
+  for ours, theirs in zip(pairs, want_pairs, strict=True):
+    assert ours["supervised_tokens"][0] == theirs["supervised_tokens"][0] > 50
+    for key, pair in ours.items():
+      np.testing.assert_allclose(pair, theirs[key], 1e-5, err_msg=key)
+  for got, want in ((grads, want_grads), (state, want_state)):
+    for (key, a), (_, b) in zip(
+      *(trees.flatten_with_names(tree) for tree in (got, want))
+    ):
+      a, b = np.asarray(a, float), np.asarray(b, float)
+      np.testing.assert_allclose(a, b, 1e-4, 1e-5, err_msg=key)
+
+
+def tiny_run(**changes):
+  config = loading.load(f"{any_mesh.CONFIGS}/vlm_digits.py:runlocal")
+  small = dict(width=16, depth=1, num_heads=2)
+  config["model"]["image"] |= small | dict(mlp_dim=24)
+  config["model"]["text"] |= small | dict(mlp_dim=24)
+  config["evals"] = {}
+  config |= dict(log_steps=1, ckpt_steps=2, tensorboard=False)
+  return config | changes
+
+
+def params_of(workdir):
+  arrays = tiny.arrays(workdir)
+  return {n: np.asarray(x) for n, x in arrays.items()}
+
+
+def test_a_resumed_run_equals_a_whole_one_and_answers(tmp_path):
+  whole, cut = tmp_path / "whole", tmp_path / "cut"
+  main.train(tiny_run(), str(whole))
+  for stop in (2, None):
+    main.train(tiny_run(stop_at_steps=stop), str(cut))
+  tiny.assert_same(tiny.arrays(whole), tiny.arrays(cut))
+  assert tiny.rows(whole) == tiny.rows(cut)
+  # The run knows how its prompts and pictures are prepared.
+  model = bigtrain.load(str(whole))
+  picture = np.zeros((8, 8), np.uint8)
+  prompt = dict(text="What is the sum? ", images=[picture, picture + 200])
+  assert {*model.generate(prompt, max_new=3)} == {"text"}
+  texts = model.generate([prompt, dict(text="?", images=picture)], max_new=3)
+  assert len(texts) == 2
+
+
+def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
+  config = tiny_run(total_steps=2)
+  warm = dict(decay_type="constant")
+  config["schedule"] = [("img/.*", None), (".*", warm)]
+  config["lr_mults"] = [("projector/.*", 0.1)]
+  config |= dict(wd=0.0, optimizer=dict(name="adam"), grad_clip_norm=None)
+  main.train(config, str(tmp_path / "run"))
+  main.train(config | dict(total_steps=1), str(tmp_path / "one"))
+  first, last = (params_of(tmp_path / name) for name in ("one", "run"))
+  moved = dict.fromkeys(("img", "projector", "llm"), 0.0)
+  for name, x in first.items():
+    if name.startswith("params/"):
+      part = name.split("/")[1]
+      moved[part] = max(moved[part], np.abs(x - last[name]).max())
+  assert moved["img"] == 0
+  # Adam's steps are as large as the rate.
+  assert 0 < moved["projector"] < 0.3 * moved["llm"]
+
+
+def test_adapters_of_both_parts_merge(tmp_path):
+  base = tmp_path / "base"
+  main.train(tiny_run(total_steps=2), str(base))
+  config = tiny_run(
+    total_steps=2,
+    model_init=str(base),
+    adapters=dict(targets=r".*(query|value|up|head)/kernel", rank=2, alpha=4),
+  )
+  main.train(config, str(tmp_path / "run"))
+  merged = str(tmp_path / "merged.npz")
+  checkpoint.main(["export", str(tmp_path / "run"), merged, "--prefix=params"])
+  tokens = np.tile([259] * 8 + [5, 6, 7, 8], (2, 1))
+  image = np.random.default_rng(0).normal(size=(2, 2, 8, 8, 3))
+  features = dict(tokens=tokens, image=image.astype(np.float32))
+  outputs = [
+    bigtrain.load(path).run("logits", features)
+    for path in (str(tmp_path / "run"), merged, str(base))
+  ]
+  np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
+  assert np.abs(outputs[0] - outputs[2]).max() > 1e-3
+  names = dict(
+    trees.flatten_with_names(bigtrain.load(str(tmp_path / "run")).params)
+  )
+  assert {name.split("/")[0] for name in names} == {"img", "llm"}
