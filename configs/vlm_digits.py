@@ -3,7 +3,7 @@
 Command: python -m bigtrain.main --config=configs/vlm_digits.py \
   --workdir=runs/vlm_digits
 Hardware: any; two CPU cores need about ten minutes.
-Result: see docs/vision_language.md.
+Result: val/exact of 0.877 on held-out digits, one seed.
 Source: our own runs. The tower is that of configs/digits.py, the decoder a
 small Llama that reads bytes. A row shows two digits and asks, for example,
 "What is left of the three?" or "What is the sum?".

@@ -53,6 +53,7 @@ _COMPANIONS = (
   "chat_template.json",
   "generation_config.json",
   "preprocessor_config.json",
+  "processor_config.json",
 )
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Prefix of flax's mutable collections in a checkpoint.

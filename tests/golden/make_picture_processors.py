@@ -18,7 +18,6 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-OUT = pathlib.Path(__file__).parent / "picture_processors"
 SIDE = 16
 TEXTS = ["what is left of the three", "how many sevens are there"]
 TEMPLATE = """\
@@ -115,10 +114,11 @@ def llava():
   return processor, config
 
 
-def main():
+def write(golden):
+  """Writes folders below `golden`."""
   rng = np.random.default_rng(0)
   for make in (paligemma, gemma3, llava):
-    out = OUT / make.__name__
+    out = golden / "picture_processors" / make.__name__
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     processor, config = make()
@@ -152,4 +152,4 @@ def main():
 
 
 if __name__ == "__main__":
-  main()
+  write(pathlib.Path(__file__).parent)

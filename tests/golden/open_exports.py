@@ -36,6 +36,22 @@ def outputs_of(folder):
   return result[1 if "last_hidden_state" in result else 0].detach().numpy()
 
 
+def logits_of_pictures(folder):
+  """Logits of a model that reads texts and pictures."""
+  model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+    folder,
+    output_loading_info=True,
+    attn_implementation="eager",
+    dtype=torch.float32,
+  )
+  if any(info.values()):
+    raise SystemExit(f"{folder}: {info}")
+  inputs = np.load(folder / "inputs.npz")
+  tensors = {name: torch.from_numpy(inputs[name]) for name in inputs}
+  with torch.no_grad():
+    return model.eval()(**tensors).logits.numpy()
+
+
 def logits_of(folder):
   """Returns float32 [B, L, V]."""
   config = transformers.AutoConfig.from_pretrained(folder)
@@ -66,5 +82,8 @@ def logits_of(folder):
 
 if __name__ == "__main__":
   for path in map(pathlib.Path, sys.argv[1:]):
-    of_images = "pixel_values" in np.load(path / "inputs.npz")
-    np.save(path / "logits.npy", (outputs_of if of_images else logits_of)(path))
+    inputs = np.load(path / "inputs.npz")
+    compute = outputs_of if "pixel_values" in inputs else logits_of
+    if {"pixel_values", "input_ids"} <= {*inputs}:
+      compute = logits_of_pictures
+    np.save(path / "logits.npy", compute(path))

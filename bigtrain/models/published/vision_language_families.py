@@ -162,10 +162,13 @@ def _grid_side(config: ConfigJson) -> int:
   return vision["image_size"] // vision["patch_size"]
 
 
-def _linear(**others: Any) -> Rule:
-  """A projector of one layer, whose options are no keys of their own."""
+def _linear() -> Rule:
+  """PaliGemma: one layer, as wide as the decoder."""
   return Rule(
-    ("projector",), {}, lambda config: {"projector": others}, lambda fields: {}
+    ("projector",),
+    {},
+    lambda config: {"projector": dict(use_bias=True)},
+    lambda fields: {"projection_dim": fields["text"]["width"]},
   )
 
 
@@ -312,7 +315,7 @@ _PALIGEMMA = Kind(
     keys={"image_token": Key("image_token_index", 256000)},
     constants={"mask": "prefix", "class_token": False},
     rules=(
-      _linear(use_bias=True),
+      _linear(),
       _parts(
         ("siglip_vision_model",),
         ("gemma", "gemma2"),

@@ -6,12 +6,14 @@ losses, the gradients of these, and the tokens that they generate.
 
 import functools
 import json
+import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.published.folders import GOLDEN
+from models.published.folders import GOLDEN, export
 from support import cases, rounding
 
 from bigtrain import sharding
@@ -160,6 +162,40 @@ def test_exports_are_what_was_read(family, tmp_path):
       assert mine[key] == theirs[key], key
   (tmp_path / "config.json").write_text(json.dumps(config))
   warm_start.check_published(str(folder), module, opened(tmp_path)[1])
+
+
+@pytest.mark.published
+def test_transformers_opens_exports(tmp_path):
+  """With other weights than those of the folder that was read."""
+  expected = {}
+  for family in FAMILIES:
+    module, model = opened(FOLDERS / family, scan=True)
+    batch, known = batch_of(family), reference(family)
+    params = params_of(module, model, batch, FOLDERS / family)
+    params = jax.tree.map(lambda x: x * 1.05, params)
+    out = tmp_path / family
+    out.mkdir()
+    export(module, model, {"params": params}, out)
+    ids, image = known["input_ids"], known["image"].transpose(0, 1, 4, 2, 3)
+    if family not in ("idefics3", "smolvlm"):
+      image = image.reshape(-1, *image.shape[2:])
+    inputs = dict(input_ids=ids, pixel_values=image)
+    token = model.image_token
+    types = (ids == token).astype(np.int64)
+    if known["prefix"].size:
+      types = np.arange(ids.shape[1]) >= known["prefix"][:, None]
+    if family in ("paligemma", "paligemma2", "gemma3"):
+      inputs["token_type_ids"] = types.astype(np.int64)
+    np.savez(out / "inputs.npz", **inputs)
+    arguments = {**language_modeling.inputs(batch), "tokens": ids}
+    del arguments["real"]
+    expected[out] = model.apply({"params": params}, **arguments)[0]
+  python = os.environ.get("PUBLISHED_PYTHON", "build/published/bin/python")
+  script = GOLDEN / "open_exports.py"
+  subprocess.run([python, script, *expected], check=True)
+  for out, logits in expected.items():
+    actual = np.load(out / "logits.npy")
+    np.testing.assert_allclose(actual, logits, rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize(
