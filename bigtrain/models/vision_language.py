@@ -96,7 +96,12 @@ class Model(nn.Module):
     check_choice("config.model.mask", self.mask, MASKS)
     self._check_projector()
     with options.naming("config.model.image"):
-      self.image_tower()
+      tower = self.image_tower()
+    if self.class_token and getattr(tower, "feature_layer", None) is None:
+      raise ConfigError(
+        "config.model.class_token: expected image=dict(feature_layer=...), of "
+        "a tower with a class token."
+      )
     with options.naming("config.model.text"):
       dtype = self.text_decoder().dtype
     options.set_fields(self, {"dtype": dtype})

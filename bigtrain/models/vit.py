@@ -194,8 +194,8 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D); "prefix", the same of class token and registers, if
-      there are any; "head_input" (B, D), pooled; and "pre_logits" (B, D) or
+      "encoded" (B, P, D); with feature_layer "prefix", the same of class token
+      and registers; "head_input" (B, D), pooled; and "pre_logits" (B, D) or
       (B, rep_size)). With pool_type "none" the last two and the logits are per
       patch: (B, P, ...).
     """
@@ -232,7 +232,7 @@ class Model(encoder.Fields):
     x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)
 
     out = {"encoded": x_BLD[:, prefix:]}
-    if prefix:
+    if prefix and self.feature_layer is not None:
       out["prefix"] = x_BLD[:, :prefix]
     x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)
     if self.norm_pooled:
