@@ -11,6 +11,9 @@ from typing import Any, TypeAlias
 Params: TypeAlias = dict[str, Any]
 # What a model is applied to: "params", and flax's mutable collections.
 Variables: TypeAlias = dict[str, Any]
+# Entry beside these for arguments of a task's functions that change from step
+# to step: options with a schedule, and the task's state, as {name: value}.
+TASK = "task"
 # "params", "opt", "step" and, where used, "mutable", "tasks", "ema" and
 # "loss_scale".
 TrainState: TypeAlias = dict[str, Any]

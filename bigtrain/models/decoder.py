@@ -131,9 +131,8 @@ class Model(nn.Module):
   # Whether each layer's output has a factor, which is not trained.
   layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
-  logits_softcap: float | None = (
-    options.DERIVED
-  )  # Logits x: cap * tanh(x / cap).
+  # Logits x become cap * tanh(x / cap).
+  logits_softcap: float | None = options.DERIVED
   dropout: float = 0.0  # Rate after the embedding and on branches.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.

@@ -25,8 +25,8 @@ _EPS = 1e-12
 class Model(vit.Model):
   """A ViT; with `heads` also their results."""
 
-  pool_type: str = "tok"
-  mask_token: bool = True
+  pool_type: str = "tok"  # No other: the loss reads the class token.
+  mask_token: bool = True  # No other: it replaces the masked patches.
   num_prototypes: int = 65536  # K of class tokens.
   patch_prototypes: int | None = None  # K of patches; None for no such head.
   head_hidden: int = 2048  # Hidden width of the heads' MLPs, of three layers.

@@ -27,10 +27,10 @@ from bigtrain.models.layers import (
 class Model(vit.Model):
   """MAE. Without `kept_BK` of its call, it is a ViT."""
 
-  pool_type: str = "tok"
-  decoder_width: int = 512
-  decoder_depth: int = 8
-  decoder_num_heads: int = 16
+  pool_type: str = "tok"  # No other: the decoder reads the class token.
+  decoder_width: int = 512  # Width of the decoder, which only training uses.
+  decoder_depth: int = 8  # Its number of blocks.
+  decoder_num_heads: int = 16  # Its number of heads.
   decoder_mlp_dim: int = options.DERIVED  # By default 4 times the width.
 
   def __post_init__(self) -> None:

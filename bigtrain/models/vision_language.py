@@ -75,11 +75,11 @@ class Model(nn.Module):
   image_size: Any = None
   # Published layout of an export, where several compute the same.
   published_as: str | None = None
-  # Of both parts; None for their own defaults.
+  # These four are of both parts; None for their own defaults.
   attention: str | None = None
-  dtype: str | None = None
-  remat_policy: str | None = None
-  scan: bool | None = None
+  dtype: str | None = None  # Of the computation.
+  remat_policy: str | None = None  # What is kept for the backward pass.
+  scan: bool | None = None  # Whether blocks are a loop.
 
   def __post_init__(self) -> None:
     projector = options.read_tuple(

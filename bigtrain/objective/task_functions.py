@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from bigtrain.arrays.types import (
+  TASK,
   Batch,
   ClassCount,
   LossFn,
@@ -24,7 +25,6 @@ from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 from bigtrain.models.layers import lora, quantized
 from bigtrain.objective import logical_axes, model_variants, task_state
-from bigtrain.step import frozen
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
 _GIVEN = (
@@ -104,7 +104,7 @@ def split_task(
   These are options that follow a schedule, and the task's state.
   """
   variables = dict(variables)
-  changing: Mapping[str, Any] = variables.pop(frozen.TASK, {})
+  changing: Mapping[str, Any] = variables.pop(TASK, {})
   names = inspect.signature(fn).parameters
   takes_any = any(p.kind == p.VAR_KEYWORD for p in names.values())
   return variables, {

@@ -19,10 +19,16 @@ from jax.sharding import Mesh
 
 from bigtrain import metrics, sharding
 from bigtrain.arrays import trees
-from bigtrain.arrays.types import Batch, GradientsFn, Metrics, Params, Variables
+from bigtrain.arrays.types import (
+  TASK,
+  Batch,
+  GradientsFn,
+  Metrics,
+  Params,
+  Variables,
+)
 from bigtrain.objective import gradients, task_schedule
 from bigtrain.objective.task_sum import Entry
-from bigtrain.step import frozen
 
 # Entry of the train state with the tasks' states, and of the collections that
 # gradients return: {task: TaskResult}.
@@ -130,7 +136,7 @@ def of_task(
   if "log_step" in inspect.signature(entry.module.loss_fn).parameters:
     changing["log_step"] = state.get("log_step", np.bool_(True))
   if changing:
-    state[frozen.TASK] = changing
+    state[TASK] = changing
   return state
 
 
@@ -153,11 +159,11 @@ def loss_args(
   layout = sharding.replicated(mesh)
   state = {**state, **frozen_spec}
   state = of_task(entry, state, is_taught, task_state)
-  if frozen.TASK in state:
-    state[frozen.TASK] = jax.tree.map(
+  if TASK in state:
+    state[TASK] = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=getattr(x, "sharding", layout)
       ),
-      state[frozen.TASK],
+      state[TASK],
     )
   return gradients.loss_args(state, entry.view(batch_spec), mesh)

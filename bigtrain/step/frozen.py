@@ -6,13 +6,9 @@ They are beside the train state, because checkpoints do not have them.
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.arrays.types import Variables
+from bigtrain.arrays.types import TASK, Variables
 
 NAMES = ("teacher", "base")
-
-# Beside them losses may have arguments of a task that change from step to step:
-# options that follow a schedule, and the task's state, as {name: value}.
-TASK = "task"
 
 
 def variables(state: Mapping[str, Any]) -> dict[str, Variables]:

@@ -257,6 +257,7 @@ def _train(config, mesh, setup):
       if isinstance(pair, metrics.Sum)
       else pair
       for name, pair in pairs.items()
+      if not isinstance(pair, metrics.Loads)  # Also in "expert_load/...".
     }
     pairs = {**pairs, "grad_norm": (metrics.global_norm(grads), jnp.ones(()))}
     return {**new, "mutable": mutable}, grads, pairs

@@ -36,7 +36,13 @@ ROWS = [
 ]
 PAIR = "strfmt('{text}: {pair}')|tokenize(max_len=24, pad=-1, key_result='%s')"
 TEXT = PAIR % "tokens"
-PAIRS = dict(type="supervised", tokenizer="bytes", length=24, preferences=True)
+PAIRS = dict(
+  type="supervised",
+  tokenizer="bytes",
+  length=24,
+  preferences=True,
+  rows="preference",
+)
 SIZES = dict(
   variant="llama", vocab_size=264, width=16, depth=1, num_heads=2, mlp_dim=24
 )
@@ -101,7 +107,13 @@ CASES = {
       task="language_modeling",
       loss=dict(distill=dict(beta=0.5, nll=0.1), chunk=5),
       input=dict(
-        data=dict(type="supervised", tokenizer="bytes", length=32, pack=True)
+        data=dict(
+          type="supervised",
+          tokenizer="bytes",
+          length=32,
+          pack=True,
+          rows="prompt_completion",
+        )
       ),
       teacher=dict(big=TEACHER, small=TEACHER),
     ),

@@ -192,6 +192,7 @@ def test_the_auxiliary_loss_over_all_layers():
     moe.route(x, tree["real"] > 0, options)[1] for x in tree["logits"]
   ]
   stats = jax.tree.map(lambda *x: sum(x) / len(x), *of_layers)
+  stats["by_layer"] = {str(i): layer for i, layer in enumerate(of_layers)}
   losses = token_losses.ModelLosses(
     {"loss": (0.0, 1.0)}, *[jnp.zeros(())] * 2, stats, {}
   )
