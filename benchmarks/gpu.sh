@@ -15,7 +15,7 @@ figures=${FIGURES:-build/gpu/figures.txt}
 import importlib.metadata as metadata
 import sys
 
-LEAST = dict(jax="0.11", flax="0.12.8", optax="0.2.8", numpy="2.4")
+LEAST = dict(jax="0.10", flax="0.12.8", optax="0.2.8", numpy="2.4")
 PEERS = dict(torch="2.11", transformers="5.0", timm="1.0", peft="0.18")
 
 

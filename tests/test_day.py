@@ -200,7 +200,7 @@ def test_a_day_with_chats(tmp_path):
   for name in ("tokenizer.json", "chat_template.jinja"):
     assert (old / name).read_bytes() == (new / name).read_bytes()
   # Adapters, with an embedding that trains in full.
-  lora = block(page, "python", "import chats")
+  lora = block(page, "python", 'train="token_embedding"')
   (tmp_path / "chats_lora.py").write_text(lora)
   shown = shell(block(page, "", "tools.parameters"))
   assert "token_embedding" in shown and "2e-05" in shown

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import any_mesh, rounding
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
@@ -155,8 +156,22 @@ def logits_of(model, variables, tokens, **kwargs):
   return np.asarray(run(variables, tokens, kwargs))
 
 
-def assert_close(a, b, rounding=ROUNDING):
-  np.testing.assert_allclose(a, b, atol=rounding * np.abs(b).max())
+def assert_close(a, b, moved=0.0):
+  """Compares arrays, of which rounding may move numbers by `moved`."""
+  size = np.abs(b).max()
+  assert moved <= 1e-2 * size, "rounding may change all digits"
+  np.testing.assert_allclose(a, b, atol=max(ROUNDING * size, moved))
+
+
+def moved_by_rounding(fn, inputs):
+  """{name: how far rounding may move an array of fn(inputs)}.
+
+  Some draws, such as those with norms of values, multiply the rounding of their
+  inputs a hundredfold.
+  """
+  values = {n: np.asarray(x) for n, x in trees.flatten_with_names(fn(inputs))}
+  moved = rounding.spread(fn, inputs, values)
+  return {name: rounding.ROUNDINGS * x for name, x in moved.items()}
 
 
 def each_seed(fast):
@@ -203,7 +218,9 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   """Prompts of 4 and 9 tokens are read together, then token by token."""
   model, variables = made(seed)
   text, lengths = tokens(), jnp.asarray([4, 9])
-  whole = logits_of(model, variables, text)
+  run = jax.jit(lambda v: {"logits": model.apply(v, text)[0]})
+  bound = moved_by_rounding(run, variables)["logits"]
+  whole = np.asarray(run(variables)["logits"])
   prompt = jnp.where(jnp.arange(10) < lengths[:, None], text[:, :10], 0)
 
   @jax.jit
@@ -214,12 +231,12 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
   logits, out = read(prompt)
   for row, length in enumerate(lengths):
-    assert_close(logits[row, :length], whole[row, :length])
+    assert_close(logits[row, :length], whole[row, :length], bound)
   for i in range(3, L):
     logits, out = step(text[:, i : i + 1], out["cache"], i)
     for row in range(B):
       if i >= lengths[row] - 1:
-        assert_close(logits[row, 0], whole[row, i])
+        assert_close(logits[row, 0], whole[row, i], bound)
   # A window's cache has no more positions than the window.
   windows = {kind.get("window") for kind in model.kinds.values()} - {None}
   sizes = {
@@ -290,35 +307,41 @@ MESHES = (dict(fsdp=2, tensor=2, sequence=2), dict(fsdp=4, tensor=2))
 
 @each_seed(0)
 def test_a_mesh_gives_the_loss_and_gradients_of_one_device(seed):
-  """With rematerialisation there, and without it here."""
-  model, variables = made(seed)
-  text = jnp.concatenate([tokens(i) for i in range(4)])
+  """With rematerialisation there, and without it here; in float64.
 
-  remat = decoder.Model(
-    **draw(seed), scan=True, remat_policy="nothing_saveable"
-  )
+  Rounding of float32 changes gradients of some draws by a thousandth.
+  """
+  double = {"dtype": "float64"}
+  with any_mesh.precision({"model": double}):
+    options = draw(seed) | double
+    _, variables = made(seed)
+    variables = jax.tree.map(lambda x: np.asarray(x, np.float64), variables)
+    model = decoder.Model(**options, scan=True)
+    remat = decoder.Model(**options, scan=True, remat_policy="nothing_saveable")
+    text = jnp.concatenate([tokens(i) for i in range(4)])
 
-  def loss(params, text, model):
-    logits, _ = model.apply({**variables, "params": params}, text)
-    log_p = jax.nn.log_softmax(logits[:, :-1])
-    picked = jnp.take_along_axis(log_p, text[:, 1:, None], axis=-1)
-    return -jnp.mean(picked)
+    def loss(params, text, model):
+      logits, _ = model.apply({**variables, "params": params}, text)
+      log_p = jax.nn.log_softmax(logits[:, :-1])
+      picked = jnp.take_along_axis(log_p, text[:, 1:, None], axis=-1)
+      return -jnp.mean(picked)
 
-  def run(model, devices, **sizes):
-    mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:devices])
-    with jax.set_mesh(mesh):
-      rows = jax.device_put(text, sharding.batch(mesh))
-      return jax.device_get(
-        jax.jit(jax.value_and_grad(loss), static_argnums=2)(
-          variables["params"], rows, model
+    def run(model, devices, **sizes):
+      mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:devices])
+      with jax.set_mesh(mesh):
+        rows = jax.device_put(text, sharding.batch(mesh))
+        return jax.device_get(
+          jax.jit(jax.value_and_grad(loss), static_argnums=2)(
+            variables["params"], rows, model
+          )
         )
-      )
 
-  value, grads = run(model, 1, fsdp=1)
-  other, other_grads = run(remat, 8, **MESHES[seed % 2])
-  assert other == pytest.approx(value, rel=ROUNDING)
+    value, grads = run(model, 1, fsdp=1)
+    other, other_grads = run(remat, 8, **MESHES[seed % 2])
+  assert value.dtype == np.float64
+  assert other == pytest.approx(value, rel=1e-7)
   largest = max(np.abs(x).max() for x in jax.tree.leaves(grads))
   named = trees.flatten_with_names(other_grads)
   for (name, new), old in zip(named, jax.tree.leaves(grads)):
     scale = max(np.abs(old).max(), 1e-2 * largest)
-    np.testing.assert_allclose(new, old, atol=1e-4 * scale, err_msg=name)
+    np.testing.assert_allclose(new, old, atol=1e-6 * scale, err_msg=name)

@@ -13,15 +13,14 @@ from support import absent_mesh
 
 from bigtrain.config.modules import find_module
 from bigtrain.inputs.named_features import Features
+from bigtrain.models import decoder
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
-# Configs share these two; a student is a model of another config, and so are
-# those that learn preferences and from rewards.
-CONFIGS = [
-  name
-  for name in test_configs.NAMES
-  if name not in ("decoder_lm", "t5_c4", "digits_distill", "dpo", "grpo")
-]
+# Configs share the first two; a student is a model of another config, and so
+# are those that learn preferences and from rewards. The loss of dinov2 needs
+# the state of its task: tests/tasks/test_dinov2.py computes it.
+OTHERS = ("decoder_lm", "t5_c4", "digits_distill", "dpo", "grpo", "dinov2")
+CONFIGS = [name for name in test_configs.NAMES if name not in OTHERS]
 # Lowering takes a second or two each.
 QUICK = ("gpt2_124m",)
 
@@ -33,11 +32,14 @@ def _shallow(options):
     if isinstance(value, dict):
       value = _shallow(value)
     shallow[name] = value
+  # Beside two blocks that repeat, those that come first and are of other kinds.
+  variant = decoder.VARIANTS.get(options.get("variant", ""), {})
+  depth = max(2, 1 + len(variant.get("first_layers", ())))
   if "variant" in options or "width" in options:
-    shallow["depth"] = 2
+    shallow["depth"] = depth
   for name in ("depth", "decoder_depth"):
     if name in options:
-      shallow[name] = 2
+      shallow[name] = depth
   return shallow
 
 
@@ -54,6 +56,7 @@ def lower(config, platform, **mesh):
     name: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
     for name, x in example.items()
   }
+  batch["_keys"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
   if config["task"] == "classification":
     batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
   inputs = jax.eval_shape(task.inputs, example)

@@ -26,7 +26,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS = 3
 
 # In three steps, these make more than 1e-5 of rounding in float32.
-_IN_DOUBLE = ("clippo", "gemma3_1b", "mixer", "vit_i1k")
+_IN_DOUBLE = ("clippo", "gemma3_1b", "gemma4_26b_a4b", "mixer", "vit_i1k")
 
 # Adam divides by the gradient's size, also where the gradient is nothing but
 # rounding, as that of a key's bias. Plain momentum keeps small errors small.

@@ -342,7 +342,9 @@ def _times_backward(
     x_TD, grad_TF, e, first, used = block
 
     def add() -> Any:
-      product_DF = jnp.matmul(x_TD.T, grad_TF, preferred_element_type="float32")
+      product_DF = jnp.matmul(
+        x_TD.T, grad_TF, preferred_element_type=jnp.float32
+      )
       added_DF = jnp.where(first, 0.0, sum_DF) + product_DF
       added_EDF = jax.lax.dynamic_update_index_in_dim(
         sums_EDF, added_DF.astype(sums_EDF.dtype), e, axis=0
