@@ -52,7 +52,11 @@ def run(model, variables, batch, **options):
   fn = functools.partial(task.loss_fn, model=model, train=False, **options)
   pairs, mutable = jax.jit(lambda v, b: fn(v, b, None))(variables, batch)
   assert mutable == {}
-  return {k: (float(s), float(w)) for k, (s, w) in pairs.items()}
+  return {
+    name: (float(pair[0]), float(pair[1]))
+    for name, pair in pairs.items()
+    if not isinstance(pair, metrics.Loads)
+  }
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -228,11 +232,7 @@ def with_experts():
 def test_experts_add_losses_and_metrics():
   model, variables = with_experts()
   pairs = run(model, variables, batch(), load_balance=0.5, router_z=0.25)
-  mean = {
-    name: pair[0] / pair[1]
-    for name, pair in pairs.items()
-    if not isinstance(pair, metrics.Loads)
-  }
+  mean = {name: total / weight for name, (total, weight) in pairs.items()}
   extra = 0.5 * mean["experts/load_balance"] + 0.25 * mean["experts/router_z"]
   assert mean["loss"] == pytest.approx(mean["nll"] + extra, rel=1e-5)
   loads = [mean[f"expert_load/{e}"] for e in range(4)]
