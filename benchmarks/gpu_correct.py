@@ -63,8 +63,8 @@ class Case:
 
 def main() -> None:
   """Prints a figure per part, dtype and backend."""
-  args = measure.arguments(__doc__, only="parts, separated by commas")
-  names = args.only.split(",") if args.only else [*_CASES]
+  args = measure.arguments(__doc__, only="parts, separated by semicolons")
+  names = args.only.split(";") if args.only else [*_CASES]
   if not {*names} <= {*_CASES}:
     sys.exit(f"--only={args.only}: expected some of {', '.join(_CASES)}.")
   for name in names:
