@@ -123,7 +123,7 @@ class Programs:
     if self.mode != "compiled" or len(all_specs) == 1:
       return self.lower(name, fn, *all_specs[-1], **options)
 
-    def key(args: Sequence[Any]) -> Any:
+    def key_of(args: Sequence[Any]) -> Any:
       leaves, structure = jax.tree.flatten([args[i] for i in argnums])
       return structure, tuple(x.shape for x in leaves)
 
@@ -131,11 +131,11 @@ class Programs:
     for i, specs in enumerate(all_specs):
       is_last = i == len(all_specs) - 1
       own_name = name if is_last else f"{name} number {i}"
-      compile_fns[key(specs)] = self.lower(own_name, fn, *specs, **options)
+      compile_fns[key_of(specs)] = self.lower(own_name, fn, *specs, **options)
 
     def compile_all() -> Program:
       programs = {key: compile_fn() for key, compile_fn in compile_fns.items()}
-      return lambda *args: programs[key(args)](*args)
+      return lambda *args: programs[key_of(args)](*args)
 
     return compile_all
 
