@@ -25,7 +25,7 @@ _CHUNK = 4096
 
 
 class AddedRows(NamedTuple):
-  """The rows that a model has beside those of a file."""
+  """Rows that a model has in addition to the rows of a file."""
 
   old_size: int  # Rows in the file.
   new_size: int  # Rows in the model.

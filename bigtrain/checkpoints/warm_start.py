@@ -176,7 +176,7 @@ def _loaded(
 
   Args:
     names: {name: name in the file}.
-    values: converted arrays by name, or {} for those of the file.
+    values: converted arrays by name; {} to use the arrays of the file.
     rows: new rows of the arrays `extended`.
   """
   plain = {n: spec for n, spec in wanted.items() if n not in extended}

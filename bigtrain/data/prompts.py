@@ -187,7 +187,7 @@ class Source(supervised.Source):
       indices: of the prompts, [B].
       batch: "targets" [B, G, L] and "loss_mask" [B, G, L], which is 0 where the
         target is no token of the answer.
-      messages: with tools, those of each answer, [B][G].
+      messages: with tools, the messages of each answer, [B][G].
 
     Returns:
       "reward" [B, G], and "failed_rewards" [B, G], the number of judges that

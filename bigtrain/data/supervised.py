@@ -39,8 +39,8 @@ The features of an example, with L = `length`:
   models; if packed, int32 [L], 1 for these tokens.
 - `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
   the answer, padded with 0, in place of tokens, targets and loss_mask.
-- `image` float32 [N, height, width, 3] with `pictures`: those of its rows in
-  their order, and zeros up to the largest number N of an example.
+- `image` float32 [N, height, width, 3] with `pictures`: the pictures of
+  its rows in order, and zeros up to the largest number N of an example.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -309,7 +309,7 @@ class Source:
       )
       return
     # arXiv 2402.01306, equation 8: weight x number of the wanted answers should
-    # be 1 to 4/3 times that of the others.
+    # be 1 to 4/3 times the same product for the others.
     ratio = wanted / unwanted
     if not 1 <= ratio <= 4 / 3:
       logging.warning(

@@ -109,7 +109,7 @@ class TrainInput(Input):
     drawn: the batches that steps may have, with the share of the steps that
       has each: [(spec as in `Input`, share)].
     tokens_per_example: padding included; None without tokens.
-    tokenizers: (name, fingerprint) of those of sources and ops.
+    tokenizers: (name, fingerprint) of the tokenizers of sources and ops.
     fingerprints: {path: digest} of files that a resumed run refuses if they
       have changed.
     of_tasks: inputs of single tasks, by the prefix of their features.
@@ -247,7 +247,7 @@ class TaskInput(NamedTuple):
 def from_config(config: settings.Config, seed: int, mesh: Mesh) -> TrainInput:
   """The input of a run: config.input, and the inputs of tasks that have one.
 
-  The run's lengths in epochs and examples are those of config.input.
+  Lengths in epochs and examples count the examples of config.input.
   """
   pp_modules = config.get("pp_modules", ())
   options: dict[str, Any] = dict(mesh=mesh, pp_modules=pp_modules, run=config)

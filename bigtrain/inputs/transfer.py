@@ -153,7 +153,7 @@ class Prefetch:
 
 
 class JoinedBatches:
-  """Batches of a run together with those of tasks that have their own input.
+  """Batches of a run, joined with batches of tasks that have their own input.
 
   Args:
     batches: the run's.

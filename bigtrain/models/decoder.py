@@ -273,7 +273,7 @@ class Model(nn.Module):
     real: jax.Array | None,
     train: bool,
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
-    """Hidden states of each module, and statistics with those of its layer."""
+    """Hidden states of each module, and `stats` with its layer's added."""
     modules = self.mtp_modules(name="mtp")
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
     hidden = []
@@ -750,7 +750,7 @@ _QWEN3_5_MU: dict[str, Any] = dict(
 
 
 def _gemma4_kinds(window: int, **sizes: int) -> dict[str, Any]:
-  """Kinds of layers of Gemma 4; the sizes are those of global layers."""
+  """Kinds of layers of Gemma 4; `sizes` are for global layers."""
   rope = dict(
     rope_theta=1e6, rope_scaling=dict(type="proportional", fraction=0.25)
   )

@@ -3,8 +3,8 @@
 An image tower makes features of patches, a projector makes embeddings of them,
 and these stand in the decoder in place of image tokens: the first image token
 of a text gets the first embedding of its first picture, and so on. Options of
-the tower are those of models/vit.py, options of the decoder those of
-models/decoder.py. Parameters are named img/..., projector/... and llm/...
+the tower are in models/vit.py, options of the decoder in models/decoder.py.
+Parameters are named img/..., projector/... and llm/...
 
 Axes: B batch, N pictures of an example, P patches, T image tokens of a picture,
 L length, D width of the decoder.
@@ -35,8 +35,8 @@ from bigtrain.models.published import (
   vit_families,
 )
 
-# Which tokens see later ones: none; those of a prompt, as in PaliGemma; those
-# of the same picture, as in Gemma 3.
+# Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma; or
+# the tokens of the same picture, as in Gemma 3.
 MASKS = ("causal", "prefix", "image")
 ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
 

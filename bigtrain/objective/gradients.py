@@ -5,7 +5,7 @@ weights. Padding, the number of microbatches and the number of devices therefore
 change the result by rounding only.
 
 `of_task` makes the gradients of one task, by `make` or the task's own
-`gradients_fn`. task_gradients.py adds up those of several tasks, and `of_step`
+`gradients_fn`. task_gradients.py adds these up for several tasks, and `of_step`
 draws a variant of the model for each step. Most losses add up over microbatches
 (`_accumulate`); one that needs the whole batch at once, such as a contrastive
 loss, takes two passes (`_in_two_passes`).
@@ -110,7 +110,7 @@ def of_task(
   """The gradients of a task's loss, with activation statistics in log steps.
 
   Args:
-    options: those of the task's loss.
+    options: options of the task's loss.
     stats_fn: the loss with the metric "activation", if any.
     trainable: tree of bools with the structure of the parameters.
   """

@@ -279,7 +279,7 @@ class Objective:
     return by_name
 
   def _task_state(self, loss: TaskLoss, state: Any) -> Any:
-    """A task's state in a step; that of its first step is new."""
+    """A task's state in a step; in its first step it is new."""
     if loss.state_fns is None:
       return None
     name, init = loss.entry.name, loss.state_fns.init
@@ -302,7 +302,7 @@ class Objective:
       state: the state before the step.
       mutable: the collections that the gradients returned.
       params: the parameters after the update.
-      hparams: those of the step.
+      hparams: the hyperparameters of the step.
     """
     mutable = dict(mutable)
     results = mutable.pop(TASKS, {})

@@ -245,7 +245,7 @@ class Rollout:
     """Makes the batch of a step; needs `compile`.
 
     Args:
-      batches: those of `start`, of which a set takes several.
+      batches: the iterator from `start`, of which a set takes several.
     """
     if not self.exists:
       return next(batches)
@@ -265,7 +265,7 @@ class Rollout:
   ) -> Iterator[Batch]:
     """Makes the batches of a step and the next one, to look for an error.
 
-    Of a set that is not at hand, the answers are those of other weights.
+    If the set is not at hand, other weights write its answers.
     """
     for each in (step, step + 1):
       number, update = divmod(each, self._updates)

@@ -55,8 +55,8 @@ def loss_fn(
   """Binds the loss's options: (variables, batch, rng) -> (metrics, mutable).
 
   Args:
-    config: has the options as "loss": the whole config, or of several tasks
-      that of this one.
+    config: has the options as "loss": the whole config, or with several tasks
+      the part of this one.
     teacher: a model, or several as a dict by name; None without config.teacher.
     input_key: where the config has the input, for messages.
   """

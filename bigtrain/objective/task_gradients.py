@@ -56,7 +56,7 @@ class Summand(NamedTuple):
 
 
 def add_up(summands: Sequence[Summand], trainable: Any) -> GradientsFn:
-  """The gradients of a step: those of its tasks, times their weights.
+  """The gradients of a step: its tasks' gradients, times their weights.
 
   A step has the tasks for which its hparams have a weight. A parameter that
   none of them trains has a gradient of zero.

@@ -118,7 +118,7 @@ class Schedule:
 def from_config(
   entries: Sequence[Entry], units: lengths.Units, turns: Turns
 ) -> Schedule:
-  """Reads weights and first steps; `turns` are those of the optimizers."""
+  """Reads weights and first steps; `turns` say which optimizer steps when."""
   schedules = []
   for entry in entries:
     weight, first_step = None, 0

@@ -6,12 +6,12 @@ and says how a step changes it:
   def init_state(params, *, model, **options): ...
   def update_state(state, *, params, sums, model, **options): ...
 
-A function gets of the keyword arguments those that it names. Options are those
-of the loss; they may follow a schedule. `params` are all parameters, at the
-start or after the update. The loss gets the
-tree as its argument `state`, and returns in its mutable collections the entry
-"task_sums": a tree that is added up over the microbatches of a step, such as
-the sum of a teacher's outputs. `update_state` gets it as `sums`.
+Each function gets the keyword arguments that it names. `options` are options of
+the loss, which may follow a schedule; `params` are all parameters, at the start
+or after the update. The loss gets the tree as its argument `state`. Among its
+mutable collections it may return "task_sums", a tree that is added up over the
+microbatches of a step, such as the sum of a teacher's outputs; `update_state`
+gets it as `sums`.
 
 The train state has the trees as "tasks", by the names of several tasks. They
 are sharded, saved and restored like parameters. The state of a task that begins

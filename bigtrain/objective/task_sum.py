@@ -7,7 +7,7 @@
 
 Each task sees the batch, with `features` renamed or left out, or the batch of
 an `input` of its own. A `TaskSum` has the functions of a task's module, so that
-whoever initialises a model or predicts with it need not know of the sum.
+code that initialises a model or predicts with it need not know of the sum.
 task_schedule.py says which tasks a step has, and task_gradients.py adds up
 their gradients.
 """
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     return f"{self.part.path}: config.input" if self.name else "config.input"
 
   def view(self, batch: Batch) -> Batch:
-    """The task's features, of the batch of a step with those of all inputs."""
+    """The task's features, from a step's batch of all inputs' features."""
     if not self.name:
       return batch
     if self.has_input:

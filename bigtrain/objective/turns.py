@@ -1,6 +1,6 @@
 """Answers of several turns, between which a function answers tool calls.
 
-The first turn is that of the task's `rollout`. Then, on the host that has read
+The task's `rollout` writes the first turn. Then, on the host that has read
 a prompt, its source answers the calls in turns, `replies([(index, ids, whether
 it is the last turn), ...])`, and on the devices `next_turn` of the task
 continues all texts that go on. What the source has added has no loss. A text
@@ -26,7 +26,8 @@ from bigtrain.arrays.types import Variables
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.objective.shared_rows import SharedRows
 
-# What a batch has beside that of the task's rollout, float32 [B, G].
+# What a batch has in addition to the results of the task's rollout: float32
+# [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
 
 # The messages of each answer, [B][G].
@@ -139,7 +140,7 @@ class _Texts:
     self._eos_ids = eos_ids
     first_BG1, rest_BGL = made["tokens"][..., :1], made["targets"]
     self._text_BGT = np.concatenate([first_BG1, rest_BGL], axis=-1)
-    # Of the tokens themselves; the batch has those of targets, one earlier.
+    # For the tokens themselves; the batch has it for targets, one earlier.
     shift = ((0, 0), (0, 0), (1, 0))
     self._mask_BGT = np.pad(made["loss_mask"], shift)
     self._log_prob_BGT = np.pad(made["log_probs"], shift)

@@ -68,8 +68,8 @@ def decode(
 
   Args:
     channels: 3 for RGB, 1 for grey.
-    precise: whether JPEGs have exactly the pixels of Pillow, and so those of
-      torchvision, timm and transformers. False is the fast transform of
+    precise: whether JPEGs have exactly the pixels of Pillow, which torchvision,
+      timm and transformers see. False is the fast transform of
       tensorflow, which big_vision uses: of two photographs, its pixels differ
       by 1.0 and 1.3 levels of 255 on average, and by 18 at most.
     exif: whether to turn pictures as the camera says. A TIFF is always turned,
@@ -314,13 +314,13 @@ def _of_timm(values: Mapping[str, Any]) -> dict[str, Any]:
 def published(folder: str, key: str = "image", precise: bool = False) -> Op:
   """Resizes, crops and normalizes as a published model's folder says.
 
-  The pixels are those of Hugging Face's transformers, for a folder with
-  preprocessor_config.json or processor_config.json, or those of timm, for a
+  The pixels equal those of Hugging Face's transformers for a folder with
+  preprocessor_config.json or processor_config.json, and those of timm for a
   config.json with pretrained_cfg. `decode` comes before.
 
   Args:
-    precise: whether resized pixels are those of Pillow in every bit; otherwise
-      some differ by one level of 255.
+    precise: whether resized pixels equal Pillow's bit for bit; otherwise some
+      differ by one level of 255.
   """
   values, path = _read_published(paths.absolute(folder))
   method = _RESAMPLES.get(values["resample"], "")

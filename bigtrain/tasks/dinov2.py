@@ -104,8 +104,8 @@ def embed_fn(
 
   Args:
     num_small: S, if the crops are made here.
-    large_size, small_size: sides of the crops, by default that of the image
-      and half of it.
+    large_size, small_size: sides of the crops; by default the side of the
+      image, and half of it.
     large_area, small_area: least and largest share of the image.
     flip: whether crops are mirrored at random.
     contrast: largest change of a crop's contrast and brightness.
@@ -344,7 +344,7 @@ def _assign(
   centering: str,
   temperature: Any,
 ) -> jax.Array:
-  """The teacher's assignments; those of weight 0 are finite."""
+  """The teacher's assignments; finite where the weight is 0."""
   if centering == "mean":
     return jax.nn.softmax((scores_NK - centre_K) / temperature)
   return prototypes.sinkhorn(scores_NK / temperature, weight_N)
@@ -386,10 +386,10 @@ def _diagnosis(
 ) -> Metrics:
   """Entropy of the teacher, prototypes in use, rank, distance of views.
 
-  "teacher_entropy" is that of the assignment of one image, in nats;
-  "used_prototypes" the number in use over the batch; "effective_rank" that of
-  the teacher's features; "view_distance" that of the student's vectors of two
-  crops of an image, and "image_distance" of crops of different images.
+  "teacher_entropy" is the entropy of one image's assignment, in nats;
+  "used_prototypes" the number in use over the batch; "effective_rank" the rank
+  of the teacher's features; "view_distance" the distance of the student's
+  vectors of two crops of an image, "image_distance" of different images.
   """
   B, G, K = target_BGK.shape
   weight_N = jnp.repeat(weight_B, G)

@@ -5,7 +5,7 @@ width.
 
 A batch has "image" [B, H, W, channels]; "noise" [B, P], if it is there, decides
 which patches are seen: those with the smallest numbers. The model is
-models/mae.py. The loss is that of https://arxiv.org/abs/2111.06377: the mean
+models/mae.py. The loss is from https://arxiv.org/abs/2111.06377: the mean
 squared error of the hidden patches, whose pixels are normalised per patch.
 """
 

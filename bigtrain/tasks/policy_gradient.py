@@ -242,7 +242,7 @@ def _answer_metrics(
   std_B = jnp.std(batch["reward"], axis=1, ddof=1)
   by_answer = weight_B[:, None]
   length_BG = jnp.sum(batch["loss_mask"] != 0, axis=2)
-  # In later updates of a set the weights are no longer those of the sampler.
+  # In later updates of a set the weights have moved on from the sampler's.
   own_BGL = batch.get("old_log_probs", log_prob_BGL)
   difference_BGL = jnp.abs(own_BGL - batch["log_probs"])
   turns: Metrics = {}

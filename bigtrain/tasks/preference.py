@@ -72,7 +72,7 @@ def loss_fn(
 
   Returns:
     (means over pairs: "loss", "accuracy" (whether the chosen answer has the
-    larger reward), "margin" and rewards, or those of `_judged_metrics`; the
+    larger reward), "margin" and rewards, or `_judged_metrics`; the
     mutable collections).
   """
   del rng, train

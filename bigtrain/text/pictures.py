@@ -132,7 +132,7 @@ class Pictures(NamedTuple):
     )
 
   def check(self, ids: np.ndarray, number: int) -> None:
-    """Refuses ids whose image tokens are not those of `number` pictures."""
+    """Refuses ids whose image tokens do not fit `number` pictures."""
     present = int((ids == self.token).sum())
     if present != number * self.tokens:
       raise DataError(

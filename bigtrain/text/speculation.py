@@ -2,7 +2,7 @@
 
 A cheap model drafts the next K tokens, and the large one reads them in one
 call (https://arxiv.org/abs/2211.17192). It keeps those that it would have
-chosen itself, so the text is that of greedy decoding. All texts of a batch
+chosen itself, so the text equals that of greedy decoding. All texts of a batch
 advance together, by as many tokens as are right in each of them.
 
 Axes: B batch, K drafts, W = K + 1 tokens of a call, L length with K more places

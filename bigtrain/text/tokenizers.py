@@ -80,7 +80,7 @@ class Tokenizer:
 
   @property
   def new_special_tokens(self) -> tuple[str, ...]:
-    """Special tokens that the config adds to those of the file."""
+    """Special tokens that the config adds to the file's."""
     return parse(self.name)[1].new_special_tokens
 
   def __repr__(self) -> str:

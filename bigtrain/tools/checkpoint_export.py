@@ -192,8 +192,8 @@ def to_layout(
   model, its tokenizer. Returns (number of arrays, bytes of the files).
 
   Args:
-    layout: one of the model's, such as "gpt2"; None for that of the folder
-      which the run began with, or the first that can express the model.
+    layout: one of the model's, such as "gpt2"; None for the layout of the
+      folder that the run began with, or the first that can express the model.
     max_shard_bytes: size of a file of weights; 0 for one file of any size.
     drop_mtp: whether to leave out the modules of config.model.mtp.
   """

@@ -54,8 +54,8 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search, and a prompt with pictures, yield all of it at its end. The
-  arguments are those of the command line; `given` are the options of sampling.
+  A beam search, and a prompt with pictures, yield all of it at its end. See
+  the command line for the arguments; `given` are the options of sampling.
   """
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")

@@ -110,7 +110,7 @@ def survey(
 ) -> Survey:
   """Reads the rows of files, or the first `limit` of them.
 
-  The other arguments are those of data/supervised.py. Pairs are recognised
+  data/supervised.py describes the other arguments. Pairs are recognised
   without `preferences`.
   """
   coder = tokenizers.get(tokenizer)

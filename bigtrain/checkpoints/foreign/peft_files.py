@@ -538,7 +538,7 @@ def _joined_parts(
   num_outputs: int,
   shares: bool,
 ) -> dict[str, np.ndarray]:
-  """The factors of a matrix whose outputs are those of its parts.
+  """The factors of a matrix that joins the outputs of several parts.
 
   Args:
     shares: whether all parts have the same A, which is then A of the matrix.

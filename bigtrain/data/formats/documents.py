@@ -189,7 +189,7 @@ def _text_row(part: Part) -> dict[str, Any] | DataError:
     return text
   if not text.strip():
     return DataError(f"{part.path}: the file has no text.")
-  # The ends of lines are those of Python's text files.
+  # Line ends as Python reads them from text files.
   return {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
 
 

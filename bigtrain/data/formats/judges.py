@@ -10,7 +10,7 @@ A function is called for each prompt, with all answers to it, in another process
 (reward_worker.py). A command or an address is called once for all prompts that
 this process has in a batch. Each answer is a JSON object with
 
-  "answer"    its text; with tools, that of the last turn
+  "answer"    its text; with tools, the text of the last turn
   "row"       the row of its prompt
   "messages"  with tools, all messages after the prompt
 

@@ -423,7 +423,7 @@ def _rest(row: _Row) -> dict[str, Any]:
       raise DataError(f"tools: not valid JSON: {e}.") from e
   if not tools:
     return result
-  # OpenAI's older files, and those of ShareGPT's form, have bare functions.
+  # OpenAI's older files and ShareGPT files have bare functions.
   if isinstance(tools, list) and ("functions" in row or "conversations" in row):
     tools = [
       {"type": "function", "function": tool}

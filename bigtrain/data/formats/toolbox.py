@@ -82,7 +82,7 @@ class Toolbox:
     """Answers the calls in the ids of a turn, of which the last ends it.
 
     Args:
-      row: that of the prompt.
+      row: the row of the prompt.
       is_last: whether no further turn may follow; then no call is made.
 
     Raises:

@@ -289,7 +289,7 @@ def attend(
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. There may
       be n examples for each of the keys': n successive ones share it.
-    v_BSGK: values, whose width may differ from that of keys; the result has it.
+    v_BSGK: values, whose width may differ from the keys'; the result has it.
     start: number of the first query's position, if the keys come from a cache.
     bias, sinks_H: see attention_inputs.Inputs.
   """

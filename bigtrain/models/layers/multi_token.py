@@ -99,7 +99,7 @@ class _Module(nn.Module):
       kernel_init=kernels.initializer(options.init_std),
       name="projection",
     )(jnp.concatenate(both_BLD, axis=-1))
-    # In training, the number is that of the last layer, for its drop_path.
+    # In training, the number of the last layer, which drop_path depends on.
     layer = options.depth - 1
     if cache is not None:
       options, layer = options._replace(cache=0), number

@@ -21,7 +21,7 @@ from bigtrain import sharding
 class States(NamedTuple):
   """States of all layers of a kind: a loop updates the arrays."""
 
-  # The last W inputs of the convolution, with that of the last token.
+  # The last W inputs of the convolution, the last token's included.
   inputs_BNWGC: jax.Array
   state_BNGRKV: jax.Array
   # Number of positions of each text that were read by calls with several.

@@ -20,8 +20,8 @@ _SCALES = "_scale_inv"  # Ending of the array of factors.
 class Matrix:
   """A matrix of which only what is read is decoded.
 
-  It has the few methods of an array that array_files.py uses. Its last
-  dimensions are those of the outputs once it is transposed.
+  It has the few methods of an array that array_files.py uses. Transposed,
+  its last dimensions are the outputs.
   """
 
   dtype = np.dtype(np.float32)

@@ -40,7 +40,7 @@ _BLOCK = table(
   norm("layer_norm1", "LayerNorm_0"),
   norm("layer_norm2", "LayerNorm_1"),
 )
-# The image tower, which is also that of models that read text and pictures.
+# The image tower; models that read text and pictures have the same one.
 IMAGE_ARRAYS = table(
   norm("post_layernorm", "Transformer/encoder_norm"),
   within("encoder.layers.{i}.", "Transformer/encoderblock/", _BLOCK),

@@ -76,7 +76,7 @@ _TOWERS = {
 class Kind(NamedTuple):
   """Published models of one type, with any sizes of their parts."""
 
-  # Its keys beside those of the parts, and the arrays of the projector.
+  # Its keys in addition to the parts', and the arrays of the projector.
   family: Family
   towers: tuple[str, ...]  # Names in _TOWERS.
   # {start of names in the part's own file: start in a file of the whole}.
@@ -130,7 +130,7 @@ def _parts(
     }
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    # `export` has written those of the parts.
+    # `export` has written the parts' configs.
     configs = dict(fields["configs"])
     configs["tie_word_embeddings"] = fields["text"]["tied_head"]
     return configs

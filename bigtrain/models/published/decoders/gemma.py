@@ -304,7 +304,7 @@ GEMMA4 = LLAMA.but(
   without=("num_kv_heads", "head_dim", "rope_theta"),
   arrays=_GEMMA4_ARRAYS,
   keys={"logits_softcap": Key("final_logit_softcapping")},
-  # Norms have plain scales, unlike those of Gemma 1 to 3.
+  # Norms have plain scales, unlike in Gemma 1 to 3.
   constants={
     "norm_at": "sandwich",
     "embed_multiplier": "sqrt_width",

@@ -94,7 +94,7 @@ _HYBRID_ARRAYS = table(
   plain(_THEIRS + "A_log", _OURS + "log_rate"),
   plain(_THEIRS + "dt_bias", _OURS + "time_step"),
   norm(_THEIRS + "o_norm", _OURS + "norm"),
-  # Before the branches of recurrent layers, and after those of attention. Both
+  # Before branches of recurrent layers, and after branches of attention. Both
   # kinds of layers have the second name, for different norms.
   norm("model.layers.{i}.attention_layer_norm", "blocks/attention_norm"),
   norm("model.layers.{i}.feedforward_layer_norm", "blocks/mlp_norm"),
