@@ -5,21 +5,24 @@ config, forward and backward. That runs the checks of the kernels, which refuse
 some shapes, without a device.
 """
 
+import functools
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
 import test_configs
 from support import absent_mesh
 
+from bigtrain.config import piecewise
 from bigtrain.config.modules import find_module
 from bigtrain.inputs.named_features import Features
 from bigtrain.models import decoder
 
 DEVICES = {"tpu": "TPU v5", "cuda": "NVIDIA H100 80GB HBM3"}
 # Configs share the first two; a student is a model of another config, and so
-# are those that learn preferences and from rewards. The loss of dinov2 needs
-# the state of its task: tests/tasks/test_dinov2.py computes it.
-OTHERS = ("decoder_lm", "t5_c4", "digits_distill", "dpo", "grpo", "dinov2")
+# are those that learn preferences and from rewards.
+OTHERS = ("decoder_lm", "t5_c4", "digits_distill", "dpo", "grpo")
 CONFIGS = [name for name in test_configs.NAMES if name not in OTHERS]
 # Lowering takes a second or two each.
 QUICK = ("gpt2_124m",)
@@ -70,7 +73,22 @@ def lower(config, platform, **mesh):
       taught["teacher"].init, jax.random.key(0), image
     )
 
+  options = config.get("loss", {})
+  if hasattr(task, "init_state"):
+    init_state = functools.partial(task.init_state, model=model)
+    variables["state"] = jax.eval_shape(init_state, variables["params"])
+    # What `update_state` reads, and what follows a schedule, has a default.
+    names = inspect.signature(task.update_state).parameters
+    options = {
+      name: x
+      for name, x in options.items()
+      if name not in names and not piecewise.is_schedule(x)
+    }
+
   def loss(params, variables, batch, key):
+    variables = dict(variables)
+    if "state" in variables:
+      taught["state"] = variables.pop("state")
     pairs, _ = task.loss_fn(
       {**variables, "params": params},
       Features(batch, "config.input"),
@@ -78,7 +96,7 @@ def lower(config, platform, **mesh):
       model=model,
       train=True,
       **taught,
-      **config.get("loss", {}),
+      **options,
     )
     total, weight = pairs["loss"]
     return total / weight
