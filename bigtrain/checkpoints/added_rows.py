@@ -151,7 +151,7 @@ def _moments(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Means of the old rows and of their squares, in float64."""
   count = rows.old_size
-  total, squares = 0.0, 0.0
+  total, squares = np.zeros(()), np.zeros(())
   for start in range(0, count, _CHUNK):
     index = [slice(None)] * array.ndim
     index[axis] = slice(start, min(start + _CHUNK, count))
