@@ -244,6 +244,31 @@ class Model(nn.Module):
     side = self.projector.pool * self.projector.merge
     return (height // p // side) * (width // q // side) + self.class_token
 
+  def check_data(
+    self, described: Mapping[str, Any], spec: Mapping[str, Any]
+  ) -> None:
+    """Refuses data whose image tokens are not those of this model.
+
+    Args:
+      described: what the data say about themselves, see inputs/description.py.
+      spec: {feature: ShapeDtypeStruct of a batch}.
+    """
+    pictures = described.get("prompts", {}).get("pictures")
+    if not pictures or "image" not in spec:
+      return
+    if pictures["token"] != self.image_token:
+      raise ConfigError(
+        f"config.model.image_token={self.image_token}: the image tokens of "
+        f"config.input have the id {pictures['token']}."
+      )
+    height, width = spec["image"].shape[-3:-1]
+    expected = self.tokens_per_image(height, width)
+    if pictures["tokens"] != expected:
+      raise ConfigError(
+        f"config.input: pictures.tokens={pictures['tokens']}: the model makes "
+        f"{expected} image tokens of a picture of {height} x {width} pixels."
+      )
+
   # What tasks ask of a decoder.
 
   @property

@@ -407,6 +407,8 @@ def from_config(
     sizes = task_functions.vocab_sizes(entry.module, model)
     task_sum.add_sizes(ids, entry.named_as_in_batch(sizes))
   train_input.limit_ids(ids)
+  if hasattr(model, "check_data"):
+    model.check_data(train_input.saved["data"], train_input.spec)
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
   teaching, taught = teacher.of_tasks(config, entries, batch_spec, mesh, seed)
   variants = model_variants.from_config(config, model)

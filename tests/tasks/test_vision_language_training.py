@@ -11,6 +11,7 @@ import bigtrain
 from bigtrain import main
 from bigtrain.arrays import trees
 from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import checkpoint
 
 CONFIG = "vlm_digits:runlocal"
@@ -87,6 +88,23 @@ def test_a_resumed_run_equals_a_whole_one_and_answers(tmp_path):
   assert {*model.generate(prompt, max_new=3)} == {"text"}
   texts = model.generate([prompt, dict(text="?", images=picture)], max_new=3)
   assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      dict(projector=dict(merge=1)),
+      "tokens=4: the model makes 16 image tokens ",
+    ),
+    (dict(image_token=258), "image_token=258: .* config.input have the id 259"),
+  ],
+)
+def test_data_for_another_model_are_refused(tmp_path, changes, message):
+  config = tiny_run()
+  config["model"] |= changes
+  with pytest.raises(ConfigError, match=message):
+    main.train(config, str(tmp_path))
 
 
 def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
