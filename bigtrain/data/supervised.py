@@ -90,6 +90,7 @@ _NAMED = {
   "pydoc": pydoc_questions.rows,
   "arithmetic": arithmetic.rows,
   "digits": digit_pairs.questions,
+  "digit_scenes": digit_pairs.scenes,
 }
 # rows_of(input) yields (place, row); an input is a file or one of _NAMED.
 _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
@@ -104,8 +105,8 @@ class Source:
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, a folder of files of one kind, or a list of these.
     name: "pydoc", what the functions of Python's library are for;
-      "arithmetic", additions of numbers below 100; or "digits", questions on
-      two pictures of digits.
+      "arithmetic", additions of numbers below 100; "digits", questions on two
+      pictures of digits; or "digit_scenes", on one of both, also their boxes.
     split: split of these: "train", "test" (every tenth question) or "all".
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
