@@ -35,9 +35,7 @@ def get_config(arg=None):
       tokenizer="bytes",
       length=120 if arg.scenes else 48,
       # 4 x 4 pixels become an image token: 2 x 2 of each digit, or 3 x 6.
-      pictures=dict(
-        tokens=18 if arg.scenes else 4, pp="value_range(-1, 1)"
-      ),
+      pictures=dict(tokens=18 if arg.scenes else 4, pp="value_range(-1, 1)"),
       **others,
     )
 
@@ -88,6 +86,7 @@ def get_config(arg=None):
     data=rows("test", references=True, slice="[:200]"),
     prompt_key="tokens",
     reference_key="references",
+    image_key="image",
     metrics=["exact_match", "boxes"] if arg.scenes else ["exact_match"],
     log_percent=100,
   )

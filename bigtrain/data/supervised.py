@@ -270,7 +270,8 @@ class Source:
       result = dict.fromkeys(("tokens", "references"), result["tokens"])
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
     if prefix:
-      result["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+      shape = tuple(self._sizes) if self._pack else ()
+      result["prefix"] = (int32, shape if answers is None else (answers,))
     if self._is_judged:
       result["label"] = (int32, ())
     if self._pictures is not None:
@@ -411,13 +412,21 @@ class Source:
     except DataError as e:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
+  def _check_same_pictures(self, item: int) -> None:
+    """Refuses a pair of different pictures; `item` is its second answer."""
+    row = int(self._kept[item])
+    if self._rows.pictures(row - 1) != self._rows.pictures(row):
+      raise DataError(
+        f"{self._rows.where(row)}: expected the same pictures for both answers."
+      )
+
   def _check_cut(self, row: int, start: int, stop: int) -> None:
     """Refuses a row whose pictures are cut off."""
     if self._pictures is None:
       return
     try:
-      # The last id of a row is only a target.
-      ids, _ = self._rows.read(start, stop - 1)
+      # The last id of a row is only a target, where there are targets.
+      ids, _ = self._rows.read(start, stop - self._extra)
       self._pictures.check(ids, len(self._rows.pictures(row)))
     except DataError as e:
       raise DataError(
@@ -433,16 +442,27 @@ class Source:
       # Pair i has examples 2 i and 2 i + 1.
       indices = np.asarray(indices)[:, None] * 2 + np.arange(2)
       batch = self._examples(indices.reshape(-1))
-      return {name: x.reshape(len(indices), 2, -1) for name, x in batch.items()}
+      images = batch.pop("image", None)
+      pairs = {
+        name: x.reshape(len(indices), 2, *x.shape[1:])
+        for name, x in batch.items()
+      }
+      return pairs if images is None else pairs | {"image": images[::2]}
     batch = self._examples(indices)
     if self._is_judged:
-      batch = {name: x[:, None] for name, x in batch.items() if x.ndim > 1}
+      batch = {
+        name: x if name == "image" else x[:, None] for name, x in batch.items()
+      }
       items = self._items[self._first[np.asarray(indices)]]
       batch["label"] = self._rows.label[self._kept[items]].astype(np.int32)
     return batch
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
+    if self._answers == 2 or self._is_judged:
+      shapes.pop("label", None)
+      if "prefix" in shapes:  # Of each answer.
+        shapes["prefix"] = self.spec["prefix"][0], ()
     if "image" in self.spec:
       shapes["image"] = self.spec["image"]
     batch = {
@@ -459,7 +479,9 @@ class Source:
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-      if "image" in batch:
+      if "image" in batch and self._answers == 2 and b % 2:
+        self._check_same_pictures(items.item())
+      elif "image" in batch:
         own = [x for item in items.tolist() for x in self._pictures_of(item)]
         for n, picture in enumerate(own):
           batch["image"][b, n] = picture
@@ -570,10 +592,9 @@ def _check_together(
 ) -> None:
   """Refuses options that do not go together."""
   is_pair = len(sizes) == 2
-  if has_pictures and (is_pair or preferences):
+  if has_pictures and is_pair:
     raise ConfigError(
-      "supervised: pictures: expected one length, of a decoder, and "
-      "preferences=False."
+      "supervised: pictures: expected one length, of a decoder."
     )
   wrong = {
     # With pictures, vision_language reads packed prefixes.

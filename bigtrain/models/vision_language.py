@@ -127,8 +127,9 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L), with T image tokens for each picture.
       image: float (B, height, width, 3), or (B, N, height, width, 3); examples
-        with fewer pictures have any others after their own. None for texts, and
-        for tokens after a prompt whose keys are in the cache.
+        with fewer pictures have any others after their own. With B / K pictures
+        or sets of them, K texts in a row have the same ones. None for texts,
+        and for tokens after a prompt whose keys are in the cache.
       prefix: int (B,), number of leading tokens that see each other, with
         mask="prefix"; bool (B, L) for packed texts.
     """
@@ -142,6 +143,10 @@ class Model(nn.Module):
     if image is not None or self.is_initializing():
       image = self._example_image(tokens) if image is None else image
       embedded_BMD = self._embed(image, train)
+      if len(embedded_BMD) < len(tokens):
+        # Several answers to a prompt. The tower reads its pictures once.
+        answers = len(tokens) // len(embedded_BMD)
+        embedded_BMD = jnp.repeat(embedded_BMD, answers, axis=0)
       inserted = _in_text(embedded_BMD, is_image_BL), is_image_BL
     groups = None
     if self.mask == "image" and (tokens.shape[1] > 1 or cache is None):

@@ -45,6 +45,11 @@ def read(text: str) -> list[Box]:
   return result
 
 
+def without(text: str) -> str:
+  """The text without its boxes; their labels stay."""
+  return _BOX.sub("", text)
+
+
 def iou(a: Box, b: Box) -> float:
   """Intersection over union of two boxes; 0 if both are empty."""
   height = max(0.0, min(a.bottom, b.bottom) - max(a.top, b.top))
