@@ -3,7 +3,7 @@
 Command: python -m bigtrain.main --config=configs/vlm_digits.py \
   --workdir=runs/vlm_digits
 Hardware: any; two CPU cores need about ten minutes.
-Result: val/exact of 0.877 on held-out digits, one seed.
+Result: val/exact of 0.93 on held-out digits, one seed.
 Source: our own runs. The tower is that of configs/digits.py, the decoder a
 small Llama that reads bytes. A row shows two digits and asks, for example,
 "What is left of the three?" or "What is the sum?".
@@ -22,7 +22,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 4000 if not arg.runlocal else 4
+  config.total_steps = 8000 if not arg.runlocal else 4
   config.log_steps = 100 if not arg.runlocal else 2
   config.ckpt_steps = 1000 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)

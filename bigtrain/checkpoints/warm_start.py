@@ -10,14 +10,18 @@ Nothing is padded, cut or left out unless the config allows it by name. A
 model's own rules, such as the resampling of position embeddings, are in its
 `from_published`. Mutable collections, such as the running means of batch
 normalisation, have names like "batch_stats/bn1/mean".
+
+With `parts`, each part of a model, such as the tower and the decoder of
+models.vision_language, comes from a source of its own.
 """
 
 import collections
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +221,9 @@ def load_variables(
     key: name of `spec` in messages.
   """
 
+  if has_parts(spec):
+    return _load_parts(spec, like, init=init, module=module, key=key)
+
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
     collections = {n: x for n, x in variables.items() if n != "params"}
     return {**variables["params"], **collections}
@@ -232,6 +239,84 @@ def load_variables(
   )
   variables = {name: params.pop(name) for name in mutable}
   return {"params": params, **variables}
+
+
+def has_parts(spec: Any) -> TypeGuard[Mapping[str, Any]]:
+  """Whether config.model_init has a source for each part of the model."""
+  return isinstance(spec, Mapping) and spec.get("parts") is not None
+
+
+def _load_parts(
+  spec: Mapping[str, Any],
+  like: Mapping[str, Any],
+  *,
+  init: Callable[[], Mapping[str, Any]],
+  module: Any,
+  key: str,
+) -> dict[str, Any]:
+  """`load_variables`, each part of the model from its own source.
+
+  Arrays of no part keep their fresh initialisation, as `allow_missing` has to
+  say.
+  """
+  sources = _read_parts(spec, module, key)
+  initial = functools.cache(init)
+  result = {name: dict(tree) for name, tree in like.items()}
+  for part, source in sources.items():
+    part_module, _ = module.PARTS[part]
+    loaded = load_variables(
+      source,
+      _of_part(like, part),
+      init=functools.partial(_fresh, initial, part),
+      module=part_module,
+      key=f"{key}.parts.{part}",
+    )
+    for name, tree in loaded.items():
+      result[name][part] = tree
+  fresh = {name for name in like["params"] if name not in sources}
+  names = [
+    name
+    for name, _ in trees.flatten_with_names(like["params"])
+    if name.split("/")[0] in fresh
+  ]
+  allowed = spec.get("allow_missing", ())
+  lines = [
+    Line("missing", name, "of no part")
+    for name in names
+    if not any(re.fullmatch(regex, name) for regex in allowed)
+  ]
+  if lines:
+    raise ConfigError(
+      f"{table(lines)}\n{key}.parts: no source of {len(lines)} array(s), "
+      f"listed above; {key}.allow_missing lists those that keep their fresh "
+      "initialisation."
+    )
+  for name in fresh:
+    result["params"][name] = initial()["params"][name]
+  return result
+
+
+def _of_part(variables: Mapping[str, Any], part: str) -> dict[str, Any]:
+  return {n: tree[part] for n, tree in variables.items() if part in tree}
+
+
+def _fresh(init: Callable[[], Mapping[str, Any]], part: str) -> dict[str, Any]:
+  return _of_part(init(), part)
+
+
+def _read_parts(
+  spec: Mapping[str, Any], module: Any, key: str
+) -> Mapping[str, Any]:
+  """Checks `parts`; returns {part: its source}."""
+  known = getattr(module, "PARTS", {})
+  check_keys(key, spec, ("parts", "allow_missing"))
+  if not known or not isinstance(spec["parts"], Mapping):
+    raise ConfigError(
+      f"{key}.parts: expected a model of several parts, and a dict such as "
+      f"dict({'=PATH, '.join(known) or 'img'}=PATH)."
+    )
+  check_keys(f"{key}.parts", spec["parts"], known)
+  return spec["parts"]
 
 
 def load_state(
@@ -307,6 +392,23 @@ def check_published(
     path: the config's name in messages.
   """
   key = f"{path}.model_init"
+  if has_parts(spec):
+    for part, part_spec in _read_parts(spec, module, key).items():
+      part_module, model_of = module.PARTS[part]
+      _check_published(
+        part_spec,
+        part_module,
+        getattr(model, model_of)(),
+        f"{key}.parts.{part}",
+        f"{path}.model",
+      )
+    return
+  _check_published(spec, module, model, key, f"{path}.model")
+
+
+def _check_published(
+  spec: Any, module: Any, model: Any, key: str, fields_key: str
+) -> None:
   source = read_source(spec, key)
   file = paths.absolute(source.path)
   published = safetensors_files.is_folder(file) or file.endswith(".safetensors")
@@ -321,13 +423,13 @@ def check_published(
       logging.warning(
         f"{key}: there is no config.json beside {file}, so its number of heads,"
         " its rotary embeddings and the like cannot be compared with "
-        f"{path}.model."
+        f"{fields_key}."
       )
     return
   for name in source.allow_changed:
     problem = f"{fields.path} does not determine"
     check_choice(f"{key}.allow_changed", name, fields, problem)
-  messages = fields.contradictions(model, arrays, f"{path}.model")
+  messages = fields.contradictions(model, arrays, fields_key)
   may_differ = any(getattr(source, field) for field in ALLOWED)
   if source.new_rows:
     messages.pop("vocab_size", None)
@@ -339,8 +441,8 @@ def check_published(
   ]
   if wrong:
     raise ConfigError(
-      f"{key}: {fields.path} contradicts {path}.model: {'; '.join(wrong)}. "
-      f"{path}.model = dict(published=PATH) takes the file's values; "
+      f"{key}: {fields.path} contradicts {fields_key}: {'; '.join(wrong)}. "
+      f"{fields_key} = dict(published=PATH) takes the file's values; "
       f"{key}.allow_changed lists fields that may differ."
     )
 

@@ -42,7 +42,9 @@ ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
 
 # Fields that both parts get unless their own options have them.
 _SHARED = ("attention", "dtype", "remat_policy", "scan")
-_PARTS = {"img": "image", "llm": "text"}
+# {part of the parameters: (its module, the method that makes its model)}, for
+# config.model_init.parts.
+PARTS = {"img": (vit, "image_tower"), "llm": (decoder, "text_decoder")}
 
 
 class ProjectorOptions(NamedTuple):
