@@ -24,7 +24,7 @@ class Recipe(NamedTuple):
   Attributes:
     init: folder of the published model, unless given.
     model: arguments of the model.
-    tiny: the same with `runlocal`.
+    tiny: those that differ with `runlocal`.
     pictures: how pictures stand in texts, see bigtrain/text/pictures.py.
     length: tokens of an example.
     prefix: whether the tokens of a prompt see each other.
@@ -52,14 +52,29 @@ class Recipe(NamedTuple):
 
 
 _SO400M = dict(
-  variant="So400m/14",
+  width=1152,
+  depth=27,
+  num_heads=16,
+  mlp_dim=4304,
+  patch_size=14,
   pool_type="none",
   use_bias=("qkv", "out", "mlp", "patch"),
 )
-# A tower and decoders for pictures of 12 x 24 pixels, and the ids of bytes.
-_TINY_TOWER = dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=4)
-_TINY_TEXT = dict(
-  width=16, depth=2, num_heads=2, mlp_dim=32, vocab_size=260, head_dim=8
+# Sizes for pictures of 12 x 24 pixels, and the ids of bytes.
+_TINY = dict(
+  image=dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=4),
+  text=dict(
+    width=16,
+    depth=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    vocab_size=260,
+    kinds=dict(local=dict(window=64)),
+  ),
+  image_size=(12, 24),
+  image_token=259,
 )
 _TINY_PICTURES = dict(
   token=259, tokens=18, pp="value_range(-1, 1)", placeholder="<image>"
@@ -90,6 +105,16 @@ _GEMMA3 = dict(
   layers=(*("local",) * 5, "global"),
 )
 
+
+def merged(options, others):
+  """The options, with those of `others` in their place."""
+  result = dict(options)
+  for name, value in others.items():
+    both = isinstance(value, dict) and isinstance(result.get(name), dict)
+    result[name] = merged(result[name], value) if both else value
+  return result
+
+
 RECIPES = {
   "paligemma2_3b": Recipe(
     init="models/paligemma2-3b-pt-224",
@@ -110,15 +135,7 @@ RECIPES = {
       image_token=257_152,
       mask="prefix",
     ),
-    tiny=dict(
-      image=_TINY_TOWER,
-      text=dict(
-        _GEMMA2, **_TINY_TEXT, kinds={"local": dict(window=64), "global": {}}
-      ),
-      image_size=(12, 24),
-      image_token=259,
-      mask="prefix",
-    ),
+    tiny=_TINY,
     pictures=dict(token=257_152, tokens=256, placeholder="<image>", first=True),
     length=384,
     prefix=True,
@@ -152,18 +169,7 @@ RECIPES = {
       image_token=262_144,
       mask="image",
     ),
-    tiny=dict(
-      image=dict(_TINY_TOWER, patch_size=2),
-      projector=dict(pool=2, norm_eps=1e-6, use_bias=False),
-      text=dict(
-        _GEMMA3,
-        **_TINY_TEXT,
-        kinds={"local": dict(window=64, rope_theta=1e4), "global": {}},
-      ),
-      image_size=(12, 24),
-      image_token=259,
-      mask="image",
-    ),
+    tiny=merged(_TINY, dict(image=dict(patch_size=2), projector=dict(pool=2))),
     pictures=dict(
       token=262_144,
       tokens=256,
@@ -247,7 +253,7 @@ def make(recipe, arg):
   )
 
   config.model_name = "vision_language"
-  config.model = dict(recipe.tiny if arg.runlocal else recipe.model)
+  config.model = merged(recipe.model, recipe.tiny if arg.runlocal else {})
   if not arg.runlocal:
     config.model.update(
       dtype="bfloat16", scan=True, remat_policy="nothing_saveable"
