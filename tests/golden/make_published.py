@@ -407,6 +407,80 @@ FAMILIES = {
     attention_bias=True,
     rope_parameters=DEFAULT | dict(rope_theta=None),
   ),
+  "seed_oss": dict(
+    model_type="seed_oss",
+    head_dim=8,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=YARN,
+  ),
+  "ernie4_5": dict(
+    model_type="ernie4_5",
+    head_dim=8,
+    use_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5),
+  ),
+  "ernie4_5_moe": dict(
+    model_type="ernie4_5_moe",
+    num_hidden_layers=5,
+    use_bias=True,
+    moe_num_experts=6,
+    moe_k=2,
+    moe_intermediate_size=6,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    moe_layer_end_index=3,
+    moe_layer_interval=2,
+    moe_norm_min=0.6,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "dots1": dict(
+    model_type="dots1",
+    num_hidden_layers=4,
+    head_dim=8,
+    attention_bias=True,
+    sliding_window=5,
+    max_window_layers=2,
+    **LATENT_EXPERTS,
+    norm_topk_prob=True,
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+  ),
+  "hunyuan_v1_dense": dict(
+    model_type="hunyuan_v1_dense",
+    head_dim=8,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=dict(
+      rope_type="dynamic", alpha=9.0, factor=1.0, rope_theta=1e4
+    ),
+  ),
+  "hunyuan_v1_moe": dict(
+    model_type="hunyuan_v1_moe",
+    head_dim=8,
+    intermediate_size=8,
+    num_experts=4,
+    moe_topk=[2, 1, 2],
+    rope_parameters=DEFAULT,
+  ),
+  "exaone4": dict(
+    model_type="exaone4",
+    num_hidden_layers=5,
+    head_dim=8,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    rope_parameters=LLAMA3,
+  ),
+  "exaone4_full": dict(
+    model_type="exaone4",
+    sliding_window=None,
+    layer_types=["full_attention"] * 3,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -414,18 +488,23 @@ FAMILIES = {
 }
 
 
+# Names of selection biases, which have no gradients.
+BIASES = ("correction_bias", "expert_bias")
+
+
 def with_noise(model, rng):
   """Adds noise: initial scales and biases are equal, and would hide errors."""
   buffers = dict(model.named_buffers())
-  biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
+  biases = [x for n, x in buffers.items() if n.endswith(BIASES)]
   scalars = [x for n, x in buffers.items() if n.endswith("layer_scalar")]
   with torch.no_grad():
     for x in [*model.parameters(), *biases, *scalars]:
       std = 0.35 if x.ndim > 1 else 0.3
       noise = np.asarray(rng.normal(size=x.shape) * std)
       x.add_(torch.from_numpy(noise.astype(np.float32)))
-    for x in biases:
-      x.mul_(0.2)  # Scores are in [0, 1].
+    for name, x in [*model.named_parameters(), *buffers.items()]:
+      if name.endswith(BIASES):
+        x.mul_(0.2)  # Scores are in [0, 1].
 
 
 def to_mxfp4(model, rng):
@@ -456,7 +535,8 @@ def save_gradients(model, tokens, out):
   loss.backward()
   with torch.no_grad():
     for parameter in model.parameters():
-      parameter.copy_(parameter.grad)
+      if parameter.grad is not None:
+        parameter.copy_(parameter.grad)
     for name, buffer in model.named_buffers():
       if name.endswith("layer_scalar"):
         buffer.zero_()  # It has no gradient.
@@ -464,7 +544,7 @@ def save_gradients(model, tokens, out):
     # The library names and splits arrays otherwise in files than in memory.
     model.save_pretrained(folder)
     arrays = safetensors.torch.load_file(f"{folder}/model.safetensors")
-  arrays = {n: x for n, x in arrays.items() if "correction_bias" not in n}
+  arrays = {n: x for n, x in arrays.items() if not n.endswith(BIASES)}
   safetensors.torch.save_file(arrays, out / "gradients.safetensors")
 
 

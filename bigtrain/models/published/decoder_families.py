@@ -19,11 +19,15 @@ from bigtrain.models.published import (
 from bigtrain.models.published.decoders import (
   cohere,
   deepseek,
+  dots,
+  ernie,
+  exaone,
   gemma,
   glm,
   gpt2,
   gpt_oss,
   granite,
+  hunyuan,
   llama,
   minimax,
   model_fields,
@@ -32,6 +36,7 @@ from bigtrain.models.published.decoders import (
   phi,
   qwen,
   qwen_next,
+  seed_oss,
   shared_arrays,
 )
 from bigtrain.models.published.families import Family, classes
@@ -85,6 +90,13 @@ add(
   qwen_next.QWEN3_5,
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
+  seed_oss.SEED_OSS,
+  ernie.ERNIE4_5,
+  ernie.ERNIE4_5_MOE,
+  dots.DOTS1,
+  hunyuan.HUNYUAN_DENSE,
+  hunyuan.HUNYUAN_MOE,
+  exaone.EXAONE4,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -95,7 +107,7 @@ _IGNORED = {
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
-  r"mtp\..*": "a layer for the prediction of several tokens",
+  r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {

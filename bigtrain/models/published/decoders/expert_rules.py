@@ -97,7 +97,7 @@ def expert_groups() -> Rule:
   def read(config: ConfigJson) -> dict[str, Any]:
     num, top = config["n_group"], config["topk_group"]
     groups = {"num": num, "top": top, "score": "top2"}
-    return {"groups": groups} if num > 1 else {}
+    return {"groups": groups} if num and num > 1 else {}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
     groups = moe["groups"] or {"num": 1, "top": 1}
@@ -106,12 +106,11 @@ def expert_groups() -> Rule:
   return Rule(("groups",), {"n_group": 1, "topk_group": 1}, read, write)
 
 
-def shared_experts() -> Rule:
+def shared_experts(key: str = "n_shared_experts", default: int = 1) -> Rule:
   """The width of an MLP for all tokens, in experts."""
-  key = "n_shared_experts"
   return Rule(
     ("shared_experts",),
-    {key: 1},
+    {key: default},
     lambda config: {"shared_experts": config[key]},
     lambda moe: {key: moe["shared_dim"] // moe["mlp_dim"]},
   )

@@ -70,7 +70,10 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
   sites = fields["use_bias"]
   if isinstance(sites, bool):
     sites = ("qkv", "out", "mlp", "norm") if sites else ()
-  has_mlps = None in fields["moe"]
+  has_mlps = any(
+    moe is None or moe["shared_dim"] or moe["beside_mlp"]
+    for moe in fields["moe"]
+  )
   has_experts = any(fields["moe"])
   exists = {
     "qkv": True,
@@ -79,7 +82,7 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
     "norm": fields["norm"] != "rmsnorm",
     "experts": has_experts,
     "router": has_experts,
-    "head": not fields["tied_head"],
+    "head": True,
   }
   return tuple(site for site in SITES if site in sites and exists[site])
 
@@ -135,8 +138,11 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   width = given.get("mlp_dim", mlp_dim)
   score = given.get("score", "softmax")
   normalize = given.get("normalize", top_k > 1)
-  # Equal, over all and over the chosen, unless groups have other scores.
-  if score == "softmax" and normalize and not given.get("groups"):
+  least_total = given.get("least_total", 0.0) if normalize else 0.0
+  selection_bias = given.get("selection_bias", False)
+  # Equal, over all and over the chosen, unless the choice has other scores.
+  others = given.get("groups") or selection_bias or least_total
+  if score == "softmax" and normalize and not others:
     score = "softmax_of_top"
   shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
   return {
@@ -145,7 +151,9 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "score": score,
     "normalize": True if score == "softmax_of_top" else normalize,
     "scale": given.get("scale", 1.0),
-    "selection_bias": given.get("selection_bias", False),
+    "selection_bias": selection_bias,
+    "least_total": least_total,
+    "total_epsilon": given.get("total_epsilon", 1e-20) if normalize else 1e-20,
     "groups": _as_dict(given.get("groups")),
     "scaled_router": given.get("scaled_router", False),
     "beside_mlp": given.get("beside_mlp", False),
