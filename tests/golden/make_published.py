@@ -481,6 +481,40 @@ FAMILIES = {
     tie_word_embeddings=True,
     rope_parameters=DEFAULT,
   ),
+  "apertus": dict(
+    model_type="apertus",
+    head_dim=6,
+    attention_bias=True,
+    rope_parameters=LLAMA3,
+  ),
+  "nanochat": dict(
+    model_type="nanochat",
+    head_dim=8,
+    attention_bias=True,
+    final_logit_softcapping=3.0,
+    rope_parameters=YARN,
+  ),
+  "lfm2": dict(
+    model_type="lfm2",
+    num_hidden_layers=5,
+    intermediate_size=36,
+    block_ffn_dim_multiplier=1.2,
+    block_multiple_of=10,
+    conv_bias=True,
+    conv_L_cache=4,
+    layer_types=["conv", "conv", "full_attention", "conv", "conv"],
+    rope_parameters=DEFAULT,
+  ),
+  "lfm2_moe": dict(
+    model_type="lfm2_moe",
+    num_hidden_layers=4,
+    **EXPERTS,
+    num_dense_layers=1,
+    routed_scaling_factor=1.5,
+    layer_types=["conv", "full_attention"] * 2,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -538,7 +572,7 @@ def save_gradients(model, tokens, out):
       if parameter.grad is not None:
         parameter.copy_(parameter.grad)
     for name, buffer in model.named_buffers():
-      if name.endswith("layer_scalar"):
+      if name.endswith(("layer_scalar", "act_fn.beta", "act_fn.eps")):
         buffer.zero_()  # It has no gradient.
   with tempfile.TemporaryDirectory() as folder:
     # The library names and splits arrays otherwise in files than in memory.

@@ -17,6 +17,7 @@ from bigtrain.models.published import (
   tables,
 )
 from bigtrain.models.published.decoders import (
+  apertus,
   cohere,
   deepseek,
   dots,
@@ -28,9 +29,11 @@ from bigtrain.models.published.decoders import (
   gpt_oss,
   granite,
   hunyuan,
+  lfm2,
   llama,
   minimax,
   model_fields,
+  nanochat,
   nemotron,
   olmo,
   phi,
@@ -97,6 +100,10 @@ add(
   hunyuan.HUNYUAN_DENSE,
   hunyuan.HUNYUAN_MOE,
   exaone.EXAONE4,
+  apertus.APERTUS,
+  nanochat.NANOCHAT,
+  lfm2.LFM2,
+  lfm2.LFM2_MOE,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.

@@ -78,9 +78,10 @@ def mlp_width() -> Rule:
   )
 
 
-def sparse_after_first() -> SparseLayers:
+def sparse_after_first(
+  key: str = "first_k_dense_replace", default: int = 1
+) -> SparseLayers:
   """All layers after the first ones have experts."""
-  key = "first_k_dense_replace"
 
   def read(config: ConfigJson) -> list[bool]:
     return [i >= config[key] for i in range(config["num_hidden_layers"])]
@@ -88,7 +89,7 @@ def sparse_after_first() -> SparseLayers:
   def write(sparse: list[bool]) -> dict[str, Any]:
     return {key: sparse.index(True) if True in sparse else len(sparse)}
 
-  return SparseLayers({key: 1}, read, write)
+  return SparseLayers({key: default}, read, write)
 
 
 def expert_groups() -> Rule:

@@ -13,6 +13,7 @@ NEUTRAL: Mapping[str, Any] = {
   "moe": None,
   "mla": None,
   "deltanet": None,
+  "short_conv": None,
   "v_norm": False,
   "keys_as_values": False,
   "layer_scalar": False,
@@ -24,12 +25,15 @@ NEUTRAL: Mapping[str, Any] = {
   "query_scale": None,
   "attention_scale": None,
   "norm_offset": 0.0,
+  "norm_scaled": True,
+  "embed_norm": False,
   "norm_at": "pre",
   "parallel": False,
   "qk_norm": None,
   "qk_norm_after_rope": False,
   "qkv_clip": None,
   "rope_interleaved": False,
+  "rope_reversed": False,
   "attention_softcap": None,
   "logits_softcap": None,
   "sinks": False,
@@ -95,6 +99,8 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
     layer["mla"] = latents
   layer["deltanet"] = _deltanet(layer["deltanet"], fields["norm_eps"])
+  if layer["short_conv"] is not None:
+    layer["short_conv"] = {"bias": False, **_as_dict(layer["short_conv"])}
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
