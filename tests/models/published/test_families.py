@@ -40,7 +40,17 @@ CASES = [
 # Without gradients: kernels of four bits.
 TRAINED = [name for name in FAMILIES if name != "gpt_oss_mxfp4"]
 # {family: layout} of models that another family expresses too.
-LAYOUTS = {"qwen3_5_moe_text": "qwen3_5_moe_text"}
+LAYOUTS = {
+  name: name
+  for name in (
+    "qwen3_5_moe_text",
+    "cwm",
+    "internlm3",
+    "iquestcoder",
+    "solar_open",
+    "youtu",
+  )
+}
 
 
 @functools.cache
@@ -140,7 +150,8 @@ def old_config(values):
   [
     name
     for name in FAMILIES
-    if not name.startswith("gemma4") and name != "olmo_hybrid_nope"
+    if not name.startswith("gemma4")
+    and name not in ("olmo_hybrid_nope", "mellum")
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):

@@ -92,6 +92,33 @@ def sparse_after_first(
   return SparseLayers({key: default}, read, write)
 
 
+def sparse_everywhere() -> SparseLayers:
+  """All layers have experts."""
+  return SparseLayers(
+    {}, lambda config: [True] * config["num_hidden_layers"], lambda sparse: {}
+  )
+
+
+def sparse_by_types(otherwise: SparseLayers) -> SparseLayers:
+  """A list of the layers with experts; without it, those of `otherwise`."""
+  key, types = "mlp_layer_types", ("dense", "sparse")
+
+  def read(config: ConfigJson) -> list[bool]:
+    given = config[key]
+    if given is None:
+      return otherwise.read(config)
+    if len(given) != config["num_hidden_layers"] or not {*given} <= {*types}:
+      raise config.error(
+        f"{key}={given!r}: expected 'dense' or 'sparse' for each layer."
+      )
+    return [kind == "sparse" for kind in given]
+
+  def write(sparse: list[bool]) -> dict[str, Any]:
+    return {key: [types[x] for x in sparse]}
+
+  return SparseLayers({key: None, **otherwise.keys}, read, write)
+
+
 def expert_groups() -> Rule:
   """Groups of experts: a token chooses some by the sum of their top two."""
 
