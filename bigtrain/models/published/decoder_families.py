@@ -48,6 +48,7 @@ from bigtrain.models.published.decoders import (
   solar,
   starcoder,
 )
+from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.models.published.families import Family, classes
 
 # {model_type: family}. An export takes the first that expresses the model.
@@ -244,4 +245,4 @@ def export(
 
 
 canonical = model_fields.canonical
-PUBLISHED = layouts.Layouts(LAYOUTS, canonical)
+PUBLISHED = layouts.Layouts(LAYOUTS, canonical, missing_parts=MISSING_PARTS)
