@@ -35,6 +35,7 @@ from bigtrain.models.layers import (
   moe,
   multi_token,
   options,
+  short_conv,
   stack,
 )
 from bigtrain.models.published import blocks, decoder_families
@@ -86,16 +87,21 @@ class Model(nn.Module):
   rope_fraction: float = options.DERIVED
   # Whether 2 i and 2 i + 1 are a pair.
   rope_interleaved: bool = options.DERIVED
+  rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
+  norm_scaled: bool = True  # Whether norms of the stream have a scale.
+  embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
   parallel: bool = False  # Whether attention and MLP share a norm.
-  mlp: str = options.DERIVED  # A name in mlp.KINDS.
+  mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
   # See deltanet.Options: a recurrent layer in place of attention.
   deltanet: Any = None
+  # See short_conv.Options: a gated convolution in place of attention.
+  short_conv: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
@@ -336,10 +342,12 @@ class Model(nn.Module):
     if inserted is not None:
       tokens = jnp.where(inserted[1], 0, tokens)
     x_BLD = self.embed(embedding_VD, tokens)
-    if inserted is None:
-      return x_BLD
-    inserted_BLD, at_BL = inserted
-    return jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
+    if inserted is not None:
+      inserted_BLD, at_BL = inserted
+      x_BLD = jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
+    if self.embed_norm:
+      x_BLD = causal_block.norm(self, self.width, "embedding_norm")(x_BLD)
+    return x_BLD
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -530,7 +538,7 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if layers.has_recurrence():
     raise ConfigError(
       "prefix: expected layers that see later positions too, got "
-      "config.model.deltanet."
+      "config.model.deltanet or short_conv."
     )
 
 
@@ -581,7 +589,7 @@ def _read(model: Model) -> None:
     "drop_path",
     posemb=POSEMBS,
     pool=POOLS,
-    mlp=mlp.KINDS,
+    mlp=mlp.NAMES,
     norm=causal_block.NORMS,
     norm_at=causal_block.NORMS_AT,
   )
@@ -610,6 +618,7 @@ def _read(model: Model) -> None:
     mla=latent_attention.read(model.mla, "config.model.mla"),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
     deltanet=deltanet.read(model.deltanet, "config.model.deltanet"),
+    short_conv=short_conv.read(model.short_conv, "config.model.short_conv"),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),

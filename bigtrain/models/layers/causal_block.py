@@ -25,6 +25,7 @@ from bigtrain.models.layers import (
   moe,
   positions,
   rms_norm,
+  short_conv,
 )
 from bigtrain.models.layers.options import pick
 
@@ -46,12 +47,15 @@ class Options(NamedTuple):
   norm: str
   norm_eps: float
   norm_offset: float
+  norm_scaled: bool
   norm_at: str
   parallel: bool
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
-  deltanet: deltanet.Options | None  # In place of attention.
+  # In place of attention.
+  deltanet: deltanet.Options | None
+  short_conv: short_conv.Options | None
   use_bias: tuple[str, ...]
   qk_norm: str | None
   qk_norm_after_rope: bool
@@ -82,7 +86,7 @@ class Options(NamedTuple):
       dense = units if self.moe.beside_mlp else 0
       units = dense + self.moe.top_k * self.moe.width(units)
       units += self.moe.shared_width(self.mlp_dim)
-    return units * (1 + mlp.KINDS[self.mlp].gated)
+    return units * (1 + mlp.is_gated(self.mlp))
 
 
 class Tables(NamedTuple):
@@ -93,7 +97,10 @@ class Tables(NamedTuple):
 
 
 class Block(nn.Module):
-  """Attention or DeltaNet, MLP or experts, with norms, added to the stream."""
+  """Attention or a recurrent layer, MLP or experts, with norms.
+
+  Each is added to the stream.
+  """
 
   options: Options
 
@@ -137,8 +144,8 @@ class Block(nn.Module):
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
     y_BLD = before(x_BLD, "attention_norm")
-    if options.deltanet is not None:
-      z_BLD, cache = _deltanet(options)(
+    if options.deltanet is not None or options.short_conv is not None:
+      z_BLD, cache = _recurrent_layer(options)(
         y_BLD,
         segments_BL=mask.segments_BL,
         real_BL=real_BL,
@@ -216,9 +223,16 @@ def _mlp_beside_experts(
 def norm(options: Any, width: int, name: str) -> nn.Module:
   """The norm of a block's Options, or of a decoder."""
   eps, dtype, offset = options.norm_eps, options.dtype, options.norm_offset
+  scaled = options.norm_scaled
   if options.norm == "rmsnorm":
-    return rms_norm.RMSNorm((width,), eps, offset, dtype=dtype, name=name)
+    return rms_norm.RMSNorm(
+      (width,), eps, offset, scaled, dtype=dtype, name=name
+    )
   use_bias = "norm" in options.use_bias
+  if not scaled:
+    return nn.LayerNorm(
+      eps, dtype, use_bias=use_bias, use_scale=False, name=name
+    )
   if offset:
     return _OffsetLayerNorm(eps, offset, use_bias, dtype, name=name)
   return nn.LayerNorm(eps, dtype, use_bias=use_bias, name=name)
@@ -264,7 +278,17 @@ def _attention_layer(options: Options) -> Callable[..., tuple[Any, Any]]:
   return lambda y_BLD, **others: layer(y_BLD, y_BLD, **others)
 
 
-def _deltanet(options: Options) -> deltanet.DeltaNet:
+def _recurrent_layer(
+  options: Options,
+) -> deltanet.DeltaNet | short_conv.ShortConv:
+  if options.short_conv is not None:
+    return short_conv.ShortConv(
+      options.short_conv,
+      init_std=options.init_std,
+      out_init_std=_out_init_std(options),
+      dtype=options.dtype,
+      name="short_conv",
+    )
   assert options.deltanet is not None
   return deltanet.DeltaNet(
     options.deltanet,

@@ -25,10 +25,12 @@ from bigtrain.models.layers import (
   deltanet,
   kv_cache,
   latent_attention,
+  mlp,
   moe,
   options,
   positions,
   recurrent_cache,
+  short_conv,
 )
 
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
@@ -43,6 +45,7 @@ FIELDS = (
   "mla",
   "moe",
   "deltanet",
+  "short_conv",
   "norm_at",
   "keys_as_values",
   "query_scale",
@@ -85,7 +88,10 @@ class Layers(NamedTuple):
     return max((options.bias_rate for options in self._experts()), default=0.0)
 
   def has_recurrence(self) -> bool:
-    return any(block.deltanet for block in (*self.period, *self.first))
+    return any(
+      block.deltanet or block.short_conv
+      for block in (*self.period, *self.first)
+    )
 
   def check_experts(self) -> None:
     for name in ("num_experts", "axis", "bias_rate"):
@@ -183,8 +189,14 @@ def of_model(model: Any) -> Layers:
     recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
     if recurrent is not None:
       cache = recurrent.cache()
+    convolution = short_conv.read(values["short_conv"], f"{key}.short_conv")
+    if convolution is not None:
+      if recurrent is not None:
+        raise ConfigError(f"{key}.short_conv: expected None with deltanet.")
+      cache = convolution.cache(model.width)
     values |= dict(
       deltanet=recurrent,
+      short_conv=convolution,
       rope=index(ropes, rope),
       query_scale=index(scales, scale),
       cache=index(caches, cache),
@@ -222,6 +234,11 @@ def _check(
   for name in _SIZES:
     check_number(f"{key}.{name}", values[name], least=1, whole=True)
   check_choice(f"{key}.norm_at", values["norm_at"], causal_block.NORMS_AT)
+  if values["moe"] is not None and model.mlp not in mlp.KINDS:
+    raise ConfigError(
+      f"config.model.mlp={model.mlp!r}: not computed in experts ({key}.moe); "
+      f"expected one of {', '.join(mlp.KINDS)}."
+    )
   if values["window"] is not None:
     check_number(f"{key}.window", values["window"], least=1, whole=True)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
@@ -256,7 +273,11 @@ def _check(
   if values["posemb"] != "rope":
     return None, scale
   rope = positions.Rope(
-    dims, values["rope_theta"], scaling, model.rope_interleaved
+    dims,
+    values["rope_theta"],
+    scaling,
+    model.rope_interleaved,
+    model.rope_reversed,
   )
   return rope, scale
 

@@ -58,6 +58,8 @@ _LIMITS: dict[str, dict[str, Any]] = dict(
   capacity_factor=dict(above=0),
   eval_capacity_factor=dict(above=0),
   scale=dict(above=0),
+  total_epsilon=dict(least=0),
+  least_total=dict(least=0),
 )
 
 # Flax's collections: selection biases, and the numbers of choices that change
@@ -97,6 +99,10 @@ class Options(NamedTuple):
   normalize: bool | None = None
   router_init_std: float = 0.02  # Of the router's initial kernel.
   score: str = "softmax"  # One of SCORES; the last is over the chosen experts.
+  # Added to the total of a token's weights before they are divided by it, and
+  # the least number that they are divided by.
+  total_epsilon: float = 1e-20
+  least_total: float = 0.0
   scale: float = 1.0  # Factor of the weights.
   selection_bias: bool = False  # Added to the scores for the choice alone.
   bias_rate: float = 0.0  # Change of the selection bias per step.
@@ -465,7 +471,11 @@ def route(
   if of_top:
     weight_BLJ = jax.nn.softmax(weight_BLJ, axis=-1)
   elif options.normalizes():
-    weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True) + 1e-20
+    total_BL1 = jnp.sum(weight_BLJ, axis=-1, keepdims=True)
+    total_BL1 += options.total_epsilon
+    if options.least_total:
+      total_BL1 = jnp.maximum(total_BL1, options.least_total)
+    weight_BLJ /= total_BL1
   if options.scale != 1:
     weight_BLJ *= options.scale
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)

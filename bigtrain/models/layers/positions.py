@@ -59,6 +59,7 @@ class Rope(NamedTuple):
   scaling: Mapping[str, Any] | None = None
   # Whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
   interleaved: bool = False
+  reversed: bool = False  # Whether angles are negative.
 
   def by_length(self) -> int | None:
     """Length above which texts have other frequencies, if any."""
@@ -78,6 +79,8 @@ class Rope(NamedTuple):
       omega_Q = jnp.where(is_long, long_Q, omega_Q)
     angle_BL1Q = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
     sin_BL1Q, cos_BL1Q = jnp.sin(angle_BL1Q), jnp.cos(angle_BL1Q)
+    if self.reversed:
+      sin_BL1Q = -sin_BL1Q
     factor = magnitude(self.scaling)
     if factor != 1:
       sin_BL1Q, cos_BL1Q = factor * sin_BL1Q, factor * cos_BL1Q

@@ -17,23 +17,38 @@ from bigtrain.models.published import (
   tables,
 )
 from bigtrain.models.published.decoders import (
+  afmoe,
+  apertus,
   cohere,
+  cwm,
   deepseek,
+  dots,
+  ernie,
+  exaone,
   gemma,
   glm,
   gpt2,
   gpt_oss,
   granite,
+  hunyuan,
+  lfm2,
   llama,
+  mellum,
   minimax,
   model_fields,
+  nanochat,
   nemotron,
   olmo,
   phi,
+  plain_families,
   qwen,
   qwen_next,
+  seed_oss,
   shared_arrays,
+  solar,
+  starcoder,
 )
+from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.models.published.families import Family, classes
 
 # {model_type: family}. An export takes the first that expresses the model.
@@ -85,6 +100,40 @@ add(
   qwen_next.QWEN3_5,
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
+  seed_oss.SEED_OSS,
+  ernie.ERNIE4_5,
+  ernie.ERNIE4_5_MOE,
+  dots.DOTS1,
+  hunyuan.HUNYUAN_DENSE,
+  hunyuan.HUNYUAN_MOE,
+  exaone.EXAONE4,
+  apertus.APERTUS,
+  nanochat.NANOCHAT,
+  lfm2.LFM2,
+  lfm2.LFM2_MOE,
+  glm.GLM,
+  cohere.COHERE,
+  olmo.OLMO,
+  olmo.FLEX_OLMO,
+  gemma.VAULTGEMMA,
+  phi.PHI,
+  starcoder.STARCODER2,
+  starcoder.STABLELM,
+  granite.GRANITE_MOE_SHARED,
+  granite.GRANITE_SWA,
+  granite.GRANITE_MOE_SWA,
+  granite.HYPERCLOVAX,
+  plain_families.ARCEE,
+  plain_families.JAIS2,
+  plain_families.HELIUM,
+  plain_families.INTERNLM3,
+  plain_families.IQUEST_CODER,
+  cwm.CWM,
+  exaone.EXAONE_MOE,
+  solar.SOLAR_OPEN,
+  mellum.MELLUM,
+  afmoe.AFMOE,
+  deepseek.YOUTU,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -95,7 +144,7 @@ _IGNORED = {
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
-  r"mtp\..*": "a layer for the prediction of several tokens",
+  r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {
@@ -196,4 +245,4 @@ def export(
 
 
 canonical = model_fields.canonical
-PUBLISHED = layouts.Layouts(LAYOUTS, canonical)
+PUBLISHED = layouts.Layouts(LAYOUTS, canonical, missing_parts=MISSING_PARTS)

@@ -23,6 +23,7 @@ FIELDS: Mapping[str, Any] = {
   "window": None,
   "moe": None,
   "deltanet": None,
+  "short_conv": None,
   "norm_at": "pre",
   "keys_as_values": False,
   "attention_scale": None,
@@ -86,7 +87,7 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
   """Sorts kinds of layers; the least special one is the base."""
-  is_recurrent = kind.get("deltanet") is not None
+  is_recurrent = bool(kind.get("deltanet") or kind.get("short_conv"))
   has_no_rope = kind.get("posemb", "rope") != "rope"
   has_window = kind.get("window") is not None
   is_dense = "moe" in kind and kind["moe"] is None
@@ -114,6 +115,8 @@ def _words(layer: Mapping[str, Any]) -> list[str]:
   words = []
   if "deltanet" in layer:
     words.append("full" if layer["deltanet"] is None else "linear")
+  if "short_conv" in layer:
+    words.append("full" if layer["short_conv"] is None else "conv")
   if "window" in layer:
     words.append("global" if layer["window"] is None else "local")
   if "posemb" in layer:

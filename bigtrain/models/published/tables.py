@@ -70,6 +70,23 @@ def within(published: str, ours: str, *parts: Table) -> Table:
   )
 
 
+def renamed(entries: Table, names: Mapping[str, str]) -> Table:
+  """Entries in whose published names each key of `names` is its value.
+
+  >>> renamed(plain("layer.{i}.q_norm", "norm"), {"q_norm": "norm_q"})[
+  ...   0
+  ... ].published
+  'layer.{i}.norm_q'
+  """
+  result = []
+  for entry in entries:
+    published = entry.published
+    for old, new in names.items():
+      published = published.replace(old, new)
+    result.append(entry._replace(published=published))
+  return tuple(result)
+
+
 # Constructors of entries. Names are those of layers, to which each constructor
 # adds the endings of the arrays in both libraries.
 

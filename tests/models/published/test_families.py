@@ -6,6 +6,8 @@ gradients of their losses, and the tokens that they generate.
 
 import functools
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from support import cases, rounding
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
+from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.tasks import language_modeling
 
 pytestmark = pytest.mark.golden
@@ -40,7 +43,17 @@ CASES = [
 # Without gradients: kernels of four bits.
 TRAINED = [name for name in FAMILIES if name != "gpt_oss_mxfp4"]
 # {family: layout} of models that another family expresses too.
-LAYOUTS = {"qwen3_5_moe_text": "qwen3_5_moe_text"}
+LAYOUTS = {
+  name: name
+  for name in (
+    "qwen3_5_moe_text",
+    "cwm",
+    "internlm3",
+    "iquestcoder",
+    "solar_open",
+    "youtu",
+  )
+}
 
 
 @functools.cache
@@ -140,7 +153,8 @@ def old_config(values):
   [
     name
     for name in FAMILIES
-    if not name.startswith("gemma4") and name != "olmo_hybrid_nope"
+    if not name.startswith("gemma4")
+    and name not in ("olmo_hybrid_nope", "mellum")
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
@@ -250,3 +264,25 @@ def test_gemma4_for_devices_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
     with pytest.raises(ConfigError, match=f"{key}={value}: .* only None or 0"):
       opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba2", "gemma3n"])
+def test_a_family_that_is_known_is_refused_with_the_part_it_needs(
+  name, tmp_path
+):
+  values = dict(model_type=name, text_config=dict(hidden_size=8))
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  part = re.escape(MISSING_PARTS[name])
+  with pytest.raises(ConfigError, match=f"'{name}' .* It needs {part}."):
+    opened(tmp_path)
+
+
+def test_the_page_lists_families_and_what_others_need():
+  page = pathlib.Path("docs/published.md").read_text()
+  computed, _, others = page.partition("### Families that are not computed")
+  for name in decoder_families.LAYOUTS:
+    assert f"`{name}`" in computed, name
+    assert name not in MISSING_PARTS, name
+  for name, part in MISSING_PARTS.items():
+    row = next(line for line in others.splitlines() if f"`{name}`" in line)
+    assert row.startswith(f"| {part} |")

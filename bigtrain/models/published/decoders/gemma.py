@@ -1,4 +1,4 @@
-"""Gemma 1 to 4."""
+"""Gemma 1 to 4, and VaultGemma."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -115,6 +115,14 @@ GEMMA2 = GEMMA.but(
     "num_key_value_heads": 4,
     "intermediate_size": 9216,
   },
+)
+
+# Gemma 2 without the norms after attention and MLP.
+VAULTGEMMA = GEMMA2.but(
+  "vaultgemma",
+  "VaultGemmaForCausalLM",
+  without=("norm_at",),
+  arrays=[x for x in _SANDWICH_ARRAYS if x not in NORMS_AFTER],
 )
 
 _GEMMA3_LAYERS = full_every(6, key="sliding_window_pattern")

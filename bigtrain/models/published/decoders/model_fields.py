@@ -13,6 +13,7 @@ NEUTRAL: Mapping[str, Any] = {
   "moe": None,
   "mla": None,
   "deltanet": None,
+  "short_conv": None,
   "v_norm": False,
   "keys_as_values": False,
   "layer_scalar": False,
@@ -24,12 +25,15 @@ NEUTRAL: Mapping[str, Any] = {
   "query_scale": None,
   "attention_scale": None,
   "norm_offset": 0.0,
+  "norm_scaled": True,
+  "embed_norm": False,
   "norm_at": "pre",
   "parallel": False,
   "qk_norm": None,
   "qk_norm_after_rope": False,
   "qkv_clip": None,
   "rope_interleaved": False,
+  "rope_reversed": False,
   "attention_softcap": None,
   "logits_softcap": None,
   "sinks": False,
@@ -70,7 +74,10 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
   sites = fields["use_bias"]
   if isinstance(sites, bool):
     sites = ("qkv", "out", "mlp", "norm") if sites else ()
-  has_mlps = None in fields["moe"]
+  has_mlps = any(
+    moe is None or moe["shared_dim"] or moe["beside_mlp"]
+    for moe in fields["moe"]
+  )
   has_experts = any(fields["moe"])
   exists = {
     "qkv": True,
@@ -79,7 +86,7 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
     "norm": fields["norm"] != "rmsnorm",
     "experts": has_experts,
     "router": has_experts,
-    "head": not fields["tied_head"],
+    "head": True,
   }
   return tuple(site for site in SITES if site in sites and exists[site])
 
@@ -92,6 +99,8 @@ def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
     layer["mla"] = latents
   layer["deltanet"] = _deltanet(layer["deltanet"], fields["norm_eps"])
+  if layer["short_conv"] is not None:
+    layer["short_conv"] = {"bias": False, **_as_dict(layer["short_conv"])}
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
@@ -135,8 +144,11 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   width = given.get("mlp_dim", mlp_dim)
   score = given.get("score", "softmax")
   normalize = given.get("normalize", top_k > 1)
-  # Equal, over all and over the chosen, unless groups have other scores.
-  if score == "softmax" and normalize and not given.get("groups"):
+  least_total = given.get("least_total", 0.0) if normalize else 0.0
+  selection_bias = given.get("selection_bias", False)
+  # Equal, over all and over the chosen, unless the choice has other scores.
+  others = given.get("groups") or selection_bias or least_total
+  if score == "softmax" and normalize and not others:
     score = "softmax_of_top"
   shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
   return {
@@ -145,7 +157,9 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "score": score,
     "normalize": True if score == "softmax_of_top" else normalize,
     "scale": given.get("scale", 1.0),
-    "selection_bias": given.get("selection_bias", False),
+    "selection_bias": selection_bias,
+    "least_total": least_total,
+    "total_epsilon": given.get("total_epsilon", 1e-20) if normalize else 1e-20,
     "groups": _as_dict(given.get("groups")),
     "scaled_router": given.get("scaled_router", False),
     "beside_mlp": given.get("beside_mlp", False),

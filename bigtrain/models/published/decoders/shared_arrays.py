@@ -16,7 +16,7 @@ from bigtrain.models.published.tables import (
 ENDS = table(
   plain("model.embed_tokens.weight", "token_embedding"),
   norm("model.norm", "norm"),
-  linear("lm_head", "head"),
+  dense("lm_head", "head"),
   linear("score", "score"),
 )
 ATTENTION_OUT = table(
