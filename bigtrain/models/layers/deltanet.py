@@ -27,6 +27,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import (
   delta_rule,
   kernels,
+  masks,
   options,
   recurrent_cache,
   remat,
@@ -266,7 +267,9 @@ def _over_mesh(
   """Convolution and delta rule of whole texts: [B, L, G, R, V]."""
   B, L, G, _ = inputs_BLGC.shape
   W = options.conv_width
-  places_BL = None if segments_BL is None else _places(segments_BL)
+  places_BL = (
+    None if segments_BL is None else masks.places_in_documents(segments_BL)
+  )
   ways = sharding.length_ways(B, L)
   # A device needs the last inputs of the one before it, and no others.
   if ways == 1 or -(-L // ways) < W - 1:
@@ -312,14 +315,6 @@ def _over_mesh(
     check_vma=False,
   )(inputs, kernel_WGC, log_decay, beta, places)
   return o_BLGRV[:, :L]
-
-
-def _places(segments_BL: jax.Array) -> jax.Array:
-  """Number of each position within its document."""
-  index_L = jnp.arange(segments_BL.shape[1])
-  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
-  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
-  return index_L - jax.lax.cummax(starts_BL, axis=1)
 
 
 def _convolved(

@@ -21,10 +21,13 @@ FIELDS: Mapping[str, Any] = {
   "mlp_dim": None,
   "mla": None,
   "window": None,
+  "chunk": None,
+  "qk_norm": None,
   "moe": None,
   "deltanet": None,
   "norm_at": "pre",
   "keys_as_values": False,
+  "shares_kv": False,
   "attention_scale": None,
   "rope_scaling": None,
   "query_scale": None,
@@ -88,7 +91,7 @@ def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
   """Sorts kinds of layers; the least special one is the base."""
   is_recurrent = kind.get("deltanet") is not None
   has_no_rope = kind.get("posemb", "rope") != "rope"
-  has_window = kind.get("window") is not None
+  has_window = (kind.get("window") or kind.get("chunk")) is not None
   is_dense = "moe" in kind and kind["moe"] is None
   return is_recurrent, has_no_rope, has_window, is_dense
 
@@ -116,10 +119,14 @@ def _words(layer: Mapping[str, Any]) -> list[str]:
     words.append("full" if layer["deltanet"] is None else "linear")
   if "window" in layer:
     words.append("global" if layer["window"] is None else "local")
+  if "chunk" in layer:
+    words.append("global" if layer["chunk"] is None else "chunked")
   if "posemb" in layer:
     words.append("nope" if layer["posemb"] == "none" else layer["posemb"])
   if "moe" in layer:
     words.append("dense" if layer["moe"] is None else "experts")
+  if layer.get("shares_kv"):
+    words.append("sharing")
   return words
 
 
