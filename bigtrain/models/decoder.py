@@ -29,6 +29,7 @@ from bigtrain.models.layers import (
   kv_cache,
   latent_attention,
   layer_dims,
+  layer_inputs,
   layer_kinds,
   masks,
   mlp,
@@ -42,7 +43,6 @@ from bigtrain.models.published import blocks, decoder_families
 
 POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
-QK_NORMS = ("head", "projection", "l2")
 
 # Defaults of the fields that some variants give. In the class they are None, to
 # distinguish a value in the config from the default: the config's value comes
@@ -117,6 +117,8 @@ class Model(nn.Module):
   qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
   qkv_clip: float | None = None  # Largest entry of queries, keys and values.
   window: int | None = None  # Number of positions that each one sees.
+  # Positions see only those in the same chunk of so many, as in Llama 4.
+  chunk: int | None = None
   # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
@@ -129,11 +131,16 @@ class Model(nn.Module):
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.
   keys_as_values: bool = False
+  # Whether keys and values are those of the last layer before it that has its
+  # own, and as many heads, the same width and window.
+  shares_kv: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
+  # See layer_inputs.Options: embeddings of tokens for each layer.
+  layer_inputs: Any = None
   # Whether each layer's output has a factor, which is not trained.
   layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
@@ -205,6 +212,7 @@ class Model(nn.Module):
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
+    inputs_BLNI = self._layer_inputs(tokens, x_BLD, inserted)
 
     mask = self._mask(segments, prefix, groups, window_in_groups)
     if segments is not None and real is None:
@@ -220,9 +228,15 @@ class Model(nn.Module):
       cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
     tables = layers.tables(positions, _lengths(tokens, segments, cache))
-    carry = sharding.stream(x_BLD), cache
-    (x_BLD, cache), stats = self._blocks(
-      layers, carry, tables, mask, real, start, train
+    tables = tables._replace(inputs_BLNI=inputs_BLNI)
+    (x_BLD, cache, _), stats = self._blocks(
+      layers,
+      (sharding.stream(x_BLD), cache, {}),
+      tables,
+      mask,
+      real,
+      start,
+      train,
     )
     if cache is not None:
       cache = cache.after_call()
@@ -349,6 +363,28 @@ class Model(nn.Module):
       x_BLD = causal_block.norm(self, self.width, "embedding_norm")(x_BLD)
     return x_BLD
 
+  def _layer_inputs(
+    self,
+    tokens: jax.Array,
+    x_BLD: jax.Array,
+    inserted: tuple[jax.Array, jax.Array] | None,
+  ) -> jax.Array | None:
+    own = self.layer_inputs
+    if own is None:
+      return None
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
+    module = layer_inputs.LayerInputs(
+      own.dim,
+      own.vocab_size or self.vocab_size,
+      self.depth,
+      self.norm_eps,
+      self.init_std,
+      self.dtype,
+      name="layer_inputs",
+    )
+    return module(tokens, x_BLD)
+
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
     B, L, D = x_BLD.shape
@@ -393,7 +429,7 @@ class Model(nn.Module):
   def _blocks(
     self, layers: layer_kinds.Layers, carry: Any, *shared: Any
   ) -> tuple[Any, Any]:
-    x_BLD, cache = carry
+    x_BLD, cache, _ = carry
     if cache is not None and x_BLD.shape[1] > 1:
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.
@@ -472,7 +508,9 @@ class Model(nn.Module):
         "embeddings do not depend on the length of a text."
       )
     modules = self.mtp_modules()
-    kind = whole[modules.options.cache]
+    own = modules.options.cache
+    assert own is not None  # See _check_last_layer.
+    kind = whole[own]
     return modules.init_cache(batch_size, max_len, kind, self.mtp)
 
   @nn.nowrap
@@ -525,16 +563,28 @@ def _check_mtp(model: Model) -> None:
     )
 
 
+def _check_last_layer(model: Model) -> None:
+  """Modules of `mtp` have a block like the last layer's."""
+  last = layer_kinds.of_model(model).of_all(model.depth)[-1]
+  if model.mtp and (model.layer_inputs is not None or last.view is not None):
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected 0 with layer_inputs, and with a "
+      "last layer that shares keys and values."
+    )
+
+
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if segments is not None:
     raise ConfigError(
       "prefix: expected one text per example, got packed ones (segments)."
     )
   layers = layer_kinds.of_model(model)
-  if any(block.window for block in layers.of_all(model.depth)):
-    raise ConfigError(
-      "prefix: expected layers that see all positions, got config.model.window."
-    )
+  for name in ("window", "chunk"):
+    if any(getattr(block, name) for block in layers.of_all(model.depth)):
+      raise ConfigError(
+        f"prefix: expected layers that see all positions, got "
+        f"config.model.{name}."
+      )
   if layers.has_recurrence():
     raise ConfigError(
       "prefix: expected layers that see later positions too, got "
@@ -579,7 +629,7 @@ def _read(model: Model) -> None:
   """Checks the fields, and sets those that have several spellings."""
   sizes = ["vocab_size", "width", "depth", "num_heads", "num_kv_heads"]
   sizes += ["head_dim", "mlp_dim"]
-  for name in ("max_len", "window", "num_classes"):
+  for name in ("max_len", "window", "chunk", "num_classes"):
     if getattr(model, name) is not None:
       sizes.append(name)
   options.check_sizes(model, sizes)
@@ -605,17 +655,15 @@ def _read(model: Model) -> None:
   use_bias = model.use_bias
   if isinstance(use_bias, bool):
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
-  qk_norm = model.qk_norm
-  if isinstance(qk_norm, bool):
-    qk_norm = "head" if qk_norm else None
-  if qk_norm is not None:
-    check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
   values = layer_kinds.read_names(model) | dict(
     use_bias=options.read_names(
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
     ),
-    qk_norm=qk_norm,
+    qk_norm=layer_kinds.read_qk_norm(model.qk_norm, "config.model.qk_norm"),
     mla=latent_attention.read(model.mla, "config.model.mla"),
+    layer_inputs=layer_inputs.read(
+      model.layer_inputs, "config.model.layer_inputs"
+    ),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
     deltanet=deltanet.read(model.deltanet, "config.model.deltanet"),
     short_conv=short_conv.read(model.short_conv, "config.model.short_conv"),
@@ -624,7 +672,7 @@ def _read(model: Model) -> None:
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
-  layer_kinds.of_model(model)  # Its checks.
+  _check_last_layer(model)
 
 
 def _check_numbers(model: Model) -> None:
@@ -1011,15 +1059,20 @@ DIMS: dict[str, str] = {
   r"score/kernel": "D -> V",
   r"score/bias": "V",
   r"mtp/.*/projection/kernel": "both_widths -> D",
+  r"layer_inputs/embedding": "V -> layer_inputs",
+  r"layer_inputs/projection/kernel": "D -> layer_inputs",
+  r"layer_inputs/norm/scale": "layer_input",
   **layer_dims.LAYERS,
 }
 
 
 def param_dims(model: Model) -> dims.Table:
   table = DIMS
-  if model.qk_norm == "projection":
+  layers = layer_kinds.of_model(model)
+  norms = {block.qk_norm for block in layers.of_all(model.depth)}
+  if "projection" in norms:
     table = layer_dims.PROJECTION_NORMS | table
-  return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
+  return layer_dims.with_experts(table, layers.experts())
 
 
 def from_published(

@@ -59,6 +59,7 @@ class Options(NamedTuple):
   sinks: bool = False  # Whether each softmax has a learned logit with no value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
+  chunk: int | None = None  # See masks.in_chunks.
   softcap: float | None = None  # Scores s become softcap * tanh(s / softcap).
   # Standard deviations of initial values; None for Xavier's uniform ones.
   query_std: float | None = None
@@ -119,6 +120,11 @@ class Attention(nn.Module):
       B, L, H, K = q_BLHK.shape
       G = k_BSGK.shape[2]
       q = q_BLHK.reshape(B, L, G, H // G, K)
+    mask = dataclasses.replace(mask, window=options.window)
+    if options.chunk is not None:
+      mask = masks.in_chunks(
+        mask, options.chunk, q, k_BSGK.shape[1], start, first
+      )
     sinks_H = None
     if options.sinks:
       zeros = nn.initializers.zeros
@@ -127,7 +133,7 @@ class Attention(nn.Module):
       q,
       k_BSGK,
       v_BSGK,
-      dataclasses.replace(mask, window=options.window),
+      mask,
       start=first,
       bias=bias,
       sinks_H=sinks_H,

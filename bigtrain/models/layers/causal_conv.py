@@ -9,14 +9,6 @@ import jax
 import jax.numpy as jnp
 
 
-def places(segments_BL: jax.Array) -> jax.Array:
-  """Number of each position within its document."""
-  index_L = jnp.arange(segments_BL.shape[1])
-  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
-  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
-  return index_L - jax.lax.cummax(starts_BL, axis=1)
-
-
 def convolved(
   joined: jax.Array, kernel: jax.Array, places_BL: jax.Array | None
 ) -> jax.Array:

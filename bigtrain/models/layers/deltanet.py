@@ -28,6 +28,7 @@ from bigtrain.models.layers import (
   causal_conv,
   delta_rule,
   kernels,
+  masks,
   options,
   recurrent_cache,
   remat,
@@ -253,7 +254,9 @@ def _over_mesh(
   """Convolution and delta rule of whole texts: [B, L, G, R, V]."""
   B, L, G, _ = inputs_BLGC.shape
   W = options.conv_width
-  places_BL = None if segments_BL is None else causal_conv.places(segments_BL)
+  places_BL = (
+    None if segments_BL is None else masks.places_in_documents(segments_BL)
+  )
   ways = sharding.length_ways(B, L)
   # A device needs the last inputs of the one before it, and no others.
   if ways == 1 or -(-L // ways) < W - 1:

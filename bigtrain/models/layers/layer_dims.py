@@ -45,6 +45,8 @@ LAYERS: dict[str, str] = {
   r"(.*/)?moe/router_scale": "D",
   r"(.*/)?moe/expert_scale": "E",
   r"(.*/)?(layer_scalar|activation/(alpha_p|alpha_n|beta|eps))": "one",
+  r"(.*/)?layer_input_gate/kernel": "D -> layer_input",
+  r"(.*/)?layer_input_out/kernel": "layer_input -> D",
   r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
   r"(.*/)?moe/(up|gate)/bias": "E; F",
   r"(.*/)?moe/down/kernel": "E; F -> D",

@@ -97,6 +97,8 @@ class Options(NamedTuple):
   dropout: float | None = None  # Rate in experts; None: the MLPs' rate.
   # Whether a token's weights add up to 1; by default with several experts.
   normalize: bool | None = None
+  # Whether the weights multiply the experts' inputs in place of their outputs.
+  scale_input: bool = False
   router_init_std: float = 0.02  # Of the router's initial kernel.
   score: str = "softmax"  # One of SCORES; the last is over the chosen experts.
   # Added to the total of a token's weights before they are divided by it, and
@@ -311,6 +313,8 @@ class Moe(nn.Module):
       expert.kind, expert.dim, rate, key, expert.clip
     )
     x_BLD = x_BLD.astype(expert.dtype)
+    if options.scale_input:
+      x_BLD, routing, real_BL = _with_scaled_inputs(x_BLD, routing, real_BL)
     factor = options.factor(train)
     if factor is None:
       dropped = jnp.zeros(())
@@ -328,6 +332,9 @@ class Moe(nn.Module):
         serve=options.serve,
         axis=options.axis,
       )
+    if options.scale_input:
+      y_BLJD = y_BLD.reshape(*logits_BLE.shape[:2], options.top_k, -1)
+      y_BLD = jnp.sum(y_BLJD, axis=2)
     stats["dropped"] = dropped
     if bias_E is not None:
       stats["bias"] = jnp.max(jnp.abs(bias_E))
@@ -374,6 +381,22 @@ class Moe(nn.Module):
       if expert.use_bias:
         weights[f"{name}_bias"] = held["bias"].astype(expert.dtype)
     return weights
+
+
+def _with_scaled_inputs(
+  x_BLD: jax.Array, routing: moe_experts.Routing, real_BL: jax.Array
+) -> tuple[jax.Array, moe_experts.Routing, jax.Array]:
+  """Each choice as a token of its own, [B, L J, D], with the weight 1."""
+  B, L, J = routing.expert_BLJ.shape
+  x_BLJD = x_BLD[:, :, None] * routing.weight_BLJ[..., None].astype(x_BLD.dtype)
+  expert = routing.expert_BLJ.reshape(B, L * J, 1)
+  ones = jnp.ones(expert.shape, routing.weight_BLJ.dtype)
+  real = jnp.repeat(real_BL, J, axis=1)
+  return (
+    x_BLJD.reshape(B, L * J, -1),
+    moe_experts.Routing(expert, ones * real[..., None]),
+    real,
+  )
 
 
 def merged(reports: Any) -> Any:

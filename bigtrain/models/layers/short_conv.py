@@ -20,6 +20,7 @@ from bigtrain import sharding
 from bigtrain.models.layers import (
   causal_conv,
   kernels,
+  masks,
   options,
   recurrent_cache,
   remat,
@@ -111,7 +112,7 @@ class ShortConv(nn.Module):
     else:
       places_BL = None
       if segments_BL is not None:
-        places_BL = causal_conv.places(segments_BL)
+        places_BL = masks.places_in_documents(segments_BL)
       before = jnp.zeros((B, W - 1, D), inputs_BLD.dtype)
       joined = jnp.concatenate([before, inputs_BLD], axis=1)
       y_BLD = causal_conv.convolved(joined, kernel_WD, places_BL)

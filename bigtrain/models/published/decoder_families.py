@@ -11,6 +11,7 @@ from typing import Any
 from bigtrain.arrays import dims
 from bigtrain.models.published import (
   array_files,
+  blocks,
   fp8_blocks,
   layouts,
   mxfp4,
@@ -33,6 +34,7 @@ from bigtrain.models.published.decoders import (
   hunyuan,
   lfm2,
   llama,
+  llama4,
   mellum,
   minimax,
   model_fields,
@@ -134,6 +136,7 @@ add(
   mellum.MELLUM,
   afmoe.AFMOE,
   deepseek.YOUTU,
+  llama4.LLAMA4,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -162,7 +165,7 @@ def load(
     names[_short(name)] = name  # Of two, the one with a prefix wins.
   names = olmo.hybrid_names(names)
   names, ignored_layers = _with_prediction_layers(names, like)
-  ignored = {**_IGNORED, **ignored_layers}
+  ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
   arrays = {short: flat[name] for short, name in names.items()}
@@ -213,6 +216,31 @@ def _with_prediction_layers(
       if name.startswith(start):
         result[new + name.removeprefix(start)] = result.pop(name)
   return result, ignored
+
+
+def _unread_keys(like: Mapping[str, Any]) -> dict[str, str]:
+  """{regular expression of names: reason} for layers that share keys.
+
+  Some files have keys and values of these layers, which nothing reads.
+  """
+  layouts_of_stacks = blocks.layouts(like, "blocks")
+  layers: dict[str, set[Any]] = {"query": set(), "key": set()}
+  for name, leaf in like.items():
+    block = blocks.parse_name(name, "blocks")
+    if block is None or block.stack != "blocks":
+      continue
+    numbers: set[Any] = {block.layer}
+    if block.layer is None:
+      layout = layouts_of_stacks[block.key]
+      numbers = {*layout.layers(block.place, leaf.shape[0])}
+    for part, found in layers.items():
+      if block.rest == f"/attention/{part}/kernel":
+        found |= numbers
+  reason = "the layer reads keys and values of another one"
+  return {
+    rf"model\.layers\.{i}\.self_attn\.[kv]_(proj|norm)\..*": reason
+    for i in sorted(layers["query"] - layers["key"])
+  }
 
 
 def _num_modules(names: Iterable[str]) -> int:

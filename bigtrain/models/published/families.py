@@ -289,7 +289,10 @@ def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
     return {field: values[config[key]]}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = [name for name, x in values.items() if x == fields[field]]
+    ours = fields[field]
+    if isinstance(ours, ByLayer):
+      ours = ours[0]
+    named = [name for name, x in values.items() if x == ours]
     return {key: [*named, *values][0]}
 
   return Rule((field,), {key: next(iter(values))}, read, write)

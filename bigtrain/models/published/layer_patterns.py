@@ -21,11 +21,14 @@ FIELDS: Mapping[str, Any] = {
   "mlp_dim": None,
   "mla": None,
   "window": None,
+  "chunk": None,
+  "qk_norm": None,
   "moe": None,
   "deltanet": None,
   "short_conv": None,
   "norm_at": "pre",
   "keys_as_values": False,
+  "shares_kv": False,
   "attention_scale": None,
   "rope_scaling": None,
   "query_scale": None,
@@ -89,7 +92,7 @@ def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
   """Sorts kinds of layers; the least special one is the base."""
   is_recurrent = bool(kind.get("deltanet") or kind.get("short_conv"))
   has_no_rope = kind.get("posemb", "rope") != "rope"
-  has_window = kind.get("window") is not None
+  has_window = (kind.get("window") or kind.get("chunk")) is not None
   is_dense = "moe" in kind and kind["moe"] is None
   return is_recurrent, has_no_rope, has_window, is_dense
 
@@ -119,10 +122,14 @@ def _words(layer: Mapping[str, Any]) -> list[str]:
     words.append("full" if layer["short_conv"] is None else "conv")
   if "window" in layer:
     words.append("global" if layer["window"] is None else "local")
+  if "chunk" in layer:
+    words.append("global" if layer["chunk"] is None else "chunked")
   if "posemb" in layer:
     words.append("nope" if layer["posemb"] == "none" else layer["posemb"])
   if "moe" in layer:
     words.append("dense" if layer["moe"] is None else "experts")
+  if layer.get("shares_kv"):
+    words.append("sharing")
   return words
 
 

@@ -60,9 +60,8 @@ def experts(
   return Rule(("moe",), keys, read, write)
 
 
-def mlp_width() -> Rule:
+def mlp_width(key: str = "intermediate_size") -> Rule:
   """The width of MLPs, and of experts if all layers have some."""
-  key = "intermediate_size"
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     for width in fields["mlp_dim"]:

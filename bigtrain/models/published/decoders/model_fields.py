@@ -10,12 +10,15 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 # Fields of the architecture, and the values that a model has by itself.
 NEUTRAL: Mapping[str, Any] = {
   "window": None,
+  "chunk": None,
   "moe": None,
   "mla": None,
   "deltanet": None,
   "short_conv": None,
   "v_norm": False,
   "keys_as_values": False,
+  "shares_kv": False,
+  "layer_inputs": None,
   "layer_scalar": False,
   "output_gate": False,
   "num_classes": None,
@@ -51,12 +54,16 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   layers = [_layer(layer, result) for layer in by_layer(result)]
   for name in layers[0]:
     result[name] = ByLayer(layer[name] for layer in layers)
-  if isinstance(result["qk_norm"], bool):
-    result["qk_norm"] = "head" if result["qk_norm"] else None
+  if not any(result["qk_norm"]):
+    result["qk_norm_after_rope"] = False
   result["use_bias"] = _bias_sites(result)
   if not result["num_classes"]:  # Then `pool` is of the user's task alone.
     result["pool"] = "last"
   result["mlp_clip"] = _as_dict(result["mlp_clip"])
+  if result["layer_inputs"] is not None:
+    vocab_size = {"vocab_size": result["vocab_size"]}
+    given = _without_none(_as_dict(result["layer_inputs"]))
+    result["layer_inputs"] = {**vocab_size, **given}
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)
   return result
@@ -67,6 +74,10 @@ def _as_dict(options: Any) -> Any:
   if not options:
     return options
   return dict(options._asdict() if hasattr(options, "_asdict") else options)
+
+
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: x for name, x in options.items() if x is not None}
 
 
 def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,6 +104,10 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
+  if isinstance(layer["qk_norm"], bool):
+    layer["qk_norm"] = "head" if layer["qk_norm"] else None
+  if layer["shares_kv"]:  # There are no values.
+    layer["keys_as_values"] = False
   if layer["moe"] is not None and not layer["moe"]["beside_mlp"]:
     layer["mlp_dim"] = None
   if layer["mla"] is not None:
@@ -157,6 +172,7 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "score": score,
     "normalize": True if score == "softmax_of_top" else normalize,
     "scale": given.get("scale", 1.0),
+    "scale_input": given.get("scale_input", False),
     "selection_bias": selection_bias,
     "least_total": least_total,
     "total_epsilon": given.get("total_epsilon", 1e-20) if normalize else 1e-20,
