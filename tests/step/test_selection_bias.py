@@ -120,8 +120,8 @@ def test_devices_do_not_change_it_if_rows_are_not_packed():
 
 @functools.cache
 def model_of_documents():
-  changes = MODEL | DOUBLE | dict(depth=3, vocab_size=19, init_std=0.5)
-  return decoder.Model(variant="llama", **changes)
+  changes = MODEL | DOUBLE | dict(depth=3, num_heads=2, vocab_size=19)
+  return decoder.Model(variant="llama", init_std=0.5, **changes)
 
 
 def biases_of_documents(rows):

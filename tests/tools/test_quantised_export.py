@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from models.published.folders import variables_of
+from models.published.test_transformers import run
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer
@@ -223,3 +224,26 @@ def test_the_option_is_of_published_folders(tmp_path, capsys):
   arguments = ["export", str(tmp_path), str(tmp_path / "x.npz")]
   assert tool.main([*arguments, "--quantize=fp8"]) == 2
   assert "--quantize: only with --format=hf" in capsys.readouterr().err
+
+
+@pytest.mark.published
+def test_transformers_opens_them_with_our_logits(tmp_path):
+  """Without a GPU it decodes the blocks when it loads them."""
+  families = dict(
+    deepseek_v3="fp8", qwen3="fp8", qwen3_moe="fp8", gpt_oss_mxfp4="mxfp4"
+  )
+  ours = {}
+  for name, method in families.items():
+    workdir, folder = tmp_path / f"{name}-run", GOLDEN / name
+    saved(workdir, dict(published=str(folder)), folder)
+    export(workdir, tmp_path / name, f"--quantize={method}")
+    module, model = opened(tmp_path / name)
+    variables = variables_of(module, model, tmp_path / name)
+    with np.load(folder / "reference.npz") as reference:
+      tokens = reference["tokens"]
+    ours[name] = jax.jit(model.apply)(variables, tokens)[0]
+    np.savez(tmp_path / name / "inputs.npz", input_ids=tokens.astype(np.int64))
+  run("open_exports.py", *[tmp_path / name for name in families])
+  for name, logits in ours.items():
+    theirs = np.load(tmp_path / name / "logits.npy")
+    np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-4, err_msg=name)
