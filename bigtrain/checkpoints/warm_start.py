@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.arrays import trees
-from bigtrain.checkpoints import folders, restore
+from bigtrain.checkpoints import folders, restore, upcycling
 from bigtrain.checkpoints.added_rows import AddedRows, WithAddedRows
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
@@ -60,6 +60,8 @@ class Line(NamedTuple):
   The status is one of:
     loaded, cast        taken from the file; cast to the model's dtype
     extended            taken from the file, with rows for new tokens
+    upcycled            an MLP of the file, copied to experts
+    new                 a router of such experts, which begins at random
     converted           made by the model's `from_published`
     merged              equal to another array, with which it is merged
     ignored             a constant that the model does not need
@@ -87,8 +89,17 @@ class Source:
   allow_changed: Sequence[str] = ()
   allow_unread: Sequence[str] = ()
   convert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # True, or the fields of Upcycling: the file is of a dense model.
+  upcycle: bool | Mapping[str, Any] | None = None
   # The fields of AddedRows, written by objective/new_rows.py.
   new_rows: Mapping[str, Any] | None = None
+
+
+class Derived(NamedTuple):
+  """How an array is made of one in the file, when devices read it."""
+
+  source: str  # Name of the other array.
+  make: Callable[[Any], Any]
 
 
 def load_params(
@@ -115,8 +126,8 @@ def load_params(
   """
   source = read_source(spec, key)
   specs_in_model = dict(trees.flatten_with_names(like))
-  rows = AddedRows(**source.new_rows) if source.new_rows else None
-  specs = rows.in_file(specs_in_model) if rows else specs_in_model
+  changes = _changes_of(source, specs_in_model, key)
+  specs = changes.in_file
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -145,11 +156,8 @@ def load_params(
     }
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
-  extended: set[str] = set()  # Arrays of the file that get new rows.
-  if rows:
-    extended = {n for n in specs if specs[n] is not specs_in_model[n]}
-    extended -= fresh | {line.name for line in refused}
-    lines = _with_extended(lines, extended, specs_in_model, rows.describe())
+  absent = fresh | {line.name for line in refused}
+  lines, derived = changes.derive(lines, absent)
   logging.info("%s: %s\n%s", key, source.path, table(lines))
   if refused:
     raise _refusal(refused, source, key)
@@ -158,8 +166,9 @@ def load_params(
       f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
       f"initialisation: {', '.join(sorted(fresh))}"
     )
+  fresh = changes.fresh(fresh)
   wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
-  loaded = _loaded(file, names, values, wanted, rows, extended)
+  loaded = _loaded(file, names, values, wanted, derived)
   if fresh:
     if init is None:
       raise ConfigError(f"{key}: no fresh values for {sorted(fresh)}.")
@@ -168,22 +177,74 @@ def load_params(
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
 
 
+class _Changes(NamedTuple):
+  """What the model has more than the file, by the config's wish."""
+
+  model: Mapping[str, Any]  # The model's specs by name.
+  dense: Mapping[str, Any]  # Those with MLPs in place of upcycled experts.
+  in_file: Mapping[str, Any]  # Those without new rows, too.
+  rows: AddedRows | None
+  how: upcycling.Upcycling | None
+
+  def derive(
+    self, lines: Sequence[Line], absent: Collection[str]
+  ) -> tuple[list[Line], dict[str, Derived]]:
+    """The lines and arrays that are made of others.
+
+    Args:
+      lines: those of the arrays `in_file`.
+      absent: names of arrays that the file does not have.
+    """
+    lines, derived = [*lines], {}
+    rows, how = self.rows, self.how
+    if rows:
+      extended = {
+        n for n, spec in self.in_file.items() if spec is not self.dense[n]
+      }
+      extended -= {*absent}
+      lines = _with_extended(lines, extended, self.dense, rows.describe())
+      for name in extended:
+        make = functools.partial(WithAddedRows, name=name, rows=rows)
+        derived[name] = Derived(name, make)
+    if how:
+      experts = _experts(how, self.model, absent)
+      lines = _with_experts(lines, how, experts, self.model)
+      derived |= experts
+    return lines, derived
+
+  def fresh(self, names: Collection[str]) -> set[str]:
+    """The model's arrays that begin at random; `names` are those in_file."""
+    result = {*names} & {*self.model}
+    if self.how:
+      experts = self.how.experts(self.model)
+      result |= {name for name, mlp in experts.items() if mlp in names}
+      result |= {*self.how.new(self.model)}
+    return result
+
+
+def _changes_of(source: Source, specs: Mapping[str, Any], key: str) -> _Changes:
+  rows = AddedRows(**source.new_rows) if source.new_rows else None
+  how = upcycling.read(source.upcycle, key)
+  dense = how.in_file(specs, key) if how else specs
+  in_file = rows.in_file(dense) if rows else dense
+  return _Changes(specs, dense, in_file, rows, how)
+
+
 def _loaded(
   file: parameter_files.File,
   names: Mapping[str, str],
   values: Mapping[str, Any],
   wanted: Mapping[str, Any],
-  rows: AddedRows | None,
-  extended: Collection[str],
+  derived: Mapping[str, Derived],
 ) -> dict[str, Any]:
   """Puts the arrays `wanted` {name: spec} on the devices.
 
   Args:
     names: {name: name in the file}.
     values: converted arrays by name; {} to use the arrays of the file.
-    rows: new rows of the arrays `extended`.
+    derived: those that are made of others, by name.
   """
-  plain = {n: spec for n, spec in wanted.items() if n not in extended}
+  plain = {n: spec for n, spec in wanted.items() if n not in derived}
   loaded = {}
   if file.checkpoint and not values:
     # A checkpoint of ours: each process reads what its devices need.
@@ -191,16 +252,34 @@ def _loaded(
     sources = {name: places[names[name]] for name in plain}
     loaded = restore.load(directory, manifest, sources, plain)
     plain = {}
-  needed = [*plain, *extended]
+  needed = {name: name for name in plain}
+  needed |= {name: how.source for name, how in derived.items()}
   if not values:
-    arrays = file.read([names[name] for name in needed])
-    values = {name: arrays[names[name]] for name in needed}
-  for name in needed:
-    value = values[name]
-    if rows and name in extended:
-      value = WithAddedRows(value, name, rows)
+    arrays = file.read([names[name] for name in needed.values()])
+    values = {name: arrays[names[name]] for name in needed.values()}
+  for name, source in needed.items():
+    value = values[source]
+    if name in derived:
+      value = derived[name].make(value)
     loaded[name] = place(value, wanted[name])
   return loaded
+
+
+def _experts(
+  how: upcycling.Upcycling, specs: Mapping[str, Any], absent: Collection[str]
+) -> dict[str, Derived]:
+  """Experts by name, made of the MLPs that the file has."""
+  result = {}
+  for name, mlp in how.experts(specs).items():
+    if mlp not in absent:
+      make = functools.partial(
+        upcycling.ExpertsOfMlp,
+        name=name,
+        num_experts=upcycling.num_experts(name, specs[name].shape),
+        how=how,
+      )
+      result[name] = Derived(mlp, make)
+  return result
 
 
 def load_variables(
@@ -410,6 +489,9 @@ def _check_published(
   spec: Any, module: Any, model: Any, key: str, fields_key: str
 ) -> None:
   source = read_source(spec, key)
+  how = upcycling.read(source.upcycle, key)
+  if how and getattr(model, "moe", None) is not None:
+    logging.info("%s.upcycle: %s", key, upcycling.describe_start(model, how))
   file = paths.absolute(source.path)
   published = safetensors_files.is_folder(file) or file.endswith(".safetensors")
   if not published or not hasattr(module, "published_fields"):
@@ -429,6 +511,8 @@ def _check_published(
   for name in source.allow_changed:
     problem = f"{fields.path} does not determine"
     check_choice(f"{key}.allow_changed", name, fields, problem)
+  if how:
+    model = upcycling.dense(model)
   messages = fields.contradictions(model, arrays, fields_key)
   may_differ = any(getattr(source, field) for field in ALLOWED)
   if source.new_rows:
@@ -563,6 +647,27 @@ def _with_extended(
   ]
 
 
+def _with_experts(
+  lines: Sequence[Line],
+  how: upcycling.Upcycling,
+  derived: Mapping[str, Derived],
+  specs: Mapping[str, Any],
+) -> list[Line]:
+  """The lines, where MLPs become experts, and lines of the routers."""
+  experts = {own.source: name for name, own in derived.items()}
+  result = []
+  for line in lines:
+    if line.name in experts:
+      name = experts[line.name]
+      spec = specs[name]
+      number = upcycling.num_experts(name, spec.shape)
+      what = f"{describe(spec)}, {line.name} {how.describe(number)}"
+      line = Line("upcycled", name, what)
+    result.append(line)
+  routers = [Line("new", n, describe(specs[n])) for n in how.new(specs)]
+  return [*result, *routers]
+
+
 def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
   kinds = sorted({line.status for line in refused} - {"retyped"})
   advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
@@ -574,6 +679,11 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
     text += f" Rename them ({key}.rename) or allow it ({advice})."
   if {"missing", "reshaped"} & set(kinds):
     text += " Arrays that may be missing or reshaped stay freshly initialised."
+  if source.upcycle and any("mlp/" in line.name for line in refused):
+    text += (
+      " Experts begin as the MLPs of the file, so config.model.moe.mlp_dim is "
+      "their width, by default config.model.mlp_dim."
+    )
   return ConfigError(text)
 
 

@@ -155,25 +155,26 @@ def with_expert_axis(config, axis):
   return {**config, "model": {**config["model"], "moe": experts}}
 
 
-def train(config, sizes, microbatches=1):
+def train(config, sizes, microbatches=1, steps=STEPS):
   """Returns (pairs of each step, gradients of the first, the last state).
 
   Args:
     config: from `load`.
     sizes: sizes of the mesh's axes.
     microbatches: number of microbatches.
+    steps: number of updates.
   """
   number = int(np.prod([*sizes.values()]))
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:number])
   with precision(config):
-    setup = _setup(json.dumps(config, sort_keys=True))
+    setup = _setup(json.dumps(config, sort_keys=True), steps)
     config = settings.Config({**config, "microbatches": microbatches})
     with jax.set_mesh(mesh):
       return _train(config, mesh, setup)
 
 
 @functools.cache
-def _setup(text):
+def _setup(text, steps):
   """The parts of a run, its first state and its batches, from one device."""
   config = settings.Config(json.loads(text))
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
@@ -211,8 +212,8 @@ def _setup(text):
         lambda x: x.astype(np.float64) if is_float(x) else x, state
       )
     fixed = jax.device_get(teacher.load())
-    started = train_input.start(0, STEPS)
-    batches = [jax.device_get(next(started)) for _ in range(STEPS)]
+    started = train_input.start(0, steps)
+    batches = [jax.device_get(next(started)) for _ in range(steps)]
     started.close()
   parts_of_run = task, module, model, teacher.model, variables, optimizer
   return (*parts_of_run, state, fixed, batches)
