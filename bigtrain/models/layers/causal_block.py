@@ -152,6 +152,7 @@ class Block(nn.Module):
         mask=mask,
         rope=_pick(tables.rotations, options.rope),
         query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
+        real_BL=real_BL,
         cache=cache,
         layer=place,
         start=first,
