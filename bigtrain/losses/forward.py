@@ -21,7 +21,13 @@ def apply(
   collect: tuple[str, ...] = (),
   **kwargs: Any,
 ) -> tuple[Any, Variables]:
-  """Returns (output, mutable collections); only training changes the latter."""
+  """Returns (output, mutable collections); only training changes the latter.
+
+  Training also collects the largest logits of attention, of models that have
+  the field `attention_logits` set.
+  """
+  if getattr(model, "attention_logits", False):
+    collect = (*collect, "step_largest")
   mutable = [name for name in variables if name != "params"]
   out, new = model.apply(
     variables,

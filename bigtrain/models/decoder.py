@@ -127,6 +127,8 @@ class Model(nn.Module):
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
+  # Whether log entries have each layer's largest score; config.qk_clip sets it.
+  attention_logits: bool = False
   query_scale: Any = None  # Options of positions.QueryScale, by position.
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.

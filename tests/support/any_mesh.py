@@ -17,7 +17,13 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
-from bigtrain.objective import building, gradients, initial, task_functions
+from bigtrain.objective import (
+  building,
+  gradients,
+  initial,
+  qk_clip,
+  task_functions,
+)
 from bigtrain.objective import teacher as teacher_lib
 from bigtrain.objective.model_variants import Variant
 from bigtrain.optim import chain, views
@@ -190,12 +196,19 @@ def _setup(text, steps):
     )
     task = building.task(config)
     module, model = building.model(config)
+    clip, model = qk_clip.from_config(config, model)
     spec = sharding.batch_spec(train_input.spec, mesh)
     teacher = teacher_lib.from_config(config, task, spec, mesh, 0)
     variables = initial.variables_fn(task, model, spec, 0)
     shapes = jax.eval_shape(variables)["params"]
     param_views = views.of_model(module, model, shapes)
-    optimizer = chain.make(config, shapes, lengths.units, param_views)
+    optimizer = chain.make(
+      config,
+      shapes,
+      lengths.units,
+      param_views,
+      qk_clip=clip and clip.clipped,
+    )
 
     def init():
       made = variables()
@@ -250,9 +263,13 @@ def _train(config, mesh, setup):
       step=state["step"],
       hparams=hparams,
       loss=pairs["loss"],
+      logits=mutable.pop("step_largest", None),
     )
     params = trees.merge(optax.apply_updates(trained, updates), frozen)
     new = {"params": params, "opt": opt, "step": state["step"] + 1}
+    if "attention_logit" in pairs:
+      largest = pairs.pop("attention_logit").largest
+      pairs["attention_logit"] = largest, jnp.ones(())
     pairs = {
       name: (pair.total, jnp.ones(()))
       if isinstance(pair, metrics.Sum)

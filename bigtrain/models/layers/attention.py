@@ -26,6 +26,7 @@ from bigtrain.models.layers import (
   attention_backends,
   attention_blockwise,
   attention_kernels,
+  attention_logits,
   attention_split,
   attention_xla,
   kernels,
@@ -89,6 +90,7 @@ class Attention(nn.Module):
     bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
     query_scale_BL: jax.Array | None = None,
+    real_BL: jax.Array | None = None,
     cache: Any = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int | None = 0,
@@ -100,6 +102,7 @@ class Attention(nn.Module):
         have n examples for each of y's: n successive ones share it.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
+      real_BL: bool, False for queries of padding, for attention_logits.record.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
@@ -129,6 +132,8 @@ class Attention(nn.Module):
     if options.sinks:
       zeros = nn.initializers.zeros
       sinks_H = self.param("sinks", zeros, (options.num_heads,))
+    mask = dataclasses.replace(mask, window=options.window)
+    attention_logits.record(self, q, k_BSGK, mask, real_BL, options.scale)
     o = attend(
       q,
       k_BSGK,

@@ -178,6 +178,7 @@ class Block(nn.Module):
         y_BLD,
         rope=_pick(tables.rotations, options.rope),
         query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
+        real_BL=real_BL,
         layer=place,
       )
       if options.view is None:

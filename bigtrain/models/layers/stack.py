@@ -28,11 +28,11 @@ import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.models.layers import moe, remat, stages
+from bigtrain.models.layers import attention_logits, moe, remat, stages
 
 # Collections that modules write while they run: sums over the tokens of a step,
-# and statistics of activations (objective/activations.py).
-_WRITTEN = (moe.STEP_SUMS, "activation_stats")
+# its largest logits, and statistics of activations (objective/activations.py).
+_WRITTEN = (moe.STEP_SUMS, attention_logits.STEP_LARGEST, "activation_stats")
 
 
 def run(
