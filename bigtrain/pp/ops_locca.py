@@ -205,8 +205,9 @@ def locca_question(
 ) -> Op:
   """Makes a question to LocCa: `prompt` int32 [L], for evaluations.
 
-  "cap" asks for a caption, "aref" for the box of a text, "gcap" for the text of
-  a box. The last two give `box` float32 [4] and `box_text` too.
+  "cap" asks for a caption, "aref" for the box of a text, "gcap" for the text
+  of a box. The last two also give `box` float32 [4] and `box_text`. If an image
+  has too few boxes, they are NaN and empty; the evaluator `boxes` ignores it.
 
   Args:
     index: number of the box, from 0.
@@ -225,14 +226,14 @@ def locca_question(
   def question(all_boxes: Any, texts: Any, u: Any) -> Any:
     known = _known(all_boxes, texts, boxes, box_texts)
     if index >= len(known):
-      raise DataError(
-        f"locca_question: box {index} of {boxes!r}, which has {len(known)}."
-      )
+      nowhere = np.full(4, np.nan, np.float32)
+      return [padded(writer.begin(task)), nowhere, b""]
     box, name = known[index]
     words = _named(name, names)
     given = writer.text(words, box_texts) if task == "aref" else writer.box(box)
     prompt = padded(writer.begin(task, given))
-    return [prompt, np.asarray(box, np.float32), words]
+    raw = words if isinstance(words, bytes) else words.encode()
+    return [prompt, np.asarray(box, np.float32), raw]
 
   results: Results = {"prompt": ("int32", (max_len,))}
   if task == "cap":

@@ -7,15 +7,19 @@ patches masked for the student, it also learns the teacher's assignment of these
 (iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) makes the assignments by
 Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch.
 
-Legend: B batch, G = 2 large crops, S small crops, N samples, M masked patches,
+Legend: B batch, G large crops (2), S small crops, N samples, M masked patches,
 D width, E width of the head's results, K prototypes.
 
 A batch has "image" [B, H, W, channels], of which the crops are made on the
 devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...].
-The model is models/dinov2.py.
+The model is models/dinov2.py, or another one with the method `views`.
+
+SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop: the student
+sees it with masked patches, and predicts its class token from the small crops.
 """
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +27,11 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import forward, prototypes, random_views
 
-_NUM_LARGE = 2  # G.
 _EPS = 1e-12
 
 
@@ -40,11 +44,26 @@ def inputs(batch: Batch) -> Batch:
 # The state: the teacher, and the centres of its logits.
 
 
-def init_state(params: Params, *, model: Any) -> dict[str, Any]:
+def init_state(
+  params: Params, *, model: Any, teacher: str = ".*"
+) -> dict[str, Any]:
+  """The first teacher and centres.
+
+  Args:
+    teacher: regular expression of the parameters that the views depend on, of
+      a model that has others too. The teacher has these alone.
+  """
+  followed = trees.from_flat(
+    {
+      name: x
+      for name, x in trees.flatten_with_names(params)
+      if re.fullmatch(teacher, name)
+    }
+  )
   centre = {"class": jnp.zeros(model.num_prototypes)}
   if model.patch_prototypes:
     centre["patch"] = jnp.zeros(model.patch_prototypes)
-  return {"teacher": params, "centre": centre}
+  return {"teacher": followed, "centre": centre}
 
 
 def update_state(
@@ -72,9 +91,12 @@ def update_state(
     is_leaf=lambda x: isinstance(x, tuple),
   )
   follow = functools.partial(average, momentum=momentum)
+  student = dict(trees.flatten_with_names(params))
   centre = functools.partial(average, momentum=centre_momentum)
   return {
-    "teacher": jax.tree.map(follow, state["teacher"], params),
+    "teacher": trees.map_with_names(
+      lambda name, old: follow(old, student[name]), state["teacher"]
+    ),
     "centre": jax.tree.map(centre, state["centre"], mean),
   }
 
@@ -90,6 +112,7 @@ def embed_fn(
   model: Any,
   train: bool,
   state: Any,
+  num_large: int = 2,
   num_small: int = 8,
   large_size: int | None = None,
   small_size: int | None = None,
@@ -103,7 +126,7 @@ def embed_fn(
   """Unit vectors of all crops, by the student and by the teacher.
 
   Args:
-    num_small: S, if the crops are made here.
+    num_large, num_small: G and S, if the crops are made here.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
     large_area, small_area: least and largest share of the image.
@@ -117,12 +140,17 @@ def embed_fn(
     batch,
     large=dict(size=large_size, area=large_area),
     small=dict(size=small_size, area=small_area),
-    num_small=num_small,
+    numbers=(num_large, num_small),
     common=dict(flip=flip, contrast=contrast),
   )
   B, G = large.shape[:2]
   large_N = large.reshape(B * G, *large.shape[2:])
-  given: dict[str, Any] = dict(heads=True)
+  if G + (0 if small is None else small.shape[1]) < 2:
+    raise ConfigError(
+      "config.loss.num_small=0: expected two crops of an image or more, to "
+      "predict one from the other."
+    )
+  given: dict[str, Any] = dict(method="views")
   shown: dict[str, Any] = {}
   weight_NM = None
   if model.patch_prototypes:
@@ -130,11 +158,14 @@ def embed_fn(
     given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
       keys_B, G, num_patches, mask_prob, mask_ratio
     )
-  (_, out), mutable = forward.apply(
+  out, mutable = forward.apply(
     model, variables, rng, train, large_N, **given, **shown
   )
-  teacher = {**variables, "params": state["teacher"]}
-  _, taught = model.apply(teacher, large_N, train=False, **given)
+  # Parameters that the teacher lacks do not change its views.
+  followed = dict(trees.flatten_with_names(variables["params"]))
+  followed |= trees.flatten_with_names(state["teacher"])
+  teacher = {**variables, "params": trees.from_flat(followed)}
+  taught = model.apply(teacher, large_N, train=False, **given)
 
   def by_example(x: jax.Array) -> jax.Array:
     return x.reshape(B, -1, *x.shape[1:])
@@ -176,7 +207,7 @@ def _small_vectors(
       "grids of patches."
     )
   small_N = small.reshape(-1, *small.shape[2:])
-  (_, out), _ = forward.apply(model, variables, rng, train, small_N, heads=True)
+  out, _ = forward.apply(model, variables, rng, train, small_N, method="views")
   return out["class_z"]
 
 
@@ -185,18 +216,20 @@ def _crops(
   *,
   large: Mapping[str, Any],
   small: Mapping[str, Any],
-  num_small: int,
+  numbers: tuple[int, int],
   common: Mapping[str, Any],
 ) -> tuple[jax.Array, jax.Array | None]:
   if "large_crops" in batch:
     return batch["large_crops"], batch.get("small_crops")
+  num_large, num_small = numbers
+  check_number("config.loss.num_large", num_large, least=1, whole=True)
   check_number("config.loss.num_small", num_small, least=0, whole=True)
   image, keys_B = batch["image"], batch["_keys"]
   side = image.shape[1]
   large_crops = random_views.crops(
     random_views.folded(keys_B, 0),
     image,
-    _NUM_LARGE,
+    num_large,
     large["size"] or side,
     large["area"],
     **common,
@@ -322,7 +355,9 @@ def embeddings_loss_fn(
     loss_B = loss_B + koleo_weight * koleo_B
     result["koleo_loss"] = metrics.pair(koleo_B, weight_B)
   result["loss"] = metrics.pair(loss_B, weight_B)
-  diagnosis = _diagnosis(embeddings, target_BGK, weight_B, log_step)
+  diagnosis = _diagnosis(
+    embeddings, student_BVE, target_BGK, weight_B, log_step
+  )
   return {**result, **diagnosis}, sums
 
 
@@ -380,6 +415,7 @@ def _patch_loss(
 
 def _diagnosis(
   embeddings: Mapping[str, jax.Array],
+  student_BVE: jax.Array,
   target_BGK: jax.Array,
   weight_B: jax.Array,
   log_step: Any,
@@ -393,10 +429,10 @@ def _diagnosis(
   """
   B, G, K = target_BGK.shape
   weight_N = jnp.repeat(weight_B, G)
-  student_BGE = embeddings["student_BGE"]
-  between_B = jnp.linalg.norm(student_BGE[:, 0] - student_BGE[:, 1], axis=-1)
-  others_BE = jnp.roll(student_BGE[:, 1], 1, axis=0)
-  apart_B = jnp.linalg.norm(student_BGE[:, 0] - others_BE, axis=-1)
+  first_BE, second_BE = student_BVE[:, 0], student_BVE[:, 1]
+  between_B = jnp.linalg.norm(first_BE - second_BE, axis=-1)
+  others_BE = jnp.roll(second_BE, 1, axis=0)
+  apart_B = jnp.linalg.norm(first_BE - others_BE, axis=-1)
   used = prototypes.used(target_BGK.reshape(B * G, K), weight_N)
   features_BD = embeddings["teacher_features_BGD"][:, 0]
   rank = functools.partial(prototypes.effective_rank, features_BD, weight_B)
