@@ -165,9 +165,7 @@ def get_config(arg=None):
   )
 
   config.model_name = "siglip2"
-  # Not scanned: the losses share the image tower, which XLA runs once if it
-  # sees the same operations, and not in loops.
-  of_towers = dict(dtype="bfloat16", scan=False, remat_policy="none")
+  of_towers = dict(dtype="bfloat16", scan=True, remat_policy="nothing_saveable")
   config.model = dict(
     image=dict(
       variant=arg.variant,
@@ -184,7 +182,8 @@ def get_config(arg=None):
     max_len=max_len,
     num_locations=locations,
     num_prototypes=65_536,
-    patch_prototypes=65_536,
+    # More do not fit beside the logits of 128 patches of each image.
+    patch_prototypes=8192,
     head_hidden=2048,
     head_out=256,
   )
@@ -259,7 +258,9 @@ def _small(config, digits):
   config.input.batch_size = 96 if digits else 16
   config.lr = 3e-3
   config.schedule.warmup_steps = 80 if digits else 1
-  of_towers = dict(variant="mu", dtype="float32")
+  of_towers = dict(
+    variant="mu", dtype="float32", scan=False, remat_policy="none"
+  )
   config.model.text.update(of_towers)
   config.model.image.update(of_towers, variant="mu/16", posemb_grid=(2, 2))
   config.model.update(

@@ -3,11 +3,11 @@
 Legend: B batch, N texts of an image, L length, V vocabulary.
 
 A batch has "image" [B, H, W, channels], and from the op `locca` "locca" int
-[B, N, L], sequences that are padded with `pad_id`, and "locca_masks" [B, N, L],
-1 for tokens to predict. The first sequence may be the caption, which is
-predicted in parallel for a share of the images. With "shapes" [B, 2], "image"
-has ready patches, see models.vit. The model has the methods `states`, `encode`,
-`begin` and `step` of models/siglip2.py.
+[B, N, L], sequences, and "locca_masks" [B, N, L], 1 for tokens to predict. The
+first sequence may be the caption, which is predicted in parallel for a share of
+the images. With "shapes" [B, 2], "image" has ready patches, see models.vit. The
+model has the methods `states`, `encode`, `begin` and `step` of
+models/siglip2.py.
 """
 
 import functools
@@ -39,7 +39,6 @@ def loss_fn(
   normalize: str = "sentence",
   label_smoothing: float = 0.0,
   z_loss: float = 0.0,
-  pad_id: int = 0,
   chunk: int | None = None,
 ) -> tuple[Metrics, Variables]:
   """Computes the cross-entropy of the sequences' tokens.
@@ -51,7 +50,6 @@ def loss_fn(
       each one's tokens; "tokens": the mean over all tokens.
     label_smoothing: share of a token that is spread over the vocabulary.
     z_loss: see losses.cross_entropy.softmax_xent.
-    pad_id: padding of the sequences.
     chunk: positions of each sequence at a time, see losses.linear_xent.
 
   Returns:
@@ -73,9 +71,9 @@ def loss_fn(
     drawn_B = _drawn(batch, rng, B) < parallel_prob
     is_caption_N = jnp.arange(N) == 0
     parallel["parallel_B"] = (drawn_B[:, None] & is_caption_N).reshape(-1)
-    # The prefix, which has no loss, stays to be seen.
-    is_prefix = (weight == 0) & (labels != pad_id)
-    parallel["masked_BL"] = ~is_prefix
+    # The prefix, which comes before all tokens to predict, stays to be seen.
+    predicted = batch["locca_masks"].reshape(B * N, L) > 0
+    parallel["masked_BL"] = jnp.cumsum(predicted, axis=1) > 0
   given = dict(contrastive.image_inputs(batch))
   states, mutable = forward.apply(
     model,
