@@ -114,6 +114,7 @@ FIRST_LOSS = {
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),
+  "ijepa": (0.7, 0.5),  # Half the variance of features and predictions.
   "kimi_k2": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),

@@ -25,7 +25,13 @@ import jax.numpy as jnp
 from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
-from bigtrain.losses import forward, prototypes, random_views
+from bigtrain.losses import (
+  collapse,
+  forward,
+  prototypes,
+  random_views,
+  teachers,
+)
 
 _NUM_LARGE = 2  # G.
 _EPS = 1e-12
@@ -62,20 +68,15 @@ def update_state(
     centre_momentum: of the centres, which centering="mean" subtracts.
   """
 
-  def average(old: jax.Array, new: jax.Array, momentum: Any) -> jax.Array:
-    return momentum * old + (1 - momentum) * new
-
   mean = jax.tree.map(
     lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
     sums,
     state["centre"],
     is_leaf=lambda x: isinstance(x, tuple),
   )
-  follow = functools.partial(average, momentum=momentum)
-  centre = functools.partial(average, momentum=centre_momentum)
   return {
-    "teacher": jax.tree.map(follow, state["teacher"], params),
-    "centre": jax.tree.map(centre, state["centre"], mean),
+    "teacher": teachers.follow(state["teacher"], params, momentum),
+    "centre": teachers.follow(state["centre"], mean, centre_momentum),
   }
 
 
@@ -384,36 +385,28 @@ def _diagnosis(
   weight_B: jax.Array,
   log_step: Any,
 ) -> Metrics:
-  """Entropy of the teacher, prototypes in use, rank, distance of views.
+  """Entropy of the teacher, prototypes in use, and the signs of collapse.py.
 
   "teacher_entropy" is the entropy of one image's assignment, in nats;
-  "used_prototypes" the number in use over the batch; "effective_rank" the rank
-  of the teacher's features; "view_distance" the distance of the student's
-  vectors of two crops of an image, "image_distance" of different images.
+  "used_prototypes" the number in use over the batch.
   """
   B, G, K = target_BGK.shape
   weight_N = jnp.repeat(weight_B, G)
   student_BGE = embeddings["student_BGE"]
-  between_B = jnp.linalg.norm(student_BGE[:, 0] - student_BGE[:, 1], axis=-1)
-  others_BE = jnp.roll(student_BGE[:, 1], 1, axis=0)
-  apart_B = jnp.linalg.norm(student_BGE[:, 0] - others_BE, axis=-1)
   used = prototypes.used(target_BGK.reshape(B * G, K), weight_N)
-  features_BD = embeddings["teacher_features_BGD"][:, 0]
-  rank = functools.partial(prototypes.effective_rank, features_BD, weight_B)
-  log_step = jnp.asarray(log_step)
-  is_log_step = log_step.astype(jnp.float32)
-  # Singular values take a while, so only log steps have them.
-  rank_or_0 = jax.lax.cond(log_step, rank, lambda: jnp.zeros(()))
-  result = {
-    "teacher_entropy": metrics.pair(
-      jnp.mean(prototypes.entropy(target_BGK), 1), weight_B
-    ),
+  entropy_B = jnp.mean(prototypes.entropy(target_BGK), 1)
+  of_teacher = {
+    "teacher_entropy": metrics.pair(entropy_B, weight_B),
     "used_prototypes": (used, jnp.ones(())),
-    "effective_rank": metrics.Occasional((rank_or_0, is_log_step), is_log_step),
-    "view_distance": metrics.pair(between_B, weight_B),
-    "image_distance": metrics.pair(apart_B, weight_B),
   }
-  return jax.lax.stop_gradient(result)
+  signs = collapse.signs(
+    embeddings["teacher_features_BGD"][:, 0],
+    student_BGE[:, 0],
+    student_BGE[:, 1],
+    weight_B,
+    log_step,
+  )
+  return {**jax.lax.stop_gradient(of_teacher), **signs}
 
 
 def problem(
@@ -430,11 +423,9 @@ def problem(
       "the teacher's assignment of each image is uniform over all "
       f"{model.num_prototypes} prototypes"
     )
-  if values.get("effective_rank", 2.0) < 1.05:
-    return "the teacher's features of all images are on one line"
-  if values["image_distance"] < 1e-3:
-    return "the student's vectors of all images are equal"
-  return None
+  return collapse.problem(
+    values, vectors="the student's vectors", features="the teacher's features"
+  )
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
