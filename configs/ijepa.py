@@ -71,8 +71,9 @@ def get_config(arg=None):
   scale = "value_range(-1,1)"
   augment = f"decode|inception_crop({res},area_min=30)|{scale}"
   plain = f"decode|resize_small({resize})|central_crop({res})|{scale}"
-  if digits:  # At random places of a larger image.
-    augment = plain = "random_crop(16,pad=8)|value_range(-1,1,0,16)"
+  if digits:
+    plain = "value_range(-1,1,0,16)"
+    augment = f"random_crop(8,pad=1)|{plain}"
   config.input = dict(
     data=data("train"), pp=f"{augment}|keep('image')", batch_size=2048
   )
@@ -118,6 +119,10 @@ def get_config(arg=None):
       dtype="float32",
     )
     config.loss.momentum["values"] = [0.98, 1.0]
+    if digits:  # A grid of 4 x 4 patches.
+      config.loss.update(
+        target_area=(0.2, 0.3), max_context=0.75, min_context=4
+      )
     for evaluation in config.evals.values():
       evaluation.k = (10, 20) if digits else (2,)
   return config

@@ -182,6 +182,8 @@ SPECS = [
   *[f"vit_i21k:variant=S/16,aug={aug}" for aug in AUGS],
   "vit_i21k:M/16,aug=none,res=256,data_dir=sets",
   "vit_s16_i1k:data_dir=sets",
+  "dinov2:gram",
+  "dinov2:gram,runlocal",
   "cappa:B/16,parallel=0.5,res=256,tokenizer=bytes,data_dir=sets",
   "cap:B/16,res=256,tokenizer=bytes,data_dir=sets",
   "coca:L/14,res=224,tokenizer=bytes,class_names=a.txt,data_dir=sets",

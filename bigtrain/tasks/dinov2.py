@@ -5,7 +5,9 @@ student sees these and several small ones, and learns the teacher's assignment
 of each large crop to prototypes (https://arxiv.org/abs/2104.14294). With
 patches masked for the student, it also learns the teacher's assignment of these
 (iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) makes the assignments by
-Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch.
+Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch. In
+a last phase, DINOv3 (arXiv 2508.10104) keeps the similarities of patches as an
+earlier teacher has them: Gram anchoring.
 
 Legend: B batch, G = 2 large crops, S small crops, N samples, M masked patches,
 D width, E width of the head's results, K prototypes.
@@ -16,7 +18,8 @@ The model is models/dinov2.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,12 +31,14 @@ from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import (
   collapse,
   forward,
+  gram,
   prototypes,
   random_views,
   teachers,
 )
 
 _NUM_LARGE = 2  # G.
+_NUM_SMALL = 8  # S by default.
 _EPS = 1e-12
 
 
@@ -43,14 +48,24 @@ def inputs(batch: Batch) -> Batch:
   return {"image": batch["image"]}
 
 
-# The state: the teacher, and the centres of its logits.
+# The state: the teacher, the centres of its logits, and the Gram teacher.
 
 
-def init_state(params: Params, *, model: Any) -> dict[str, Any]:
+def init_state(
+  params: Params, *, model: Any, gram_weight: Any = None
+) -> dict[str, Any]:
+  """The state at the start.
+
+  Args:
+    gram_weight: without it, there is no Gram teacher.
+  """
   centre = {"class": jnp.zeros(model.num_prototypes)}
   if model.patch_prototypes:
     centre["patch"] = jnp.zeros(model.patch_prototypes)
-  return {"teacher": params, "centre": centre}
+  state = {"teacher": params, "centre": centre}
+  if gram_weight is not None:
+    state["gram"] = {"teacher": params, "copies": jnp.zeros((), jnp.int32)}
+  return state
 
 
 def update_state(
@@ -60,24 +75,40 @@ def update_state(
   sums: Any,
   momentum: float = 0.994,
   centre_momentum: float = 0.9,
+  gram_copies: Any = 0,
 ) -> Any:
-  """The next teacher and centres.
+  """The next teacher, centres and Gram teacher.
 
   Args:
     momentum: of the teacher; published recipes let it rise to 1.
     centre_momentum: of the centres, which centering="mean" subtracts.
+    gram_copies: number of times that the Gram teacher has become the teacher,
+      by a schedule: each time it reaches another whole number, it is copied
+      anew. At 0, it has the parameters of the start.
   """
-
   mean = jax.tree.map(
     lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
     sums,
     state["centre"],
     is_leaf=lambda x: isinstance(x, tuple),
   )
-  return {
+  new = {
     "teacher": teachers.follow(state["teacher"], params, momentum),
     "centre": teachers.follow(state["centre"], mean, centre_momentum),
   }
+  if "gram" in state:
+    old = state["gram"]
+    copies = jnp.floor(jnp.asarray(gram_copies)).astype(jnp.int32)
+    is_due = copies > old["copies"]
+    new["gram"] = {
+      "teacher": jax.tree.map(
+        lambda x, old_x: jnp.where(is_due, x, old_x),
+        new["teacher"],
+        old["teacher"],
+      ),
+      "copies": copies,
+    }
+  return new
 
 
 # The loss, in two halves: one for each example, one for the global batch.
@@ -91,7 +122,7 @@ def embed_fn(
   model: Any,
   train: bool,
   state: Any,
-  num_small: int = 8,
+  num_small: int | None = None,
   large_size: int | None = None,
   small_size: int | None = None,
   large_area: Sequence[float] = (0.32, 1.0),
@@ -100,11 +131,13 @@ def embed_fn(
   contrast: float = 0.4,
   mask_prob: float = 0.5,
   mask_ratio: Sequence[float] = (0.1, 0.5),
+  gram_weight: Any = None,
+  gram_size: int | None = None,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Unit vectors of all crops, by the student and by the teacher.
 
   Args:
-    num_small: S, if the crops are made here.
+    num_small: S; by default 8, or as many as the batch has ready.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
     large_area, small_area: least and largest share of the image.
@@ -112,22 +145,26 @@ def embed_fn(
     contrast: largest change of a crop's contrast and brightness.
     mask_prob: share of the large crops with masked patches.
     mask_ratio: least and largest share of their patches that is masked.
+    gram_weight: weight of Gram anchoring; None for a run without it. It costs
+      nothing in steps in which the weight is 0.
+    gram_size: side of the large crops as the Gram teacher sees them, a multiple
+      of `large_size`; its features are resized to the student's grid.
   """
   keys_B = batch["_keys"]
-  large, small = _crops(
-    batch,
-    large=dict(size=large_size, area=large_area),
-    small=dict(size=small_size, area=small_area),
-    num_small=num_small,
-    common=dict(flip=flip, contrast=contrast),
+  large = _large_crops(
+    batch, large_size, large_area, flip=flip, contrast=contrast
+  )
+  small = _small_crops(
+    batch, num_small, small_size, small_area, flip=flip, contrast=contrast
   )
   B, G = large.shape[:2]
   large_N = large.reshape(B * G, *large.shape[2:])
+  grid = _grid(model, large_N.shape[1:])
   given: dict[str, Any] = dict(heads=True)
   shown: dict[str, Any] = {}
   weight_NM = None
   if model.patch_prototypes:
-    num_patches = _num_patches(model, large.shape[2:])
+    num_patches = math.prod(grid)
     given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
       keys_B, G, num_patches, mask_prob, mask_ratio
     )
@@ -156,6 +193,21 @@ def embed_fn(
     result["small_BSE"] = by_example(
       _small_vectors(model, variables, rng, train, small)
     )
+  if gram_weight is not None:
+    # The same crops, without changes of contrast.
+    gram_crops = functools.partial(
+      _large_crops, batch, gram_size or large_size, large_area, flip=flip
+    )
+    result["gram_BG"] = by_example(
+      _gram_loss(
+        model,
+        {**variables, "params": state["gram"]["teacher"]},
+        out["encoded"],
+        gram_crops,
+        grid,
+        gram_weight,
+      )
+    )
   fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
   return {
     name: jax.lax.stop_gradient(x) if name in fixed else x
@@ -181,42 +233,99 @@ def _small_vectors(
   return out["class_z"]
 
 
-def _crops(
-  batch: Batch,
-  *,
-  large: Mapping[str, Any],
-  small: Mapping[str, Any],
-  num_small: int,
-  common: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array | None]:
+def _large_crops(
+  batch: Batch, size: int | None, area: Sequence[float], **options: Any
+) -> jax.Array:
+  """The large crops [B, G, ...], ready ones or new ones."""
   if "large_crops" in batch:
-    return batch["large_crops"], batch.get("small_crops")
-  check_number("config.loss.num_small", num_small, least=0, whole=True)
-  image, keys_B = batch["image"], batch["_keys"]
-  side = image.shape[1]
-  large_crops = random_views.crops(
-    random_views.folded(keys_B, 0),
+    ready = batch["large_crops"]
+    if ready.shape[1] != _NUM_LARGE:
+      raise ConfigError(
+        f"config.input: expected {_NUM_LARGE} large crops of each image, got "
+        f"'large_crops' with {ready.shape[1]}."
+      )
+    return ready
+  image = batch["image"]
+  return random_views.crops(
+    random_views.folded(batch["_keys"], 0),
     image,
     _NUM_LARGE,
-    large["size"] or side,
-    large["area"],
-    **common,
+    size or image.shape[1],
+    area,
+    **options,
   )
-  if not num_small:
-    return large_crops, None
-  return large_crops, random_views.crops(
-    random_views.folded(keys_B, 1),
+
+
+def _small_crops(
+  batch: Batch,
+  number: int | None,
+  size: int | None,
+  area: Sequence[float],
+  **options: Any,
+) -> jax.Array | None:
+  """The small crops [B, S, ...], if any, ready ones or new ones."""
+  key = "config.loss.num_small"
+  if number is not None:
+    check_number(key, number, least=0, whole=True)
+  if "large_crops" in batch:
+    ready = batch.get("small_crops")
+    num_ready = 0 if ready is None else ready.shape[1]
+    if number is not None and number > num_ready:
+      raise ConfigError(
+        f"{key}={number}: more than the {num_ready} small crops that the batch "
+        f"has of each image; expected at most {num_ready}."
+      )
+    return ready[:, :number] if ready is not None and number != 0 else None
+  number = _NUM_SMALL if number is None else number
+  if not number:
+    return None
+  image = batch["image"]
+  return random_views.crops(
+    random_views.folded(batch["_keys"], 1),
     image,
-    num_small,
-    small["size"] or side // 2,
-    small["area"],
-    **common,
+    number,
+    size or image.shape[1] // 2,
+    area,
+    **options,
   )
 
 
-def _num_patches(model: Any, shape: Sequence[int]) -> int:
+def _gram_loss(
+  model: Any,
+  teacher: Variables,
+  student_NPD: jax.Array,
+  gram_crops: Callable[[], jax.Array],
+  grid: tuple[int, int],
+  weight: Any,
+) -> jax.Array:
+  """Difference of the Gram matrices of student and Gram teacher, [N].
+
+  Args:
+    teacher: variables of the Gram teacher.
+    student_NPD: the student's features of the large crops.
+    gram_crops: makes the crops that the Gram teacher sees.
+    grid: the student's rows and columns of patches.
+    weight: the loss is not computed if it is 0.
+  """
+
+  def compute() -> jax.Array:
+    crops = gram_crops()
+    large_N = crops.reshape(-1, *crops.shape[2:])
+    _, out = model.apply(teacher, large_N, train=False)
+    taught_NPD = jax.lax.stop_gradient(out["encoded"])
+    rows, columns = _grid(model, large_N.shape[1:])
+    taught_NPD = gram.resized(taught_NPD, (rows, columns), grid)
+    return gram.loss(student_NPD, taught_NPD)
+
+  if not isinstance(weight, jax.Array):
+    return compute()
+  zeros = jnp.zeros(len(student_NPD))
+  return jax.lax.cond(weight > 0, compute, lambda: zeros)
+
+
+def _grid(model: Any, shape: Sequence[int]) -> tuple[int, int]:
   p, q = model.patch_size
-  return (shape[0] // p) * (shape[1] // q)
+  return shape[0] // p, shape[1] // q
 
 
 def _masks(
@@ -264,6 +373,7 @@ def embeddings_loss_fn(
   student_temperature: float = 0.1,
   patch_weight: float = 1.0,
   koleo_weight: float = 0.1,
+  gram_weight: Any = None,
 ) -> tuple[Metrics, Any]:
   """The loss of the global batch.
 
@@ -274,6 +384,7 @@ def embeddings_loss_fn(
     student_temperature: of the student's assignments.
     patch_weight: weight of the loss of masked patches.
     koleo_weight: weight of KoLeo for each large crop.
+    gram_weight: weight of the difference of Gram matrices.
   """
   check_choice("config.loss.centering", centering, ("sinkhorn", "mean"))
   check_number("config.loss.koleo_weight", koleo_weight, least=0)
@@ -322,6 +433,10 @@ def embeddings_loss_fn(
     koleo_B = jnp.sum(jnp.stack(of_crops), axis=0)
     loss_B = loss_B + koleo_weight * koleo_B
     result["koleo_loss"] = metrics.pair(koleo_B, weight_B)
+  if gram_weight is not None:
+    gram_B = jnp.mean(embeddings["gram_BG"], axis=1)
+    loss_B = loss_B + gram_weight * gram_B
+    result["gram_loss"] = metrics.pair(gram_B, weight_B)
   result["loss"] = metrics.pair(loss_B, weight_B)
   diagnosis = _diagnosis(embeddings, target_BGK, weight_B, log_step)
   return {**result, **diagnosis}, sums

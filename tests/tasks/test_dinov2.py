@@ -181,6 +181,80 @@ def test_a_run_continues_bit_for_bit(tiny_config, tmp_path):
   assert any(name.startswith("tasks/teacher/class_head") for name in first)
 
 
+GRAM = dict(
+  large_size=8,
+  gram_size=16,
+  gram_weight=dict(at_steps=[0, 4], values=[0.0, 2.0], shape="stair"),
+  gram_copies=dict(at_steps=[0, 2, 4], values=[0, 1, 2], shape="stair"),
+)
+
+
+@pytest.mark.slow
+def test_gram_anchoring_begins_by_its_schedule(tiny_config, tmp_path):
+  momentum = dict(momentum=0.5)
+  model = MODEL | dict(patch_prototypes=None)
+  changes = dict(model=model, ckpt_steps=1, log_steps=1)
+  plain = config(tiny_config, loss=LOSS | momentum, **changes)
+  main.train(plain, str(tmp_path / "plain"))
+  one = config(tiny_config, loss=LOSS | momentum | GRAM, **changes)
+  for stop in (3, None):
+    main.train(one | {"stop_at_steps": stop}, str(tmp_path / "gram"))
+
+  def of(step, prefix):
+    arrays = tiny.arrays(tmp_path / "gram", step)
+    return {
+      name.removeprefix(prefix): x
+      for name, x in arrays.items()
+      if name.startswith(prefix)
+    }
+
+  # Steps 3 and 5 copy the teacher. Until then there is that of the start.
+  teachers = {step: of(step, "tasks/teacher/") for step in range(1, 7)}
+  grams = {step: of(step, "tasks/gram/teacher/") for step in range(1, 7)}
+  tiny.assert_same(grams[2], grams[1])
+  tiny.assert_same(grams[3], teachers[3])
+  tiny.assert_same(grams[4], grams[3])
+  tiny.assert_same(grams[5], teachers[5])
+  tiny.assert_same(grams[6], grams[5])
+  assert of(6, "tasks/gram/")["copies"] == 2
+
+  # Its weight is 0 until step 5, whose loss has twice the difference.
+  ours, without = tiny.rows(tmp_path / "gram"), tiny.rows(tmp_path / "plain")
+  for step in range(1, 5):
+    assert ours[step]["gram_loss"] == 0
+    assert ours[step]["loss"] == pytest.approx(without[step]["loss"], rel=1e-5)
+  parts = ours[5]["class_loss"] + 0.1 * ours[5]["koleo_loss"]
+  assert ours[5]["gram_loss"] > 1e-4
+  wanted = parts + 2 * ours[5]["gram_loss"]
+  assert ours[5]["loss"] == pytest.approx(wanted, rel=1e-5)
+  assert "gram_loss" not in without[5]
+
+
+def ready_crops(num_large, num_small):
+  rng = np.random.default_rng(0)
+  return {
+    "large_crops": rng.normal(size=(16, num_large, 8, 8, 1)),
+    "small_crops": rng.normal(size=(16, num_small, 4, 4, 1)),
+  }
+
+
+@pytest.mark.parametrize(
+  "num_large, num_small, message",
+  [
+    (2, 3, "num_small=4: more than the 3 small crops that the batch has"),
+    (3, 4, "expected 2 large crops of each image, got 'large_crops' with 3"),
+  ],
+)
+def test_more_crops_than_the_batch_has(
+  tiny_config, tmp_path, num_large, num_small, message
+):
+  arrays = ready_crops(num_large, num_small)
+  one = config(tiny_config, loss=dict(num_small=4))
+  one["input"] = dict(data=dict(type="arrays", arrays=arrays), batch_size=16)
+  with pytest.raises(ConfigError, match=message):
+    main.train(one, str(tmp_path))
+
+
 HEALTHY = dict(
   teacher_entropy=1.0,
   used_prototypes=7.0,
