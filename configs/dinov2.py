@@ -17,6 +17,12 @@ drop path and layer scale. Different, and our guesses: weight decay stays at
 color jitter, but random contrast; separate prototypes for patches; Adam's
 moments in bfloat16; crops of a picture of 256 pixels.
 
+With `gram`, DINOv3's Gram anchoring in the last fifth (Simeoni et al. 2025,
+arxiv.org/abs/2508.10104, and vit7b16_gram_anchor in its code): weight 2, four
+copies of the teacher, which sees the crops at twice the size. Our guesses: the
+last fifth of a short run, and that the first copy is made at 60% (theirs
+begins after 1,000,000 steps and has a copy each 10,000).
+
 Needs imagenet2012, prepared by tensorflow-datasets.
 """
 
@@ -33,9 +39,12 @@ def get_config(arg=None):
   Arguments:
     variant: size of the ViT.
     data_dir: folder of the data set.
+    gram: whether Gram anchoring keeps the similarities of patches at the end.
     runlocal: a small run; on digits without `data_dir`.
   """
-  arg = common.parse_arg(arg, variant="L/16", data_dir="", runlocal=False)
+  arg = common.parse_arg(
+    arg, variant="L/16", data_dir="", gram=False, runlocal=False
+  )
   digits = arg.runlocal and not arg.data_dir
   config = ml_collections.ConfigDict()
 
@@ -63,6 +72,14 @@ def get_config(arg=None):
     koleo_weight=0.1,
     momentum=dict(at_percent=[0, 100], values=[0.992, 1.0], shape="cosine"),
   )
+  if arg.gram:
+    config.loss.update(
+      gram_weight=dict(at_percent=[0, 80], values=[0.0, 2.0], shape="stair"),
+      gram_copies=dict(
+        at_percent=[0, 60, 85, 90, 95], values=[0, 1, 2, 3, 4], shape="stair"
+      ),
+      gram_size=2 * config.loss.large_size,
+    )
 
   def data(split):
     if digits:
@@ -146,6 +163,11 @@ def get_config(arg=None):
       flip=False,
       contrast=0.2,
     )
+    if arg.gram:
+      config.loss.gram_size = 2 * config.loss.large_size
+      if not digits:  # As many points as steps.
+        config.loss.gram_weight.at_percent = [0, 60]
+        config.loss.gram_copies.update(at_percent=[0, 30], values=[0, 1])
     config.loss.teacher_temperature["values"] = [0.03, 0.04]
     config.loss.momentum["values"] = [0.98, 1.0]
     for evaluation in config.evals.values():

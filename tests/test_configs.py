@@ -18,7 +18,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.modules import find_module
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.inputs import labels, sources
-from bigtrain.objective import task_functions
+from bigtrain.objective import building, task_functions, task_sum
 from bigtrain.optim import chain
 from bigtrain.pp import ops_render, parse
 
@@ -40,6 +40,22 @@ def model_of(config):
   """The model of a config."""
   module = find_module("models", config["model_name"], "model_name")
   return module.Model(**config["model"])
+
+
+def tasks_of(config):
+  """The tasks of a config, of which most have one."""
+  tracked = settings.Config(config)
+  return task_sum.entries(building.task(tracked), tracked)
+
+
+def variables_of(config, model, example):
+  """Shapes of the variables that the tasks need."""
+  parts = {}
+  for entry in tasks_of(config):
+    inputs = jax.eval_shape(entry.module.inputs, example)
+    variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
+    parts = dict(trees.flatten_with_names(variables)) | parts
+  return trees.from_flat(parts)
 
 
 def ops_of(part):
@@ -76,6 +92,10 @@ def example_of(config):
   if length := re.findall(r"tokenize\(.*max_len=(\d+)", pp):
     shape = (1, int(length[0]))
     example["labels"] = jax.ShapeDtypeStruct(shape, jnp.int32)
+    if "locca(" in pp:
+      sequences = (1, 3, int(length[0]))
+      example["locca"] = jax.ShapeDtypeStruct(sequences, jnp.int32)
+      example["locca_masks"] = jax.ShapeDtypeStruct(sequences, jnp.uint8)
   elif config["model"].get("text_model", "") is None:
     example["labels"] = example["image"]  # A picture of the text.
   return example
@@ -86,10 +106,8 @@ def params_of(config):
   example = example_of(config)
   key = json.dumps([config["model_name"], config["model"], str(example)])
   if key not in _params:
-    task = find_module("tasks", config["task"], "task")
-    model, inputs = model_of(config), jax.eval_shape(task.inputs, example)
-    variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
-    _params[key] = variables["params"]
+    model = model_of(config)
+    _params[key] = variables_of(config, model, example)["params"]
   return _params[key]
 
 
@@ -186,10 +204,13 @@ SPECS = [
   *[f"vit_i21k:variant=S/16,aug={aug}" for aug in AUGS],
   "vit_i21k:M/16,aug=none,res=256,data_dir=sets",
   "vit_s16_i1k:data_dir=sets",
+  "dinov2:gram",
+  "dinov2:gram,runlocal",
   "cappa:B/16,parallel=0.5,res=256,tokenizer=bytes,data_dir=sets",
   "cap:B/16,res=256,tokenizer=bytes,data_dir=sets",
   "coca:L/14,res=224,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "siglip:L/16,res=256,tokenizer=bytes,class_names=a.txt,data_dir=sets",
+  "siglip2:So400m/16,res=384,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "lit:init=a/l_16.npz,variant=L/16,loss=softmax,res=256,data_dir=sets",
   "lit:tokenizer=bytes",
   "resnet50_i1k:data_dir=sets",
@@ -245,10 +266,11 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   if "rsqrt" not in str(config["schedule"]):  # rsqrt does not end at 0.
     assert rate(total) == pytest.approx(0, abs=1e-6)
 
-  task = find_module("tasks", config["task"], "task")
+  task = building.task(tracked)
   model = model_of(config)
   teacher = model_of(config["teacher"]) if "teacher" in config else None
-  assert task_functions.loss_fn(tracked, task, model, teacher)
+  for entry in task_sum.entries(task, tracked):
+    assert task_functions.loss_fn(entry.part, entry.module, model, teacher)
   mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)

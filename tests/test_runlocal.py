@@ -115,6 +115,7 @@ FIRST_LOSS = {
   "grpo": (0.0, 1e-3),
   "gpt2_124m": (_BYTES, 0.05),
   "gpt_oss_20b": (_BYTES, 0.05),
+  "ijepa": (0.7, 0.5),  # Half the variance of features and predictions.
   "kimi_k2": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),
@@ -136,6 +137,7 @@ FIRST_LOSS = {
   "resnet50_i1k": (math.log(1000), 0.05),
   "sft": (_BYTES, 0.05),
   "siglip": (10, 0.5),
+  "siglip2": (5 + math.log(259 + 21), 0.5),  # Two losses.
   "siglip2_finetune": (10, 0.5),
   "switch_base": (_SPANS, 0.15),
   "t5_1_1_base": (_SPANS, 0.15),

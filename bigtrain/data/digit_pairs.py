@@ -30,6 +30,10 @@ CAPTIONS = [
   for left in WORDS
   for right in WORDS
 ]
+_TEXTS = [
+  f"an {word}".encode() if word == "eight" else f"a {word}".encode()
+  for word in WORDS
+]
 _SIDE = 8
 
 
@@ -38,7 +42,9 @@ class Source:
 
   Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] with values 0 to 16, `text`
   such as "a seven left of a three", `left`, `right` and `label` (10 left +
-  right).
+  right). With `boxes` also `boxes` float32 [2, 4], [top, left, bottom, right]
+  of the left and the right digit, in shares of the picture, and `box_texts`
+  [2], such as "a seven".
 
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a
@@ -47,6 +53,7 @@ class Source:
     margin: m, in pixels: how far a digit may be from the centre of its half.
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
+    boxes: whether there are boxes.
   """
 
   def __init__(
@@ -57,6 +64,7 @@ class Source:
     margin: int = 0,
     seed: int = 0,
     split_seed: int = 0,
+    boxes: bool = False,
   ):
     check_number("digit_pairs: length", length, least=1, whole=True)
     check_number("digit_pairs: margin", margin, least=0, whole=True)
@@ -77,12 +85,16 @@ class Source:
     )
     words = list(WORDS)
     self.class_names = {"left": words, "right": words, "label": CAPTIONS}
+    self._boxes = boxes
     cell = _SIDE + 2 * margin
     self.spec: dict[str, Any] = {
       "image": (np.dtype(np.uint8), (cell, 2 * cell, 1)),
       "text": (bytes, ()),
       **dict.fromkeys(self.class_names, (np.dtype(np.int64), ())),
     }
+    if boxes:
+      self.spec["boxes"] = (np.dtype(np.float32), (2, 4))
+      self.spec["box_texts"] = (bytes, (2,))
 
   def __len__(self) -> int:
     return self._length
@@ -93,11 +105,13 @@ class Source:
     sides = label // 10, label % 10
     cell = _SIDE + 2 * self._margin
     image = np.zeros((len(indices), cell, 2 * cell, 1), np.uint8)
+    corners = []  # Top and left of each side's digit, in pixels.
     for side, digit in enumerate(sides):
       which = self._draw(indices, side, self._count[digit])
       pixels = self._images[self._by_class[self._first[digit] + which]]
       top = self._draw(indices, 2 + side, 2 * self._margin + 1)
       start = self._draw(indices, 4 + side, 2 * self._margin + 1)
+      corners.append(np.stack([top, side * cell + start], axis=-1))
       row, column = np.ogrid[:_SIDE, :_SIDE]
       image[
         np.arange(len(indices))[:, None, None],
@@ -105,9 +119,16 @@ class Source:
         side * cell + start[:, None, None] + column,
       ] = pixels
     text = np.array([CAPTIONS[c].encode() for c in label], object)
-    return dict(
+    result = dict(
       image=image, text=text, left=sides[0], right=sides[1], label=label
     )
+    if self._boxes:
+      first_N22 = np.stack(corners, axis=1)
+      boxes_N24 = np.concatenate([first_N22, first_N22 + _SIDE], axis=-1)
+      size = np.array([cell, 2 * cell] * 2, np.float32)
+      result["boxes"] = boxes_N24.astype(np.float32) / size
+      result["box_texts"] = np.array(_TEXTS, object)[np.stack(sides, axis=1)]
+    return result
 
   def _draw(self, indices: np.ndarray, number: int, stop: Any) -> np.ndarray:
     words = hashing.fold(hashing.fold(self._seed, indices), number)

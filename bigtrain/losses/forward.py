@@ -78,7 +78,11 @@ def whole_loss_fn(
     **options: Any,
   ) -> tuple[Metrics, Variables]:
     first = {k: x for k, x in options.items() if k in embed_parameters}
-    second = {k: x for k, x in options.items() if k in loss_parameters}
+    second = {
+      k: x
+      for k, x in {**options, "model": model}.items()
+      if k in loss_parameters
+    }
     z, mutable = embed_fn(
       variables, batch, rng, model=model, train=train, **first
     )

@@ -1,4 +1,4 @@
-"""Losses over all pairs of a global batch of images and texts.
+"""Losses over all pairs of a global batch: of images and texts, or of views.
 
 The logits of all pairs are a matrix. A device computes the rows of its own
 examples (embeddings of one side), and goes through the columns (all embeddings
@@ -24,7 +24,7 @@ from bigtrain.config.errors import check_number
 _PADDING_LOGIT = -1e30
 
 # (logits [b, K], whether the column matches the row [b, K], whether the column
-# is real [K]) -> {name: values [b]}, which are stacked over chunks.
+# counts [K] or [b, K]) -> {name: values [b]}, which are stacked over chunks.
 _ChunkFn = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
 
 
@@ -74,22 +74,11 @@ def softmax(
   other arguments and the results are those of `sigmoid`.
   """
 
-  def chunk_fn(
-    logits_bK: jax.Array, match_bK: jax.Array, real_K: jax.Array
-  ) -> dict[str, jax.Array]:
-    logits_bK = jnp.where(real_K, logits_bK, _PADDING_LOGIT)
-    return {
-      "normaliser": jax.nn.logsumexp(logits_bK, axis=1),
-      "match": jnp.sum(jnp.where(match_bK, logits_bK, 0.0), axis=1),
-    }
-
   def one_direction(rows_BE: jax.Array, *columns: jax.Array) -> Any:
     columns_BmE = jnp.concatenate(columns, axis=1)
-    values = _over_chunks(
-      chunk_fn, rows_BE, columns_BmE, scale, jnp.zeros(()), weight_B, chunk
+    return cross_entropy(
+      rows_BE, columns_BmE, scale, weight_B=weight_B, chunk=chunk
     )
-    normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
-    return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
 
   texts = [text_BE[:, None]]
   if negatives_BnE is not None:
@@ -99,6 +88,82 @@ def softmax(
     image_loss_B, correct_B = one_direction(image_BE, *texts)
     text_loss_B, _ = one_direction(text_BE, image_BE[:, None])
   return (image_loss_B + text_loss_B) / 2, correct_B
+
+
+def cross_entropy(
+  rows_BE: jax.Array,
+  columns_BmE: jax.Array,
+  scale: jax.Array,
+  *,
+  weight_B: jax.Array | None = None,
+  chunk: int = 1024,
+  without_own: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Cross-entropy of each row among all columns, of which one matches it.
+
+  Args:
+    columns_BmE: m columns of each example, of which the first matches its row.
+    without_own: whether the other columns of a row's own example are left out.
+
+  Returns:
+    (loss_B, correct_B), as `sigmoid`.
+  """
+
+  def chunk_fn(
+    logits_bK: jax.Array, match_bK: jax.Array, real: jax.Array
+  ) -> dict[str, jax.Array]:
+    logits_bK = jnp.where(real, logits_bK, _PADDING_LOGIT)
+    return {
+      "normaliser": jax.nn.logsumexp(logits_bK, axis=1),
+      "match": jnp.sum(jnp.where(match_bK, logits_bK, 0.0), axis=1),
+    }
+
+  values = _over_chunks(
+    chunk_fn,
+    rows_BE,
+    columns_BmE,
+    scale,
+    jnp.zeros(()),
+    weight_B,
+    chunk,
+    without_own,
+  )
+  normaliser_B = jax.nn.logsumexp(values["normaliser"], axis=0)
+  return normaliser_B - jnp.sum(values["match"], axis=0), _correct(values)
+
+
+def nt_xent(
+  first_BE: jax.Array,
+  second_BE: jax.Array,
+  scale: jax.Array,
+  *,
+  weight_B: jax.Array | None = None,
+  chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+  """SimCLR's loss of each example, arXiv 2002.05709.
+
+  That is the mean of the cross-entropies of both views. A view has to find the
+  other one of its image among both views of all images, without itself. The
+  results are those of `sigmoid`.
+  """
+
+  def of_view(view_BE: jax.Array, other_BE: jax.Array) -> Any:
+    columns_B2E = jnp.stack([other_BE, view_BE], axis=1)
+    return cross_entropy(
+      view_BE,
+      columns_B2E,
+      scale,
+      weight_B=weight_B,
+      chunk=chunk,
+      without_own=True,
+    )
+
+  first_loss_B, first_correct_B = of_view(first_BE, second_BE)
+  second_loss_B, second_correct_B = of_view(second_BE, first_BE)
+  return (
+    (first_loss_B + second_loss_B) / 2,
+    (first_correct_B + second_correct_B) / 2,
+  )
 
 
 def _correct(values: dict[str, jax.Array]) -> jax.Array:
@@ -117,6 +182,7 @@ def _over_chunks(
   bias: jax.Array,
   weight_B: jax.Array | None,
   chunk: int,
+  without_own: bool = False,
 ) -> dict[str, jax.Array]:
   """Returns the values of `chunk_fn` for each chunk of columns, [chunks, B].
 
@@ -126,7 +192,7 @@ def _over_chunks(
   check_number("config.loss.chunk", chunk, least=1, whole=True)
   if weight_B is None:
     weight_B = jnp.ones(len(rows_BE), jnp.float32)
-  body = functools.partial(_scan_chunks, chunk_fn, chunk)
+  body = functools.partial(_scan_chunks, chunk_fn, chunk, without_own)
   mesh = jax.sharding.get_abstract_mesh()
   if not set(sharding.BATCH_AXES) <= set(mesh.axis_names):
     number_B = jnp.arange(len(rows_BE))
@@ -163,6 +229,7 @@ def _over_chunks(
 def _scan_chunks(
   chunk_fn: _ChunkFn,
   chunk: int,
+  without_own: bool,
   rows_bE: jax.Array,
   columns_BmE: jax.Array,
   weight_B: jax.Array,
@@ -187,9 +254,13 @@ def _scan_chunks(
     match_bK = m * number_b[:, None] == number_K
     fixed_bK = jax.lax.stop_gradient(logits_bK)
     right_b = jnp.max(fixed_bK, axis=1, where=match_bK, initial=-jnp.inf)
-    others_bK = ~match_bK & real_K
+    real: jax.Array = real_K
+    if without_own:
+      own_bK = number_b[:, None] == number_K // m
+      real = real_K & (match_bK | ~own_bK)
+    others_bK = ~match_bK & real
     wrong_b = jnp.max(fixed_bK, axis=1, where=others_bK, initial=-jnp.inf)
-    values = chunk_fn(logits_bK, match_bK, real_K)
+    values = chunk_fn(logits_bK, match_bK, real)
     return None, {**values, "right": right_b, "wrong": wrong_b}
 
   def split(x: jax.Array) -> jax.Array:

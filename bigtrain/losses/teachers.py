@@ -1,4 +1,7 @@
-"""Models that a loss learns from: one, or several by name with weights."""
+"""Models that a loss learns from: one, or several by name with weights.
+
+Also the step of a teacher that follows the student.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -35,3 +38,12 @@ def weights_of(
       f"{key}: expected weights of {', '.join(names)}, got {weights}."
     )
   return weights
+
+
+def follow(teacher: Any, student: Any, momentum: Any) -> Any:
+  """The next teacher: an exponential moving average of the student."""
+
+  def average(old: jax.Array, new: jax.Array) -> jax.Array:
+    return momentum * old + (1 - momentum) * new
+
+  return jax.tree.map(average, teacher, student)

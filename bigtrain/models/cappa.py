@@ -48,51 +48,30 @@ class States(NamedTuple):
     return kernels.logits(self.hidden_BLD, kernel_DV) + self.bias_V
 
 
-class Captioner(encoder.Fields):
-  """The base of captioners. Sizes and rates are those of the encoder, a ViT."""
+class Writer(nn.Module):
+  """Methods of models whose `decoder` writes texts about encoded images.
 
-  vocab_size: int  # V.
-  max_len: int = 64  # Largest number of tokens of a text.
-  patch_size: Any = None  # Height and width in pixels, or one for both.
-  posemb: str = "learn"  # "learn" or "sincos2d", in encoder and decoder.
-  decoder_width: int = options.DERIVED  # D; the encoder's if None.
-  decoder_depth: int = options.DERIVED  # The encoder's if None.
-  decoder_mlp_dim: int = options.DERIVED  # The encoder's if None.
-  decoder_num_heads: int = options.DERIVED  # Must divide D.
-  decoder_dropout: float = 0.0  # Rate in the decoder.
-  decoder_bias: bool = True  # Whether its MLPs and layer norms have biases.
+  Such a model has fields decoder_width, decoder_depth and so on, as Captioner.
+  """
 
   # CapPa has a mask token, with the id V.
   mask_token = False
   # CoCa has another decoder, which reads a text, and a class token after it.
   text_depth = 0
-  num_class_tokens = 0
 
-  def __post_init__(self) -> None:
-    image_encoder = encoder_of(self, parent=None)
-    sizes = [f"decoder_{name}" for name in vit.SIZES]
-    for size in sizes:
-      if getattr(self, size) is None:
-        default = getattr(image_encoder, size.removeprefix("decoder_"))
-        options.set_fields(self, {size: default})
-    options.check_sizes(self, ("vocab_size", "max_len", *sizes))
-    if self.decoder_width % self.decoder_num_heads:
-      raise ConfigError(
-        f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
-        f"divide the decoder's width {self.decoder_width}."
-      )
-    options.check_fields(self, "decoder_dropout")
-    super().__post_init__()
+  @property
+  def output_size(self) -> int:
+    """V, the number of tokens that the decoder can write."""
+    return self.vocab_size
 
-  def setup(self) -> None:
-    self.encoder = encoder_of(self)
-    self.decoder = self.make_decoder(self.decoder_depth)
-    L, D = self.max_len + self.num_class_tokens, self.decoder_width
-    if self.posemb == "learn":
-      init = nn.initializers.normal(D**-0.5)
-      self.posemb_1LD = self.param("pos_embedding_decoder", init, (1, L, D))
-    else:
-      self.posemb_1LD = jnp.asarray(positions.sincos_2d((1, L), D))
+  @nn.nowrap
+  def make_posemb(self, L: int) -> jax.Array:
+    """Position embeddings [1, L, D] of the decoder."""
+    D = self.decoder_width
+    if self.posemb == "sincos2d":
+      return jnp.asarray(positions.sincos_2d((1, L), D))
+    init = nn.initializers.normal(D**-0.5)
+    return self.param("pos_embedding_decoder", init, (1, L, D))
 
   @nn.nowrap
   def make_decoder(
@@ -110,29 +89,12 @@ class Captioner(encoder.Fields):
     )
     return captioner_decoder.Decoder(
       decoder_options,
-      num_embeddings=self.vocab_size + self.mask_token,
-      vocab_size=self.vocab_size,
+      num_embeddings=self.output_size + self.mask_token,
+      vocab_size=self.output_size,
       depth=depth,
       scan=self.scan,
       remat_policy=self.remat_policy,
     )
-
-  def states(
-    self,
-    image: jax.Array,
-    text: jax.Array,
-    *,
-    train: bool = False,
-    **parallel: jax.Array | None,
-  ) -> States:
-    encoded_BPE = self.encode(image, train=train)["encoded"]
-    return self.decode(encoded_BPE, text, train=train, **parallel)
-
-  def encode(
-    self, image: jax.Array, *, train: bool = False
-  ) -> dict[str, jax.Array]:
-    """Returns the ViT's dict: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
-    return self.encoder(image, train=train)[1]
 
   @nn.nowrap
   def tokens_before(self, text: jax.Array) -> jax.Array:
@@ -191,6 +153,104 @@ class Captioner(encoder.Fields):
     states = States(hidden_B1D, kernel_DV, bias_V)
     return states.logits()[:, 0], [of_decoder, of_text]
 
+  def decode(
+    self,
+    encoded_BPE: jax.Array,
+    text: jax.Array,
+    *,
+    parallel_B: jax.Array | None = None,
+    masked_BL: jax.Array | None = None,
+    real_BP: jax.Array | None = None,
+    train: bool = False,
+  ) -> States:
+    """Runs the decoder; the factors of its logits.
+
+    With M texts per image there are M B texts, grouped by image.
+
+    Args:
+      text: int (B, L), L up to max_len.
+      parallel_B: bool, whether an example is predicted in parallel.
+      masked_BL: bool, whether the input of a position is the mask token in such
+        an example, or the token itself; all masked if None.
+      real_BP: bool, which patches of an image are no padding; by default all.
+    """
+    tokens_BL, L = self.tokens_before(text), text.shape[1]
+    mask = masks.Mask(causal=True)
+    if parallel_B is not None:
+      if not self.mask_token:
+        raise ConfigError(
+          "config.model.mask_token: parallel prediction needs it to be True."
+        )
+      inputs_BL: Any = self.output_size
+      if masked_BL is not None:
+        inputs_BL = jnp.where(masked_BL, self.output_size, text)
+      tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
+      mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
+    return self.factors(
+      tokens_BL,
+      encoded_BPE,
+      self.posemb_1LD[:, :L],
+      mask=mask,
+      source_mask=masks.Mask(real_BS=real_BP),
+      train=train,
+    )
+
+
+class Captioner(encoder.Fields, Writer):
+  """The base of captioners. Sizes and rates are those of the encoder, a ViT."""
+
+  vocab_size: int  # V.
+  max_len: int = 64  # Largest number of tokens of a text.
+  patch_size: Any = None  # Height and width in pixels, or one for both.
+  posemb: str = "learn"  # "learn" or "sincos2d", in encoder and decoder.
+  decoder_width: int = options.DERIVED  # D; the encoder's if None.
+  decoder_depth: int = options.DERIVED  # The encoder's if None.
+  decoder_mlp_dim: int = options.DERIVED  # The encoder's if None.
+  decoder_num_heads: int = options.DERIVED  # Must divide D.
+  decoder_dropout: float = 0.0  # Rate in the decoder.
+  decoder_bias: bool = True  # Whether its MLPs and layer norms have biases.
+
+  # CoCa has a class token after a text.
+  num_class_tokens = 0
+
+  def __post_init__(self) -> None:
+    image_encoder = encoder_of(self, parent=None)
+    sizes = [f"decoder_{name}" for name in vit.SIZES]
+    for size in sizes:
+      if getattr(self, size) is None:
+        default = getattr(image_encoder, size.removeprefix("decoder_"))
+        options.set_fields(self, {size: default})
+    options.check_sizes(self, ("vocab_size", "max_len", *sizes))
+    if self.decoder_width % self.decoder_num_heads:
+      raise ConfigError(
+        f"config.model.decoder_num_heads: {self.decoder_num_heads} does not "
+        f"divide the decoder's width {self.decoder_width}."
+      )
+    options.check_fields(self, "decoder_dropout")
+    super().__post_init__()
+
+  def setup(self) -> None:
+    self.encoder = encoder_of(self)
+    self.decoder = self.make_decoder(self.decoder_depth)
+    self.posemb_1LD = self.make_posemb(self.max_len + self.num_class_tokens)
+
+  def states(
+    self,
+    image: jax.Array,
+    text: jax.Array,
+    *,
+    train: bool = False,
+    **parallel: jax.Array | None,
+  ) -> States:
+    encoded_BPE = self.encode(image, train=train)["encoded"]
+    return self.decode(encoded_BPE, text, train=train, **parallel)
+
+  def encode(
+    self, image: jax.Array, *, train: bool = False
+  ) -> dict[str, jax.Array]:
+    """Returns the ViT's dict: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
+    return self.encoder(image, train=train)[1]
+
 
 class Model(Captioner):
   """Cap, or with a mask token CapPa."""
@@ -213,42 +273,6 @@ class Model(Captioner):
     out: dict[str, Any] = self.encode(image, train=train)
     out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
     return out["states"].logits(), out
-
-  def decode(
-    self,
-    encoded_BPE: jax.Array,
-    text: jax.Array,
-    *,
-    parallel_B: jax.Array | None = None,
-    masked_BL: jax.Array | None = None,
-    train: bool = False,
-  ) -> States:
-    """Runs the decoder; the factors of its logits.
-
-    With M texts per image there are M B texts, grouped by image.
-
-    Args:
-      text: int (B, L), L up to max_len.
-      parallel_B: bool, whether an example is predicted in parallel.
-      masked_BL: bool, whether the input of a position is the mask token in such
-        an example, or the token itself; all masked if None.
-    """
-    tokens_BL, L = self.tokens_before(text), text.shape[1]
-    mask = masks.Mask(causal=True)
-    if parallel_B is not None:
-      if not self.mask_token:
-        raise ConfigError(
-          "config.model.mask_token: parallel prediction needs it to be True."
-        )
-      inputs_BL: Any = self.vocab_size
-      if masked_BL is not None:
-        inputs_BL = jnp.where(masked_BL, self.vocab_size, text)
-      tokens_BL = jnp.where(parallel_B[:, None], inputs_BL, tokens_BL)
-      mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
-    posemb_1LD = self.posemb_1LD[:, :L]
-    return self.factors(
-      tokens_BL, encoded_BPE, posemb_1LD, mask=mask, train=train
-    )
 
 
 def encoder_of(model: Captioner, **kwargs: Any) -> vit.Model:

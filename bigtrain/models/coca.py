@@ -118,7 +118,7 @@ class Model(cappa.Captioner):
       "pre_logits": contrastive[:, -1].astype(jnp.float32),
     }
 
-  def decode(
+  def decode(  # type: ignore[override]  # Without parallel prediction.
     self, encoded_BND: jax.Array, text: jax.Array, *, train: bool = False
   ) -> cappa.States:
     text_BLD, _ = self._read(text, train)

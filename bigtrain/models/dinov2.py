@@ -9,6 +9,7 @@ Axes: B batch, P patches, M chosen patches, E width of the heads' results, K
 prototypes.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -61,27 +62,40 @@ class Model(vit.Model):
     x, out = super().__call__(image, train=train, **others)
     if self.is_initializing():
       heads, chosen_BM = True, jnp.zeros((len(image), 1), jnp.int32)
-      self._prototypes()
-    if not heads:
-      return x, out
-    out = {**out, "class_z": self._head("class_head")(out["head_input"])}
-    if self.patch_prototypes and chosen_BM is not None:
-      index_BM1 = chosen_BM[..., None]
-      patch_BMD = jnp.take_along_axis(out["encoded"], index_BM1, axis=1)
-      out["patch_z"] = self._head("patch_head")(patch_BMD)
+    if heads:
+      out = with_heads(self, out, chosen_BM)
     return x, out
 
-  def _head(self, name: str) -> "Head":
-    return Head(self.head_hidden, self.head_out, self.dtype, name=name)
+  def views(self, image: jax.Array, **others: Any) -> dict[str, jax.Array]:
+    """The results with `heads`, as the task calls any model that has them."""
+    return self(image, heads=True, **others)[1]
 
-  def _prototypes(self) -> None:
-    """Makes their kernels, which the task's loss multiplies with."""
+
+def with_heads(
+  model: Any, out: Mapping[str, jax.Array], chosen_BM: jax.Array | None
+) -> dict[str, jax.Array]:
+  """Adds "class_z" and "patch_z" to a ViT's dict; for use in compact methods.
+
+  `model` has the fields num_prototypes, patch_prototypes, head_hidden and
+  head_out. Prototypes are made here, and the task's loss multiplies with them.
+  """
+  out = dict(out)
+  if not model.num_prototypes:
+    return out
+  if model.is_initializing():
     for name, number in (
-      ("class_prototypes", self.num_prototypes),
-      ("patch_prototypes", self.patch_prototypes),
+      ("class_prototypes", model.num_prototypes),
+      ("patch_prototypes", model.patch_prototypes),
     ):
       if number:
-        Prototypes(number, self.head_out, name=name)()
+        Prototypes(number, model.head_out, name=name)()
+  sizes = (model.head_hidden, model.head_out, model.dtype)
+  out["class_z"] = Head(*sizes, name="class_head")(out["head_input"])
+  if model.patch_prototypes and chosen_BM is not None:
+    index_BM1 = chosen_BM[..., None]
+    patch_BMD = jnp.take_along_axis(out["encoded"], index_BM1, axis=1)
+    out["patch_z"] = Head(*sizes, name="patch_head")(patch_BMD)
+  return out
 
 
 class Head(nn.Module):
@@ -120,11 +134,11 @@ def unit(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPS)
 
 
-DIMS: dict[str, str] = {
+HEAD_DIMS: dict[str, str] = {
   r"(class|patch)_head/Dense_0/kernel": "D -> F",
   r"(class|patch)_head/Dense_1/kernel": "F -> F",
   r"(class|patch)_head/Dense_2/kernel": "F -> D",
   r"(class|patch)_prototypes/kernel": "D -> V",
-  **vit.DIMS,
 }
+DIMS = {**HEAD_DIMS, **vit.DIMS}
 param_dims = dims.of_all(DIMS)

@@ -64,7 +64,16 @@ class Model(nn.Module):
     self._towers()  # Checks their options.
     super().__post_init__()
 
-  @nn.compact
+  def setup(self) -> None:
+    for name, (model, options) in self._towers().items():
+      with model_options.naming(_KEYS[name]):
+        setattr(self, name, model(**options))
+    init = nn.initializers.constant(math.log(self.temperature_init))
+    self.t_1 = self.param("t", init, (1,))
+    if self.bias_init is not None:
+      init = nn.initializers.constant(self.bias_init)
+      self.b_1 = self.param("b", init, (1,))
+
   def __call__(
     self,
     image: jax.Array | None = None,
@@ -84,27 +93,24 @@ class Model(nn.Module):
     """
     embedded: dict[str, jax.Array | None] = {"img": None, "txt": None}
     out: dict[str, jax.Array] = {}
-    towers = self._towers()
-    built: dict[str, nn.Module] = {}
     for name, x in (("img", image), ("txt", text)):
       if x is not None:
-        tower = name if name in towers else "img"
-        model, options = towers[tower]
         others = {}
         if name == "img" and shapes is not None:
           others["shapes"] = shapes
-        with model_options.naming(_KEYS[tower]):
-          if tower not in built:
-            built[tower] = model(**options, name=tower)
-          z_BE, tower_out = built[tower](x, train=train, **others)
+        z_BE, tower_out = self.run_tower(name, x, train=train, **others)
         out.update({f"{name}/{key}": value for key, value in tower_out.items()})
         embedded[name] = pooling.normalise(z_BE)
-    init = nn.initializers.constant(math.log(self.temperature_init))
-    t_1 = self.param("t", init, (1,))
-    out["t"] = jnp.exp(t_1)
+    out["t"] = jnp.exp(self.t_1)
     if self.bias_init is not None:
-      out["b"] = self.param("b", nn.initializers.constant(self.bias_init), (1,))
+      out["b"] = self.b_1
     return embedded["img"], embedded["txt"], out
+
+  def run_tower(self, name: str, x: jax.Array, **kwargs: Any) -> Any:
+    """Calls a tower, or the only one: its embeddings and its dict."""
+    tower = name if name == "img" or self.text_model else "img"
+    with model_options.naming(_KEYS[tower]):
+      return getattr(self, tower)(x, **kwargs)
 
   @property
   def vocab_size(self) -> int | None:

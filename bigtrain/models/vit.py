@@ -179,6 +179,7 @@ class Model(encoder.Fields):
     *,
     shapes: jax.Array | None = None,
     kept_BK: jax.Array | None = None,
+    real_BK: jax.Array | None = None,
     masked_BP: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -190,6 +191,7 @@ class Model(encoder.Fields):
       shapes: int (B, 2), numbers of rows and columns of ready patches; further
         patches are padding.
       kept_BK: int (B, K), the patches to see, as in MAE; by default all.
+      real_BK: bool (B, K), False for those of `kept_BK` that are padding.
       masked_BP: bool (B, P), patches that the mask token replaces, as in BEiT.
 
     Returns:
@@ -226,7 +228,7 @@ class Model(encoder.Fields):
       x_BLD = norm(dtype=self.dtype, name="pre_norm")(x_BLD)
 
     prefix = x_BLD.shape[1] - P
-    real_BP = None
+    real_BP = real_BK
     if shapes is not None:
       real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
     x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)

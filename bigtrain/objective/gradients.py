@@ -97,6 +97,8 @@ def two_pass_loss(
     variables, changing = task_functions.split_task(variables, fn)
     params = trees.merge(variables["params"], variables.get("base", {}))
     options = {**own_options(fn), **changing}
+    if "model" in inspect.signature(fn).parameters:
+      options["model"] = model
     result = fn(params, embeddings, batch, **options)
     return result if hasattr(task, "init_state") else (result, {})
 

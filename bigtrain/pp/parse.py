@@ -24,6 +24,7 @@ _OWN_MODULES = (
   "bigtrain.pp.ops_seq2seq",
   "bigtrain.pp.ops_text",
   "bigtrain.pp.ops_tokenize",
+  "bigtrain.pp.ops_locca",
   "bigtrain.pp.ops_augment",
   "bigtrain.pp.ops_render",
   "bigtrain.pp.randaug",

@@ -5,29 +5,44 @@ student sees these and several small ones, and learns the teacher's assignment
 of each large crop to prototypes (https://arxiv.org/abs/2104.14294). With
 patches masked for the student, it also learns the teacher's assignment of these
 (iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) makes the assignments by
-Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch.
+Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch. In
+a last phase, DINOv3 (arXiv 2508.10104) keeps the similarities of patches as an
+earlier teacher has them: Gram anchoring.
 
-Legend: B batch, G = 2 large crops, S small crops, N samples, M masked patches,
+Legend: B batch, G large crops (2), S small crops, N samples, M masked patches,
 D width, E width of the head's results, K prototypes.
 
 A batch has "image" [B, H, W, channels], of which the crops are made on the
 devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...].
-The model is models/dinov2.py.
+The model is models/dinov2.py, or another one with the method `views`.
+
+SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop: the student
+sees it with masked patches, and predicts its class token from the small crops.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
-from bigtrain.losses import forward, prototypes, random_views
+from bigtrain.losses import (
+  collapse,
+  forward,
+  gram,
+  prototypes,
+  random_views,
+  teachers,
+)
 
-_NUM_LARGE = 2  # G.
+_NUM_SMALL = 8  # S by default.
 _EPS = 1e-12
 
 
@@ -37,14 +52,33 @@ def inputs(batch: Batch) -> Batch:
   return {"image": batch["image"]}
 
 
-# The state: the teacher, and the centres of its logits.
+# The state: the teacher, the centres of its logits, and the Gram teacher.
 
 
-def init_state(params: Params, *, model: Any) -> dict[str, Any]:
+def init_state(
+  params: Params, *, model: Any, teacher: str = ".*", gram_weight: Any = None
+) -> dict[str, Any]:
+  """The state at the start.
+
+  Args:
+    teacher: regular expression of the parameters that the views depend on, of a
+      model that has others too. The teacher has these alone.
+    gram_weight: without it, there is no Gram teacher.
+  """
   centre = {"class": jnp.zeros(model.num_prototypes)}
   if model.patch_prototypes:
     centre["patch"] = jnp.zeros(model.patch_prototypes)
-  return {"teacher": params, "centre": centre}
+  followed = trees.from_flat(
+    {
+      name: x
+      for name, x in trees.flatten_with_names(params)
+      if re.fullmatch(teacher, name)
+    }
+  )
+  state = {"teacher": followed, "centre": centre}
+  if gram_weight is not None:
+    state["gram"] = {"teacher": followed, "copies": jnp.zeros((), jnp.int32)}
+  return state
 
 
 def update_state(
@@ -54,29 +88,44 @@ def update_state(
   sums: Any,
   momentum: float = 0.994,
   centre_momentum: float = 0.9,
+  gram_copies: Any = 0,
 ) -> Any:
-  """The next teacher and centres.
+  """The next teacher, centres and Gram teacher.
 
   Args:
     momentum: of the teacher; published recipes let it rise to 1.
     centre_momentum: of the centres, which centering="mean" subtracts.
+    gram_copies: number of times that the Gram teacher has become the teacher,
+      by a schedule: each time it reaches another whole number, it is copied
+      anew. At 0, it has the parameters of the start.
   """
-
-  def average(old: jax.Array, new: jax.Array, momentum: Any) -> jax.Array:
-    return momentum * old + (1 - momentum) * new
-
   mean = jax.tree.map(
     lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
     sums,
     state["centre"],
     is_leaf=lambda x: isinstance(x, tuple),
   )
-  follow = functools.partial(average, momentum=momentum)
-  centre = functools.partial(average, momentum=centre_momentum)
-  return {
-    "teacher": jax.tree.map(follow, state["teacher"], params),
-    "centre": jax.tree.map(centre, state["centre"], mean),
+  student = dict(trees.flatten_with_names(params))
+  followed = trees.map_with_names(
+    lambda name, _: student[name], state["teacher"]
+  )
+  new = {
+    "teacher": teachers.follow(state["teacher"], followed, momentum),
+    "centre": teachers.follow(state["centre"], mean, centre_momentum),
   }
+  if "gram" in state:
+    old = state["gram"]
+    copies = jnp.floor(jnp.asarray(gram_copies)).astype(jnp.int32)
+    is_due = copies > old["copies"]
+    new["gram"] = {
+      "teacher": jax.tree.map(
+        lambda x, old_x: jnp.where(is_due, x, old_x),
+        new["teacher"],
+        old["teacher"],
+      ),
+      "copies": copies,
+    }
+  return new
 
 
 # The loss, in two halves: one for each example, one for the global batch.
@@ -90,7 +139,8 @@ def embed_fn(
   model: Any,
   train: bool,
   state: Any,
-  num_small: int = 8,
+  num_large: int = 2,
+  num_small: int | None = None,
   large_size: int | None = None,
   small_size: int | None = None,
   large_area: Sequence[float] = (0.32, 1.0),
@@ -99,11 +149,14 @@ def embed_fn(
   contrast: float = 0.4,
   mask_prob: float = 0.5,
   mask_ratio: Sequence[float] = (0.1, 0.5),
+  gram_weight: Any = None,
+  gram_size: int | None = None,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Unit vectors of all crops, by the student and by the teacher.
 
   Args:
-    num_small: S, if the crops are made here.
+    num_large: G, 2 or, with small crops, 1.
+    num_small: S; by default 8, or as many as the batch has ready.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
     large_area, small_area: least and largest share of the image.
@@ -111,30 +164,39 @@ def embed_fn(
     contrast: largest change of a crop's contrast and brightness.
     mask_prob: share of the large crops with masked patches.
     mask_ratio: least and largest share of their patches that is masked.
+    gram_weight: weight of Gram anchoring; None for a run without it. It costs
+      nothing in steps in which the weight is 0.
+    gram_size: side of the large crops as the Gram teacher sees them, a multiple
+      of `large_size`; its features are resized to the student's grid.
   """
   keys_B = batch["_keys"]
-  large, small = _crops(
-    batch,
-    large=dict(size=large_size, area=large_area),
-    small=dict(size=small_size, area=small_area),
-    num_small=num_small,
-    common=dict(flip=flip, contrast=contrast),
+  large = _large_crops(
+    batch, num_large, large_size, large_area, flip=flip, contrast=contrast
   )
+  small = _small_crops(
+    batch, num_small, small_size, small_area, flip=flip, contrast=contrast
+  )
+  if num_large == 1 and small is None:
+    raise ConfigError(
+      "config.loss.num_large=1: expected small crops, whose class tokens are "
+      "compared with it, or num_large=2."
+    )
   B, G = large.shape[:2]
   large_N = large.reshape(B * G, *large.shape[2:])
-  given: dict[str, Any] = dict(heads=True)
+  grid = _grid(model, large_N.shape[1:])
+  given: dict[str, Any] = dict(method="views")
   shown: dict[str, Any] = {}
   weight_NM = None
   if model.patch_prototypes:
-    num_patches = _num_patches(model, large.shape[2:])
+    num_patches = math.prod(grid)
     given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
       keys_B, G, num_patches, mask_prob, mask_ratio
     )
-  (_, out), mutable = forward.apply(
+  out, mutable = forward.apply(
     model, variables, rng, train, large_N, **given, **shown
   )
-  teacher = {**variables, "params": state["teacher"]}
-  _, taught = model.apply(teacher, large_N, train=False, **given)
+  teacher = _of_teacher(variables, state["teacher"])
+  taught = model.apply(teacher, large_N, train=False, **given)
 
   def by_example(x: jax.Array) -> jax.Array:
     return x.reshape(B, -1, *x.shape[1:])
@@ -154,6 +216,26 @@ def embed_fn(
   if small is not None:
     result["small_BSE"] = by_example(
       _small_vectors(model, variables, rng, train, small)
+    )
+  if gram_weight is not None:
+    # The same crops, without changes of contrast.
+    gram_crops = functools.partial(
+      _large_crops,
+      batch,
+      num_large,
+      gram_size or large_size,
+      large_area,
+      flip=flip,
+    )
+    result["gram_BG"] = by_example(
+      _gram_loss(
+        model,
+        _of_teacher(variables, state["gram"]["teacher"]),
+        out["encoded"],
+        gram_crops,
+        grid,
+        gram_weight,
+      )
     )
   fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
   return {
@@ -176,46 +258,115 @@ def _small_vectors(
       "grids of patches."
     )
   small_N = small.reshape(-1, *small.shape[2:])
-  (_, out), _ = forward.apply(model, variables, rng, train, small_N, heads=True)
+  out, _ = forward.apply(model, variables, rng, train, small_N, method="views")
   return out["class_z"]
 
 
-def _crops(
+def _of_teacher(variables: Variables, teacher: Params) -> Variables:
+  """The variables with the teacher's parameters; others do not matter."""
+  params = dict(trees.flatten_with_names(variables["params"]))
+  params |= trees.flatten_with_names(teacher)
+  return {**variables, "params": trees.from_flat(params)}
+
+
+def _large_crops(
   batch: Batch,
-  *,
-  large: Mapping[str, Any],
-  small: Mapping[str, Any],
-  num_small: int,
-  common: Mapping[str, Any],
-) -> tuple[jax.Array, jax.Array | None]:
+  number: int,
+  size: int | None,
+  area: Sequence[float],
+  **options: Any,
+) -> jax.Array:
+  """The large crops [B, G, ...], ready ones or new ones."""
+  check_number("config.loss.num_large", number, least=1, most=2, whole=True)
   if "large_crops" in batch:
-    return batch["large_crops"], batch.get("small_crops")
-  check_number("config.loss.num_small", num_small, least=0, whole=True)
-  image, keys_B = batch["image"], batch["_keys"]
-  side = image.shape[1]
-  large_crops = random_views.crops(
-    random_views.folded(keys_B, 0),
+    ready = batch["large_crops"]
+    if ready.shape[1] != number:
+      raise ConfigError(
+        f"config.input: expected {number} large crops of each image, got "
+        f"'large_crops' with {ready.shape[1]}."
+      )
+    return ready
+  image = batch["image"]
+  return random_views.crops(
+    random_views.folded(batch["_keys"], 0),
     image,
-    _NUM_LARGE,
-    large["size"] or side,
-    large["area"],
-    **common,
-  )
-  if not num_small:
-    return large_crops, None
-  return large_crops, random_views.crops(
-    random_views.folded(keys_B, 1),
-    image,
-    num_small,
-    small["size"] or side // 2,
-    small["area"],
-    **common,
+    number,
+    size or image.shape[1],
+    area,
+    **options,
   )
 
 
-def _num_patches(model: Any, shape: Sequence[int]) -> int:
+def _small_crops(
+  batch: Batch,
+  number: int | None,
+  size: int | None,
+  area: Sequence[float],
+  **options: Any,
+) -> jax.Array | None:
+  """The small crops [B, S, ...], if any, ready ones or new ones."""
+  key = "config.loss.num_small"
+  if number is not None:
+    check_number(key, number, least=0, whole=True)
+  if "large_crops" in batch:
+    ready = batch.get("small_crops")
+    num_ready = 0 if ready is None else ready.shape[1]
+    if number is not None and number > num_ready:
+      raise ConfigError(
+        f"{key}={number}: more than the {num_ready} small crops that the batch "
+        f"has of each image; expected at most {num_ready}."
+      )
+    return ready[:, :number] if ready is not None and number != 0 else None
+  number = _NUM_SMALL if number is None else number
+  if not number:
+    return None
+  image = batch["image"]
+  return random_views.crops(
+    random_views.folded(batch["_keys"], 1),
+    image,
+    number,
+    size or image.shape[1] // 2,
+    area,
+    **options,
+  )
+
+
+def _gram_loss(
+  model: Any,
+  teacher: Variables,
+  student_NPD: jax.Array,
+  gram_crops: Callable[[], jax.Array],
+  grid: tuple[int, int],
+  weight: Any,
+) -> jax.Array:
+  """Difference of the Gram matrices of student and Gram teacher, [N].
+
+  Args:
+    teacher: variables of the Gram teacher.
+    student_NPD: the student's features of the large crops.
+    gram_crops: makes the crops that the Gram teacher sees.
+    grid: the student's rows and columns of patches.
+    weight: the loss is not computed if it is 0.
+  """
+
+  def compute() -> jax.Array:
+    crops = gram_crops()
+    large_N = crops.reshape(-1, *crops.shape[2:])
+    out = model.apply(teacher, large_N, train=False, method="views")
+    taught_NPD = jax.lax.stop_gradient(out["encoded"])
+    rows, columns = _grid(model, large_N.shape[1:])
+    taught_NPD = gram.resized(taught_NPD, (rows, columns), grid)
+    return gram.loss(student_NPD, taught_NPD)
+
+  if not isinstance(weight, jax.Array):
+    return compute()
+  zeros = jnp.zeros(len(student_NPD))
+  return jax.lax.cond(weight > 0, compute, lambda: zeros)
+
+
+def _grid(model: Any, shape: Sequence[int]) -> tuple[int, int]:
   p, q = model.patch_size
-  return (shape[0] // p) * (shape[1] // q)
+  return shape[0] // p, shape[1] // q
 
 
 def _masks(
@@ -263,6 +414,7 @@ def embeddings_loss_fn(
   student_temperature: float = 0.1,
   patch_weight: float = 1.0,
   koleo_weight: float = 0.1,
+  gram_weight: Any = None,
 ) -> tuple[Metrics, Any]:
   """The loss of the global batch.
 
@@ -273,6 +425,7 @@ def embeddings_loss_fn(
     student_temperature: of the student's assignments.
     patch_weight: weight of the loss of masked patches.
     koleo_weight: weight of KoLeo for each large crop.
+    gram_weight: weight of the difference of Gram matrices.
   """
   check_choice("config.loss.centering", centering, ("sinkhorn", "mean"))
   check_number("config.loss.koleo_weight", koleo_weight, least=0)
@@ -321,8 +474,14 @@ def embeddings_loss_fn(
     koleo_B = jnp.sum(jnp.stack(of_crops), axis=0)
     loss_B = loss_B + koleo_weight * koleo_B
     result["koleo_loss"] = metrics.pair(koleo_B, weight_B)
+  if gram_weight is not None:
+    gram_B = jnp.mean(embeddings["gram_BG"], axis=1)
+    loss_B = loss_B + gram_weight * gram_B
+    result["gram_loss"] = metrics.pair(gram_B, weight_B)
   result["loss"] = metrics.pair(loss_B, weight_B)
-  diagnosis = _diagnosis(embeddings, target_BGK, weight_B, log_step)
+  diagnosis = _diagnosis(
+    embeddings, student_BVE, target_BGK, weight_B, log_step
+  )
   return {**result, **diagnosis}, sums
 
 
@@ -380,40 +539,32 @@ def _patch_loss(
 
 def _diagnosis(
   embeddings: Mapping[str, jax.Array],
+  student_BVE: jax.Array,
   target_BGK: jax.Array,
   weight_B: jax.Array,
   log_step: Any,
 ) -> Metrics:
-  """Entropy of the teacher, prototypes in use, rank, distance of views.
+  """Entropy of the teacher, prototypes in use, and the signs of collapse.py.
 
   "teacher_entropy" is the entropy of one image's assignment, in nats;
-  "used_prototypes" the number in use over the batch; "effective_rank" the rank
-  of the teacher's features; "view_distance" the distance of the student's
-  vectors of two crops of an image, "image_distance" of different images.
+  "used_prototypes" the number in use over the batch.
   """
   B, G, K = target_BGK.shape
   weight_N = jnp.repeat(weight_B, G)
-  student_BGE = embeddings["student_BGE"]
-  between_B = jnp.linalg.norm(student_BGE[:, 0] - student_BGE[:, 1], axis=-1)
-  others_BE = jnp.roll(student_BGE[:, 1], 1, axis=0)
-  apart_B = jnp.linalg.norm(student_BGE[:, 0] - others_BE, axis=-1)
   used = prototypes.used(target_BGK.reshape(B * G, K), weight_N)
-  features_BD = embeddings["teacher_features_BGD"][:, 0]
-  rank = functools.partial(prototypes.effective_rank, features_BD, weight_B)
-  log_step = jnp.asarray(log_step)
-  is_log_step = log_step.astype(jnp.float32)
-  # Singular values take a while, so only log steps have them.
-  rank_or_0 = jax.lax.cond(log_step, rank, lambda: jnp.zeros(()))
-  result = {
-    "teacher_entropy": metrics.pair(
-      jnp.mean(prototypes.entropy(target_BGK), 1), weight_B
-    ),
+  entropy_B = jnp.mean(prototypes.entropy(target_BGK), 1)
+  of_teacher = {
+    "teacher_entropy": metrics.pair(entropy_B, weight_B),
     "used_prototypes": (used, jnp.ones(())),
-    "effective_rank": metrics.Occasional((rank_or_0, is_log_step), is_log_step),
-    "view_distance": metrics.pair(between_B, weight_B),
-    "image_distance": metrics.pair(apart_B, weight_B),
   }
-  return jax.lax.stop_gradient(result)
+  signs = collapse.signs(
+    embeddings["teacher_features_BGD"][:, 0],
+    student_BVE[:, 0],
+    student_BVE[:, 1],
+    weight_B,
+    log_step,
+  )
+  return {**jax.lax.stop_gradient(of_teacher), **signs}
 
 
 def problem(
@@ -430,11 +581,9 @@ def problem(
       "the teacher's assignment of each image is uniform over all "
       f"{model.num_prototypes} prototypes"
     )
-  if values.get("effective_rank", 2.0) < 1.05:
-    return "the teacher's features of all images are on one line"
-  if values["image_distance"] < 1e-3:
-    return "the student's vectors of all images are equal"
-  return None
+  return collapse.problem(
+    values, vectors="the student's vectors", features="the teacher's features"
+  )
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

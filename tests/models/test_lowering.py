@@ -48,7 +48,6 @@ def _shallow(options):
 
 def lower(config, platform, **mesh):
   """The text of a gradient of the config's loss for a platform."""
-  task = find_module("tasks", config["task"], "task")
   module = find_module("models", config["model_name"], "model_name")
   options = config["model"]
   if config["model_name"] != "resnet":  # Its depth is a list of sizes.
@@ -62,8 +61,7 @@ def lower(config, platform, **mesh):
   batch["_keys"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
   if config["task"] == "classification":
     batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
-  inputs = jax.eval_shape(task.inputs, example)
-  variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
+  variables = test_configs.variables_of(config, model, example)
   taught = {}
   if teacher := config.get("teacher"):
     module = find_module("models", teacher["model_name"], "teacher")
@@ -73,40 +71,51 @@ def lower(config, platform, **mesh):
       taught["teacher"].init, jax.random.key(0), image
     )
 
-  options = config.get("loss", {})
-  if hasattr(task, "init_state"):
-    init_state = functools.partial(task.init_state, model=model)
-    variables["state"] = jax.eval_shape(init_state, variables["params"])
-    # What `update_state` reads, and what follows a schedule, has a default.
-    names = inspect.signature(task.update_state).parameters
+  parts = []  # A task, its options, and its state.
+  for entry in test_configs.tasks_of(config):
+    task, options, state = entry.module, entry.part.kwargs("loss"), {}
+    if hasattr(task, "init_state"):
+      names = inspect.signature(task.init_state).parameters
+      given = {name: x for name, x in options.items() if name in names}
+      init_state = functools.partial(task.init_state, model=model, **given)
+      state["state"] = jax.eval_shape(init_state, variables["params"])
+    # What other functions of the task read, and what follows a schedule, has a
+    # default.
+    names = inspect.signature(task.loss_fn).parameters
     options = {
       name: x
       for name, x in options.items()
-      if name not in names and not piecewise.is_schedule(x)
+      if name in names and not piecewise.is_schedule(x)
     }
+    parts.append((task, options, state))
 
-  def loss(params, variables, batch, key):
-    variables = dict(variables)
-    if "state" in variables:
-      taught["state"] = variables.pop("state")
-    pairs, _ = task.loss_fn(
-      {**variables, "params": params},
-      Features(batch, "config.input"),
-      key,
-      model=model,
-      train=True,
-      **taught,
-      **options,
-    )
-    total, weight = pairs["loss"]
-    return total / weight
+  def loss(params, variables, states, batch, key):
+    sum_of_tasks = 0.0
+    for (task, options, _), state in zip(parts, states):
+      pairs, _ = task.loss_fn(
+        {**variables, "params": params},
+        Features(batch, "config.input"),
+        key,
+        model=model,
+        train=True,
+        **taught,
+        **options,
+        **state,
+      )
+      total, weight = pairs["loss"]
+      sum_of_tasks += total / weight
+    return sum_of_tasks
 
   key = jax.eval_shape(lambda: jax.random.key(0))
   kind = DEVICES[platform]
   device = "gpu" if platform == "cuda" else platform
   with absent_mesh.use(kind, device, **mesh):
     traced = jax.jit(jax.grad(loss)).trace(
-      variables["params"], variables, batch, key
+      variables["params"],
+      variables,
+      [state for _, _, state in parts],
+      batch,
+      key,
     )
     return traced.lower(lowering_platforms=(platform,)).as_text()
 

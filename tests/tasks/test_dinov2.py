@@ -181,6 +181,80 @@ def test_a_run_continues_bit_for_bit(tiny_config, tmp_path):
   assert any(name.startswith("tasks/teacher/class_head") for name in first)
 
 
+GRAM = dict(
+  large_size=8,
+  gram_size=16,
+  gram_weight=dict(at_steps=[0, 4], values=[0.0, 2.0], shape="stair"),
+  gram_copies=dict(at_steps=[0, 2, 4], values=[0, 1, 2], shape="stair"),
+)
+
+
+@pytest.mark.slow
+def test_gram_anchoring_begins_by_its_schedule(tiny_config, tmp_path):
+  momentum = dict(momentum=0.5)
+  model = MODEL | dict(patch_prototypes=None)
+  changes = dict(model=model, ckpt_steps=1, log_steps=1)
+  plain = config(tiny_config, loss=LOSS | momentum, **changes)
+  main.train(plain, str(tmp_path / "plain"))
+  one = config(tiny_config, loss=LOSS | momentum | GRAM, **changes)
+  for stop in (3, None):
+    main.train(one | {"stop_at_steps": stop}, str(tmp_path / "gram"))
+
+  def of(step, prefix):
+    arrays = tiny.arrays(tmp_path / "gram", step)
+    return {
+      name.removeprefix(prefix): x
+      for name, x in arrays.items()
+      if name.startswith(prefix)
+    }
+
+  # Steps 3 and 5 copy the teacher. Until then there is that of the start.
+  teachers = {step: of(step, "tasks/teacher/") for step in range(1, 7)}
+  grams = {step: of(step, "tasks/gram/teacher/") for step in range(1, 7)}
+  tiny.assert_same(grams[2], grams[1])
+  tiny.assert_same(grams[3], teachers[3])
+  tiny.assert_same(grams[4], grams[3])
+  tiny.assert_same(grams[5], teachers[5])
+  tiny.assert_same(grams[6], grams[5])
+  assert of(6, "tasks/gram/")["copies"] == 2
+
+  # Its weight is 0 until step 5, whose loss has twice the difference.
+  ours, without = tiny.rows(tmp_path / "gram"), tiny.rows(tmp_path / "plain")
+  for step in range(1, 5):
+    assert ours[step]["gram_loss"] == 0
+    assert ours[step]["loss"] == pytest.approx(without[step]["loss"], rel=1e-5)
+  parts = ours[5]["class_loss"] + 0.1 * ours[5]["koleo_loss"]
+  assert ours[5]["gram_loss"] > 1e-4
+  wanted = parts + 2 * ours[5]["gram_loss"]
+  assert ours[5]["loss"] == pytest.approx(wanted, rel=1e-5)
+  assert "gram_loss" not in without[5]
+
+
+def ready_crops(num_large, num_small):
+  rng = np.random.default_rng(0)
+  return {
+    "large_crops": rng.normal(size=(16, num_large, 8, 8, 1)),
+    "small_crops": rng.normal(size=(16, num_small, 4, 4, 1)),
+  }
+
+
+@pytest.mark.parametrize(
+  "num_large, num_small, message",
+  [
+    (2, 3, "num_small=4: more than the 3 small crops that the batch has"),
+    (3, 4, "expected 2 large crops of each image, got 'large_crops' with 3"),
+  ],
+)
+def test_more_crops_than_the_batch_has(
+  tiny_config, tmp_path, num_large, num_small, message
+):
+  arrays = ready_crops(num_large, num_small)
+  one = config(tiny_config, loss=dict(num_small=4))
+  one["input"] = dict(data=dict(type="arrays", arrays=arrays), batch_size=16)
+  with pytest.raises(ConfigError, match=message):
+    main.train(one, str(tmp_path))
+
+
 HEALTHY = dict(
   teacher_entropy=1.0,
   used_prototypes=7.0,
@@ -226,9 +300,74 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
     ({"model.posemb": "learn"}, "config.model.posemb_grid: missing"),
     ({"model.pool_type": "gap"}, "config.model: expected pool_type='tok'"),
     ({"loss": LOSS | dict(stop_on_collaps=1)}, "'stop_on_collapse'"),
+    (
+      {"loss": LOSS | dict(num_large=1, num_small=0)},
+      "config.loss.num_large=1: expected small crops",
+    ),
   ],
 )
 def test_mistakes_have_their_line(tiny_config, tmp_path, changes, message):
   one = config(tiny_config, **{"model": dict(MODEL)} | changes)
   with pytest.raises(ConfigError, match=message):
     main.train(one, str(tmp_path))
+
+
+def test_one_large_crop_teaches_the_small_ones_and_its_own_patches():
+  """SigLIP 2's losses: local to global, and masked patches of one view."""
+  rng = np.random.default_rng(3)
+  names = ("class_prototypes", "patch_prototypes")
+  student, teacher = (
+    {name: {"kernel": rng.normal(size=(E, K))} for name in names}
+    for _ in range(2)
+  )
+  z = {
+    "student_BGE": vectors(rng, B, 1, E),
+    "teacher_BGE": vectors(rng, B, 1, E),
+    "small_BSE": vectors(rng, B, S, E),
+    "features_BGD": rng.normal(size=(B, 1, 7)),
+    "teacher_features_BGD": rng.normal(size=(B, 1, 7)),
+    "student_BGME": vectors(rng, B, 1, M, E),
+    "teacher_BGME": vectors(rng, B, 1, M, E),
+    "weight_BGM": np.full((B, 1, M), 1 / M),
+  }
+
+  def scores(params, name, x):
+    kernel = params[name]["kernel"]
+    return x @ (kernel / np.linalg.norm(kernel, axis=0))
+
+  centre = {"class": jnp.zeros(K), "patch": jnp.zeros(K)}
+  result, _ = dinov2.embeddings_loss_fn(
+    student,
+    {name: jnp.asarray(x) for name, x in z.items()},
+    {},
+    state={"teacher": teacher, "centre": centre},
+    patch_weight=0.25,
+    koleo_weight=0.0,
+  )
+  target = sinkhorn(scores(teacher, names[0], z["teacher_BGE"][:, 0]) / 0.07)
+  p = softmax(scores(student, names[0], z["small_BSE"]) / 0.1)
+  class_loss = -(target[:, None] * np.log(p)).sum(-1).mean()
+  taught = scores(teacher, names[1], z["teacher_BGME"].reshape(-1, E))
+  target = sinkhorn(taught / 0.07)
+  p = softmax(scores(student, names[1], z["student_BGME"].reshape(-1, E)) / 0.1)
+  patch_loss = -(target * np.log(p)).sum(-1).mean()
+  mean = lambda name: float(result[name][0] / result[name][1])
+  assert mean("class_loss") == pytest.approx(class_loss, rel=1e-4)
+  assert mean("patch_loss") == pytest.approx(patch_loss, rel=1e-4)
+  expected = class_loss + 0.25 * patch_loss
+  assert mean("loss") == pytest.approx(expected, rel=1e-4)
+  distance = np.linalg.norm(
+    z["student_BGE"][:, 0] - z["small_BSE"][:, 0], axis=-1
+  )
+  assert mean("view_distance") == pytest.approx(distance.mean(), rel=1e-4)
+
+
+def test_a_teacher_of_some_parameters_follows_these():
+  params = {"img": {"a": jnp.ones(3)}, "txt": {"b": jnp.ones(2)}}
+  model = types.SimpleNamespace(num_prototypes=4, patch_prototypes=None)
+  state = dinov2.init_state(params, model=model, teacher="img/.*")
+  assert state["teacher"].keys() == {"img"}
+  student = {"img": {"a": jnp.full(3, 3.0)}, "txt": {"b": jnp.zeros(2)}}
+  sums = {"class": (jnp.zeros(4), jnp.ones(()))}
+  new = dinov2.update_state(state, params=student, sums=sums, momentum=0.5)
+  np.testing.assert_allclose(new["teacher"]["img"]["a"], 2.0)

@@ -51,6 +51,7 @@ class Block(nn.Module):
     layer: Any,
     source: Any,
     mask: masks.Mask,
+    source_mask: masks.Mask,
     start: Any,
     train: bool,
   ) -> tuple[tuple[jax.Array | None, kv_cache.Cache | None], None]:
@@ -84,9 +85,11 @@ class Block(nn.Module):
     if options.cross:
       y_BLD = norm(name="LayerNorm2")(x_BLD)
       if isinstance(source, kv_cache.Cache):
-        y_BLD, _ = cross(y_BLD, None, cache=source, layer=layer)
+        y_BLD, _ = cross(
+          y_BLD, None, mask=source_mask, cache=source, layer=layer
+        )
       else:
-        y_BLD, _ = cross(y_BLD, source)
+        y_BLD, _ = cross(y_BLD, source, mask=source_mask)
       x_BLD = x_BLD + drop(y_BLD)
 
     y_BLD = norm(name="LayerNorm3")(x_BLD)
@@ -121,6 +124,7 @@ class Decoder(nn.Module):
     *,
     last_11D: jax.Array | None = None,
     mask: masks.Mask = masks.Mask(causal=True),
+    source_mask: masks.Mask = masks.Mask(),
     cache: kv_cache.Cache | None = None,
     start: Any = 0,
     train: bool = False,
@@ -130,6 +134,7 @@ class Decoder(nn.Module):
     Args:
       tokens: int (B, L), or the states (B, L, D) of another decoder.
       last_11D: an embedding that follows the tokens'.
+      source_mask: which patches are seen, such as all but padding.
 
     Returns:
       ((last hidden states (B, L, D), (kernel (D, V), bias (V,)) of the output
@@ -157,6 +162,7 @@ class Decoder(nn.Module):
       (x_BLD, cache),
       source,
       mask,
+      source_mask,
       start,
       train,
       scan=self.scan,
