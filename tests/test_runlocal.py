@@ -123,7 +123,7 @@ FIRST_LOSS = {
   "mixtral_8x7b": (_BYTES, 0.05),
   "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
   "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
-  "moco_v3": (1.0, 0.8),  # 0.8 ln(16), less as far as views are alike.
+  "moco_v3": (2.2, 0.5),  # 0.8 ln(16), less as far as views are alike.
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "naflex": (math.log(1000), 1e-3),
   "pydoc_lm": (_BYTES, 0.05),
