@@ -144,3 +144,10 @@ def layers_fn(
     return {name: feature(name) for name in layer}
 
   return layers
+
+
+def pixels(variables: Variables, batch: Batch) -> jax.Array:
+  """The image itself, [B, values], which features have to be better than."""
+  del variables
+  image = batch["image"]
+  return image.reshape(len(image), -1).astype(jnp.float32)
