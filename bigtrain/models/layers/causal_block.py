@@ -90,6 +90,9 @@ class Tables(NamedTuple):
 
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]
+  # What is added after each of the first N layers, such as features of pictures
+  # (DeepStack, https://arxiv.org/abs/2406.04334).
+  added_BNLD: jax.Array | None = None
 
 
 class Block(nn.Module):
@@ -172,11 +175,28 @@ class Block(nn.Module):
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
     if options.layer_scalar:
       x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
+    if tables.added_BNLD is not None:
+      x_BLD = _with_added(x_BLD, tables.added_BNLD, layer)
     return (sharding.stream(x_BLD), caches), stats
 
 
 def _pick(shared: tuple[Any, ...], index: int | None) -> Any:
   return None if index is None else shared[index]
+
+
+def _with_added(
+  x_BLD: jax.Array, added_BNLD: jax.Array, layer: Any
+) -> jax.Array:
+  """Adds a layer's entry, if there is one."""
+  N = added_BNLD.shape[1]
+  if isinstance(layer, int):
+    return x_BLD + added_BNLD[:, layer] if layer < N else x_BLD
+
+  def add(x_BLD: jax.Array) -> jax.Array:
+    own_BLD = jax.lax.dynamic_index_in_dim(added_BNLD, layer, 1, keepdims=False)
+    return x_BLD + own_BLD
+
+  return jax.lax.cond(layer < N, add, lambda x_BLD: x_BLD, x_BLD)
 
 
 def _layer_scalar(block: nn.Module) -> jax.Array:

@@ -85,6 +85,10 @@ add(
   qwen_next.QWEN3_5,
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
+  qwen.QWEN2_VL_TEXT,
+  qwen.QWEN2_5_VL_TEXT,
+  qwen.QWEN3_VL_TEXT,
+  qwen.QWEN3_VL_MOE_TEXT,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.

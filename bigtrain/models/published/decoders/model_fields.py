@@ -30,6 +30,7 @@ NEUTRAL: Mapping[str, Any] = {
   "qk_norm_after_rope": False,
   "qkv_clip": None,
   "rope_interleaved": False,
+  "rope_axes": None,
   "attention_softcap": None,
   "logits_softcap": None,
   "sinks": False,
@@ -53,6 +54,9 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if not result["num_classes"]:  # Then `pool` is of the user's task alone.
     result["pool"] = "last"
   result["mlp_clip"] = _as_dict(result["mlp_clip"])
+  if result["rope_axes"]:
+    axes = {"interleaved": False, **_as_dict(result["rope_axes"])}
+    result["rope_axes"] = {**axes, "sections": tuple(axes["sections"])}
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)
   return result
