@@ -428,13 +428,12 @@ def _idefics3(model_type: str, architecture: str) -> Kind:
   )
 
 
-def _joined_squares(norm_kind: str) -> Rule:
+def _joined_squares(tower: str, norm_kind: str) -> Rule:
   """Qwen: the norms of patches, joined by squares, and an MLP as wide."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    tower = _TOWERS[config["vision_config"]["model_type"]]
     key = f"{config.path}: vision_config"
-    fields = tower.read(key, config["vision_config"])
+    fields = _TOWERS[tower].read(key, config["vision_config"])
     merge = fields["merge"].value
     projector = dict(
       merge=merge,
@@ -454,13 +453,21 @@ def _qwen_parts(tower: str, decoder: str, width_key: str) -> Rule:
   """The parts, of which the tower's config has the decoder's width too."""
   parts = _parts((tower,), (decoder,), tower=tower, decoder=decoder)
 
+  def read(config: ConfigJson) -> Mapping[str, Any]:
+    vision = dict(config["vision_config"])
+    if f"{vision.get('model_type')}_vision" == tower:  # In older files.
+      vision["model_type"] = tower
+    return parts.read(
+      ConfigJson(config.path, {**config, "vision_config": vision})
+    )
+
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(parts.write(fields))
     width = {width_key: fields["text"]["width"]}
     config["vision_config"] = {**config["vision_config"], **width}
     return config
 
-  return parts._replace(write=write)
+  return parts._replace(read=read, write=write)
 
 
 def _qwen(
@@ -488,7 +495,7 @@ def _qwen(
         "published_as": model_type,
       },
       rules=(
-        _joined_squares(norm_kind),
+        _joined_squares(tower, norm_kind),
         _qwen_parts(tower, decoder, width_key),
       ),
       harmless=(*_HARMLESS, *_OF_VIDEOS),

@@ -174,11 +174,12 @@ QWEN2_5_VL = QWEN3_VL.but(
 
 
 def _mlp_ratio() -> Rule:
+  """The width of MLPs, a multiple of the tower's."""
   return Rule(
     ("mlp_dim",),
     {"mlp_ratio": 4},
     lambda config: {"mlp_dim": int(config["embed_dim"] * config["mlp_ratio"])},
-    lambda fields: {"mlp_ratio": fields["mlp_dim"] / fields["width"]},
+    lambda fields: {"mlp_ratio": fields["mlp_dim"] // fields["width"]},
   )
 
 
