@@ -40,7 +40,10 @@ The features of an example, with L = `length`:
 - `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
   the answer, padded with 0, in place of tokens, targets and loss_mask.
 - `image` float32 [N, height, width, 3] with `pictures`: the pictures of
-  its rows in order, and zeros up to the largest number N of an example.
+  its rows in order, and zeros up to the largest number N of an example. Of
+  models that see a picture in about its own size, `image` is [N, P, values],
+  patches and zeros behind them, and `shapes` int32 [N, 2] their numbers of rows
+  and columns.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -52,6 +55,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -78,8 +82,8 @@ from bigtrain.data.formats import (
   token_rows,
 )
 from bigtrain.pp import pixels
+from bigtrain.text import picture_layouts, tokenizers
 from bigtrain.text import pictures as text_pictures
-from bigtrain.text import tokenizers
 
 # Tokens of the first row that `first_example` shows.
 _SHOWN_TOKENS = 1000
@@ -276,7 +280,10 @@ class Source:
       result["label"] = (int32, ())
     if self._pictures is not None:
       self._pixels = pixels.Pixels(self._pictures.pp)
-      result["image"] = (float32, self._image_shape())
+      shape = self._image_shape()
+      result["image"] = (float32, shape)
+      if self._is_native():
+        result["shapes"] = (int32, (shape[0], 2))
     return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
@@ -394,17 +401,50 @@ class Source:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
 
+  def _is_native(self) -> bool:
+    """Whether pictures are patches, of which each has its own number."""
+    layout = self._pictures.layout if self._pictures else None
+    return layout is not None and layout["kind"] == "native"
+
   def _image_shape(self) -> tuple[int, ...]:
     """Shape of the pictures of an example: as many as any example has."""
-    counts = self._rows.num_pictures(self._kept)[self._items]
-    most = int(np.add.reduceat(counts, self._first[:-1]).max())
-    if not most:
+    counts = self._rows.num_pictures(self._kept)
+    if not counts.any():
       raise DataError("supervised: pictures: no row has any.")
-    item = int(self._items[np.flatnonzero(counts)[0]])
-    return (most, *self._pictures_of(item)[0].shape)
+    item = int(np.flatnonzero(counts)[0])
+    pixels = self._pictures_of(item)[0].pixels
+    shape = pixels.shape
+    if self._is_native():
+      shape = (self._most_patches(), *shape[1:])
+    elif pixels.ndim == 4:  # Tiles.
+      counts = np.asarray([self._num_tiles(int(row)) for row in self._kept])
+      shape = shape[1:]
+    most = int(np.add.reduceat(counts[self._items], self._first[:-1]).max())
+    return (most, *shape)
 
-  def _pictures_of(self, item: int) -> list[np.ndarray]:
-    """The pixels of a row's pictures, float32 [height, width, 3] each."""
+  def _sizes_of(self, row: int) -> list[tuple[int, int]]:
+    return [row_pictures.size_of(x) for x in self._rows.pictures(row)]
+
+  def _most_patches(self) -> int:
+    layout = self._layout()
+    return max(
+      math.prod(layout.grid(*size))
+      for row in self._kept.tolist()
+      for size in self._sizes_of(row)
+    )
+
+  def _num_tiles(self, row: int) -> int:
+    """Number of tiles of a row's pictures, with those of whole pictures."""
+    layout = self._layout()
+    grids = [layout.grid(*size) for size in self._sizes_of(row)]
+    return sum(rows * columns + 1 for rows, columns in grids)
+
+  def _layout(self) -> picture_layouts.Layout:
+    assert self._pictures is not None and self._pictures.layout is not None
+    return picture_layouts.read(self._pictures.layout, "supervised: pictures")
+
+  def _pictures_of(self, item: int) -> list[pixels.Picture]:
+    """What the model sees of each of a row's pictures."""
     row = int(self._kept[item])
     try:
       kept = self._rows.pictures(row)
@@ -427,7 +467,11 @@ class Source:
     try:
       # The last id of a row is only a target, where there are targets.
       ids, _ = self._rows.read(start, stop - self._extra)
-      self._pictures.check(ids, len(self._rows.pictures(row)))
+      if self._pictures.layout is None:
+        self._pictures.check(ids, len(self._rows.pictures(row)))
+      else:
+        sizes = self._sizes_of(row)
+        self._pictures.check_expanded(self._coder, ids, sizes)
     except DataError as e:
       raise DataError(
         f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
@@ -463,8 +507,8 @@ class Source:
       shapes.pop("label", None)
       if "prefix" in shapes:  # Of each answer.
         shapes["prefix"] = self.spec["prefix"][0], ()
-    if "image" in self.spec:
-      shapes["image"] = self.spec["image"]
+    of_pictures = {"image", "shapes"} & {*self.spec}
+    shapes |= {name: self.spec[name] for name in of_pictures}
     batch = {
       name: np.zeros((len(indices), *shape), dtype)
       for name, (dtype, shape) in shapes.items()
@@ -473,7 +517,7 @@ class Source:
       example = {
         name: array[b]
         for name, array in batch.items()
-        if array.ndim > 1 and name != "image"
+        if array.ndim > 1 and name not in of_pictures
       }
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
@@ -483,8 +527,8 @@ class Source:
         self._check_same_pictures(items.item())
       elif "image" in batch:
         own = [x for item in items.tolist() for x in self._pictures_of(item)]
-        for n, picture in enumerate(own):
-          batch["image"][b, n] = picture
+        of_example = {name: batch[name][b] for name in of_pictures}
+        pixels.fill(own, **of_example)
     if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch

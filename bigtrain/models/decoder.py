@@ -88,6 +88,8 @@ class Model(nn.Module):
   # Whether 2 i and 2 i + 1 are a pair.
   rope_interleaved: bool = options.DERIVED
   rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
+  # Options of positions.Axes, if positions have three axes; None for one.
+  rope_axes: Any = None
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
@@ -179,6 +181,7 @@ class Model(nn.Module):
     real: jax.Array | None = None,
     prefix: jax.Array | None = None,
     inserted: tuple[jax.Array, jax.Array] | None = None,
+    added: jax.Array | None = None,
     groups: tuple[jax.Array, jax.Array] | None = None,
     window_in_groups: bool = False,
     cache: kv_cache.Caches | None = None,
@@ -192,13 +195,15 @@ class Model(nn.Module):
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
       segments: int (B, L), document of each token, 0 for padding; documents do
         not see each other. None for one document per example.
-      positions: int (B, L); by default they count from 0 in each document.
+      positions: int (B, L), or (B, L, 3) with rope_axes; by default they count
+        from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
         before them. Not with segments or a window.
       inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
         of the tokens' own.
+      added: (B, n, L, D), what is added after each of the first n layers.
       groups: int (B, L) and (B, S), groups of the tokens and of the positions
         that they may see, 0 for none; see masks.Mask, also window_in_groups.
       cache: keys and values of earlier tokens, from `init_cache`; the call
@@ -222,14 +227,14 @@ class Model(nn.Module):
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = _positions(tokens.shape[1], start, segments)
+      positions = positions_of(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
     if cache is not None:
       cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
-    tables = layers.tables(positions, _lengths(tokens, segments, cache))
+    tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
     (x_BLD, cache, _), stats = self._blocks(
       layers,
@@ -247,8 +252,9 @@ class Model(nn.Module):
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     if self.mtp and (train or self.is_initializing()):
       embed = functools.partial(self.embed, embedding_VD)
+      own_tables = tables._replace(added_BNLD=None)
       out["mtp"], out["moe"] = self._predict_further(
-        embed, x_BLD, tokens, stats, tables, mask, real, train
+        embed, x_BLD, tokens, stats, own_tables, mask, real, train
       )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
@@ -594,9 +600,10 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
     )
 
 
-def _positions(
+def positions_of(
   L: int, start: jax.Array | int, segments: jax.Array | None
 ) -> jax.Array:
+  """Number of each token in its document: (B or 1, L)."""
   positions_BL = start + jnp.arange(L)[None]
   if segments is not None:
     positions_BL = positions_BL - _document_ends(segments)[0]
@@ -662,6 +669,7 @@ def _read(model: Model) -> None:
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
     ),
     qk_norm=layer_kinds.read_qk_norm(model.qk_norm, "config.model.qk_norm"),
+    rope_axes=options.hashable(model.rope_axes),
     mla=latent_attention.read(model.mla, "config.model.mla"),
     layer_inputs=layer_inputs.read(
       model.layer_inputs, "config.model.layer_inputs"

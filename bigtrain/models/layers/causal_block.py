@@ -103,6 +103,9 @@ class Tables(NamedTuple):
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]
   inputs_BLNI: jax.Array | None = None  # See layer_inputs.py.
+  # What is added after each of the first N layers, such as features of pictures
+  # (DeepStack, https://arxiv.org/abs/2406.04334).
+  added_BNLD: jax.Array | None = None
 
 
 # Keys and values that later layers read. The mask of a view is None if it is
@@ -219,6 +222,8 @@ class Block(nn.Module):
       x_BLD = add_branch(x_BLD, normed(y_BLD, "layer_input_norm"))
     if options.layer_scalar:
       x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
+    if tables.added_BNLD is not None:
+      x_BLD = _with_added(x_BLD, tables.added_BNLD, layer)
     return (sharding.stream(x_BLD), caches, views), stats
 
 
@@ -250,6 +255,21 @@ def _gated_input(
     kernel_init=kernels.initializer(_out_init_std(options)),
     name="layer_input_out",
   )(mlp.KINDS[options.mlp].activation(gate_BLI) * input_BLI)
+
+
+def _with_added(
+  x_BLD: jax.Array, added_BNLD: jax.Array, layer: Any
+) -> jax.Array:
+  """Adds a layer's entry, if there is one."""
+  N = added_BNLD.shape[1]
+  if isinstance(layer, int):
+    return x_BLD + added_BNLD[:, layer] if layer < N else x_BLD
+
+  def add(x_BLD: jax.Array) -> jax.Array:
+    own_BLD = jax.lax.dynamic_index_in_dim(added_BNLD, layer, 1, keepdims=False)
+    return x_BLD + own_BLD
+
+  return jax.lax.cond(layer < N, add, lambda x_BLD: x_BLD, x_BLD)
 
 
 def _layer_scalar(block: nn.Module) -> jax.Array:

@@ -218,6 +218,9 @@ class Caches:
   length: int = struct.field(pytree_node=False)  # Most positions of a text.
   # Whether the present call is the first one, from position 0 on.
   is_first: bool = struct.field(pytree_node=False, default=False)
+  # Difference of rotary positions and numbers of tokens, where pictures have
+  # positions by row and column; None for none.
+  shift_B: jax.Array | None = None
 
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
@@ -245,7 +248,7 @@ class Caches:
         cache = cache._replace(read_B=read_B)
       groups.append(cache)
     is_first = isinstance(start, int) and start == 0
-    return Caches(tuple(groups), self.places_N, self.length, is_first)
+    return dataclasses.replace(self, groups=tuple(groups), is_first=is_first)
 
   def after_call(self) -> "Caches":
     return dataclasses.replace(self, is_first=False)

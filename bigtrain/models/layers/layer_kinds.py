@@ -75,12 +75,20 @@ class Layers(NamedTuple):
     return [*self.first, *(self.period[i % len(self.period)] for i in rest)]
 
   def tables(
-    self, positions_BL: jax.Array, lengths: jax.Array | int
+    self,
+    positions_BL: jax.Array,
+    lengths: jax.Array | int,
+    added_BNLD: jax.Array | None = None,
   ) -> causal_block.Tables:
-    """`lengths`: one for each token's text (B, L), or one for all texts."""
+    """What all layers of a call share.
+
+    Args:
+      lengths: one for each token's text (B, L), or one for all texts.
+    """
     return causal_block.Tables(
       tuple(rope.rotation(positions_BL, lengths) for rope in self.ropes),
       tuple(scale.factors(positions_BL) for scale in self.query_scales),
+      added_BNLD=added_BNLD,
     )
 
   def experts(self) -> moe.Options | None:
@@ -286,12 +294,14 @@ def _check(
   )
   if values["posemb"] != "rope":
     return None, scale
+  axes = positions.read_axes(model.rope_axes, "config.model.rope_axes", dims)
   rope = positions.Rope(
     dims,
     values["rope_theta"],
     scaling,
     model.rope_interleaved,
     model.rope_reversed,
+    axes and axes.of_frequencies(dims // 2),
   )
   return rope, scale
 

@@ -137,6 +137,10 @@ add(
   afmoe.AFMOE,
   deepseek.YOUTU,
   llama4.LLAMA4,
+  qwen.QWEN2_VL_TEXT,
+  qwen.QWEN2_5_VL_TEXT,
+  qwen.QWEN3_VL_TEXT,
+  qwen.QWEN3_VL_MOE_TEXT,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.

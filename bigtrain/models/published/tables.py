@@ -22,10 +22,14 @@ class Entry(NamedTuple):
   published: str
   ours: tuple[str, ...]  # Our parameters, joined along their output axes.
   transposed: bool = False  # Whether the published matrix is (outputs, inputs).
+  # Whether some files have it in the other order of its last two dimensions.
+  either_order: bool = False
   interleaved: bool = False  # Whether the outputs of our parameters take turns.
   # Whether they take turns by head, the first dimension of their outputs.
   by_head: bool = False
-  convolution: bool = False  # Of torch: (outputs, inputs, height, width).
+  # Of torch: (outputs, inputs, height, width), or with frames in front of the
+  # height.
+  convolution: bool = False
   depthwise: bool = False  # Of torch: (channels, 1, width).
   # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None

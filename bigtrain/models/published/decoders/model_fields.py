@@ -37,6 +37,7 @@ NEUTRAL: Mapping[str, Any] = {
   "qkv_clip": None,
   "rope_interleaved": False,
   "rope_reversed": False,
+  "rope_axes": None,
   "attention_softcap": None,
   "logits_softcap": None,
   "sinks": False,
@@ -64,6 +65,9 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     vocab_size = {"vocab_size": result["vocab_size"]}
     given = _without_none(_as_dict(result["layer_inputs"]))
     result["layer_inputs"] = {**vocab_size, **given}
+  if result["rope_axes"]:
+    axes = {"interleaved": False, **_as_dict(result["rope_axes"])}
+    result["rope_axes"] = {**axes, "sections": tuple(axes["sections"])}
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)
   return result
