@@ -73,7 +73,8 @@ _SHARED = (
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = (
-  r"configs\.(common|cappa|decoder_lm|digits|siglip|t5_c4|transfer|vit_s16_i1k)"
+  r"configs\.(common|cappa|decoder_lm|digits|siglip|t5_c4|transfer|vit_s16_i1k"
+  r"|vlm_transfer)"
 )
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of several answers to each prompt.
 
-A batch may have "image" and "shapes", the pictures of the prompts as in language
+A batch may have "image" and "shapes", pictures of the prompts as in language
 modeling, and "prefix" int [B, K], the number of tokens that see each other.
 
 Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
