@@ -28,6 +28,7 @@ from bigtrain.models.published.decoders import (
   gemma,
   glm,
   gpt2,
+  gpt_families,
   gpt_oss,
   granite,
   hunyuan,
@@ -134,6 +135,15 @@ add(
   mellum.MELLUM,
   afmoe.AFMOE,
   deepseek.YOUTU,
+  deepseek.MINICPM3,
+  qwen.FLINT,
+  hunyuan.HY_V3,
+  granite.GRANITE_MOE_HYBRID,
+  gpt_families.GPTJ,
+  gpt_families.GPT_BIGCODE,
+  gpt_families.GPT_NEO,
+  gpt_families.GPT_NEOX,
+  gpt_families.FALCON,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
