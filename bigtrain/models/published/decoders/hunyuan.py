@@ -67,7 +67,15 @@ HUNYUAN_DENSE = LLAMA.but(
     "norm_type": ("rms",),
     "use_rotary_pos_emb": (True,),
   },
-  harmless=("eod_token_id", "attention_head_dim", "cla_share_factor"),
+  # The first releases have sizes twice, and options of other models.
+  harmless=(
+    "eod_token_id",
+    "attention_head_dim",
+    "cla_share_factor",
+    "num_experts",
+    "org_vocab_size",
+    "pad_id",
+  ),
   defaults={"vocab_size": 290943, "rms_norm_eps": 1e-5},
 )
 
@@ -123,6 +131,20 @@ HUNYUAN_MOE = HUNYUAN_DENSE.but(
     },
   ),
   rules=(mlp_width(), _experts()),
+  requires={
+    "use_mixed_mlp_moe": (True,),
+    "group_limited_greedy": (False,),
+    "moe_layer_num_skipped": (0,),
+    "norm_topk_prob": (True,),
+    "routed_scaling_factor": (1.0,),
+  },
+  harmless=(
+    "num_shared_expert",
+    "moe_intermediate_size",
+    "moe_drop_tokens",
+    "moe_random_routing_dropped_token",
+    "capacity_factor",
+  ),
   aliases={
     "num_experts_per_tok": "moe_topk",
     "num_local_experts": "num_experts",
