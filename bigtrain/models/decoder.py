@@ -96,7 +96,10 @@ class Model(nn.Module):
   norm_scaled: bool = True  # Whether norms of the stream have a scale.
   embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
-  parallel: bool = False  # Whether attention and MLP share a norm.
+  # Whether attention and MLP have one input, and with parallel_norms, a norm
+  # each.
+  parallel: bool = False
+  parallel_norms: bool = False
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
@@ -661,6 +664,8 @@ def _read(model: Model) -> None:
       "config.model.norm_at: expected 'pre' with parallel=True, got "
       f"{model.norm_at!r}."
     )
+  if model.parallel_norms and not model.parallel:
+    raise ConfigError("config.model.parallel_norms: expected parallel=True.")
   use_bias = model.use_bias
   if isinstance(use_bias, bool):
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()

@@ -52,6 +52,7 @@ class Options(NamedTuple):
   norm_scaled: bool
   norm_at: str
   parallel: bool
+  parallel_norms: bool
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
@@ -165,7 +166,8 @@ class Block(nn.Module):
     if caches is not None and options.cache is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    y_BLD = before(x_BLD, "attention_norm")
+    in_BLD = x_BLD
+    y_BLD = before(in_BLD, "attention_norm")
     if options.deltanet is not None or options.short_conv is not None:
       z_BLD, cache = _recurrent_layer(options)(
         y_BLD,
@@ -210,6 +212,8 @@ class Block(nn.Module):
     # In parallel, the MLP has the input of the attention.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
+    elif options.parallel_norms:
+      y_BLD = before(in_BLD, "mlp_norm")
     if options.moe is not None and options.moe.beside_mlp:
       y_BLD, stats = _mlp_beside_experts(options, y_BLD, x_BLD, real_BL, train)
     else:

@@ -29,6 +29,7 @@ from bigtrain.models.published.decoders import (
   gemma,
   glm,
   gpt2,
+  gpt_families,
   gpt_oss,
   granite,
   hunyuan,
@@ -141,6 +142,15 @@ add(
   qwen.QWEN2_5_VL_TEXT,
   qwen.QWEN3_VL_TEXT,
   qwen.QWEN3_VL_MOE_TEXT,
+  deepseek.MINICPM3,
+  qwen.FLINT,
+  hunyuan.HY_V3,
+  granite.GRANITE_MOE_HYBRID,
+  gpt_families.GPTJ,
+  gpt_families.GPT_BIGCODE,
+  gpt_families.GPT_NEO,
+  gpt_families.GPT_NEOX,
+  gpt_families.FALCON,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.

@@ -55,6 +55,7 @@ LAYOUTS = {
   for name in (
     "qwen3_5_moe_text",
     "cwm",
+    "granitemoehybrid",
     "internlm3",
     "iquestcoder",
     "solar_open",
@@ -161,7 +162,8 @@ def old_config(values):
     name
     for name in FAMILIES
     if not name.startswith("gemma4")
-    and name not in ("olmo_hybrid_nope", "mellum")
+    and name
+    not in ("olmo_hybrid_nope", "mellum", "gptj", "gpt_bigcode", "gpt_neo")
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
@@ -170,6 +172,68 @@ def test_old_and_new_configs_are_one_model(family, tmp_path):
   _, new = opened(PUBLISHED / family)
   _, old = opened(tmp_path)
   assert old == new
+
+
+# {family: (keys of its config.json, those of another form)}.
+OTHER_FORMS = {
+  "gpt_neox": (
+    dict(rope_parameters=None),
+    dict(rotary_pct=0.5, rotary_emb_base=10000),
+  ),
+  "lfm2": (
+    dict(intermediate_size=None, tie_word_embeddings=None, layer_types=None),
+    dict(block_ff_dim=36, tie_embedding=False, full_attn_idxs=[2]),
+  ),
+  "exaone4": (dict(layer_types=None), dict(sliding_window_pattern=2)),
+  "ernie4_5_moe": (
+    dict(moe_num_experts=None, moe_k=None),
+    dict(num_experts=6, num_experts_per_tok=2),
+  ),
+  "hunyuan_v1_dense": (
+    dict(rope_parameters=None),
+    dict(
+      rope_theta=10000.0,
+      rope_scaling=dict(type="dynamic", alpha=9.0, factor=1.0, beta_fast=32),
+    ),
+  ),
+}
+
+
+@pytest.mark.parametrize("family", OTHER_FORMS)
+def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
+  without, instead = OTHER_FORMS[family]
+  values = json.loads((PUBLISHED / family / "config.json").read_text())
+  other = {x: y for x, y in values.items() if x not in without} | instead
+  (tmp_path / "config.json").write_text(json.dumps(other))
+  assert opened(tmp_path)[1] == opened(PUBLISHED / family)[1]
+
+
+# {family: (key, a value that the decoder does not compute)}.
+REFUSED = {
+  "hunyuan_v1_dense": (
+    "rope_parameters",
+    dict(rope_type="dynamic", factor=2.0),
+  ),
+  "falcon": ("new_decoder_architecture", True),
+  "gpt_bigcode": ("multi_query", False),
+  "granitemoehybrid": ("layer_types", ["mamba"] * 3),
+  "stablelm": ("qk_layernorm", True),
+  "cohere": ("use_qk_norm", True),
+  "lfm2_moe": ("layer_types", None),
+  "apertus": ("hidden_act", "silu"),
+  "exaone4": ("attention_bias", True),
+  "solar_open": ("partial_rotary_factor", 0.5),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(family, tmp_path):
+  key, value = REFUSED[family]
+  values = json.loads((PUBLISHED / family / "config.json").read_text())
+  (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
+  name = "rope_type" if key == "rope_parameters" else key
+  with pytest.raises(ConfigError, match=f"{name}="):
+    opened(tmp_path)
 
 
 def canonical(model):
@@ -191,6 +255,10 @@ def test_exports_equal_what_was_read(family, tmp_path):
   _, again = opened(tmp_path, scan=True)
   assert canonical(again) == canonical(model)
   expected = mxfp4.joined(safetensors_files.read(str(folder)))
+  # The library reads GPT's names without the prefix, too.
+  expected = {
+    name.removeprefix("transformer."): x for name, x in expected.items()
+  }
   assert set(arrays) == set(expected)
   for name, array in expected.items():
     array = array[(slice(None),) * len(array.shape)].astype(np.float32)

@@ -32,6 +32,7 @@ NEUTRAL: Mapping[str, Any] = {
   "embed_norm": False,
   "norm_at": "pre",
   "parallel": False,
+  "parallel_norms": False,
   "qk_norm": None,
   "qk_norm_after_rope": False,
   "qkv_clip": None,
