@@ -359,7 +359,8 @@ def _tensor(
     shape = (outputs, inputs, height, width)
   if entry.ndim is not None:
     sizes = _without_ones(shape)
-    shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
+    ones = (1,) * entry.ones_after
+    shape = (*[1] * (entry.ndim - len(sizes) - len(ones)), *sizes, *ones)
   if entry.depthwise:
     shape = (shape[0], 1, shape[1])
   heads = params.num_heads(entry, inner) if entry.by_head else None

@@ -25,6 +25,7 @@ from bigtrain.models.published.decoders import (
   gpt2,
   gpt_oss,
   granite,
+  kimi_linear,
   llama,
   llama4,
   minimax,
@@ -88,6 +89,7 @@ add(
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
   llama4.LLAMA4,
+  kimi_linear.KIMI_LINEAR,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -114,7 +116,7 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
-  names = olmo.hybrid_names(names)
+  names = kimi_linear.with_names_of_mlps(olmo.hybrid_names(names))
   names, ignored_layers = _with_prediction_layers(names, like)
   ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:

@@ -21,7 +21,9 @@ from models.published.folders import (
 from support import cases, rounding
 
 from bigtrain.checkpoints.foreign import safetensors_files
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
+from bigtrain.models.published.decoders import kimi_linear
 from bigtrain.tasks import language_modeling
 
 pytestmark = pytest.mark.golden
@@ -32,9 +34,10 @@ FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
 QUICK = {
   "gemma3_text",
   "gemma4_devices",
-  "gemma4_moe",
   "glm4_moe",
   "gpt_oss",
+  "kimi_linear",
+  "llama4_text",
   "qwen3_next",
 }
 CASES = [
@@ -146,7 +149,8 @@ def old_config(values):
   [
     name
     for name in FAMILIES
-    if not name.startswith("gemma4") and name != "olmo_hybrid_nope"
+    if not name.startswith("gemma4")
+    and name not in ("kimi_linear", "olmo_hybrid_nope")
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
@@ -176,6 +180,7 @@ def test_exports_equal_what_was_read(family, tmp_path):
   _, again = opened(tmp_path, scan=True)
   assert canonical(again) == canonical(model)
   expected = mxfp4.joined(safetensors_files.read(str(folder)))
+  expected = kimi_linear.with_names_of_mlps(expected)
   assert set(arrays) == set(expected)
   for name, array in expected.items():
     array = array[(slice(None),) * len(array.shape)].astype(np.float32)
@@ -266,6 +271,36 @@ def test_the_text_part_of_llama4(tmp_path):
   expected = variables_of(module, plain, folder)
   loaded = variables_of(module, model, file)
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_layers_of_kimi_linear_in_both_forms(tmp_path):
+  """Lists of numbers, as in the releases, or the library's types of layers."""
+  folder = PUBLISHED / "kimi_linear"
+  values = json.loads((folder / "config.json").read_text())
+  del values["layer_types"], values["mlp_layer_types"]
+  values["linear_attn_config"] = dict(
+    full_attn_layers=[3],
+    kda_layers=[1, 2, 4, 5],
+    num_heads=values.pop("linear_num_heads"),
+    head_dim=values.pop("linear_head_dim"),
+    short_conv_kernel_size=values.pop("linear_conv_kernel_dim"),
+  )
+  values |= dict(
+    first_k_dense_replace=1,
+    mla_use_nope=True,
+    moe_layer_freq=1,
+    moe_router_activation_func="sigmoid",
+    use_grouped_topk=True,
+    rope_theta=1e4,
+    rope_scaling=None,
+    num_nextn_predict_layers=0,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  assert opened(tmp_path) == opened(folder)
+  rotating = values | dict(mla_use_nope=False)
+  (tmp_path / "config.json").write_text(json.dumps(rotating))
+  with pytest.raises(ConfigError, match="mla_use_nope=False: .* only True"):
+    opened(tmp_path)
 
 
 def test_heads_of_gemma4_in_both_forms(tmp_path):

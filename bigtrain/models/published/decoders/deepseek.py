@@ -36,17 +36,17 @@ _LATENT_KEYS = {
 }
 
 
-def _latents() -> Rule:
+def latents() -> Rule:
   """Latent attention, whose keys and values are as many as its queries."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    latents = {name: config[key] for name, key in _LATENT_KEYS.items()}
+    options = {name: config[key] for name, key in _LATENT_KEYS.items()}
     heads = config["num_attention_heads"]
     config.require("num_key_value_heads", heads, None)
     return {
-      "mla": latents,
+      "mla": options,
       "num_kv_heads": heads,
-      "head_dim": latents["nope_dim"] + latents["rope_dim"],
+      "head_dim": options["nope_dim"] + options["rope_dim"],
     }
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _groups_by_method() -> Rule:
   return Rule(("groups",), keys, read, write)
 
 
-def _types_of_mlps() -> SparseLayers:
+def types_of_mlps() -> SparseLayers:
   """A list of the layers with experts; by default, all after the first ones."""
   key, types = "mlp_layer_types", ("dense", "sparse")
   first = sparse_after_first()
@@ -164,7 +164,7 @@ DEEPSEEK_V2 = LLAMA.but(
   constants={"rope_interleaved": True},
   rules=(
     biases(attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     experts(
@@ -209,7 +209,7 @@ DEEPSEEK_V3 = LLAMA.but(
   rules=(
     biases(attention_bias=("qkv", "out")),
     choice("rope_interleaved", "rope_interleave", {True: True, False: False}),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     _SIGMOID_EXPERTS,
@@ -248,7 +248,7 @@ GLM4_MOE_LITE = DEEPSEEK_V3.but(
       scale=Key("routed_scaling_factor", 1.8),
       score="sigmoid",
       selection_bias=True,
-      layers=_types_of_mlps(),
+      layers=types_of_mlps(),
       rules=(expert_groups(), shared_experts()),
     ),
   ),
