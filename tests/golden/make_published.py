@@ -263,7 +263,7 @@ FAMILIES = {
     num_kv_shared_layers=4,
     use_double_wide_mlp=True,
     hidden_size_per_layer_input=5,
-    vocab_size_per_layer_input=70,
+    vocab_size_per_layer_input=75,
     attention_bias=True,
   ),
   "olmo2": dict(model_type="olmo2", attention_bias=True),

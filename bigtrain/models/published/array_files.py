@@ -96,7 +96,9 @@ def _find_layout(
   for layout, table in layouts.items():
     in_file = [entry for entry in table if form(entry.published) in forms]
     in_model = {name for entry in in_file for name in entry.ours} & ours
-    known_names[layout] = len(in_file), len(in_model)
+    # Layers of several kinds may have arrays of one name.
+    names_in_file = {form(entry.published) for entry in in_file}
+    known_names[layout] = len(names_in_file), len(in_model)
   best = max(known_names, key=lambda layout: sum(known_names[layout]))
   return best if known_names[best][0] else None
 

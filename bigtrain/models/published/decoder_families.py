@@ -100,6 +100,9 @@ _IGNORED = {
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
+  r"model\.(audio_tower|embed_vision|embed_audio)\..*": (
+    "the model reads text alone"
+  ),
   r"mtp\..*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.

@@ -315,13 +315,19 @@ def test_heads_of_gemma4_in_both_forms(tmp_path):
 
 
 def test_keys_that_no_layer_reads_are_left_out(tmp_path):
-  """As in the releases of Gemma 4's models for devices."""
+  """As in the releases of Gemma 4's models for devices, which also hear."""
   folder = PUBLISHED / "gemma4_devices"
   arrays = dict(safetensors_files.read(str(folder)))
   for layer in (3, 6):
     start = f"model.layers.{layer}.self_attn."
     for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
       arrays[start + name] = np.ones((2, 3), np.float32)
+  arrays = {
+    name.replace("model.", "model.language_model.", 1): x
+    for name, x in arrays.items()
+  }
+  for name in ("audio_tower.layers.0.norm", "embed_audio.projection"):
+    arrays[f"model.{name}.weight"] = np.ones((2, 3), np.float32)
   file = write(tmp_path, arrays)
   for scan in (False, True):
     module, model = opened(folder, scan=scan)
