@@ -239,15 +239,9 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
-    (x_BLD, cache, _), stats = self._blocks(
-      layers,
-      (sharding.stream(x_BLD), cache, {}),
-      tables,
-      mask,
-      real,
-      start,
-      train,
-    )
+    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
+    shared = tables, mask, real, start, train
+    (x_BLD, cache, _), stats = self._blocks(layers, carry, *shared)
     if cache is not None:
       cache = cache.after_call()
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
@@ -574,6 +568,15 @@ def _check_mtp(model: Model) -> None:
     )
 
 
+def _check_layer_inputs(model: Model) -> None:
+  size = model.layer_inputs and model.layer_inputs.vocab_size
+  if size and size < model.vocab_size:
+    raise ConfigError(
+      f"config.model.layer_inputs.vocab_size={size}: expected at least "
+      f"vocab_size={model.vocab_size}, the number of tokens."
+    )
+
+
 def _check_last_layer(model: Model) -> None:
   """Modules of `mtp` have a block like the last layer's."""
   last = layer_kinds.of_model(model).of_all(model.depth)[-1]
@@ -687,6 +690,7 @@ def _read(model: Model) -> None:
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
+  _check_layer_inputs(model)
   _check_last_layer(model)
 
 

@@ -178,33 +178,9 @@ class Block(nn.Module):
         start=first,
       )
     else:
-      attend = functools.partial(
-        _attention_layer(options),
-        y_BLD,
-        rope=_pick(tables.rotations, options.rope),
-        query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
-        real_BL=real_BL,
-        layer=place,
+      z_BLD, cache, views = _attended(
+        self, y_BLD, tables, mask, views, cache, place, first, real_BL
       )
-      if options.view is None:
-        z_BLD, cache = attend(mask=mask, cache=cache, start=first)
-      elif options.reads_view:
-        view = views.get(options.view)
-        if self.is_initializing():  # Initialisation calls layers one by one.
-          view = _empty_view(options, y_BLD)
-        assert view is not None, options.view
-        own_mask = mask if view.mask is None else view.mask
-        z_BLD, _ = attend(mask=own_mask, cache=view, start=view.start)
-      else:
-        z_BLD, kept = attend(
-          mask=mask, cache=kv_cache.WithView(cache), start=first
-        )
-        cache, view = kept.cache, kept.view
-        if view.mask is mask:
-          view = view._replace(mask=None)
-        views = {**views, options.view: view}
-      if options.drops_view:
-        views = {key: x for key, x in views.items() if key != options.view}
     if caches is not None and options.cache is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
@@ -233,6 +209,48 @@ class Block(nn.Module):
 
 def _pick(shared: tuple[Any, ...], index: int | None) -> Any:
   return None if index is None else shared[index]
+
+
+def _attended(
+  block: Block,
+  y_BLD: jax.Array,
+  tables: Tables,
+  mask: masks.Mask,
+  views: Views,
+  cache: Any,
+  place: Any,
+  start: Any,
+  real_BL: jax.Array | None,
+) -> tuple[jax.Array, Any, Views]:
+  """Returns (output of the attention, new cache, new views)."""
+  options = block.options
+  attend = functools.partial(
+    _attention_layer(options),
+    y_BLD,
+    rope=_pick(tables.rotations, options.rope),
+    query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
+    real_BL=real_BL,
+    layer=place,
+  )
+  if options.view is None:
+    z_BLD, cache = attend(mask=mask, cache=cache, start=start)
+    return z_BLD, cache, views
+  if options.reads_view:
+    view = views.get(options.view)
+    if block.is_initializing():  # Initialisation calls layers one by one.
+      view = _empty_view(options, y_BLD)
+    assert view is not None, options.view
+    own_mask = mask if view.mask is None else view.mask
+    z_BLD, _ = attend(mask=own_mask, cache=view, start=view.start)
+  else:
+    z_BLD, kept = attend(mask=mask, cache=kv_cache.WithView(cache), start=start)
+    cache, view = kept.cache, kept.view
+    if view.mask is mask:
+      view = view._replace(mask=None)
+    views = {**views, options.view: view}
+  if options.drops_view:
+    views = {key: x for key, x in views.items() if key != options.view}
+  return z_BLD, cache, views
 
 
 def _empty_view(options: Options, x_BLD: jax.Array) -> kv_cache.View:

@@ -110,7 +110,9 @@ def _find_tables(
   for layout, table in layouts.items():
     in_file = [entry for entry in table if form(entry.published) in forms]
     in_model = {name for entry in in_file for name in entry.ours} & ours
-    known_names[layout] = (len(in_file), len(in_model))
+    # Layers of several kinds may have arrays of one name.
+    names_in_file = {form(entry.published) for entry in in_file}
+    known_names[layout] = len(names_in_file), len(in_model)
   most = max(sum(numbers) for numbers in known_names.values())
   tables: list[Table] = []
   for layout, numbers in known_names.items():
@@ -380,7 +382,8 @@ def _tensor(
     shape = (outputs, inputs, *window)
   if entry.ndim is not None:
     sizes = _without_ones(shape)
-    shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
+    ones = (1,) * entry.ones_after
+    shape = (*[1] * (entry.ndim - len(sizes) - len(ones)), *sizes, *ones)
   if entry.depthwise:
     shape = (shape[0], 1, shape[1])
   heads = params.num_heads(entry, inner) if entry.by_head else None

@@ -33,6 +33,7 @@ from bigtrain.models.published.decoders import (
   gpt_oss,
   granite,
   hunyuan,
+  kimi_linear,
   lfm2,
   llama,
   llama4,
@@ -151,6 +152,7 @@ add(
   gpt_families.GPT_NEO,
   gpt_families.GPT_NEOX,
   gpt_families.FALCON,
+  kimi_linear.KIMI_LINEAR,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -159,6 +161,9 @@ _IGNORED = {
     "a constant that the model computes"
   ),
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
+    "the model reads text alone"
+  ),
+  r"model\.(audio_tower|embed_vision|embed_audio)\..*": (
     "the model reads text alone"
   ),
   r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
@@ -177,7 +182,7 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
-  names = olmo.hybrid_names(names)
+  names = kimi_linear.with_names_of_mlps(olmo.hybrid_names(names))
   names, ignored_layers = _with_prediction_layers(names, like)
   ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:

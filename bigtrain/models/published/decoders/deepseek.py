@@ -40,19 +40,19 @@ _LATENT_KEYS = {
 }
 
 
-def _latents() -> Rule:
+def latents() -> Rule:
   """Latent attention, whose keys and values are as many as its queries."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    latents = {name: config[key] for name, key in _LATENT_KEYS.items()}
+    options = {name: config[key] for name, key in _LATENT_KEYS.items()}
     heads = config["num_attention_heads"]
-    if latents["v_dim"] is None:
-      latents["v_dim"] = config["hidden_size"] // heads
+    if options["v_dim"] is None:
+      options["v_dim"] = config["hidden_size"] // heads
     config.require("num_key_value_heads", heads, None)
     return {
-      "mla": latents,
+      "mla": options,
       "num_kv_heads": heads,
-      "head_dim": latents["nope_dim"] + latents["rope_dim"],
+      "head_dim": options["nope_dim"] + options["rope_dim"],
     }
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ DEEPSEEK_V2 = LLAMA.but(
   constants={"rope_interleaved": True},
   rules=(
     biases(attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     experts(
@@ -199,7 +199,7 @@ DEEPSEEK_V3 = LLAMA.but(
   rules=(
     biases(attention_bias=("qkv", "out")),
     choice("rope_interleaved", "rope_interleave", {True: True, False: False}),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     _SIGMOID_EXPERTS,
