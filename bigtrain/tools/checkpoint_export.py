@@ -235,12 +235,8 @@ def to_layout(
 
   own_dtype = _dtype_of([content[name] for name in names], directory)
   dtype = dtype or own_dtype
-  specs = {}
-  for tensor in tensors:
-    # State, such as the experts' selection biases, keeps its dtype.
-    is_state = all(name.startswith(STATE) for name, _ in tensor.parts)
-    specs[tensor.name] = (tensor.shape, "float32" if is_state else dtype)
-  builders = {
+  specs = _specs_of(tensors, dtype)
+  builders: Mapping[str, Callable[[], np.ndarray]] = {
     tensor.name: functools.partial(_built, read, tensor, full_names)
     for tensor in tensors
   }
@@ -261,6 +257,18 @@ def to_layout(
     json.dump(published, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
   return len(specs), size
+
+
+def _specs_of(
+  tensors: Iterable[Tensor], dtype: str
+) -> dict[str, tuple[Sequence[int], str]]:
+  """{name: (shape, dtype)} of the arrays."""
+  specs: dict[str, tuple[Sequence[int], str]] = {}
+  for tensor in tensors:
+    # State, such as the experts' selection biases, keeps its dtype.
+    is_state = all(name.startswith(STATE) for name, _ in tensor.parts)
+    specs[tensor.name] = (tensor.shape, "float32" if is_state else dtype)
+  return specs
 
 
 def _quantised(
