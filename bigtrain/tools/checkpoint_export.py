@@ -246,17 +246,17 @@ def to_layout(
     specs, builders = _quantised(plan, specs, builders)
   os.makedirs(out, exist_ok=True)
   size = _write_weights(out, specs, builders, max_shard_bytes)
-  published = {
-    # transformers' defaults may be ids beyond the vocabulary.
-    **dict.fromkeys(_SPECIAL_TOKENS),
-    **published,
-    **_copy_companions(manifest, out, published),
-    "dtype": dtype,
-  }
-  with paths.replacing(os.path.join(out, "config.json")) as file:
-    json.dump(published, file, indent=2)
+  kept = _copy_companions(manifest, out, published)
+  _write_config(out, {**published, **kept, "dtype": dtype})
   _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
   return len(specs), size
+
+
+def _write_config(out: str, published: Mapping[str, Any]) -> None:
+  # transformers' defaults may be ids beyond the vocabulary.
+  content = {**dict.fromkeys(_SPECIAL_TOKENS), **published}
+  with paths.replacing(os.path.join(out, "config.json")) as file:
+    json.dump(content, file, indent=2)
 
 
 def _specs_of(
