@@ -121,6 +121,7 @@ FIRST_LOSS = {
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
   "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
+  "jit": (2.06, 0.1),  # The model predicts zeros.
   "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "naflex": (math.log(1000), 1e-3),

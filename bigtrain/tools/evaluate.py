@@ -61,8 +61,9 @@ def evaluate(
   step: int | None = None,
   changes: Sequence[str] = (),
   output: str = "",
+  evals: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-  """Runs config.evals on a checkpoint.
+  """Runs config.evals, or others in place of them, on a checkpoint.
 
   Returns {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
   histograms are paths of files in `output`, which also gets what evaluators
@@ -70,6 +71,8 @@ def evaluate(
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
+  if evals is not None:
+    config = settings.Config({**config.to_dict(), "evals": dict(evals)})
   directory = folders.find_named(workdir, step, "--workdir")
   evaluate_checkpoint = _evaluator(config, directory, output)
   return evaluate_checkpoint(directory)

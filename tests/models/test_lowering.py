@@ -62,6 +62,8 @@ def lower(config, platform, **mesh):
   batch["_keys"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
   if config["task"] == "classification":
     batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
+  if config["task"] == "flow_matching":
+    batch["labels"] = jax.ShapeDtypeStruct((2,), jnp.int32)
   inputs = jax.eval_shape(task.inputs, example)
   variables = jax.eval_shape(model.init, jax.random.key(0), **inputs)
   taught = {}
