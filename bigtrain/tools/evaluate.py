@@ -268,18 +268,22 @@ def _teacher(
     return no_teacher
   preds_without_teacher = set(task_functions.predict_fns(config, task, model))
   for name, entry in (config.to_dict().get("evals") or {}).items():
-    if not entry.get("enabled", True) or "data" not in entry:
+    if not entry.get("enabled", True):
       continue
     preds = entry.get("pred", ())
     preds = {preds} if isinstance(preds, str) else set(preds)
     if preds <= preds_without_teacher:
       continue
-    fields = ("data", "pp", "batch_size")
-    batches = evaluations.Batches(
-      context._replace(name=name),
-      **{field: entry[field] for field in fields if field in entry},
-    )
-    batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
+    if "data" in entry:
+      fields = ("data", "pp", "batch_size")
+      batches = evaluations.Batches(
+        context._replace(name=name),
+        **{field: entry[field] for field in fields if field in entry},
+      )
+      spec = batches.input.spec
+    else:  # Samples: an autoencoder takes images of any size.
+      spec = {"image": jax.ShapeDtypeStruct((8, 8, 8, 3), "float32")}
+    batch_spec = sharding.batch_spec(spec, context.mesh)
     # The evaluation's batches have the features that predict functions want.
     several = task_sum.entries(task, config)
     entries = [x._replace(features={}, has_input=False) for x in several]
