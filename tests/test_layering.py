@@ -29,7 +29,8 @@ RULES = {
   | {"checkpoints", "files", "inputs", "models.published", "objective", "pp"}
   | {"text"},
   "evaluators": _ARRAYS
-  | {"evaluation", "files", "inputs", "losses", "pp", "reports", "text"},
+  | {"evaluation", "files", "inference", "inputs", "losses", "pp", "reports"}
+  | {"text"},
   "evaluation": _ARRAYS | {"files", "inputs", "pp", "text"},
   "objective": _ARRAYS
   | {"checkpoints", "cluster", "files", "inputs", "models.layers", "optim"}

@@ -1,4 +1,4 @@
-"""Examples of language models learn what their headers promise."""
+"""Examples learn what their headers promise."""
 
 import pathlib
 
@@ -29,3 +29,15 @@ def test_a_model_of_answers_learns_which_of_two_is_preferred(tmp_path):
   newest = train("dpo", tmp_path / "dpo", model_init=str(tmp_path / "sft"))
   assert newest["val/accuracy"] >= 0.85
   assert newest["val/loss"] <= 0.40
+
+
+@pytest.mark.results
+def test_the_quickstarts_classifier_recognises_samples_of_jit(tmp_path):
+  train("digits", tmp_path / "digits")
+  config = loading.load(
+    f"{CONFIGS / 'jit.py'}:runlocal,judge={tmp_path / 'digits'}"
+  )
+  newest = main.train(config, str(tmp_path / "jit"))
+  assert newest["recognised/acc"] >= 0.95
+  assert newest["recognised/acc_worst_class"] >= 0.9
+  assert newest["fid/fid"] <= 1.5

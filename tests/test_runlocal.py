@@ -124,6 +124,7 @@ FIRST_LOSS = {
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
   "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
+  "jit": (2.06, 0.1),  # The model predicts zeros.
   "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
   "moco_v3": (2.2, 0.5),  # 0.8 ln(16), less as far as views are alike.
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),

@@ -7,11 +7,12 @@ bigtrain/evaluators/__init__.py describes an evaluator. The functions at the end
 of this file are for evaluators' own checks.
 """
 
+import collections
 import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,40 +130,24 @@ class Batches:
     return result
 
   def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
+    """As `each`, but returns the results of all batches together."""
+    run = self.each(fn)
+    return lambda variables: list(run(variables))
+
+  def each(self, fn: PredictFn) -> Callable[[Variables], Iterator[Any]]:
     """Compiles fn(variables, batch), which returns a tree of arrays.
 
-    Returns a function that maps variables to the results for all batches, on
-    the host. The feature "_mask" [B] of a batch is 0 for padding.
+    Returns a function that maps variables to the results for the batches, one
+    after the other, on the host. The feature "_mask" [B] of a batch is 0 for
+    padding.
     """
-    context = self.context
-
-    def fn_of_features(variables: Variables, batch: Batch) -> Any:
-      return fn(variables, Features(batch, context.path))
-
-    replicated = sharding.replicated(context.mesh)
-    if context.compile is None or context.variables is None:
-      compiled = jax.jit(fn_of_features, out_shardings=replicated)
-    else:
-      compiled = context.compile(
-        context.name,
-        fn_of_features,
-        context.variables,
-        sharding.batch_spec(self.input.spec, context.mesh),
-        out_shardings=replicated,
-      )
     data = self.input
+    spec = sharding.batch_spec(data.spec, self.context.mesh)
+    compiled = compile_fn(self.context, fn, spec)
 
-    def run(variables: Variables) -> list[Any]:
-      results = []
-      for i, batch in enumerate(data.batches()):
-        results.append(compiled(variables, batch))
-        # A few batches in flight keep the device busy. The results of all of
-        # them could fill its memory.
-        if i >= _BATCHES_IN_FLIGHT:
-          finished = i - _BATCHES_IN_FLIGHT
-          results[finished] = jax.device_get(results[finished])
-        context.progress(i + 1, data.num_batches)
-      return jax.device_get(results)
+    def run(variables: Variables) -> Iterator[Any]:
+      calls = (compiled(variables, batch) for batch in data.batches())
+      return in_flight(calls, data.num_batches, self.context)
 
     return run
 
@@ -180,6 +165,44 @@ class Batches:
       return jax.tree.map(lambda *xs: np.concatenate(xs)[real], *results)
 
     return collected
+
+
+def compile_fn(
+  context: Context, fn: PredictFn, batch_spec: Any, out_shardings: Any = None
+) -> Callable[[Variables, Batch], Any]:
+  """Compiles fn(variables, batch); by default each device gets its results."""
+
+  def fn_of_features(variables: Variables, batch: Batch) -> Any:
+    return fn(variables, Features(batch, context.path))
+
+  out_shardings = out_shardings or sharding.replicated(context.mesh)
+  if context.compile is None or context.variables is None:
+    return jax.jit(fn_of_features, out_shardings=out_shardings)
+  return context.compile(
+    context.name,
+    fn_of_features,
+    context.variables,
+    batch_spec,
+    out_shardings=out_shardings,
+  )
+
+
+def in_flight(
+  calls: Iterable[Any], number: int, context: Context
+) -> Iterator[Any]:
+  """Results of calls on the host, in order; `number` is that of the calls.
+
+  A few calls are ahead, which keeps the device busy. The results of all of them
+  could fill its memory.
+  """
+  waiting: collections.deque[Any] = collections.deque()
+  for i, result in enumerate(calls):
+    waiting.append(result)
+    if len(waiting) > _BATCHES_IN_FLIGHT:
+      yield jax.device_get(waiting.popleft())
+    context.progress(i + 1, number)
+  while waiting:
+    yield jax.device_get(waiting.popleft())
 
 
 class Evaluation(NamedTuple):

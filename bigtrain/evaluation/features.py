@@ -1,8 +1,9 @@
 """Features of examples, for evaluators that compare or classify them.
 
 `Splits` collects features and labels of training and test examples, for probes
-and nearest neighbours; `of_all` collects features alone. `in_chunks` runs an
-evaluator's own function on many host arrays, a part at a time.
+and nearest neighbours; `of_all` collects features alone, and `moments_of_all`
+keeps their mean and covariance only. `in_chunks` runs an evaluator's own
+function on many host arrays, a part at a time.
 
 Legend: N examples, D features.
 """
@@ -21,6 +22,7 @@ from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, PredictFn, Variables
 from bigtrain.config.errors import DataError
 from bigtrain.evaluation.evaluations import Batches
+from bigtrain.evaluation.frechet import Moments
 
 # Features [N, D] and labels int [N], or of patches and pixels: [N, ...].
 Examples = tuple[np.ndarray, np.ndarray]
@@ -102,6 +104,27 @@ def of_all(
 
   collect = batches.collect(outputs)
   return lambda variables: dict(trees.flatten_with_names(collect(variables)))
+
+
+def moments_of_all(
+  predict_fn: PredictFn, batches: Batches
+) -> Callable[[Variables], dict[str, Moments]]:
+  """Moments of the features of all examples, by layer, as in `of_all`."""
+
+  def outputs(variables: Variables, batch: Batch) -> tuple[Any, jax.Array]:
+    flat = lambda x: x.astype(jnp.float32).reshape(x.shape[0], -1)
+    return jax.tree.map(flat, predict_fn(variables, batch)), batch["_mask"]
+
+  each = batches.each(outputs)
+
+  def run(variables: Variables) -> dict[str, Moments]:
+    result: dict[str, Moments] = {}
+    for layers, mask_B in each(variables):
+      for name, x_BD in trees.flatten_with_names(layers):
+        result.setdefault(name, Moments()).add(x_BD[mask_B > 0])
+    return result
+
+  return run
 
 
 def in_chunks(

@@ -102,10 +102,8 @@ class Model(vit.Model):
   def image(self, pixels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `patches`, for images of a shape (height, width, C)."""
     p, q = self._patch()
-    height, width, channels = shape
-    h, w = height // p, width // q
-    x = pixels.reshape(-1, h, w, p, q, channels).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(-1, height, width, channels)
+    h, w = shape[0] // p, shape[1] // q
+    return patches.join(pixels.reshape(len(pixels), h, w, -1), (p, q))
 
 
 class Decoder(nn.Module):

@@ -500,7 +500,7 @@ def _variables_spec(
   shapes = {"params": params}
   if mutable:
     shapes["mutable"] = mutable
-  if config.get("ema_decay") is not None:  # The average may be the teacher.
+  if ema.is_used(config):  # The average may be the teacher.
     shapes["ema"] = jax.eval_shape(ema.init, params)
   # The notes of this function are logged when the whole state is placed.
   shardings, _ = sharding.state_shardings(shapes, mesh, rules)

@@ -76,7 +76,8 @@ def from_config(
     return Teacher(None, {}, dict)
   if part.get("ema") is True:
     key = f"config.ema_decay, of which {part.path}.ema=True is the average"
-    check_number(key, config.get("ema_decay"), least=0, below=1)
+    if config.get("ema_width") is None:
+      check_number(key, config.get("ema_decay"), least=0, below=1)
     _, model = building.model(config)
     return Teacher(model, {"teacher": {}}, lambda: {"teacher": {}})
   if "model_name" not in part:

@@ -61,8 +61,9 @@ def evaluate(
   step: int | None = None,
   changes: Sequence[str] = (),
   output: str = "",
+  evals: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-  """Runs config.evals on a checkpoint.
+  """Runs config.evals, or others in place of them, on a checkpoint.
 
   Returns {"step": ..., "<evaluation>/<metric>": ...}. Images, texts, tables and
   histograms are paths of files in `output`, which also gets what evaluators
@@ -70,6 +71,8 @@ def evaluate(
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
+  if evals is not None:
+    config = settings.Config({**config.to_dict(), "evals": dict(evals)})
   directory = folders.find_named(workdir, step, "--workdir")
   evaluate_checkpoint = _evaluator(config, directory, output)
   return evaluate_checkpoint(directory)
@@ -265,18 +268,22 @@ def _teacher(
     return no_teacher
   preds_without_teacher = set(task_functions.predict_fns(config, task, model))
   for name, entry in (config.to_dict().get("evals") or {}).items():
-    if not entry.get("enabled", True) or "data" not in entry:
+    if not entry.get("enabled", True):
       continue
     preds = entry.get("pred", ())
     preds = {preds} if isinstance(preds, str) else set(preds)
     if preds <= preds_without_teacher:
       continue
-    fields = ("data", "pp", "batch_size")
-    batches = evaluations.Batches(
-      context._replace(name=name),
-      **{field: entry[field] for field in fields if field in entry},
-    )
-    batch_spec = sharding.batch_spec(batches.input.spec, context.mesh)
+    if "data" in entry:
+      fields = ("data", "pp", "batch_size")
+      batches = evaluations.Batches(
+        context._replace(name=name),
+        **{field: entry[field] for field in fields if field in entry},
+      )
+      spec = batches.input.spec
+    else:  # Samples: an autoencoder takes images of any size.
+      spec = {"image": jax.ShapeDtypeStruct((8, 8, 8, 3), "float32")}
+    batch_spec = sharding.batch_spec(spec, context.mesh)
     # The evaluation's batches have the features that predict functions want.
     several = task_sum.entries(task, config)
     entries = [x._replace(features={}, has_input=False) for x in several]

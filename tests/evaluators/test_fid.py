@@ -7,7 +7,7 @@ import scipy.linalg
 from tiny import evaluating
 
 from bigtrain import sharding
-from bigtrain.evaluators import fid
+from bigtrain.evaluation import frechet
 
 pytestmark = pytest.mark.golden
 
@@ -26,20 +26,35 @@ def expected(x, y):
   return apart @ apart + np.trace(first + second - 2 * root)
 
 
+def distance(x, y):
+  return frechet.distance(*map(frechet.Moments.of, (x, y)))
+
+
+def test_moments_of_uneven_batches_are_numpys():
+  far = X.astype(np.float64) + 1e6  # Float32 would keep no digit of these.
+  streamed = frechet.Moments()
+  for batch in np.split(far, [7, 7, 40, 60]):
+    streamed.add(batch)
+  assert streamed.number == len(far)
+  np.testing.assert_allclose(streamed.mean_D, far.mean(0), 1e-14)
+  expected_DD = np.cov(far, rowvar=False)
+  np.testing.assert_allclose(streamed.covariance_DD, expected_DD, 1e-8, 1e-8)
+
+
 def test_distances_are_scipys():
-  assert fid.frechet_distance(X, Y) == pytest.approx(expected(X, Y), rel=1e-9)
+  assert distance(X, Y) == pytest.approx(expected(X, Y), rel=1e-9)
   # Of normal variables in one dimension: of means and standard deviations.
   x, y = X[:, :1].astype(np.float64), Y[:, :1].astype(np.float64)
   means, stds = x.mean() - y.mean(), x.std(ddof=1) - y.std(ddof=1)
-  assert fid.frechet_distance(x, y) == pytest.approx(means**2 + stds**2)
+  assert distance(x, y) == pytest.approx(means**2 + stds**2)
 
 
 def test_singular_covariances():
   """As with fewer examples than features."""
   few = X[:4]
-  assert fid.frechet_distance(few, few) == pytest.approx(0, abs=1e-6)
-  assert fid.frechet_distance(few, few + 2) == pytest.approx(6 * 4, rel=1e-6)
-  both = fid.frechet_distance(few, Y), fid.frechet_distance(Y, few)
+  assert distance(few, few) == pytest.approx(0, abs=1e-6)
+  assert distance(few, few + 2) == pytest.approx(6 * 4, rel=1e-6)
+  both = distance(few, Y), distance(Y, few)
   assert both[0] == pytest.approx(both[1], rel=1e-6)
 
 

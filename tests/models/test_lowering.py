@@ -61,6 +61,8 @@ def lower(config, platform, **mesh):
   batch["_keys"] = jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))
   if config["task"] == "classification":
     batch["labels"] = jax.ShapeDtypeStruct((2, model.num_classes), jnp.float32)
+  if config["task"] == "flow_matching":
+    batch["labels"] = jax.ShapeDtypeStruct((2,), jnp.int32)
   variables = test_configs.variables_of(config, model, example)
   taught = {}
   if teacher := config.get("teacher"):

@@ -13,7 +13,8 @@ from bigtrain.tools import evaluate
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/own_task.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-TEACHER, TEACHER_CONFIG, GAN, GAN_TASKS, GAN_CONFIG = BLOCKS
+TEACHER, TEACHER_CONFIG, GAN, GAN_TASKS, GAN_CONFIG, *OTHERS = BLOCKS
+DENOISER, DIFFUSION, DIFFUSION_CONFIG = OTHERS
 
 
 @pytest.fixture
@@ -24,6 +25,8 @@ def modules(tmp_path, monkeypatch):
     ("my_teacher", TEACHER),
     ("my_gan", GAN),
     ("my_gan_tasks", GAN_TASKS),
+    ("my_denoiser", DENOISER),
+    ("my_diffusion", DIFFUSION),
   ):
     # A dot makes it a user's module; the page has them in the project's root.
     folder = tmp_path / "page"
@@ -42,7 +45,7 @@ def config(tiny_config, code, changes):
 
 
 def test_the_examples_are_shorter_than_80_lines():
-  for code in (TEACHER, GAN + GAN_TASKS):
+  for code in (TEACHER, GAN + GAN_TASKS, DENOISER + DIFFUSION):
     assert len(code.splitlines()) < 80
 
 
@@ -114,6 +117,26 @@ def test_a_gan_with_two_optimizers(modules, tiny_config, tmp_path):
   assert all(np.isfinite(x).all() for x in arrays.values())
   main.train(one | {"stop_at_steps": 31}, str(tmp_path / "cut"))
   main.train(one, str(tmp_path / "cut"))
+  tiny.assert_same(tiny.arrays(tmp_path / "cut"), arrays)
+
+
+def test_a_diffusion_model(modules, tiny_config, tmp_path):
+  changes = {"total_steps": 60, "ckpt_steps": 30, "lr": 0.003}
+  one = config(tiny_config, DIFFUSION_CONFIG, changes)
+  main.train(one, str(tmp_path / "run"))
+  rows = tiny.rows(tmp_path / "run")
+  mean = lambda steps: np.mean([rows[step]["loss"] for step in steps])
+  # A model that says nothing of the noise has its variance, 1.
+  assert mean(range(50, 61)) < 0.95 < mean([1, 2])
+  png = (tmp_path / "run" / rows[60]["made/samples"]).read_bytes()
+  assert png[:4] == b"\x89PNG"
+  two = one | {"microbatches": 2, "stop_at_steps": 1}
+  main.train(two, str(tmp_path / "two"))
+  expected = rows[1]["loss"]
+  assert tiny.rows(tmp_path / "two")[1]["loss"] == pytest.approx(expected, 1e-5)
+  main.train(one | {"stop_at_steps": 31}, str(tmp_path / "cut"))
+  main.train(one, str(tmp_path / "cut"))
+  arrays = tiny.arrays(tmp_path / "run")
   tiny.assert_same(tiny.arrays(tmp_path / "cut"), arrays)
 
 

@@ -36,13 +36,15 @@ _DTYPES = {
 
 # A published model's folder has a single file, or several and an index.
 MODEL = "model.safetensors"
+_DIFFUSERS = "diffusion_pytorch_model.safetensors"  # A folder of diffusers.
 INDEX = "model.safetensors.index.json"
 
 
 def is_folder(path: str) -> bool:
   """Whether a path is the folder of a published model."""
   return any(
-    os.path.isfile(os.path.join(path, name)) for name in (MODEL, INDEX)
+    os.path.isfile(os.path.join(path, name))
+    for name in (MODEL, INDEX, _DIFFUSERS)
   )
 
 
@@ -52,7 +54,10 @@ def read(path: str) -> dict[str, np.ndarray]:
     return _read_file(path)
   index = os.path.join(path, INDEX)
   if not os.path.isfile(index):
-    return _read_file(os.path.join(path, MODEL))
+    single = os.path.join(path, MODEL)
+    if not os.path.isfile(single):
+      single = os.path.join(path, _DIFFUSERS)
+    return _read_file(single)
   if os.path.isfile(os.path.join(path, MODEL)):
     raise ValueError(f"there are both {MODEL} and {INDEX}; keep one of them")
   with open(index) as file:

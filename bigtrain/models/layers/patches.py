@@ -21,6 +21,14 @@ def cut(x_BHWC: jax.Array, size: tuple[int, ...]) -> jax.Array:
   return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, h, w, p * q * C)
 
 
+def join(x_BhwV: jax.Array, size: tuple[int, int]) -> jax.Array:
+  """The inverse of `cut`: patches (B, rows, columns, pixels x C) as images."""
+  B, h, w, V = x_BhwV.shape
+  p, q = size
+  x = x_BhwV.reshape(B, h, w, p, q, V // (p * q)).transpose(0, 1, 3, 2, 4, 5)
+  return x.reshape(B, h * p, w * q, -1)
+
+
 def conv(width: int, side: int, **options: Any) -> nn.Conv:
   """A convolution of patches, as one matrix product.
 

@@ -429,6 +429,25 @@ def grid_rotation(
   return Rotation(jnp.sin(angle_1L1Q), jnp.cos(angle_1L1Q))
 
 
+def axial_rotation(
+  grid: tuple[int, int], head_dim: int, theta: float, prefix: int
+) -> Rotation:
+  """Rotary embeddings of a grid of patches, as in EVA-02 (arXiv 2303.11331).
+
+  The first half of a head's features follow the rows, the other half the
+  columns, with wavelengths from 2 pi to almost 2 pi theta patches. The `prefix`
+  tokens before the patches are not rotated.
+  """
+  omega = theta ** -np.arange(0, 1, 4 / head_dim)
+  rows_P, columns_P = (x.reshape(-1) for x in np.mgrid[: grid[0], : grid[1]])
+  angles = [np.outer(rows_P, omega), np.outer(columns_P, omega)]
+  angle_PQ = np.concatenate(angles, axis=1)
+  angle_LQ = np.pad(angle_PQ, ((prefix, 0), (0, 0)))
+  angle_1L1Q = jnp.asarray(angle_LQ, jnp.float32)[None, :, None]
+  sin_1L1Q, cos_1L1Q = jnp.sin(angle_1L1Q), jnp.cos(angle_1L1Q)
+  return Rotation(sin_1L1Q, cos_1L1Q, interleaved=True)
+
+
 def resized_grid(
   table_hwD: jax.Array, shapes_B2: jax.Array, length: int
 ) -> jax.Array:
