@@ -165,6 +165,7 @@ def _train(
     run.lengths.units,
     objective.param_views,
     mask=objective.trained_rows.masked,
+    qk_clip=objective.qk_clip and objective.qk_clip.clipped,
   )
   ema_update = ema.from_config(config, run.lengths.units)
   step_guard = guard.from_config(config, mesh)
@@ -248,6 +249,7 @@ def _train(
         hparams=hparams,
         loss=loss,
         grad_norm=grad_norm,
+        logits=mutable.get("step_largest"),
       )
       params = trees.merge(optax.apply_updates(trained, updates), frozen)
       new_state = {"params": params, "opt": opt, "step": step + 1}

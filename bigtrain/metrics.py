@@ -217,6 +217,42 @@ class ArrayStats:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Largest:
+  """The largest values of N arrays.
+
+  Results are "max", the largest of all, and "max/<name>" of each array. One
+  whose largest value is -inf has none, and no result.
+  """
+
+  largest: Any  # float32 [N]; not relevant if the count is 0.
+  count: Any  # Number of values of each array; float32 scalar.
+  names: Sequence[str] = dataclasses.field(metadata={"static": True})
+
+  @classmethod
+  def of(cls, largest: jax.Array, names: Sequence[str]) -> Self:
+    return cls(largest.astype(jnp.float32), jnp.ones((), jnp.float32), names)
+
+  def merge(self, other: Self) -> Self:
+    largest = jnp.maximum(self.largest, other.largest)
+    largest = jnp.where(self.count > 0, largest, other.largest)
+    largest = jnp.where(other.count > 0, largest, self.largest)
+    return type(self)(largest, self.count + other.count, self.names)
+
+  @classmethod
+  def value(cls, parts: Iterable[Self]) -> dict[str, float]:
+    parts = [part for part in parts if part.count > 0]
+    if not parts:
+      return {}
+    largest = np.max([np.asarray(part.largest) for part in parts], axis=0)
+    by_name = dict(zip(parts[0].names, largest.tolist()))
+    result = {f"max/{n}": x for n, x in by_name.items() if x != -math.inf}
+    if not result:
+      return {}
+    return {"max": float(np.max([*result.values()])), **result}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Loads:
   """Loads of E experts in each of N layers.
 
@@ -265,7 +301,9 @@ class Occasional:
     return _host_value(present) if present else None
 
 
-_KINDS = (Sum, Last, Max, Min, Histogram, ArrayStats, Loads, Occasional)
+_KINDS = (
+  *(Sum, Last, Max, Min, Histogram, ArrayStats, Largest, Loads, Occasional),
+)
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:

@@ -37,6 +37,7 @@ class Recipe(NamedTuple):
     eval_examples: examples per evaluation.
     data: folder of the token files, unless given.
     optimizer: its name and options.
+    qk_clip: options of query-key clipping, if any.
   """
 
   length: int
@@ -55,6 +56,7 @@ class Recipe(NamedTuple):
   eval_examples: int = 1024
   data: str = "data/tokens"
   optimizer: dict[str, Any] = dict(name="adam", b1=0.9, b2=0.95)
+  qk_clip: dict[str, Any] | None = None
 
 
 RECIPES = {
@@ -226,6 +228,7 @@ RECIPES = {
     tiny_mesh=dict(replica=1, fsdp=-1, tensor=1),
     warmup_steps=500,
     optimizer=dict(name="muon", consistent_rms=0.2, adam_b2=0.95),
+    qk_clip=dict(tau=100.0),
   ),
 }
 
@@ -317,6 +320,8 @@ def _make(model, arg):
   config.wd_coupling = "lr"
   config.wd_mults = [(r".*/kernel|.*embedding", 1.0)]
   config.grad_clip_norm = 1.0
+  if recipe.qk_clip:
+    config.qk_clip = recipe.qk_clip
   config.schedule = dict(decay_type="cosine", warmup_steps=recipe.warmup_steps)
 
   config.evals = {}

@@ -1,7 +1,7 @@
 """A mixture of experts of the size of Kimi K2: 1.03T parameters, 33B active.
 
-As configs/deepseek_v3.py with more experts and half of the heads, and with Muon
-for the matrices.
+As configs/deepseek_v3.py with more experts and half of the heads, and with
+MuonClip: Muon for the matrices, and a limit for the logits of attention.
 
 Command: python -m bigtrain.main \
   --config=configs/kimi_k2.py:data=data/tokens --workdir=runs/kimi_k2
@@ -12,9 +12,8 @@ computes for 70 s on the former, with fsdp=256 and tensor=4, and needs 82 of 102
 GB. On the H100s 18 s of communication exceed the 16 s of computation.
 Result: not measured by us.
 Source: sizes of moonshotai/Kimi-K2-Base (config.json); batch, learning rate,
-warm-up and tokens of arxiv.org/abs/2507.20534, section 2.5. There the learning
-rate stays constant for 10T tokens, and MuonClip also limits the logits of
-attention.
+warm-up, tokens and MuonClip of arxiv.org/abs/2507.20534, sections 2.1 and 2.5.
+There the learning rate stays constant for 10T tokens.
 """
 
 from configs import decoder_lm

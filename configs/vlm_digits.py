@@ -3,7 +3,7 @@
 Command: python -m bigtrain.main --config=configs/vlm_digits.py \
   --workdir=runs/vlm_digits
 Hardware: any; two CPU cores need about ten minutes.
-Result: val/exact of 0.877 on held-out digits, one seed.
+Result: val/exact of 0.93 on held-out digits, one seed.
 Source: our own runs. The tower is that of configs/digits.py, the decoder a
 small Llama that reads bytes. A row shows two digits and asks, for example,
 "What is left of the three?" or "What is the sum?".
@@ -15,12 +15,14 @@ from configs import common
 
 
 def get_config(arg=None):
-  """Arguments: runlocal (a few steps, for tests)."""
-  arg = common.parse_arg(arg, runlocal=False)
+  """Arguments: scenes (one picture of both digits, and their boxes), runlocal
+  (a few steps, for tests).
+  """
+  arg = common.parse_arg(arg, scenes=False, runlocal=False)
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 4000 if not arg.runlocal else 4
+  config.total_steps = 8000 if not arg.runlocal else 4
   config.log_steps = 100 if not arg.runlocal else 2
   config.ckpt_steps = 1000 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)
@@ -28,12 +30,12 @@ def get_config(arg=None):
   def rows(split, **others):
     return dict(
       type="supervised",
-      name="digits",
+      name="digit_scenes" if arg.scenes else "digits",
       split=split,
       tokenizer="bytes",
-      length=48,
-      # Each picture of 8 x 8 pixels becomes 2 x 2 image tokens.
-      pictures=dict(tokens=4, pp="value_range(-1, 1)"),
+      length=120 if arg.scenes else 48,
+      # 4 x 4 pixels become an image token: 2 x 2 of each digit, or 3 x 6.
+      pictures=dict(tokens=18 if arg.scenes else 4, pp="value_range(-1, 1)"),
       **others,
     )
 
@@ -80,11 +82,12 @@ def get_config(arg=None):
   config.evals.answers = dict(
     type="generate",
     pred="generate",
-    pred_kw=dict(max_new=8, eos_id=2),
+    pred_kw=dict(max_new=88 if arg.scenes else 8, eos_id=2),
     data=rows("test", references=True, slice="[:200]"),
     prompt_key="tokens",
     reference_key="references",
-    metrics=["exact_match"],
+    image_key="image",
+    metrics=["exact_match", "boxes"] if arg.scenes else ["exact_match"],
     log_percent=100,
   )
   return config

@@ -123,6 +123,17 @@ def picture_run(tmp_path_factory):
 
 
 @pytest.fixture
+def float64_models(float64, monkeypatch):
+  """Lets models have the dtype float64, also where they compute in float32."""
+  import jax.numpy as jnp
+
+  from bigtrain.models.layers import options
+
+  monkeypatch.setattr(options, "DTYPES", (*options.DTYPES, "float64"))
+  monkeypatch.setattr(jnp, "float32", jnp.float64)
+
+
+@pytest.fixture
 def float64():
   """Computes in float64, so that a result is the same on every processor."""
   import jax

@@ -153,6 +153,10 @@ def count(params):
     # With one module for a further token: a layer, two norms and a projection.
     ("deepseek_v3", 671_026_404_352 + 11_610_067_968),
     ("kimi_k2", 1_026_408_209_408),
+    ("paligemma2_3b", 3_032_242_416),
+    ("gemma3_4b", 4_300_079_472),
+    # Without the 64 rows that transformers adds to the vocabulary.
+    ("llava", 7_063_427_072 - 2 * 64 * 4096),
     # Counted by transformers for the released google/switch-base-*.
     ("switch_base", 619_339_008),
     ("switch_base:experts=128", 7_415_217_408),
@@ -240,6 +244,8 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
     evaluation["enabled"] = True
     if evaluation["data"]["type"] == "tokens":
       evaluation["data"]["path"] = str(FOLDER)  # Any path that exists.
+    if evaluation.get("tokenizer", "").startswith("models/"):
+      evaluation["tokenizer"] = "bytes"  # In place of a folder.
     if "class_names" in evaluation:  # In place of a file.
       evaluation["class_names"] = ["a cat", "a dog"]
   tracked = settings.Config(config)
@@ -251,7 +257,7 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
 
   optimizer = chain.make(tracked, params_of(config), units)
   trainable = trees.flatten_with_names(optimizer.trainable)
-  locked = "img/" if spec.startswith("lit") else "nothing"
+  locked = "img/" if spec.startswith(("lit", "llava")) else "nothing"
   assert all(
     is_trainable != name.startswith(locked) for name, is_trainable in trainable
   )
@@ -339,6 +345,7 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
     ("decoder_lm", "gemma4_26b_a4b"),
     *[("decoder_lm", n) for n in ("deepseek_v3", "kimi_k2")],
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
+    *[("vlm_transfer", n) for n in ("paligemma2_3b", "gemma3_4b")],
   ],
 )
 def test_models_of_a_table_have_a_config_file_each(table, name, arguments):

@@ -24,7 +24,7 @@ from bigtrain.config.modules import find_module
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 # These hold what other configs share, and have no arguments of their own.
-SHARED = ("__init__", "common", "decoder_lm", "t5_c4")
+SHARED = ("__init__", "common", "decoder_lm", "t5_c4", "vlm_transfer")
 SPECS = sorted(
   f"{path.stem}:runlocal"
   for path in FOLDER.glob("*.py")
@@ -109,6 +109,7 @@ FIRST_LOSS = {
   "dpo": (math.log(2), 1e-3),
   "flexivit": (0.5, 0.9),  # The teacher has a random head.
   "gemma3_1b": (_BYTES, 0.05),
+  "gemma3_4b": (math.log(260), 0.05),
   "gemma4_26b_a4b": (_BYTES, 0.05),
   # The advantages of a prompt's answers sum to zero.
   "grpo": (0.0, 1e-3),
@@ -118,13 +119,16 @@ FIRST_LOSS = {
   "kimi_k2": (_BYTES, 0.05),
   "lit": (5, 0.9),
   "llama_1b": (_BYTES, 0.05),
+  "llava": (math.log(260), 0.05),
   "llama_70b": (_BYTES, 0.05),
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
   "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
   "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
+  "moco_v3": (2.2, 0.5),  # 0.8 ln(16), less as far as views are alike.
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "naflex": (math.log(1000), 1e-3),
+  "paligemma2_3b": (math.log(260), 0.05),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
   "qwen3_5_9b": (_BYTES, 0.05),

@@ -10,21 +10,25 @@ Nothing is padded, cut or left out unless the config allows it by name. A
 model's own rules, such as the resampling of position embeddings, are in its
 `from_published`. Mutable collections, such as the running means of batch
 normalisation, have names like "batch_stats/bn1/mean".
+
+With `parts`, each part of a model, such as the tower and the decoder of
+models.vision_language, comes from a source of its own.
 """
 
 import collections
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.arrays import trees
-from bigtrain.checkpoints import folders, restore
+from bigtrain.checkpoints import folders, restore, upcycling
 from bigtrain.checkpoints.added_rows import AddedRows, WithAddedRows
 from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import Manifest
@@ -56,6 +60,8 @@ class Line(NamedTuple):
   The status is one of:
     loaded, cast        taken from the file; cast to the model's dtype
     extended            taken from the file, with rows for new tokens
+    upcycled            an MLP of the file, copied to experts
+    new                 a router of such experts, which begins at random
     converted           made by the model's `from_published`
     merged              equal to another array, with which it is merged
     ignored             a constant that the model does not need
@@ -83,8 +89,17 @@ class Source:
   allow_changed: Sequence[str] = ()
   allow_unread: Sequence[str] = ()
   convert: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # True, or the fields of Upcycling: the file is of a dense model.
+  upcycle: bool | Mapping[str, Any] | None = None
   # The fields of AddedRows, written by objective/new_rows.py.
   new_rows: Mapping[str, Any] | None = None
+
+
+class Derived(NamedTuple):
+  """How an array is made of one in the file, when devices read it."""
+
+  source: str  # Name of the other array.
+  make: Callable[[Any], Any]
 
 
 def load_params(
@@ -111,8 +126,8 @@ def load_params(
   """
   source = read_source(spec, key)
   specs_in_model = dict(trees.flatten_with_names(like))
-  rows = AddedRows(**source.new_rows) if source.new_rows else None
-  specs = rows.in_file(specs_in_model) if rows else specs_in_model
+  changes = _changes_of(source, specs_in_model, key)
+  specs = changes.in_file
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -141,11 +156,8 @@ def load_params(
     }
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
-  extended: set[str] = set()  # Arrays of the file that get new rows.
-  if rows:
-    extended = {n for n in specs if specs[n] is not specs_in_model[n]}
-    extended -= fresh | {line.name for line in refused}
-    lines = _with_extended(lines, extended, specs_in_model, rows.describe())
+  absent = fresh | {line.name for line in refused}
+  lines, derived = changes.derive(lines, absent)
   logging.info("%s: %s\n%s", key, source.path, table(lines))
   if refused:
     raise _refusal(refused, source, key)
@@ -154,8 +166,9 @@ def load_params(
       f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
       f"initialisation: {', '.join(sorted(fresh))}"
     )
+  fresh = changes.fresh(fresh)
   wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
-  loaded = _loaded(file, names, values, wanted, rows, extended)
+  loaded = _loaded(file, names, values, wanted, derived)
   if fresh:
     if init is None:
       raise ConfigError(f"{key}: no fresh values for {sorted(fresh)}.")
@@ -164,22 +177,74 @@ def load_params(
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
 
 
+class _Changes(NamedTuple):
+  """What the model has more than the file, by the config's wish."""
+
+  model: Mapping[str, Any]  # The model's specs by name.
+  dense: Mapping[str, Any]  # Those with MLPs in place of upcycled experts.
+  in_file: Mapping[str, Any]  # Those without new rows, too.
+  rows: AddedRows | None
+  how: upcycling.Upcycling | None
+
+  def derive(
+    self, lines: Sequence[Line], absent: Collection[str]
+  ) -> tuple[list[Line], dict[str, Derived]]:
+    """The lines and arrays that are made of others.
+
+    Args:
+      lines: those of the arrays `in_file`.
+      absent: names of arrays that the file does not have.
+    """
+    lines, derived = [*lines], {}
+    rows, how = self.rows, self.how
+    if rows:
+      extended = {
+        n for n, spec in self.in_file.items() if spec is not self.dense[n]
+      }
+      extended -= {*absent}
+      lines = _with_extended(lines, extended, self.dense, rows.describe())
+      for name in extended:
+        make = functools.partial(WithAddedRows, name=name, rows=rows)
+        derived[name] = Derived(name, make)
+    if how:
+      experts = _experts(how, self.model, absent)
+      lines = _with_experts(lines, how, experts, self.model)
+      derived |= experts
+    return lines, derived
+
+  def fresh(self, names: Collection[str]) -> set[str]:
+    """The model's arrays that begin at random; `names` are those in_file."""
+    result = {*names} & {*self.model}
+    if self.how:
+      experts = self.how.experts(self.model)
+      result |= {name for name, mlp in experts.items() if mlp in names}
+      result |= {*self.how.new(self.model)}
+    return result
+
+
+def _changes_of(source: Source, specs: Mapping[str, Any], key: str) -> _Changes:
+  rows = AddedRows(**source.new_rows) if source.new_rows else None
+  how = upcycling.read(source.upcycle, key)
+  dense = how.in_file(specs, key) if how else specs
+  in_file = rows.in_file(dense) if rows else dense
+  return _Changes(specs, dense, in_file, rows, how)
+
+
 def _loaded(
   file: parameter_files.File,
   names: Mapping[str, str],
   values: Mapping[str, Any],
   wanted: Mapping[str, Any],
-  rows: AddedRows | None,
-  extended: Collection[str],
+  derived: Mapping[str, Derived],
 ) -> dict[str, Any]:
   """Puts the arrays `wanted` {name: spec} on the devices.
 
   Args:
     names: {name: name in the file}.
     values: converted arrays by name; {} to use the arrays of the file.
-    rows: new rows of the arrays `extended`.
+    derived: those that are made of others, by name.
   """
-  plain = {n: spec for n, spec in wanted.items() if n not in extended}
+  plain = {n: spec for n, spec in wanted.items() if n not in derived}
   loaded = {}
   if file.checkpoint and not values:
     # A checkpoint of ours: each process reads what its devices need.
@@ -187,16 +252,34 @@ def _loaded(
     sources = {name: places[names[name]] for name in plain}
     loaded = restore.load(directory, manifest, sources, plain)
     plain = {}
-  needed = [*plain, *extended]
+  needed = {name: name for name in plain}
+  needed |= {name: how.source for name, how in derived.items()}
   if not values:
-    arrays = file.read([names[name] for name in needed])
-    values = {name: arrays[names[name]] for name in needed}
-  for name in needed:
-    value = values[name]
-    if rows and name in extended:
-      value = WithAddedRows(value, name, rows)
+    arrays = file.read([names[name] for name in needed.values()])
+    values = {name: arrays[names[name]] for name in needed.values()}
+  for name, source in needed.items():
+    value = values[source]
+    if name in derived:
+      value = derived[name].make(value)
     loaded[name] = place(value, wanted[name])
   return loaded
+
+
+def _experts(
+  how: upcycling.Upcycling, specs: Mapping[str, Any], absent: Collection[str]
+) -> dict[str, Derived]:
+  """Experts by name, made of the MLPs that the file has."""
+  result = {}
+  for name, mlp in how.experts(specs).items():
+    if mlp not in absent:
+      make = functools.partial(
+        upcycling.ExpertsOfMlp,
+        name=name,
+        num_experts=upcycling.num_experts(name, specs[name].shape),
+        how=how,
+      )
+      result[name] = Derived(mlp, make)
+  return result
 
 
 def load_variables(
@@ -217,6 +300,9 @@ def load_variables(
     key: name of `spec` in messages.
   """
 
+  if has_parts(spec):
+    return _load_parts(spec, like, init=init, module=module, key=key)
+
   def joined(variables: Mapping[str, Any]) -> dict[str, Any]:
     collections = {n: x for n, x in variables.items() if n != "params"}
     return {**variables["params"], **collections}
@@ -232,6 +318,84 @@ def load_variables(
   )
   variables = {name: params.pop(name) for name in mutable}
   return {"params": params, **variables}
+
+
+def has_parts(spec: Any) -> TypeGuard[Mapping[str, Any]]:
+  """Whether config.model_init has a source for each part of the model."""
+  return isinstance(spec, Mapping) and spec.get("parts") is not None
+
+
+def _load_parts(
+  spec: Mapping[str, Any],
+  like: Mapping[str, Any],
+  *,
+  init: Callable[[], Mapping[str, Any]],
+  module: Any,
+  key: str,
+) -> dict[str, Any]:
+  """`load_variables`, each part of the model from its own source.
+
+  Arrays of no part keep their fresh initialisation, as `allow_missing` has to
+  say.
+  """
+  sources = _read_parts(spec, module, key)
+  initial = functools.cache(init)
+  result = {name: dict(tree) for name, tree in like.items()}
+  for part, source in sources.items():
+    part_module, _ = module.PARTS[part]
+    loaded = load_variables(
+      source,
+      _of_part(like, part),
+      init=functools.partial(_fresh, initial, part),
+      module=part_module,
+      key=f"{key}.parts.{part}",
+    )
+    for name, tree in loaded.items():
+      result[name][part] = tree
+  fresh = {name for name in like["params"] if name not in sources}
+  names = [
+    name
+    for name, _ in trees.flatten_with_names(like["params"])
+    if name.split("/")[0] in fresh
+  ]
+  allowed = spec.get("allow_missing", ())
+  lines = [
+    Line("missing", name, "of no part")
+    for name in names
+    if not any(re.fullmatch(regex, name) for regex in allowed)
+  ]
+  if lines:
+    raise ConfigError(
+      f"{table(lines)}\n{key}.parts: no source of {len(lines)} array(s), "
+      f"listed above; {key}.allow_missing lists those that keep their fresh "
+      "initialisation."
+    )
+  for name in fresh:
+    result["params"][name] = initial()["params"][name]
+  return result
+
+
+def _of_part(variables: Mapping[str, Any], part: str) -> dict[str, Any]:
+  return {n: tree[part] for n, tree in variables.items() if part in tree}
+
+
+def _fresh(init: Callable[[], Mapping[str, Any]], part: str) -> dict[str, Any]:
+  return _of_part(init(), part)
+
+
+def _read_parts(
+  spec: Mapping[str, Any], module: Any, key: str
+) -> Mapping[str, Any]:
+  """Checks `parts`; returns {part: its source}."""
+  known = getattr(module, "PARTS", {})
+  check_keys(key, spec, ("parts", "allow_missing"))
+  if not known or not isinstance(spec["parts"], Mapping):
+    raise ConfigError(
+      f"{key}.parts: expected a model of several parts, and a dict such as "
+      f"dict({'=PATH, '.join(known) or 'img'}=PATH)."
+    )
+  check_keys(f"{key}.parts", spec["parts"], known)
+  return spec["parts"]
 
 
 def load_state(
@@ -307,7 +471,27 @@ def check_published(
     path: the config's name in messages.
   """
   key = f"{path}.model_init"
+  if has_parts(spec):
+    for part, part_spec in _read_parts(spec, module, key).items():
+      part_module, model_of = module.PARTS[part]
+      _check_published(
+        part_spec,
+        part_module,
+        getattr(model, model_of)(),
+        f"{key}.parts.{part}",
+        f"{path}.model",
+      )
+    return
+  _check_published(spec, module, model, key, f"{path}.model")
+
+
+def _check_published(
+  spec: Any, module: Any, model: Any, key: str, fields_key: str
+) -> None:
   source = read_source(spec, key)
+  how = upcycling.read(source.upcycle, key)
+  if how and getattr(model, "moe", None) is not None:
+    logging.info("%s.upcycle: %s", key, upcycling.describe_start(model, how))
   file = paths.absolute(source.path)
   published = safetensors_files.is_folder(file) or file.endswith(".safetensors")
   if not published or not hasattr(module, "published_fields"):
@@ -321,13 +505,15 @@ def check_published(
       logging.warning(
         f"{key}: there is no config.json beside {file}, so its number of heads,"
         " its rotary embeddings and the like cannot be compared with "
-        f"{path}.model."
+        f"{fields_key}."
       )
     return
   for name in source.allow_changed:
     problem = f"{fields.path} does not determine"
     check_choice(f"{key}.allow_changed", name, fields, problem)
-  messages = fields.contradictions(model, arrays, f"{path}.model")
+  if how:
+    model = upcycling.dense(model)
+  messages = fields.contradictions(model, arrays, fields_key)
   may_differ = any(getattr(source, field) for field in ALLOWED)
   if source.new_rows:
     messages.pop("vocab_size", None)
@@ -339,8 +525,8 @@ def check_published(
   ]
   if wrong:
     raise ConfigError(
-      f"{key}: {fields.path} contradicts {path}.model: {'; '.join(wrong)}. "
-      f"{path}.model = dict(published=PATH) takes the file's values; "
+      f"{key}: {fields.path} contradicts {fields_key}: {'; '.join(wrong)}. "
+      f"{fields_key} = dict(published=PATH) takes the file's values; "
       f"{key}.allow_changed lists fields that may differ."
     )
 
@@ -461,6 +647,27 @@ def _with_extended(
   ]
 
 
+def _with_experts(
+  lines: Sequence[Line],
+  how: upcycling.Upcycling,
+  derived: Mapping[str, Derived],
+  specs: Mapping[str, Any],
+) -> list[Line]:
+  """The lines, where MLPs become experts, and lines of the routers."""
+  experts = {own.source: name for name, own in derived.items()}
+  result = []
+  for line in lines:
+    if line.name in experts:
+      name = experts[line.name]
+      spec = specs[name]
+      number = upcycling.num_experts(name, spec.shape)
+      what = f"{describe(spec)}, {line.name} {how.describe(number)}"
+      line = Line("upcycled", name, what)
+    result.append(line)
+  routers = [Line("new", n, describe(specs[n])) for n in how.new(specs)]
+  return [*result, *routers]
+
+
 def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
   kinds = sorted({line.status for line in refused} - {"retyped"})
   advice = " and ".join(f"{key}.allow_{kind}" for kind in kinds)
@@ -472,6 +679,11 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
     text += f" Rename them ({key}.rename) or allow it ({advice})."
   if {"missing", "reshaped"} & set(kinds):
     text += " Arrays that may be missing or reshaped stay freshly initialised."
+  if source.upcycle and any("mlp/" in line.name for line in refused):
+    text += (
+      " Experts begin as the MLPs of the file, so config.model.moe.mlp_dim is "
+      "their width, by default config.model.mlp_dim."
+    )
   return ConfigError(text)
 
 

@@ -2,7 +2,8 @@
 
 dict(type="digit_pairs", split="train", length=50_000, margin=1)
 
-`questions` are rows of data/supervised.py on them, with two pictures each.
+`questions` are rows of data/supervised.py on them, with two pictures each, and
+`scenes` rows with one picture of both digits, whose answers may be boxes.
 
 Example i shows the ordered pair of classes i % 100; a hash of i selects the
 digits of these classes and their positions in the two halves of the picture.
@@ -17,9 +18,11 @@ from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.data import arrays
 from bigtrain.data.formats import files
+from bigtrain.text import boxes
 
-# Number of rows of `questions` in each split.
+# Number of rows of `questions` and `scenes` in each split.
 _NUM_QUESTIONS = {"train": 60_000, "test": 2_000}
+_NUM_SCENES = {"train": 120_000, "test": 2_000}
 WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [
   f"{'an' if left == 'eight' else 'a'} {left} left of "
@@ -154,17 +157,87 @@ def questions(
     kinds = hashing.fold(0, np.arange(len(source))) % np.uint64(4)
     for i, kind in enumerate(kinds.tolist()):
       left, right = int(pairs["left"][i]), int(pairs["right"][i])
-      question, answer = [
-        (f"What is left of the {WORDS[right]}?", WORDS[left]),
-        (f"What is right of the {WORDS[left]}?", WORDS[right]),
-        ("What is the sum?", str(left + right)),
-        ("Which one is larger?", WORDS[max(left, right)]),
-      ][kind]
-      # Pixels are 0 to 16.
-      pixels = pairs["image"][i, :, :, 0].astype(np.int32) * 16
+      question, answer = _on_two(left, right)[kind]
       pictures = [
-        half[margin : margin + _SIDE, margin : margin + _SIDE].astype(np.uint8)
-        for half in np.split(np.minimum(pixels, 255), 2, axis=1)
+        half[margin : margin + _SIDE, margin : margin + _SIDE]
+        for half in np.split(_gray(pairs["image"][i]), 2, axis=1)
       ]
       row = {"prompt": question + " ", "completion": answer, "images": pictures}
       yield f"digits, question {i}", row
+
+
+def scenes(
+  split: str, preferences: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields (place, row): a question on a picture of two digits.
+
+  The digits are at random places of their halves of the picture, uint8 [12,
+  24]. A third of the questions asks for the box around a digit's ink, as
+  "<loc0341><loc0085><loc0938><loc0426> seven": the top, left, bottom and right
+  edges, in 1/1024 of the height and the width.
+  """
+  del preferences
+  for part in _NUM_SCENES if split == "all" else (split,):
+    source = Source(split=part, length=_NUM_SCENES[part], margin=2)
+    pairs = source.read(np.arange(len(source)))
+    indices = np.arange(len(source))
+    kinds = hashing.fold(1, indices) % np.uint64(9)
+    numbers = hashing.fold(2, indices) % np.uint64(10)
+    for i, (kind, number) in enumerate(zip(kinds.tolist(), numbers.tolist())):
+      left, right = int(pairs["left"][i]), int(pairs["right"][i])
+      pixels = pairs["image"][i, :, :, 0]
+      if kind < 4:
+        question, answer = _on_two(left, right)[kind]
+      elif kind < 6:
+        # About a digit that is there, mostly.
+        shown = (left, right, number)[i % 3]
+        plural = WORDS[shown] + ("es" if shown == 6 else "s")
+        question = f"How many {plural}?"
+        answer = str((left == shown) + (right == shown))
+      else:
+        shown = (left, right)[i % 2]
+        question = f"detect {WORDS[shown]}"
+        answer = " ; ".join(
+          f"{_box(pixels, side)} {WORDS[shown]}"
+          for side, digit in enumerate((left, right))
+          if digit == shown
+        )
+      picture = _gray(pairs["image"][i])
+      row = {
+        "prompt": question + " ",
+        "completion": answer,
+        "images": [picture],
+      }
+      yield f"digit scenes, question {i}", row
+
+
+def _on_two(left: int, right: int) -> list[tuple[str, str]]:
+  """Questions on two digits, with their answers."""
+  return [
+    (f"What is left of the {WORDS[right]}?", WORDS[left]),
+    (f"What is right of the {WORDS[left]}?", WORDS[right]),
+    ("What is the sum?", str(left + right)),
+    ("Which one is larger?", WORDS[max(left, right)]),
+  ]
+
+
+def _gray(pixels: np.ndarray) -> np.ndarray:
+  """Pixels of 0 to 16, [height, width, 1], as uint8 [height, width]."""
+  brighter = pixels[:, :, 0].astype(np.int32) * 16
+  return np.minimum(brighter, 255).astype(np.uint8)
+
+
+def _box(pixels: np.ndarray, side: int) -> str:
+  """The box around the ink of a half of a picture, as boxes.spell writes it."""
+  height, width = pixels.shape
+  half = width // 2
+  ink = pixels[:, side * half : (side + 1) * half] > 0
+  (rows,), (columns,) = np.nonzero(ink.any(1)), np.nonzero(ink.any(0))
+  return boxes.spell(
+    (
+      rows[0] / height,
+      (side * half + columns[0]) / width,
+      (rows[-1] + 1) / height,
+      (side * half + columns[-1] + 1) / width,
+    )
+  )

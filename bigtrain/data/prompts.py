@@ -7,7 +7,9 @@ The files are as for data/supervised.py, but only `prompt`, a text or a list of
 messages, and `tools` are tokenized; the judges of answers get the whole row
 (data/formats/judges.py). With the option `tools`, a function answers the tool
 calls of the model, which then goes on (data/formats/toolbox.py).
-Features: `prompt` int32 [length], padded with 0, and `prompt_length` int32.
+Features: `prompt` int32 [length], padded with 0; `prompt_length` int32; with
+`pictures`, `image` float32 [N, height, width, 3] as in data/supervised.py; with
+`prefix`, int32 `prefix`, the prompt's length.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,8 +76,8 @@ class Source(supervised.Source):
     workers: int = 1,
     **options: Any,
   ):
-    given = ["tokenizer", "length", "loss", "pack", "prefix", "preferences"]
-    given += ["pictures", "references", "rows", "skip_errors"]
+    given = ["tokenizer", "length", "loss", "pack", "preferences"]
+    given += ["references", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:
@@ -117,8 +119,10 @@ class Source(supervised.Source):
         allow_special=options.get("allow_special", False),
       )
     int32 = np.dtype(np.int32)
+    others = [(n, x) for n, x in self.spec.items() if n in ("image", "prefix")]
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
-    self.vocab_sizes = {"prompt": self._coder.vocab_size}
+    self.spec.update(others)
+    self.vocab_sizes = {"prompt": self.vocab_sizes["tokens"]}
     options_of_tools = (tools, tool_calls, max_turns) if tools else ()
     self._digest = files.digest(self._digest, rewards, *options_of_tools)
 
@@ -152,8 +156,17 @@ class Source(supervised.Source):
     prompt = np.zeros((len(spans), *self.spec["prompt"][1]), np.int32)
     for padded, (start, stop) in zip(prompt, spans.tolist()):
       padded[: stop - start] = self._rows.read(start, stop)[0]
-    sizes = np.diff(spans, axis=1)[:, 0]
-    return {"prompt": prompt, "prompt_length": sizes.astype(np.int32)}
+    sizes = np.diff(spans, axis=1)[:, 0].astype(np.int32)
+    batch = {"prompt": prompt, "prompt_length": sizes}
+    if "prefix" in self.spec:
+      batch["prefix"] = sizes
+    if "image" in self.spec:
+      shape = self.spec["image"][1]
+      batch["image"] = np.zeros((len(spans), *shape), np.float32)
+      for images, item in zip(batch["image"], np.asarray(indices).tolist()):
+        for n, picture in enumerate(self._pictures_of(item)):
+          images[n] = picture
+    return batch
 
   def spell(self, ids: np.ndarray) -> str:
     """Returns the text of ids, with special ids spelled out."""

@@ -40,7 +40,10 @@ The features of an example, with L = `length`:
 - `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
   the answer, padded with 0, in place of tokens, targets and loss_mask.
 - `image` float32 [N, height, width, 3] with `pictures`: the pictures of
-  its rows in order, and zeros up to the largest number N of an example.
+  its rows in order, and zeros up to the largest number N of an example. Of
+  models that see a picture in about its own size, `image` is [N, P, values],
+  patches and zeros behind them, and `shapes` int32 [N, 2] their numbers of rows
+  and columns.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 [L] and `loss_mask` float32 [L]; if packed, also `inputs_segments` int32 [S] and
@@ -52,6 +55,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -78,8 +82,8 @@ from bigtrain.data.formats import (
   token_rows,
 )
 from bigtrain.pp import pixels
+from bigtrain.text import picture_layouts, tokenizers
 from bigtrain.text import pictures as text_pictures
-from bigtrain.text import tokenizers
 
 # Tokens of the first row that `first_example` shows.
 _SHOWN_TOKENS = 1000
@@ -90,6 +94,7 @@ _NAMED = {
   "pydoc": pydoc_questions.rows,
   "arithmetic": arithmetic.rows,
   "digits": digit_pairs.questions,
+  "digit_scenes": digit_pairs.scenes,
 }
 # rows_of(input) yields (place, row); an input is a file or one of _NAMED.
 _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
@@ -104,8 +109,8 @@ class Source:
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, a folder of files of one kind, or a list of these.
     name: "pydoc", what the functions of Python's library are for;
-      "arithmetic", additions of numbers below 100; or "digits", questions on
-      two pictures of digits.
+      "arithmetic", additions of numbers below 100; "digits", questions on two
+      pictures of digits; or "digit_scenes", on one of both, also their boxes.
     split: split of these: "train", "test" (every tenth question) or "all".
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
@@ -269,12 +274,16 @@ class Source:
       result = dict.fromkeys(("tokens", "references"), result["tokens"])
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
     if prefix:
-      result["prefix"] = (int32, tuple(self._sizes) if self._pack else ())
+      shape = tuple(self._sizes) if self._pack else ()
+      result["prefix"] = (int32, shape if answers is None else (answers,))
     if self._is_judged:
       result["label"] = (int32, ())
     if self._pictures is not None:
       self._pixels = pixels.Pixels(self._pictures.pp)
-      result["image"] = (float32, self._image_shape())
+      shape = self._image_shape()
+      result["image"] = (float32, shape)
+      if self._is_native():
+        result["shapes"] = (int32, (shape[0], 2))
     return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
@@ -392,17 +401,50 @@ class Source:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
 
+  def _is_native(self) -> bool:
+    """Whether pictures are patches, of which each has its own number."""
+    layout = self._pictures.layout if self._pictures else None
+    return layout is not None and layout["kind"] == "native"
+
   def _image_shape(self) -> tuple[int, ...]:
     """Shape of the pictures of an example: as many as any example has."""
-    counts = self._rows.num_pictures(self._kept)[self._items]
-    most = int(np.add.reduceat(counts, self._first[:-1]).max())
-    if not most:
+    counts = self._rows.num_pictures(self._kept)
+    if not counts.any():
       raise DataError("supervised: pictures: no row has any.")
-    item = int(self._items[np.flatnonzero(counts)[0]])
-    return (most, *self._pictures_of(item)[0].shape)
+    item = int(np.flatnonzero(counts)[0])
+    pixels = self._pictures_of(item)[0].pixels
+    shape = pixels.shape
+    if self._is_native():
+      shape = (self._most_patches(), *shape[1:])
+    elif pixels.ndim == 4:  # Tiles.
+      counts = np.asarray([self._num_tiles(int(row)) for row in self._kept])
+      shape = shape[1:]
+    most = int(np.add.reduceat(counts[self._items], self._first[:-1]).max())
+    return (most, *shape)
 
-  def _pictures_of(self, item: int) -> list[np.ndarray]:
-    """The pixels of a row's pictures, float32 [height, width, 3] each."""
+  def _sizes_of(self, row: int) -> list[tuple[int, int]]:
+    return [row_pictures.size_of(x) for x in self._rows.pictures(row)]
+
+  def _most_patches(self) -> int:
+    layout = self._layout()
+    return max(
+      math.prod(layout.grid(*size))
+      for row in self._kept.tolist()
+      for size in self._sizes_of(row)
+    )
+
+  def _num_tiles(self, row: int) -> int:
+    """Number of tiles of a row's pictures, with those of whole pictures."""
+    layout = self._layout()
+    grids = [layout.grid(*size) for size in self._sizes_of(row)]
+    return sum(rows * columns + 1 for rows, columns in grids)
+
+  def _layout(self) -> picture_layouts.Layout:
+    assert self._pictures is not None and self._pictures.layout is not None
+    return picture_layouts.read(self._pictures.layout, "supervised: pictures")
+
+  def _pictures_of(self, item: int) -> list[pixels.Picture]:
+    """What the model sees of each of a row's pictures."""
     row = int(self._kept[item])
     try:
       kept = self._rows.pictures(row)
@@ -410,14 +452,26 @@ class Source:
     except DataError as e:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
+  def _check_same_pictures(self, item: int) -> None:
+    """Refuses a pair of different pictures; `item` is its second answer."""
+    row = int(self._kept[item])
+    if self._rows.pictures(row - 1) != self._rows.pictures(row):
+      raise DataError(
+        f"{self._rows.where(row)}: expected the same pictures for both answers."
+      )
+
   def _check_cut(self, row: int, start: int, stop: int) -> None:
     """Refuses a row whose pictures are cut off."""
     if self._pictures is None:
       return
     try:
-      # The last id of a row is only a target.
-      ids, _ = self._rows.read(start, stop - 1)
-      self._pictures.check(ids, len(self._rows.pictures(row)))
+      # The last id of a row is only a target, where there are targets.
+      ids, _ = self._rows.read(start, stop - self._extra)
+      if self._pictures.layout is None:
+        self._pictures.check(ids, len(self._rows.pictures(row)))
+      else:
+        sizes = self._sizes_of(row)
+        self._pictures.check_expanded(self._coder, ids, sizes)
     except DataError as e:
       raise DataError(
         f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
@@ -432,18 +486,29 @@ class Source:
       # Pair i has examples 2 i and 2 i + 1.
       indices = np.asarray(indices)[:, None] * 2 + np.arange(2)
       batch = self._examples(indices.reshape(-1))
-      return {name: x.reshape(len(indices), 2, -1) for name, x in batch.items()}
+      images = batch.pop("image", None)
+      pairs = {
+        name: x.reshape(len(indices), 2, *x.shape[1:])
+        for name, x in batch.items()
+      }
+      return pairs if images is None else pairs | {"image": images[::2]}
     batch = self._examples(indices)
     if self._is_judged:
-      batch = {name: x[:, None] for name, x in batch.items() if x.ndim > 1}
+      batch = {
+        name: x if name == "image" else x[:, None] for name, x in batch.items()
+      }
       items = self._items[self._first[np.asarray(indices)]]
       batch["label"] = self._rows.label[self._kept[items]].astype(np.int32)
     return batch
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
-    if "image" in self.spec:
-      shapes["image"] = self.spec["image"]
+    if self._answers == 2 or self._is_judged:
+      shapes.pop("label", None)
+      if "prefix" in shapes:  # Of each answer.
+        shapes["prefix"] = self.spec["prefix"][0], ()
+    of_pictures = {"image", "shapes"} & {*self.spec}
+    shapes |= {name: self.spec[name] for name in of_pictures}
     batch = {
       name: np.zeros((len(indices), *shape), dtype)
       for name, (dtype, shape) in shapes.items()
@@ -452,16 +517,18 @@ class Source:
       example = {
         name: array[b]
         for name, array in batch.items()
-        if array.ndim > 1 and name != "image"
+        if array.ndim > 1 and name not in of_pictures
       }
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-      if "image" in batch:
+      if "image" in batch and self._answers == 2 and b % 2:
+        self._check_same_pictures(items.item())
+      elif "image" in batch:
         own = [x for item in items.tolist() for x in self._pictures_of(item)]
-        for n, picture in enumerate(own):
-          batch["image"][b, n] = picture
+        of_example = {name: batch[name][b] for name in of_pictures}
+        pixels.fill(own, **of_example)
     if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
     return batch
@@ -569,10 +636,9 @@ def _check_together(
 ) -> None:
   """Refuses options that do not go together."""
   is_pair = len(sizes) == 2
-  if has_pictures and (is_pair or preferences):
+  if has_pictures and is_pair:
     raise ConfigError(
-      "supervised: pictures: expected one length, of a decoder, and "
-      "preferences=False."
+      "supervised: pictures: expected one length, of a decoder."
     )
   wrong = {
     # With pictures, vision_language reads packed prefixes.

@@ -5,6 +5,11 @@ exact, exact_match    fraction equal to a reference; the second one leaves out
 squad                 exact match and F1 of words, from 0 to 100
 vqa                   accuracy of VQA: each person who gave the answer counts a
                       third
+anls                  similarity of characters, as for DocVQA
+relaxed_accuracy      equal, or a number within 5%, as for ChartQA
+boxes                 of boxes in PaliGemma's format: mean IoU, and COCO's
+                      average precisions, without scores; the first reference
+                      counts
 accuracy, matthews    of labels; here and below, the first reference counts
 pearson, spearman     of numbers
 bleu                  corpus BLEU-4, from 0 to 100
@@ -25,6 +30,8 @@ import numpy as np
 
 from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.config.modules import find_attribute
+from bigtrain.evaluation import detection
+from bigtrain.text import boxes
 
 Texts = Sequence[str]
 
@@ -148,6 +155,82 @@ def _vqa_answer(text: str) -> str:
   words = [_VQA_NUMBERS_TO.get(x, x) for x in text.lower().split()]
   words = [x for x in words if x not in _ARTICLES]
   return " ".join(_CONTRACTIONS.get(x, x) for x in words)
+
+
+# Below this similarity, an answer of DocVQA counts as wrong.
+_LEAST_SIMILARITY = 0.5
+
+
+def _anls(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
+  """Average normalized Levenshtein similarity (Biten et al. 2019)."""
+  values = []
+  for sample, answers in zip(samples, references):
+    given = _plain(sample)
+    best = max(_similarity(given, _plain(answer)) for answer in answers)
+    values.append(best if best > _LEAST_SIMILARITY else 0.0)
+  return {"anls": float(np.mean(values))}
+
+
+def _plain(text: str) -> str:
+  return " ".join(text.lower().split())
+
+
+def _similarity(a: str, b: str) -> float:
+  longer = max(len(a), len(b))
+  return 1 - _edit_distance(a, b) / longer if longer else 1.0
+
+
+def _edit_distance(a: str, b: str) -> int:
+  """Levenshtein distance: fewest insertions, deletions and replacements."""
+  row = [*range(len(b) + 1)]
+  for i, x in enumerate(a, start=1):
+    above, row = row, [i]
+    for j, y in enumerate(b, start=1):
+      row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
+  return row[-1]
+
+
+# Relative error that ChartQA allows (Masry et al. 2022, arXiv 2203.10244).
+_TOLERANCE = 0.05
+
+
+def _relaxed(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
+  hits = [
+    any(_is_about(sample, answer) for answer in answers)
+    for sample, answers in zip(samples, references)
+  ]
+  return {"relaxed_accuracy": float(np.mean(hits))}
+
+
+def _is_about(sample: str, answer: str) -> bool:
+  given, right = _amount(sample), _amount(answer)
+  if given is None or right is None or right == 0:
+    return _plain(sample) == _plain(answer)
+  return abs(given - right) / abs(right) <= _TOLERANCE
+
+
+def _amount(text: str) -> float | None:
+  """A number, also one in percent."""
+  text = text.strip()
+  if text.endswith("%"):
+    number = _number(text[:-1])
+    return None if number is None else number / 100
+  return _number(text)
+
+
+def _boxes(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
+  given, right = _labels(samples, references)
+  args = [boxes.read(text) for text in given], [boxes.read(x) for x in right]
+  by_threshold = [
+    detection.average_precision(*args, threshold)
+    for threshold in detection.THRESHOLDS.tolist()
+  ]
+  return {
+    "box_iou": detection.mean_iou(*args),
+    "box_ap": float(np.mean(by_threshold)),
+    "box_ap50": by_threshold[0],
+    "box_ap75": by_threshold[5],
+  }
 
 
 def _words(text: str) -> list[str]:
@@ -275,6 +358,9 @@ _METRICS = {
   "exact_match": _exact_match,
   "squad": _squad,
   "vqa": _vqa,
+  "anls": _anls,
+  "relaxed_accuracy": _relaxed,
+  "boxes": _boxes,
   "accuracy": _accuracy,
   "matthews": _matthews,
   "pearson": _pearson,

@@ -3,7 +3,6 @@
 Legend: B batch, L length, N examples, R references of an image.
 """
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from bigtrain.arrays.types import Batch, PredictFn, Variables
 from bigtrain.config.errors import check_number
-from bigtrain.evaluation import evaluations, text_metrics
+from bigtrain.evaluation import evaluations, sheets, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 from bigtrain.text import tokenizers
@@ -90,7 +89,12 @@ class Evaluator:
       "captions": media.Table(rows, f"{stem}.jsonl"),
     }
     if self._images:
-      sheet = draw(self._images(variables), captions, references)
+      images = self._images(variables)
+      is_wrong = [
+        bool(texts) and caption not in texts
+        for caption, texts in zip(captions, references)
+      ]
+      sheet = sheets.draw(images, captions, is_wrong)
       values["picture"] = media.Image(sheet, path=f"{stem}.png")
     return values
 
@@ -98,36 +102,3 @@ class Evaluator:
     """The references of one image; an empty one is padding."""
     texts = [self._tokenizer.decode(row) for row in np.atleast_2d(ids)]
     return [text for text in texts if text]
-
-
-def draw(
-  images: np.ndarray,
-  captions: Sequence[str],
-  references: Sequence[Sequence[str]],
-) -> np.ndarray:
-  """Draws images [N, height, width, channels]; returns uint8 RGB pixels."""
-  from matplotlib.backends import backend_agg
-  from matplotlib.figure import Figure
-
-  columns = min(5, len(images))
-  rows = -(-len(images) // columns)
-  figure = Figure(figsize=(2.6 * columns, 2.0 * rows), dpi=100)
-  canvas = backend_agg.FigureCanvasAgg(figure)
-  low, high = float(images.min()), float(images.max())
-  scaled = (images - low) / max(high - low, 1e-6)
-  if scaled.shape[-1] == 1:
-    scaled = np.repeat(scaled, 3, axis=-1)
-  for i, (image, caption) in enumerate(zip(scaled, captions)):
-    axes = figure.add_subplot(rows, columns, i + 1)
-    axes.axis("off")
-    axes.imshow(image, interpolation="nearest")
-    text = " ".join(caption.split())
-    text = textwrap.fill(
-      text, 28, break_long_words=False, break_on_hyphens=False
-    )
-    text = text.replace("$", r"\$")  # Matplotlib would set "$x$" as a formula.
-    wrong = references[i] and caption not in references[i]
-    axes.set_title(text, fontsize=8, color="tab:red" if wrong else "black")
-  figure.tight_layout()
-  canvas.draw()
-  return np.asarray(canvas.buffer_rgba())[..., :3]

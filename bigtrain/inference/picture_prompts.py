@@ -15,9 +15,11 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.files import paths
 from bigtrain.inference.saved import Saved
-from bigtrain.pp import pixels
+from bigtrain.pp import picture_files, pixels
 from bigtrain.text import pictures, tokenizers
 
+# Prompts have a multiple of so many patches, so that few programs are compiled.
+_ROUND_TO = 64
 _FIELDS = ("text", "messages", "images")
 
 
@@ -56,29 +58,27 @@ class PicturePrompts:
       if adds_bos and bos is not None and not self.pictures.first:
         ids = [bos, *ids]
     result = np.asarray(ids, np.int32)
-    self.pictures.check(result, number)
+    if self.pictures.layout is None:
+      self.pictures.check(result, number)
+    else:
+      sizes = [_size(_raw(x)) for x in images_of(prompt)]
+      result, _ = self.pictures.expanded(self._tokenizer, result, sizes)
     if len(result) and result[-1] == self.pictures.token:
       raise DataError("a prompt: expected text after the last picture.")
     return result
 
-  def images(self, prompts: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-    """Float32 [B, N, H, W, 3], zeros where a prompt has fewer pictures."""
+  def features(
+    self, prompts: Sequence[Mapping[str, Any]]
+  ) -> dict[str, np.ndarray]:
+    """The pictures of prompts: "image" and, for patches, "shapes"; or nothing.
+
+    "image" is float32 [B, N, H, W, 3] or [B, N, patches, values], zeros where a
+    prompt has fewer pictures.
+    """
     rows = [
       self._pixels([_raw(x) for x in images_of(prompt)]) for prompt in prompts
     ]
-    shapes = {picture.shape for row in rows for picture in row}
-    if not shapes:
-      return None
-    if len(shapes) > 1:
-      raise DataError(
-        f"images: expected one size after preprocessing, got {sorted(shapes)}."
-      )
-    most = max(map(len, rows))
-    result = np.zeros((len(rows), most, *shapes.pop()), np.float32)
-    for b, row in enumerate(rows):
-      for n, picture in enumerate(row):
-        result[b, n] = picture
-    return result
+    return pixels.features(rows, round_to=_ROUND_TO) if any(rows) else {}
 
 
 def images_of(prompt: Mapping[str, Any]) -> list[Any]:
@@ -87,6 +87,13 @@ def images_of(prompt: Mapping[str, Any]) -> list[Any]:
   if given is None:
     return []
   return [*given] if isinstance(given, list | tuple) else [given]
+
+
+def _size(raw: bytes | np.ndarray) -> tuple[int, int]:
+  """Height and width."""
+  if isinstance(raw, bytes):
+    return picture_files.size(raw)
+  return raw.shape[0], raw.shape[1]
 
 
 def _raw(picture: Any) -> bytes | np.ndarray:

@@ -357,9 +357,7 @@ class Predictor:
     def call(items: Sequence[Any]) -> list[Any]:
       prompts = [self._prompt(text) for text in items]
       batch = self._prompt_batch(prompts, options)
-      images = self._images(items)
-      if images is not None:
-        batch["image"] = images
+      batch |= self._picture_features(items)
       new_BL = self.run("generate", batch, **options)
       ends = [_num_before_end(ids, end_ids) for ids in new_BL]
       results: list[dict[str, Any]] = [
@@ -380,12 +378,12 @@ class Predictor:
   def _picture_prompts(self) -> picture_prompts.PicturePrompts:
     return picture_prompts.PicturePrompts(self._saved, self.need_tokenizer())
 
-  def _images(self, items: Sequence[Any]) -> np.ndarray | None:
-    """The pictures of prompts, [B, N, H, W, 3]; None if none has any."""
+  def _picture_features(self, items: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The features of prompts' pictures; none if no prompt has any."""
     prompts = [item if isinstance(item, Mapping) else {} for item in items]
     if not any(map(picture_prompts.images_of, prompts)):
-      return None
-    return self._picture_prompts.images(prompts)
+      return {}
+    return self._picture_prompts.features(prompts)
 
   def _prompt_batch(
     self, prompts: Sequence[np.ndarray], options: Mapping[str, Any]

@@ -1,5 +1,8 @@
 """Log-probabilities of several answers to each prompt.
 
+A batch may have "image", the pictures of the prompts, as in language modeling,
+and "prefix" int [B, K], the number of tokens that see each other.
+
 Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
 """
 
@@ -18,7 +21,18 @@ from bigtrain.losses import token_losses
 def inputs(batch: Batch) -> dict[str, jax.Array]:
   """Arguments of a language model that reads "tokens" [B, K, L]."""
   real_XL = token_losses.real_positions(flat(batch["loss_mask"]))
-  return {"tokens": flat(batch["tokens"]), "real": real_XL}
+  result = {"tokens": flat(batch["tokens"]), "real": real_XL}
+  return result | prompts(batch)
+
+
+def prompts(batch: Batch) -> dict[str, jax.Array]:
+  """What a model reads beside the tokens of prompts."""
+  result = {}
+  if "image" in batch:
+    result["image"] = batch["image"]  # Of all answers to a prompt.
+  if "prefix" in batch:
+    result["prefix"] = batch["prefix"].reshape(-1)
+  return result
 
 
 def flat(x_BKL: jax.Array) -> jax.Array:
@@ -46,7 +60,8 @@ def log_probs(
 
   def losses(variables: Variables, hidden_XLD: Any, weight_BKL: Any) -> Any:
     head = token_losses.head_losses(variables, model, temperature, chunk=chunk)
-    return head(hidden_XLD, flat(batch["targets"]), flat(weight_BKL))
+    targets_XL = token_losses.known_targets(model, flat(batch["targets"]))
+    return head(hidden_XLD, targets_XL, flat(weight_BKL))
 
   def with_gradient(loss: jax.Array, grad_BKL: jax.Array) -> jax.Array:
     weight_BKL = jnp.where(mask_BKL, -grad_BKL, 0.0)

@@ -49,7 +49,7 @@ def signs(
   rank_or_0 = jax.lax.cond(
     log_step,
     lambda: prototypes.effective_rank(features_BD, weight_B),
-    lambda: jnp.zeros(()),
+    lambda: jnp.zeros((), jnp.float32),
   )
 
   def mean_of_each(x: jax.Array) -> jax.Array:

@@ -21,7 +21,13 @@ def apply(
   collect: tuple[str, ...] = (),
   **kwargs: Any,
 ) -> tuple[Any, Variables]:
-  """Returns (output, mutable collections); only training changes the latter."""
+  """Returns (output, mutable collections); only training changes the latter.
+
+  Training also collects the largest logits of attention, of models that have
+  the field `attention_logits` set.
+  """
+  if getattr(model, "attention_logits", False):
+    collect = (*collect, "step_largest")
   mutable = [name for name in variables if name != "params"]
   out, new = model.apply(
     variables,
@@ -138,3 +144,10 @@ def layers_fn(
     return {name: feature(name) for name in layer}
 
   return layers
+
+
+def pixels(variables: Variables, batch: Batch) -> jax.Array:
+  """The image itself, [B, values], which features have to be better than."""
+  del variables
+  image = batch["image"]
+  return image.reshape(len(image), -1).astype(jnp.float32)

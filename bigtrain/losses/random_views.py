@@ -7,9 +7,13 @@ Legend: B batch, V views, H height, W width, C channels.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from bigtrain.arrays.types import Batch
+from bigtrain.config.errors import ConfigError
 
 
 def crops(
@@ -68,3 +72,27 @@ def crops(
 def folded(keys_B: jax.Array, number: int) -> jax.Array:
   """Other keys for another use."""
   return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, number)
+
+
+def two(
+  batch: Batch, size: int | None, area: Sequence[float], **options: Any
+) -> jax.Array:
+  """Two views of each image, (B, 2, ...): a batch's "views", or new ones."""
+  if "views" in batch:
+    ready = batch["views"]
+    if ready.shape[1] != 2:
+      raise ConfigError(
+        "config.input: expected 2 views of each image, got 'views' with "
+        f"{ready.shape[1]}."
+      )
+    return ready
+  image = batch["image"]
+  keys_B, side = batch["_keys"], image.shape[1]
+  return crops(keys_B, image, 2, size or side, area, **options)
+
+
+def example(batch: Batch) -> jax.Array:
+  """Images of the size of a batch's, to initialise or to evaluate a model."""
+  if "image" not in batch and "views" in batch:
+    return batch["views"][:, 0]
+  return batch["image"]

@@ -262,9 +262,8 @@ class TokenTask(NamedTuple):
   def losses(
     self, variables: Variables, batch: Batch, **options: Any
   ) -> ModelLosses:
-    weight_BL, targets_BL = self.weights(batch), batch["targets"]
-    if hasattr(options["model"], "known_targets"):
-      targets_BL = options["model"].known_targets(targets_BL)
+    weight_BL = self.weights(batch)
+    targets_BL = known_targets(options["model"], batch["targets"])
     return model_losses(
       variables, self.inputs(batch), targets_BL, weight_BL, **options
     )
@@ -315,6 +314,13 @@ class TokenTask(NamedTuple):
     real_B = metrics.example_weights(batch, num_bytes)
     total, _ = metrics.pair(num_bytes, real_B)
     return result | {"bytes": (total, jnp.ones(()))}
+
+
+def known_targets(model: Any, targets_BL: jax.Array) -> jax.Array:
+  """Targets that the head knows, where those without a loss may be others."""
+  if hasattr(model, "known_targets"):
+    return model.known_targets(targets_BL)
+  return targets_BL
 
 
 def head_losses(

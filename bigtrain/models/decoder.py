@@ -29,19 +29,20 @@ from bigtrain.models.layers import (
   kv_cache,
   latent_attention,
   layer_dims,
+  layer_inputs,
   layer_kinds,
   masks,
   mlp,
   moe,
   multi_token,
   options,
+  short_conv,
   stack,
 )
 from bigtrain.models.published import blocks, decoder_families
 
 POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
-QK_NORMS = ("head", "projection", "l2")
 
 # Defaults of the fields that some variants give. In the class they are None, to
 # distinguish a value in the config from the default: the config's value comes
@@ -86,16 +87,23 @@ class Model(nn.Module):
   rope_fraction: float = options.DERIVED
   # Whether 2 i and 2 i + 1 are a pair.
   rope_interleaved: bool = options.DERIVED
+  rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
+  # Options of positions.Axes, if positions have three axes; None for one.
+  rope_axes: Any = None
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
+  norm_scaled: bool = True  # Whether norms of the stream have a scale.
+  embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
   parallel: bool = False  # Whether attention and MLP share a norm.
-  mlp: str = options.DERIVED  # A name in mlp.KINDS.
+  mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
   # See deltanet.Options: a recurrent layer in place of attention.
   deltanet: Any = None
+  # See short_conv.Options: a gated convolution in place of attention.
+  short_conv: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
@@ -111,6 +119,8 @@ class Model(nn.Module):
   qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
   qkv_clip: float | None = None  # Largest entry of queries, keys and values.
   window: int | None = None  # Number of positions that each one sees.
+  # Positions see only those in the same chunk of so many, as in Llama 4.
+  chunk: int | None = None
   # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
@@ -119,15 +129,22 @@ class Model(nn.Module):
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
+  # Whether log entries have each layer's largest score; config.qk_clip sets it.
+  attention_logits: bool = False
   query_scale: Any = None  # Options of positions.QueryScale, by position.
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.
   keys_as_values: bool = False
+  # Whether keys and values are those of the last layer before it that has its
+  # own, and as many heads, the same width and window.
+  shares_kv: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
+  # See layer_inputs.Options: embeddings of tokens for each layer.
+  layer_inputs: Any = None
   # Whether each layer's output has a factor, which is not trained.
   layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
@@ -164,6 +181,7 @@ class Model(nn.Module):
     real: jax.Array | None = None,
     prefix: jax.Array | None = None,
     inserted: tuple[jax.Array, jax.Array] | None = None,
+    added: jax.Array | None = None,
     groups: tuple[jax.Array, jax.Array] | None = None,
     window_in_groups: bool = False,
     cache: kv_cache.Caches | None = None,
@@ -177,13 +195,15 @@ class Model(nn.Module):
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
       segments: int (B, L), document of each token, 0 for padding; documents do
         not see each other. None for one document per example.
-      positions: int (B, L); by default they count from 0 in each document.
+      positions: int (B, L), or (B, L, 3) with rope_axes; by default they count
+        from 0 in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
         before them. Not with segments or a window.
       inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
         of the tokens' own.
+      added: (B, n, L, D), what is added after each of the first n layers.
       groups: int (B, L) and (B, S), groups of the tokens and of the positions
         that they may see, 0 for none; see masks.Mask, also window_in_groups.
       cache: keys and values of earlier tokens, from `init_cache`; the call
@@ -199,6 +219,7 @@ class Model(nn.Module):
     V, D = self.vocab_size, self.width
     embedding_VD = self.param("token_embedding", init, (V, D))
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
+    inputs_BLNI = self._layer_inputs(tokens, x_BLD, inserted)
 
     mask = self._mask(segments, prefix, groups, window_in_groups)
     if segments is not None and real is None:
@@ -206,17 +227,23 @@ class Model(nn.Module):
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = _positions(tokens.shape[1], start, segments)
+      positions = positions_of(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
     if cache is not None:
       cache = cache.reading(start, tokens.shape[1], real)
     layers = layer_kinds.of_model(self)
-    tables = layers.tables(positions, _lengths(tokens, segments, cache))
-    carry = sharding.stream(x_BLD), cache
-    (x_BLD, cache), stats = self._blocks(
-      layers, carry, tables, mask, real, start, train
+    tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
+    tables = tables._replace(inputs_BLNI=inputs_BLNI)
+    (x_BLD, cache, _), stats = self._blocks(
+      layers,
+      (sharding.stream(x_BLD), cache, {}),
+      tables,
+      mask,
+      real,
+      start,
+      train,
     )
     if cache is not None:
       cache = cache.after_call()
@@ -225,8 +252,9 @@ class Model(nn.Module):
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     if self.mtp and (train or self.is_initializing()):
       embed = functools.partial(self.embed, embedding_VD)
+      own_tables = tables._replace(added_BNLD=None)
       out["mtp"], out["moe"] = self._predict_further(
-        embed, x_BLD, tokens, stats, tables, mask, real, train
+        embed, x_BLD, tokens, stats, own_tables, mask, real, train
       )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
@@ -336,10 +364,34 @@ class Model(nn.Module):
     if inserted is not None:
       tokens = jnp.where(inserted[1], 0, tokens)
     x_BLD = self.embed(embedding_VD, tokens)
-    if inserted is None:
-      return x_BLD
-    inserted_BLD, at_BL = inserted
-    return jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
+    if inserted is not None:
+      inserted_BLD, at_BL = inserted
+      x_BLD = jnp.where(at_BL[..., None], inserted_BLD, x_BLD)
+    if self.embed_norm:
+      x_BLD = causal_block.norm(self, self.width, "embedding_norm")(x_BLD)
+    return x_BLD
+
+  def _layer_inputs(
+    self,
+    tokens: jax.Array,
+    x_BLD: jax.Array,
+    inserted: tuple[jax.Array, jax.Array] | None,
+  ) -> jax.Array | None:
+    own = self.layer_inputs
+    if own is None:
+      return None
+    if inserted is not None:
+      tokens = jnp.where(inserted[1], 0, tokens)
+    module = layer_inputs.LayerInputs(
+      own.dim,
+      own.vocab_size or self.vocab_size,
+      self.depth,
+      self.norm_eps,
+      self.init_std,
+      self.dtype,
+      name="layer_inputs",
+    )
+    return module(tokens, x_BLD)
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""
@@ -385,7 +437,7 @@ class Model(nn.Module):
   def _blocks(
     self, layers: layer_kinds.Layers, carry: Any, *shared: Any
   ) -> tuple[Any, Any]:
-    x_BLD, cache = carry
+    x_BLD, cache, _ = carry
     if cache is not None and x_BLD.shape[1] > 1:
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.
@@ -464,7 +516,9 @@ class Model(nn.Module):
         "embeddings do not depend on the length of a text."
       )
     modules = self.mtp_modules()
-    kind = whole[modules.options.cache]
+    own = modules.options.cache
+    assert own is not None  # See _check_last_layer.
+    kind = whole[own]
     return modules.init_cache(batch_size, max_len, kind, self.mtp)
 
   @nn.nowrap
@@ -517,26 +571,39 @@ def _check_mtp(model: Model) -> None:
     )
 
 
+def _check_last_layer(model: Model) -> None:
+  """Modules of `mtp` have a block like the last layer's."""
+  last = layer_kinds.of_model(model).of_all(model.depth)[-1]
+  if model.mtp and (model.layer_inputs is not None or last.view is not None):
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected 0 with layer_inputs, and with a "
+      "last layer that shares keys and values."
+    )
+
+
 def _check_prefix(model: Model, segments: jax.Array | None) -> None:
   if segments is not None:
     raise ConfigError(
       "prefix: expected one text per example, got packed ones (segments)."
     )
   layers = layer_kinds.of_model(model)
-  if any(block.window for block in layers.of_all(model.depth)):
-    raise ConfigError(
-      "prefix: expected layers that see all positions, got config.model.window."
-    )
+  for name in ("window", "chunk"):
+    if any(getattr(block, name) for block in layers.of_all(model.depth)):
+      raise ConfigError(
+        f"prefix: expected layers that see all positions, got "
+        f"config.model.{name}."
+      )
   if layers.has_recurrence():
     raise ConfigError(
       "prefix: expected layers that see later positions too, got "
-      "config.model.deltanet."
+      "config.model.deltanet or short_conv."
     )
 
 
-def _positions(
+def positions_of(
   L: int, start: jax.Array | int, segments: jax.Array | None
 ) -> jax.Array:
+  """Number of each token in its document: (B or 1, L)."""
   positions_BL = start + jnp.arange(L)[None]
   if segments is not None:
     positions_BL = positions_BL - _document_ends(segments)[0]
@@ -571,7 +638,7 @@ def _read(model: Model) -> None:
   """Checks the fields, and sets those that have several spellings."""
   sizes = ["vocab_size", "width", "depth", "num_heads", "num_kv_heads"]
   sizes += ["head_dim", "mlp_dim"]
-  for name in ("max_len", "window", "num_classes"):
+  for name in ("max_len", "window", "chunk", "num_classes"):
     if getattr(model, name) is not None:
       sizes.append(name)
   options.check_sizes(model, sizes)
@@ -581,7 +648,7 @@ def _read(model: Model) -> None:
     "drop_path",
     posemb=POSEMBS,
     pool=POOLS,
-    mlp=mlp.KINDS,
+    mlp=mlp.NAMES,
     norm=causal_block.NORMS,
     norm_at=causal_block.NORMS_AT,
   )
@@ -597,25 +664,25 @@ def _read(model: Model) -> None:
   use_bias = model.use_bias
   if isinstance(use_bias, bool):
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
-  qk_norm = model.qk_norm
-  if isinstance(qk_norm, bool):
-    qk_norm = "head" if qk_norm else None
-  if qk_norm is not None:
-    check_choice("config.model.qk_norm", qk_norm, QK_NORMS)
   values = layer_kinds.read_names(model) | dict(
     use_bias=options.read_names(
       "config.model.use_bias", use_bias, causal_block.BIAS_SITES
     ),
-    qk_norm=qk_norm,
+    qk_norm=layer_kinds.read_qk_norm(model.qk_norm, "config.model.qk_norm"),
+    rope_axes=options.hashable(model.rope_axes),
     mla=latent_attention.read(model.mla, "config.model.mla"),
+    layer_inputs=layer_inputs.read(
+      model.layer_inputs, "config.model.layer_inputs"
+    ),
     moe=moe.read(model.moe, "config.model.moe", depth=model.depth),
     deltanet=deltanet.read(model.deltanet, "config.model.deltanet"),
+    short_conv=short_conv.read(model.short_conv, "config.model.short_conv"),
     rope_scaling=options.hashable(model.rope_scaling),
     query_scale=options.hashable(model.query_scale),
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
-  layer_kinds.of_model(model)  # Its checks.
+  _check_last_layer(model)
 
 
 def _check_numbers(model: Model) -> None:
@@ -1002,15 +1069,20 @@ DIMS: dict[str, str] = {
   r"score/kernel": "D -> V",
   r"score/bias": "V",
   r"mtp/.*/projection/kernel": "both_widths -> D",
+  r"layer_inputs/embedding": "V -> layer_inputs",
+  r"layer_inputs/projection/kernel": "D -> layer_inputs",
+  r"layer_inputs/norm/scale": "layer_input",
   **layer_dims.LAYERS,
 }
 
 
 def param_dims(model: Model) -> dims.Table:
   table = DIMS
-  if model.qk_norm == "projection":
+  layers = layer_kinds.of_model(model)
+  norms = {block.qk_norm for block in layers.of_all(model.depth)}
+  if "projection" in norms:
     table = layer_dims.PROJECTION_NORMS | table
-  return layer_dims.with_experts(table, layer_kinds.of_model(model).experts())
+  return layer_dims.with_experts(table, layers.experts())
 
 
 def from_published(

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from bigtrain.arrays import dims
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.models import vit
-
-_EPS = 1e-12
+from bigtrain.models.layers import heads
 
 
 class Model(vit.Model):
@@ -114,7 +113,7 @@ class Head(nn.Module):
       x = nn.Dense(
         width, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}"
       )(x)
-    return unit(x)
+    return heads.unit(x)
 
 
 class Prototypes(nn.Module):
@@ -127,11 +126,6 @@ class Prototypes(nn.Module):
   def __call__(self) -> jax.Array:
     init = nn.initializers.normal(0.02)
     return self.param("kernel", init, (self.width, self.number))
-
-
-def unit(x: jax.Array) -> jax.Array:
-  x = x.astype(jnp.float32)
-  return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPS)
 
 
 HEAD_DIMS: dict[str, str] = {

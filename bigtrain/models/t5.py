@@ -129,6 +129,7 @@ class Model(nn.Module):
     experts = moe.read(
       self.moe,
       "config.model.moe",
+      has_encoder=True,
       depth=self.depth,
       decoder_depth=self.decoder_depth,
     )
@@ -226,7 +227,16 @@ class Model(nn.Module):
       for name, stats in (("encoder", encoder), ("decoder", decoder))
       for layer, x in stats.pop("by_layer").items()
     }
-    return {**jax.tree.map(mean, encoder, decoder), "by_layer": by_layer}
+    # What only one kind of routing reports is the mean of its own stack.
+    alone = {
+      name: {**encoder, **decoder}[name]
+      for name in encoder.keys() ^ decoder.keys()
+    }
+    both = [
+      {name: x for name, x in stats.items() if name not in alone}
+      for stats in (encoder, decoder)
+    ]
+    return {**jax.tree.map(mean, *both), **alone, "by_layer": by_layer}
 
   def encode(
     self,

@@ -34,6 +34,9 @@ from bigtrain.models.published import (
 
 # Keys of the towers' options.
 _KEYS = {"img": "config.model.image", "txt": "config.model.text"}
+# {part of the parameters: (its module, the method that makes its model)}, for
+# config.model_init.parts.
+PARTS = {"img": (vit, "image_tower"), "txt": (text_transformer, "text_tower")}
 # Of the towers that published files have.
 _DIMS = {
   **dims.under("img/", vit.DIMS),
@@ -130,6 +133,14 @@ class Model(nn.Module):
     if self.text_model is not None:
       towers["txt"] = _tower("text", self.text_model, self.text, out_dims[1])
     return towers
+
+  def image_tower(self) -> Any:
+    cls, given = self._towers()["img"]
+    return cls(**given, parent=None)
+
+  def text_tower(self) -> Any:
+    cls, given = self._towers()["txt"]
+    return cls(**given, parent=None)
 
 
 def _tower(

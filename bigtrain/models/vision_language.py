@@ -1,15 +1,17 @@
-"""A decoder that reads pictures: PaliGemma, Gemma 3, LLaVA, Idefics 3, SmolVLM.
+"""A decoder that reads pictures: PaliGemma, Gemma 3, LLaVA, Idefics 3, Qwen-VL.
 
 An image tower makes features of patches, a projector makes embeddings of them,
 and these stand in the decoder in place of image tokens: the first image token
 of a text gets the first embedding of its first picture, and so on. Options of
-the tower are in models/vit.py, options of the decoder in models/decoder.py.
-Parameters are named img/..., projector/... and llm/...
+the tower are in models/vit.py, or in models/native_vit.py for pictures of any
+shape, options of the decoder in models/decoder.py. Parameters are named
+img/..., projector/..., llm/... and, of features of inner layers, deepstack/...
 
 Axes: B batch, N pictures of an example, P patches, T image tokens of a picture,
 L length, D width of the decoder.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -27,22 +29,26 @@ from bigtrain.config.errors import (
   check_number,
 )
 from bigtrain.config.modules import find_module
-from bigtrain.models import decoder, vit
+from bigtrain.models import decoder, native_vit, vit
 from bigtrain.models.layers import kv_cache, mlp, options, rms_norm
 from bigtrain.models.published import (
   decoder_families,
   vision_language_families,
   vit_families,
 )
+from bigtrain.models.published.vits import native_towers
 
 # Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma; or
 # the tokens of the same picture, as in Gemma 3.
 MASKS = ("causal", "prefix", "image")
 ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
+NORMS = ("offset_rmsnorm", "rmsnorm", "layernorm")
 
 # Fields that both parts get unless their own options have them.
 _SHARED = ("attention", "dtype", "remat_policy", "scan")
-_PARTS = {"img": "image", "llm": "text"}
+# {part of the parameters: (its module, the method that makes its model)}, for
+# config.model_init.parts.
+PARTS = {"img": (vit, "image_tower"), "llm": (decoder, "text_decoder")}
 
 
 class ProjectorOptions(NamedTuple):
@@ -52,10 +58,38 @@ class ProjectorOptions(NamedTuple):
   pool: int = 1
   # Side of the squares of patches whose features are joined, as in Idefics 3.
   merge: int = 1
-  norm_eps: float | None = None  # Of an RMS norm, with Gemma's offset.
+  norm_eps: float | None = None  # Of a norm; None without one.
+  # "rmsnorm", "layernorm", or "offset_rmsnorm", with Gemma's offset.
+  norm: str = "offset_rmsnorm"
+  # Whether the norm is of each patch, before their features are joined.
+  norm_patches: bool = False
   # Activation between two linear layers, as in LLaVA; None for one layer.
   mlp: str | None = None
+  hidden: int | None = None  # Width between them; that of the decoder if None.
   use_bias: bool = True
+
+
+class Embedded(NamedTuple):
+  """Pictures as embeddings of the decoder."""
+
+  x_BND: jax.Array  # (B, N T, D).
+  # Rows and columns of each picture's tokens, (B or 1, N, 2). The tokens of a
+  # picture beyond them are padding.
+  grids_BN2: jax.Array
+  # Whether all pictures have the same grid, and none has padding.
+  is_uniform: bool
+  # What is added after the first n layers, (B, n, N T, D).
+  added_BnMD: jax.Array | None
+
+  def repeated(self, number: int) -> "Embedded":
+    """Each example's pictures `number` times in a row."""
+    repeat = functools.partial(jnp.repeat, repeats=number, axis=0)
+    grids, added = self.grids_BN2, self.added_BnMD
+    return self._replace(
+      x_BND=repeat(self.x_BND),
+      grids_BN2=repeat(grids) if len(grids) > 1 else grids,
+      added_BnMD=None if added is None else repeat(added),
+    )
 
 
 class Model(nn.Module):
@@ -89,6 +123,7 @@ class Model(nn.Module):
       pool=dict(least=1, whole=True),
       merge=dict(least=1, whole=True),
       norm_eps=dict(above=0),
+      hidden=dict(least=1, whole=True),
     )
     options.set_fields(self, {"projector": projector})
     key = "config.model.image_token"
@@ -113,6 +148,7 @@ class Model(nn.Module):
     tokens: jax.Array,
     image: jax.Array | None = None,
     *,
+    shapes: jax.Array | None = None,
     segments: jax.Array | None = None,
     positions: jax.Array | None = None,
     real: jax.Array | None = None,
@@ -127,8 +163,12 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L), with T image tokens for each picture.
       image: float (B, height, width, 3), or (B, N, height, width, 3); examples
-        with fewer pictures have any others after their own. None for texts, and
-        for tokens after a prompt whose keys are in the cache.
+        with fewer pictures have any others after their own. With B / K pictures
+        or sets of them, K texts in a row have the same ones. None for texts,
+        and for tokens after a prompt whose keys are in the cache. With
+        `shapes`, ready patches (B, P, values) or (B, N, P, values) of
+        models.native_vit.
+        patches, zeros for no picture; also with the number of frames in front.
       prefix: int (B,), number of leading tokens that see each other, with
         mask="prefix"; bool (B, L) for packed texts.
     """
@@ -138,11 +178,21 @@ class Model(nn.Module):
         "feature 'prefix'."
       )
     is_image_BL = tokens == self.image_token
-    inserted = None
+    inserted = added = None
     if image is not None or self.is_initializing():
       image = self._example_image(tokens) if image is None else image
-      embedded_BMD = self._embed(image, train)
-      inserted = _in_text(embedded_BMD, is_image_BL), is_image_BL
+      embedded = self._embed(image, shapes, train)
+      if len(embedded.x_BND) < len(tokens):
+        # Several answers to a prompt. The tower reads its pictures once.
+        embedded = embedded.repeated(len(tokens) // len(embedded.x_BND))
+      inserted, added = self._in_text(embedded, is_image_BL)
+      if self._has_axes():
+        positions, cache = _with_axes(
+          embedded.grids_BN2, is_image_BL, positions, segments, cache
+        )
+    elif cache is not None and cache.shift_B is not None:
+      # Behind pictures, whose rows and columns are fewer than their tokens.
+      positions = start + jnp.arange(tokens.shape[1]) + cache.shift_B[:, None]
     groups = None
     if self.mask == "image" and (tokens.shape[1] > 1 or cache is None):
       groups = (_numbered(is_image_BL),) * 2
@@ -152,6 +202,7 @@ class Model(nn.Module):
     return self._decoder_in_call()(
       tokens,
       inserted=inserted,
+      **({} if added is None else {"added": added}),
       groups=groups,
       window_in_groups=self.mask == "image",
       **{name: x for name, x in given.items() if x is not None},
@@ -161,36 +212,82 @@ class Model(nn.Module):
       train=train,
     )
 
-  def _embed(self, image: jax.Array, train: bool) -> jax.Array:
-    """Embeddings (B, N T, D) of pictures."""
-    if image.ndim == 4:
-      image = image[:, None]
-    if image.ndim != 5:
-      raise ConfigError(
-        "config.input: 'image': expected [B, height, width, 3] or [B, pictures,"
-        f" height, width, 3], got {list(image.shape)}."
-      )
+  def _embed(
+    self, image: jax.Array, shapes: jax.Array | None, train: bool
+  ) -> Embedded:
+    image, shapes_BN2 = _by_picture(image, shapes)
     B, N = image.shape[:2]
     cls, given = self._tower_class()
+    options_of_shape: dict[str, Any] = {}
+    if shapes_BN2 is not None:
+      options_of_shape["shapes"] = shapes_BN2.reshape(B * N, 2)
     with options.naming("config.model.image"):
       _, out = cls(**given, name="img")(
-        image.reshape(B * N, *image.shape[2:]), train=train
+        image.reshape(B * N, *image.shape[2:]), **options_of_shape, train=train
       )
     features = out["encoded"]
     if self.class_token:
       features = jnp.concatenate([out["prefix"][:, :1], features], axis=1)
     width = self.text_decoder().width
     dtype = str(self.dtype)
+    # Features of towers for any shape are in order, square by square.
+    size = None if self._is_native() else image.shape[2:4]
     projector = Projector(self.projector, width, dtype, name="projector")
-    embedded = projector(features, image.shape[2:4])
-    return embedded.reshape(B, -1, width)
+    embedded = projector(features, size)
+    added = None
+    if out.get("taps") is not None:
+      joined = self.projector._replace(norm_patches=False)
+      added = Projectors(joined, width, dtype, name="deepstack")(out["taps"])
+      added = added.reshape(B, N, *added.shape[1:]).swapaxes(1, 2)
+      added = added.reshape(B, added.shape[1], -1, width)
+    side = self.projector.pool * self.projector.merge
+    if shapes_BN2 is not None:
+      grids = shapes_BN2 // side
+    else:
+      sides = zip(image.shape[2:4], _two(self.image_tower().patch_size))
+      grids = jnp.asarray([[[n // p // side for n, p in sides]] * N])
+    return Embedded(
+      embedded.reshape(B, -1, width), grids, shapes_BN2 is None, added
+    )
+
+  def _in_text(
+    self, embedded: Embedded, is_image_BL: jax.Array
+  ) -> tuple[Any, jax.Array | None]:
+    """The arguments `inserted` and `added` of the decoder."""
+    if embedded.is_uniform:
+      number_BL = jnp.cumsum(is_image_BL, axis=1) - 1
+      index_BL = jnp.clip(number_BL, 0, embedded.x_BND.shape[1] - 1)
+    else:
+      place = _places(embedded.grids_BN2, is_image_BL)
+      T = embedded.x_BND.shape[1] // embedded.grids_BN2.shape[1]
+      index_BL = place.picture_BL * T + jnp.clip(place.token_BL, 0, T - 1)
+
+    def pick(x: jax.Array) -> jax.Array:
+      return jnp.take_along_axis(x, index_BL[..., None], axis=1)
+
+    inserted = pick(embedded.x_BND), is_image_BL
+    if embedded.added_BnMD is None:
+      return inserted, None
+    added_BnLD = jax.vmap(pick, in_axes=1, out_axes=1)(embedded.added_BnMD)
+    added_BnLD = jnp.where(is_image_BL[:, None, :, None], added_BnLD, 0)
+    return inserted, added_BnLD
+
+  @nn.nowrap
+  def _is_native(self) -> bool:
+    return hasattr(self.image_tower(), "merge")
+
+  @nn.nowrap
+  def _has_axes(self) -> bool:
+    return getattr(self.text_decoder(), "rope_axes", None) is not None
 
   def _example_image(self, tokens: jax.Array) -> jax.Array:
     """Pictures for the initialization by a batch without any."""
     given = self.image_tower()
     side = self.projector.pool * self.projector.merge
-    grid = getattr(given, "posemb_grid", None) or (side, side)
-    sides = [n * pixels for n, pixels in zip(grid, given.patch_size)]
+    grid = (side, side)
+    if not self._is_native():
+      grid = getattr(given, "posemb_grid", None) or grid
+    sides = [n * pixels for n, pixels in zip(grid, _two(given.patch_size))]
     if self.image_size is not None:
       size = self.image_size
       sides = [size, size] if isinstance(size, int) else [*size]
@@ -232,6 +329,14 @@ class Model(nn.Module):
     projector = self.projector
     if projector.mlp is not None:
       check_choice("config.model.projector.mlp", projector.mlp, ACTIVATIONS)
+    check_choice("config.model.projector.norm", projector.norm, NORMS)
+    with options.naming("config.model.image"):
+      merge = getattr(self.image_tower(), "merge", None)
+    if merge is not None and (merge != projector.merge or projector.pool > 1):
+      raise ConfigError(
+        f"config.model.projector.merge={projector.merge}: expected {merge}, as "
+        "config.model.image.merge, and pool=1."
+      )
     if self.class_token and (projector.pool > 1 or projector.merge > 1):
       raise ConfigError(
         "config.model.class_token: expected False with projector.pool or "
@@ -240,9 +345,37 @@ class Model(nn.Module):
 
   def tokens_per_image(self, height: int, width: int) -> int:
     """Number T of image tokens of a picture of this size in pixels."""
-    p, q = self.image_tower().patch_size
+    p, q = _two(self.image_tower().patch_size)
     side = self.projector.pool * self.projector.merge
     return (height // p // side) * (width // q // side) + self.class_token
+
+  def check_data(
+    self, described: Mapping[str, Any], spec: Mapping[str, Any]
+  ) -> None:
+    """Refuses data whose image tokens are not those of this model.
+
+    Args:
+      described: what the data say about themselves, see inputs/description.py.
+      spec: {feature: ShapeDtypeStruct of a batch}.
+    """
+    pictures = described.get("prompts", {}).get("pictures")
+    if not pictures or "image" not in spec:
+      return
+    is_fixed = "shapes" not in spec and pictures.get("layout") is None
+    if pictures["token"] != self.image_token:
+      raise ConfigError(
+        f"config.model.image_token={self.image_token}: the image tokens of "
+        f"config.input have the id {pictures['token']}."
+      )
+    if not is_fixed:  # Pictures of other sizes have other numbers of tokens.
+      return
+    height, width = spec["image"].shape[-3:-1]
+    expected = self.tokens_per_image(height, width)
+    if pictures["tokens"] != expected:
+      raise ConfigError(
+        f"config.input: pictures.tokens={pictures['tokens']}: the model makes "
+        f"{expected} image tokens of a picture of {height} x {width} pixels."
+      )
 
   # What tasks ask of a decoder.
 
@@ -312,28 +445,64 @@ class Projector(nn.Module):
   dtype: str
 
   @nn.compact
-  def __call__(self, x: jax.Array, size: tuple[int, ...]) -> jax.Array:
+  def __call__(
+    self, x: jax.Array, size: tuple[int, ...] | None = None
+  ) -> jax.Array:
     """Returns (pictures, T, D).
 
     Args:
       x: (pictures, P, width of the tower), row by row.
-      size: height and width of the pictures in pixels.
+      size: height and width of the pictures in pixels; None if the patches of
+        each square of `merge` x `merge` follow each other.
     """
     given = self.options
-    if given.pool > 1 or given.merge > 1:
+    if given.norm_patches:
+      x = self._normed(x)
+    if size is None:
+      x = x.reshape(len(x), x.shape[1] // given.merge**2, -1)
+    elif given.pool > 1 or given.merge > 1:
       x = _joined(x, size, given.pool, given.merge)
-    if given.norm_eps is not None:
-      x = rms_norm.RMSNorm(
-        x.shape[-1:], given.norm_eps, offset=1.0, dtype=self.dtype, name="norm"
-      )(x)
+    if not given.norm_patches:
+      x = self._normed(x)
     dense = functools.partial(
-      nn.Dense, self.width, use_bias=given.use_bias, dtype=self.dtype
+      nn.Dense, use_bias=given.use_bias, dtype=self.dtype
     )
-    x = dense(name="linear_0")(x)
-    if given.mlp is not None:
-      x = mlp.KINDS[given.mlp].activation(x)
-      x = dense(name="linear_1")(x)
-    return x
+    if given.mlp is None:
+      return dense(self.width, name="linear_0")(x)
+    x = dense(given.hidden or self.width, name="linear_0")(x)
+    x = mlp.KINDS[given.mlp].activation(x)
+    return dense(self.width, name="linear_1")(x)
+
+  @nn.nowrap
+  def _normed(self, x: jax.Array) -> jax.Array:
+    eps, kind = self.options.norm_eps, self.options.norm
+    if eps is None:
+      return x
+    if kind == "layernorm":
+      return nn.LayerNorm(eps, self.dtype, name="norm")(x)
+    offset = 1.0 if kind == "offset_rmsnorm" else 0.0
+    return rms_norm.RMSNorm(
+      x.shape[-1:], eps, offset=offset, dtype=self.dtype, name="norm"
+    )(x)
+
+
+class Projectors(nn.Module):
+  """A projector for each of several layers of the tower."""
+
+  options: ProjectorOptions
+  width: int
+  dtype: str
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """(pictures, layers, P, width of the tower) to (pictures, layers, T, D)."""
+    layers = [
+      Projector(self.options, self.width, self.dtype, name=f"blocks_{i}")(
+        x[:, i]
+      )
+      for i in range(x.shape[1])
+    ]
+    return jnp.stack(layers, axis=1)
 
 
 def _joined(
@@ -383,11 +552,92 @@ def _in_prefix(
   return in_prefix[0], in_prefix[1]
 
 
-def _in_text(embedded_BMD: jax.Array, is_image_BL: jax.Array) -> jax.Array:
-  """Embeddings (B, L, D): the i-th image token of a text has the i-th one."""
+def _by_picture(
+  image: jax.Array, shapes: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """Pictures (B, N, ...), and their shapes (B, N, 2) if these differ."""
+  if shapes is None:
+    if image.ndim == 4:
+      image = image[:, None]
+    if image.ndim != 5:
+      raise ConfigError(
+        "config.input: 'image': expected [B, height, width, 3] or [B, pictures,"
+        f" height, width, 3], got {list(image.shape)}; ready patches need "
+        "'shapes'."
+      )
+    return image, None
+  if image.ndim == 3 and shapes.ndim == 2:
+    image, shapes = image[:, None], shapes[:, None]
+  if image.ndim != 4 or shapes.ndim != 3 or shapes.shape[-1] not in (2, 3):
+    raise ConfigError(
+      "config.input: 'image': expected [B, pictures, patches, values] with "
+      f"'shapes' [B, pictures, 2], got {list(image.shape)} and "
+      f"{list(shapes.shape)}."
+    )
+  return image, shapes[..., -2:]
+
+
+class _Places(NamedTuple):
+  """What stands at each image token; meaningless at others."""
+
+  picture_BL: jax.Array  # Number of the picture.
+  token_BL: jax.Array  # Number of the token in the picture.
+
+
+def _places(grids_BN2: jax.Array, is_image_BL: jax.Array) -> _Places:
   number_BL = jnp.cumsum(is_image_BL, axis=1) - 1
-  index_BL = jnp.clip(number_BL, 0, embedded_BMD.shape[1] - 1)
-  return jnp.take_along_axis(embedded_BMD, index_BL[..., None], axis=1)
+  ends_BN = jnp.cumsum(jnp.prod(grids_BN2, axis=-1), axis=1)
+  picture_BL = jnp.sum(number_BL[..., None] >= ends_BN[:, None], axis=-1)
+  picture_BL = jnp.clip(picture_BL, 0, grids_BN2.shape[1] - 1)
+  starts_BN = jnp.pad(ends_BN, ((0, 0), (1, 0)))[:, :-1]
+  starts_BN = jnp.broadcast_to(starts_BN, (len(number_BL), starts_BN.shape[1]))
+  start_BL = jnp.take_along_axis(starts_BN, picture_BL, axis=1)
+  return _Places(picture_BL, number_BL - start_BL)
+
+
+def _with_axes(
+  grids_BN2: jax.Array,
+  is_image_BL: jax.Array,
+  positions_BL: jax.Array | None,
+  segments_BL: jax.Array | None,
+  cache: kv_cache.Caches | None,
+) -> tuple[jax.Array, kv_cache.Caches | None]:
+  """Positions (B, L, 3) in time, row and column, and the cache's shift.
+
+  As in Qwen2-VL (https://arxiv.org/abs/2409.12191): all tokens of a picture
+  have the time of its first one, and what follows begins after the larger of
+  its numbers of rows and columns.
+  """
+  B, L = is_image_BL.shape
+  grids_BN2 = jnp.broadcast_to(grids_BN2, (B, *grids_BN2.shape[1:]))
+  place = _places(grids_BN2, is_image_BL)
+  grid_BL2 = jnp.take_along_axis(grids_BN2, place.picture_BL[..., None], axis=1)
+  extent_BL = jnp.max(grid_BL2, axis=-1)
+  is_first_BL = is_image_BL & (place.token_BL == 0)
+  step_BL = jnp.where(is_image_BL, is_first_BL * extent_BL, 1)
+  end_BL = jnp.cumsum(step_BL, axis=1)
+  # A picture's tokens share the position before it.
+  time_BL = end_BL - jnp.where(is_image_BL, extent_BL, 1)
+  if positions_BL is None:
+    positions_BL = decoder.positions_of(L, 0, segments_BL)
+  # Positions count from the first token of each document.
+  number_BL = jnp.arange(L) - positions_BL
+  first_BL = jnp.take_along_axis(
+    time_BL, jnp.broadcast_to(number_BL, (B, L)), axis=1
+  )
+  time_BL = time_BL - first_BL
+  columns_BL = jnp.maximum(grid_BL2[..., 1], 1)
+  row_BL, column_BL = jnp.divmod(place.token_BL, columns_BL)
+  axes = [time_BL, time_BL + row_BL, time_BL + column_BL]
+  result = [jnp.where(is_image_BL, axis, time_BL) for axis in axes]
+  if cache is not None:
+    shift_B = jnp.sum(step_BL, axis=1) - L
+    cache = dataclasses.replace(cache, shift_B=shift_B)
+  return jnp.stack(result, axis=-1), cache
+
+
+def _two(size: Any) -> tuple[int, int]:
+  return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _parts(model: Model) -> dict[str, vision_language_families.Part]:
@@ -410,8 +660,16 @@ def param_dims(model: Model) -> dims.Table:
   return {**table, **vision_language_families.PROJECTOR_DIMS}
 
 
-# The tables of published models, whose tower is a ViT.
-_PUBLISHED_DIMS = {"img/": vit.DIMS, "llm/": decoder.DIMS}
+# The tables of published models. Those of the two kinds of towers agree on the
+# names that both have.
+_PUBLISHED_DIMS = {
+  "img/": {**native_vit.DIMS, **vit.DIMS},
+  "llm/": decoder.DIMS,
+}
+_TOWERS: Mapping[str, Any] = {
+  "vit": (vit.Model, vit_families.canonical),
+  "native_vit": (native_vit.Model, native_towers.canonical),
+}
 
 
 def from_published(
@@ -432,7 +690,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   """Fields of which two models with the same function have the same values."""
   result = dict(values)
   parts: dict[str, tuple[Any, Any]] = {
-    "image": (vit.Model, vit_families.canonical),
+    "image": _TOWERS.get(values.get("image_model", "vit"), _TOWERS["vit"]),
     "text": (decoder.Model, decoder_families.canonical),
   }
   for name, (cls, canonical) in parts.items():

@@ -14,7 +14,8 @@ Mutable collections, such as batch statistics, pass from one microbatch to the
 next. The collection "step_sums", which a model writes in training, is added up
 instead: at the end of the step the model's `end_of_step(mutable, step_sums)`
 returns the collections of the next step. "task_sums", which the loss of a task
-with state returns, is added up too, see task_state.py.
+with state returns, is added up too, see task_state.py. Of "step_largest", the
+largest logits of attention, the gradients return the maximum.
 """
 
 import inspect
@@ -38,7 +39,13 @@ from bigtrain.arrays.types import (
   Variables,
 )
 from bigtrain.config.settings import Config
-from bigtrain.objective import microbatching, sharpness, task_functions
+from bigtrain.models.layers.attention_logits import STEP_LARGEST
+from bigtrain.objective import (
+  microbatching,
+  qk_clip,
+  sharpness,
+  task_functions,
+)
 from bigtrain.objective.model_variants import Variant
 from bigtrain.step import frozen, keys
 
@@ -160,26 +167,43 @@ def of_step(
       drawn = jax.random.choice(key, len(shares), p=shares)
       grads, sums, mutable = jax.lax.switch(drawn, computes, state, batch)
     if _STEP_SUMS in mutable:
-      mutable, step_sums = split_sums(mutable)
-      mutable = model.end_of_step(mutable, step_sums[_STEP_SUMS])
+      mutable = dict(mutable)
+      step_sums = mutable.pop(_STEP_SUMS)
+      mutable = model.end_of_step(mutable, step_sums)
+    sums = {**sums, **qk_clip.row_metrics(mutable.get(STEP_LARGEST))}
     return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
 
 
 def split_sums(mutable: Variables) -> tuple[Variables, Variables]:
-  """Mutable collections, and apart from them the sums over a step."""
+  """Mutable collections, and apart from them sums and maxima over a step."""
   others = dict(mutable)
-  summed = (_STEP_SUMS, TASK_SUMS)
+  summed = (_STEP_SUMS, TASK_SUMS, STEP_LARGEST)
   sums = {name: others.pop(name) for name in summed if name in others}
   return others, sums
 
 
 def add_sums(first: Variables, second: Variables) -> Variables:
-  """Adds sums of `split_sums`, of which either may be {}."""
-  if not first or not second:
-    return first or second
-  return jax.tree.map(jnp.add, first, second)
+  """Merges sums and maxima of `split_sums`; either may lack some of them."""
+  result = {**first, **second}
+  for name in first.keys() & second.keys():
+    merge = jnp.maximum if name == STEP_LARGEST else jnp.add
+    result[name] = jax.tree.map(merge, first[name], second[name])
+  return result
+
+
+def _no_sums(sums: Variables) -> Variables:
+  """What changes nothing when `add_sums` adds it to such sums."""
+  return {
+    name: jax.tree.map(
+      lambda x, name=name: jnp.full_like(
+        x, -jnp.inf if name == STEP_LARGEST else 0
+      ),
+      tree,
+    )
+    for name, tree in sums.items()
+  }
 
 
 def loss_args(
@@ -324,7 +348,7 @@ def _accumulate(
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   no_grads, no_sums, no_mutable = zeros
   _, no_step_sums = split_sums(no_mutable)
-  mutable = {**mutable, **no_step_sums}
+  mutable = {**mutable, **_no_sums(no_step_sums)}
   result, _ = jax.lax.scan(
     add_microbatch, (no_grads, no_sums, mutable), (numbers, parts)
   )
@@ -356,9 +380,10 @@ def _in_two_passes(
   # First pass: the embeddings of the whole batch.
   def embed_next(mutable: Variables, numbered_part: Any) -> Any:
     embeddings, mutable = embed(trained, mutable, numbered_part)
-    return mutable, embeddings
+    mutable, step_sums = split_sums(mutable)
+    return mutable, (embeddings, step_sums)
 
-  _, parts = jax.lax.scan(embed_next, mutable, numbered_parts)
+  _, (parts, parts_sums) = jax.lax.scan(embed_next, mutable, numbered_parts)
   embeddings = microbatching.join(parts, mesh)
 
   # The loss, and its gradients with respect to the embeddings and to the
@@ -378,13 +403,14 @@ def _in_two_passes(
   def add_microbatch(carry: Any, part_and_grads: Any) -> Any:
     grads, mutable = carry
     numbered_part, output_grads = part_and_grads
-    _, pull_back, mutable = jax.vjp(
+    _, pull_back, new_mutable = jax.vjp(
       lambda trained: embed(trained, mutable, numbered_part),
       trained,
       has_aux=True,
     )
     (new_grads,) = pull_back(output_grads)
     new_grads = _unscaled(new_grads, factor)
+    mutable, _ = split_sums(new_mutable)
     return (jax.tree.map(jnp.add, grads, new_grads), mutable), None
 
   (grads, mutable), _ = jax.lax.scan(
@@ -394,6 +420,10 @@ def _in_two_passes(
   )
   if jax.tree.leaves(task_sums):
     mutable = {**mutable, TASK_SUMS: task_sums}
+  if STEP_LARGEST in parts_sums:
+    largest = parts_sums[STEP_LARGEST]
+    largest = jax.tree.map(lambda x: jnp.max(x, axis=0), largest)
+    mutable = {**mutable, STEP_LARGEST: largest}
   return grads, sums, mutable
 
 

@@ -73,6 +73,10 @@ def with_new_rows(
     if given is not None:
       raise ConfigError(f"{_KEY}: expected config.model_init beside it.")
     return config
+  if warm_start.has_parts(source_options):
+    if given is not None:
+      raise ConfigError(f"{_KEY}: not with config.model_init.parts.")
+    return config
   task = building.task(config)
   module, model = building.model(config)
   # Models of several parts have the size in a part, which stays as it is.

@@ -33,8 +33,10 @@ from bigtrain.arrays.types import (
   Variables,
 )
 from bigtrain.config import lengths
+from bigtrain.config.errors import ConfigError
 from bigtrain.config.settings import Config
 from bigtrain.inputs.pipeline import TrainInput
+from bigtrain.models.layers.attention_logits import STEP_LARGEST
 from bigtrain.objective import (
   activations,
   building,
@@ -44,6 +46,7 @@ from bigtrain.objective import (
   microbatching,
   model_variants,
   new_rows,
+  qk_clip,
   rollouts,
   task_functions,
   task_gradients,
@@ -56,6 +59,7 @@ from bigtrain.objective.frozen_base import Base
 from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
 from bigtrain.objective.new_rows import TrainedRows
+from bigtrain.objective.qk_clip import QkClip
 from bigtrain.objective.task_gradients import TASKS
 from bigtrain.objective.task_state import StateFns
 from bigtrain.objective.task_sum import Entry, TaskSum
@@ -93,6 +97,7 @@ class Objective:
   schedule: task_schedule.Schedule  # Which tasks a step has.
   teacher: Teacher
   base: Base  # The frozen base of adapters.
+  qk_clip: QkClip | None  # Clips queries and keys after the optimizer.
   init: InitialVariables
   sharding_rules: sharding.Rules  # Of the train state, as the model wants it.
   variables_spec: TrainState  # The parts of the train state that losses use.
@@ -197,6 +202,11 @@ class Objective:
     Args:
       trainable: tree of bools with the structure of the parameters.
     """
+    if self.qk_clip is not None:
+      trained, _ = trees.partition(self.params_spec, trainable)
+      for loss in self.losses:
+        logits = self._logits_spec(loss)
+        jax.eval_shape(self.qk_clip.clipped, trained, trained, logits)
     computes = []
     for i in range(len(self.variants)):
       summands = [self._summand(loss, i, trainable) for loss in self.losses]
@@ -305,6 +315,7 @@ class Objective:
       hparams: the hyperparameters of the step.
     """
     mutable = dict(mutable)
+    mutable.pop(STEP_LARGEST, None)
     results = mutable.pop(TASKS, {})
     new = {"mutable": mutable} if "mutable" in state else {}
     if TASKS not in state:
@@ -336,9 +347,11 @@ class Objective:
   def metrics_spec(self) -> Metrics:
     """Traces the losses, to know which metrics a step has."""
     specs = [self._metrics_spec(loss) for loss in self.losses]
-    if not self._is_sum:
-      return specs[0]
     result: Metrics = {}
+    for loss in self.losses:
+      result |= jax.eval_shape(qk_clip.row_metrics, self._logits_spec(loss))
+    if not self._is_sum:
+      return {**specs[0], **result}
     for loss, spec in zip(self.losses, specs):
       is_occasional = self.schedule.is_occasional(loss.entry.name)
       result |= task_gradients.named(loss.entry, spec, is_occasional)
@@ -347,10 +360,23 @@ class Objective:
 
   def _metrics_spec(self, loss: TaskLoss) -> Metrics:
     # With activation statistics, all metrics of a log step.
-    traced = [*loss.stats_fns, *loss.loss_fns][0]
+    return self._loss_spec([*loss.stats_fns, *loss.loss_fns][0], loss)[0]
+
+  def _logits_spec(self, loss: TaskLoss) -> Any:
+    """The largest logits of attention that a loss returns; None if none."""
+    _, mutable = self._loss_spec(loss.loss_fns[0], loss)
+    logits = mutable.get(STEP_LARGEST)
+    if self.qk_clip and logits is None:
+      name = loss.entry.module.__name__.rpartition(".")[2]
+      raise ConfigError(
+        f"config.qk_clip: the task {name!r} returns no logits of attention; "
+        "expected one such as 'language_modeling'."
+      )
+    return logits
+
+  def _loss_spec(self, loss_fn: LossFn, loss: TaskLoss) -> Any:
     args = self._loss_args(self.batch_spec, loss)
-    metrics, _ = jax.eval_shape(traced, *args)
-    return metrics
+    return jax.eval_shape(loss_fn, *args)
 
   @functools.cached_property
   def flops_per_step(self) -> int:
@@ -402,11 +428,14 @@ def from_config(
   entries = task_sum.entries(task, config)
   task_sum.check(entries, config, train_input.spec)
   model_module, model = building.model(config)
+  clip, model = qk_clip.from_config(config, model)
   ids: dict[str, int] = {}
   for entry in entries:
     sizes = task_functions.vocab_sizes(entry.module, model)
     task_sum.add_sizes(ids, entry.named_as_in_batch(sizes))
   train_input.limit_ids(ids)
+  if hasattr(model, "check_data"):
+    model.check_data(train_input.saved["data"], train_input.spec)
   batch_spec = sharding.batch_spec(train_input.spec, mesh)
   teaching, taught = teacher.of_tasks(config, entries, batch_spec, mesh, seed)
   variants = model_variants.from_config(config, model)
@@ -434,6 +463,7 @@ def from_config(
     schedule=task_schedule.from_config(entries, units, several.turns(config)),
     teacher=teaching,
     base=base,
+    qk_clip=clip,
     init=init,
     sharding_rules=rules,
     variables_spec=variables_spec,

@@ -116,6 +116,8 @@ def _published_sizes(part: Mapping[str, Any], path: str) -> dict[str, Any]:
       f"got {folder!r}."
     )
   allowed = [*init_options.get("allow_changed", ())]
+  if init_options.get("upcycle"):  # Experts in place of the file's MLPs.
+    allowed.append("moe")
   if "vocab_size" in fields and path == "config":
     size = options.get("vocab_size")
     if isinstance(size, int) and size > fields["vocab_size"].value:

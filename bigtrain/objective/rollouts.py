@@ -51,8 +51,8 @@ from bigtrain.objective import (
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
 _ENTRY = "rollouts"
-# What a task's `score` needs.
-_SCORED = ("tokens", "targets", "loss_mask")
+# What a task's `score` needs, where there is one.
+_SCORED = ("tokens", "targets", "loss_mask", *turns.OF_PROMPTS)
 
 
 class Rollout:
@@ -113,7 +113,7 @@ class Rollout:
         bind(task.next_turn),
         train_input,
         mesh,
-        made["tokens"].shape,
+        made,
         max_new=made["tokens"].shape[2] + 1 - prompt_length,
         eos_ids=_eos_ids(train_input),
         shared=self._shared_rows,
@@ -154,7 +154,7 @@ class Rollout:
           "score",
           self._score,
           variables_spec,
-          {name: self.spec[name] for name in _SCORED},
+          {name: self.spec[name] for name in _SCORED if name in self.spec},
           step,
           out_shardings=sharding.batch(self._mesh),
         )
@@ -305,7 +305,7 @@ class Rollout:
       made, messages = self._turns(variables, made, step)
     written = {**made, **self._judge(made, messages, step)}
     if self._updates > 1:
-      texts = {name: made[name] for name in _SCORED}
+      texts = {name: made[name] for name in _SCORED if name in made}
       written["old_log_probs"] = self._score(variables, texts, number)
     return written
 
@@ -314,7 +314,11 @@ class Rollout:
   ) -> dict[str, Any]:
     """Lets the source of each example judge its answers; global arrays."""
     engine, placement = self._input.engine, self._input.placement
-    local = {name: placement.get(x) for name, x in made.items()}
+    local = {
+      name: placement.get(x)
+      for name, x in made.items()
+      if name not in turns.OF_PROMPTS
+    }
     shape = local["targets"].shape[:2]
     own_rows = self._shared_rows.own
     judged = {name: np.zeros(shape, np.float32) for name in JUDGED}

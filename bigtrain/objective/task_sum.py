@@ -24,6 +24,8 @@ from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+# What precedes the slash in names of the program's own metrics: "lr/critic".
+_OTHER_METRICS = ("lr", "grad_norm", "account")
 
 
 class Entry(NamedTuple):
@@ -165,6 +167,11 @@ def read(config: Config) -> TaskSum:
       raise ConfigError(
         f"config.task: expected a name of letters and digits, got {name!r}; "
         "its metrics are named after it."
+      )
+    if name in _OTHER_METRICS:
+      raise ConfigError(
+        f"{tasks.path}.{name}: expected another name; {name}/... are metrics "
+        "of the program itself."
       )
     if not isinstance(part, Config):
       raise ConfigError(

@@ -332,7 +332,7 @@ def write_peft(
   shapes |= {name: tuple(x.shape) for name, x in in_full.items()}
   layout = published(config, shapes)
   source = config.get("model_init")
-  path = source["path"] if isinstance(source, Mapping) else source
+  path = source.get("path", "") if isinstance(source, Mapping) else source
   about = {
     "fan_in_fan_out": bool(layout.prefix),  # GPT-2's Conv1D.
     "base_model_name_or_path": path,

@@ -29,6 +29,8 @@ from bigtrain.objective.shared_rows import SharedRows
 # What a batch has in addition to the results of the task's rollout: float32
 # [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
+# Features of prompts that the host does not need, and that stay as they are.
+OF_PROMPTS = ("image", "prefix")
 
 # The messages of each answer, [B][G].
 Messages = Sequence[Sequence[list[dict[str, Any]]]]
@@ -38,9 +40,10 @@ class Turns:
   """The turns of answers after the first one.
 
   Args:
-    next_turn: (variables, {"tokens" [B, G, T], "length" [B, G]}, step, turn) ->
-      (tokens, log-probabilities), both [B, G, T].
-    shape: of the rollout's "tokens" [B, G, L].
+    next_turn: (variables, {"tokens" [B, G, T], "length" [B, G], and what the
+      rollout has of OF_PROMPTS}, step, turn) -> (tokens, log-probabilities),
+      both [B, G, T].
+    made: shapes of the rollout's results, with "tokens" [B, G, L].
     max_new: largest number of tokens after a prompt.
     eos_ids: ids that end a turn.
   """
@@ -50,7 +53,7 @@ class Turns:
     next_turn: Any,
     train_input: TrainInput,
     mesh: Mesh,
-    shape: tuple[int, int, int],
+    made: Mapping[str, Any],
     max_new: int,
     eos_ids: Sequence[int],
     shared: SharedRows,
@@ -60,10 +63,11 @@ class Turns:
     self._next_turn = next_turn
     self._batch = sharding.batch(mesh)
     self._replicated = sharding.replicated(mesh)
-    B, G, L = shape
+    B, G, L = made["tokens"].shape
     self._spec = {
       "tokens": jax.ShapeDtypeStruct((B, G, L + 1), jnp.int32),
       "length": jax.ShapeDtypeStruct((B, G), jnp.int32),
+      **_of_prompts(made),
     }
     self._spec = sharding.batch_spec(self._spec, mesh)
     self._any = jax.jit(jnp.any, out_shardings=self._replicated)
@@ -85,7 +89,10 @@ class Turns:
   ) -> tuple[dict[str, Any], Messages]:
     """Finishes the answers of a rollout; returns the batch and messages."""
     placement = self._input.placement
-    local = {name: placement.get(x) for name, x in made.items()}
+    kept = _of_prompts(made)
+    local = {
+      name: placement.get(x) for name, x in made.items() if name not in kept
+    }
     texts = _Texts(local, self._max_new, self._eos_ids)
     sources = self._sources(step)
     texts.end_others([b for _, index_of in sources for b in index_of])
@@ -106,10 +113,10 @@ class Turns:
       numbers = jax.device_put(
         [np.int32(step), np.int32(turn)], self._replicated
       )
-      drawn = self._next_turn(variables, batch, *numbers)
+      drawn = self._next_turn(variables, {**batch, **kept}, *numbers)
       texts.add(*map(placement.get, drawn))
     batch = placement.put(self._shared.exchange(texts.batch()))
-    return batch, texts.messages
+    return {**batch, **kept}, texts.messages
 
   def _sources(self, step: int) -> list[tuple[Any, dict[int, int]]]:
     """Sources with tools: (source, {own row of the batch: index there})."""
@@ -122,6 +129,10 @@ class Turns:
         indices = order.index[rows]
         result.append((part.source, dict(zip(rows.tolist(), indices.tolist()))))
     return result
+
+
+def _of_prompts(batch: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: batch[name] for name in OF_PROMPTS if name in batch}
 
 
 class _Texts:

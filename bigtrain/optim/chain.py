@@ -10,6 +10,8 @@ gradient g of a parameter p passes through these stages, in this order:
   4. g += wd * wd_mult * p                 only if wd_coupling is "gradient"
   5. u = the base optimizer's direction    config.optimizer
   6. update = -schedule(step) * (lr * lr_mult * u + wd * wd_mult * p)
+  7. p + update is scaled down for heads of   config.qk_clip
+     attention with logits above a limit
 
 Weight decay is decoupled from the learning rate, but not from the schedule
 (Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2; the
@@ -40,6 +42,9 @@ from bigtrain.optim import optimizers, several
 from bigtrain.optim.recipe import Recipe, read
 from bigtrain.optim.views import View
 
+# (updates, parameters, largest logits of attention) -> updates.
+QkClip = Callable[[Params, Params, Any], Params]
+
 
 class Optimizer(NamedTuple):
   """An optimizer of the trainable parameters."""
@@ -59,6 +64,7 @@ def make(
   units: Units,
   param_views: Mapping[str, View] | None = None,
   mask: Callable[[Params], Params] = lambda updates: updates,
+  qk_clip: QkClip | None = None,
 ) -> Optimizer:
   """Makes the optimizer of a config, for parameters of these shapes.
 
@@ -66,9 +72,10 @@ def make(
 
   Args:
     mask: sets the updates of rows that do not train to 0.
+    qk_clip: stage 7; the update then has an argument `logits`.
   """
   if cfg.get("optimizers") is not None:
-    return Optimizer(
+    optimizer = Optimizer(
       *several.make(
         cfg,
         params_shapes,
@@ -77,8 +84,42 @@ def make(
         lambda recipe: build(recipe._replace(mask=mask)),
       )
     )
-  recipe = read(cfg, params_shapes, units, param_views)._replace(mask=mask)
-  return Optimizer(build(recipe), recipe.hparams, recipe.trainable)
+  else:
+    recipe = read(cfg, params_shapes, units, param_views)._replace(mask=mask)
+    if qk_clip is not None:
+      _check_has_no_copies(recipe)
+    optimizer = Optimizer(build(recipe), recipe.hparams, recipe.trainable)
+  return optimizer._replace(tx=_with_qk_clip(optimizer.tx, qk_clip))
+
+
+def _check_has_no_copies(recipe: Recipe) -> None:
+  """Raises ConfigError if the optimizer's state has parameters of its own."""
+  if recipe.wrap is not None:
+    raise ConfigError(
+      "config.qk_clip: expected an optimizer without a wrapper, which keeps "
+      "other parameters than those of the step."
+    )
+
+
+def _with_qk_clip(
+  tx: optax.GradientTransformationExtraArgs, clip: QkClip | None
+) -> optax.GradientTransformationExtraArgs:
+  """Stage 7."""
+
+  def update(
+    grads: Params,
+    state: Any,
+    params: Params,
+    *,
+    logits: Any = None,
+    **extra: Any,
+  ) -> tuple[Params, Any]:
+    updates, state = tx.update(grads, state, params, **extra)
+    if clip is not None and logits is not None:
+      updates = clip(updates, params, logits)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def build(recipe: Recipe) -> optax.GradientTransformationExtraArgs:

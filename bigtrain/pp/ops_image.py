@@ -16,10 +16,18 @@ import numpy as np
 
 from bigtrain.config.errors import ConfigError, DataError, check_number
 from bigtrain.files import paths
-from bigtrain.pp import ops_basic, picture_files, pillow, registry, xp
+from bigtrain.pp import (
+  ops_basic,
+  picture_files,
+  pillow,
+  registry,
+  sized_pictures,
+  xp,
+)
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.ops_basic import Size, central_window, pair, random_window
 from bigtrain.pp.registry import Op
+from bigtrain.text import picture_layouts
 
 Method = Literal[
   "bilinear",
@@ -311,7 +319,13 @@ def _of_timm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @registry.register("published")
-def published(folder: str, key: str = "image", precise: bool = False) -> Op:
+def published(
+  folder: str,
+  key: str = "image",
+  precise: bool = False,
+  min_pixels: int | None = None,
+  max_pixels: int | None = None,
+) -> Op:
   """Resizes, crops and normalizes as a published model's folder says.
 
   The pixels equal those of Hugging Face's transformers for a folder with
@@ -321,8 +335,19 @@ def published(folder: str, key: str = "image", precise: bool = False) -> Op:
   Args:
     precise: whether resized pixels equal Pillow's bit for bit; otherwise some
       differ by one level of 255.
+    min_pixels, max_pixels: area of pictures, in place of the folder's, for
+      models that see them in about their own size. These get patches, and
+      rows and columns of patches as the feature "shapes"; models that see tiles
+      get these.
   """
   values, path = _read_published(paths.absolute(folder))
+  processor = sized_pictures.of_published(values, path, min_pixels, max_pixels)
+  if processor is not None:
+    return _sized(processor, key)
+  if min_pixels or max_pixels:
+    raise ConfigError(
+      f"{path}: expected no min_pixels and max_pixels for pictures of one size."
+    )
   method = _RESAMPLES.get(values["resample"], "")
   size = values["size"]
   if not method or "crop_pct" in values or "longest_edge" in str(size):
@@ -367,6 +392,22 @@ def published(folder: str, key: str = "image", precise: bool = False) -> Op:
     key=key,
   )
   return registry.compose([*ops, normalize])
+
+
+def _sized(processor: sized_pictures.Processor, key: str) -> Op:
+  """Patches and their shapes, or tiles."""
+
+  def fn(features, u):
+    image = features[key]
+    xp.require_image(image, u, "published")
+    pixels, grid = tf.numpy_function(processor, [image], (tf.float32, tf.int32))
+    if isinstance(processor.layout, picture_layouts.Native):
+      pixels = tf.ensure_shape(pixels, (None, None))
+      return {**features, key: pixels, "shapes": tf.ensure_shape(grid, (2,))}
+    return {**features, key: tf.ensure_shape(pixels, (None, None, None, 3))}
+
+  origins: dict[str, str | None] = {key: None, "shapes": None}
+  return Op(fn, reads=(key,), origins=origins, tensorflow=True)
 
 
 def _read_published(folder: str) -> tuple[dict[str, Any], str]:

@@ -587,4 +587,7 @@ def problem(
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  return {"pre_logits": forward.layers_fn(model, inputs)}
+  return {
+    "pre_logits": forward.layers_fn(model, inputs),
+    "pixels": forward.pixels,
+  }

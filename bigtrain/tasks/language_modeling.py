@@ -12,7 +12,9 @@ A batch has
   "prefix": optional int [B], number of leading tokens that all tokens see, also
     those before them (a prefix language model). Not with "segments".
   "image": optional float [B, height, width, 3], or [B, N, height, width, 3] for
-    several, the pictures of models.vision_language.
+    several, the pictures of models.vision_language; or ready patches, float
+    [B, N, P, values], of pictures of any shape. With these,
+  "shapes": int [B, N, 2], rows and columns of the patches of each.
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
     or with config.teacher (one, or several by name), the model learns the
@@ -31,9 +33,12 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.text import decoding, speculation
 
+# Features of pictures, which prompts have too.
+PICTURES = ("image", "shapes")
+
 
 def inputs(batch: Batch) -> Batch:
-  optional = ["segments", "positions", "prefix", "image"]
+  optional = ["segments", "positions", "prefix", *PICTURES]
   arguments = {name: batch[name] for name in optional if name in batch}
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
@@ -172,9 +177,7 @@ def generate(
 def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:
   """What a model reads beside the tokens of prompts."""
   options = {"prefix": length_B} if "prefix" in batch else {}
-  if "image" in batch:
-    options["image"] = batch["image"]
-  return options
+  return options | {name: batch[name] for name in PICTURES if name in batch}
 
 
 def _real_tokens(batch: Batch, pad_id: int) -> tuple[jax.Array, jax.Array]:

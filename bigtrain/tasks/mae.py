@@ -89,7 +89,10 @@ def _std_over_batch(x_BD: jax.Array, weight_B: jax.Array) -> jax.Array:
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """ "pre_logits", features of whole images; "reconstruction" of the hidden."""
+  """ "pre_logits", features of whole images; "reconstruction" of the hidden.
+
+  "pixels" are the image itself, for comparison.
+  """
 
   def reconstruction(
     variables: Variables, batch: Batch, *, mask_ratio: float = 0.75
@@ -106,5 +109,6 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 
   return {
     "pre_logits": forward.layers_fn(model, inputs),
+    "pixels": forward.pixels,
     "reconstruction": reconstruction,
   }

@@ -7,11 +7,14 @@ or with config.adapters the base. Dropout is off.
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
 A batch of the input has "prompt" int [B, P], padded at the end, and
-"prompt_length" int [B]. From it `rollout` makes
+"prompt_length" int [B]; and where a model reads them, the pictures "image", as
+in language modeling, and "prefix" int [B], the number of tokens that see each
+other. From it `rollout` makes
   "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
-  "truncated": float32 [B, G], 1 for an answer without an end.
+  "truncated": float32 [B, G], 1 for an answer without an end;
+  "prefix": int [B, G]. It keeps "image".
 With tools, it is followed by `next_turn`, and the batch also has "turns",
 "tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
 The source adds "reward" and "failed_rewards", float32 [B, G]. If several
@@ -37,11 +40,12 @@ from bigtrain.tasks import language_modeling
 def inputs(batch: Batch) -> Batch:
   if "loss_mask" in batch:
     return answers.inputs(batch)
-  return {"tokens": batch["prompt"]}  # The input's, before a rollout.
+  # The input's, before a rollout.
+  return {"tokens": batch["prompt"], **answers.prompts(batch)}
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  return {"prompt": model.vocab_size}
+  return {"prompt": getattr(model, "num_ids", model.vocab_size)}
 
 
 def rollout(
@@ -72,6 +76,7 @@ def rollout(
   prompts = {
     "tokens": jnp.where(place_T[:P] < length_X1, prompt_XP, -1),
     "sample": jnp.arange(B * G) % G,
+    **_of_prompts(batch),
   }
   text_XT, log_probs_XT = language_modeling.generate(
     variables,
@@ -96,7 +101,15 @@ def rollout(
     "log_probs": jnp.where(new_XT, log_probs_XT, 0.0)[:, 1:],
     "truncated": 1.0 - jnp.any(ends_XT, axis=1),
   }
-  return {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
+  if "prefix" in batch:
+    made["prefix"] = jnp.repeat(batch["prefix"], G, axis=0)
+  result = {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
+  return result | {name: batch[name] for name in ("image",) if name in batch}
+
+
+def _of_prompts(batch: Batch) -> dict[str, jax.Array]:
+  """What `language_modeling.generate` reads beside the tokens of prompts."""
+  return {name: batch[name] for name in ("image", "prefix") if name in batch}
 
 
 def next_turn(
@@ -118,6 +131,7 @@ def next_turn(
   prompts = {
     "tokens": jnp.where(is_given_BGT, batch["tokens"], -1).reshape(B * G, T),
     "sample": jnp.arange(B * G) % G,
+    **_of_prompts(batch),
   }
   text_XT, log_probs_XT = language_modeling.generate(
     variables,

@@ -15,6 +15,7 @@ A batch of pairs has
   "reference": optional float [B, 2], log-probabilities of the answers by a
     reference, computed before.
   "margin": optional float [B], least difference of the rewards.
+  "image", "prefix": optional, see losses/answers.py.
 A batch of judgements, for kind="kto", has
   "tokens", "targets", "loss_mask": as above, [B, 1, L].
   "label": int [B], 1 if the answer is wanted, and 0 if it is not.
@@ -40,7 +41,8 @@ def inputs(batch: Batch) -> Batch:
 
 
 def vocab_sizes(model: Any) -> dict[str, int]:
-  return {"tokens": model.vocab_size, "targets": model.vocab_size}
+  number = getattr(model, "num_ids", model.vocab_size)
+  return {"tokens": number, "targets": number}
 
 
 def loss_fn(
@@ -265,7 +267,9 @@ def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   texts_XL = answers.flat(jnp.concatenate([tokens, batch["targets"]], axis=-1))
   real_XL = token_losses.real_positions(answers.flat(batch["loss_mask"]))
   real_XL = jnp.pad(real_XL, ((0, 0), (1, 0)), constant_values=True)
-  logits_X1 = model.apply(variables, texts_XL, real=real_XL, train=False)[0]
+  logits_X1 = model.apply(
+    variables, texts_XL, real=real_XL, **answers.prompts(batch), train=False
+  )[0]
   return logits_X1.reshape(batch["targets"].shape[:2])
 
 
@@ -311,7 +315,11 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
   )
   within = (index >= 0) & (index < number)
   texts = jnp.where(index < 0, texts, jnp.where(within, others, 0))
+  of_prompts = {
+    name: batch[name] for name in ("image", "prefix") if name in batch
+  }
   return {
+    **of_prompts,
     "tokens": texts[..., :-1],
     "targets": texts[..., 1:],
     "loss_mask": within[..., 1:].astype(jnp.float32),

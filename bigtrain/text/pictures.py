@@ -8,7 +8,7 @@ a published model's folder.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from bigtrain.config.errors import (
   check_number,
 )
 from bigtrain.files import paths
-from bigtrain.text import chat, tokenizers
+from bigtrain.text import chat, picture_layouts, tokenizers
 
 
 class Pictures(NamedTuple):
@@ -36,6 +36,77 @@ class Pictures(NamedTuple):
   # PaliGemma: pictures come first, the begin token follows them, and the prompt
   # ends with a line break.
   first: bool = False
+  # Options of a class in picture_layouts.py, if the size of a picture decides
+  # its number of image tokens. A text has one for each picture at first, and
+  # `tokens` is 1.
+  layout: Mapping[str, Any] | None = None
+  # What stands for a picture that no text places; the placeholder if empty.
+  unplaced: str = ""
+
+  def key(self) -> str:
+    """Identifies it: as in older versions, if they could express it."""
+    newer = {"layout": None, "unplaced": ""}
+    fields = [
+      f"{name}={x!r}"
+      for name, x in self._asdict().items()
+      if name not in newer or x != newer[name]
+    ]
+    return f"Pictures({', '.join(fields)})"
+
+  def expanded(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    ids: np.ndarray,
+    sizes: Sequence[tuple[int, int]],
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (ids with all image tokens, the place in `ids` of each).
+
+    Args:
+      sizes: height and width of each picture, in order.
+    """
+    self.check(ids, len(sizes))
+    at = np.flatnonzero(ids == self.token)
+    pieces: list[Any] = []
+    origins: list[Any] = []
+    start = 0
+    for place, size in zip(at.tolist(), sizes):
+      own = self._ids_of(tokenizer, *size)
+      pieces += [ids[start:place], own]
+      origins += [np.arange(start, place), np.full(len(own), place)]
+      start = place + 1
+    pieces.append(ids[start:])
+    origins.append(np.arange(start, len(ids)))
+    return (
+      np.concatenate(pieces).astype(np.int32),
+      np.concatenate(origins).astype(np.int64),
+    )
+
+  def _ids_of(
+    self, tokenizer: tokenizers.Tokenizer, height: int, width: int
+  ) -> np.ndarray:
+    assert self.layout is not None
+    layout = picture_layouts.read(self.layout, "pictures.layout")
+    token = tokenizer.spell([self.token])
+    text = layout.text(token, height, width)
+    return tokenizer.encode(text, special=True)
+
+  def check_expanded(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    ids: np.ndarray,
+    sizes: Sequence[tuple[int, int]],
+  ) -> None:
+    """Refuses ids without all image tokens of pictures of these sizes."""
+    counts = [
+      int((self._ids_of(tokenizer, *size) == self.token).sum())
+      for size in sizes
+    ]
+    present = int((ids == self.token).sum())
+    if present != sum(counts):
+      raise DataError(
+        f"{present} image tokens, but pictures of "
+        f"{' + '.join(map(str, counts)) or 'none'}."
+      )
 
   def prompt(
     self, tokenizer: tokenizers.Tokenizer, text: str, number: int
@@ -51,7 +122,7 @@ class Pictures(NamedTuple):
         "in the text."
       )
     if not present:
-      text = self.placeholder * number + text
+      text = (self.unplaced or self.placeholder) * number + text
     if not self.first:
       return text
     end = text.rfind(self.placeholder) + len(self.placeholder) if number else 0
@@ -172,10 +243,17 @@ def get(spec: Any, tokenizer: tokenizers.Tokenizer, key: str) -> Pictures:
   The dict has the fields of `Pictures`; `token` is by default the first id
   after the tokenizer's own.
   """
+  if isinstance(spec, Mapping) and "published" in spec:
+    options = dict(spec)
+    folder = options.pop("published")
+    check_kwargs(_OfFolder, options, key)
+    return of_folder(folder, tokenizer, key, **options)
   if isinstance(spec, Mapping):
     options = {"token": tokenizer.vocab_size, **spec}
     check_kwargs(Pictures, options, key)
     result = Pictures(**options)
+    if result.layout is not None:
+      picture_layouts.read(result.layout, f"{key}.layout")
     check_number(f"{key}.tokens", result.tokens, least=1, whole=True)
     check_number(f"{key}.token", result.token, least=0, whole=True)
     return result
@@ -187,8 +265,20 @@ def get(spec: Any, tokenizer: tokenizers.Tokenizer, key: str) -> Pictures:
   return of_folder(spec, tokenizer, key)
 
 
+class _OfFolder(NamedTuple):
+  """Options beside the folder of a published model."""
+
+  # Area of pictures that a model sees in about their own size.
+  min_pixels: int | None = None
+  max_pixels: int | None = None
+
+
 def of_folder(
-  folder: str, tokenizer: tokenizers.Tokenizer, key: str
+  folder: str,
+  tokenizer: tokenizers.Tokenizer,
+  key: str,
+  min_pixels: int | None = None,
+  max_pixels: int | None = None,
 ) -> Pictures:
   path = paths.absolute(folder)
   config = _json(os.path.join(path, "config.json"), key)
@@ -198,6 +288,19 @@ def of_folder(
   side = vision["image_size"] // vision["patch_size"]
   token = config.get("image_token_index", config.get("image_token_id"))
   pp = f"published({folder!r}, precise=True)"
+  layout = _layout(path, config, min_pixels, max_pixels)
+  if layout is not None:
+    area = "".join(
+      f", {name}={layout[name]}"
+      for name in ("min_pixels", "max_pixels")
+      if name in layout
+    )
+    pp = f"published({folder!r}, precise=True{area})"
+    return _with_layout(str(kind), tokenizer, token, pp, layout)
+  if min_pixels or max_pixels:
+    raise ConfigError(
+      f"{key}: expected no min_pixels and max_pixels for pictures of one size."
+    )
   if kind == "paligemma":
     return Pictures(token or 256000, side**2, pp, first=True)
   if kind == "gemma3":
@@ -221,8 +324,48 @@ def of_folder(
     number = side**2 + (has_class and is_full)
     return Pictures(32000 if token is None else token, number, pp)
   raise ConfigError(
-    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3 or llava. "
+    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3, llava, "
+    "idefics3, smolvlm or a Qwen-VL, with preprocessor_config.json. "
     "For others give dict(token=..., tokens=..., pp=...)."
+  )
+
+
+def _layout(
+  path: str,
+  config: Mapping[str, Any],
+  min_pixels: int | None,
+  max_pixels: int | None,
+) -> dict[str, Any] | None:
+  for name in ("preprocessor_config.json", "processor_config.json"):
+    file = os.path.join(path, name)
+    if os.path.isfile(file):
+      values = _json(file, "pictures")
+      values = values.get("image_processor", values)
+      layout = picture_layouts.of_processor(values, min_pixels, max_pixels)
+      if layout is not None and layout["kind"] == "tiles":
+        vision = {"patch_size": 32, **(config.get("vision_config") or {})}
+        side = layout["tile"] // vision["patch_size"]
+        layout["tokens"] = (side // config.get("scale_factor", 2)) ** 2
+      return layout
+  return None
+
+
+def _with_layout(
+  kind: str,
+  tokenizer: tokenizers.Tokenizer,
+  token: int | None,
+  pp: str,
+  layout: Mapping[str, Any],
+) -> Pictures:
+  """Pictures of Qwen's models, Idefics 3 and SmolVLM."""
+  if layout["kind"] == "tiles":
+    token = 128257 if token is None else token
+    return Pictures(token, 1, pp, layout=layout)
+  token = 151655 if token is None else token
+  placeholder = tokenizer.spell([token])
+  whole = f"<|vision_start|>{placeholder}<|vision_end|>"
+  return Pictures(
+    token, 1, pp, placeholder=placeholder, layout=layout, unplaced=whole
   )
 
 

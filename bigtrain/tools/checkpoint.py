@@ -120,7 +120,7 @@ def _check_export(args: argparse.Namespace) -> None:
       f"--format={args.format}: expected params or ema as --prefix, got "
       f"{args.prefix!r}."
     )
-  for name in ("layout", "dtype", "max_shard_bytes", "drop_mtp"):
+  for name in ("layout", "dtype", "quantize", "max_shard_bytes", "drop_mtp"):
     if getattr(args, name) and args.format != "hf":
       raise ConfigError(f"--{name}: only with --format=hf.")
   if not args.format and not args.out.endswith((".npz", ".safetensors")):
@@ -232,6 +232,13 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     help="with --format=hf: dtype of the weights",
   )
   parser.add_argument(
+    "--quantize",
+    default="",
+    choices=["", "fp8", "mxfp4"],
+    help="with --format=hf: write matrices in blocks with scales: fp8, as "
+    "DeepSeek V3 is published; mxfp4, the experts of gpt-oss",
+  )
+  parser.add_argument(
     "--max_shard_bytes",
     type=int,
     default=0,
@@ -320,6 +327,7 @@ def _export(args: argparse.Namespace) -> tuple[int, int]:
       dtype=args.dtype,
       max_shard_bytes=args.max_shard_bytes,
       drop_mtp=args.drop_mtp,
+      quantize=args.quantize,
     )
   count = checkpoint_export.to_file(path, out, args.prefix, step)
   return count, os.path.getsize(out)

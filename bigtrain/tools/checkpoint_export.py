@@ -29,7 +29,7 @@ from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.files import paths
 from bigtrain.inference import saved
-from bigtrain.models.published import families
+from bigtrain.models.published import families, quantised_arrays
 from bigtrain.models.published.blocks import STATE
 from bigtrain.models.published.tables import Tensor
 from bigtrain.objective import building, published_sizes, trained_adapters
@@ -185,6 +185,7 @@ def to_layout(
   dtype: str = "",
   max_shard_bytes: int = 0,
   drop_mtp: bool = False,
+  quantize: str = "",
 ) -> tuple[int, int]:
   """Writes a published model's folder, one array in memory at a time.
 
@@ -196,6 +197,7 @@ def to_layout(
       folder that the run began with, or the first that can express the model.
     max_shard_bytes: size of a file of weights; 0 for one file of any size.
     drop_mtp: whether to leave out the modules of config.model.mtp.
+    quantize: one of quantised_arrays.METHODS, for matrices of the layers.
   """
   prefix = prefix.strip("/")
   directory, manifest, names = _find(path, step, prefix)
@@ -242,6 +244,10 @@ def to_layout(
     tensor.name: functools.partial(_built, read, tensor, full_names)
     for tensor in tensors
   }
+  if quantize:
+    plan = quantised_arrays.plan(quantize, published, tensors)
+    published = {**published, "quantization_config": plan.config}
+    specs, builders = _quantised(plan, specs, builders)
   os.makedirs(out, exist_ok=True)
   size = _write_weights(out, specs, builders, max_shard_bytes)
   published = {
@@ -254,7 +260,31 @@ def to_layout(
   with paths.replacing(os.path.join(out, "config.json")) as file:
     json.dump(published, file, indent=2)
   _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
-  return len(tensors), size
+  return len(specs), size
+
+
+def _quantised(
+  plan: quantised_arrays.Plan,
+  specs: Mapping[str, tuple[Sequence[int], str]],
+  builders: Mapping[str, Callable[[], np.ndarray]],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The specs and builders with the arrays of quantised matrices."""
+
+  # The arrays of a matrix follow each other: only one matrix is in memory.
+  @functools.lru_cache(maxsize=1)
+  def encoded(matrix: str) -> Sequence[np.ndarray]:
+    return plan.encoded[matrix].encode(builders[matrix]())
+
+  new_specs: dict[str, Any] = {}
+  new_builders: dict[str, Any] = {}
+  for name, spec in specs.items():
+    if name not in plan.encoded:
+      new_specs[name], new_builders[name] = spec, builders[name]
+      continue
+    for number, part in enumerate(plan.encoded[name].specs):
+      new_specs[part] = plan.encoded[name].specs[part]
+      new_builders[part] = lambda name=name, i=number: encoded(name)[i]
+  return new_specs, new_builders
 
 
 def _dtype_of(arrays: Iterable[Any], directory: str) -> str:

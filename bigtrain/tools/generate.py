@@ -140,7 +140,7 @@ def _with_pictures(
   """Returns the ids of a prompt, and its other features."""
   prompt = {**prompt, "images": [*image]}
   prepared = picture_prompts.PicturePrompts(checkpoint, codec)
-  features = {"image": prepared.images([prompt])}
+  features: dict[str, Any] = prepared.features([prompt])
   if checkpoint.data["prompts"].get("prefix"):
     features["prefix"] = np.zeros(1, np.int32)
   return prepared.ids(prompt).tolist(), features

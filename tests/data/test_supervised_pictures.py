@@ -77,19 +77,29 @@ CHATS = {
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl", "smolvlm"])
 @pytest.mark.parametrize("form", CHATS)
 def test_chats_have_the_ids_and_pixels_of_transformers(family, form, tmp_path):
   path = write(tmp_path, [CHATS[form]], files_of(family))
   expected = reference(family)
-  batch = source_of(family, path).read(np.asarray([0]))
+  batch = source_of(family, path, length=100).read(np.asarray([0]))
   ids = expected["ids"]
   number = len(ids) - 1
   np.testing.assert_array_equal(batch["tokens"][0, :number], ids[:-1])
   np.testing.assert_array_equal(batch["targets"][0, :number], ids[1:])
   assert not batch["tokens"][0, number:].any()
   close = dict(rtol=0, atol=1e-6)
-  np.testing.assert_allclose(batch["image"][0], expected["pixels"], **close)
+  if "grids" not in expected:
+    np.testing.assert_allclose(batch["image"][0], expected["pixels"], **close)
+    return
+  grids = expected["grids"][:, 1:]
+  np.testing.assert_array_equal(batch["shapes"][0], grids)
+  counts = grids.prod(axis=1)
+  assert batch["image"].shape[2] == counts.max()
+  patches = np.split(expected["patches"], np.cumsum(counts)[:-1])
+  for image, own, count in zip(batch["image"][0], patches, counts):
+    np.testing.assert_array_equal(image[:count], own)
+    assert not image[count:].any()
 
 
 @pytest.mark.golden
@@ -254,3 +264,86 @@ def test_bytes_of_parquet_files(tmp_path):
     "bytes", 40, str(tmp_path / "rows.parquet"), pictures=pictures
   )
   assert source.read(np.asarray([0]))["image"].shape == (1, 1, 4, 4, 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_pictures_of_any_size_in_packed_rows(family, tmp_path):
+  """As many image tokens as the pictures of a row need, and these pictures."""
+  rng = np.random.default_rng(0)
+  sizes = [(20, 9), (31, 44), (8, 8), (16, 33)]
+  pictures = [
+    (f"{i}.png", png(rng.integers(0, 256, (*size, 3), dtype=np.uint8)))
+    for i, size in enumerate(sizes)
+  ]
+  rows = [
+    dict(prompt="?", completion="a", images=[f"{i}.png" for i in numbers])
+    for numbers in ([0, 1], [2], [], [3, 2, 0])
+  ]
+  path = write(tmp_path, rows, pictures)
+  packed = source_of(family, path, length=200, pack=True)
+  alone = source_of(family, path, length=200)
+  by_row = alone.read(np.arange(len(rows)))
+  batch = packed.read(np.arange(len(packed)))
+  image_token = packed._pictures.token
+
+  def seen(batch, b, picture, tokens):
+    """The pictures whose tokens an example has, up to their padding."""
+    result = []
+    while tokens > 0:
+      pixels = batch["image"][b, picture]
+      count = 1
+      if "shapes" in batch:
+        number = int(batch["shapes"][b, picture].prod())
+        pixels, count = pixels[:number], number // 4
+      result.append(pixels)
+      tokens, picture = tokens - count, picture + 1
+    assert tokens == 0
+    return result, picture
+
+  found = []
+  for b in range(len(packed)):
+    picture = 0
+    for segment in range(1, batch["segments"][b].max() + 1):
+      tokens = batch["tokens"][b, batch["segments"][b] == segment]
+      number = int((tokens == image_token).sum())
+      own, picture = seen(batch, b, picture, number)
+      found.append((tokens, own))
+  for b in range(len(rows)):
+    tokens = np.trim_zeros(by_row["tokens"][b], "b")
+    number = int((tokens == image_token).sum())
+    own, _ = seen(by_row, b, 0, number)
+    (match,) = [
+      x
+      for x, y in found
+      if len(x) == len(tokens)
+      and len(y) == len(own)
+      and all(np.array_equal(*pair) for pair in zip(y, own))
+    ]
+    np.testing.assert_array_equal(match, tokens)
+
+
+def test_the_area_of_pictures_may_be_smaller_than_the_folder_s(tmp_path):
+  path = write(tmp_path, [row()], [("0.png", png(np.zeros((90, 90, 3), "u1")))])
+  folder = str(GOLDEN / "qwen3_vl")
+  pictures = dict(published=folder, min_pixels=64, max_pixels=256)
+  source = supervised.Source(folder, 64, path, pictures=pictures)
+  assert source.read(np.asarray([0]))["shapes"].tolist() == [[[4, 4]]]
+  with pytest.raises(ConfigError, match="max_pixel.*max_pixels"):
+    supervised.Source(
+      folder, 64, path, pictures=dict(published=folder, max_pixel=256)
+    )
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "gif", "bmp"])
+def test_sizes_of_files_are_those_of_their_pictures(kind):
+  import io
+
+  import PIL.Image
+
+  from bigtrain.pp import picture_files
+
+  file = io.BytesIO()
+  PIL.Image.new("RGB", (33, 20)).save(file, kind)
+  assert picture_files.size(file.getvalue()) == (20, 33)
+  with pytest.raises(DataError, match="does not say its size"):
+    picture_files.size(file.getvalue()[:9])

@@ -75,6 +75,37 @@ def test_vqa_counts_the_people_who_agree(sample, answers, value):
   assert compute("vqa", [(sample, answers)]) == {"vqa": pytest.approx(value)}
 
 
+@pytest.mark.parametrize(
+  ("sample", "answers", "value"),
+  [
+    ("Coca  Cola", ["coca cola"], 1.0),
+    ("coca cola", ["cola", "coca colas"], 0.9),
+    ("abcd", ["abxy"], 0.0),  # Half of the characters is not enough.
+    ("abcd", ["abcx"], 0.75),
+    ("", ["a"], 0.0),
+  ],
+)
+def test_anls(sample, answers, value):
+  assert compute("anls", [(sample, answers)]) == {"anls": pytest.approx(value)}
+
+
+@pytest.mark.parametrize(
+  ("sample", "answer", "value"),
+  [
+    ("104.9", "100", 1),
+    ("105.1", "100", 0),
+    ("-95", "-100", 1),
+    ("0.5", "50%", 1),
+    ("0.01", "0", 0),
+    ("Blue ", "blue", 1),
+    ("blue", "3", 0),
+  ],
+)
+def test_relaxed_accuracy(sample, answer, value):
+  result = compute("relaxed_accuracy", [(sample, answer)])
+  assert result == {"relaxed_accuracy": value}
+
+
 def test_values_without_a_definition():
   same = [("yes", "yes"), ("yes", "yes")]
   assert compute("matthews", same) == {"matthews": 0.0}

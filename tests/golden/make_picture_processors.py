@@ -114,20 +114,102 @@ def llava():
   return processor, config
 
 
+def qwen3_vl():
+  """Patches in about the picture's size, 4 x 4 pixels and 2 x 2 for a token."""
+  names = [
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+  ]
+  codec = tokenizer(names)
+  ids = codec.convert_tokens_to_ids(names)
+  image = transformers.Qwen2VLImageProcessorPil(
+    patch_size=4,
+    merge_size=2,
+    size={"shortest_edge": 256, "longest_edge": 512},
+    image_mean=[0.5, 0.4, 0.3],
+    image_std=[0.5, 0.6, 0.7],
+  )
+  # Its class needs a processor of videos, which needs torchvision.
+  processor = object.__new__(transformers.Qwen3VLProcessor)
+  processor.image_processor, processor.tokenizer = image, codec
+  processor.image_token = names[2]
+  placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
+  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+  config = dict(
+    model_type="qwen3_vl",
+    vision_start_token_id=ids[0],
+    vision_end_token_id=ids[1],
+    image_token_id=ids[2],
+    video_token_id=ids[3],
+    vision_config=dict(patch_size=4),
+  )
+  return processor, config
+
+
+def smolvlm():
+  """Tiles of 16 x 16 pixels, and the whole picture."""
+  tiles = [f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)]
+  names = ["<image>", "<fake_token_around_image>", "<global-img>", *tiles]
+  codec = tokenizer([*names, "<end_of_utterance>"])
+  processor = transformers.Idefics3Processor(
+    transformers.SmolVLMImageProcessorPil(
+      size={"longest_edge": 40}, max_image_size={"longest_edge": SIDE}
+    ),
+    codec,
+    image_seq_len=1,
+    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
+  )
+  config = dict(
+    model_type="smolvlm",
+    image_token_id=codec.convert_tokens_to_ids("<image>"),
+    scale_factor=4,
+    vision_config=dict(image_size=SIDE, patch_size=4),
+  )
+  return processor, config
+
+
+def with_patches(processor, out, text, pictures):
+  """The results of Qwen's processor, without its videos."""
+  processor.image_processor.save_pretrained(out)
+  processor.tokenizer.chat_template = processor.chat_template
+  processor.tokenizer.save_pretrained(out)
+  result = processor.image_processor(images=pictures)
+  for i in range(len(pictures)):
+    whole = processor.replace_image_token(result, i)
+    text = text.replace(
+      processor.image_token, "\0" * whole.count(processor.image_token), 1
+    )
+  text = text.replace("\0", processor.image_token)
+  ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+  return dict(
+    ids=np.asarray(ids),
+    patches=result["pixel_values"],
+    grids=result["image_grid_thw"],
+  )
+
+
+SMALL = ((23, 31), (18, 12))
+# Tiles: 3 x 3, 1 x 2 rows and columns after resizing, and one alone.
+SIZES = {"qwen3_vl": ((23, 31), (50, 12)), "smolvlm": ((41, 30), (9, 60))}
+
+
 def write(golden):
   """Writes folders below `golden`."""
   rng = np.random.default_rng(0)
-  for make in (paligemma, gemma3, llava):
+  for make in (paligemma, gemma3, llava, qwen3_vl, smolvlm):
     out = golden / "picture_processors" / make.__name__
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     processor, config = make()
-    processor.save_pretrained(out)
+    if make is not qwen3_vl:
+      processor.save_pretrained(out)
     (out / "config.json").write_text(json.dumps(config))
     values = {}
     pictures = [
       rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-      for height, width in ((23, 31), (18, 12))
+      for height, width in SIZES.get(make.__name__, SMALL)
     ]
     opened = [PIL.Image.fromarray(picture) for picture in pictures]
     if make is paligemma:
@@ -140,6 +222,14 @@ def write(golden):
         {"role": "user", "content": [{"type": "image"}, *content]},
         {"role": "assistant", "content": "a seven"},
       ]
+      if make is qwen3_vl:
+        codec = processor.tokenizer
+        codec.chat_template = processor.chat_template
+        text = codec.apply_chat_template(messages, tokenize=False)
+        values = with_patches(processor, out, text, opened)
+        values |= {f"picture {i}": x for i, x in enumerate(pictures)}
+        np.savez_compressed(out / "reference.npz", **values)
+        continue
       text = processor.apply_chat_template(messages, tokenize=False)
       result = processor(images=[opened], text=text, add_special_tokens=False)
     for i, picture in enumerate(pictures):

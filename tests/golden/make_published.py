@@ -254,6 +254,17 @@ FAMILIES = {
     top_k_experts=2,
     moe_intermediate_size=8,
   ),
+  # Four layers of both types share keys and values of the three before them.
+  "gemma4_devices": GEMMA4
+  | dict(
+    num_hidden_layers=7,
+    layer_types=kinds(2, 7),
+    num_kv_shared_layers=4,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=5,
+    vocab_size_per_layer_input=70,
+    attention_bias=True,
+  ),
   "olmo2": dict(model_type="olmo2", attention_bias=True),
   "olmo3": dict(
     model_type="olmo3",
@@ -407,6 +418,334 @@ FAMILIES = {
     attention_bias=True,
     rope_parameters=DEFAULT | dict(rope_theta=None),
   ),
+  "seed_oss": dict(
+    model_type="seed_oss",
+    head_dim=8,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=YARN,
+  ),
+  "ernie4_5": dict(
+    model_type="ernie4_5",
+    head_dim=8,
+    use_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5),
+  ),
+  "ernie4_5_moe": dict(
+    model_type="ernie4_5_moe",
+    num_hidden_layers=5,
+    use_bias=True,
+    moe_num_experts=6,
+    moe_k=2,
+    moe_intermediate_size=6,
+    moe_num_shared_experts=2,
+    moe_layer_start_index=1,
+    moe_layer_end_index=3,
+    moe_layer_interval=2,
+    moe_norm_min=0.6,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "dots1": dict(
+    model_type="dots1",
+    num_hidden_layers=4,
+    head_dim=8,
+    attention_bias=True,
+    sliding_window=5,
+    max_window_layers=2,
+    **LATENT_EXPERTS,
+    norm_topk_prob=True,
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+  ),
+  "hunyuan_v1_dense": dict(
+    model_type="hunyuan_v1_dense",
+    head_dim=8,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=dict(
+      rope_type="dynamic", alpha=9.0, factor=1.0, rope_theta=1e4
+    ),
+  ),
+  "hunyuan_v1_moe": dict(
+    model_type="hunyuan_v1_moe",
+    head_dim=8,
+    intermediate_size=8,
+    num_experts=4,
+    moe_topk=[2, 1, 2],
+    rope_parameters=DEFAULT,
+  ),
+  "exaone4": dict(
+    model_type="exaone4",
+    num_hidden_layers=5,
+    head_dim=8,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    rope_parameters=LLAMA3,
+  ),
+  "exaone4_full": dict(
+    model_type="exaone4",
+    sliding_window=None,
+    layer_types=["full_attention"] * 3,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "apertus": dict(
+    model_type="apertus",
+    head_dim=6,
+    attention_bias=True,
+    rope_parameters=LLAMA3,
+  ),
+  "nanochat": dict(
+    model_type="nanochat",
+    head_dim=8,
+    attention_bias=True,
+    final_logit_softcapping=3.0,
+    rope_parameters=YARN,
+  ),
+  "lfm2": dict(
+    model_type="lfm2",
+    num_hidden_layers=5,
+    intermediate_size=36,
+    block_ffn_dim_multiplier=1.2,
+    block_multiple_of=10,
+    conv_bias=True,
+    conv_L_cache=4,
+    layer_types=["conv", "conv", "full_attention", "conv", "conv"],
+    rope_parameters=DEFAULT,
+  ),
+  "lfm2_moe": dict(
+    model_type="lfm2_moe",
+    num_hidden_layers=4,
+    **EXPERTS,
+    num_dense_layers=1,
+    routed_scaling_factor=1.5,
+    layer_types=["conv", "full_attention"] * 2,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "glm": dict(
+    model_type="glm",
+    head_dim=8,
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "cohere": dict(
+    model_type="cohere",
+    attention_bias=True,
+    logit_scale=0.3,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "olmo": dict(
+    model_type="olmo", attention_bias=True, clip_qkv=0.6, rope_parameters=YARN
+  ),
+  "flex_olmo": dict(
+    model_type="flex_olmo",
+    intermediate_size=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    attention_bias=True,
+    norm_topk_prob=True,
+    rope_parameters=DEFAULT,
+  ),
+  "vaultgemma": dict(
+    model_type="vaultgemma",
+    num_hidden_layers=5,
+    head_dim=6,
+    sliding_window=5,
+    query_pre_attn_scalar=5,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "phi": dict(
+    model_type="phi",
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "starcoder2": dict(
+    model_type="starcoder2",
+    sliding_window=7,
+    use_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "stablelm": dict(
+    model_type="stablelm",
+    use_qkv_bias=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "stablelm_parallel": dict(
+    model_type="stablelm",
+    hidden_size=32,
+    intermediate_size=16,
+    use_parallel_residual=True,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.25),
+  ),
+  "granitemoeshared": dict(
+    model_type="granitemoeshared",
+    **GRANITE,
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
+    shared_intermediate_size=12,
+    attention_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "granite_swa": dict(
+    model_type="granite_swa",
+    num_hidden_layers=5,
+    **GRANITE,
+    attention_bias=True,
+    mlp_bias=True,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    layer_rope_theta=[1e4, 0, 1e4, 5e5, 0],
+    rope_parameters=DEFAULT,
+  ),
+  "granitemoe_swa": dict(
+    model_type="granitemoe_swa",
+    num_hidden_layers=4,
+    **GRANITE,
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
+    shared_intermediate_size=12,
+    sliding_window=5,
+    layer_rope_theta=[1e4, 0, 1e4, 1e4],
+    rope_parameters=YARN,
+  ),
+  "hyperclovax": dict(
+    model_type="hyperclovax",
+    **GRANITE | dict(attention_multiplier=None),
+    attention_bias=True,
+    mlp_bias=True,
+    head_dim=8,
+    rope_parameters=DEFAULT,
+  ),
+  "arcee": dict(
+    model_type="arcee",
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=YARN,
+  ),
+  "jais2": dict(model_type="jais2", rope_parameters=DEFAULT),
+  "helium": dict(
+    model_type="helium",
+    head_dim=4,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "internlm3": dict(
+    model_type="internlm3",
+    head_dim=8,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "iquestcoder": dict(
+    model_type="iquestcoder", head_dim=8, rope_parameters=DEFAULT
+  ),
+  "cwm": dict(
+    model_type="cwm",
+    num_hidden_layers=6,
+    head_dim=6,
+    sliding_window=5,
+    rope_parameters=LLAMA3,
+    bos_token_id=0,  # The library refuses None.
+  ),
+  "exaone_moe": dict(
+    model_type="exaone_moe",
+    num_hidden_layers=5,
+    head_dim=8,
+    sliding_window=5,
+    sliding_window_pattern=3,
+    mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+    num_experts=6,
+    num_experts_per_tok=2,
+    num_shared_experts=2,
+    moe_intermediate_size=6,
+    n_group=3,
+    topk_group=2,
+    rope_parameters=DEFAULT,
+  ),
+  "solar_open": dict(
+    model_type="solar_open",
+    head_dim=8,
+    **LATENT_EXPERTS,
+    n_group=3,
+    topk_group=2,
+    attention_bias=True,
+    rope_parameters=YARN,
+  ),
+  "mellum": dict(
+    model_type="mellum",
+    num_hidden_layers=5,
+    head_dim=8,
+    **EXPERTS,
+    sliding_window=5,
+    layer_types=kinds(2, 5),
+    mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+    attention_bias=True,
+    rope_parameters=dict(sliding_attention=DEFAULT, full_attention=YARN),
+  ),
+  "afmoe": dict(
+    model_type="afmoe",
+    num_hidden_layers=5,
+    head_dim=6,
+    **EXPERTS,
+    num_shared_experts=2,
+    route_scale=1.5,
+    num_dense_layers=2,
+    global_attn_every_n_layers=2,
+    sliding_window=5,
+    mup_enabled=True,
+    rope_parameters=DEFAULT,
+  ),
+  "youtu": dict(
+    model_type="youtu",
+    **LATENTS,
+    attention_bias=True,
+    rope_interleave=False,
+    rope_parameters=DEEPSEEK_YARN,
+  ),
+  "llama4_text": dict(
+    model_type="llama4_text",
+    num_hidden_layers=5,
+    head_dim=6,
+    intermediate_size=8,
+    intermediate_size_mlp=20,
+    num_local_experts=4,
+    interleave_moe_layer_step=2,
+    no_rope_layer_interval=3,
+    attention_chunk_size=5,
+    floor_scale=4,
+    attn_scale=0.3,
+    attention_bias=True,
+    rope_parameters=LLAMA3,
+  ),
+  # Layers of each kind that do not follow a period, without norms of queries.
+  "llama4_mixed": dict(
+    model_type="llama4_text",
+    num_hidden_layers=4,
+    head_dim=6,
+    intermediate_size=8,
+    intermediate_size_mlp=20,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    moe_layers=[1, 2],
+    no_rope_layers=[1, 0, 1, 1],
+    layer_types=["full_attention", "chunked_attention"] * 2,
+    attention_chunk_size=7,
+    attn_temperature_tuning=False,
+    use_qk_norm=False,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -414,18 +753,23 @@ FAMILIES = {
 }
 
 
+# Names of selection biases, which have no gradients.
+BIASES = ("correction_bias", "expert_bias")
+
+
 def with_noise(model, rng):
   """Adds noise: initial scales and biases are equal, and would hide errors."""
   buffers = dict(model.named_buffers())
-  biases = [x for n, x in buffers.items() if n.endswith("correction_bias")]
+  biases = [x for n, x in buffers.items() if n.endswith(BIASES)]
   scalars = [x for n, x in buffers.items() if n.endswith("layer_scalar")]
   with torch.no_grad():
     for x in [*model.parameters(), *biases, *scalars]:
       std = 0.35 if x.ndim > 1 else 0.3
       noise = np.asarray(rng.normal(size=x.shape) * std)
       x.add_(torch.from_numpy(noise.astype(np.float32)))
-    for x in biases:
-      x.mul_(0.2)  # Scores are in [0, 1].
+    for name, x in [*model.named_parameters(), *buffers.items()]:
+      if name.endswith(BIASES):
+        x.mul_(0.2)  # Scores are in [0, 1].
 
 
 def to_mxfp4(model, rng):
@@ -456,15 +800,16 @@ def save_gradients(model, tokens, out):
   loss.backward()
   with torch.no_grad():
     for parameter in model.parameters():
-      parameter.copy_(parameter.grad)
+      if parameter.grad is not None:
+        parameter.copy_(parameter.grad)
     for name, buffer in model.named_buffers():
-      if name.endswith("layer_scalar"):
+      if name.endswith(("layer_scalar", "act_fn.beta", "act_fn.eps")):
         buffer.zero_()  # It has no gradient.
   with tempfile.TemporaryDirectory() as folder:
     # The library names and splits arrays otherwise in files than in memory.
     model.save_pretrained(folder)
     arrays = safetensors.torch.load_file(f"{folder}/model.safetensors")
-  arrays = {n: x for n, x in arrays.items() if "correction_bias" not in n}
+  arrays = {n: x for n, x in arrays.items() if not n.endswith(BIASES)}
   safetensors.torch.save_file(arrays, out / "gradients.safetensors")
 
 

@@ -2,7 +2,8 @@
 
 By transformers, as make_published.py does for language models. Each folder has
 the output of save_pretrained; gradients.safetensors, the gradients of the loss
-in the same layout; and reference.npz: pictures, tokens, labels, which tokens
+in the same layout; and reference.npz: pictures, of any
+shape with the shapes of their grids, tokens, labels, which tokens
 are a prefix, logits, the loss, and the tokens that greedy generation adds.
 
   python tests/golden/make_vision_language.py [NAME ...]   # all by default
@@ -169,6 +170,94 @@ FAMILIES = {
     4,
   ),
 }
+# Towers whose pictures have any shape: patches of 2 frames x 4 x 4 pixels, of
+# which 2 x 2 become a token.
+QWEN_VISION = dict(
+  depth=4,
+  num_heads=2,
+  in_channels=3,
+  patch_size=4,
+  spatial_merge_size=2,
+  temporal_patch_size=2,
+)
+QWEN3_VISION = QWEN_VISION | dict(
+  hidden_size=16,
+  intermediate_size=24,
+  out_hidden_size=16,
+  num_position_embeddings=9,
+  deepstack_visual_indexes=[0, 2],
+)
+QWEN_TEXT = {n: x for n, x in TEXT.items() if n != "head_dim"}
+
+
+def rope(sections, **others):
+  """Rotary positions in three axes."""
+  return dict(
+    rope_parameters=dict(
+      rope_type="default", mrope_section=sections, rope_theta=1e4, **others
+    )
+  )
+
+
+# {folder: (model_type, options of its config)}.
+NATIVE = {
+  "qwen3_vl": (
+    "qwen3_vl",
+    dict(
+      text_config=TEXT
+      | dict(head_dim=16, tie_word_embeddings=True)
+      | rope([4, 2, 2], mrope_interleaved=True),
+      vision_config=QWEN3_VISION,
+      tie_word_embeddings=True,
+    ),
+  ),
+  # Experts, and no features of inner layers; the head is not the embedding.
+  "qwen3_vl_moe": (
+    "qwen3_vl_moe",
+    dict(
+      text_config=TEXT
+      | dict(
+        head_dim=16,
+        intermediate_size=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        tie_word_embeddings=False,
+      )
+      | rope([2, 3, 3], mrope_interleaved=True),
+      vision_config=QWEN3_VISION | dict(deepstack_visual_indexes=[1]),
+      tie_word_embeddings=False,
+    ),
+  ),
+  # Windows of 2 x 2 tokens in all layers but one.
+  "qwen2_5_vl": (
+    "qwen2_5_vl",
+    dict(
+      text_config=QWEN_TEXT | dict(hidden_size=32) | rope([1, 1, 2]),
+      vision_config=QWEN_VISION
+      | dict(
+        hidden_size=16,
+        intermediate_size=24,
+        out_hidden_size=32,
+        window_size=16,
+        fullatt_block_indexes=[2],
+      ),
+    ),
+  ),
+  "qwen2_vl": (
+    "qwen2_vl",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(hidden_size=32, tie_word_embeddings=True)
+      | rope([1, 2, 1]),
+      vision_config=QWEN_VISION
+      | dict(embed_dim=16, mlp_ratio=2, hidden_size=32),
+      tie_word_embeddings=True,
+    ),
+  ),
+}
+# Rows and columns of the patches of each example's pictures.
+GRIDS = (((4, 6), (2, 4)), ((2, 2), (6, 4), (4, 2)))
 # Families in which pictures keep their examples: [B, N, 3, H, W].
 BY_EXAMPLE = ("idefics3", "smolvlm")
 
@@ -190,11 +279,8 @@ def texts_of(kind, image_token, size, pictures, rng):
   return ids, types
 
 
-def write_family(name, out):
-  kind, options, size, pictures = FAMILIES[name]
-  torch.manual_seed(0)
-  rng = np.random.default_rng(0)
-  config = transformers.AutoConfig.for_model(kind, **options)
+def model_of(config, rng):
+  """A random model, all of whose parameters matter."""
   model = transformers.AutoModelForImageTextToText.from_config(
     config, dtype=torch.float32, attn_implementation="eager"
   ).eval()
@@ -202,22 +288,44 @@ def write_family(name, out):
   model.generation_config = transformers.GenerationConfig(
     eos_token_id=None, bos_token_id=None, pad_token_id=0
   )
+  return model
+
+
+def labels_of(ids):
+  labels = np.where(np.arange(LENGTH) >= PROMPT, ids, -100)
+  labels[0, PROMPT + 3] = -100
+  return labels
+
+
+def write_family(name, out):
+  kind, options, size, pictures = FAMILIES[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  config = transformers.AutoConfig.for_model(kind, **options)
+  model = model_of(config, rng)
   model.save_pretrained(out)
   image_token = options.get("image_token_index", options.get("image_token_id"))
   ids, types = texts_of(kind, image_token, size, pictures, rng)
   side = VISION["image_size"]
   image = rng.normal(size=(BATCH, pictures, 3, side, side)).astype(np.float32)
-  labels = np.where(np.arange(LENGTH) >= PROMPT, ids, -100)
-  labels[0, PROMPT + 3] = -100
   pixels = image if kind in BY_EXAMPLE else image.reshape(-1, *image.shape[2:])
-  given = dict(input_ids=ids, pixel_values=pixels, labels=labels)
+  given = dict(input_ids=ids, pixel_values=pixels, labels=labels_of(ids))
   if kind in ("paligemma", "gemma3"):
     given["token_type_ids"] = types
+  prefix = (types == 0).sum(1) if kind == "paligemma" else np.zeros(0)
+  write_results(
+    model, given, out, image=image.transpose(0, 1, 3, 4, 2), prefix=prefix
+  )
+
+
+def write_results(model, given, out, prefix=np.zeros(0), **features):
+  """Writes what the model makes of its arguments, and the gradients."""
+  kind = model.config.model_type
   tensors = {key: torch.from_numpy(value) for key, value in given.items()}
   result = model(**tensors)
   result.loss.backward()
   prompt = {k: x for k, x in tensors.items() if k != "labels"}
-  for key in ("input_ids", "token_type_ids"):
+  for key in ("input_ids", "token_type_ids", "mm_token_type_ids"):
     if key in prompt:
       prompt[key] = prompt[key][:, :PROMPT]
   if kind == "paligemma":  # A prompt is all prefix.
@@ -225,10 +333,10 @@ def write_family(name, out):
   tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
   np.savez_compressed(
     out / "reference.npz",
-    image=image.transpose(0, 1, 3, 4, 2),
-    input_ids=ids,
-    labels=labels,
-    prefix=(types == 0).sum(1) if kind == "paligemma" else np.zeros(0),
+    **features,
+    input_ids=given["input_ids"],
+    labels=given["labels"],
+    prefix=prefix,
     logits=result.logits.detach().numpy(),
     loss=result.loss.detach().numpy(),
     generated=tokens[:, -NEW:].numpy(),
@@ -243,14 +351,53 @@ def write_family(name, out):
   safetensors.torch.save_file(arrays, out / "gradients.safetensors")
 
 
-def write(golden, names=tuple(FAMILIES)):
+def write_native(name, out):
+  """A model whose pictures have any shape: patches, and a grid for each."""
+  kind, options = NATIVE[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  tokens = dict(
+    image_token_id=IMAGE_TOKEN,
+    video_token_id=63,
+    vision_start_token_id=61,
+    vision_end_token_id=62,
+  )
+  config = transformers.AutoConfig.for_model(kind, **options, **tokens)
+  model = model_of(config, rng)
+  model.save_pretrained(out)
+  ids = rng.integers(3, 59, (BATCH, LENGTH))
+  shapes = np.zeros((BATCH, max(map(len, GRIDS)), 2), np.int32)
+  patches = [rng.normal(size=(h * w, 96)) for row in GRIDS for h, w in row]
+  pixels = np.concatenate(patches).astype(np.float32)
+  image = np.zeros((*shapes.shape[:2], max(map(len, patches)), 96), np.float32)
+  for b, grids in enumerate(GRIDS):
+    at = 1 + b
+    for n, (rows, columns) in enumerate(grids):
+      size = rows * columns // 4
+      ids[b, at : at + size + 2] = [61, *[IMAGE_TOKEN] * size, 62]
+      at += size + 3
+      shapes[b, n] = rows, columns
+      image[b, n, : rows * columns] = patches.pop(0)
+    assert at < PROMPT, at
+  grids = [(1, *grid) for row in GRIDS for grid in row]
+  given = dict(
+    input_ids=ids,
+    pixel_values=pixels,
+    image_grid_thw=np.asarray(grids),
+    mm_token_type_ids=(ids == IMAGE_TOKEN).astype(np.int64),
+    labels=labels_of(ids),
+  )
+  write_results(model, given, out, image=image, shapes=shapes)
+
+
+def write(golden, names=(*FAMILIES, *NATIVE)):
   """Writes folders below `golden`."""
   for name in names:
     out = golden / "vision_language" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    write_family(name, out)
+    (write_native if name in NATIVE else write_family)(name, out)
 
 
 if __name__ == "__main__":
-  write(pathlib.Path(__file__).parent, sys.argv[1:] or tuple(FAMILIES))
+  write(pathlib.Path(__file__).parent, sys.argv[1:] or (*FAMILIES, *NATIVE))

@@ -13,10 +13,11 @@ from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.tools import generate as tool
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+FAMILIES = ["paligemma", "gemma3", "llava", "qwen3_vl", "smolvlm"]
 QUESTION = "what is left of the three"
 
 
-@pytest.fixture(scope="module", params=["paligemma", "gemma3", "llava"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
   """A model of a golden folder with the processor of another one."""
   family = request.param
@@ -29,6 +30,7 @@ def folder(request, tmp_path_factory):
     config[name] = own[name]
   vocab_size = 400
   config["text_config"]["vocab_size"] = vocab_size
+  config["text_config"]["max_position_embeddings"] = 128
   (folder / "config.json").write_text(json.dumps(config))
   from safetensors import numpy
 
@@ -52,9 +54,22 @@ def model(folder):
   return bigtrain.load(folder)
 
 
-def direct(model, ids, image, max_new):
+def features_of(folder):
+  """The pictures as transformers' processor has made them."""
+  with np.load(folder / "reference.npz") as file:
+    if "pixels" in file:
+      return {"image": file["pixels"][None]}
+    shapes = file["grids"][:, 1:]
+    counts = shapes.prod(axis=1)
+    patches = np.split(file["patches"], np.cumsum(counts)[:-1])
+    most = counts.max()
+    image = [np.pad(x, ((0, most - len(x)), (0, 0))) for x in patches]
+    return {"image": np.stack(image)[None], "shapes": shapes[None]}
+
+
+def direct(model, ids, pictures, max_new):
   """What the model's predict function makes of ids and pixels."""
-  features = {"tokens": ids[None], "image": image[None]}
+  features = {"tokens": ids[None], **pictures}
   if model.model.mask == "prefix":
     features["prefix"] = np.zeros(1, np.int32)
   new = model.run("generate", features, max_new=max_new, pad_id=-1, eos_id=None)
@@ -64,7 +79,8 @@ def direct(model, ids, image, max_new):
 def test_prompts_have_the_ids_and_pixels_of_the_processor(model, folder):
   pictures = pictures_of(folder)
   with np.load(folder / "reference.npz") as file:
-    ids, pixels = file["ids"], file["pixels"]
+    ids = file["ids"]
+  features = features_of(folder)
   prompt = dict(text=QUESTION, images=pictures)
   answer_ids = model.tokenizer.encode("a seven")
   if folder.name == "paligemma":
@@ -76,14 +92,16 @@ def test_prompts_have_the_ids_and_pixels_of_the_processor(model, folder):
     )
     # Up to the answer and the end of its turn.
     number = len(ids) - len(answer_ids) - 2
-  expected = direct(model, ids[:number], pixels, 6)
+  expected = direct(model, ids[:number], features, 6)
   options = dict(max_new=6, eos_id=None)
   actual = model.generate([prompt], **options)
   assert [x["text"] for x in actual] == [expected]
   # The pictures matter.
   logits = [
-    model.run("logits", dict(tokens=ids[None, :number], image=image[None]))
-    for image in (pixels, np.zeros_like(pixels))
+    model.run(
+      "logits", {**features, "tokens": ids[None, :number], "image": image}
+    )
+    for image in (features["image"], np.zeros_like(features["image"]))
   ]
   assert np.abs(logits[0] - logits[1]).max() > 1e-3
 

@@ -12,9 +12,10 @@ from support import any_mesh
 from bigtrain import main
 from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import parameter_files
+from bigtrain.models import decoder
 from bigtrain.models.layers import moe
 
-RATE, STEPS = 0.25, any_mesh.STEPS
+RATE, STEPS = 0.25, 10
 EXPERTS = dict(
   num_experts=4,
   top_k=2,
@@ -34,6 +35,9 @@ MODEL = dict(
   first_layers=("dense", "experts"),
   layers=("dense", "experts"),
 )
+# The order of sums, and so the number of devices and microbatches, changes the
+# rounding of the parameters. In float64 it does not change a choice.
+DOUBLE = dict(dtype="float64")
 
 
 def updated(bias, counts):
@@ -66,23 +70,26 @@ def test_padding_is_not_counted():
   np.testing.assert_array_equal(moe.choices(routing, real, 4), [1, 0, 0, 0])
 
 
-def config_of(**changes):
-  config = any_mesh.load("pydoc_lm:moe,runlocal", packed=True, dropout=0.0)
+def config_of(packed=True, **changes):
+  config = any_mesh.load("pydoc_lm:moe,runlocal", packed=packed, dropout=0.0)
   changes = MODEL | dict(vocab_size=264) | changes
   return config | {"model": config["model"] | changes}
 
 
 @functools.cache
-def biases(text, microbatches=1, **sizes):
+def biases(text, microbatches=1, packed=True, **sizes):
+  """The selection biases after ten steps, by name."""
   sizes = dict(replica=1, fsdp=1, sequence=1, tensor=1) | sizes
-  config = config_of(**json.loads(text))
-  *_, state = any_mesh.train(config, sizes, microbatches)
+  config = config_of(packed, **DOUBLE | json.loads(text))
+  # This loss is a product of two means over the tokens of a microbatch.
+  config |= dict(loss=dict(load_balance=0.0))
+  *_, state = any_mesh.train(config, sizes, microbatches, STEPS)
   assert set(state["mutable"]) == {moe.STATE}
   return dict(trees.flatten_with_names(state["mutable"][moe.STATE]))
 
 
-def same(**sizes):
-  got, want = biases("{}", **sizes), biases("{}")
+def same(packed=True, **sizes):
+  got, want = biases("{}", packed=packed, **sizes), biases("{}", packed=packed)
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -101,8 +108,68 @@ def test_it_changes_once_per_step():
 
 
 @pytest.mark.slow
-def test_microbatches_do_not_change_it():
-  same(microbatches=4)
+@pytest.mark.parametrize("packed", [True, False])
+def test_microbatches_do_not_change_it(packed):
+  same(packed, microbatches=4)
+
+
+@pytest.mark.slow
+def test_devices_do_not_change_it_if_rows_are_not_packed():
+  same(packed=False, fsdp=4, sequence=2)
+
+
+@functools.cache
+def model_of_documents():
+  changes = MODEL | DOUBLE | dict(depth=3, num_heads=2, vocab_size=19)
+  return decoder.Model(variant="llama", init_std=0.5, **changes)
+
+
+def biases_of_documents(rows):
+  """The biases after ten steps on these rows of documents, padded to 12."""
+  tokens, segments = np.zeros((2, len(rows), 12), np.int32)
+  for row, documents in enumerate(rows):
+    ids = np.concatenate(documents)
+    tokens[row, : len(ids)] = ids
+    numbers = range(1, len(documents) + 1)
+    segments[row, : len(ids)] = np.repeat(numbers, [*map(len, documents)])
+  model = model_of_documents()
+
+  def loss(params, state):
+    (logits, _), sums = model.apply(
+      {"params": params, **state},
+      tokens,
+      segments=segments,
+      train=True,
+      mutable=["step_sums"],
+    )
+    log_probs = jax.nn.log_softmax(logits)
+    own = jnp.take_along_axis(log_probs, tokens[..., None] * 5 % 19, axis=-1)
+    real = segments != 0
+    return -jnp.sum(own[..., 0] * real) / jnp.sum(real), sums["step_sums"]
+
+  @jax.jit
+  def step(params, state):
+    grads, sums = jax.grad(loss, has_aux=True)(params, state)
+    params = jax.tree.map(lambda x, g: x - 0.3 * g, params, grads)
+    return params, model.end_of_step(state, sums)
+
+  with any_mesh.precision({"model": DOUBLE}):
+    key = jax.random.key(0)
+    state = dict(jax.jit(model.init)(key, tokens[:1]))
+    params = state.pop("params")
+    for _ in range(STEPS):
+      params, state = step(params, state)
+  return jax.device_get(state[moe.STATE])
+
+
+@pytest.mark.slow
+def test_packed_documents_change_it_as_they_do_alone():
+  rng = np.random.default_rng(0)
+  one, two, three = (rng.integers(1, 19, n) for n in (7, 5, 9))
+  packed = biases_of_documents([[one, two], [three]])
+  alone = biases_of_documents([[one], [two], [three]])
+  assert all(np.abs(x).max() > RATE for x in jax.tree.leaves(packed))
+  jax.tree.map(np.testing.assert_array_equal, packed, alone)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +209,14 @@ def read(workdir):
 
 @pytest.mark.slow
 def test_it_is_saved_resumed_and_kept_with_a_rate_of_zero(tmp_path):
-  config = config_of(**SMALL) | dict(total_steps=4, ckpt_steps=2, log_steps=2)
+  config = config_of(**SMALL) | dict(
+    total_steps=STEPS, ckpt_steps=4, log_steps=2, microbatches=2
+  )
   main.train(config, str(tmp_path / "whole"))
   want = read(tmp_path / "whole")
   (bias,) = want.values()
   assert np.abs(bias).max() > 0
-  main.train(config | {"stop_at_steps": 2}, str(tmp_path / "parts"))
+  main.train(config | {"stop_at_steps": 4}, str(tmp_path / "parts"))
   (half,) = read(tmp_path / "parts").values()
   assert (half != bias).any()
   main.train(config, str(tmp_path / "parts"))

@@ -17,7 +17,13 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
-from bigtrain.objective import building, gradients, initial, task_functions
+from bigtrain.objective import (
+  building,
+  gradients,
+  initial,
+  qk_clip,
+  task_functions,
+)
 from bigtrain.objective import teacher as teacher_lib
 from bigtrain.objective.model_variants import Variant
 from bigtrain.optim import chain, views
@@ -155,25 +161,26 @@ def with_expert_axis(config, axis):
   return {**config, "model": {**config["model"], "moe": experts}}
 
 
-def train(config, sizes, microbatches=1):
+def train(config, sizes, microbatches=1, steps=STEPS):
   """Returns (pairs of each step, gradients of the first, the last state).
 
   Args:
     config: from `load`.
     sizes: sizes of the mesh's axes.
     microbatches: number of microbatches.
+    steps: number of updates.
   """
   number = int(np.prod([*sizes.values()]))
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:number])
   with precision(config):
-    setup = _setup(json.dumps(config, sort_keys=True))
+    setup = _setup(json.dumps(config, sort_keys=True), steps)
     config = settings.Config({**config, "microbatches": microbatches})
     with jax.set_mesh(mesh):
       return _train(config, mesh, setup)
 
 
 @functools.cache
-def _setup(text):
+def _setup(text, steps):
   """The parts of a run, its first state and its batches, from one device."""
   config = settings.Config(json.loads(text))
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
@@ -189,12 +196,19 @@ def _setup(text):
     )
     task = building.task(config)
     module, model = building.model(config)
+    clip, model = qk_clip.from_config(config, model)
     spec = sharding.batch_spec(train_input.spec, mesh)
     teacher = teacher_lib.from_config(config, task, spec, mesh, 0)
     variables = initial.variables_fn(task, model, spec, 0)
     shapes = jax.eval_shape(variables)["params"]
     param_views = views.of_model(module, model, shapes)
-    optimizer = chain.make(config, shapes, lengths.units, param_views)
+    optimizer = chain.make(
+      config,
+      shapes,
+      lengths.units,
+      param_views,
+      qk_clip=clip and clip.clipped,
+    )
 
     def init():
       made = variables()
@@ -211,8 +225,8 @@ def _setup(text):
         lambda x: x.astype(np.float64) if is_float(x) else x, state
       )
     fixed = jax.device_get(teacher.load())
-    started = train_input.start(0, STEPS)
-    batches = [jax.device_get(next(started)) for _ in range(STEPS)]
+    started = train_input.start(0, steps)
+    batches = [jax.device_get(next(started)) for _ in range(steps)]
     started.close()
   parts_of_run = task, module, model, teacher.model, variables, optimizer
   return (*parts_of_run, state, fixed, batches)
@@ -249,9 +263,13 @@ def _train(config, mesh, setup):
       step=state["step"],
       hparams=hparams,
       loss=pairs["loss"],
+      logits=mutable.pop("step_largest", None),
     )
     params = trees.merge(optax.apply_updates(trained, updates), frozen)
     new = {"params": params, "opt": opt, "step": state["step"] + 1}
+    if "attention_logit" in pairs:
+      largest = pairs.pop("attention_logit").largest
+      pairs["attention_logit"] = largest, jnp.ones(())
     pairs = {
       name: (pair.total, jnp.ones(()))
       if isinstance(pair, metrics.Sum)

@@ -1,5 +1,6 @@
 """Training on pictures: any mesh, resumed runs, adapters, frozen towers."""
 
+import collections
 import functools
 
 import numpy as np
@@ -11,6 +12,7 @@ import bigtrain
 from bigtrain import main
 from bigtrain.arrays import trees
 from bigtrain.config import loading
+from bigtrain.config.errors import ConfigError
 from bigtrain.tools import checkpoint
 
 CONFIG = "vlm_digits:runlocal"
@@ -89,6 +91,23 @@ def test_a_resumed_run_equals_a_whole_one_and_answers(tmp_path):
   assert len(texts) == 2
 
 
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      dict(projector=dict(merge=1)),
+      "tokens=4: the model makes 16 image tokens ",
+    ),
+    (dict(image_token=258), "image_token=258: .* config.input have the id 259"),
+  ],
+)
+def test_data_for_another_model_are_refused(tmp_path, changes, message):
+  config = tiny_run()
+  config["model"] |= changes
+  with pytest.raises(ConfigError, match=message):
+    main.train(config, str(tmp_path))
+
+
 def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
   config = tiny_run(total_steps=2)
   warm = dict(decay_type="constant")
@@ -106,6 +125,39 @@ def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
   assert moved["img"] == 0
   # Adam's steps are as large as the rate.
   assert 0 < moved["projector"] < 0.3 * moved["llm"]
+
+
+def test_parts_start_from_sources_of_their_own(tmp_path):
+  """As a projector is trained between a tower and a decoder."""
+  first, second = tmp_path / "first", tmp_path / "second"
+  main.train(tiny_run(total_steps=1), str(first))
+  main.train(tiny_run(total_steps=1, seed=1), str(second))
+  of_part = lambda path, part: dict(
+    path=str(path),
+    rename=[(rf"{part}/(.*)", r"\1"), ("(img|projector|llm)/.*", None)],
+  )
+  parts = dict(img=of_part(first, "img"), llm=of_part(second, "llm"))
+  init = dict(parts=parts, allow_missing=["projector/.*"])
+  config = tiny_run(total_steps=1, lr=0.0, wd=0.0, model_init=init)
+  main.train(config, str(tmp_path / "run"))
+  arrays = params_of(tmp_path / "run")
+  sources = dict(img=params_of(first), llm=params_of(second))
+  compared = collections.Counter()
+  for name, x in arrays.items():
+    tree, _, rest = name.partition("/")
+    part = rest.split("/")[0]
+    if tree == "params" and part in sources:
+      np.testing.assert_array_equal(x, sources[part][name], err_msg=name)
+      compared[part] += 1
+  assert min(compared.values()) > 5
+  for changes, message in (
+    (dict(allow_missing=[]), "parts: no source of 2 array"),
+    (dict(parts=dict(parts, imgs="x")), "parts.imgs: unknown key"),
+    (dict(parts=dict(img=of_part(first, "llm"))), "parts.img: .*does not fit"),
+  ):
+    config["model_init"] = init | changes
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+      main.train(config, str(tmp_path / "wrong"))
 
 
 def test_adapters_of_both_parts_merge(tmp_path):

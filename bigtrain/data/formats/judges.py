@@ -18,6 +18,7 @@ Every call has a time limit, and what it starts is killed after it. So a judge
 that hangs delays a step by `time_limit` for each try, and no more.
 """
 
+import base64
 import dataclasses
 import json
 import math
@@ -33,6 +34,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from absl import logging
 
 from bigtrain.config.errors import (
@@ -349,4 +351,11 @@ class _Address:
 
 def _json(value: Any) -> bytes:
   # Rows of Parquet files may have dates and the like.
-  return json.dumps(value, ensure_ascii=False, default=str).encode()
+  return json.dumps(value, ensure_ascii=False, default=_as_json).encode()
+
+
+def _as_json(value: Any) -> Any:
+  """The JSON of values that rows may have: pictures, dates and others."""
+  if isinstance(value, bytes | bytearray):
+    return base64.b64encode(value).decode()
+  return value.tolist() if isinstance(value, np.ndarray) else str(value)

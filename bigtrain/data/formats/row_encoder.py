@@ -90,7 +90,7 @@ class Encoder:
     key: list[Any] = [_VERSION, tokenizer.fingerprint(), options]
     key.append(self.ignore_fields)
     if pictures is not None:
-      key.append(pictures)
+      key.append(pictures.key())
     self.key = files.digest(*key)
 
   def __call__(self, row: Mapping[str, Any], where: Any) -> Row:
@@ -105,9 +105,8 @@ class Encoder:
       result = self._encode(row, len(images))
       if self._pictures is not None:
         self._pictures.check(result.ids, len(images))
-        result = result._replace(
-          pictures=[row_pictures.encoded(x, row) for x in images]
-        )
+        kept = [row_pictures.encoded(x, row) for x in images]
+        result = self._with_pictures(result, kept)
       weight = 1.0 if row.get("weight") is None else row["weight"]
       check_number("weight", weight, least=0)
     except (ConfigError, ValueError, TypeError) as e:
@@ -119,6 +118,23 @@ class Encoder:
       raise DataError(f"{where}: no token has a loss: {text!r}.")
     label = -1 if row.get("label") is None else int(row["label"])
     return result._replace(weight=float(weight), label=label)
+
+  def _with_pictures(self, row: Row, kept: Sequence[bytes]) -> Row:
+    """A row with its pictures, and all of their image tokens."""
+    pictures = self._pictures
+    assert pictures is not None
+    if pictures.layout is None:
+      return row._replace(pictures=kept)
+    pairs = [row_pictures.with_size(x) for x in kept]
+    sizes = [size for _, size in pairs]
+    ids, origin = pictures.expanded(self._tokenizer, row.ids, sizes)
+    trained = row.trained[origin]
+    return row._replace(
+      ids=ids,
+      trained=trained,
+      prompt=int(trained.argmax()),
+      pictures=[x for x, _ in pairs],
+    )
 
   def _encode(self, row: Mapping[str, Any], num_pictures: int) -> Row:
     kind = next(kind for kind in _KINDS if row.get(kind) is not None)

@@ -8,6 +8,7 @@ array of uint8, [height, width] or with a third dimension of 1 or 3 channels.
 
 import io
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,15 @@ import numpy as np
 
 from bigtrain.config.errors import DataError
 from bigtrain.files import paths
+from bigtrain.pp import picture_files
 from bigtrain.text import pictures
 
 # Field that `rows` of a file get: the folder of the file.
 FOLDER = "_folder"
 _PATH, _BYTES, _ARRAY = b"p", b"b", b"a"
+# Comes before one of these, with height and width, where sizes matter.
+_SIZED = b"s"
+_SIZE = struct.Struct(">cII")
 # {first bytes of a format: its last ones, if a whole file ends with them}.
 _FORMATS = {
   b"\xff\xd8\xff": b"\xff\xd9",  # JPEG.
@@ -72,6 +77,22 @@ def _source(part: Mapping[str, Any]) -> list[Any]:
   return []
 
 
+def with_size(kept: bytes) -> tuple[bytes, tuple[int, int]]:
+  """Adds a picture's size to what is kept of it; returns both."""
+  content = decoded(kept)
+  if isinstance(content, bytes):
+    size = picture_files.size(content)
+  else:
+    size = content.shape[0], content.shape[1]
+  return _SIZE.pack(_SIZED, *size) + kept, size
+
+
+def size_of(kept: bytes) -> tuple[int, int]:
+  """Height and width, which `with_size` has added."""
+  _, height, width = _SIZE.unpack_from(kept)
+  return height, width
+
+
 def encoded(picture: Any, row: Mapping[str, Any]) -> bytes:
   """Returns what is kept of a picture: its path, or its bytes.
 
@@ -104,6 +125,8 @@ def encoded(picture: Any, row: Mapping[str, Any]) -> bytes:
 
 def decoded(kept: bytes) -> bytes | np.ndarray:
   """Returns the bytes of a picture's file, or uint8 [height, width, 3]."""
+  if kept[:1] == _SIZED:
+    kept = kept[_SIZE.size :]
   kind, content = kept[:1], kept[1:]
   if kind == _PATH:
     return _read(content.decode())

@@ -26,6 +26,7 @@ from bigtrain.models.layers import (
   attention_backends,
   attention_blockwise,
   attention_kernels,
+  attention_logits,
   attention_split,
   attention_xla,
   kernels,
@@ -59,6 +60,7 @@ class Options(NamedTuple):
   sinks: bool = False  # Whether each softmax has a learned logit with no value.
   scale: float | None = None  # Factor of the scores; 1 / sqrt(K) if None.
   window: int | None = None  # See masks.Mask.
+  chunk: int | None = None  # See masks.in_chunks.
   softcap: float | None = None  # Scores s become softcap * tanh(s / softcap).
   # Standard deviations of initial values; None for Xavier's uniform ones.
   query_std: float | None = None
@@ -88,6 +90,7 @@ class Attention(nn.Module):
     bias: jax.Array | positions.BiasByDistance | None = None,
     rope: positions.Rotation | None = None,
     query_scale_BL: jax.Array | None = None,
+    real_BL: jax.Array | None = None,
     cache: Any = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int | None = 0,
@@ -99,6 +102,7 @@ class Attention(nn.Module):
         have n examples for each of y's: n successive ones share it.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
+      real_BL: bool, False for queries of padding, for attention_logits.record.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
@@ -119,15 +123,22 @@ class Attention(nn.Module):
       B, L, H, K = q_BLHK.shape
       G = k_BSGK.shape[2]
       q = q_BLHK.reshape(B, L, G, H // G, K)
+    mask = dataclasses.replace(mask, window=options.window)
+    if options.chunk is not None:
+      mask = masks.in_chunks(
+        mask, options.chunk, q, k_BSGK.shape[1], start, first
+      )
     sinks_H = None
     if options.sinks:
       zeros = nn.initializers.zeros
       sinks_H = self.param("sinks", zeros, (options.num_heads,))
+    mask = dataclasses.replace(mask, window=options.window)
+    attention_logits.record(self, q, k_BSGK, mask, real_BL, options.scale)
     o = attend(
       q,
       k_BSGK,
       v_BSGK,
-      dataclasses.replace(mask, window=options.window),
+      mask,
       start=first,
       bias=bias,
       sinks_H=sinks_H,

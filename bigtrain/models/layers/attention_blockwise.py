@@ -51,6 +51,31 @@ def attend(inputs: Inputs, *, scale: float, softcap: float | None) -> jax.Array:
   return attend_by_blocks(Schedule(static), inputs)
 
 
+def largest_scores(
+  inputs: Inputs, *, scale: float, schedule: "Schedule | None" = None
+) -> jax.Array:
+  """Largest score of each query, float32 (B, L, G, R), without a gradient.
+
+  It is far below zero for queries that see nothing.
+  """
+  L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
+  block = largest_block()
+  static = Static(scale, None, min(block, L), min(block, S))
+  blocks = (schedule or Schedule(static)).blocks(0, inputs)
+  q_N, k_M = blocks.of_queries(inputs.q), blocks.of_keys(inputs.k_BSGK)
+
+  def add(largest_N: jax.Array, pair: Any) -> tuple[jax.Array, None]:
+    n, m = pair
+    scores, _ = blocks.scores(_pick(q_N, n), _pick(k_M, m), n, m)
+    largest = jnp.maximum(_pick(largest_N, n), jnp.max(scores, axis=-1))
+    return _put(largest_N, n, largest), None
+
+  lowest_N = jnp.full(q_N.shape[:-1], _MASKED, jnp.float32)
+  largest_N, _ = jax.lax.scan(add, lowest_N, blocks.order.pairs)
+  like: Any = jax.ShapeDtypeStruct(inputs.q.shape, jnp.float32)
+  return blocks.to_queries(largest_N[..., None], like)[..., 0]
+
+
 def largest_block() -> int:
   return _BLOCK_ON_CPU if sharding.device()[0] == "cpu" else _BLOCK
 

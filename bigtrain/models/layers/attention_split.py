@@ -215,6 +215,26 @@ def attend(
     return _split(plan, compute, inputs)
 
 
+def largest_scores(inputs: Inputs, *, scale: float) -> jax.Array:
+  """See attention_blockwise.largest_scores; of a causal attention."""
+  mask = inputs.mask
+  L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
+  mesh: Any = sharding.ambient(len(inputs.q))
+  ways = int(mesh.shape[AXIS])
+  plan = plan_of(ways, L, S, mask, ring=False, balanced=mask.in_order)
+  static = attention_blockwise.Static(scale, None, plan.block_q, plan.block_k)
+
+  def compute(inputs: Inputs) -> jax.Array:
+    if plan.balanced:
+      inputs = inputs._replace(q=_exchanged(inputs.q))
+    largest = attention_blockwise.largest_scores(
+      _with_all_keys(inputs), scale=scale, schedule=_Schedule(static, plan)
+    )
+    return _exchanged_back(largest) if plan.balanced else largest
+
+  return _split(plan, compute, inputs)
+
+
 def _split(
   plan: Plan, compute: Callable[[Inputs], jax.Array], inputs: Inputs
 ) -> jax.Array:

@@ -3,10 +3,11 @@
 Options has all differences between layers of one model: layer_kinds.py makes
 them. What layers of a kind share, such as rotary tables, they find by index.
 
-Axes: B batch, L length, D model width.
+Axes: B batch, L length, D model width, N layers, I features of a layer's input.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,6 +19,7 @@ from bigtrain.models.layers import (
   attention,
   deltanet,
   encoder,
+  kernels,
   kv_cache,
   latent_attention,
   masks,
@@ -25,6 +27,7 @@ from bigtrain.models.layers import (
   moe,
   positions,
   rms_norm,
+  short_conv,
 )
 from bigtrain.models.layers.options import pick
 
@@ -46,12 +49,15 @@ class Options(NamedTuple):
   norm: str
   norm_eps: float
   norm_offset: float
+  norm_scaled: bool
   norm_at: str
   parallel: bool
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
-  deltanet: deltanet.Options | None  # In place of attention.
+  # In place of attention.
+  deltanet: deltanet.Options | None
+  short_conv: short_conv.Options | None
   use_bias: tuple[str, ...]
   qk_norm: str | None
   qk_norm_after_rope: bool
@@ -61,6 +67,7 @@ class Options(NamedTuple):
   output_gate: bool
   sinks: bool
   window: int | None
+  chunk: int | None
   attention_scale: float | None
   attention_softcap: float | None
   residual_multiplier: float
@@ -73,7 +80,12 @@ class Options(NamedTuple):
   # Indices into `Tables` and the cache, see layer_kinds.py.
   rope: int | None
   query_scale: int | None
-  cache: int
+  cache: int | None  # None without keys and values of its own.
+  # Key in `Views` of what the layer leaves there, or reads if it has no keys
+  # and values of its own; None for other layers.
+  view: int | None
+  reads_view: bool
+  drops_view: bool  # Whether no later layer reads it.
 
   def hidden_units(self) -> int:
     """Number of hidden units that a token uses, with gates."""
@@ -82,7 +94,7 @@ class Options(NamedTuple):
       dense = units if self.moe.beside_mlp else 0
       units = dense + self.moe.top_k * self.moe.width(units)
       units += self.moe.shared_width(self.mlp_dim)
-    return units * (1 + mlp.KINDS[self.mlp].gated)
+    return units * (1 + mlp.is_gated(self.mlp))
 
 
 class Tables(NamedTuple):
@@ -90,26 +102,40 @@ class Tables(NamedTuple):
 
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]
+  inputs_BLNI: jax.Array | None = None  # See layer_inputs.py.
+  # What is added after each of the first N layers, such as features of pictures
+  # (DeepStack, https://arxiv.org/abs/2406.04334).
+  added_BNLD: jax.Array | None = None
+
+
+# Keys and values that later layers read. The mask of a view is None if it is
+# the call's.
+Views = Mapping[int, kv_cache.View]
+# The stream, the caches in generation, and the views.
+Carry = tuple[jax.Array, kv_cache.Caches | None, Views]
 
 
 class Block(nn.Module):
-  """Attention or DeltaNet, MLP or experts, with norms, added to the stream."""
+  """Attention or a recurrent layer, MLP or experts, with norms.
+
+  Each is added to the stream.
+  """
 
   options: Options
 
   @nn.compact
   def __call__(
     self,
-    carry: tuple[jax.Array, kv_cache.Caches | None],
+    carry: Carry,
     layer: Any,
     tables: Tables,
     mask: masks.Mask,
     real_BL: jax.Array | None,
     start: Any,
     train: bool,
-  ) -> tuple[tuple[jax.Array, kv_cache.Caches | None], Any]:
+  ) -> tuple[Carry, Any]:
     options = self.options
-    x_BLD, caches = carry
+    x_BLD, caches, views = carry
 
     def normed(y_BLD: jax.Array, name: str) -> jax.Array:
       return norm(options, y_BLD.shape[-1], name)(y_BLD)
@@ -122,6 +148,9 @@ class Block(nn.Module):
       """The stream, with the result of a branch."""
       if options.norm_at != "pre":
         y_BLD = normed(y_BLD, name)
+      return add_branch(x_BLD, y_BLD)
+
+    def add_branch(x_BLD: jax.Array, y_BLD: jax.Array) -> jax.Array:
       y_BLD = nn.Dropout(options.dropout)(y_BLD, deterministic=not train)
       if options.residual_multiplier != 1:
         y_BLD *= options.residual_multiplier
@@ -133,12 +162,12 @@ class Block(nn.Module):
     cache: Any = None
     place: Any = 0
     first = start
-    if caches is not None:
+    if caches is not None and options.cache is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
     y_BLD = before(x_BLD, "attention_norm")
-    if options.deltanet is not None:
-      z_BLD, cache = _deltanet(options)(
+    if options.deltanet is not None or options.short_conv is not None:
+      z_BLD, cache = _recurrent_layer(options)(
         y_BLD,
         segments_BL=mask.segments_BL,
         real_BL=real_BL,
@@ -147,16 +176,34 @@ class Block(nn.Module):
         start=first,
       )
     else:
-      z_BLD, cache = _attention_layer(options)(
+      attend = functools.partial(
+        _attention_layer(options),
         y_BLD,
-        mask=mask,
         rope=_pick(tables.rotations, options.rope),
         query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
-        cache=cache,
+        real_BL=real_BL,
         layer=place,
-        start=first,
       )
-    if caches is not None:
+      if options.view is None:
+        z_BLD, cache = attend(mask=mask, cache=cache, start=first)
+      elif options.reads_view:
+        view = views.get(options.view)
+        if self.is_initializing():  # Initialisation calls layers one by one.
+          view = _empty_view(options, y_BLD)
+        assert view is not None, options.view
+        own_mask = mask if view.mask is None else view.mask
+        z_BLD, _ = attend(mask=own_mask, cache=view, start=view.start)
+      else:
+        z_BLD, kept = attend(
+          mask=mask, cache=kv_cache.WithView(cache), start=first
+        )
+        cache, view = kept.cache, kept.view
+        if view.mask is mask:
+          view = view._replace(mask=None)
+        views = {**views, options.view: view}
+      if options.drops_view:
+        views = {key: x for key, x in views.items() if key != options.view}
+    if caches is not None and options.cache is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
 
@@ -170,13 +217,59 @@ class Block(nn.Module):
         options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
       )
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
+    if tables.inputs_BLNI is not None:
+      y_BLD = _gated_input(options, x_BLD, tables.inputs_BLNI, layer)
+      x_BLD = add_branch(x_BLD, normed(y_BLD, "layer_input_norm"))
     if options.layer_scalar:
       x_BLD *= _layer_scalar(self).astype(x_BLD.dtype)
-    return (sharding.stream(x_BLD), caches), stats
+    if tables.added_BNLD is not None:
+      x_BLD = _with_added(x_BLD, tables.added_BNLD, layer)
+    return (sharding.stream(x_BLD), caches, views), stats
 
 
 def _pick(shared: tuple[Any, ...], index: int | None) -> Any:
   return None if index is None else shared[index]
+
+
+def _empty_view(options: Options, x_BLD: jax.Array) -> kv_cache.View:
+  shape = (*x_BLD.shape[:2], options.num_kv_heads, options.head_dim)
+  zeros = jnp.zeros(shape, options.dtype)
+  return kv_cache.View(zeros, zeros, None, None)
+
+
+def _gated_input(
+  options: Options, x_BLD: jax.Array, inputs_BLNI: jax.Array, layer: Any
+) -> jax.Array:
+  """What a layer's own input adds to the stream, before its norm."""
+  input_BLI = jax.lax.dynamic_index_in_dim(
+    inputs_BLNI, layer, axis=2, keepdims=False
+  )
+  dense = functools.partial(nn.Dense, use_bias=False, dtype=options.dtype)
+  gate_BLI = dense(
+    input_BLI.shape[-1],
+    kernel_init=kernels.initializer(options.init_std),
+    name="layer_input_gate",
+  )(x_BLD)
+  return dense(
+    x_BLD.shape[-1],
+    kernel_init=kernels.initializer(_out_init_std(options)),
+    name="layer_input_out",
+  )(mlp.KINDS[options.mlp].activation(gate_BLI) * input_BLI)
+
+
+def _with_added(
+  x_BLD: jax.Array, added_BNLD: jax.Array, layer: Any
+) -> jax.Array:
+  """Adds a layer's entry, if there is one."""
+  N = added_BNLD.shape[1]
+  if isinstance(layer, int):
+    return x_BLD + added_BNLD[:, layer] if layer < N else x_BLD
+
+  def add(x_BLD: jax.Array) -> jax.Array:
+    own_BLD = jax.lax.dynamic_index_in_dim(added_BNLD, layer, 1, keepdims=False)
+    return x_BLD + own_BLD
+
+  return jax.lax.cond(layer < N, add, lambda x_BLD: x_BLD, x_BLD)
 
 
 def _layer_scalar(block: nn.Module) -> jax.Array:
@@ -216,9 +309,16 @@ def _mlp_beside_experts(
 def norm(options: Any, width: int, name: str) -> nn.Module:
   """The norm of a block's Options, or of a decoder."""
   eps, dtype, offset = options.norm_eps, options.dtype, options.norm_offset
+  scaled = options.norm_scaled
   if options.norm == "rmsnorm":
-    return rms_norm.RMSNorm((width,), eps, offset, dtype=dtype, name=name)
+    return rms_norm.RMSNorm(
+      (width,), eps, offset, scaled, dtype=dtype, name=name
+    )
   use_bias = "norm" in options.use_bias
+  if not scaled:
+    return nn.LayerNorm(
+      eps, dtype, use_bias=use_bias, use_scale=False, name=name
+    )
   if offset:
     return _OffsetLayerNorm(eps, offset, use_bias, dtype, name=name)
   return nn.LayerNorm(eps, dtype, use_bias=use_bias, name=name)
@@ -261,10 +361,22 @@ def _attention_layer(options: Options) -> Callable[..., tuple[Any, Any]]:
   if options.mla is not None:
     return latent_attention.LatentAttention(options.mla, own, name="attention")
   layer = attention.Attention(own, name="attention")
+  if options.reads_view:
+    return lambda y_BLD, **others: layer(y_BLD, None, **others)
   return lambda y_BLD, **others: layer(y_BLD, y_BLD, **others)
 
 
-def _deltanet(options: Options) -> deltanet.DeltaNet:
+def _recurrent_layer(
+  options: Options,
+) -> deltanet.DeltaNet | short_conv.ShortConv:
+  if options.short_conv is not None:
+    return short_conv.ShortConv(
+      options.short_conv,
+      init_std=options.init_std,
+      out_init_std=_out_init_std(options),
+      dtype=options.dtype,
+      name="short_conv",
+    )
   assert options.deltanet is not None
   return deltanet.DeltaNet(
     options.deltanet,

@@ -25,8 +25,10 @@ from jax.sharding import PartitionSpec
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import (
+  causal_conv,
   delta_rule,
   kernels,
+  masks,
   options,
   recurrent_cache,
   remat,
@@ -228,30 +230,16 @@ class DeltaNet(nn.Module):
     """Continues the states of a cache."""
     options = self.options
     start = 0 if start is None else start
-    W, L = options.conv_width, inputs_BLGC.shape[1]
     last_BWGC, state = cache.layer(layer)
-    joined = jnp.concatenate(
-      [last_BWGC, inputs_BLGC.astype(last_BWGC.dtype)], axis=1
+    joined, last_BWGC, is_new_B = causal_conv.with_last_inputs(
+      inputs_BLGC, last_BWGC, real_BL, cache.read_B, start
     )
-    if L == 1:
-      is_new_B = start >= cache.read_B
-      if real_BL is not None:
-        is_new_B &= real_BL[:, 0]
-      last_BWGC = jnp.where(
-        is_new_B[:, None, None, None], joined[:, 1:], last_BWGC
-      )
-      y_B1GC = _convolved(last_BWGC, kernel_WGC, None)
-      rule = _rule_inputs(options, y_B1GC, log_decay, beta, None)
+    y_BLGC = _convolved(joined, kernel_WGC, None)
+    rule = _rule_inputs(options, y_BLGC, log_decay, beta, None)
+    if is_new_B is not None:
       o, state = delta_rule.step(rule, state, is_new_B)
     else:
-      y_BLGC = _convolved(joined[:, 1:], kernel_WGC, None)
-      rule = _rule_inputs(options, y_BLGC, log_decay, beta, None)
       o, state = delta_rule.chunked(rule, state)
-      # Texts may be shorter than the call: up to their last real position.
-      ends_BW = (cache.read_B - start)[:, None] + jnp.arange(W)
-      last_BWGC = jnp.take_along_axis(
-        joined, jnp.clip(ends_BW, 0, W + L - 1)[:, :, None, None], axis=1
-      )
     return o, cache.with_layer(layer, last_BWGC, state)
 
 
@@ -266,7 +254,9 @@ def _over_mesh(
   """Convolution and delta rule of whole texts: [B, L, G, R, V]."""
   B, L, G, _ = inputs_BLGC.shape
   W = options.conv_width
-  places_BL = None if segments_BL is None else _places(segments_BL)
+  places_BL = (
+    None if segments_BL is None else masks.places_in_documents(segments_BL)
+  )
   ways = sharding.length_ways(B, L)
   # A device needs the last inputs of the one before it, and no others.
   if ways == 1 or -(-L // ways) < W - 1:
@@ -314,14 +304,6 @@ def _over_mesh(
   return o_BLGRV[:, :L]
 
 
-def _places(segments_BL: jax.Array) -> jax.Array:
-  """Number of each position within its document."""
-  index_L = jnp.arange(segments_BL.shape[1])
-  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
-  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
-  return index_L - jax.lax.cummax(starts_BL, axis=1)
-
-
 def _convolved(
   joined: jax.Array, kernel_WGC: jax.Array, places_BL: jax.Array | None
 ) -> jax.Array:
@@ -330,16 +312,7 @@ def _convolved(
   Args:
     joined: the inputs, with W - 1 that come before them.
   """
-  W = kernel_WGC.shape[0]
-  L = joined.shape[1] - (W - 1)
-  y_BLGC: Any = 0
-  for w in range(W):
-    x_BLGC = joined[:, w : w + L] * kernel_WGC[w]
-    distance = W - 1 - w
-    if places_BL is not None and distance:
-      sees_BL = places_BL >= distance
-      x_BLGC = jnp.where(sees_BL[..., None, None], x_BLGC, 0)
-    y_BLGC += x_BLGC
+  y_BLGC = causal_conv.convolved(joined, kernel_WGC, places_BL)
   return jax.nn.silu(y_BLGC).astype(joined.dtype)
 
 

@@ -7,21 +7,28 @@ layer norms and softmaxes are always float32.
 Axes: B batch, L length, S length attended to, D model width, N layers.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from bigtrain import sharding
+from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import (
   attention,
   masks,
   mlp,
   options,
   positions,
+  remat,
+  rms_norm,
   stack,
 )
+
+NORMS = ("layernorm", "rmsnorm")
 
 
 class Fields(nn.Module, kw_only=True):
@@ -62,6 +69,10 @@ class Options(NamedTuple):
   post_norm: bool = False  # Whether norms follow the residual additions.
   # Number of blocks that change the stream; the others keep their parameters.
   num_active: int | None = None
+  norm: str = "layernorm"  # A name in NORMS.
+  # Whether tokens see those of other segments, in a model whose other layers
+  # have a mask with segments.
+  ignores_segments: bool = False
   dtype: str = "float32"
 
 
@@ -70,7 +81,7 @@ def of_fields(
 ) -> "Encoder":
   """The encoder of a model; `others` are options that are no fields of it."""
   return Encoder(
-    options.pick(Options, model, **others),
+    layer_options(model, **others),
     depth=model.depth,
     drop_path=model.drop_path,
     final_norm=final_norm,
@@ -78,6 +89,32 @@ def of_fields(
     remat_policy=model.remat_policy,
     name=name,
   )
+
+
+def layer_options(model: Fields, **others: Any) -> Options:
+  return options.pick(Options, model, **others)
+
+
+def norm(options: Options, width: int, name: str) -> nn.Module:
+  if options.norm == "rmsnorm":
+    return rms_norm.RMSNorm(
+      (width,), options.norm_eps, dtype=options.dtype, name=name
+    )
+  return nn.LayerNorm(options.norm_eps, options.dtype, name=name)
+
+
+@struct.dataclass
+class _Tapped:
+  """The stream, and copies of it after some of the layers."""
+
+  x_BLD: jax.Array
+  taps_BTLD: jax.Array
+  layers_T: tuple[int, ...] = struct.field(pytree_node=False)
+
+  def after(self, layer: Any, x_BLD: jax.Array) -> "_Tapped":
+    is_tapped_T11 = (jnp.asarray(self.layers_T) == layer)[:, None, None]
+    taps_BTLD = jnp.where(is_tapped_T11, x_BLD[:, None], self.taps_BTLD)
+    return _Tapped(x_BLD, taps_BTLD, self.layers_T)
 
 
 class Block(nn.Module):
@@ -88,15 +125,19 @@ class Block(nn.Module):
   @nn.compact
   def __call__(
     self,
-    x_BLD: jax.Array,
+    carry: jax.Array | _Tapped,
     layer: Any,
     drop_path_rates_N: jax.Array | None,
     rope: positions.Rotation | None,
     mask: masks.Mask,
     bias_1HLS: jax.Array | None,
     train: bool,
-  ) -> tuple[jax.Array, None]:
-    options, given_BLD = self.options, x_BLD
+  ) -> tuple[jax.Array | _Tapped, None]:
+    options = self.options
+    x_BLD = carry.x_BLD if isinstance(carry, _Tapped) else carry
+    given_BLD = x_BLD
+    if options.ignores_segments:
+      mask = dataclasses.replace(mask, segments_BL=None, segments_BS=None)
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
       """What a branch, the first or the second one, adds to the stream."""
@@ -117,15 +158,14 @@ class Block(nn.Module):
         )
       return y_BLD
 
-    def norm(x_BLD: jax.Array, number: int) -> jax.Array:
-      name = f"LayerNorm_{number}"
-      return nn.LayerNorm(options.norm_eps, options.dtype, name=name)(x_BLD)
+    def normed(x_BLD: jax.Array, number: int) -> jax.Array:
+      return norm(options, x_BLD.shape[-1], f"LayerNorm_{number}")(x_BLD)
 
     def before(x_BLD: jax.Array, number: int) -> jax.Array:
-      return x_BLD if options.post_norm else norm(x_BLD, number)
+      return x_BLD if options.post_norm else normed(x_BLD, number)
 
     def after(x_BLD: jax.Array, number: int) -> jax.Array:
-      return norm(x_BLD, number) if options.post_norm else x_BLD
+      return normed(x_BLD, number) if options.post_norm else x_BLD
 
     if options.relative_grid:
       bias_1HLS = positions.GridBias(
@@ -165,7 +205,10 @@ class Block(nn.Module):
     x_BLD = after(x_BLD + branch(y_BLD, 1), 1)
     if options.num_active is not None:
       x_BLD = jnp.where(layer < options.num_active, x_BLD, given_BLD)
-    return sharding.stream(x_BLD), None
+    x_BLD = sharding.stream(x_BLD)
+    if isinstance(carry, _Tapped):
+      return carry.after(layer, x_BLD), None
+    return x_BLD, None
 
 
 def drop_path(
@@ -194,6 +237,10 @@ class Encoder(nn.Module):
   final_norm: bool = True  # Whether a norm follows the blocks.
   scan: bool = False
   remat_policy: str = "none"
+  # Options of the layers of one period, if they differ.
+  period: tuple[Options, ...] = ()
+  # Numbers of layers whose outputs are returned too.
+  taps: tuple[int, ...] = ()
 
   @nn.compact
   def __call__(
@@ -204,17 +251,23 @@ class Encoder(nn.Module):
     mask: masks.Mask = masks.Mask(),
     bias_1HLS: jax.Array | None = None,
     train: bool = False,
-  ) -> jax.Array:
+  ) -> Any:
+    """Returns (B, L, D); with `taps` also (B, layers, L, D)."""
     rates_N = None
     if self.drop_path:
       rates_N = jnp.linspace(0.0, self.drop_path, self.depth)
     options = self.options
-    x_BLD, _ = stack.run(
+    carry: Any = sharding.stream(x_BLD.astype(options.dtype))
+    if self.taps:
+      self._check_taps()
+      shape = (len(carry), len(self.taps), *carry.shape[1:])
+      carry = _Tapped(carry, jnp.zeros(shape, carry.dtype), self.taps)
+    carry, _ = stack.run(
       self,
       Block,
-      [options],
+      self.period or [options],
       self.depth,
-      sharding.stream(x_BLD.astype(options.dtype)),
+      carry,
       rates_N,
       rope,
       mask,
@@ -225,8 +278,16 @@ class Encoder(nn.Module):
       common=1,
       name="encoderblock",
     )
-    if not self.final_norm:
-      return x_BLD
-    norm = nn.LayerNorm(options.norm_eps, options.dtype, name="encoder_norm")
-    y_BLD = norm(x_BLD)
-    return y_BLD if options.num_active is None else x_BLD
+    x_BLD = carry.x_BLD if self.taps else carry
+    if self.final_norm:
+      y_BLD = norm(options, x_BLD.shape[-1], "encoder_norm")(x_BLD)
+      x_BLD = y_BLD if options.num_active is None else x_BLD
+    return (x_BLD, carry.taps_BTLD) if self.taps else x_BLD
+
+  def _check_taps(self) -> None:
+    _, every = remat.read(self.remat_policy)
+    if every > 1:
+      raise ConfigError(
+        f"config.model.remat_policy: every={every}: expected 1 for a model "
+        "with taps."
+      )

@@ -27,10 +27,15 @@ class View(NamedTuple):
 
   k_BSGK: jax.Array
   v_BSGK: jax.Array
-  mask: masks.Mask
+  mask: Any  # A masks.Mask.
   # Number of the first query among these positions; None if both begin
   # together, as in a first call.
   start: Any
+
+  def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
+    """The keys and values, as those of a cache that is not extended."""
+    del layer
+    return self.k_BSGK, self.v_BSGK
 
 
 class Cache(NamedTuple):
@@ -166,6 +171,27 @@ def _layer(all_BNSGK: jax.Array, layer: Any) -> jax.Array:
   return jax.lax.dynamic_index_in_dim(all_BNSGK, layer, axis=1, keepdims=False)
 
 
+class WithView(NamedTuple):
+  """A cache, or none, with the View of its last call: other layers read it."""
+
+  cache: Cache | Ring | None
+  view: View | None = None
+
+  def extend(
+    self,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    mask: masks.Mask,
+    layer: Any,
+    start: Any,
+  ) -> tuple["WithView", View]:
+    if self.cache is None:
+      view = View(k_BLGK, v_BLGK, mask, None)
+      return WithView(None, view), view
+    cache, view = self.cache.extend(k_BLGK, v_BLGK, mask, layer, start)
+    return WithView(cache, view), view
+
+
 class Kind(NamedTuple):
   """What the cache of a layer depends on. Layers of a kind share a cache."""
 
@@ -175,6 +201,7 @@ class Kind(NamedTuple):
   # Whether the keys are latents, see latent_attention.py: of one head that all
   # query heads share, without values.
   latent: bool = False
+  in_chunks: bool = False  # Whether the window is a chunk.
 
 
 # Of a kind of layer.
@@ -191,6 +218,9 @@ class Caches:
   length: int = struct.field(pytree_node=False)  # Most positions of a text.
   # Whether the present call is the first one, from position 0 on.
   is_first: bool = struct.field(pytree_node=False, default=False)
+  # Difference of rotary positions and numbers of tokens, where pictures have
+  # positions by row and column; None for none.
+  shift_B: jax.Array | None = None
 
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
@@ -218,7 +248,7 @@ class Caches:
         cache = cache._replace(read_B=read_B)
       groups.append(cache)
     is_first = isinstance(start, int) and start == 0
-    return Caches(tuple(groups), self.places_N, self.length, is_first)
+    return dataclasses.replace(self, groups=tuple(groups), is_first=is_first)
 
   def after_call(self) -> "Caches":
     return dataclasses.replace(self, is_first=False)
@@ -228,7 +258,7 @@ def of_layers(
   batch_size: int,
   length: int,
   kinds: Sequence[Kind | recurrent_cache.Kind],
-  kind_N: Sequence[int],
+  kind_N: Sequence[int | None],
   dtype: str,
   write_once: bool = False,
   whole: bool = False,
@@ -236,7 +266,7 @@ def of_layers(
   """Returns empty caches.
 
   Args:
-    kind_N: index of each layer's kind.
+    kind_N: index of each layer's kind; None for layers without a cache.
     write_once: whether tokens of a prompt that are read again, one by one, are
       not written again.
     whole: whether layers with a window keep all positions too.

@@ -5,7 +5,8 @@ the latent. A rotary embedding does not commute with that product, so a few
 features of the keys carry the positions instead: they come from the stream, and
 all heads share them. Queries may have a latent of their own.
 
-The first pass over a text makes keys and values from the latents (`_plain`).
+The first pass over a text makes keys and values from the latents
+(`_keys_and_values`).
 Generation caches only latents and rotated features, and multiplies queries and
 outputs with the kernel instead of the whole cache (`_absorbed`).
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from bigtrain import sharding
 from bigtrain.models.layers import (
   attention,
+  attention_logits,
   kernels,
   masks,
   options,
@@ -104,6 +106,7 @@ class LatentAttention(nn.Module):
     mask: masks.Mask,
     rope: positions.Rotation | None = None,
     query_scale_BL: jax.Array | None = None,
+    real_BL: jax.Array | None = None,
     cache: Any = None,
     layer: jax.Array | int = 0,
     start: jax.Array | int | None = 0,
@@ -137,9 +140,10 @@ class LatentAttention(nn.Module):
         new_BL1S, new_BL1S[..., :0], mask, layer, start
       )
       cached_BS1W, _, mask, first = view
+    mask = dataclasses.replace(mask, window=options.window)
     attend = functools.partial(
       attention.attend,
-      mask=dataclasses.replace(mask, window=options.window),
+      mask=mask,
       start=first,
       sinks_H=sinks_H,
       scale=options.scale,
@@ -147,7 +151,11 @@ class LatentAttention(nn.Module):
       backend="xla" if self.is_initializing() else options.backend,
     )
     if first is None:
-      o_BLHV = self._plain(attend, q_BLHK, c_BLC, r_BL1R, kernel_CHM)
+      k_BLHK, v_BLHV = self._keys_and_values(c_BLC, r_BL1R, kernel_CHM)
+      attention_logits.record(
+        self, q_BLHK, k_BLHK, mask, real_BL, options.scale
+      )
+      o_BLHV = attend(q_BLHK, k_BLHK, v_BLHV)
     else:
       o_BLHV = self._absorbed(attend, q_BLHK, cached_BS1W, kernel_CHM)
     out = nn.DenseGeneral(
@@ -204,15 +212,10 @@ class LatentAttention(nn.Module):
     return rms_norm.RMSNorm(shape, eps, dtype=dtype, name=name)(x_BLC)
 
   @nn.nowrap
-  def _plain(
-    self,
-    attend: Any,
-    q_BLHK: jax.Array,
-    c_BLC: jax.Array,
-    r_BL1R: jax.Array,
-    kernel_CHM: jax.Array,
-  ) -> jax.Array:
-    """Attends with keys and values of each head."""
+  def _keys_and_values(
+    self, c_BLC: jax.Array, r_BL1R: jax.Array, kernel_CHM: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Keys (B, L, H, N + R) and values (B, L, H, V) of each head."""
     up = sharding.columns(c_BLC) if self._splits(c_BLC) else None
     if up is None:
       kv_BLHM = jnp.einsum("blc,chm->blhm", c_BLC, kernel_CHM)
@@ -221,7 +224,7 @@ class LatentAttention(nn.Module):
     k_BLHN, v_BLHV = jnp.split(kv_BLHM, [self.latents.nope_dim], axis=-1)
     r_BLHR = jnp.broadcast_to(r_BL1R, (*k_BLHN.shape[:3], r_BL1R.shape[-1]))
     k_BLHK = jnp.concatenate([k_BLHN, r_BLHR], axis=-1)
-    return attend(q_BLHK, k_BLHK, v_BLHV)
+    return k_BLHK, v_BLHV
 
   @nn.nowrap
   def _absorbed(

@@ -17,6 +17,12 @@ LAYERS: dict[str, str] = {
   r"(.*/)?deltanet/value_conv/kernel": "taps -> G R K",
   r"(.*/)?deltanet/(log_rate|time_step)": "G R",
   r"(.*/)?deltanet/out/kernel": "G R K -> D",
+  # Short convolutions.
+  r"(.*/)?short_conv/(input_gate|output_gate|value)/kernel": "D -> F",
+  r"(.*/)?short_conv/(input_gate|output_gate|value)/bias": "F",
+  r"(.*/)?short_conv/conv/kernel": "taps -> F",
+  r"(.*/)?short_conv/conv/bias": "F",
+  r"(.*/)?short_conv/out/kernel": "F -> D",
   # Attention.
   r"(.*/)?query/kernel": "D -> H K",
   r"(.*/)?query/bias": "H K",
@@ -38,7 +44,9 @@ LAYERS: dict[str, str] = {
   r"(.*/)?moe/router/bias": "E",
   r"(.*/)?moe/router_scale": "D",
   r"(.*/)?moe/expert_scale": "E",
-  r"(.*/)?layer_scalar": "one",
+  r"(.*/)?(layer_scalar|activation/(alpha_p|alpha_n|beta|eps))": "one",
+  r"(.*/)?layer_input_gate/kernel": "D -> layer_input",
+  r"(.*/)?layer_input_out/kernel": "layer_input -> D",
   r"(.*/)?moe/(up|gate)/kernel": "E; D -> F",
   r"(.*/)?moe/(up|gate)/bias": "E; F",
   r"(.*/)?moe/down/kernel": "E; F -> D",

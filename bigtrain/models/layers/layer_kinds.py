@@ -25,16 +25,20 @@ from bigtrain.models.layers import (
   deltanet,
   kv_cache,
   latent_attention,
+  mlp,
   moe,
   options,
   positions,
   recurrent_cache,
+  short_conv,
 )
 
+QK_NORMS = ("head", "projection", "l2")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 # Fields of the model that a kind may override.
 FIELDS = (
   "window",
+  "chunk",
   "posemb",
   "rope_theta",
   "rope_scaling",
@@ -43,8 +47,11 @@ FIELDS = (
   "mla",
   "moe",
   "deltanet",
+  "short_conv",
   "norm_at",
+  "qk_norm",
   "keys_as_values",
+  "shares_kv",
   "query_scale",
   "attention_scale",
 )
@@ -68,12 +75,20 @@ class Layers(NamedTuple):
     return [*self.first, *(self.period[i % len(self.period)] for i in rest)]
 
   def tables(
-    self, positions_BL: jax.Array, lengths: jax.Array | int
+    self,
+    positions_BL: jax.Array,
+    lengths: jax.Array | int,
+    added_BNLD: jax.Array | None = None,
   ) -> causal_block.Tables:
-    """`lengths`: one for each token's text (B, L), or one for all texts."""
+    """What all layers of a call share.
+
+    Args:
+      lengths: one for each token's text (B, L), or one for all texts.
+    """
     return causal_block.Tables(
       tuple(rope.rotation(positions_BL, lengths) for rope in self.ropes),
       tuple(scale.factors(positions_BL) for scale in self.query_scales),
+      added_BNLD=added_BNLD,
     )
 
   def experts(self) -> moe.Options | None:
@@ -85,7 +100,10 @@ class Layers(NamedTuple):
     return max((options.bias_rate for options in self._experts()), default=0.0)
 
   def has_recurrence(self) -> bool:
-    return any(block.deltanet for block in (*self.period, *self.first))
+    return any(
+      block.deltanet or block.short_conv
+      for block in (*self.period, *self.first)
+    )
 
   def check_experts(self) -> None:
     for name in ("num_experts", "axis", "bias_rate"):
@@ -172,7 +190,10 @@ def of_model(model: Any) -> Layers:
     values["mla"] = latents
     rope, scale = _check(model, values, key)
     cache: kv_cache.Kind | recurrent_cache.Kind = kv_cache.Kind(
-      values["num_kv_heads"], values["head_dim"], values["window"]
+      values["num_kv_heads"],
+      values["head_dim"],
+      values["window"] or values["chunk"],
+      in_chunks=values["chunk"] is not None,
     )
     if latents is not None:
       cache = kv_cache.Kind(1, latents.cached_width, values["window"], True)
@@ -183,12 +204,22 @@ def of_model(model: Any) -> Layers:
     recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
     if recurrent is not None:
       cache = recurrent.cache()
+    convolution = short_conv.read(values["short_conv"], f"{key}.short_conv")
+    if convolution is not None:
+      if recurrent is not None:
+        raise ConfigError(f"{key}.short_conv: expected None with deltanet.")
+      cache = convolution.cache(model.width)
     values |= dict(
+      qk_norm=read_qk_norm(values["qk_norm"], f"{key}.qk_norm"),
       deltanet=recurrent,
+      short_conv=convolution,
       rope=index(ropes, rope),
       query_scale=index(scales, scale),
       cache=index(caches, cache),
       moe=moe.read(values["moe"], f"{key}.moe"),
+      view=None,
+      reads_view=_check_shares_kv(values, key),
+      drops_view=False,
     )
     names = causal_block.Options._fields
     own = {name: x for name, x in values.items() if name in names}
@@ -208,6 +239,7 @@ def of_model(model: Any) -> Layers:
       "config.model.moe.every: not with config.model.kinds; a kind with "
       "moe=None has no experts."
     )
+  first, period = _with_views(first, period)
   layers = Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
   layers.check_experts()
   for kind in set(model.kinds) - {*model.layers, *model.first_layers}:
@@ -222,8 +254,15 @@ def _check(
   for name in _SIZES:
     check_number(f"{key}.{name}", values[name], least=1, whole=True)
   check_choice(f"{key}.norm_at", values["norm_at"], causal_block.NORMS_AT)
+  if values["moe"] is not None and model.mlp not in mlp.KINDS:
+    raise ConfigError(
+      f"config.model.mlp={model.mlp!r}: not computed in experts ({key}.moe); "
+      f"expected one of {', '.join(mlp.KINDS)}."
+    )
   if values["window"] is not None:
     check_number(f"{key}.window", values["window"], least=1, whole=True)
+  if values["chunk"] is not None:
+    _check_chunk(values, key)
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
     raise ConfigError(
@@ -255,10 +294,87 @@ def _check(
   )
   if values["posemb"] != "rope":
     return None, scale
+  axes = positions.read_axes(model.rope_axes, "config.model.rope_axes", dims)
   rope = positions.Rope(
-    dims, values["rope_theta"], scaling, model.rope_interleaved
+    dims,
+    values["rope_theta"],
+    scaling,
+    model.rope_interleaved,
+    model.rope_reversed,
+    axes and axes.of_frequencies(dims // 2),
   )
   return rope, scale
+
+
+def _check_shares_kv(values: Mapping[str, Any], key: str) -> bool:
+  for name in ("mla", "deltanet", "chunk"):
+    if values["shares_kv"] and values[name] is not None:
+      raise ConfigError(
+        f"{key}.shares_kv=True: expected False with {key}.{name}."
+      )
+  return bool(values["shares_kv"])
+
+
+_Blocks = tuple[causal_block.Options, ...]
+
+
+def _with_views(first: _Blocks, period: _Blocks) -> tuple[_Blocks, _Blocks]:
+  """Connects layers with `shares_kv` to those whose keys they read.
+
+  The layers of a period read from the same period, or from `first`: a loop over
+  periods does not pass keys and values from one to the next.
+  """
+  blocks = [*first, *period]
+  source_of: dict[int, int] = {}  # By a reading layer, the layer it reads from.
+  latest: dict[int | None, int] = {}  # By cache, a layer with its own keys.
+  for number, block in enumerate(blocks):
+    if not block.reads_view:
+      latest[block.cache] = number
+      continue
+    source = latest.get(block.cache)
+    later = blocks[max(number, len(first)) :]
+    if source is None or (
+      source < len(first) <= number
+      and any(x.cache == block.cache and not x.reads_view for x in later)
+    ):
+      raise ConfigError(
+        "config.model.shares_kv: expected a layer with keys and values of its "
+        "own before each layer that shares them, with the same num_kv_heads, "
+        "head_dim and window: in the same period, or in first_layers if the "
+        "period has none."
+      )
+    source_of[number] = source
+  result = []
+  for number, block in enumerate(blocks):
+    source = source_of.get(number, number)
+    readers = [x for x, y in source_of.items() if y == source]
+    if readers:
+      # What a loop reads in every period stays.
+      in_one_part = source >= len(first) or readers[-1] < len(first)
+      block = block._replace(
+        cache=None if block.reads_view else block.cache,
+        view=source,
+        drops_view=number == readers[-1] and in_one_part,
+      )
+    result.append(block)
+  return tuple(result[: len(first)]), tuple(result[len(first) :])
+
+
+def read_qk_norm(given: Any, key: str) -> str | None:
+  """A name in QK_NORMS or None; True is "head"."""
+  if given is None or isinstance(given, bool):
+    return "head" if given else None
+  check_choice(key, given, QK_NORMS)
+  return str(given)
+
+
+def _check_chunk(values: Mapping[str, Any], key: str) -> None:
+  check_number(f"{key}.chunk", values["chunk"], least=1, whole=True)
+  for name in ("window", "mla", "deltanet"):
+    if values[name] is not None:
+      raise ConfigError(
+        f"{key}.chunk={values['chunk']}: expected None with {key}.{name}."
+      )
 
 
 def _check_latents(model: Any, values: Mapping[str, Any], key: str) -> None:
@@ -272,9 +388,10 @@ def _check_latents(model: Any, values: Mapping[str, Any], key: str) -> None:
       raise ConfigError(
         f"{key}.{name}={values[name]}: expected {value} with {key}.mla."
       )
-  for name in ("qk_norm", "qkv_clip"):
-    if getattr(model, name) not in (None, False):
+  given = {"qk_norm": values["qk_norm"], "qkv_clip": model.qkv_clip}
+  for name, value in given.items():
+    if value not in (None, False):
       raise ConfigError(
-        f"config.model.{name}={getattr(model, name)!r}: expected None with "
+        f"config.model.{name}={value!r}: expected None with "
         f"{key}.mla, whose keys generation does not compute."
       )

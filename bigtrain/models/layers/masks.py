@@ -103,6 +103,56 @@ class Mask:
     return matrix if matrix.ndim == 3 else matrix[None]
 
 
+def in_chunks(
+  mask: Mask,
+  chunk: int,
+  queries: jax.Array,
+  num_positions: int,
+  start: Any,
+  first: Any,
+) -> Mask:
+  """The mask within chunks of so many positions of each document.
+
+  Args:
+    queries: of shape [B, L, ...].
+    start: number of the first query in its text.
+    first: its number among the positions that it may attend to; None if both
+      begin together. See kv_cache.View.
+  """
+  B, L = queries.shape[:2]
+  if first is not None and not mask.causal:
+    # A ring of one chunk, whose places before and at `start` are of its chunk.
+    assert L == 1
+    own_S = jnp.arange(num_positions) <= start % chunk
+    return dataclasses.replace(mask, real_BS=mask.real_BS & own_S)
+  if first is not None:
+    number_1L = (start + jnp.arange(L))[None] // chunk
+    number_1S = (start - first + jnp.arange(num_positions))[None] // chunk
+    return dataclasses.replace(
+      mask, window=chunk, segments_BL=number_1L, segments_BS=number_1S
+    )
+  if L <= chunk:
+    return mask
+  segments_BL = mask.segments_BL
+  if segments_BL is None:
+    segments_BL = jnp.ones((B, L), jnp.int32)
+  place_BL = places_in_documents(segments_BL)
+  number_BL = jnp.cumsum(place_BL % chunk == 0, axis=1, dtype=jnp.int32)
+  number_BL = jnp.where(segments_BL == 0, 0, number_BL)  # Padding.
+  # The window follows from the chunks: it tells kernels which blocks are empty.
+  return dataclasses.replace(
+    mask, window=chunk, segments_BL=number_BL, segments_BS=number_BL
+  )
+
+
+def places_in_documents(segments_BL: jax.Array) -> jax.Array:
+  """Number of each position within its document."""
+  index_L = jnp.arange(segments_BL.shape[1])
+  differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
+  starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)
+  return index_L - jax.lax.cummax(starts_BL, axis=1)
+
+
 def _map(
   fn: Callable[[jax.Array], jax.Array], values: Mapping[str, jax.Array | None]
 ) -> dict[str, Any]:

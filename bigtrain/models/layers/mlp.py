@@ -4,6 +4,7 @@ Axes: B batch, L length, D model width, F hidden width.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,14 @@ KINDS = {
 }
 
 
+# The kinds of KINDS, and those whose activation has parameters.
+NAMES = (*KINDS, "xielu")
+
+
+def is_gated(kind: str) -> bool:
+  return kind in KINDS and KINDS[kind].gated
+
+
 class Clip(NamedTuple):
   """The gate of gpt-oss: (clip(up) + up_offset) * g * sigmoid(alpha * g)."""
 
@@ -74,7 +83,7 @@ class Options(NamedTuple):
   """Options of an MLP."""
 
   dim: int  # F.
-  kind: str  # A name in KINDS.
+  kind: str  # A name in NAMES.
   # Of the initial `up` and `gate`, and of `down`; None for Xavier's uniform.
   init_std: float | None = None
   out_init_std: float | None = None
@@ -99,8 +108,41 @@ def hidden_units(
   return up * gate * jax.nn.sigmoid(clip.alpha * gate)
 
 
+class Xielu(nn.Module):
+  """The activation of Apertus, https://arxiv.org/abs/2411.13010.
+
+  A parabola for positive inputs, and an exponential function for others. The
+  curvatures, the softplus of two parameters, are learned; `beta`, the slope at
+  0, and `eps`, which bounds the exponent, are not. All are (1,).
+  """
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    def number(name: str, value: float) -> jax.Array:
+      return self.param(name, nn.initializers.constant(value), (1,))
+
+    # The softplus of the initial numbers is 0.8, and 0.8 - beta.
+    positive = jax.nn.softplus(number("alpha_p", math.log(math.expm1(0.8))))
+    negative = jax.nn.softplus(number("alpha_n", math.log(math.expm1(0.3))))
+    beta, eps = jax.lax.stop_gradient(
+      (number("beta", 0.5), number("eps", -1e-6))
+    )
+    negative, positive, beta, eps = (
+      y.astype(x.dtype) for y in (beta + negative, positive, beta, eps)
+    )
+    curved = jnp.where(
+      x > 0,
+      positive * jnp.square(x),
+      negative * (jnp.expm1(jnp.minimum(x, eps)) - x),
+    )
+    return curved + beta * x
+
+
 class Mlp(nn.Module):
-  """An MLP. Parameters: up and, if gated, gate (D, F), down (F, D)."""
+  """An MLP. Parameters: up and, if gated, gate (D, F), down (F, D).
+
+  The kind "xielu" also has those of the module `activation`.
+  """
 
   options: Options
 
@@ -125,9 +167,12 @@ class Mlp(nn.Module):
     )
     h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
     gate_BLF = None
-    if KINDS[options.kind].gated:
+    if is_gated(options.kind):
       gate_BLF = checkpoint_name(hidden(name="gate")(x_BLD), remat.INNER)
-    h_BLF = hidden_units(options.kind, options.clip, h_BLF, gate_BLF)
+    if options.kind == "xielu":
+      h_BLF = Xielu(name="activation")(h_BLF)
+    else:
+      h_BLF = hidden_units(options.kind, options.clip, h_BLF, gate_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
     return dense(
       x_BLD.shape[-1],

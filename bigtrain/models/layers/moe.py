@@ -3,7 +3,8 @@
 Each token goes to its best `top_k` of E experts: to one as in Switch
 (https://arxiv.org/abs/2101.03961), or to several, whose outputs are weighted,
 as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
-accepts a limited number of tokens of each example; the rest are dropped.
+accepts a limited number of tokens of each example; the rest are dropped. Or
+the experts choose tokens, in an encoder (moe_expert_choice.py).
 
 A selection bias is added to the scores for the choice alone
 (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per step
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
@@ -34,12 +36,14 @@ from bigtrain.models.layers import (
   kernels,
   mlp,
   moe_dispatch,
+  moe_expert_choice,
   moe_experts,
   options,
   rms_norm,
 )
 
-SERVE = ("position", "choice")
+ROUTINGS = ("token_choice", "expert_choice")
+SERVE = ("position", "choice", "priority")
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
 
@@ -58,6 +62,8 @@ _LIMITS: dict[str, dict[str, Any]] = dict(
   capacity_factor=dict(above=0),
   eval_capacity_factor=dict(above=0),
   scale=dict(above=0),
+  total_epsilon=dict(least=0),
+  least_total=dict(least=0),
 )
 
 # Flax's collections: selection biases, and the numbers of choices that change
@@ -78,25 +84,39 @@ class Options(NamedTuple):
   """config.model.moe."""
 
   num_experts: int  # E.
-  top_k: int = 2  # Number of experts per token.
+  # Number of experts per token. With expert choice, their mean number if the
+  # capacity factor is 1.
+  top_k: int = 2
+  # Who chooses: one of ROUTINGS. The second is for encoders; a T5's decoder
+  # then has the first.
+  routing: str = "token_choice"
   # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
   every: int = 1  # With 2, every second layer has experts, and so on.
   # An expert accepts up to this times L * top_k / E tokens of an example; None
-  # for all.
+  # for all. With expert choice it has exactly as many; None is 1.
   capacity_factor: float | None = None
   eval_capacity_factor: float | None = None  # Outside of training, if given.
   # Order in which choices take the capacity. "position": token by token, so
   # that no token depends on a later one; the default. "choice": the first
   # choices of all tokens, then the second ones, as in GShard
   # (https://arxiv.org/abs/2006.16668); the default in T5's encoder.
+  # "priority": the same with the tokens sorted by the score of their first
+  # choice, best first (Batch Prioritized Routing, arXiv 2106.05974).
   serve: str | None = None
   jitter: float = 0.0  # Largest relative noise on the router's input.
   dropout: float | None = None  # Rate in experts; None: the MLPs' rate.
-  # Whether a token's weights add up to 1; by default with several experts.
+  # Whether a token's weights add up to 1; by default if it has several experts
+  # by token choice.
   normalize: bool | None = None
+  # Whether the weights multiply the experts' inputs in place of their outputs.
+  scale_input: bool = False
   router_init_std: float = 0.02  # Of the router's initial kernel.
   score: str = "softmax"  # One of SCORES; the last is over the chosen experts.
+  # Added to the total of a token's weights before they are divided by it, and
+  # the least number that they are divided by.
+  total_epsilon: float = 1e-20
+  least_total: float = 0.0
   scale: float = 1.0  # Factor of the weights.
   selection_bias: bool = False  # Added to the scores for the choice alone.
   bias_rate: float = 0.0  # Change of the selection bias per step.
@@ -114,9 +134,13 @@ class Options(NamedTuple):
   shared_gate: bool = False  # Whether a sigmoid multiplies its output.
 
   def in_stack(self, two_sided: bool) -> "Options":
-    """Fills in the default of `serve`; encoders are two-sided."""
-    default = "choice" if two_sided else "position"
-    return self._replace(serve=self.serve or default)
+    """Fills in the default of `serve`; encoders are two-sided.
+
+    Experts choose in encoders alone.
+    """
+    if two_sided:
+      return self._replace(serve=self.serve or "choice")
+    return self._replace(serve=self.serve or "position", routing="token_choice")
 
   def without_drops(self) -> "Options":
     return self._replace(capacity_factor=None, eval_capacity_factor=None)
@@ -127,7 +151,9 @@ class Options(NamedTuple):
     return self.eval_capacity_factor
 
   def normalizes(self) -> bool:
-    return self.top_k > 1 if self.normalize is None else self.normalize
+    if self.normalize is None:
+      return self.routing == "token_choice" and self.top_k > 1
+    return self.normalize
 
   def width(self, mlp_dim: int) -> int:
     return self.mlp_dim or mlp_dim
@@ -137,9 +163,18 @@ class Options(NamedTuple):
 
 
 def read(
-  given: Options | Mapping[str, Any] | None, key: str, **depths: int
+  given: Options | Mapping[str, Any] | None,
+  key: str,
+  *,
+  has_encoder: bool = False,
+  **depths: int,
 ) -> Options | None:
-  """Checks config.model.moe; `depths` are those that `every` has to divide."""
+  """Checks config.model.moe.
+
+  Args:
+    has_encoder: whether the model has an encoder, where experts may choose.
+    depths: what `every` has to divide.
+  """
   if given is None or isinstance(given, Options):
     return given
   moe = options.read_tuple(Options, given, key, **_LIMITS)
@@ -147,6 +182,9 @@ def read(
     f"{key}.top_k", moe.top_k, least=1, most=moe.num_experts, whole=True
   )
   check_choice(f"{key}.score", moe.score, SCORES)
+  check_choice(f"{key}.routing", moe.routing, ROUTINGS)
+  if moe.routing == "expert_choice":
+    _check_expert_choice(moe, key, has_encoder)
   _check_together(moe, key)
   if moe.groups is not None:
     moe = moe._replace(groups=_read_groups(moe, f"{key}.groups"))
@@ -157,6 +195,16 @@ def read(
         f"{key}.serve={moe.serve!r}: expected a capacity_factor; without one "
         "all choices are served."
       )
+    if not has_encoder and moe.serve != "position":
+      logging.log_first_n(
+        logging.WARNING,
+        "%s.serve=%r: which choices are dropped depends on later tokens, so "
+        "this decoder sees a little of the future when it trains. "
+        "serve='position' does not.",
+        1,
+        key,
+        moe.serve,
+      )
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
     check_choice(f"{key}.axis", moe.axis, axes)
@@ -166,6 +214,27 @@ def read(
         f"{key}.every: {moe.every!r} does not divide {name}={depth}."
       )
   return moe
+
+
+def _check_expert_choice(moe: Options, key: str, has_encoder: bool) -> None:
+  if not has_encoder:
+    raise ConfigError(
+      f"{key}.routing='expert_choice': expected 'token_choice' in a decoder. "
+      "Experts would choose among all tokens of a text, so a token's output "
+      "would depend on later ones: the model would see what it has to predict, "
+      "and could not generate token by token. Encoders, as T5's, may use it."
+    )
+  if moe.selection_bias or moe.groups is not None:
+    name = "selection_bias" if moe.selection_bias else "groups"
+    raise ConfigError(
+      f"{key}.{name}: not with routing='expert_choice', where all experts have "
+      "equally many tokens."
+    )
+  if moe.score == "softmax_of_top":
+    raise ConfigError(
+      f"{key}.score='softmax_of_top': expected 'softmax' or 'sigmoid' with "
+      "routing='expert_choice', where tokens do not choose."
+    )
 
 
 def _check_together(moe: Options, key: str) -> None:
@@ -276,35 +345,33 @@ class Moe(nn.Module):
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
       "score" [E], each expert's share of choices and mean score, which add up
       to 1; "dropped", the share of choices beyond the capacity; "entropy" in
-      nats; "bias", the largest selection bias, if there are any; in a stage of
-      a pipeline "tokens", for `merged`).
+      nats; "bias", the largest selection bias, if there are any; with expert
+      choice "left_behind", the share of tokens that no expert chose; in a stage
+      of a pipeline "tokens", for `merged`).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
       real_BL = jnp.ones(x_BLD.shape[:2], bool)
     router_x_BLD = x_BLD if router_x_BLD is None else router_x_BLD
     logits_BLE = self._logits(router_x_BLD, train)
+    if options.routing == "expert_choice":
+      return self._experts_choose(x_BLD, logits_BLE, real_BL, train)
     bias_E = None
     if options.selection_bias:
       shape = (options.num_experts,)
       bias_E = self.variable(STATE, "selection_bias", jnp.zeros, shape).value
     routing, stats = route(logits_BLE, real_BL, options, bias_E)
     if options.scaled_router:
-      ones = nn.initializers.ones
-      scale_E = self.param("expert_scale", ones, (options.num_experts,))
-      scaled_BLJ = routing.weight_BLJ * scale_E[routing.expert_BLJ]
+      scaled_BLJ = routing.weight_BLJ * self._scale()[routing.expert_BLJ]
       routing = routing._replace(weight_BLJ=scaled_BLJ)
     changes_bias = options.bias_rate and train and not self.is_initializing()
     if changes_bias and self.is_mutable_collection(STEP_SUMS):
       count_E = choices(routing, real_BL, options.num_experts)
       self.put_variable(STEP_SUMS, "selection_bias", count_E)
-    weights = self._weights(x_BLD.shape[-1])
-    rate = expert.dropout if options.dropout is None else options.dropout
-    key = self.make_rng("dropout") if train and rate else None
-    experts = moe_experts.Experts(
-      expert.kind, expert.dim, rate, key, expert.clip
-    )
+    weights, experts = self._weights(x_BLD.shape[-1]), self._experts(train)
     x_BLD = x_BLD.astype(expert.dtype)
+    if options.scale_input:
+      x_BLD, routing, real_BL = _with_scaled_inputs(x_BLD, routing, real_BL)
     factor = options.factor(train)
     if factor is None:
       dropped = jnp.zeros(())
@@ -322,12 +389,60 @@ class Moe(nn.Module):
         serve=options.serve,
         axis=options.axis,
       )
+    if options.scale_input:
+      y_BLJD = y_BLD.reshape(*logits_BLE.shape[:2], options.top_k, -1)
+      y_BLD = jnp.sum(y_BLJD, axis=2)
     stats["dropped"] = dropped
     if bias_E is not None:
       stats["bias"] = jnp.max(jnp.abs(bias_E))
     if sharding.in_stage():
       stats["tokens"] = jnp.sum(real_BL, dtype=jnp.float32)
     return y_BLD, stats
+
+  def _experts_choose(
+    self,
+    x_BLD: jax.Array,
+    logits_BLE: jax.Array,
+    real_BL: jax.Array,
+    train: bool,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    options = self.options
+    factor = options.factor(train) or 1.0
+    scores = scores_of(logits_BLE, options)
+    y_BLD, chosen_BLE = moe_expert_choice.serve(
+      x_BLD.astype(self.expert.dtype),
+      scores.own_BLE,
+      real_BL,
+      self._weights(x_BLD.shape[-1]),
+      self._experts(train),
+      share=factor * options.top_k / options.num_experts,
+      normalize=options.normalizes(),
+      scale_E=options.scale * (self._scale() if options.scaled_router else 1),
+      axis=options.axis,
+    )
+    chosen_E = jnp.sum(chosen_BLE, axis=(0, 1))
+    load_E = chosen_E / jnp.maximum(jnp.sum(chosen_E), 1)
+    stats = _statistics(scores, load_E, real_BL)
+    left_BL = ~jnp.any(chosen_BLE, axis=-1)
+    stats["left_behind"] = _mean(left_BL, real_BL)
+    stats["dropped"] = jnp.zeros(())
+    if sharding.in_stage():
+      stats["tokens"] = jnp.sum(real_BL, dtype=jnp.float32)
+    return y_BLD, stats
+
+  def _scale(self) -> jax.Array:
+    """The learned factors of experts' weights of a scaled router, [E]."""
+    ones = nn.initializers.ones
+    scale_E: jax.Array = self.param(
+      "expert_scale", ones, (self.options.num_experts,)
+    )
+    return scale_E
+
+  def _experts(self, train: bool) -> moe_experts.Experts:
+    options, expert = self.options, self.expert
+    rate = expert.dropout if options.dropout is None else options.dropout
+    key = self.make_rng("dropout") if train and rate else None
+    return moe_experts.Experts(expert.kind, expert.dim, rate, key, expert.clip)
 
   def _logits(self, x_BLD: jax.Array, train: bool) -> jax.Array:
     options = self.options
@@ -368,6 +483,22 @@ class Moe(nn.Module):
       if expert.use_bias:
         weights[f"{name}_bias"] = held["bias"].astype(expert.dtype)
     return weights
+
+
+def _with_scaled_inputs(
+  x_BLD: jax.Array, routing: moe_experts.Routing, real_BL: jax.Array
+) -> tuple[jax.Array, moe_experts.Routing, jax.Array]:
+  """Each choice as a token of its own, [B, L J, D], with the weight 1."""
+  B, L, J = routing.expert_BLJ.shape
+  x_BLJD = x_BLD[:, :, None] * routing.weight_BLJ[..., None].astype(x_BLD.dtype)
+  expert = routing.expert_BLJ.reshape(B, L * J, 1)
+  ones = jnp.ones(expert.shape, routing.weight_BLJ.dtype)
+  real = jnp.repeat(real_BL, J, axis=1)
+  return (
+    x_BLJD.reshape(B, L * J, -1),
+    moe_experts.Routing(expert, ones * real[..., None]),
+    real,
+  )
 
 
 def merged(reports: Any) -> Any:
@@ -445,49 +576,78 @@ def route(
 ) -> tuple[moe_experts.Routing, dict[str, jax.Array]]:
   """Each token's experts, and the statistics of Moe except "dropped"."""
   E, J = options.num_experts, options.top_k
-  log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
-  if options.score == "sigmoid":
-    scores_BLE = jax.nn.sigmoid(logits_BLE)
-    total_BL1 = jnp.sum(scores_BLE, axis=-1, keepdims=True) + 1e-20
-    log_probs_BLE = jax.nn.log_sigmoid(logits_BLE) - jnp.log(total_BL1)
-    probs_BLE = scores_BLE / total_BL1
-  else:
-    scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
-    log_probs_BLE = logits_BLE - log_sum_BL[..., None]
+  scores = scores_of(logits_BLE, options)
   of_top = options.score == "softmax_of_top"
-  if of_top:
-    scores_BLE = logits_BLE
+  scores_BLE = logits_BLE if of_top else scores.own_BLE
 
   # The choice, and the weights of the chosen experts' outputs.
   expert_BLJ = _chosen(scores_BLE, options, bias_E)
   chosen_BLJE = _marks(expert_BLJ, E)
   weight_BLJ = _of_marks(scores_BLE, chosen_BLJE)
+  priority_BL = None
+  if options.serve == "priority":
+    first_BLE = chosen_BLJE[:, :, 0]
+    priority_BL = jnp.sum(jnp.where(first_BLE, scores.own_BLE, 0.0), axis=-1)
+    priority_BL = jax.lax.stop_gradient(priority_BL)
   if of_top:
     weight_BLJ = jax.nn.softmax(weight_BLJ, axis=-1)
   elif options.normalizes():
-    weight_BLJ /= jnp.sum(weight_BLJ, axis=-1, keepdims=True) + 1e-20
+    total_BL1 = jnp.sum(weight_BLJ, axis=-1, keepdims=True)
+    total_BL1 += options.total_epsilon
+    if options.least_total:
+      total_BL1 = jnp.maximum(total_BL1, options.least_total)
+    weight_BLJ /= total_BL1
   if options.scale != 1:
     weight_BLJ *= options.scale
   weight_BLJ = jnp.where(real_BL[..., None], weight_BLJ, 0.0)
 
+  load_E = _mean(jnp.sum(chosen_BLJE, axis=2), real_BL) / J
+  stats = _statistics(scores, load_E, real_BL)
+  return moe_experts.Routing(expert_BLJ, weight_BLJ, priority_BL), stats
+
+
+class Scores(NamedTuple):
+  """What a router says of each token and expert."""
+
+  own_BLE: jax.Array  # Softmax over all experts, or sigmoid.
+  probs_BLE: jax.Array  # The same, adding up to 1.
+  log_probs_BLE: jax.Array
+  log_sum_BL: jax.Array  # Of the exponentials of the logits.
+
+
+def scores_of(logits_BLE: jax.Array, options: Options) -> Scores:
+  log_sum_BL = jax.nn.logsumexp(logits_BLE, axis=-1)
+  if options.score == "sigmoid":
+    scores_BLE = jax.nn.sigmoid(logits_BLE)
+    total_BL1 = jnp.sum(scores_BLE, axis=-1, keepdims=True) + 1e-20
+    log_probs_BLE = jax.nn.log_sigmoid(logits_BLE) - jnp.log(total_BL1)
+    return Scores(scores_BLE, scores_BLE / total_BL1, log_probs_BLE, log_sum_BL)
+  probs_BLE = jax.nn.softmax(logits_BLE, axis=-1)
+  log_probs_BLE = logits_BLE - log_sum_BL[..., None]
+  return Scores(probs_BLE, probs_BLE, log_probs_BLE, log_sum_BL)
+
+
+def _mean(x: jax.Array, real_BL: jax.Array) -> jax.Array:
+  """Mean of [B, L, ...] over the real tokens."""
   total = jnp.maximum(jnp.sum(real_BL), 1)
+  real = real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2))
+  return jnp.sum(jnp.where(real, x, 0.0), axis=(0, 1)) / total
 
-  def mean(x: jax.Array) -> jax.Array:
-    """Mean of [B, L, ...] over the real tokens."""
-    real = real_BL.reshape(*real_BL.shape, *[1] * (x.ndim - 2))
-    return jnp.sum(jnp.where(real, x, 0.0), axis=(0, 1)) / total
 
-  load_E = mean(jnp.sum(chosen_BLJE, axis=2)) / J
-  score_E = mean(probs_BLE)
-  stats = {
+def _statistics(
+  scores: Scores, load_E: jax.Array, real_BL: jax.Array
+) -> dict[str, jax.Array]:
+  """The statistics of Moe that all routings have, except "dropped"."""
+  score_E = _mean(scores.probs_BLE, real_BL)
+  entropy_BL = -jnp.sum(scores.probs_BLE * scores.log_probs_BLE, axis=-1)
+  return {
     "load_balance": _load_balance(load_E, score_E),
     # The z-loss of ST-MoE (arXiv 2202.08906, equation 5).
-    "router_z": mean(log_sum_BL**2),
+    "router_z": _mean(scores.log_sum_BL**2, real_BL),
     "load": load_E,
     "score": score_E,
-    "entropy": mean(-jnp.sum(probs_BLE * log_probs_BLE, axis=-1)),
+    "entropy": _mean(entropy_BL, real_BL),
   }
-  return moe_experts.Routing(expert_BLJ, weight_BLJ), stats
 
 
 def choices(

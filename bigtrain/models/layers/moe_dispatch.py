@@ -2,7 +2,8 @@
 
 `dropless` serves every choice: it sorts tokens by expert, so that experts have
 as many as they get. `with_capacity` gives each example C slots of each expert
-and drops the choices beyond, so that all shapes are known.
+and drops the choices beyond, so that all shapes are known. `Slots` and the
+functions after it are also those of expert choice (moe_expert_choice.py).
 
 On a mesh both run under a shard_map (Split says how). With an axis for the
 experts, each of its n devices has E / n of them: tokens go to the devices of
@@ -299,41 +300,88 @@ def with_capacity(
   Returns:
     ([B, L, D], the share of dropped choices).
   """
-  B, L, _ = x_BLD.shape
+  L = x_BLD.shape[1]
   J = routing.expert_BLJ.shape[-1]
   E = weights["up"].shape[0]
   C = min(L, math.ceil(factor * L * J / E))
+  slots = slots_of(x_BLD, experts, E, C, axis)
+  slot_BJL, choice_BEC, dropped = _slots(
+    routing, real_BL, E, C, slots.padded, serve
+  )
+  fill = functools.partial(_fill, experts._replace(key=None), (L * J, E * C))
+  y_BLD = slots.served(
+    fill,
+    weights,
+    experts,
+    x_BLD,
+    (slot_BJL, slots.by_example()),
+    (choice_BEC, slots.by_slot()),
+    (routing.weight_BLJ, slots.by_example()),
+  )
+  return y_BLD, dropped
+
+
+class Slots(NamedTuple):
+  """The C slots of each expert for each example, and who has them.
+
+  Devices that share an example share the slots of an expert.
+  """
+
+  split: Split | None
+  E: int
+  C: int
+  padded: int  # C, rounded up so that these devices have equally many.
+
+  def by_example(self) -> PartitionSpec:
+    """Spec of [B, ...]."""
+    return PartitionSpec(sharding.batch_axes())
+
+  def by_slot(self) -> PartitionSpec:
+    """Spec of [B, E, padded]."""
+    own = () if self.split is None else self.split.own
+    return PartitionSpec(sharding.batch_axes(), None, own or None)
+
+  def served(
+    self,
+    fill: Callable[..., jax.Array],
+    weights: dict[str, jax.Array],
+    experts: Experts,
+    x_BLD: jax.Array,
+    *args: tuple[jax.Array, PartitionSpec],
+  ) -> jax.Array:
+    """Calls `fill` on each device, and returns its results [B, L, D].
+
+    Args:
+      fill: called with the split, the weights, the tokens, `args` and the mask
+        of dropout.
+      args: further arguments of `fill`, each with its layout.
+    """
+    split = self.split
+    keep = _keep(experts, split, (len(x_BLD), self.E, self.C), self.padded)
+    values = x_BLD, *(value for value, _ in args), keep
+    if split is None:
+      return fill(None, weights, *values)
+    specs, gather = _weights_of(split, weights)
+
+    def on_device(weights: dict[str, jax.Array], *values: Any) -> jax.Array:
+      return fill(split, gather(weights), *values)
+
+    args_specs = [spec for _, spec in args]
+    return jax.shard_map(
+      on_device,
+      mesh=split.mesh,
+      in_specs=(specs, split.stream, *args_specs, _mask_spec(split)),
+      out_specs=split.stream,
+    )(weights, *values)
+
+
+def slots_of(
+  x_BLD: jax.Array, experts: Experts, E: int, C: int, axis: str | None
+) -> Slots:
   split = _split_of(x_BLD, experts.dim, E, axis)
-  # Devices that share an example share the slots of an expert.
   own = () if split is None else split.own
   parts = math.prod(split.mesh.shape[a] for a in own) if split else 1
-  padded = math.ceil(C / parts) * parts
-  slot_BJL, choice_BEC, dropped = _slots(routing, real_BL, E, C, padded, serve)
-  keep = _keep(experts, split, (B, E, C), padded)
-  fill = functools.partial(_fill, experts._replace(key=None), (L * J, E * C))
-  args = x_BLD, slot_BJL, choice_BEC, routing.weight_BLJ, keep
-  if split is None:
-    return fill(None, weights, *args), dropped
-  specs, gather = _weights_of(split, weights)
-
-  def on_device(weights: dict[str, jax.Array], *args: Any) -> jax.Array:
-    return fill(split, gather(weights), *args)
-
-  by_example = PartitionSpec(sharding.batch_axes())
-  args_specs = (
-    split.stream,  # x_BLD
-    by_example,  # slot_BJL
-    PartitionSpec(sharding.batch_axes(), None, own or None),  # choice_BEC
-    by_example,  # weight_BLJ
-    _mask_spec(split),  # keep
-  )
-  y_BLD = jax.shard_map(
-    on_device,
-    mesh=split.mesh,
-    in_specs=(specs, *args_specs),
-    out_specs=split.stream,
-  )(weights, *args)
-  return y_BLD, dropped
+  return Slots(split, E, C, math.ceil(C / parts) * parts)
 
 
 def _slots(
@@ -355,11 +403,22 @@ def _slots(
   # Each device of a group looks at whole rows: these numbers are few.
   routing, real_BL = jax.tree.map(sharding.over_batch, (routing, real_BL))
   B, L, J = routing.expert_BLJ.shape
+  place_BL = None
+  if serve == "priority":
+    assert routing.priority_BL is not None
+    # Tokens in the order of their priority, and the place of each in it.
+    order_BL = jnp.argsort(-routing.priority_BL, axis=1, stable=True)
+    place_BL = jnp.argsort(order_BL, axis=1)
+    expert_BLJ = jnp.take_along_axis(
+      routing.expert_BLJ, order_BL[..., None], axis=1
+    )
+    routing = routing._replace(expert_BLJ=expert_BLJ)
+    real_BL = jnp.take_along_axis(real_BL, order_BL, axis=1)
   # Choices as [B, J * L]: the first ones of all tokens, the second ones, ...
   real = jnp.tile(real_BL, (1, J))
   expert = jnp.swapaxes(routing.expert_BLJ, 1, 2).reshape(B, J * L)
   wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
-  if serve == "choice":
+  if serve in ("choice", "priority"):
     before_BQE = jnp.cumsum(wants_BQE, axis=1) - wants_BQE
   else:
     # The choices of one token are different experts, which do not compete.
@@ -369,6 +428,10 @@ def _slots(
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   slot = jnp.where(served, expert * padded + rank, E * padded)
+  if place_BL is not None:  # Back to the order of the text.
+    slot_BJL = slot.reshape(B, J, L)
+    slot_BJL = jnp.take_along_axis(slot_BJL, place_BL[:, None], axis=2)
+    slot = slot_BJL.reshape(B, J * L)
   number = jnp.arange(J * L)
   empty = jnp.full(E * padded, J * L)
 
@@ -396,18 +459,9 @@ def _fill(
   Devices that share an example see all its tokens, and have c of its C slots
   each. `counts` are the numbers of choices and of slots, for model FLOPs.
   """
-  axis = None if split is None else split.axis
-  length = () if split is None else split.length
   own = () if split is None else split.own
-  # Whether the parts of a result are summed over `tensor` alone.
-  sums_over_tensor = (
-    split is not None and split.hidden and "tensor" not in length
-  )
-  if length:
-    x_blD = jax.lax.all_gather(x_blD, length, axis=1, tiled=True)
-  if sums_over_tensor:
-    x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
-  b, L, D = x_blD.shape
+  x_bLD = whole_examples(split, x_blD)
+  b, L, D = x_bLD.shape
   J = slot_bJL.shape[1]
   E, c = choice_bEC.shape[1:]
   part = jax.lax.axis_index(own) if own else 0
@@ -430,19 +484,9 @@ def _fill(
   number_bEC = (j_bEC * b + row_b11) * L + l_bEC
   choice_S = flat(jnp.where(j_bEC < J, number_bEC, J * b * L))
 
-  x_SD = moe_experts.rows(x_blD.reshape(b * L, D), token_S, back_Jt)
+  x_SD = moe_experts.rows(x_bLD.reshape(b * L, D), token_S, back_Jt)
   x_ESD = x_SD.reshape(E, b * c, D)
-  if axis is not None:  # All devices' slots of this device's experts.
-    x_ESD = jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
-  if keep is not None:
-    keep = keep.reshape(*x_ESD.shape[:2], -1)
-  with model_flops.share(*counts):  # Empty slots are not model FLOPs.
-    products = moe_experts.Products(
-      functools.partial(jnp.einsum, "esd,edf->esf"), lambda bias: bias[:, None]
-    )
-    y_ESD = experts.run(x_ESD, weights, products, keep)
-  if axis is not None:
-    y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
+  y_ESD = serve_slots(experts, counts, split, weights, x_ESD, keep)
 
   # Each device adds up the results of its slots, and then all devices do.
   y_SD = y_ESD.reshape(-1, D)
@@ -450,9 +494,57 @@ def _fill(
   with model_flops.share(1, parts):
     y_JbLD, weight_bLJ = y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
     y_bLD = jnp.einsum("jbld,blj->bld", y_JbLD, weight_bLJ)
-  if length:
-    y_bLD = jax.lax.psum_scatter(y_bLD, length, scatter_dimension=1, tiled=True)
-  return jax.lax.psum(y_bLD, "tensor") if sums_over_tensor else y_bLD
+  return own_positions(split, y_bLD)
+
+
+def _sums_over_tensor(split: Split | None) -> bool:
+  """Whether the parts of a result are summed over `tensor` alone."""
+  return split is not None and split.hidden and "tensor" not in split.length
+
+
+def whole_examples(split: Split | None, x_blD: jax.Array) -> jax.Array:
+  """On a device: all positions of its examples."""
+  if split is not None and split.length:
+    x_blD = jax.lax.all_gather(x_blD, split.length, axis=1, tiled=True)
+  if _sums_over_tensor(split):
+    x_blD = jax.lax.pcast(x_blD, "tensor", to="varying")
+  return x_blD
+
+
+def own_positions(split: Split | None, y_bLD: jax.Array) -> jax.Array:
+  """Adds up what devices have for the same examples; each keeps its part."""
+  if split is not None and split.length:
+    y_bLD = jax.lax.psum_scatter(
+      y_bLD, split.length, scatter_dimension=1, tiled=True
+    )
+  return jax.lax.psum(y_bLD, "tensor") if _sums_over_tensor(split) else y_bLD
+
+
+def serve_slots(
+  experts: Experts,
+  counts: tuple[int, int],
+  split: Split | None,
+  weights: Mapping[str, jax.Array],
+  x_ESD: jax.Array,
+  keep: jax.Array | None,
+) -> jax.Array:
+  """Brings a device's slots to their experts and back, [E, S, D].
+
+  `counts`: how many of how many slots are model FLOPs; empty ones are not.
+  """
+  axis = None if split is None else split.axis
+  if axis is not None:  # All devices' slots of this device's experts.
+    x_ESD = jax.lax.all_to_all(x_ESD, axis, 0, 1, tiled=True)
+  if keep is not None:
+    keep = keep.reshape(*x_ESD.shape[:2], -1)
+  with model_flops.share(*counts):
+    products = moe_experts.Products(
+      functools.partial(jnp.einsum, "esd,edf->esf"), lambda bias: bias[:, None]
+    )
+    y_ESD = experts.run(x_ESD, weights, products, keep)
+  if axis is not None:
+    y_ESD = jax.lax.all_to_all(y_ESD, axis, 1, 0, tiled=True)
+  return y_ESD
 
 
 def _mask_spec(split: Split) -> PartitionSpec:

@@ -29,6 +29,8 @@ class Routing(NamedTuple):
 
   expert_BLJ: jax.Array
   weight_BLJ: jax.Array
+  # Score of the first choice, if it decides whose choices are dropped.
+  priority_BL: jax.Array | None = None
 
 
 class Experts(NamedTuple):

@@ -105,7 +105,7 @@ class _Module(nn.Module):
       options, layer = options._replace(cache=0), number
     policy, _ = remat.read(self.remat_policy)
     block = remat.block_class(causal_block.Block, False, policy, train=_TRAIN)
-    (x_BLD, cache), stats = block(options, name="block")(
-      (sharding.stream(x_BLD), cache), layer, *args
+    (x_BLD, cache, _), stats = block(options, name="block")(
+      (sharding.stream(x_BLD), cache, {}), layer, *args
     )
     return causal_block.norm(options, D, "norm")(x_BLD), cache, stats

@@ -59,6 +59,9 @@ class Rope(NamedTuple):
   scaling: Mapping[str, Any] | None = None
   # Whether the pairs are (2 i, 2 i + 1) and not (i, i + dims / 2).
   interleaved: bool = False
+  reversed: bool = False  # Whether angles are negative.
+  # Which of three positions, in time, row and column, each frequency follows.
+  axis_Q: tuple[int, ...] | None = None
 
   def by_length(self) -> int | None:
     """Length above which texts have other frequencies, if any."""
@@ -69,15 +72,26 @@ class Rope(NamedTuple):
   def rotation(
     self, positions_BL: jax.Array, length: jax.Array | int
   ) -> "Rotation":
-    """`length`: one for each token's text (B, L), or one for all texts."""
+    """Sines and cosines of tokens' positions.
+
+    Args:
+      positions_BL: or (B, L, 3), if there are three axes.
+      length: one for each token's text (B, L), or one for all texts.
+    """
     omega_Q: Any = frequencies(self.dims, self.theta, self.scaling)
     longest = self.by_length()
     if longest is not None:
       long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)
       is_long = jnp.asarray(length)[..., None, None] > longest
       omega_Q = jnp.where(is_long, long_Q, omega_Q)
-    angle_BL1Q = positions_BL.astype(jnp.float32)[:, :, None, None] * omega_Q
+    if positions_BL.ndim == 3:
+      position_BL1Q = positions_BL[:, :, None, np.asarray(self.axis_Q)]
+    else:
+      position_BL1Q = positions_BL[:, :, None, None]
+    angle_BL1Q = position_BL1Q.astype(jnp.float32) * omega_Q
     sin_BL1Q, cos_BL1Q = jnp.sin(angle_BL1Q), jnp.cos(angle_BL1Q)
+    if self.reversed:
+      sin_BL1Q = -sin_BL1Q
     factor = magnitude(self.scaling)
     if factor != 1:
       sin_BL1Q, cos_BL1Q = factor * sin_BL1Q, factor * cos_BL1Q
@@ -217,6 +231,43 @@ def _complete_longrope(
         f"{key}.factor: missing; without it, config.model.max_len gives it."
       )
     scaling["factor"] = max_len / scaling["original_len"]
+
+
+class Axes(NamedTuple):
+  """config.model.rope_axes: rotary positions in time, row and column."""
+
+  # Number of frequencies that follow each of the three axes, as in Qwen2-VL
+  # (https://arxiv.org/abs/2409.12191).
+  sections: tuple[int, int, int]
+  # Whether they take turns, the last ones following time alone, and do not
+  # stand beside each other, as in Qwen3-VL (https://arxiv.org/abs/2511.21631).
+  interleaved: bool = False
+
+  def of_frequencies(self, number: int) -> tuple[int, ...]:
+    """The axis of each frequency."""
+    if not self.interleaved:
+      return tuple(np.repeat(np.arange(3), self.sections).tolist())
+    result = [0] * number
+    for axis in (1, 2):
+      end = min(3 * self.sections[axis], number)
+      for i in range(axis, end, 3):
+        result[i] = axis
+    return tuple(result)
+
+
+def read_axes(given: Any, key: str, dims: int) -> Axes | None:
+  """Checks `rope_axes` for `dims` features that rotate."""
+  axes = options.read_tuple(Axes, given, key)
+  if axes is None:
+    return None
+  sections = tuple(axes.sections)
+  is_whole = all(isinstance(n, int) and n >= 0 for n in sections)
+  if len(sections) != 3 or not is_whole or sum(sections) != dims // 2:
+    raise ConfigError(
+      f"{key}.sections={[*sections]}: expected three numbers whose sum is "
+      f"{dims // 2}, half of the features that rotate."
+    )
+  return axes._replace(sections=sections)
 
 
 class QueryScale(NamedTuple):

@@ -28,11 +28,11 @@ import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.models.layers import moe, remat, stages
+from bigtrain.models.layers import attention_logits, moe, remat, stages
 
 # Collections that modules write while they run: sums over the tokens of a step,
-# and statistics of activations (objective/activations.py).
-_WRITTEN = (moe.STEP_SUMS, "activation_stats")
+# its largest logits, and statistics of activations (objective/activations.py).
+_WRITTEN = (moe.STEP_SUMS, attention_logits.STEP_LARGEST, "activation_stats")
 
 
 def run(
@@ -56,7 +56,8 @@ def run(
     block: class that is constructed with options and called with (carry, number
       of the layer, *shared), and returns (carry, report or None).
     kinds: options of the blocks of one period.
-    carry: activations, and in generation the cache.
+    carry: activations, or a tuple of them, in generation the cache or else
+      None, and perhaps arrays of the first layers that the loop only reads.
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
     first: options of the blocks before the first period.
@@ -207,11 +208,13 @@ def _run_loop(
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Returns (the last carry, the reports of all periods, stacked)."""
-  activations, *caches = jax.tree.leaves(carry)
+  activations = jax.tree.leaves(carry)[0]
+  cache = carry[1] if isinstance(carry, tuple) else None
+  generates = bool(jax.tree.leaves(cache))
   # Generation, which has caches, runs period by period: it has no backward
   # pass, and a pipeline would need several microbatches.
-  schedule = None if caches else sharding.schedule(len(activations))
-  num_periods = 1 if caches else _periods_per_turn(loop.layers, policy_every)
+  schedule = None if generates else sharding.schedule(len(activations))
+  num_periods = 1 if generates else _periods_per_turn(loop.layers, policy_every)
   _check_turns(loop.layers, policy_every, num_periods, schedule)
   if loop.parent.is_initializing():
     return _scan(loop, carry, shared)
@@ -306,20 +309,23 @@ def _scan_stages(
   call = _as_function(period_class(*args, parent=None), loop)
   variables, key = loop.inputs()
   starts = loop.starts()
-  (x,), treedef = jax.tree.flatten(carry)
+  (x, *constants), treedef = jax.tree.flatten(carry)
 
   def layer(
     variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
   ) -> tuple[jax.Array, Any]:
-    carry = jax.tree.unflatten(treedef, [x])
+    *shared, constants = shared
+    carry = jax.tree.unflatten(treedef, [x, *constants])
     carry, outputs = call(variables, key, carry, starts[index], *shared)
     return jax.tree.leaves(carry)[0], outputs
 
+  # They follow their microbatch through the stages, as the shared arguments do.
+  shared = (*shared, constants)
   x, (reports, written) = stages.run(
     layer, moe.merged, variables, key, x, shared, common, schedule, policy
   )
   loop.put(written)
-  return jax.tree.unflatten(treedef, [x]), reports
+  return jax.tree.unflatten(treedef, [x, *constants]), reports
 
 
 def _as_function(module: nn.Module, loop: _Loop) -> Callable[..., Any]:

@@ -306,8 +306,11 @@ class _File:
         value = value.reshape(expected)
     if entry.depthwise and value.ndim == 3 and value.shape[1] == 1:
       value = value[:, 0]
-    if entry.convolution and value.ndim == 4:
-      value = value.transpose(2, 3, 1, 0).reshape(-1, value.shape[0])
+    if entry.convolution and value.ndim in (4, 5):
+      window = range(2, value.ndim)
+      value = value.transpose(*window, 1, 0).reshape(-1, value.shape[0])
+    if entry.either_order and tuple(value.shape) != expected:
+      value = value.swapaxes(-1, -2)
     if tuple(value.shape) != expected:
       return Remark("reshaped", text)
     if entry.transposed:
@@ -355,8 +358,8 @@ def _tensor(
   matrices = params.as_matrices(entry, inner)
   shape = _published_shape(entry, matrices)
   if entry.convolution:
-    height, width, inputs, outputs = inner[0]
-    shape = (outputs, inputs, height, width)
+    *window, inputs, outputs = inner[0]
+    shape = (outputs, inputs, *window)
   if entry.ndim is not None:
     sizes = _without_ones(shape)
     shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
@@ -374,7 +377,8 @@ def _tensor(
     if entry.interleaved:
       value = np.stack(values, axis=-1).reshape(value.shape)
     if entry.convolution:
-      return value.reshape(inner[0]).transpose(3, 2, 0, 1)
+      value = value.reshape(inner[0])
+      return value.transpose(-1, -2, *range(value.ndim - 2))
     if entry.transposed:
       value = value.swapaxes(-1, -2)
     return value.reshape(shape)

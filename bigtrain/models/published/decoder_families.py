@@ -11,29 +11,46 @@ from typing import Any
 from bigtrain.arrays import dims
 from bigtrain.models.published import (
   array_files,
+  blocks,
   fp8_blocks,
   layouts,
   mxfp4,
   tables,
 )
 from bigtrain.models.published.decoders import (
+  afmoe,
+  apertus,
   cohere,
+  cwm,
   deepseek,
+  dots,
+  ernie,
+  exaone,
   gemma,
   glm,
   gpt2,
   gpt_oss,
   granite,
+  hunyuan,
+  lfm2,
   llama,
+  llama4,
+  mellum,
   minimax,
   model_fields,
+  nanochat,
   nemotron,
   olmo,
   phi,
+  plain_families,
   qwen,
   qwen_next,
+  seed_oss,
   shared_arrays,
+  solar,
+  starcoder,
 )
+from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.models.published.families import Family, classes
 
 # {model_type: family}. An export takes the first that expresses the model.
@@ -85,6 +102,45 @@ add(
   qwen_next.QWEN3_5,
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
+  seed_oss.SEED_OSS,
+  ernie.ERNIE4_5,
+  ernie.ERNIE4_5_MOE,
+  dots.DOTS1,
+  hunyuan.HUNYUAN_DENSE,
+  hunyuan.HUNYUAN_MOE,
+  exaone.EXAONE4,
+  apertus.APERTUS,
+  nanochat.NANOCHAT,
+  lfm2.LFM2,
+  lfm2.LFM2_MOE,
+  glm.GLM,
+  cohere.COHERE,
+  olmo.OLMO,
+  olmo.FLEX_OLMO,
+  gemma.VAULTGEMMA,
+  phi.PHI,
+  starcoder.STARCODER2,
+  starcoder.STABLELM,
+  granite.GRANITE_MOE_SHARED,
+  granite.GRANITE_SWA,
+  granite.GRANITE_MOE_SWA,
+  granite.HYPERCLOVAX,
+  plain_families.ARCEE,
+  plain_families.JAIS2,
+  plain_families.HELIUM,
+  plain_families.INTERNLM3,
+  plain_families.IQUEST_CODER,
+  cwm.CWM,
+  exaone.EXAONE_MOE,
+  solar.SOLAR_OPEN,
+  mellum.MELLUM,
+  afmoe.AFMOE,
+  deepseek.YOUTU,
+  llama4.LLAMA4,
+  qwen.QWEN2_VL_TEXT,
+  qwen.QWEN2_5_VL_TEXT,
+  qwen.QWEN3_VL_TEXT,
+  qwen.QWEN3_VL_MOE_TEXT,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -95,7 +151,7 @@ _IGNORED = {
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
-  r"mtp\..*": "a layer for the prediction of several tokens",
+  r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {
@@ -113,7 +169,7 @@ def load(
     names[_short(name)] = name  # Of two, the one with a prefix wins.
   names = olmo.hybrid_names(names)
   names, ignored_layers = _with_prediction_layers(names, like)
-  ignored = {**_IGNORED, **ignored_layers}
+  ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
   arrays = {short: flat[name] for short, name in names.items()}
@@ -166,6 +222,31 @@ def _with_prediction_layers(
   return result, ignored
 
 
+def _unread_keys(like: Mapping[str, Any]) -> dict[str, str]:
+  """{regular expression of names: reason} for layers that share keys.
+
+  Some files have keys and values of these layers, which nothing reads.
+  """
+  layouts_of_stacks = blocks.layouts(like, "blocks")
+  layers: dict[str, set[Any]] = {"query": set(), "key": set()}
+  for name, leaf in like.items():
+    block = blocks.parse_name(name, "blocks")
+    if block is None or block.stack != "blocks":
+      continue
+    numbers: set[Any] = {block.layer}
+    if block.layer is None:
+      layout = layouts_of_stacks[block.key]
+      numbers = {*layout.layers(block.place, leaf.shape[0])}
+    for part, found in layers.items():
+      if block.rest == f"/attention/{part}/kernel":
+        found |= numbers
+  reason = "the layer reads keys and values of another one"
+  return {
+    rf"model\.layers\.{i}\.self_attn\.[kv]_(proj|norm)\..*": reason
+    for i in sorted(layers["query"] - layers["key"])
+  }
+
+
 def _num_modules(names: Iterable[str]) -> int:
   """Number of modules of a model that predict further tokens."""
   return len({name for name in names if name.endswith("/projection/kernel")})
@@ -196,4 +277,4 @@ def export(
 
 
 canonical = model_fields.canonical
-PUBLISHED = layouts.Layouts(LAYOUTS, canonical)
+PUBLISHED = layouts.Layouts(LAYOUTS, canonical, missing_parts=MISSING_PARTS)

@@ -289,7 +289,10 @@ def choice(field: str, key: str, values: Mapping[Any, Any]) -> Rule:
     return {field: values[config[key]]}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = [name for name, x in values.items() if x == fields[field]]
+    ours = fields[field]
+    if isinstance(ours, ByLayer):
+      ours = ours[0]
+    named = [name for name, x in values.items() if x == ours]
     return {key: [*named, *values][0]}
 
   return Rule((field,), {key: next(iter(values))}, read, write)
@@ -381,4 +384,24 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
   if isinstance(values, dict) and "architecture" in values:
     values = timm.flat(file, values)
   kind = values.get("model_type") if isinstance(values, dict) else None
+  if kind in _FLAT and "text_config" not in values:
+    values = _nested(values)
   return file, values if isinstance(kind, str) else None
+
+
+# Families whose older files have the decoder's keys beside `vision_config`.
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+# Keys of the whole model in these.
+_OF_WHOLE = (
+  *("architectures", "model_type", "transformers_version", "torch_dtype"),
+  *("vision_config", "tie_word_embeddings", "image_token_id"),
+  *("video_token_id", "vision_start_token_id", "vision_end_token_id"),
+  "vision_token_id",
+)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Moves the decoder's keys into `text_config`."""
+  text = {key: x for key, x in values.items() if key not in _OF_WHOLE}
+  whole = {key: x for key, x in values.items() if key in _OF_WHOLE}
+  return {**whole, "text_config": text}

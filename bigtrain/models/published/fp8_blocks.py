@@ -5,15 +5,17 @@ for each block of 128 x 128 numbers. The last blocks may be smaller.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from bigtrain.config.errors import ConfigError
 
 METHOD = "fp8"  # quantization_config.quant_method.
 BLOCK = 128
+_LARGEST = 448.0  # Of float8_e4m3fn.
 _SCALES = "_scale_inv"  # Ending of the array of factors.
 
 
@@ -111,12 +113,49 @@ def check(
   quantisation: Mapping[str, Any], error: Callable[[str], Exception]
 ) -> None:
   """Refuses a quantization_config whose blocks are others."""
+  for key, expected in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+    value = quantisation.get(key, expected)
+    if value != expected:
+      raise error(
+        f"quantization_config: {key}={value!r}: expected {expected!r} with "
+        f"quant_method={METHOD!r}."
+      )
   blocks = quantisation.get("weight_block_size")
   if blocks is None or list(blocks) != [BLOCK, BLOCK]:
     raise error(
       f"quantization_config: weight_block_size={blocks!r}: expected "
       f"[{BLOCK}, {BLOCK}] with quant_method={METHOD!r}."
     )
+
+
+def specs(
+  name: str, shape: Sequence[int]
+) -> dict[str, tuple[Sequence[int], str]]:
+  """{name: (shape, dtype)} of the arrays that stand for a matrix."""
+  blocks = [-(-size // BLOCK) for size in shape]
+  return {
+    name: (shape, "float8_e4m3fn"),
+    name + _SCALES: (blocks, "float32"),
+  }
+
+
+def encoded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(float8, scales) of a matrix.
+
+  The largest number of a block becomes the largest of float8, 448.
+  """
+  rows, columns = matrix.shape
+  height, width = (-(-size // BLOCK) for size in matrix.shape)
+  padded = np.zeros((height * BLOCK, width * BLOCK), np.float32)
+  padded[:rows, :columns] = matrix
+  blocks = padded.reshape(height, BLOCK, width, BLOCK)
+  largest = np.abs(blocks).max(axis=(1, 3))
+  scales = np.where(largest > 0, largest / np.float32(_LARGEST), 1.0)
+  scales = scales.astype(np.float32)
+  scaled = blocks / scales[:, None, :, None]
+  # Rounding may exceed 448 by a little, and float8 has no infinity.
+  scaled = np.clip(scaled, -_LARGEST, _LARGEST).reshape(padded.shape)
+  return scaled[:rows, :columns].astype(ml_dtypes.float8_e4m3fn), scales
 
 
 def joined(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,14 @@ FIELDS: Mapping[str, Any] = {
   "mlp_dim": None,
   "mla": None,
   "window": None,
+  "chunk": None,
+  "qk_norm": None,
   "moe": None,
   "deltanet": None,
+  "short_conv": None,
   "norm_at": "pre",
   "keys_as_values": False,
+  "shares_kv": False,
   "attention_scale": None,
   "rope_scaling": None,
   "query_scale": None,
@@ -86,9 +90,9 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _specialty(kind: Mapping[str, Any]) -> tuple[bool, bool, bool, bool]:
   """Sorts kinds of layers; the least special one is the base."""
-  is_recurrent = kind.get("deltanet") is not None
+  is_recurrent = bool(kind.get("deltanet") or kind.get("short_conv"))
   has_no_rope = kind.get("posemb", "rope") != "rope"
-  has_window = kind.get("window") is not None
+  has_window = (kind.get("window") or kind.get("chunk")) is not None
   is_dense = "moe" in kind and kind["moe"] is None
   return is_recurrent, has_no_rope, has_window, is_dense
 
@@ -114,12 +118,18 @@ def _words(layer: Mapping[str, Any]) -> list[str]:
   words = []
   if "deltanet" in layer:
     words.append("full" if layer["deltanet"] is None else "linear")
+  if "short_conv" in layer:
+    words.append("full" if layer["short_conv"] is None else "conv")
   if "window" in layer:
     words.append("global" if layer["window"] is None else "local")
+  if "chunk" in layer:
+    words.append("global" if layer["chunk"] is None else "chunked")
   if "posemb" in layer:
     words.append("nope" if layer["posemb"] == "none" else layer["posemb"])
   if "moe" in layer:
     words.append("dense" if layer["moe"] is None else "experts")
+  if layer.get("shares_kv"):
+    words.append("sharing")
   return words
 
 

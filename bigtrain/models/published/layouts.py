@@ -26,6 +26,8 @@ class Layouts(NamedTuple):
   # From a model to {name of a layout: family}; an export takes the first that
   # fits. None for `families`.
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
+  # {model_type of a known family that is not computed: the part it needs}.
+  missing_parts: Mapping[str, str] = {}
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
     """Returns the fields that config.json, or its `text_config`, determines.
@@ -37,11 +39,19 @@ class Layouts(NamedTuple):
     file, values = read_json(path)
     if values is None:
       return None
-    if values["model_type"] not in self.families:
+    given = values["model_type"]
+    if given not in self.families:
       values = _text_part(values)
     kind = values["model_type"]
     if kind not in self.families:
       names = values.get("architectures") or []
+      for name in (given, kind):
+        if name in self.missing_parts:
+          raise ConfigError(
+            f"{file}: model_type={name!r} {tuple(names)}: config.model_name "
+            f"does not compute this family. It needs "
+            f"{self.missing_parts[name]}."
+          )
       raise ConfigError(
         f"{file}: config.model_name does not compute the architecture {kind!r} "
         f"{tuple(names)}; it computes {', '.join(self.families)}."

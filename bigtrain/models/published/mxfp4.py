@@ -4,12 +4,16 @@ A byte has two floats of 4 bits, the first in the low bits. 32 floats along the
 inputs share a power of two, whose exponent is stored with a bias of 127.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from bigtrain.config.errors import ConfigError
+
+METHOD = "mxfp4"  # quantization_config.quant_method.
+_BLOCK = 32  # Numbers that share a scale.
 # Endings of the two arrays that make up a matrix.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -29,7 +33,7 @@ class Matrices:
   def __init__(self, blocks: Any, scales: Any):
     self._blocks, self._scales = blocks, scales
     E, outputs, groups, _ = blocks.shape
-    self.shape = (E, 32 * groups, outputs)
+    self.shape = (E, _BLOCK * groups, outputs)
 
   def __getitem__(self, index: Any) -> Any:
     """An array; for [..., outputs] these matrices with fewer outputs."""
@@ -46,6 +50,46 @@ class Matrices:
   def reshape(self, shape: tuple[int, ...]) -> "Matrices":
     assert tuple(shape) == self.shape, shape
     return self
+
+
+def specs(
+  name: str, shape: Sequence[int]
+) -> dict[str, tuple[Sequence[int], str]]:
+  """{name: (shape, dtype)} of the arrays that stand for experts' matrices.
+
+  `shape`: (E, inputs, outputs).
+  """
+  E, inputs, outputs = shape
+  if inputs % _BLOCK:
+    raise ConfigError(
+      f"--quantize={METHOD}: {name} has {inputs} inputs; expected a multiple "
+      f"of {_BLOCK}, which share a scale."
+    )
+  groups = inputs // _BLOCK
+  return {
+    name + _BLOCKS: ((E, outputs, groups, _BLOCK // 2), "uint8"),
+    name + _SCALES: ((E, outputs, groups), "uint8"),
+  }
+
+
+def encoded(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(blocks, scales) of matrices (E, inputs, outputs).
+
+  The scale is the power of two of a block's largest number, over that of the
+  largest float of 4 bits, 6: section 6.3 of the OCP Microscaling Formats (MX)
+  Specification 1.0. Numbers are rounded to the nearest, ties to even.
+  """
+  E, inputs, outputs = matrices.shape
+  values = np.swapaxes(matrices, -1, -2).astype(np.float32)
+  values = values.reshape(E, outputs, inputs // _BLOCK, _BLOCK)
+  # frexp's fraction is in [0.5, 1), so this is the floor of log2, minus 2.
+  exponents = np.frexp(np.abs(values).max(axis=-1))[1] - 3
+  exponents = np.clip(exponents, -127, 127)
+  scaled = np.ldexp(values, -exponents[..., None])
+  floats = np.clip(scaled, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+  nibbles = floats.view(np.uint8) & 15
+  blocks = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+  return blocks, (exponents + 127).astype(np.uint8)
 
 
 def joined(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,9 +252,10 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if not moe:
     return {**values, "moe": moe, "jitter": 0.0}
   compared = ("num_experts", "top_k", "every", "normalize")
+  routing = moe.get("routing", "token_choice")
   return {
     **values,
-    "moe": {name: moe[name] for name in compared},
+    "moe": {name: moe[name] for name in compared} | {"routing": routing},
     "jitter": moe.get("jitter", 0.0),
   }
 

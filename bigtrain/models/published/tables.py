@@ -22,10 +22,14 @@ class Entry(NamedTuple):
   published: str
   ours: tuple[str, ...]  # Our parameters, joined along their output axes.
   transposed: bool = False  # Whether the published matrix is (outputs, inputs).
+  # Whether some files have it in the other order of its last two dimensions.
+  either_order: bool = False
   interleaved: bool = False  # Whether the outputs of our parameters take turns.
   # Whether they take turns by head, the first dimension of their outputs.
   by_head: bool = False
-  convolution: bool = False  # Of torch: (outputs, inputs, height, width).
+  # Of torch: (outputs, inputs, height, width), or with frames in front of the
+  # height.
+  convolution: bool = False
   depthwise: bool = False  # Of torch: (channels, 1, width).
   # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None
@@ -68,6 +72,23 @@ def within(published: str, ours: str, *parts: Table) -> Table:
     )
     for entry in table(*parts)
   )
+
+
+def renamed(entries: Table, names: Mapping[str, str]) -> Table:
+  """Entries in whose published names each key of `names` is its value.
+
+  >>> renamed(plain("layer.{i}.q_norm", "norm"), {"q_norm": "norm_q"})[
+  ...   0
+  ... ].published
+  'layer.{i}.norm_q'
+  """
+  result = []
+  for entry in entries:
+    published = entry.published
+    for old, new in names.items():
+      published = published.replace(old, new)
+    result.append(entry._replace(published=published))
+  return tuple(result)
 
 
 # Constructors of entries. Names are those of layers, to which each constructor

@@ -1,4 +1,4 @@
-"""PaliGemma, Gemma 3, LLaVA, Idefics 3 and SmolVLM: config.json and arrays.
+"""Models that read pictures, from PaliGemma to Qwen-VL: config.json and arrays.
 
 A model that reads pictures has three parts. Its decoder is one of
 decoder_families.py and its image tower one of this module; their configs stand
@@ -32,9 +32,12 @@ from bigtrain.models.published.tables import (
   conv,
   dense,
   linear,
+  norm,
   plain,
   table,
+  within,
 )
+from bigtrain.models.published.vits import native_towers
 
 # Image towers.
 
@@ -69,7 +72,11 @@ _IDEFICS3 = _SIGLIP.but(
 )
 _SMOLVLM = _IDEFICS3.but("smolvlm_vision", "")
 _TOWERS = {
-  family.model_type: family for family in (_CLIP, _SIGLIP, _IDEFICS3, _SMOLVLM)
+  **{
+    family.model_type: family
+    for family in (_CLIP, _SIGLIP, _IDEFICS3, _SMOLVLM)
+  },
+  **native_towers.FAMILIES,
 }
 
 
@@ -82,6 +89,10 @@ class Kind(NamedTuple):
   # {start of names in the part's own file: start in a file of the whole}.
   starts: Mapping[str, str]
   decoders: tuple[str, ...] = ()  # Names of decoder families; none for all.
+  # Makes comparable fields of a tower.
+  canonical_tower: Callable[[Mapping[str, Any]], dict[str, Any]] = (
+    vit_families.canonical
+  )
 
 
 def _parts(
@@ -120,7 +131,7 @@ def _parts(
       is_tied = is_tied or text_config.get("tie_word_embeddings", False)
     text_config["tie_word_embeddings"] = is_tied
     family = _TOWERS[image_config["model_type"]]
-    size = image_config.get("image_size", family.absent()["image_size"])
+    size = image_config.get("image_size", family.absent().get("image_size"))
     return {
       "image_size": size,
       "image": _options(config, "vision_config", _TOWERS, image_config),
@@ -417,6 +428,118 @@ def _idefics3(model_type: str, architecture: str) -> Kind:
   )
 
 
+def _joined_squares(tower: str, norm_kind: str) -> Rule:
+  """Qwen: the norms of patches, joined by squares, and an MLP as wide."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    key = f"{config.path}: vision_config"
+    fields = _TOWERS[tower].read(key, config["vision_config"])
+    merge = fields["merge"].value
+    projector = dict(
+      merge=merge,
+      norm_eps=1e-6,
+      norm=norm_kind,
+      norm_patches=True,
+      mlp="gelu_erf",
+      hidden=merge**2 * fields["width"].value,
+      use_bias=True,
+    )
+    return {"projector": projector}
+
+  return Rule(("projector",), {}, read, lambda fields: {})
+
+
+def _qwen_parts(tower: str, decoder: str, width_key: str) -> Rule:
+  """The parts, of which the tower's config has the decoder's width too."""
+  parts = _parts((tower,), (decoder,), tower=tower, decoder=decoder)
+
+  def read(config: ConfigJson) -> Mapping[str, Any]:
+    vision = dict(config["vision_config"])
+    if f"{vision.get('model_type')}_vision" == tower:  # In older files.
+      vision["model_type"] = tower
+    return parts.read(
+      ConfigJson(config.path, {**config, "vision_config": vision})
+    )
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(parts.write(fields))
+    width = {width_key: fields["text"]["width"]}
+    config["vision_config"] = {**config["vision_config"], **width}
+    return config
+
+  return parts._replace(read=read, write=write)
+
+
+def _qwen(
+  model_type: str,
+  architecture: str,
+  arrays: tables.Table,
+  *,
+  norm_kind: str = "layernorm",
+  width_key: str = "out_hidden_size",
+  nested: bool = True,
+) -> Kind:
+  """A Qwen-VL; `nested` files have all arrays below `model.`."""
+  tower, decoder = f"{model_type}_vision", f"{model_type}_text"
+  start = "model." if nested else ""
+  return Kind(
+    Family(
+      model_type=model_type,
+      architecture=architecture,
+      arrays=arrays,
+      keys={"image_token": Key("image_token_id", 151655)},
+      constants={
+        "mask": "causal",
+        "class_token": False,
+        "image_model": "native_vit",
+        "published_as": model_type,
+      },
+      rules=(
+        _joined_squares(tower, norm_kind),
+        _qwen_parts(tower, decoder, width_key),
+      ),
+      harmless=(*_HARMLESS, *_OF_VIDEOS),
+      limits=_LIMITS,
+    ),
+    towers=(tower,),
+    starts={
+      "img/": f"{start}visual.",
+      "llm/model.": "model.language_model." if nested else "model.",
+      "llm/": "",
+      "projector/": f"{start}visual.",
+      "deepstack/": f"{start}visual.",
+    },
+    decoders=(decoder,),
+    canonical_tower=native_towers.canonical,
+  )
+
+
+# Tokens of videos, which rows do not have.
+_OF_VIDEOS = (
+  "video_token_id",
+  "vision_start_token_id",
+  "vision_end_token_id",
+  "vision_token_id",
+)
+_QWEN3_MERGERS = table(
+  norm("merger.norm", "norm"),
+  dense("merger.linear_fc1", "linear_0"),
+  dense("merger.linear_fc2", "linear_1"),
+  within(
+    "deepstack_merger_list.{i}.",
+    "blocks/",
+    norm("norm", "norm"),
+    dense("linear_fc1", "linear_0"),
+    dense("linear_fc2", "linear_1"),
+  ),
+)
+_QWEN2_MERGER = table(
+  norm("merger.ln_q", "norm"),
+  dense("merger.mlp.0", "linear_0"),
+  dense("merger.mlp.2", "linear_1"),
+)
+
+
 # {model_type: kind}. An export takes the first that expresses the model.
 KINDS: Mapping[str, Kind] = {
   kind.family.model_type: kind
@@ -426,17 +549,41 @@ KINDS: Mapping[str, Kind] = {
     _LLAVA,
     _idefics3("idefics3", "Idefics3ForConditionalGeneration"),
     _idefics3("smolvlm", "SmolVLMForConditionalGeneration"),
+    _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", _QWEN3_MERGERS),
+    _qwen("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _QWEN3_MERGERS),
+    _qwen(
+      "qwen2_5_vl",
+      "Qwen2_5_VLForConditionalGeneration",
+      _QWEN2_MERGER,
+      norm_kind="rmsnorm",
+      nested=False,
+    ),
+    _qwen(
+      "qwen2_vl",
+      "Qwen2VLForConditionalGeneration",
+      _QWEN2_MERGER,
+      width_key="hidden_size",
+      nested=False,
+    ),
   )
 }
+_OF_PROJECTOR: Mapping[str, str] = {
+  r"(blocks(_\d+)?/)?linear_\d/kernel": "D -> D",
+  r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))": "D",
+}
+PROJECTORS = ("projector/", "deepstack/")
 PROJECTOR_DIMS: Mapping[str, str] = {
-  r"projector/linear_\d/kernel": "D -> D",
-  r"projector/(linear_\d/bias|norm/scale)": "D",
+  **dims.under("projector/", _OF_PROJECTOR),
+  **dims.under("deepstack/", _OF_PROJECTOR),
 }
 
 # {part: start of its names in files, of any version of transformers}.
 _PARTS = {
-  "img/": r"(model\.)?(vision_tower|vision_model)\.(vision_model\.)?",
-  "projector/": r"(model\.)?(multi_modal_projector|connector)\.",
+  "deepstack/": r"(model\.)?visual\.(?=deepstack_merger_list\.)",
+  "projector/": (
+    r"(model\.)?(multi_modal_projector|connector|visual(?=\.merger\.))\."
+  ),
+  "img/": r"(model\.)?(vision_tower|vision_model|visual)\.(vision_model\.)?",
 }
 _TEXT_MODEL = r"(model\.)?text_model\."
 _IGNORED = {r".*position_ids": "a constant that the model computes"}
@@ -454,7 +601,7 @@ def load(
   """
   if any("/" in name for name in flat):  # Our own names.
     return dict(flat)
-  names: dict[str, dict[str, str]] = {"img/": {}, "projector/": {}, "llm/": {}}
+  names: dict[str, dict[str, str]] = {part: {} for part in (*_PARTS, "llm/")}
   for name in flat:
     for part, start in _PARTS.items():
       if match := re.match(start, name):
@@ -464,6 +611,8 @@ def load(
       names["llm/"][re.sub(f"^{_TEXT_MODEL}", "model.", name)] = name
   result: dict[str, Any] = {}
   for part, in_file in names.items():
+    if not in_file and part == "deepstack/":
+      continue
     arrays = {short: flat[name] for short, name in in_file.items()}
     of_model = conversions.below(part, like)
     if part == "llm/":
@@ -489,11 +638,7 @@ def _tables(part: str) -> dict[str, tables.Table]:
 
 
 def _dims_of(part: str, param_dims: Mapping[str, dims.Table]) -> dims.Table:
-  if part == "projector/":
-    return {n.removeprefix(part): x for n, x in PROJECTOR_DIMS.items()} | {
-      "linear_\\d/bias|norm/scale": "D"
-    }
-  return param_dims[part]
+  return _OF_PROJECTOR if part in PROJECTORS else param_dims[part]
 
 
 class Part(NamedTuple):
@@ -549,7 +694,7 @@ def _export(
   if kind.decoders:
     decoders = {name: decoders[name] for name in kind.decoders}
   of_parts = {
-    "img/": (layouts.Layouts(towers, vit_families.canonical), "vision_config"),
+    "img/": (layouts.Layouts(towers, kind.canonical_tower), "vision_config"),
     "llm/": (
       layouts.Layouts(decoders, decoder_families.canonical),
       "text_config",
@@ -563,11 +708,12 @@ def _export(
     del config["architectures"]
     configs[name] = config
     tensors += [_renamed(kind, part, tensor) for tensor in arrays]
-  own = conversions.below("projector/", shapes)
-  arrays = array_files.export(
-    key, kind.family.arrays, own, _dims_of("projector/", {})
-  )
-  tensors += [_renamed(kind, "projector/", tensor) for tensor in arrays]
+  for part in PROJECTORS:
+    own = conversions.below(part, shapes)
+    arrays = array_files.export(
+      key, kind.family.arrays, own, _dims_of(part, {})
+    )
+    tensors += [_renamed(kind, part, tensor) for tensor in arrays]
   fields = layouts.fields_of(model)
   ours = {**published.canonical(fields), "shapes": shapes, "configs": configs}
   return published.config_json(key, kind.family, ours), tensors

@@ -26,6 +26,8 @@ COLORS = (
 )
 _LINES = ("-", "--", ":", "-.")
 
+# Prefixes of metrics of a model's experts.
+_EXPERTS = ("experts", "expert_load")
 _PERCENT = 100.0
 _GIB = 1 / 2**30
 # {metric: (title, axis label with unit, factor from the metric to that unit)}.
@@ -37,10 +39,15 @@ _KNOWN = {
   "examples_per_sec": ("Throughput", "examples / s", 1.0),
   "tokens_per_sec": ("Throughput", "tokens / s", 1.0),
   "mfu": ("Model FLOPs utilisation", "% of peak", _PERCENT),
+  "experts_peak": ("Busiest expert of each layer", "load / mean load", 1.0),
+  "experts_lost": ("Not served by experts", "% of choices", _PERCENT),
   "data_wait_fraction": ("Waiting for data", "% of time", _PERCENT),
   "device_peak_bytes": ("Peak device memory", "GiB", _GIB),
   "host_rss_bytes": ("Host memory", "GiB", _GIB),
 }
+
+# Curves of single layers that still can be told apart.
+_MAX_LAYERS = 12
 
 # Names and colours of the time accounts.
 ACCOUNT_NAMES = {
@@ -118,7 +125,9 @@ def results(runs: Sequence[Run]) -> list[str]:
   result = []
   for name in _names(runs):
     prefix, slash, _ = name.partition("/")
-    if slash and prefix not in PREFIXES and (not evals or prefix in evals):
+    if not slash or prefix in (*PREFIXES, *_EXPERTS):
+      continue
+    if not evals or prefix in evals:
       result.append(name)
   return result
 
@@ -148,9 +157,27 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     members = [name] if name in plain else []
     if name == "lr":  # One per group of parameters.
       members += [n for n in names if n.startswith("lr/")]
+    elif name == "experts_peak":
+      members = _peaks(runs, names)
+    elif name == "experts_lost":
+      lost = ("experts/dropped", "experts/left_behind")
+      members = [n for n in names if n in lost and _ever(runs, n)]
     if name != "loss":
       all_panels.append(_panel(runs, name, members))
   return [panel for panel in all_panels if panel.series]
+
+
+def _peaks(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+  """Loads of busiest experts: by layer, or of all layers if these are many."""
+  layers = [n for n in names if re.fullmatch(r"experts/peak_(\w+_)?\d+", n)]
+  if len(runs) == 1 and len(layers) <= _MAX_LAYERS:
+    return layers
+  return [name for name in names if name == "experts/peak_max"]
+
+
+def _ever(runs: Sequence[Run], name: str) -> bool:
+  """Whether a metric is ever other than zero."""
+  return any(entry.get(name) for run in runs for entry in run.entries)
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

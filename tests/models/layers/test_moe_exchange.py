@@ -109,6 +109,31 @@ def test_gradients_and_drops_equal_one_device(axis, sizes, factor):
   check(sizes, axis=axis, capacity_factor=factor)
 
 
+@pytest.mark.parametrize(
+  "axis, sizes",
+  [
+    pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+    for case in [*CASES, (None, dict(fsdp=2, sequence=2, tensor=2))]
+  ],
+)
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(routing="expert_choice"),
+    dict(serve="priority", capacity_factor=0.7),
+  ],
+)
+def test_other_routings_equal_one_device(axis, sizes, options):
+  check(sizes, axis=axis, **options)
+
+
+@pytest.mark.slow
+def test_dropout_of_experts_that_choose_equals_one_device():
+  sizes = dict(replica=2, fsdp=2, sequence=2)
+  options = dict(routing="expert_choice", dropout=0.5, train=True)
+  check(sizes, axis="fsdp", **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [None, 0.7])
 @pytest.mark.parametrize("axis", ["fsdp", "sequence"])

@@ -142,6 +142,8 @@ def export(module, model, variables, folder, layout=None):
   shapes = {name: x.shape for name, x in flat.items()}
   config, tensors = module.to_published(model, shapes, layout)
   config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+  if config["model_type"] == "cwm":
+    config["bos_token_id"] = 0  # The library refuses None.
   (folder / "config.json").write_text(json.dumps(config))
   arrays = {
     tensor.name: tensor.build(

@@ -6,6 +6,8 @@ gradients of their losses, and the tokens that they generate.
 
 import functools
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from support import cases, rounding
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
+from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.tasks import language_modeling
 
 pytestmark = pytest.mark.golden
@@ -30,7 +33,14 @@ pytestmark = pytest.mark.golden
 PUBLISHED = GOLDEN / "published"
 FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
 # What differs most from the others is in `make test`.
-QUICK = {"gemma3_text", "gemma4_moe", "glm4_moe", "gpt_oss", "qwen3_next"}
+QUICK = {
+  "gemma3_text",
+  "gemma4_devices",
+  "gemma4_moe",
+  "glm4_moe",
+  "gpt_oss",
+  "qwen3_next",
+}
 CASES = [
   family
   if family in QUICK
@@ -40,7 +50,17 @@ CASES = [
 # Without gradients: kernels of four bits.
 TRAINED = [name for name in FAMILIES if name != "gpt_oss_mxfp4"]
 # {family: layout} of models that another family expresses too.
-LAYOUTS = {"qwen3_5_moe_text": "qwen3_5_moe_text"}
+LAYOUTS = {
+  name: name
+  for name in (
+    "qwen3_5_moe_text",
+    "cwm",
+    "internlm3",
+    "iquestcoder",
+    "solar_open",
+    "youtu",
+  )
+}
 
 
 @functools.cache
@@ -140,7 +160,8 @@ def old_config(values):
   [
     name
     for name in FAMILIES
-    if not name.startswith("gemma4") and name != "olmo_hybrid_nope"
+    if not name.startswith("gemma4")
+    and name not in ("olmo_hybrid_nope", "mellum")
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
@@ -231,6 +252,37 @@ def test_the_text_part_of_a_model_that_sees_images(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+def test_the_text_part_of_llama4(tmp_path):
+  """As the releases are, with the layers' kinds by their defaults."""
+  folder = PUBLISHED / "llama4_text"
+  text = json.loads((folder / "config.json").read_text())
+  for key in ("layer_types", "moe_layers", "no_rope_layers"):
+    del text[key]
+  text |= dict(attn_temperature_tuning=4, for_llm_compressor=False)
+  config = dict(
+    model_type="llama4",
+    text_config=text,
+    vision_config=dict(depth=1),
+    image_token_index=60,
+    tie_word_embeddings=False,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  arrays = dict(safetensors_files.read(str(folder)))
+  nested = {f"language_model.{name}": x for name, x in arrays.items()}
+  for name in (
+    "vision_model.class_embedding",
+    "multi_modal_projector.linear_1.weight",
+  ):
+    nested[name] = np.ones((2, 3), np.float32)
+  file = write(tmp_path, nested)
+  module, model = opened(file)
+  _, plain = opened(folder)
+  assert model == plain
+  expected = variables_of(module, plain, folder)
+  loaded = variables_of(module, model, file)
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
 def test_heads_of_gemma4_in_both_forms(tmp_path):
   """Keys for global layers, or a list of all layers as the library saves it."""
   folder = PUBLISHED / "gemma4_moe"
@@ -242,11 +294,39 @@ def test_heads_of_gemma4_in_both_forms(tmp_path):
   assert opened(tmp_path) == opened(folder)
 
 
-def test_gemma4_for_devices_is_refused(tmp_path):
-  values = json.loads((PUBLISHED / "gemma4" / "config.json").read_text())
-  for key, value in dict(
-    hidden_size_per_layer_input=8, num_kv_shared_layers=2
-  ).items():
-    (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
-    with pytest.raises(ConfigError, match=f"{key}={value}: .* only None or 0"):
-      opened(tmp_path)
+@pytest.mark.parametrize("name", ["bloom", "mamba2", "gemma3n"])
+def test_a_family_that_is_known_is_refused_with_the_part_it_needs(
+  name, tmp_path
+):
+  values = dict(model_type=name, text_config=dict(hidden_size=8))
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  part = re.escape(MISSING_PARTS[name])
+  with pytest.raises(ConfigError, match=f"'{name}' .* It needs {part}."):
+    opened(tmp_path)
+
+
+def test_the_page_lists_families_and_what_others_need():
+  page = pathlib.Path("docs/published.md").read_text()
+  computed, _, others = page.partition("### Families that are not computed")
+  for name in decoder_families.LAYOUTS:
+    assert f"`{name}`" in computed, name
+    assert name not in MISSING_PARTS, name
+  for name, part in MISSING_PARTS.items():
+    row = next(line for line in others.splitlines() if f"`{name}`" in line)
+    assert row.startswith(f"| {part} |")
+
+
+def test_keys_that_no_layer_reads_are_left_out(tmp_path):
+  """As in the releases of Gemma 4's models for devices."""
+  folder = PUBLISHED / "gemma4_devices"
+  arrays = dict(safetensors_files.read(str(folder)))
+  for layer in (3, 6):
+    start = f"model.layers.{layer}.self_attn."
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+      arrays[start + name] = np.ones((2, 3), np.float32)
+  file = write(tmp_path, arrays)
+  for scan in (False, True):
+    module, model = opened(folder, scan=scan)
+    expected = variables_of(module, model, folder)
+    loaded = variables_of(module, model, file)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)

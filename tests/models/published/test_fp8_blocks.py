@@ -153,6 +153,10 @@ def test_devices_read_their_parts(folder):
     (dict(weight_block_size=[64, 128]), r"weight_block_size=\[64, 128\]"),
     (dict(weight_block_size=None), r"expected \[128, 128\] with quant_method"),
     (dict(quant_method="compressed-tensors"), "'compressed-tensors': expected"),
+    (dict(quant_method="fbgemm_fp8"), "quant_method='fbgemm_fp8': expected"),
+    (dict(quant_method="modelopt"), "quant_method='modelopt': expected"),
+    (dict(activation_scheme="static"), "activation_scheme='static': expected"),
+    (dict(fmt="e5m2"), "fmt='e5m2': expected 'e4m3' with quant_method='fp8'"),
   ],
 )
 def test_other_formats_are_refused_by_name(folder, tmp_path, changes, message):

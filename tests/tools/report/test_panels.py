@@ -58,3 +58,33 @@ def test_results_are_the_evaluations_of_the_config():
   named = panels.Run("a", {"evals": {"val": {}}}, {}, rows)
   assert panels.results([named]) == ["val/acc"]
   assert panels.results([named._replace(config={})]) == ["val/acc", "train/x"]
+
+
+def experts(**values):
+  return [
+    {"step": step, **{f"experts/{name}": x for name, x in values.items()}}
+    for step in (1, 2)
+  ]
+
+
+def test_the_balance_of_experts_is_a_panel():
+  rows = experts(peak_0=1.5, peak_1=1.2, peak_max=1.5, peak_layer=0, dropped=0)
+  rows = [row | {"expert_load/0": 0.5} for row in rows]
+  run = panels.Run("a", {}, {}, rows)
+  (panel,) = panels.panels([run])  # Nothing is dropped, and nothing evaluated.
+  assert [s.label for s in panel.series] == ["experts/peak_0", "experts/peak_1"]
+  assert panel.title == "Busiest expert of each layer"
+  # Of several runs, each has one curve; and so have many layers.
+  (panel,) = panels.panels([run, run._replace(name="b")])
+  assert [s.label for s in panel.series] == ["a", "b"]
+  assert panel.series[0].values == [1.5, 1.5]
+  many = experts(peak_max=3.0, **{f"peak_{i}": 2.0 for i in range(20)})
+  (panel,) = panels.panels([panels.Run("a", {}, {}, many)])
+  assert [s.values for s in panel.series] == [[3.0, 3.0]]
+
+
+def test_both_stacks_of_a_t5_have_a_balance():
+  rows = experts(peak_encoder_0=1.0, peak_decoder_0=1.1, left_behind=0.25)
+  balance, lost = panels.panels([panels.Run("a", {}, {}, rows)])
+  assert len(balance.series) == 2
+  assert lost.series[0].values == [25.0, 25.0]

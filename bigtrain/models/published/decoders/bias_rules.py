@@ -25,6 +25,10 @@ def biases(always: Sequence[str] = (), **keys: Sequence[str]) -> Rule:
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     sites = {*fields["use_bias"]}
-    return {key: {*key_sites} <= sites for key, key_sites in keys.items()}
+    # A model may lack some of a key's sites, such as MLPs. If it lacks their
+    # biases alone, the exported config does not read as the same model.
+    return {
+      key: not sites.isdisjoint(key_sites) for key, key_sites in keys.items()
+    }
 
   return Rule(("use_bias",), dict.fromkeys(keys, False), read, write)

@@ -1,7 +1,8 @@
-"""Cohere's Command R7B and Command A."""
+"""Cohere's Command R, Command R7B and Command A."""
 
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
+from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.window_rules import (
   SLIDING,
   full_every,
@@ -9,22 +10,39 @@ from bigtrain.models.published.decoders.window_rules import (
 )
 from bigtrain.models.published.families import Key
 
-COHERE2 = LLAMA.but(
-  "cohere2",
-  "Cohere2ForCausalLM",
+COHERE = LLAMA.but(
+  "cohere",
+  "CohereForCausalLM",
   keys={
     "norm_eps": Key("layer_norm_eps", 1e-5),
     "logits_multiplier": Key("logit_scale", 0.0625),
   },
   # Attention and MLP read the same norm, and are added together.
   constants={"norm": "layernorm", "parallel": True, "rope_interleaved": True},
+  rules=(biases(attention_bias=("qkv", "out")), rope(theta=5e5)),
+  # Command R+ has layer norms of queries and keys.
+  requires={"use_qk_norm": (False, None)},
+  harmless=("rms_norm_eps",),
+  defaults={
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "hidden_size": 8192,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "intermediate_size": 22528,
+    "tie_word_embeddings": True,
+  },
+)
+
+COHERE2 = COHERE.but(
+  "cohere2",
+  "Cohere2ForCausalLM",
   rules=(
-    biases(attention_bias=("qkv", "out")),
+    rope(),
     # Layers without a window have no positions.
     windows(full_every(4, key="sliding_window_pattern"), rotates=SLIDING),
   ),
   requires={
-    "use_qk_norm": (False, None),
     "use_gated_activation": (True,),
     "use_parallel_block": (True,),
     "position_embedding_type": ("rope_gptj",),
@@ -36,15 +54,5 @@ COHERE2 = LLAMA.but(
     "_sliding_window_pattern",
     "use_embedding_sharing",
     "use_parallel_embedding",
-    "rms_norm_eps",
   ),
-  defaults={
-    "vocab_size": 256000,
-    "max_position_embeddings": 8192,
-    "hidden_size": 8192,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "intermediate_size": 22528,
-    "tie_word_embeddings": True,
-  },
 )

@@ -1,16 +1,19 @@
-"""Latent attention: DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4."""
+"""Latent attention.
+
+DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4, and Youtu.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import (
-  SparseLayers,
   expert_groups,
   experts,
   mlp_width,
   shared_experts,
   sparse_after_first,
+  sparse_by_types,
 )
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
@@ -126,22 +129,6 @@ def _groups_by_method() -> Rule:
   return Rule(("groups",), keys, read, write)
 
 
-def _types_of_mlps() -> SparseLayers:
-  """A list of the layers with experts; by default, all after the first ones."""
-  key, types = "mlp_layer_types", ("dense", "sparse")
-  first = sparse_after_first()
-
-  def read(config: ConfigJson) -> list[bool]:
-    if config[key] is None:
-      return first.read(config)
-    return [kind == "sparse" for kind in config[key]]
-
-  def write(sparse: list[bool]) -> dict[str, Any]:
-    return {key: [types[x] for x in sparse]}
-
-  return SparseLayers({key: None, **first.keys}, read, write)
-
-
 _ARRAYS = table(
   ENDS, LATENT_ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERTS
 )
@@ -248,7 +235,7 @@ GLM4_MOE_LITE = DEEPSEEK_V3.but(
       scale=Key("routed_scaling_factor", 1.8),
       score="sigmoid",
       selection_bias=True,
-      layers=_types_of_mlps(),
+      layers=sparse_by_types(sparse_after_first()),
       rules=(expert_groups(), shared_experts()),
     ),
   ),
@@ -323,5 +310,23 @@ MISTRAL4 = DEEPSEEK_V3.but(
       "mscale": 1.0,
       "llama_4_scaling_beta": 0.1,
     },
+  },
+)
+
+# Without experts.
+YOUTU = DEEPSEEK_V3.but(
+  "youtu",
+  "YoutuForCausalLM",
+  without=("moe",),
+  arrays=table(ENDS, LATENT_ATTENTION, NORMS_BEFORE, MLP),
+  harmless=("embedding_initializer_range",),
+  defaults={
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "hidden_size": 2048,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "intermediate_size": 6144,
+    "tie_word_embeddings": True,
   },
 )

@@ -60,9 +60,8 @@ def experts(
   return Rule(("moe",), keys, read, write)
 
 
-def mlp_width() -> Rule:
+def mlp_width(key: str = "intermediate_size") -> Rule:
   """The width of MLPs, and of experts if all layers have some."""
-  key = "intermediate_size"
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     for width in fields["mlp_dim"]:
@@ -78,9 +77,10 @@ def mlp_width() -> Rule:
   )
 
 
-def sparse_after_first() -> SparseLayers:
+def sparse_after_first(
+  key: str = "first_k_dense_replace", default: int = 1
+) -> SparseLayers:
   """All layers after the first ones have experts."""
-  key = "first_k_dense_replace"
 
   def read(config: ConfigJson) -> list[bool]:
     return [i >= config[key] for i in range(config["num_hidden_layers"])]
@@ -88,7 +88,34 @@ def sparse_after_first() -> SparseLayers:
   def write(sparse: list[bool]) -> dict[str, Any]:
     return {key: sparse.index(True) if True in sparse else len(sparse)}
 
-  return SparseLayers({key: 1}, read, write)
+  return SparseLayers({key: default}, read, write)
+
+
+def sparse_everywhere() -> SparseLayers:
+  """All layers have experts."""
+  return SparseLayers(
+    {}, lambda config: [True] * config["num_hidden_layers"], lambda sparse: {}
+  )
+
+
+def sparse_by_types(otherwise: SparseLayers) -> SparseLayers:
+  """A list of the layers with experts; without it, those of `otherwise`."""
+  key, types = "mlp_layer_types", ("dense", "sparse")
+
+  def read(config: ConfigJson) -> list[bool]:
+    given = config[key]
+    if given is None:
+      return otherwise.read(config)
+    if len(given) != config["num_hidden_layers"] or not {*given} <= {*types}:
+      raise config.error(
+        f"{key}={given!r}: expected 'dense' or 'sparse' for each layer."
+      )
+    return [kind == "sparse" for kind in given]
+
+  def write(sparse: list[bool]) -> dict[str, Any]:
+    return {key: [types[x] for x in sparse]}
+
+  return SparseLayers({key: None, **otherwise.keys}, read, write)
 
 
 def expert_groups() -> Rule:
@@ -97,7 +124,7 @@ def expert_groups() -> Rule:
   def read(config: ConfigJson) -> dict[str, Any]:
     num, top = config["n_group"], config["topk_group"]
     groups = {"num": num, "top": top, "score": "top2"}
-    return {"groups": groups} if num > 1 else {}
+    return {"groups": groups} if num and num > 1 else {}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
     groups = moe["groups"] or {"num": 1, "top": 1}
@@ -106,12 +133,11 @@ def expert_groups() -> Rule:
   return Rule(("groups",), {"n_group": 1, "topk_group": 1}, read, write)
 
 
-def shared_experts() -> Rule:
+def shared_experts(key: str = "n_shared_experts", default: int = 1) -> Rule:
   """The width of an MLP for all tokens, in experts."""
-  key = "n_shared_experts"
   return Rule(
     ("shared_experts",),
-    {key: 1},
+    {key: default},
     lambda config: {"shared_experts": config[key]},
     lambda moe: {key: moe["shared_dim"] // moe["mlp_dim"]},
   )

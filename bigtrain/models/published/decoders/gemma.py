@@ -1,4 +1,4 @@
-"""Gemma 1 to 4."""
+"""Gemma 1 to 4, and VaultGemma."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -117,6 +117,14 @@ GEMMA2 = GEMMA.but(
   },
 )
 
+# Gemma 2 without the norms after attention and MLP.
+VAULTGEMMA = GEMMA2.but(
+  "vaultgemma",
+  "VaultGemmaForCausalLM",
+  without=("norm_at",),
+  arrays=[x for x in _SANDWICH_ARRAYS if x not in NORMS_AFTER],
+)
+
 _GEMMA3_LAYERS = full_every(6, key="sliding_window_pattern")
 GEMMA3 = GEMMA.but(
   "gemma3_text",
@@ -151,6 +159,12 @@ GEMMA3 = GEMMA.but(
 _GEMMA4_ARRAYS = table(
   _SANDWICH_ARRAYS,
   plain("model.layers.{i}.layer_scalar", "blocks/layer_scalar"),
+  plain("model.embed_tokens_per_layer.weight", "layer_inputs/embedding"),
+  linear("model.per_layer_model_projection", "layer_inputs/projection"),
+  norm("model.per_layer_projection_norm", "layer_inputs/norm"),
+  linear("model.layers.{i}.per_layer_input_gate", "blocks/layer_input_gate"),
+  linear("model.layers.{i}.per_layer_projection", "blocks/layer_input_out"),
+  norm("model.layers.{i}.post_per_layer_input_norm", "blocks/layer_input_norm"),
   norm(
     "model.layers.{i}.post_feedforward_layernorm_1", "blocks/mlp_own_post_norm"
   ),
@@ -262,7 +276,6 @@ def _gemma4_layers() -> Rule:
       "num_key_value_heads": fields["num_kv_heads"][i],
       "num_global_key_value_heads": fields["num_kv_heads"][j],
       "attention_k_eq_v": any(fields["keys_as_values"]),
-      **_NO_EXTRAS,
     }
 
   keys = {
@@ -275,16 +288,64 @@ def _gemma4_layers() -> Rule:
     "num_global_key_value_heads": None,
     "attention_k_eq_v": False,
     "per_layer_config": None,
-    "hidden_size_per_layer_input": 256,
-    "num_kv_shared_layers": 0,
   }
   names = ("window", "head_dim", "num_kv_heads", "keys_as_values")
   return Rule((*names, "rope_theta", "rope_scaling"), keys, read, write)
 
 
-# What the models for devices have: embeddings of each layer, and layers with
-# the keys and values of others.
-_NO_EXTRAS = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+def _sharing_layers() -> Rule:
+  """The last layers have no keys and values; their MLPs may be twice as wide.
+
+  They read those of the last layer of their type before them.
+  """
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    depth, number = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    width = config["intermediate_size"]
+    shared_width = width * (2 if config["use_double_wide_mlp"] else 1)
+    shares = [i >= depth - number for i in range(depth)]
+    return {
+      "shares_kv": ByLayer(shares),
+      "mlp_dim": ByLayer(shared_width if x else width for x in shares),
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    number, widths = sum(fields["shares_kv"]), fields["mlp_dim"]
+    return {
+      "num_kv_shared_layers": number,
+      "intermediate_size": widths[0],
+      "use_double_wide_mlp": number > 0 and widths[-1] == 2 * widths[0],
+    }
+
+  keys = {
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "intermediate_size": 9216,
+  }
+  return Rule(("shares_kv", "mlp_dim"), keys, read, write)
+
+
+def _layer_inputs() -> Rule:
+  """Embeddings of each layer, in the models for devices."""
+  width, vocabulary = (
+    "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input",
+  )
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not config[width]:
+      return {"layer_inputs": None}
+    options = {"dim": config[width], "vocab_size": config[vocabulary]}
+    return {"layer_inputs": options}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    options = fields["layer_inputs"]
+    if options is None:
+      return {width: 0}
+    return {width: options["dim"], vocabulary: options["vocab_size"]}
+
+  keys = {width: 256, vocabulary: 262144}
+  return Rule(("layer_inputs",), keys, read, write)
 
 
 def _experts_everywhere() -> SparseLayers:
@@ -301,7 +362,7 @@ GEMMA4 = LLAMA.but(
   "gemma4_text",
   "Gemma4ForCausalLM",
   # These are by layer.
-  without=("num_kv_heads", "head_dim", "rope_theta"),
+  without=("num_kv_heads", "head_dim", "rope_theta", "mlp_dim"),
   arrays=_GEMMA4_ARRAYS,
   keys={"logits_softcap": Key("final_logit_softcapping")},
   # Norms have plain scales, unlike in Gemma 1 to 3.
@@ -321,6 +382,8 @@ GEMMA4 = LLAMA.but(
     ),
     biases(attention_bias=("qkv", "out")),
     _gemma4_layers(),
+    _sharing_layers(),
+    _layer_inputs(),
     experts(
       num_experts=Key("num_experts"),
       top_k=Key("top_k_experts"),
@@ -332,16 +395,13 @@ GEMMA4 = LLAMA.but(
     ),
   ),
   requires={
-    **{key: (None, value) for key, value in _NO_EXTRAS.items()},
     # "vision" lets tokens of an image see each other; text is causal.
     "use_bidirectional_attention": (False, None, "vision"),
   },
-  harmless=("use_double_wide_mlp", "vocab_size_per_layer_input"),
   defaults={
     "vocab_size": 262144,
     "max_position_embeddings": 131072,
     "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 30,
     "num_attention_heads": 8,
     "tie_word_embeddings": True,

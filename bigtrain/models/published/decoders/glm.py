@@ -1,4 +1,4 @@
-"""GLM 4, and GLM 4.5 with experts."""
+"""GLM 4 (also its first version), and GLM 4.5 with experts."""
 
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import (
@@ -50,6 +50,13 @@ GLM4 = LLAMA.but(
   },
 )
 
+# Without the norms after attention and MLP.
+GLM = GLM4.but(
+  "glm",
+  "GlmForCausalLM",
+  without=("norm_at",),
+  arrays=table(ENDS, ATTENTION, NORMS_BEFORE, FUSED_MLP),
+)
 
 GLM4_MOE = LLAMA.but(
   "glm4_moe",

@@ -10,11 +10,15 @@ from bigtrain.models.published.layer_patterns import ByLayer, by_layer
 # Fields of the architecture, and the values that a model has by itself.
 NEUTRAL: Mapping[str, Any] = {
   "window": None,
+  "chunk": None,
   "moe": None,
   "mla": None,
   "deltanet": None,
+  "short_conv": None,
   "v_norm": False,
   "keys_as_values": False,
+  "shares_kv": False,
+  "layer_inputs": None,
   "layer_scalar": False,
   "output_gate": False,
   "num_classes": None,
@@ -24,12 +28,16 @@ NEUTRAL: Mapping[str, Any] = {
   "query_scale": None,
   "attention_scale": None,
   "norm_offset": 0.0,
+  "norm_scaled": True,
+  "embed_norm": False,
   "norm_at": "pre",
   "parallel": False,
   "qk_norm": None,
   "qk_norm_after_rope": False,
   "qkv_clip": None,
   "rope_interleaved": False,
+  "rope_reversed": False,
+  "rope_axes": None,
   "attention_softcap": None,
   "logits_softcap": None,
   "sinks": False,
@@ -47,12 +55,19 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   layers = [_layer(layer, result) for layer in by_layer(result)]
   for name in layers[0]:
     result[name] = ByLayer(layer[name] for layer in layers)
-  if isinstance(result["qk_norm"], bool):
-    result["qk_norm"] = "head" if result["qk_norm"] else None
+  if not any(result["qk_norm"]):
+    result["qk_norm_after_rope"] = False
   result["use_bias"] = _bias_sites(result)
   if not result["num_classes"]:  # Then `pool` is of the user's task alone.
     result["pool"] = "last"
   result["mlp_clip"] = _as_dict(result["mlp_clip"])
+  if result["layer_inputs"] is not None:
+    vocab_size = {"vocab_size": result["vocab_size"]}
+    given = _without_none(_as_dict(result["layer_inputs"]))
+    result["layer_inputs"] = {**vocab_size, **given}
+  if result["rope_axes"]:
+    axes = {"interleaved": False, **_as_dict(result["rope_axes"])}
+    result["rope_axes"] = {**axes, "sections": tuple(axes["sections"])}
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)
   return result
@@ -65,12 +80,19 @@ def _as_dict(options: Any) -> Any:
   return dict(options._asdict() if hasattr(options, "_asdict") else options)
 
 
+def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: x for name, x in options.items() if x is not None}
+
+
 def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
   """Sites of biases, without those that the model does not have."""
   sites = fields["use_bias"]
   if isinstance(sites, bool):
     sites = ("qkv", "out", "mlp", "norm") if sites else ()
-  has_mlps = None in fields["moe"]
+  has_mlps = any(
+    moe is None or moe["shared_dim"] or moe["beside_mlp"]
+    for moe in fields["moe"]
+  )
   has_experts = any(fields["moe"])
   exists = {
     "qkv": True,
@@ -79,19 +101,25 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
     "norm": fields["norm"] != "rmsnorm",
     "experts": has_experts,
     "router": has_experts,
-    "head": not fields["tied_head"],
+    "head": True,
   }
   return tuple(site for site in SITES if site in sites and exists[site])
 
 
 def _layer(layer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   layer = {**layer, "moe": _experts(layer["moe"], layer["mlp_dim"])}
+  if isinstance(layer["qk_norm"], bool):
+    layer["qk_norm"] = "head" if layer["qk_norm"] else None
+  if layer["shares_kv"]:  # There are no values.
+    layer["keys_as_values"] = False
   if layer["moe"] is not None and not layer["moe"]["beside_mlp"]:
     layer["mlp_dim"] = None
   if layer["mla"] is not None:
     latents = {"q_rank": None, "norm_eps": 1e-6, **_as_dict(layer["mla"])}
     layer["mla"] = latents
   layer["deltanet"] = _deltanet(layer["deltanet"], fields["norm_eps"])
+  if layer["short_conv"] is not None:
+    layer["short_conv"] = {"bias": False, **_as_dict(layer["short_conv"])}
   if layer["query_scale"]:
     layer["query_scale"] = {"log": "log", **_as_dict(layer["query_scale"])}
   if layer["attention_scale"] is None:
@@ -135,8 +163,11 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
   width = given.get("mlp_dim", mlp_dim)
   score = given.get("score", "softmax")
   normalize = given.get("normalize", top_k > 1)
-  # Equal, over all and over the chosen, unless groups have other scores.
-  if score == "softmax" and normalize and not given.get("groups"):
+  least_total = given.get("least_total", 0.0) if normalize else 0.0
+  selection_bias = given.get("selection_bias", False)
+  # Equal, over all and over the chosen, unless the choice has other scores.
+  others = given.get("groups") or selection_bias or least_total
+  if score == "softmax" and normalize and not others:
     score = "softmax_of_top"
   shared_dim = given.get("shared_dim", given.get("shared_experts", 0) * width)
   return {
@@ -145,7 +176,10 @@ def _experts(options: Any, mlp_dim: int) -> dict[str, Any] | None:
     "score": score,
     "normalize": True if score == "softmax_of_top" else normalize,
     "scale": given.get("scale", 1.0),
-    "selection_bias": given.get("selection_bias", False),
+    "scale_input": given.get("scale_input", False),
+    "selection_bias": selection_bias,
+    "least_total": least_total,
+    "total_epsilon": given.get("total_epsilon", 1e-20) if normalize else 1e-20,
     "groups": _as_dict(given.get("groups")),
     "scaled_router": given.get("scaled_router", False),
     "beside_mlp": given.get("beside_mlp", False),

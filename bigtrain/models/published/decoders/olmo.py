@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, OLMoE, and OLMo Hybrid."""
+"""OLMo 1 to 3, OLMoE, FlexOLMo and OLMo Hybrid."""
 
 import re
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.shared_arrays import (
   ATTENTION,
   ENDS,
+  EXPERTS,
   MLP,
   NORMS_AFTER,
 )
@@ -30,6 +31,19 @@ from bigtrain.models.published.tables import (
   norm,
   plain,
   table,
+)
+
+OLMO = LLAMA.but(
+  "olmo",
+  "OlmoForCausalLM",
+  arrays=table(ENDS, ATTENTION, MLP),
+  without=("norm_eps",),
+  keys={"qkv_clip": Key("clip_qkv")},
+  # Its layer norms have no parameters.
+  constants={"norm": "layernorm", "norm_scaled": False, "norm_eps": 1e-5},
+  rules=(biases(attention_bias=("qkv", "out")),),
+  requires={"mlp_bias": (False,)},
+  defaults={"vocab_size": 50304},
 )
 
 OLMO2 = LLAMA.but(
@@ -72,6 +86,27 @@ OLMOE = LLAMA.but(
     "num_attention_heads": 16,
     "intermediate_size": 2048,
     "rms_norm_eps": 1e-5,
+  },
+)
+
+FLEX_OLMO = OLMO2.but(
+  "flex_olmo",
+  "FlexOlmoForCausalLM",
+  arrays=table(ENDS, ATTENTION, NORMS_AFTER, EXPERTS),
+  rules=(
+    rope(theta=5e5),
+    mlp_width(),
+    experts(
+      num_experts=Key("num_experts", 7),
+      top_k=Key("num_experts_per_tok", 5),
+      normalize=Key("norm_topk_prob", False),
+    ),
+  ),
+  aliases={"num_local_experts": "num_experts"},
+  defaults={
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
   },
 )
 

@@ -1,16 +1,46 @@
-"""Phi 3 and 4."""
+"""Phi 1 to 4."""
 
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.shared_arrays import (
+  ATTENTION,
   ATTENTION_OUT,
   ENDS,
   FUSED_MLP,
   NORMS_BEFORE,
 )
-from bigtrain.models.published.families import Key
-from bigtrain.models.published.tables import dense, table
+from bigtrain.models.published.decoders.starcoder import GELUS
+from bigtrain.models.published.families import Key, choice
+from bigtrain.models.published.tables import dense, renamed, table
+
+PHI = LLAMA.but(
+  "phi",
+  "PhiForCausalLM",
+  arrays=table(
+    renamed(
+      table(ENDS, ATTENTION, NORMS_BEFORE),
+      {"model.norm.": "model.final_layernorm.", "o_proj": "dense"},
+    ),
+    dense("model.layers.{i}.mlp.fc1", "blocks/mlp/up"),
+    dense("model.layers.{i}.mlp.fc2", "blocks/mlp/down"),
+  ),
+  keys={"norm_eps": Key("layer_norm_eps", 1e-5)},
+  # Attention and MLP read the same norm, and are added together.
+  constants={"norm": "layernorm", "parallel": True},
+  rules=(
+    choice("mlp", "hidden_act", GELUS),
+    biases(always=("qkv", "out", "mlp", "norm", "head")),
+    rope(fraction=0.5),
+  ),
+  requires={"qk_layernorm": (False,)},
+  defaults={
+    "vocab_size": 51200,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "intermediate_size": 8192,
+  },
+)
 
 PHI3 = LLAMA.but(
   "phi3",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published import tables
 from bigtrain.models.published.decoders import shared_arrays
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import (
@@ -11,6 +12,7 @@ from bigtrain.models.published.decoders.expert_rules import (
   mlp_width,
 )
 from bigtrain.models.published.decoders.llama import LLAMA
+from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.window_rules import LayerTypes, windows
 from bigtrain.models.published.families import ConfigJson, Key, Rule
 
@@ -150,5 +152,66 @@ QWEN3_MOE = LLAMA.but(
     "num_hidden_layers": 24,
     "num_key_value_heads": 4,
     "intermediate_size": 6144,
+  },
+)
+
+
+# Decoders of models that read pictures, with rotary positions in three axes.
+
+QWEN2_VL_TEXT = QWEN2.but(
+  "qwen2_vl_text",
+  "Qwen2VLTextModel",
+  rules=(rope(theta=1e6, sections=(16, 24, 24)),),
+  defaults={
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+  },
+)
+QWEN2_5_VL_TEXT = QWEN2_VL_TEXT.but("qwen2_5_vl_text", "Qwen2_5_VLTextModel")
+_INTERLEAVED_AXES = rope(
+  theta=5e5, sections=(24, 20, 20), axes_interleaved=True
+)
+QWEN3_VL_TEXT = QWEN3.but(
+  "qwen3_vl_text",
+  "Qwen3VLTextModel",
+  without=("window",),
+  rules=(_INTERLEAVED_AXES,),
+  defaults={"max_position_embeddings": 128000},
+)
+QWEN3_VL_MOE_TEXT = QWEN3_MOE.but(
+  "qwen3_vl_moe_text",
+  "Qwen3VLMoeTextModel",
+  arrays=tables.table(
+    shared_arrays.ENDS,
+    shared_arrays.ATTENTION,
+    shared_arrays.NORMS_BEFORE,
+    shared_arrays.MLP,
+    shared_arrays.FUSED_EXPERTS,
+  ),
+  without=("window",),
+  rules=(
+    _INTERLEAVED_AXES,
+    experts(
+      num_experts=Key("num_experts", 60),
+      top_k=Key("num_experts_per_tok", 4),
+      mlp_dim=Key("moe_intermediate_size", 1408),
+      normalize=True,
+      layers=sparse_by_step(),
+    ),
+  ),
+  # Inherited keys, of which the library's model reads none.
+  harmless=("sliding_window", "use_sliding_window", "norm_topk_prob"),
+  defaults={
+    "max_position_embeddings": 128000,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": True,
   },
 )

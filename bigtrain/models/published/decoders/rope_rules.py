@@ -21,6 +21,9 @@ from bigtrain.models.published.layer_patterns import ByLayer
 _ORIGINAL_LEN = "original_max_position_embeddings"
 # Growth of queries with their position, in Ministral 3.
 _QUERY_BETA = "llama_4_scaling_beta"
+# Of positions in three axes, in Qwen's models that read pictures.
+_SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
+_OF_AXES = (_SECTIONS, _INTERLEAVED)
 # {type of scaling: {our option: its name in the file}}.
 _SCALING_NAMES = {
   kind: {
@@ -40,6 +43,8 @@ def rope(
   rotary_dim: bool = False,
   original_len: int | None = None,
   query_scale: bool = False,
+  sections: tuple[int, int, int] | None = None,
+  axes_interleaved: bool = False,
 ) -> Rule:
   """Rotary embeddings.
 
@@ -53,13 +58,26 @@ def rope(
     original_len: value of a family's own key for the length that the scaling
       begins with, if the file lacks it.
     query_scale: whether the file may let queries grow with their position.
+    sections: numbers of frequencies that follow time, row and column, in files
+      that do not say it; None for families with one axis.
+    axes_interleaved: whether the axes take turns.
   """
-  fields = ("rope_theta", "rope_fraction", "rope_scaling")
+  fields = ["rope_theta", "rope_fraction", "rope_scaling"]
+  fields += ["query_scale"] if query_scale else []
+  fields += ["rope_axes"] if sections else []
   rule = _Rope(
-    theta, fraction, types, local_theta, rotary_dim, original_len, query_scale
+    theta,
+    fraction,
+    types,
+    local_theta,
+    rotary_dim,
+    original_len,
+    query_scale,
+    sections,
+    axes_interleaved,
   )
   return Rule(
-    (*fields, "query_scale") if query_scale else fields,
+    tuple(fields),
     rule.keys(),
     rule.read,
     rule.write,
@@ -76,6 +94,8 @@ class _Rope(NamedTuple):
   rotary_dim: bool
   original_len: int | None
   query_scale: bool
+  sections: tuple[int, int, int] | None
+  axes_interleaved: bool
 
   def keys(self) -> dict[str, Any]:
     keys: dict[str, Any] = {
@@ -136,12 +156,22 @@ class _Rope(NamedTuple):
     fraction = stored["partial_rotary_factor"]
     if fraction != 1.0 and self.fraction is None:
       raise config.error(f"partial_rotary_factor={fraction}: expected 1.0.")
+    axes = None
+    if self.sections:
+      sections = tuple(stored.get(_SECTIONS) or self.sections)
+      axes = {"sections": sections, "interleaved": self.axes_interleaved}
+      stored = {x: y for x, y in stored.items() if x not in _OF_AXES}
+      for name in ("rope_type", "type"):
+        if stored.get(name) == "mrope":  # In older files.
+          stored = {**stored, name: "default"}
     scaling = _read_scaling(config, stored, self.original_len)
     fields = {
       "rope_theta": stored["rope_theta"],
       "rope_fraction": fraction,
       "rope_scaling": scaling,
     }
+    if self.sections:
+      fields["rope_axes"] = axes
     if self.query_scale:
       fields["query_scale"] = None
       if (beta := stored.get(_QUERY_BETA)) is not None:
@@ -171,7 +201,16 @@ class _Rope(NamedTuple):
     query_scale = fields["query_scale"][0]
     if self.query_scale and query_scale and scaling:
       written[_QUERY_BETA] = query_scale["beta"]
-    config = {"rope_theta": theta, "rope_scaling": written if scaling else None}
+    if self.sections and fields["rope_axes"]:
+      axes = fields["rope_axes"]
+      written[_SECTIONS] = list(axes["sections"])
+      if axes["interleaved"]:
+        written[_INTERLEAVED] = True
+    has_more = scaling or self.sections
+    config = {
+      "rope_theta": theta,
+      "rope_scaling": written if has_more else None,
+    }
     if self.original_len and _ORIGINAL_LEN in written:
       config[_ORIGINAL_LEN] = written[_ORIGINAL_LEN]
     if self.fraction is not None:

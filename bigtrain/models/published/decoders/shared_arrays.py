@@ -11,12 +11,13 @@ from bigtrain.models.published.tables import (
   norm,
   plain,
   table,
+  transposed,
 )
 
 ENDS = table(
   plain("model.embed_tokens.weight", "token_embedding"),
   norm("model.norm", "norm"),
-  linear("lm_head", "head"),
+  dense("lm_head", "head"),
   linear("score", "score"),
 )
 ATTENTION_OUT = table(
@@ -129,6 +130,20 @@ SHARED_EXPERT = table(
     "model.layers.{i}.mlp.shared_expert.down_proj", "blocks/shared_experts/down"
   ),
   dense("model.layers.{i}.mlp.shared_expert_gate", "blocks/shared_gate"),
+)
+# All experts of a layer in one array, as in Qwen3-VL.
+FUSED_EXPERTS = table(
+  linear("model.layers.{i}.mlp.gate", "blocks/moe/router"),
+  *(
+    tuple(
+      entry._replace(either_order=True)
+      for entry in transposed(f"model.layers.{{i}}.mlp.experts.{name}", *ours)
+    )
+    for name, ours in (
+      ("gate_up_proj", ("blocks/moe/gate/kernel", "blocks/moe/up/kernel")),
+      ("down_proj", ("blocks/moe/down/kernel",)),
+    )
+  ),
 )
 QWEN_MOE = table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERT)
 

@@ -1,0 +1,78 @@
+"""Sheets of pictures with texts, for evaluators whose models read pictures."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bigtrain.text import boxes
+
+_COLUMNS = 5
+_LETTERS = 28  # Of a line below which texts are broken.
+
+
+def draw(
+  images: np.ndarray, texts: Sequence[str], is_wrong: Sequence[bool]
+) -> np.ndarray:
+  """Draws pictures with a text above each; returns uint8 RGB pixels.
+
+  Wrong texts are red. Boxes in texts (text/boxes.py) are drawn into their
+  picture, and their label stands in the text.
+
+  Args:
+    images: [N, height, width, channels] in any range of values; with [N, K,
+      height, width, channels], K pictures are drawn side by side.
+  """
+  from matplotlib.backends import backend_agg
+  from matplotlib.figure import Figure
+
+  columns = min(_COLUMNS, len(images))
+  rows = -(-len(images) // columns)
+  figure = Figure(figsize=(2.6 * columns, 2.0 * rows), dpi=100)
+  canvas = backend_agg.FigureCanvasAgg(figure)
+  for i, image in enumerate(_scaled(images)):
+    axes = figure.add_subplot(rows, columns, i + 1)
+    axes.axis("off")
+    axes.imshow(image, interpolation="nearest")
+    color = "tab:red" if is_wrong[i] else "black"
+    axes.set_title(_title(texts[i]), fontsize=8, color=color)
+    _add_boxes(axes, image.shape, texts[i])
+  figure.tight_layout()
+  canvas.draw()
+  return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+def _scaled(images: np.ndarray) -> np.ndarray:
+  """RGB pixels from 0 to 1, [N, height, width, 3]."""
+  low, high = float(images.min()), float(images.max())
+  scaled = (images - low) / max(high - low, 1e-6)
+  if scaled.shape[-1] == 1:
+    scaled = np.repeat(scaled, 3, axis=-1)
+  if scaled.ndim == 5:
+    # A white line stands between neighbouring pictures.
+    gap = np.ones((*scaled.shape[:3], 1, 3))
+    parts = np.concatenate([scaled, gap], axis=3)
+    n, k, height, width, _ = parts.shape
+    beside = parts.transpose(0, 2, 1, 3, 4).reshape(n, height, k * width, 3)
+    scaled = beside[:, :, :-1]
+  return scaled
+
+
+def _title(text: str) -> str:
+  words = " ".join(boxes.without(text).split())
+  broken = textwrap.fill(
+    words, _LETTERS, break_long_words=False, break_on_hyphens=False
+  )
+  return broken.replace("$", r"\$")  # Matplotlib would set "$x$" as a formula.
+
+
+def _add_boxes(axes: Any, shape: Sequence[int], text: str) -> None:
+  from matplotlib.patches import Rectangle
+
+  height, width = shape[:2]
+  for box in boxes.read(text):
+    # The first pixel reaches from -0.5 to 0.5.
+    corner = box.left * width - 0.5, box.top * height - 0.5
+    size = (box.right - box.left) * width, (box.bottom - box.top) * height
+    axes.add_patch(Rectangle(corner, *size, fill=False, color="tab:orange"))

@@ -1,0 +1,305 @@
+"""A Vision Transformer for pictures of any size and shape, as in Qwen's models.
+
+Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (2502.13923) and
+Qwen3-VL (2511.21631). Pictures are cut into patches of several frames; a still
+picture repeats its only one. The patches are in order of squares of `merge` x
+`merge`, so that a projector joins the features of a square by a reshape.
+Positions are rotary in two axes, by rows and columns, with an interpolated
+table beside them if `posemb_grid` is given. Blocks are in layers/encoder.py.
+
+Axes: B pictures, P patches, D model width, H heads, K head width, C channels,
+T frames of a patch, h and w rows and columns of the table.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from bigtrain.arrays import dims
+from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.models.layers import (
+  encoder,
+  layer_dims,
+  masks,
+  options,
+  patches,
+  positions,
+)
+from bigtrain.models.published import layer_patterns
+
+_SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size")
+_MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu")
+
+
+class Model(encoder.Fields):
+  """The tower. It has no head: its features are those of the patches."""
+
+  patch_size: int = 16  # Height and width of a patch in pixels.
+  frames: int = 2  # T.
+  channels: int = 3  # C.
+  merge: int = 2  # Side of the squares of patches that follow each other.
+  # Rows and columns of a learned table of positions, which is interpolated for
+  # each picture; None without one.
+  posemb_grid: Sequence[int] | None = None
+  rope_theta: float = 1e4  # Base of the rotary wavelengths.
+  norm: str = "layernorm"  # A name in encoder.NORMS.
+  norm_eps: float = 1e-6  # Added to the variance in norms.
+  patch_bias: bool = True  # Whether the embedding of patches has a bias.
+  # Side of the windows, in patches, in which patches see each other; None if
+  # all patches of a picture do.
+  window: int | None = None
+  # Numbers of the layers whose patches see the whole picture anyway.
+  whole_layers: Sequence[int] = ()
+  # Numbers of the layers whose outputs are in "taps".
+  taps: Sequence[int] = ()
+
+  def __post_init__(self) -> None:
+    mlp_dim = 4 * self.width if self.mlp_dim is None else self.mlp_dim
+    options.set_fields(self, {"mlp_dim": mlp_dim})
+    options.check_sizes(self, (*_SIZES, "frames", "channels", "merge"))
+    options.check_fields(
+      self, "dropout", "drop_path", mlp=_MLPS, norm=encoder.NORMS
+    )
+    if self.width % (4 * self.num_heads):
+      raise ConfigError(
+        f"config.model.width={self.width}: expected a multiple of "
+        f"{4 * self.num_heads}, four times num_heads."
+      )
+    if self.window is not None:
+      check_number("config.model.window", self.window, least=1, whole=True)
+      if self.window % self.merge:
+        raise ConfigError(
+          f"config.model.window={self.window}: expected a multiple of merge="
+          f"{self.merge}."
+        )
+    grid = None
+    if self.posemb_grid is not None:
+      rows, columns = self.posemb_grid
+      grid = int(rows), int(columns)
+    layers = {}
+    for field in ("whole_layers", "taps"):
+      layers[field] = tuple(int(i) for i in getattr(self, field))
+      for i in layers[field]:
+        check_number(
+          f"config.model.{field}", i, least=0, below=self.depth, whole=True
+        )
+    options.set_fields(self, {"posemb_grid": grid, **layers})
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    image: jax.Array,
+    *,
+    shapes: jax.Array | None = None,
+    train: bool = False,
+  ) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns (features (B, P, D), {"encoded": the same, "taps": ...}).
+
+    Args:
+      image: float (B, height, width, C), or ready patches (B, P, values),
+        square by square, as transformers' processor makes them: the values of a
+        patch are (C, T, patch_size, patch_size), or one frame of it.
+      shapes: int (B, 2), numbers of rows and columns of ready patches; further
+        patches are padding.
+
+    The features are square by square too; "taps" is (B, layers, P, D).
+    """
+    grid = None
+    if image.ndim == 4:
+      grid = self._grid(image)
+      shapes = jnp.asarray([grid])
+    elif shapes is None:
+      raise ConfigError(
+        "config.input: ready patches, 'image' of [..., patches, values], need "
+        "'shapes'."
+      )
+    embedding = _PatchEmbedding(
+      self.width,
+      (self.frames, self.patch_size, self.patch_size, self.channels),
+      self.merge,
+      self.patch_bias,
+      self.dtype,
+      name="patch_embedding",
+    )
+    x_BPD = embedding(image)
+    P = x_BPD.shape[1]
+    place = _places(shapes, P, self.merge)
+    if self.posemb_grid is not None:
+      h, w = self.posemb_grid
+      table_hwD = self.param(
+        "pos_embedding",
+        nn.initializers.normal(self.width**-0.5),
+        (1, h * w, self.width),
+      ).reshape(h, w, -1)
+      posemb_BPD = _interpolated(table_hwD, shapes, place)
+      x_BPD += posemb_BPD.astype(x_BPD.dtype)
+    real_BP = None
+    if grid is None:
+      real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
+    result = self._encode(x_BPD, place, real_BP, train)
+    x_BPD, taps = result if self.taps else (result, None)
+    return x_BPD, {"encoded": x_BPD, "taps": taps}
+
+  def _grid(self, image: jax.Array) -> tuple[int, int]:
+    height, width = image.shape[1:3]
+    side = self.patch_size * self.merge
+    if height % side or width % side:
+      raise ConfigError(
+        f"config.model.patch_size: squares of {side}x{side} pixels, which are "
+        f"{self.merge}x{self.merge} patches, do not tile an image of "
+        f"{height}x{width}."
+      )
+    return height // self.patch_size, width // self.patch_size
+
+  def _encode(
+    self,
+    x_BPD: jax.Array,
+    place: "_Places",
+    real_BP: jax.Array | None,
+    train: bool,
+  ) -> Any:
+    mask = masks.Mask(real_BS=real_BP)
+    layers = [encoder.layer_options(self, bias=("qkv", "out", "mlp"))]
+    if self.window is not None:
+      # Windows begin at the upper left corner; those at the edges are smaller.
+      row_BP, column_BP = place.row_BP, place.column_BP
+      # More than the number of windows beside each other.
+      stride = x_BPD.shape[1]
+      window_BP = row_BP // self.window * stride + column_BP // self.window
+      window_BP = jnp.broadcast_to(window_BP, x_BPD.shape[:2])
+      mask = masks.Mask(
+        segments_BL=window_BP, segments_BS=window_BP, real_BS=real_BP
+      )
+      windowed, whole = layers[0], layers[0]._replace(ignores_segments=True)
+      numbers = range(self.depth)
+      names = ["whole" if i in self.whole_layers else "" for i in numbers]
+      first, period = layer_patterns.periodic(names)
+      names = names if first else period
+      layers = [whole if name else windowed for name in names]
+    transformer = encoder.Encoder(
+      layers[0],
+      depth=self.depth,
+      drop_path=self.drop_path,
+      final_norm=False,
+      scan=self.scan,
+      remat_policy=self.remat_policy,
+      period=tuple(layers),
+      taps=tuple(self.taps),
+      name="Transformer",
+    )
+    rope = _rotation(place, self.width // self.num_heads, self.rope_theta)
+    return transformer(x_BPD, rope=rope, mask=mask, train=train)
+
+
+class _Places(NamedTuple):
+  """Row and column of each patch in its picture, (B or 1, P)."""
+
+  row_BP: jax.Array
+  column_BP: jax.Array
+
+
+def _places(shapes_B2: jax.Array, P: int, merge: int) -> _Places:
+  number_P = jnp.arange(P)
+  squares_B1 = jnp.maximum(shapes_B2[:, 1:] // merge, 1)  # In a row of squares.
+  square_P, inner_P = number_P // merge**2, number_P % merge**2
+  return _Places(
+    square_P // squares_B1 * merge + inner_P // merge,
+    square_P % squares_B1 * merge + inner_P % merge,
+  )
+
+
+def _interpolated(
+  table_hwD: jax.Array, shapes_B2: jax.Array, place: _Places
+) -> jax.Array:
+  """A table's entries, bilinear between its corners: (B or 1, P, D)."""
+
+  def ends(
+    places_BP: jax.Array, sizes_B: jax.Array, n: int
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The entries before and after each place, and the share of the second."""
+    step_B1 = (n - 1) / jnp.maximum(sizes_B - 1, 1)[:, None]
+    at_BP = places_BP * step_B1
+    first_BP = jnp.clip(jnp.floor(at_BP).astype(jnp.int32), 0, n - 1)
+    return first_BP, jnp.minimum(first_BP + 1, n - 1), at_BP - first_BP
+
+  h, w, D = table_hwD.shape
+  rows = ends(place.row_BP, shapes_B2[:, 0], h)
+  columns = ends(place.column_BP, shapes_B2[:, 1], w)
+  table_XD = table_hwD.reshape(h * w, D)
+  total: Any = 0.0
+  for row_BP, row_share_BP in ((rows[0], 1 - rows[2]), (rows[1], rows[2])):
+    for column_BP, column_share_BP in (
+      (columns[0], 1 - columns[2]),
+      (columns[1], columns[2]),
+    ):
+      share_BP1 = (row_share_BP * column_share_BP)[..., None]
+      total += share_BP1 * table_XD[row_BP * w + column_BP]
+  return total
+
+
+def _rotation(place: _Places, K: int, theta: float) -> positions.Rotation:
+  """Half of the angles follow the rows, half the columns."""
+  omega_Q = positions.frequencies(K // 2, theta)
+  angles = [x.astype(jnp.float32)[..., None] * omega_Q for x in place]
+  angle_BP1Q = jnp.concatenate(angles, axis=-1)[:, :, None]
+  return positions.Rotation(jnp.sin(angle_BP1Q), jnp.cos(angle_BP1Q))
+
+
+class _PatchEmbedding(nn.Module):
+  """A linear layer over the pixels of each patch, with kernel (T, p, q, C, D).
+
+  A still picture repeats its frame: that needs the kernel's sum over T alone.
+  """
+
+  width: int
+  size: tuple[int, int, int, int]  # T, p, q, C.
+  merge: int
+  use_bias: bool
+  dtype: str
+
+  @nn.compact
+  def __call__(self, image: jax.Array) -> jax.Array:
+    """Returns (B, P, D), square by square."""
+    T, p, q, C = self.size
+    kernel = self.param(
+      "kernel", nn.initializers.lecun_normal(), (*self.size, self.width)
+    )
+    x = jnp.asarray(image, self.dtype)
+    if x.ndim == 4:
+      x = self._squares(patches.cut(x, (p, q)))
+      kernel_VD = jnp.sum(kernel, axis=0).reshape(-1, self.width)
+    else:
+      # From the order of the values in convolutions of torch, (C, T, p, q).
+      kernel_VD = kernel.transpose(3, 0, 1, 2, 4)
+      if x.shape[-1] == C * p * q:
+        kernel_VD = jnp.sum(kernel_VD, axis=1)
+      elif x.shape[-1] != T * C * p * q:
+        raise ConfigError(
+          f"config.model.patch_size: patches of {x.shape[-1]} values are not "
+          f"of {T} frames of {p}x{q} pixels and {C} channels, or of one."
+        )
+      kernel_VD = kernel_VD.reshape(-1, self.width)
+    y_BPD = x @ kernel_VD.astype(self.dtype)
+    if not self.use_bias:
+      return y_BPD
+    bias_D = self.param("bias", nn.initializers.zeros, (self.width,))
+    return y_BPD + bias_D.astype(self.dtype)
+
+  def _squares(self, x: jax.Array) -> jax.Array:
+    """Patches (B, rows, columns, values), square by square."""
+    B, rows, columns, V = x.shape
+    m = self.merge
+    x = x.reshape(B, rows // m, m, columns // m, m, V)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, rows * columns, V)
+
+
+DIMS: dict[str, str] = {
+  r"patch_embedding/kernel": "frames height width channels -> D",
+  r"pos_embedding": "1 patches -> D",
+  **layer_dims.LAYERS,
+}
+param_dims = dims.of_all(DIMS)

@@ -1,0 +1,213 @@
+"""Image towers for pictures of any shape: those of Qwen2-VL, 2.5 and Qwen3-VL.
+
+They are of models/native_vit.py, and have no files of their own: their configs
+are `vision_config` of models that read pictures and texts.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.models.published import encoder_rules
+from bigtrain.models.published.families import (
+  ConfigJson,
+  Family,
+  Key,
+  Rule,
+  choice,
+  converted,
+)
+from bigtrain.models.published.tables import (
+  Table,
+  conv,
+  dense,
+  norm,
+  plain,
+  table,
+  within,
+)
+
+_ATTENTION = "MultiHeadDotProductAttention_0"
+_MLP = "MlpBlock_0"
+
+
+def _arrays(*of_mlp: Table) -> Table:
+  return table(
+    conv("patch_embed.proj", "patch_embedding"),
+    plain("pos_embed.weight", "pos_embedding", ndim=2),
+    within(
+      "blocks.{i}.",
+      "Transformer/encoderblock/",
+      norm("norm1", "LayerNorm_0"),
+      norm("norm2", "LayerNorm_1"),
+      dense(
+        "attn.qkv",
+        f"{_ATTENTION}/query",
+        f"{_ATTENTION}/key",
+        f"{_ATTENTION}/value",
+      ),
+      dense("attn.proj", f"{_ATTENTION}/out"),
+      *of_mlp,
+    ),
+  )
+
+
+def _theta() -> Rule:
+  """The base of the rotary wavelengths, which hardly any file says."""
+  key = "rope_parameters"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    values = config[key] or {}
+    kind = values.get("rope_type", "axial")
+    if kind != "axial":
+      raise config.error(f"{key}: rope_type={kind!r}: expected 'axial'.")
+    return {"rope_theta": values.get("rope_theta", 1e4)}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: {"rope_type": "axial", "rope_theta": fields["rope_theta"]}}
+
+  return Rule(("rope_theta",), {key: None}, read, write)
+
+
+def _table_of_positions() -> Rule:
+  key = "num_position_embeddings"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    side = math.isqrt(config[key])
+    if side**2 != config[key]:
+      raise config.error(f"{key}={config[key]}: expected a square.")
+    return {"posemb_grid": (side, side)}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    rows, columns = fields["posemb_grid"] or (0, 0)
+    return {key: rows * columns}
+
+  return Rule(("posemb_grid",), {key: 2304}, read, write)
+
+
+def _window() -> Rule:
+  """The side of windows in pixels, and the layers without."""
+  size, layers = "window_size", "fullatt_block_indexes"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    # In whole squares of patches.
+    merge = config["spatial_merge_size"]
+    squares = config[size] // merge // config["patch_size"]
+    return {"window": squares * merge, "whole_layers": tuple(config[layers])}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    window = fields["window"] or 0
+    return {
+      size: window * fields["patch_size"],
+      layers: list(fields["whole_layers"]),
+    }
+
+  keys = {size: 112, layers: (7, 15, 23, 31)}
+  return Rule(("window", "whole_layers"), keys, read, write)
+
+
+_PLAIN_MLP = table(
+  dense("mlp.linear_fc1", f"{_MLP}/Dense_0"),
+  dense("mlp.linear_fc2", f"{_MLP}/Dense_1"),
+)
+QWEN3_VL = Family(
+  model_type="qwen3_vl_vision",
+  architecture="",
+  arrays=_arrays(_PLAIN_MLP),
+  keys={
+    "width": Key("hidden_size", 1152),
+    "depth": Key("depth", 27),
+    "num_heads": Key("num_heads", 16),
+    "mlp_dim": Key("intermediate_size", 4304),
+    "patch_size": Key("patch_size", 16),
+    "frames": Key("temporal_patch_size", 2),
+    "channels": Key("in_channels", 3),
+    "merge": Key("spatial_merge_size", 2),
+  },
+  constants={
+    "norm": "layernorm",
+    "norm_eps": 1e-6,
+    "patch_bias": True,
+    "window": None,
+    "whole_layers": (),
+  },
+  rules=(
+    encoder_rules.mlp(),
+    _table_of_positions(),
+    _theta(),
+    converted(
+      "taps", Key("deepstack_visual_indexes", (8, 16, 24)), tuple, list
+    ),
+  ),
+  harmless=(*encoder_rules.HARMLESS, "out_hidden_size", "initializer_range"),
+  aliases={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},
+  defaults={"hidden_act": "gelu_pytorch_tanh"},
+)
+QWEN3_VL_MOE = QWEN3_VL.but("qwen3_vl_moe_vision", "")
+QWEN2_5_VL = QWEN3_VL.but(
+  "qwen2_5_vl_vision",
+  "",
+  without=(
+    *("mlp", "posemb_grid", "taps", "window", "whole_layers"),
+    *("norm", "patch_bias"),
+  ),
+  arrays=_arrays(
+    dense("mlp.gate_proj", f"{_MLP}/gate"),
+    dense("mlp.up_proj", f"{_MLP}/Dense_0"),
+    dense("mlp.down_proj", f"{_MLP}/Dense_1"),
+  ),
+  constants={
+    "norm": "rmsnorm",
+    "patch_bias": False,
+    "posemb_grid": None,
+    "taps": (),
+  },
+  rules=(choice("mlp", "hidden_act", {"silu": "swiglu"}), _window()),
+  harmless=("tokens_per_second", "in_chans", "spatial_patch_size"),
+  defaults={
+    "hidden_size": 3584,
+    "depth": 32,
+    "intermediate_size": 3420,
+    "patch_size": 14,
+  },
+)
+
+
+def _mlp_ratio() -> Rule:
+  """The width of MLPs, a multiple of the tower's."""
+  return Rule(
+    ("mlp_dim",),
+    {"mlp_ratio": 4},
+    lambda config: {"mlp_dim": int(config["embed_dim"] * config["mlp_ratio"])},
+    lambda fields: {"mlp_ratio": fields["mlp_dim"] // fields["width"]},
+  )
+
+
+QWEN2_VL = QWEN3_VL.but(
+  "qwen2_vl_vision",
+  "",
+  without=("posemb_grid", "taps", "patch_bias", "width", "mlp_dim"),
+  arrays=_arrays(
+    dense("mlp.fc1", f"{_MLP}/Dense_0"), dense("mlp.fc2", f"{_MLP}/Dense_1")
+  ),
+  keys={"width": Key("embed_dim", 1280)},
+  constants={"patch_bias": False, "posemb_grid": None, "taps": ()},
+  rules=(_mlp_ratio(),),
+  # The width of the decoder, which its own config says too.
+  harmless=("hidden_size", "in_chans", "spatial_patch_size"),
+  defaults={"depth": 32, "patch_size": 14, "hidden_act": "quick_gelu"},
+)
+FAMILIES: Mapping[str, Family] = {
+  family.model_type: family
+  for family in (QWEN3_VL, QWEN3_VL_MOE, QWEN2_5_VL, QWEN2_VL)
+}
+
+
+def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Comparable fields of a tower."""
+  window = values.get("window")
+  return {
+    **values,
+    "whole_layers": tuple(values.get("whole_layers") or ()) if window else (),
+    "taps": tuple(values.get("taps") or ()),
+  }

@@ -1,0 +1,114 @@
+"""Pixels of pictures whose size decides what a model sees.
+
+text/picture_layouts.py has the sizes. Pixels equal those of Hugging Face's
+transformers with Pillow, in every bit.
+
+Axes: H height, W width, P patches, C channels, T frames.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigtrain.config.errors import ConfigError
+from bigtrain.pp import pillow
+from bigtrain.text import picture_layouts
+
+_RESAMPLES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
+
+
+class Processor(NamedTuple):
+  """Makes what a model sees of a picture."""
+
+  layout: picture_layouts.Layout
+  method: str  # Of resizing.
+  unit: float  # Factor of bytes.
+  mean: tuple[float, ...]  # By channel, after that factor.
+  std: tuple[float, ...]
+  frames: int = 2  # T, of a patch.
+
+  def __call__(self, image_HWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (pixels, int32 [2]).
+
+    Pixels are [P, C T patch patch] with rows and columns of patches, or [tiles,
+    H, W, C] with rows and columns of tiles.
+    """
+    height, width = image_HWC.shape[:2]
+    grid = self.layout.grid(height, width)
+    if isinstance(self.layout, picture_layouts.Native):
+      image_HWC = self._resized(image_HWC, self.layout.size(height, width))
+      pixels = self._patches(self._normalized(image_HWC), self.layout)
+    else:
+      for size in self.layout.sizes(height, width):
+        image_HWC = self._resized(image_HWC, size)
+      pixels = self._tiles(image_HWC, self.layout.tile, grid)
+    return pixels, np.asarray(grid, np.int32)
+
+  def _resized(self, image_HWC: np.ndarray, size: Any) -> np.ndarray:
+    return pillow.resize(image_HWC, size, self.method)
+
+  def _normalized(self, image: np.ndarray) -> np.ndarray:
+    scaled = (image.astype(np.float64) * self.unit).astype(np.float32)
+    mean, std = (np.asarray(x, np.float32) for x in (self.mean, self.std))
+    return (scaled - mean) / std
+
+  def _patches(
+    self, image_HWC: np.ndarray, layout: picture_layouts.Native
+  ) -> np.ndarray:
+    """Square by square, each patch as (C, T, rows, columns)."""
+    H, W, C = image_HWC.shape
+    p, m = layout.patch_size, layout.merge
+    x = image_HWC.reshape(H // p // m, m, p, W // p // m, m, p, C)
+    x = x.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+    x = np.repeat(x, self.frames, axis=5)
+    return x.reshape(-1, C * self.frames * p * p)
+
+  def _tiles(
+    self, image_HWC: np.ndarray, tile: int, grid: tuple[int, int]
+  ) -> np.ndarray:
+    rows, columns = grid
+    tiles = [
+      image_HWC[row * tile :, column * tile :][:tile, :tile]
+      for row in range(rows)
+      for column in range(columns)
+    ]
+    tiles.append(self._resized(image_HWC, (tile, tile)))
+    return self._normalized(np.stack(tiles))
+
+
+def of_published(
+  values: Mapping[str, Any],
+  path: str,
+  min_pixels: int | None,
+  max_pixels: int | None,
+) -> Processor | None:
+  """The processor of a preprocessor_config.json; None if sizes are fixed."""
+  options = picture_layouts.of_processor(values, min_pixels, max_pixels)
+  if options is None:
+    return None
+  is_native = options["kind"] == "native"
+  if not is_native:
+    options["tokens"] = 0  # Only texts need their number.
+  method = _RESAMPLES.get(values.get("resample", 3 if is_native else 1))
+  flags = ["do_rescale", "do_normalize"]
+  flags += ["do_resize"] if is_native else []
+  off = [flag for flag in flags if not values.get(flag, True)]
+  if off or method is None:
+    raise ConfigError(
+      f"{path}: expected resample of {[*_RESAMPLES]}, and true for "
+      f"{', '.join(flags)}."
+    )
+  clip = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+  )
+  mean, std = clip if is_native else ((0.5,) * 3, (0.5,) * 3)
+  return Processor(
+    picture_layouts.read(options, path),
+    method,
+    values.get("rescale_factor", 1 / 255),
+    tuple(values.get("image_mean") or mean),
+    tuple(values.get("image_std") or std),
+    values.get("temporal_patch_size", 2),
+  )

@@ -1,0 +1,120 @@
+"""SimCLR: the other view of an image, among the views of all images.
+
+https://arxiv.org/abs/2002.05709. Negatives are all other images of the global
+batch, and the projection head's norm is over both views of all of them. So the
+loss is in two halves, see objective/gradients.py: features of each image, and
+the loss of the batch. Microbatches and meshes change it by rounding only.
+
+Legend: B batch, D width of features, E width of the projections.
+
+A batch has "image" [B, H, W, channels], of which two views are made on the
+devices, or ready ones: "views" [B, 2, ...]. The model is
+models/contrastive_vit.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bigtrain import metrics
+from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
+from bigtrain.config.errors import check_number
+from bigtrain.losses import collapse, forward, pairwise, random_views
+from bigtrain.models.layers import heads
+
+
+def inputs(batch: Batch) -> Batch:
+  return {"image": random_views.example(batch)}
+
+
+def embed_fn(
+  variables: Variables,
+  batch: Batch,
+  rng: jax.Array | None,
+  *,
+  model: Any,
+  train: bool,
+  view_size: int | None = None,
+  view_area: Sequence[float] = (0.08, 1.0),
+  flip: bool = True,
+  contrast: float = 0.4,
+) -> tuple[dict[str, jax.Array], Any]:
+  """Features of both views of each image.
+
+  Args:
+    view_size: side of the views; by default that of the image.
+    view_area: least and largest share of the image in a view.
+    flip: whether views are mirrored at random.
+    contrast: largest change of a view's contrast and brightness.
+  """
+  views = random_views.two(
+    batch, view_size, view_area, flip=flip, contrast=contrast
+  )
+  B = len(views)
+  (_, out), mutable = forward.apply(
+    model, variables, rng, train, views.reshape(2 * B, *views.shape[2:])
+  )
+  return {"features_B2D": out["head_input"].reshape(B, 2, -1)}, mutable
+
+
+def embeddings_loss_fn(
+  params: Params,
+  embeddings: Mapping[str, jax.Array],
+  batch: Batch,
+  *,
+  model: Any,
+  log_step: Any = True,
+  temperature: float = 0.1,
+  chunk: int = 1024,
+) -> Metrics:
+  """The loss of the global batch, from its features.
+
+  Args:
+    temperature: divides the cosines of the projections.
+    chunk: pairs of each view at a time, see losses/pairwise.py.
+  """
+  check_number("config.loss.temperature", temperature, above=0)
+  features_B2D = embeddings["features_B2D"]
+  B, _, D = features_B2D.shape
+  weight_B = metrics.example_weights(batch, features_B2D)
+  z_NE = model.project(
+    params, features_B2D.reshape(2 * B, D), jnp.repeat(weight_B, 2)
+  )
+  z_B2E = heads.unit(z_NE).reshape(B, 2, -1)
+  loss_B, correct_B = pairwise.nt_xent(
+    z_B2E[:, 0],
+    z_B2E[:, 1],
+    jnp.float32(1 / temperature),
+    weight_B=weight_B,
+    chunk=chunk,
+  )
+  return {
+    "loss": metrics.pair(loss_B, weight_B),
+    "accuracy": metrics.pair(correct_B, weight_B),
+    **collapse.signs(
+      features_B2D[:, 0], z_B2E[:, 0], z_B2E[:, 1], weight_B, log_step
+    ),
+  }
+
+
+loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
+
+
+def problem(
+  values: Mapping[str, float], *, stop_on_collapse: bool = True
+) -> str | None:
+  """Says why features have collapsed, from the metrics of a log entry."""
+  if not stop_on_collapse:
+    return None
+  return collapse.problem(
+    values, vectors="the projections", features="the features"
+  )
+
+
+def predict_fns(model: Any) -> dict[str, PredictFn]:
+  return {
+    "pre_logits": forward.layers_fn(model, inputs),
+    "pixels": forward.pixels,
+  }

@@ -1,0 +1,130 @@
+"""MoCo v3 on ILSVRC-2012: a ViT-B/16 by contrastive learning, without labels.
+
+Command: python -m bigtrain.main --config=configs/moco_v3.py \\
+    --workdir=runs/moco
+  and, on scikit-learn's digits, in two minutes on two CPU cores:
+  python -m bigtrain.main --config=configs/moco_v3.py:runlocal \\
+    --workdir=runs/moco
+Hardware: 64 accelerators with 32 GB.
+Result: not measured. Published for ViT-B/16 after 300 epochs on ImageNet: 76.7%
+accuracy of a linear probe. The run on digits: see
+docs/images_and_text.md#self-supervision.
+Source: Chen et al. 2021, "An empirical study of training self-supervised vision
+transformers", arxiv.org/abs/2104.02057, and CONFIG.md of its code: heads,
+temperature, momentum, batch, learning rate, decay, area of the crops, and the
+patch embedding that keeps its random values. Different, and our guesses: no
+blur, solarization and color jitter, but random contrast; Adam's moments and
+activations in bfloat16.
+
+Needs imagenet2012, prepared by tensorflow-datasets.
+"""
+
+import ml_collections
+
+from configs import common
+
+DIGITS = dict(type="arrays", name="digits")
+
+
+def get_config(arg=None):
+  """The config.
+
+  Arguments:
+    variant: size of the ViT.
+    data_dir: folder of the data set.
+    runlocal: a small run; on digits without `data_dir`.
+  """
+  arg = common.parse_arg(arg, variant="B/16", data_dir="", runlocal=False)
+  digits = arg.runlocal and not arg.data_dir
+  config = ml_collections.ConfigDict()
+
+  config.seed = 0
+  config.total_epochs = 300
+  config.log_steps = 50
+  config.ckpt_steps = 1000
+  config.mesh = dict(replica=1, fsdp=-1)
+
+  config.task = "moco_v3"
+  config.loss = dict(
+    view_size=224,
+    view_area=(0.08, 1.0),
+    flip=True,
+    contrast=0.4,
+    temperature=0.2,
+    momentum=dict(at_percent=[0, 100], values=[0.99, 1.0], shape="cosine"),
+  )
+
+  def data(split):
+    if digits:
+      return dict(**DIGITS, split="test" if split == "validation" else "train")
+    data_dir = arg.data_dir or None
+    return dict(
+      type="tfds", name="imagenet2012", split=split, data_dir=data_dir
+    )
+
+  res, resize = (224, 256) if not arg.runlocal else (32, 36)
+  plain = "decode|resize_small({})|central_crop({})|value_range(-1,1)"
+  whole, central = plain.format(resize, resize), plain.format(resize, res)
+  if digits:  # At random places of a larger image.
+    whole = central = "value_range(0,1,0,16)|random_crop(16,pad=8)"
+  config.input = dict(
+    data=data("train"), pp=f"{whole}|keep('image')", batch_size=4096
+  )
+
+  config.model_name = "contrastive_vit"
+  config.model = dict(
+    variant=arg.variant,
+    posemb="sincos2d",
+    projector_layers=3,
+    predictor_layers=2,
+    head_hidden=4096,
+    head_out=256,
+    dtype="bfloat16",
+  )
+
+  config.optimizer = dict(name="adam", mu_dtype="bfloat16")
+  config.lr = 1.5e-4 * 4096 / 256
+  config.wd = 0.1
+  config.wd_coupling = "lr"
+  decay = dict(decay_type="cosine", warmup_epochs=40)
+  # Without a schedule, the patch embedding stays as it is.
+  config.schedule = [("embedding/.*", None), (".*", decay)]
+
+  def evaluate(weights):
+    return dict(
+      type="knn",
+      pred="pre_logits",
+      weights=weights,
+      data=data("train"),
+      test_data=data("validation"),
+      pp=f"{central}|keep('image','label')",
+      k=(10, 20),
+      log_percent=25,
+    )
+
+  config.evals = dict(knn=evaluate("params"), teacher=evaluate("teacher"))
+  if arg.runlocal:
+    del config.total_epochs
+    config.total_steps = 800 if digits else 3
+    config.log_steps = 50 if digits else 1
+    decay = dict(decay_type="cosine", warmup_percent=10)
+    config.schedule = [("embedding/.*", None), (".*", decay)]
+    config.input.batch_size = 128 if digits else 16
+    config.lr = 2e-3
+    config.model.update(
+      variant="mu/4" if digits else "mu/16",
+      width=64,
+      head_hidden=128,
+      head_out=64,
+      dtype="float32",
+    )
+    config.loss.update(
+      view_size=16 if digits else 32,
+      view_area=(0.4, 1.0),
+      flip=False,
+      contrast=0.2,
+    )
+    config.loss.momentum["values"] = [0.98, 1.0]
+    for evaluation in config.evals.values():
+      evaluation.k = (10, 20) if digits else (2,)
+  return config
