@@ -235,7 +235,7 @@ def get_config(arg=None):
     batch_size=1024,
   )
   config.evals.boxes = dict(
-    type="boxes",
+    type="box_overlap",
     pred="box",
     data=coco("val"),
     pp=f"{image}|locca_question({of_boxes},task='aref')"

@@ -63,8 +63,8 @@ RULES = {
 # Packages whose modules a config names: these do not import one another. A ViT
 # is also the image tower of captioners, of image-text models and of decoders
 # that read pictures, CoCa learns captions and pairs, SigLIP 2 has two towers, a
-# captioner's decoder and DINO's heads, a policy is a language model, and prompts
-# are rows without answers.
+# captioner's decoder and DINO's heads, a policy is a language model, and
+# prompts are rows without answers.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
   *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
