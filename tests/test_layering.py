@@ -76,7 +76,7 @@ _SHARED = (
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = (
   r"configs\.(common|cappa|decoder_lm|digits|siglip2?|t5_c4|transfer"
-  r"|vit_s16_i1k)"
+  r"|vit_s16_i1k|vlm_transfer)"
 )
 
 

@@ -18,7 +18,7 @@ from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.data import arrays
 from bigtrain.data.formats import files
-from bigtrain.text import boxes
+from bigtrain.text import box_texts
 
 # Number of rows of `questions` and `scenes` in each split.
 _NUM_QUESTIONS = {"train": 60_000, "test": 2_000}
@@ -228,12 +228,12 @@ def _gray(pixels: np.ndarray) -> np.ndarray:
 
 
 def _box(pixels: np.ndarray, side: int) -> str:
-  """The box around the ink of a half of a picture, as boxes.spell writes it."""
+  """The box around the ink of a half of a picture, in PaliGemma's format."""
   height, width = pixels.shape
   half = width // 2
   ink = pixels[:, side * half : (side + 1) * half] > 0
   (rows,), (columns,) = np.nonzero(ink.any(1)), np.nonzero(ink.any(0))
-  return boxes.spell(
+  return box_texts.spell(
     (
       rows[0] / height,
       (side * half + columns[0]) / width,

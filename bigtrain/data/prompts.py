@@ -26,6 +26,7 @@ from bigtrain.config.errors import (
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, judges, toolbox
 from bigtrain.data.formats.reward_worker import Workers
+from bigtrain.pp import pixels
 from bigtrain.text import chat, tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
@@ -119,7 +120,8 @@ class Source(supervised.Source):
         allow_special=options.get("allow_special", False),
       )
     int32 = np.dtype(np.int32)
-    others = [(n, x) for n, x in self.spec.items() if n in ("image", "prefix")]
+    kept = ("image", "shapes", "prefix")
+    others = [(name, x) for name, x in self.spec.items() if name in kept]
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
     self.spec.update(others)
     self.vocab_sizes = {"prompt": self.vocab_sizes["tokens"]}
@@ -161,11 +163,14 @@ class Source(supervised.Source):
     if "prefix" in self.spec:
       batch["prefix"] = sizes
     if "image" in self.spec:
-      shape = self.spec["image"][1]
-      batch["image"] = np.zeros((len(spans), *shape), np.float32)
-      for images, item in zip(batch["image"], np.asarray(indices).tolist()):
-        for n, picture in enumerate(self._pictures_of(item)):
-          images[n] = picture
+      for name in {"image", "shapes"} & {*self.spec}:
+        dtype, shape = self.spec[name]
+        batch[name] = np.zeros((len(spans), *shape), dtype)
+      for b, item in enumerate(np.asarray(indices).tolist()):
+        own = {
+          name: batch[name][b] for name in ("image", "shapes") if name in batch
+        }
+        pixels.fill(self._pictures_of(item), **own)
     return batch
 
   def spell(self, ids: np.ndarray) -> str:

@@ -89,6 +89,7 @@ from bigtrain.text import pictures as text_pictures
 _SHOWN_TOKENS = 1000
 # Rows in which `_find_ends` looks for the tokens that end an answer.
 _NUM_SAMPLED = 1000
+_OF_PICTURES = ("image", "shapes")  # Features.
 _TOO_LONG = ("error", "drop", "left", "right")
 _NAMED = {
   "pydoc": pydoc_questions.rows,
@@ -486,16 +487,17 @@ class Source:
       # Pair i has examples 2 i and 2 i + 1.
       indices = np.asarray(indices)[:, None] * 2 + np.arange(2)
       batch = self._examples(indices.reshape(-1))
-      images = batch.pop("image", None)
-      pairs = {
-        name: x.reshape(len(indices), 2, *x.shape[1:])
+      return {
+        name: x[::2]
+        if name in _OF_PICTURES
+        else x.reshape(len(indices), 2, *x.shape[1:])
         for name, x in batch.items()
       }
-      return pairs if images is None else pairs | {"image": images[::2]}
     batch = self._examples(indices)
     if self._is_judged:
       batch = {
-        name: x if name == "image" else x[:, None] for name, x in batch.items()
+        name: x if name in _OF_PICTURES else x[:, None]
+        for name, x in batch.items()
       }
       items = self._items[self._first[np.asarray(indices)]]
       batch["label"] = self._rows.label[self._kept[items]].astype(np.int32)
@@ -507,7 +509,7 @@ class Source:
       shapes.pop("label", None)
       if "prefix" in shapes:  # Of each answer.
         shapes["prefix"] = self.spec["prefix"][0], ()
-    of_pictures = {"image", "shapes"} & {*self.spec}
+    of_pictures = [name for name in _OF_PICTURES if name in self.spec]
     shapes |= {name: self.spec[name] for name in of_pictures}
     batch = {
       name: np.zeros((len(indices), *shape), dtype)

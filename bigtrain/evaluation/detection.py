@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bigtrain.text.boxes import Box, iou
+from bigtrain.text.box_texts import Box, iou
 
 # COCO's thresholds of the IoU, and its points of the recall.
 THRESHOLDS = np.linspace(0.5, 0.95, 10)

@@ -1,28 +1,52 @@
 """Sheets of pictures with texts, for evaluators whose models read pictures."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bigtrain.text import boxes
+from bigtrain.text import box_texts
 
 _COLUMNS = 5
 _LETTERS = 28  # Of a line below which texts are broken.
 
 
-def draw(
+# {color: (top, left, bottom, right) of each box, in shares of the picture}.
+Boxes = Mapping[str, Sequence[Sequence[float]]]
+
+
+def of_texts(
   images: np.ndarray, texts: Sequence[str], is_wrong: Sequence[bool]
 ) -> np.ndarray:
-  """Draws pictures with a text above each; returns uint8 RGB pixels.
+  """`draw`, where wrong texts are red.
 
-  Wrong texts are red. Boxes in texts (text/boxes.py) are drawn into their
-  picture, and their label stands in the text.
+  Boxes in texts (text/box_texts.py) are drawn into their picture, and their
+  label stays in the text.
+  """
+  return draw(
+    images,
+    [box_texts.without(text) for text in texts],
+    ["tab:red" if wrong else "black" for wrong in is_wrong],
+    [
+      {"tab:orange": [box[:4] for box in box_texts.read(text)]}
+      for text in texts
+    ],
+  )
+
+
+def draw(
+  images: np.ndarray,
+  texts: Sequence[str],
+  colors: Sequence[str],
+  boxes: Sequence[Boxes],
+) -> np.ndarray:
+  """Draws pictures with a text above each; returns uint8 RGB pixels.
 
   Args:
     images: [N, height, width, channels] in any range of values; with [N, K,
       height, width, channels], K pictures are drawn side by side.
+    texts, colors, boxes: of each picture.
   """
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
@@ -35,9 +59,8 @@ def draw(
     axes = figure.add_subplot(rows, columns, i + 1)
     axes.axis("off")
     axes.imshow(image, interpolation="nearest")
-    color = "tab:red" if is_wrong[i] else "black"
-    axes.set_title(_title(texts[i]), fontsize=8, color=color)
-    _add_boxes(axes, image.shape, texts[i])
+    axes.set_title(_title(texts[i]), fontsize=8, color=colors[i])
+    _add_boxes(axes, image.shape, boxes[i])
   figure.tight_layout()
   canvas.draw()
   return np.asarray(canvas.buffer_rgba())[..., :3]
@@ -60,19 +83,20 @@ def _scaled(images: np.ndarray) -> np.ndarray:
 
 
 def _title(text: str) -> str:
-  words = " ".join(boxes.without(text).split())
+  words = " ".join(text.split())
   broken = textwrap.fill(
     words, _LETTERS, break_long_words=False, break_on_hyphens=False
   )
   return broken.replace("$", r"\$")  # Matplotlib would set "$x$" as a formula.
 
 
-def _add_boxes(axes: Any, shape: Sequence[int], text: str) -> None:
+def _add_boxes(axes: Any, shape: Sequence[int], boxes: Boxes) -> None:
   from matplotlib.patches import Rectangle
 
   height, width = shape[:2]
-  for box in boxes.read(text):
-    # The first pixel reaches from -0.5 to 0.5.
-    corner = box.left * width - 0.5, box.top * height - 0.5
-    size = (box.right - box.left) * width, (box.bottom - box.top) * height
-    axes.add_patch(Rectangle(corner, *size, fill=False, color="tab:orange"))
+  for color, of_color in boxes.items():
+    for top, left, bottom, right in of_color:
+      # The first pixel reaches from -0.5 to 0.5.
+      corner = left * width - 0.5, top * height - 0.5
+      size = (right - left) * width, (bottom - top) * height
+      axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=2))

@@ -31,7 +31,7 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.config.modules import find_attribute
 from bigtrain.evaluation import detection
-from bigtrain.text import boxes
+from bigtrain.text import box_texts
 
 Texts = Sequence[str]
 
@@ -220,7 +220,10 @@ def _amount(text: str) -> float | None:
 
 def _boxes(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   given, right = _labels(samples, references)
-  args = [boxes.read(text) for text in given], [boxes.read(x) for x in right]
+  args = (
+    [box_texts.read(text) for text in given],
+    [box_texts.read(x) for x in right],
+  )
   by_threshold = [
     detection.average_precision(*args, threshold)
     for threshold in detection.THRESHOLDS.tolist()

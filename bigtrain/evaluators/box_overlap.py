@@ -13,7 +13,7 @@ import numpy as np
 from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import check_number
-from bigtrain.evaluation import evaluations, text_metrics
+from bigtrain.evaluation import evaluations, sheets, text_metrics
 from bigtrain.evaluation.evaluations import Batches, Context
 from bigtrain.reports import media
 
@@ -99,38 +99,18 @@ class Evaluator:
   def run(self, variables: Variables, step: int) -> dict[str, Any]:
     values: dict[str, Any] = metrics.host_values(self._outputs(variables))
     if self._shown:
-      sheet = draw(**self._shown(variables))
+      sheet = _sheet(**self._shown(variables))
       path = f"boxes/{self._name}-{step:08d}.png"
       values["picture"] = media.Image(sheet, path=path)
     return values
 
 
-def draw(image: np.ndarray, target: np.ndarray, box: np.ndarray) -> np.ndarray:
-  """Draws images [N, H, W, C] with their boxes; returns uint8 RGB pixels."""
-  from matplotlib.backends import backend_agg
-  from matplotlib.figure import Figure
-  from matplotlib.patches import Rectangle
-
-  columns = min(5, len(image))
-  rows = -(-len(image) // columns)
-  figure = Figure(figsize=(2.6 * columns, 1.6 * rows), dpi=100)
-  canvas = backend_agg.FigureCanvasAgg(figure)
-  low, high = float(image.min()), float(image.max())
-  scaled = (image - low) / max(high - low, 1e-6)
-  if scaled.shape[-1] == 1:
-    scaled = np.repeat(scaled, 3, axis=-1)
-  height, width = scaled.shape[1:3]
-  for i, pixels in enumerate(scaled):
-    axes = figure.add_subplot(rows, columns, i + 1)
-    axes.axis("off")
-    axes.imshow(pixels, interpolation="nearest", extent=(0, width, height, 0))
-    for color, (top, left, bottom, right) in (
-      ("tab:green", target[i]),
-      ("tab:red", box[i]),
-    ):
-      corner = (left * width, top * height)
-      size = ((right - left) * width, (bottom - top) * height)
-      axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=2))
-  figure.tight_layout()
-  canvas.draw()
-  return np.asarray(canvas.buffer_rgba())[..., :3]
+def _sheet(
+  image: np.ndarray, target: np.ndarray, box: np.ndarray
+) -> np.ndarray:
+  """Images with their right boxes, green, and the predicted ones, red."""
+  number = len(image)
+  boxes: list[sheets.Boxes] = [
+    {"tab:green": [target[i]], "tab:red": [box[i]]} for i in range(number)
+  ]
+  return sheets.draw(image, [""] * number, ["black"] * number, boxes)

@@ -94,7 +94,7 @@ class Evaluator:
         bool(texts) and caption not in texts
         for caption, texts in zip(captions, references)
       ]
-      sheet = sheets.draw(images, captions, is_wrong)
+      sheet = sheets.of_texts(images, captions, is_wrong)
       values["picture"] = media.Image(sheet, path=f"{stem}.png")
     return values
 

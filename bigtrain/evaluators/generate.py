@@ -120,4 +120,4 @@ def _sheet(images: np.ndarray, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     "references" in row and row["sample"] not in row["references"]
     for row in shown
   ]
-  return sheets.draw(images, texts, is_wrong)
+  return sheets.of_texts(images, texts, is_wrong)

@@ -1,7 +1,7 @@
 """Log-probabilities of several answers to each prompt.
 
-A batch may have "image", the pictures of the prompts, as in language modeling,
-and "prefix" int [B, K], the number of tokens that see each other.
+A batch may have "image" and "shapes", pictures of the prompts as in language
+modeling, and "prefix" int [B, K], the number of tokens that see each other.
 
 Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
 """
@@ -27,9 +27,8 @@ def inputs(batch: Batch) -> dict[str, jax.Array]:
 
 def prompts(batch: Batch) -> dict[str, jax.Array]:
   """What a model reads beside the tokens of prompts."""
-  result = {}
-  if "image" in batch:
-    result["image"] = batch["image"]  # Of all answers to a prompt.
+  # All answers to a prompt have the same pictures.
+  result = {name: batch[name] for name in ("image", "shapes") if name in batch}
   if "prefix" in batch:
     result["prefix"] = batch["prefix"].reshape(-1)
   return result

@@ -96,7 +96,10 @@ class Model(nn.Module):
   norm_scaled: bool = True  # Whether norms of the stream have a scale.
   embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
-  parallel: bool = False  # Whether attention and MLP share a norm.
+  # Whether attention and MLP have one input, and with parallel_norms, a norm
+  # each.
+  parallel: bool = False
+  parallel_norms: bool = False
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
@@ -236,15 +239,9 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
-    (x_BLD, cache, _), stats = self._blocks(
-      layers,
-      (sharding.stream(x_BLD), cache, {}),
-      tables,
-      mask,
-      real,
-      start,
-      train,
-    )
+    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
+    shared = tables, mask, real, start, train
+    (x_BLD, cache, _), stats = self._blocks(layers, carry, *shared)
     if cache is not None:
       cache = cache.after_call()
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
@@ -571,6 +568,15 @@ def _check_mtp(model: Model) -> None:
     )
 
 
+def _check_layer_inputs(model: Model) -> None:
+  size = model.layer_inputs and model.layer_inputs.vocab_size
+  if size and size < model.vocab_size:
+    raise ConfigError(
+      f"config.model.layer_inputs.vocab_size={size}: expected at least "
+      f"vocab_size={model.vocab_size}, the number of tokens."
+    )
+
+
 def _check_last_layer(model: Model) -> None:
   """Modules of `mtp` have a block like the last layer's."""
   last = layer_kinds.of_model(model).of_all(model.depth)[-1]
@@ -661,6 +667,8 @@ def _read(model: Model) -> None:
       "config.model.norm_at: expected 'pre' with parallel=True, got "
       f"{model.norm_at!r}."
     )
+  if model.parallel_norms and not model.parallel:
+    raise ConfigError("config.model.parallel_norms: expected parallel=True.")
   use_bias = model.use_bias
   if isinstance(use_bias, bool):
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
@@ -682,6 +690,7 @@ def _read(model: Model) -> None:
     mlp_clip=mlp.read_clip(model.mlp_clip, model.mlp, "config.model.mlp_clip"),
   )
   options.set_fields(model, values)
+  _check_layer_inputs(model)
   _check_last_layer(model)
 
 

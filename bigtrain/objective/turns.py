@@ -30,7 +30,7 @@ from bigtrain.objective.shared_rows import SharedRows
 # [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
 # Features of prompts that the host does not need, and that stay as they are.
-OF_PROMPTS = ("image", "prefix")
+OF_PROMPTS = ("image", "shapes", "prefix")
 
 # The messages of each answer, [B][G].
 Messages = Sequence[Sequence[list[dict[str, Any]]]]

@@ -1,9 +1,9 @@
 """The base optimizer that config.optimizer names.
 
-It is an optimizer of optax, optax.contrib or adafactor.py, or the user's own by
-dotted path. The base optimizer gives the direction of an update: chain.py
-applies learning rate, weight decay and schedule. The tables at the top say what
-is special about single optimizers; `base_optimizer` builds one.
+It is an optimizer of optax, optax.contrib, adafactor.py or muon.py, or the
+user's own by dotted path. The base optimizer gives the direction of an update:
+chain.py applies learning rate, weight decay and schedule. The tables at the top
+say what is special about single optimizers; `base_optimizer` builds one.
 """
 
 import functools
@@ -23,7 +23,7 @@ from bigtrain.config.errors import (
   did_you_mean,
 )
 from bigtrain.config.modules import find_attribute
-from bigtrain.optim import adafactor, by_array, moments, views
+from bigtrain.optim import adafactor, by_array, moments, muon, views
 from bigtrain.optim.patterns import first_match
 
 Constructor = Callable[..., optax.GradientTransformation]
@@ -114,6 +114,7 @@ def constructors() -> dict[str, Constructor]:
         result[name] = fn
   result["adafactor"] = adafactor.adafactor
   result["big_vision_adafactor"] = adafactor.big_vision_adafactor
+  result["muon"] = muon.muon
   return {name: fn for name, fn in result.items() if name not in REFUSED}
 
 
@@ -282,10 +283,7 @@ def _set_muon_dimensions(
         _as_tuple(inputs), _as_tuple(outputs)
       )
 
-  def dimension_numbers(params: Any) -> Any:
-    return trees.map_with_names(lambda name, _: matrices.get(name), params)
-
-  kwargs[_MUON_RULES] = dimension_numbers
+  kwargs[_MUON_RULES] = matrices
 
 
 def _as_tuple(dims: Any) -> tuple[int, ...]:

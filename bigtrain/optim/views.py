@@ -20,9 +20,11 @@ _ATTENTION_INPUT = re.compile(r"(.*/)?(query|key|value)/kernel")
 _OUTER = re.compile(
   r"\w*embed\w*|(lm_)?head|logits\w*|cls|probe|wte|wpe|conv_root", re.IGNORECASE
 )
-# Letters of dimensions, of arrays/dims.py, that hidden layers have as inputs
-# and as outputs.
-_INNER = {"D", "H", "G", "K", "F"}
+# Names of dimensions, of arrays/dims.py, that hidden layers have as inputs and
+# as outputs.
+_INNER = {"D", "H", "G", "K", "F", "query_rank", "kv_rank", "both_widths"}
+# Those that number heads.
+_HEADS = {"H", "G", "R"}
 
 
 class View(NamedTuple):
@@ -37,6 +39,21 @@ class View(NamedTuple):
   columns: tuple[int, ...] = ()
   # Whether it belongs to a hidden layer. Muon leaves the others to Adam.
   hidden: bool = True
+  # Those of the rows or columns that number heads.
+  heads: tuple[int, ...] = ()
+
+  def by_head(self) -> "View":
+    """The view in which each head has a matrix of its own.
+
+    It is the same where no rows or no columns would be left, as in a gate with
+    a single number for each head.
+    """
+    rows = tuple(dim for dim in self.rows or () if dim not in self.heads)
+    columns = tuple(dim for dim in self.columns if dim not in self.heads)
+    if not rows or not columns:
+      return self
+    stack = tuple(sorted(self.stack + self.heads))
+    return View(stack, rows, columns, self.hidden)
 
   def array_dims(self) -> tuple[int, ...]:
     """All dimensions except the stack's."""
@@ -47,7 +64,7 @@ def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
   """The view that flax's names and shapes suggest.
 
   >>> default("blocks/attention/query/kernel", (12, 768, 12, 64), stack=1)
-  View(stack=(0,), rows=(1,), columns=(2, 3), hidden=True)
+  View(stack=(0,), rows=(1,), columns=(2, 3), hidden=True, heads=(2,))
 
   The last dimension of a kernel is its output; the kernels "query", "key" and
   "value" have two, of heads and of their width. The leading `stack` dimensions
@@ -56,14 +73,19 @@ def default(name: str, shape: tuple[int, ...], *, stack: int = 0) -> View:
   parts = name.split("/")
   rank = len(shape) - stack
   num_rows = 0 if parts[-1] == "bias" else max(rank - 1, 0)
+  heads: tuple[int, ...] = ()
   if rank == 3 and _ATTENTION_INPUT.fullmatch(name):
-    num_rows = 1
+    num_rows, heads = 1, (stack + 1,)
   hidden = not any(_OUTER.fullmatch(part) for part in parts)
-  return _view(shape, stack, num_rows, hidden)
+  return _view(shape, stack, num_rows, hidden, heads)
 
 
 def _view(
-  shape: tuple[int, ...], stack: int, num_rows: int, hidden: bool
+  shape: tuple[int, ...],
+  stack: int,
+  num_rows: int,
+  hidden: bool,
+  heads: tuple[int, ...],
 ) -> View:
   """A view whose first dimensions are the stack, and the next the rows."""
   all_dims = tuple(range(len(shape)))
@@ -72,7 +94,7 @@ def _view(
   sizes = [math.prod(shape[d] for d in side) for side in (rows, columns)]
   if 1 in sizes:  # A matrix with a single row or column is a vector.
     rows, columns = (), rows + columns
-  return View(all_dims[:stack], rows, columns, hidden)
+  return View(all_dims[:stack], rows, columns, hidden, heads)
 
 
 def described(name: str, shape: tuple[int, ...], roles: dims.Dims) -> View:
@@ -87,7 +109,12 @@ def described(name: str, shape: tuple[int, ...], roles: dims.Dims) -> View:
     num_rows = 0  # A router counts as a vector, as in T5X.
   sides = (roles.inputs or roles.outputs, roles.outputs)
   hidden = all(_INNER.intersection(side) for side in sides)
-  return _view(shape, stack, num_rows, hidden)
+  heads = tuple(
+    stack + i
+    for i, dim in enumerate(roles.inputs + roles.outputs)
+    if dim in _HEADS
+  )
+  return _view(shape, stack, num_rows, hidden, heads)
 
 
 def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
@@ -105,7 +132,7 @@ def of_model(module: Any, model: Any, params: Any) -> dict[str, View]:
 
 
 # What an optimizer can see; the values of config.optimizer.view.
-ARRAYS = ("parameters", "layers", "matrices")
+ARRAYS = ("parameters", "layers", "matrices", "heads")
 
 
 def seen(
@@ -114,11 +141,14 @@ def seen(
   """The views for an optimizer that acts on `arrays`, one of ARRAYS.
 
   matrices    the views as they are
+  heads       the same, and each head has a matrix of its own
   layers      stacks of arrays, whose rows and columns are not told apart
   parameters  the same, and stacks count as one array
   """
   if arrays == "matrices":
     return dict(views)
+  if arrays == "heads":
+    return {name: view.by_head() for name, view in views.items()}
   result = {}
   for name, shape in shapes.items():
     stack = views[name].stack if arrays == "layers" else ()

@@ -7,14 +7,14 @@ or with config.adapters the base. Dropout is off.
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
 A batch of the input has "prompt" int [B, P], padded at the end, and
-"prompt_length" int [B]; and where a model reads them, the pictures "image", as
-in language modeling, and "prefix" int [B], the number of tokens that see each
-other. From it `rollout` makes
+"prompt_length" int [B]; and where a model reads them, pictures, "image" and
+"shapes", as in language modeling, and "prefix" int [B], the number of tokens
+that see each other. From it `rollout` makes
   "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
   "truncated": float32 [B, G], 1 for an answer without an end;
-  "prefix": int [B, G]. It keeps "image".
+  "prefix": int [B, G]. It keeps the pictures.
 With tools, it is followed by `next_turn`, and the batch also has "turns",
 "tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
 The source adds "reward" and "failed_rewards", float32 [B, G]. If several
@@ -104,12 +104,14 @@ def rollout(
   if "prefix" in batch:
     made["prefix"] = jnp.repeat(batch["prefix"], G, axis=0)
   result = {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
-  return result | {name: batch[name] for name in ("image",) if name in batch}
+  names = language_modeling.PICTURES
+  return result | {name: batch[name] for name in names if name in batch}
 
 
 def _of_prompts(batch: Batch) -> dict[str, jax.Array]:
   """What `language_modeling.generate` reads beside the tokens of prompts."""
-  return {name: batch[name] for name in ("image", "prefix") if name in batch}
+  names = (*language_modeling.PICTURES, "prefix")
+  return {name: batch[name] for name in names if name in batch}
 
 
 def next_turn(

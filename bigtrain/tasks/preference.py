@@ -15,7 +15,7 @@ A batch of pairs has
   "reference": optional float [B, 2], log-probabilities of the answers by a
     reference, computed before.
   "margin": optional float [B], least difference of the rewards.
-  "image", "prefix": optional, see losses/answers.py.
+  "image", "shapes", "prefix": optional, see losses/answers.py.
 A batch of judgements, for kind="kto", has
   "tokens", "targets", "loss_mask": as above, [B, 1, L].
   "label": int [B], 1 if the answer is wanted, and 0 if it is not.
@@ -32,6 +32,7 @@ from bigtrain.arrays import model_flops
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import answers, forward, preferences, token_losses
+from bigtrain.tasks import language_modeling
 
 _FROZEN = ("teacher", "base")
 
@@ -315,9 +316,8 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
   )
   within = (index >= 0) & (index < number)
   texts = jnp.where(index < 0, texts, jnp.where(within, others, 0))
-  of_prompts = {
-    name: batch[name] for name in ("image", "prefix") if name in batch
-  }
+  names = (*language_modeling.PICTURES, "prefix")
+  of_prompts = {name: batch[name] for name in names if name in batch}
   return {
     **of_prompts,
     "tokens": texts[..., :-1],

@@ -235,12 +235,8 @@ def to_layout(
 
   own_dtype = _dtype_of([content[name] for name in names], directory)
   dtype = dtype or own_dtype
-  specs = {}
-  for tensor in tensors:
-    # State, such as the experts' selection biases, keeps its dtype.
-    is_state = all(name.startswith(STATE) for name, _ in tensor.parts)
-    specs[tensor.name] = (tensor.shape, "float32" if is_state else dtype)
-  builders = {
+  specs = _specs_of(tensors, dtype)
+  builders: Mapping[str, Callable[[], np.ndarray]] = {
     tensor.name: functools.partial(_built, read, tensor, full_names)
     for tensor in tensors
   }
@@ -250,17 +246,29 @@ def to_layout(
     specs, builders = _quantised(plan, specs, builders)
   os.makedirs(out, exist_ok=True)
   size = _write_weights(out, specs, builders, max_shard_bytes)
-  published = {
-    # transformers' defaults may be ids beyond the vocabulary.
-    **dict.fromkeys(_SPECIAL_TOKENS),
-    **published,
-    **_copy_companions(manifest, out, published),
-    "dtype": dtype,
-  }
-  with paths.replacing(os.path.join(out, "config.json")) as file:
-    json.dump(published, file, indent=2)
+  kept = _copy_companions(manifest, out, published)
+  _write_config(out, {**published, **kept, "dtype": dtype})
   _write_about(os.path.join(out, "bigtrain.json"), manifest, config)
   return len(specs), size
+
+
+def _write_config(out: str, published: Mapping[str, Any]) -> None:
+  # transformers' defaults may be ids beyond the vocabulary.
+  content = {**dict.fromkeys(_SPECIAL_TOKENS), **published}
+  with paths.replacing(os.path.join(out, "config.json")) as file:
+    json.dump(content, file, indent=2)
+
+
+def _specs_of(
+  tensors: Iterable[Tensor], dtype: str
+) -> dict[str, tuple[Sequence[int], str]]:
+  """{name: (shape, dtype)} of the arrays."""
+  specs: dict[str, tuple[Sequence[int], str]] = {}
+  for tensor in tensors:
+    # State, such as the experts' selection biases, keeps its dtype.
+    is_state = all(name.startswith(STATE) for name, _ in tensor.parts)
+    specs[tensor.name] = (tensor.shape, "float32" if is_state else dtype)
+  return specs
 
 
 def _quantised(

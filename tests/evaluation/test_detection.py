@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 from bigtrain.evaluation import detection, text_metrics
-from bigtrain.text import boxes
-from bigtrain.text.boxes import Box
+from bigtrain.text import box_texts
+from bigtrain.text.box_texts import Box
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "boxes.py"
 
@@ -60,13 +60,13 @@ def test_each_reference_matches_once():
 
 
 def test_texts_of_boxes():
-  text = boxes.spell((0.25, 0, 1.2, 0.5)) + " red cat ; "
+  text = box_texts.spell((0.25, 0, 1.2, 0.5)) + " red cat ; "
   assert text == "<loc0256><loc0000><loc1023><loc0512> red cat ; "
-  one, two = boxes.read(text + text.replace("red", "no"))
+  one, two = box_texts.read(text + text.replace("red", "no"))
   assert (one.label, two.label) == ("red cat", "no cat")
   assert one[:4] == (256 / 1023, 0, 1, 512 / 1023)
-  assert boxes.read("<loc0256><loc0000> cat") == []
-  assert [x.label for x in boxes.read(text[:36] + text[:36] + "dog")] == [
+  assert box_texts.read("<loc0256><loc0000> cat") == []
+  assert [x.label for x in box_texts.read(text[:36] + text[:36] + "dog")] == [
     "",
     "dog",
   ]

@@ -11,8 +11,7 @@ from PIL import Image
 from tiny import evaluating
 
 from bigtrain.config.errors import ConfigError
-from bigtrain.evaluation import text_metrics
-from bigtrain.evaluators import captions
+from bigtrain.evaluation import sheets, text_metrics
 from bigtrain.text import tokenizers
 
 N = 21  # Batches of 8: the last has 5 examples.
@@ -76,10 +75,11 @@ def test_captions_are_written_with_their_references(tmp_path):
 
 
 def test_wrong_captions_are_red():
-  images, references = np.ones((1, 4, 4, 1)), [["a cat"]]
+  images = np.ones((1, 4, 4, 1))
 
   def red(caption):
-    pixels = captions.draw(images, [caption], references).astype(int)
+    is_wrong = [caption != "a cat"]
+    pixels = sheets.of_texts(images, [caption], is_wrong).astype(int)
     return ((pixels[..., 0] > 180) & (pixels[..., 1:].max(-1) < 90)).sum()
 
   assert red("a cat") == 0

@@ -109,6 +109,9 @@ GEMMA4 = dict(
   final_logit_softcapping=3.0,
   tie_word_embeddings=True,
 )
+# Sizes that a family has no keys for.
+NO_KEYS = dict(without=("intermediate_size", "num_key_value_heads"))
+NO_GROUPS = dict(without=("num_key_value_heads",))
 GPT_OSS = dict(
   model_type="gpt_oss",
   num_local_experts=3,
@@ -136,6 +139,7 @@ LENGTHS = dict.fromkeys(
     "qwen3_5_moe_text",
     "olmo_hybrid",
     "olmo_hybrid_nope",
+    "kimi_linear",
   ),
   71,
 )
@@ -262,7 +266,7 @@ FAMILIES = {
     num_kv_shared_layers=4,
     use_double_wide_mlp=True,
     hidden_size_per_layer_input=5,
-    vocab_size_per_layer_input=70,
+    vocab_size_per_layer_input=75,
     attention_bias=True,
   ),
   "olmo2": dict(model_type="olmo2", attention_bias=True),
@@ -746,6 +750,113 @@ FAMILIES = {
     tie_word_embeddings=True,
     rope_parameters=DEFAULT,
   ),
+  "minicpm3": dict(
+    model_type="minicpm3",
+    **LATENTS | dict(v_head_dim=None),
+    attention_bias=True,
+    scale_emb=3,
+    scale_depth=0.7,
+    dim_model_base=6,
+    tie_word_embeddings=True,
+    rope_parameters=DEEPSEEK_YARN,
+  ),
+  "flint": dict(
+    model_type="flint",
+    num_hidden_layers=6,
+    head_dim=8,
+    **EXPERTS,
+    shared_expert_intermediate_size=12,
+    sliding_window=5,
+    attention_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "hy_v3": dict(
+    model_type="hy_v3",
+    num_hidden_layers=4,
+    head_dim=8,
+    **EXPERTS,
+    num_shared_experts=2,
+    mlp_layer_types=["dense", "sparse", "dense", "sparse"],
+    attention_bias=True,
+    mlp_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "granitemoehybrid": dict(
+    model_type="granitemoehybrid",
+    **GRANITE,
+    num_local_experts=0,
+    shared_intermediate_size=12,
+    layer_types=["full_attention"] * 3,
+    mamba_n_heads=1,
+    position_embedding_type="rope",
+    attention_bias=True,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT,
+  ),
+  "granitemoehybrid_moe": dict(
+    model_type="granitemoehybrid",
+    **GRANITE,
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
+    shared_intermediate_size=12,
+    layer_types=["full_attention"] * 3,
+    mamba_n_heads=1,
+    position_embedding_type=None,
+    rope_parameters=DEFAULT,
+  ),
+  "gptj": dict(model_type="gptj", **NO_KEYS, rotary_dim=2, n_inner=24),
+  "gpt_bigcode": dict(model_type="gpt_bigcode", **NO_KEYS),
+  "gpt_neo": dict(
+    model_type="gpt_neo",
+    **NO_GROUPS,
+    num_hidden_layers=5,
+    attention_types=[[["global", "local"], 2], [["local"], 1]],
+    window_size=5,
+    tie_word_embeddings=True,
+  ),
+  "gpt_neox": dict(
+    model_type="gpt_neox",
+    **NO_GROUPS,
+    hidden_size=32,
+    attention_bias=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "gpt_neox_serial": dict(
+    model_type="gpt_neox",
+    **NO_GROUPS,
+    attention_bias=False,
+    use_parallel_residual=False,
+    tie_word_embeddings=True,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=1.0),
+  ),
+  "falcon": dict(
+    model_type="falcon",
+    **NO_KEYS,
+    bias=True,
+    ffn_hidden_size=24,
+    tie_word_embeddings=True,
+    rope_parameters=YARN,
+  ),
+  "kimi_linear": dict(
+    model_type="kimi_linear",
+    max_position_embeddings=128,
+    num_hidden_layers=5,
+    layer_types=hybrid("llfll"),
+    **LATENTS | dict(q_lora_rank=None),
+    linear_num_heads=3,
+    linear_head_dim=6,
+    linear_conv_kernel_dim=3,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    moe_intermediate_size=6,
+    routed_scaling_factor=1.5,
+    n_group=3,
+    topk_group=2,
+    mlp_layer_types=["dense"] + ["sparse"] * 4,
+    # Norms of outputs near zero would enlarge what rounding does.
+    rms_norm_eps=1e-2,
+  ),
   "gpt_oss": GPT_OSS
   | dict(num_hidden_layers=5, head_dim=6, intermediate_size=8),
   "gpt_oss_mxfp4": GPT_OSS
@@ -818,7 +929,10 @@ def write_family(options, out):
   torch.manual_seed(0)
   rng = np.random.default_rng(0)
   no_tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-  config = transformers.AutoConfig.for_model(**SIZES | no_tokens | options)
+  sizes = SIZES | no_tokens | options
+  for name in sizes.pop("without", ()):
+    del sizes[name]
+  config = transformers.AutoConfig.for_model(**sizes)
   make = transformers.AutoModelForCausalLM.from_config
   if config.model_type == "mistral4":  # Not among those of the automatic class.
     make = mistral4.Mistral4ForCausalLM._from_config

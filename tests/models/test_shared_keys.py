@@ -155,6 +155,10 @@ WRONG = {
     dict(first_layers=("local",), layers=("sharing",), mtp=1),
     r"config\.model\.mtp=1: expected 0 with layer_inputs",
   ),
+  "tokens without inputs": (
+    dict(layer_inputs=dict(dim=4, vocab_size=30)),
+    r"config\.model\.layer_inputs\.vocab_size=30: expected at least .*=40",
+  ),
   "size of inputs": (
     dict(layer_inputs=dict(dim=0)),
     r"config\.model\.layer_inputs\.dim.*at least 1",

@@ -145,11 +145,11 @@ def test_views_of_the_parameters():
   model = swin.Model(**TINY)
   of_names = views.of_model(swin, model, params_of(model)["params"])
   expected = {
-    "stage1_block1/query/kernel": views.View((), (0,), (1, 2)),
-    "stage2_block1/out/kernel": views.View((), (0, 1), (2,)),
+    "stage1_block1/query/kernel": views.View((), (0,), (1, 2), heads=(1,)),
+    "stage2_block1/out/kernel": views.View((), (0, 1), (2,), heads=(0,)),
     "stage1_block1/Dense_1/kernel": views.View((), (0,), (1,)),
     "merge1/kernel": views.View((), (0,), (1,)),
-    "stage1_block1/relative_bias": views.View((), (0,), (1,), False),
+    "stage1_block1/relative_bias": views.View((), (0,), (1,), False, (1,)),
   }
   assert {name: of_names[name] for name in expected} == expected
 

@@ -86,9 +86,11 @@ def test_views_of_a_decoder_by_hand():
   options, inputs = MODELS["decoder"]
   _, param_views = views_of("decoder", dict(options, scan=True), inputs)
   expected = {
-    "blocks/0/attention/query/kernel": views.View((0,), (1,), (2, 3)),
-    "blocks/0/attention/query/bias": views.View((0,), (), (1, 2)),
-    "blocks/0/attention/out/kernel": views.View((0,), (1, 2), (3,)),
+    "blocks/0/attention/query/kernel": views.View(
+      (0,), (1,), (2, 3), heads=(2,)
+    ),
+    "blocks/0/attention/query/bias": views.View((0,), (), (1, 2), heads=(1,)),
+    "blocks/0/attention/out/kernel": views.View((0,), (1, 2), (3,), heads=(1,)),
     "blocks/0/mlp/up/kernel": views.View((0,), (1,), (2,)),
     "blocks/1/moe/down/kernel": views.View((0, 1), (2,), (3,)),
     "blocks/1/moe/router/kernel": views.View((0,), (), (1, 2), False),

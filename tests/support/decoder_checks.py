@@ -75,7 +75,7 @@ def check_gradients(result, expected):
   for name, new in trees.flatten_with_names(grads):
     scale = max(np.abs(old[name]).max(), 1e-2 * largest)
     np.testing.assert_allclose(
-      new, old[name], rtol=0, atol=1e-8 * scale, err_msg=name
+      new, old[name], rtol=0, atol=1e-6 * scale, err_msg=name
     )
 
 
@@ -120,7 +120,7 @@ def check_generation(model, weights):
         assert_close(logits[row, 0], whole[row, i])
 
   cache = empty
-  for start, end in ((0, 15), (15, 16), (16, LENGTH)):
+  for start, end in ((0, 15), (15, LENGTH)):
     call = jax.jit(functools.partial(model.apply, start=start))
     logits, out = call(weights, text[:, start:end], cache=cache)
     assert_close(logits, whole[:, start:end])

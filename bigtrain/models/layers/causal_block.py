@@ -52,6 +52,7 @@ class Options(NamedTuple):
   norm_scaled: bool
   norm_at: str
   parallel: bool
+  parallel_norms: bool
   mlp: str
   mlp_clip: Any
   moe: moe.Options | None
@@ -165,7 +166,8 @@ class Block(nn.Module):
     if caches is not None and options.cache is not None:
       cache, place = caches.groups[options.cache], caches.place(layer)
       first = None if caches.is_first else start
-    y_BLD = before(x_BLD, "attention_norm")
+    in_BLD = x_BLD
+    y_BLD = before(in_BLD, "attention_norm")
     if options.deltanet is not None or options.short_conv is not None:
       z_BLD, cache = _recurrent_layer(options)(
         y_BLD,
@@ -176,33 +178,9 @@ class Block(nn.Module):
         start=first,
       )
     else:
-      attend = functools.partial(
-        _attention_layer(options),
-        y_BLD,
-        rope=_pick(tables.rotations, options.rope),
-        query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
-        real_BL=real_BL,
-        layer=place,
+      z_BLD, cache, views = _attended(
+        self, y_BLD, tables, mask, views, cache, place, first, real_BL
       )
-      if options.view is None:
-        z_BLD, cache = attend(mask=mask, cache=cache, start=first)
-      elif options.reads_view:
-        view = views.get(options.view)
-        if self.is_initializing():  # Initialisation calls layers one by one.
-          view = _empty_view(options, y_BLD)
-        assert view is not None, options.view
-        own_mask = mask if view.mask is None else view.mask
-        z_BLD, _ = attend(mask=own_mask, cache=view, start=view.start)
-      else:
-        z_BLD, kept = attend(
-          mask=mask, cache=kv_cache.WithView(cache), start=first
-        )
-        cache, view = kept.cache, kept.view
-        if view.mask is mask:
-          view = view._replace(mask=None)
-        views = {**views, options.view: view}
-      if options.drops_view:
-        views = {key: x for key, x in views.items() if key != options.view}
     if caches is not None and options.cache is not None:
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
@@ -210,6 +188,8 @@ class Block(nn.Module):
     # In parallel, the MLP has the input of the attention.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
+    elif options.parallel_norms:
+      y_BLD = before(in_BLD, "mlp_norm")
     if options.moe is not None and options.moe.beside_mlp:
       y_BLD, stats = _mlp_beside_experts(options, y_BLD, x_BLD, real_BL, train)
     else:
@@ -229,6 +209,48 @@ class Block(nn.Module):
 
 def _pick(shared: tuple[Any, ...], index: int | None) -> Any:
   return None if index is None else shared[index]
+
+
+def _attended(
+  block: Block,
+  y_BLD: jax.Array,
+  tables: Tables,
+  mask: masks.Mask,
+  views: Views,
+  cache: Any,
+  place: Any,
+  start: Any,
+  real_BL: jax.Array | None,
+) -> tuple[jax.Array, Any, Views]:
+  """Returns (output of the attention, new cache, new views)."""
+  options = block.options
+  attend = functools.partial(
+    _attention_layer(options),
+    y_BLD,
+    rope=_pick(tables.rotations, options.rope),
+    query_scale_BL=_pick(tables.query_scales_BL, options.query_scale),
+    real_BL=real_BL,
+    layer=place,
+  )
+  if options.view is None:
+    z_BLD, cache = attend(mask=mask, cache=cache, start=start)
+    return z_BLD, cache, views
+  if options.reads_view:
+    view = views.get(options.view)
+    if block.is_initializing():  # Initialisation calls layers one by one.
+      view = _empty_view(options, y_BLD)
+    assert view is not None, options.view
+    own_mask = mask if view.mask is None else view.mask
+    z_BLD, _ = attend(mask=own_mask, cache=view, start=view.start)
+  else:
+    z_BLD, kept = attend(mask=mask, cache=kv_cache.WithView(cache), start=start)
+    cache, view = kept.cache, kept.view
+    if view.mask is mask:
+      view = view._replace(mask=None)
+    views = {**views, options.view: view}
+  if options.drops_view:
+    views = {key: x for key, x in views.items() if key != options.view}
+  return z_BLD, cache, views
 
 
 def _empty_view(options: Options, x_BLD: jax.Array) -> kv_cache.View:

@@ -16,19 +16,22 @@ of the state depend on each other through a triangular system,
 whose inverse does not depend on the state. So the inverses of all chunks come
 first, and a loop over the chunks carries the state. `over_devices` does the
 same for texts whose positions are split over the axis `sequence`. `step` reads
-one token.
+one token. The decay may also differ between the channels of a key, as in Kimi
+Linear: delta_rule_channels.py has what is different within chunks.
 
 Axes: B batch, L length, N chunks, C positions of a chunk, J the same for keys,
 G heads of queries and keys, R heads of values for each of them, K width of
 keys, V width of values.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from bigtrain.arrays import model_flops
+from bigtrain.models.layers import delta_rule_channels, triangular
 
 # Positions of a chunk. Products within chunks cost more with longer ones, and
 # the loop over the state has more turns with shorter ones.
@@ -41,7 +44,8 @@ class Inputs(NamedTuple):
   q_BLGK: jax.Array
   k_BLGK: jax.Array
   v_BLGRV: jax.Array
-  log_decay_BLGR: jax.Array  # At most 0.
+  # At most 0: [B, L, G, R], or [B, L, G, R, K] by channel.
+  log_decay: jax.Array
   beta_BLGR: jax.Array
   # Bool, True for the first position of each document but not of a text that
   # continues a state; None for one document.
@@ -63,6 +67,17 @@ class _Chunks(NamedTuple):
   # Share of each update in the chunk's last state.
   left_BGRC: jax.Array
 
+  def read(self, state_BGRKV: jax.Array) -> jax.Array:
+    """What queries find in the state before the chunk: [B, G, R, C, V]."""
+    read_BGRCV = jnp.einsum("bgck,bgrkv->bgrcv", self.q_BGCK, state_BGRKV)
+    return read_BGRCV * self.kept_BGRC[..., None]
+
+  def next_state(self, state_BGRKV: jax.Array, u: jax.Array) -> jax.Array:
+    """The state after the chunk with the updates u."""
+    kept = self.kept_BGRC[..., -1, None, None] * state_BGRKV
+    left_BGRCV = self.left_BGRC[..., None] * u
+    return kept + jnp.einsum("bgck,bgrcv->bgrkv", self.k_BGCK, left_BGRCV)
+
 
 def empty_state(inputs: Inputs) -> jax.Array:
   B, _, G, R, V = inputs.v_BLGRV.shape
@@ -78,7 +93,10 @@ def step(
   Where `writes_B` is False, the state has the token already, and stays.
   """
   q, k, v, log_decay, beta = (x[:, 0] for x in inputs[:5])
-  decayed = state_BGRKV * jnp.exp(log_decay)[..., None, None]
+  decay = jnp.exp(log_decay)
+  by_channel = decay.ndim == beta.ndim + 1
+  decay_BGRK1 = decay[..., None] if by_channel else decay[..., None, None]
+  decayed = state_BGRKV * decay_BGRK1
   known_BGRV = jnp.einsum("bgrkv,bgk->bgrv", decayed, k)
   update_BGRV = beta[..., None] * (v - known_BGRV)
   new = decayed + jnp.einsum("bgk,bgrv->bgrkv", k, update_BGRV)
@@ -93,7 +111,7 @@ def chunked(
   L = inputs.q_BLGK.shape[1]
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
-    chunks = _within_chunks(padded, size)
+    chunks = _chunks_of(padded, size)
     outputs, state = _over_chunks(chunks, state_BGRKV)
   return outputs[:, :L], state
 
@@ -108,7 +126,7 @@ def over_devices(inputs: Inputs, axis: str) -> jax.Array:
   L = inputs.q_BLGK.shape[1]
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
-    chunks = _within_chunks(padded, size)
+    chunks = _chunks_of(padded, size)
     with model_flops.counts_as(0, 1):  # What one device would not compute.
       transition, state = _summary(chunks)
       all_transitions, all_states = jax.lax.all_gather(
@@ -123,6 +141,12 @@ def over_devices(inputs: Inputs, axis: str) -> jax.Array:
       own_state = jnp.stack(states)[jax.lax.axis_index(axis)]
     outputs, _ = _over_chunks(chunks, own_state)
   return outputs[:, :L]
+
+
+def _chunks_of(inputs: Inputs, size: int) -> Any:
+  if inputs.log_decay.ndim == inputs.beta_BLGR.ndim + 1:
+    return delta_rule_channels.within_chunks(inputs, size)
+  return _within_chunks(inputs, size)
 
 
 def _in_whole_chunks(inputs: Inputs) -> tuple[Inputs, int]:
@@ -142,16 +166,11 @@ def _in_whole_chunks(inputs: Inputs) -> tuple[Inputs, int]:
 
 def _within_chunks(inputs: Inputs, size: int) -> _Chunks:
   """Everything that does not depend on the state, for all chunks at once."""
-
-  def split(x: jax.Array) -> jax.Array:
-    """[B, N C, heads..., ...] to [N, B, heads..., C, ...]."""
-    B, L, *rest = x.shape
-    return jnp.moveaxis(x.reshape(B, L // size, size, *rest), 1, 0)
-
+  split = functools.partial(delta_rule_channels.split, size)
   q, k = (jnp.moveaxis(split(x), 2, 3) for x in (inputs.q_BLGK, inputs.k_BLGK))
   v, log_decay, beta = (
     jnp.moveaxis(split(x), 2, 4)
-    for x in (inputs.v_BLGRV, inputs.log_decay_BLGR, inputs.beta_BLGR)
+    for x in (inputs.v_BLGRV, inputs.log_decay, inputs.beta_BLGR)
   )
   # The decay between two positions is the difference of two sums: no exponent
   # is positive, so that none overflows.
@@ -170,7 +189,7 @@ def _within_chunks(inputs: Inputs, size: int) -> _Chunks:
   by_key = "nbgck,nbgjk->nbgcj"
   products_CJ = jnp.einsum(by_key, k, k)[:, :, :, None]
   system_CJ = jnp.tril(beta[..., None] * decay_CJ * products_CJ, -1)
-  inverse_CJ = unit_triangular_inverse(system_CJ)
+  inverse_CJ = triangular.unit_inverse(system_CJ)
   from_values_CJ = inverse_CJ * beta[..., None, :]
   from_keys_CJ = inverse_CJ * (beta * kept_C)[..., None, :]
   return _Chunks(
@@ -185,14 +204,13 @@ def _within_chunks(inputs: Inputs, size: int) -> _Chunks:
 
 
 def _over_chunks(
-  chunks: _Chunks, state_BGRKV: jax.Array
+  chunks: Any, state_BGRKV: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  def turn(state: jax.Array, chunk: _Chunks) -> tuple[jax.Array, jax.Array]:
+  def turn(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
     u_BGRCV = chunk.u_BGRCV - chunk.w_BGRCK @ state
-    read_BGRCV = jnp.einsum("bgck,bgrkv->bgrcv", chunk.q_BGCK, state)
-    o_BGRCV = read_BGRCV * chunk.kept_BGRC[..., None]
+    o_BGRCV = chunk.read(state)
     o_BGRCV += chunk.scores_BGRCJ @ u_BGRCV
-    return _next_state(chunk, state, u_BGRCV), o_BGRCV
+    return chunk.next_state(state, u_BGRCV), o_BGRCV
 
   state, o_NBGRCV = jax.lax.scan(turn, state_BGRKV, chunks)
   o_BNCGRV = jnp.moveaxis(o_NBGRCV, (0, 4), (1, 2))
@@ -200,64 +218,22 @@ def _over_chunks(
   return o_BNCGRV.reshape(B, N * C, *rest), state
 
 
-def _summary(chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+def _summary(chunks: Any) -> tuple[jax.Array, jax.Array]:
   """(M, T) of `over_devices`, [B, G, R, K, K] and [B, G, R, K, V]."""
 
-  def turn(carry: tuple[Any, Any], chunk: _Chunks) -> tuple[Any, None]:
+  def turn(carry: tuple[Any, Any], chunk: Any) -> tuple[Any, None]:
     transition, state = carry
     u_BGRCK = -chunk.w_BGRCK @ transition
     u_BGRCV = chunk.u_BGRCV - chunk.w_BGRCK @ state
     return (
-      _next_state(chunk, transition, u_BGRCK),
-      _next_state(chunk, state, u_BGRCV),
+      chunk.next_state(transition, u_BGRCK),
+      chunk.next_state(state, u_BGRCV),
     ), None
 
   _, B, G, R, _, V = chunks.u_BGRCV.shape
-  K = chunks.k_BGCK.shape[-1]
+  K = chunks.w_BGRCK.shape[-1]
   dtype = chunks.u_BGRCV.dtype
   identity = jnp.broadcast_to(jnp.eye(K, dtype=dtype), (B, G, R, K, K))
   empty = jnp.zeros((B, G, R, K, V), dtype)
   (transition, state), _ = jax.lax.scan(turn, (identity, empty), chunks)
   return transition, state
-
-
-def _next_state(chunk: _Chunks, state: jax.Array, u: jax.Array) -> jax.Array:
-  """The state after a chunk with the updates u."""
-  kept = chunk.kept_BGRC[..., -1, None, None] * state
-  left_BGRCV = chunk.left_BGRC[..., None] * u
-  return kept + jnp.einsum("bgck,bgrcv->bgrkv", chunk.k_BGCK, left_BGRCV)
-
-
-@jax.custom_jvp
-def unit_triangular_inverse(lower: jax.Array) -> jax.Array:
-  """The inverse of I + lower, matrices with zeros on and above the diagonal.
-
-  By blocks: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']], with
-  the inverses A' and B'. No intermediate number is large unless the result is.
-  The product of all I + (-lower)^(2^i) takes as few steps. But if all keys of a
-  chunk are equal, its powers are as large as 1e18, and cancel each other.
-  """
-  size = lower.shape[-1]
-  identity = jnp.eye(size, dtype=lower.dtype)
-  if size <= 2:
-    return identity - lower
-  half = size // 2
-  a, b = lower[..., :half, :half], lower[..., half:, half:]
-  inverses = unit_triangular_inverse(jnp.stack([a, b]))
-  c = lower[..., half:, :half]
-  left = -_product(_product(inverses[1], c), inverses[0])
-  top = jnp.pad(inverses[0], [(0, 0)] * (lower.ndim - 1) + [(0, half)])
-  return jnp.concatenate(
-    [top, jnp.concatenate([left, inverses[1]], axis=-1)], axis=-2
-  )
-
-
-@unit_triangular_inverse.defjvp
-def _unit_triangular_inverse_jvp(primals: Any, tangents: Any) -> Any:
-  inverse = unit_triangular_inverse(*primals)
-  return inverse, -_product(_product(inverse, tangents[0]), inverse)
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-  # Errors of an inverse would be in all outputs of the chunk.
-  return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

@@ -1,6 +1,7 @@
 """Gated DeltaNet: a recurrent layer in place of attention.
 
-https://arxiv.org/abs/2412.06464, as in Qwen3-Next, Qwen 3.5 and OLMo Hybrid.
+https://arxiv.org/abs/2412.06464, as in Qwen3-Next, Qwen 3.5 and OLMo Hybrid;
+with a decay for each channel of the keys, as in Kimi Linear, arXiv 2510.26692.
 Queries, keys and values pass a short causal convolution, depthwise and followed
 by SiLU. delta_rule.py has the recurrence. Its output is normalized by head and
 multiplied by a gate. Memory and time per token do not grow with the text.
@@ -13,6 +14,7 @@ of queries and keys, R heads of values for each, K width of keys, V width of
 values, C = 2 K + R V channels of a head of keys.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from bigtrain import sharding
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.models.layers import (
   causal_conv,
   delta_rule,
@@ -37,6 +39,7 @@ from bigtrain.models.layers import (
 
 _AXIS = "sequence"
 _COUNT = dict(least=1, whole=True)
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 # Added to the square of the length of queries and keys.
 _L2_EPSILON = 1e-6
 # Ranges of the initial rates: A of Mamba, and the time step, in log space.
@@ -56,6 +59,11 @@ class Options(NamedTuple):
   # state's transition can have negative eigenvalues, arXiv 2411.12537.
   negative_eigenvalues: bool = False
   norm_eps: float | None = None  # Of the output's norm; the model's if None.
+  # Width between the two projections that give a decay for each channel of a
+  # key; None for one projection to a decay for each head.
+  decay_rank: int | None = None
+  gate_rank: int | None = None  # The same for the output's gate.
+  gate: str = "silu"  # A name in GATES, of the output's gate.
 
   @property
   def key_heads(self) -> int:
@@ -83,7 +91,11 @@ def read(given: Options | Mapping[str, Any] | None, key: str) -> Options | None:
     value_dim=_COUNT,
     conv_width=dict(least=2, whole=True),
     norm_eps=dict(above=0),
+    decay_rank=_COUNT,
+    gate_rank=_COUNT,
   )
+  if result is not None:
+    check_choice(f"{key}.gate", result.gate, GATES)
   if result is not None and result.num_heads % result.key_heads:
     raise ConfigError(
       f"{key}.num_key_heads: {result.num_key_heads} does not divide num_heads="
@@ -98,7 +110,9 @@ class DeltaNet(nn.Module):
   Parameters: query and key (D, G, K), value and gate (D, G, R, V), beta and
   decay (D, G, R), out (G, R, V, D), each a kernel; kernels of query_conv and
   key_conv (W, G, K) and value_conv (W, G, R, V); log_rate and time_step, which
-  are A_log and dt_bias elsewhere, (G, R); norm/scale (V).
+  are A_log and dt_bias elsewhere, (G, R); norm/scale (V). With ranks, gate_down
+  and gate_up in place of gate, and decay_down, decay_up and channel_time_step
+  (G, R, K) in place of decay and time_step.
   """
 
   options: Options
@@ -134,9 +148,9 @@ class DeltaNet(nn.Module):
     kernel_WGC = self._conv_kernel()
     if real_BL is not None:
       inputs_BLGC = jnp.where(real_BL[..., None, None], inputs_BLGC, 0)
-      log_decay, beta = jax.tree.map(
-        lambda x: jnp.where(real_BL[..., None, None], x, 0), (log_decay, beta)
-      )
+      beta = jnp.where(real_BL[..., None, None], beta, 0)
+      real = real_BL.reshape(*real_BL.shape, *[1] * (log_decay.ndim - 2))
+      log_decay = jnp.where(real, log_decay, 0)
     inputs_BLGC, gate_BLGRV = checkpoint_name(
       (inputs_BLGC, gate_BLGRV), remat.INNER
     )
@@ -151,7 +165,8 @@ class DeltaNet(nn.Module):
     o_BLGRV = checkpoint_name(o_BLGRV, remat.ATTENTION)
     eps = options.norm_eps or self.norm_eps
     norm = rms_norm.RMSNorm((options.value_dim,), eps, name="norm")
-    o_BLGRV = norm(o_BLGRV) * jax.nn.silu(gate_BLGRV.astype(jnp.float32))
+    gate = GATES[options.gate]
+    o_BLGRV = norm(o_BLGRV) * gate(gate_BLGRV.astype(jnp.float32))
     out = nn.DenseGeneral(
       x_BLD.shape[-1],
       axis=(-3, -2, -1),
@@ -170,29 +185,44 @@ class DeltaNet(nn.Module):
     G, R = options.key_heads, options.groups
     K, V = options.key_dim, options.value_dim
 
+    general = functools.partial(
+      nn.DenseGeneral,
+      use_bias=False,
+      dtype=self.dtype,
+      kernel_init=kernels.initializer(self.init_std),
+    )
+
     def dense(features: tuple[int, ...], name: str) -> jax.Array:
-      return nn.DenseGeneral(
-        features,
-        use_bias=False,
-        dtype=self.dtype,
-        kernel_init=kernels.initializer(self.init_std),
-        dot_general=product,
-        name=name,
-      )(x_BLD)
+      return general(features, dot_general=product, name=name)(x_BLD)
+
+    def through(rank: int, features: tuple[int, ...], name: str) -> jax.Array:
+      down_BLM = general(rank, name=f"{name}_down")(x_BLD)
+      columns = None if product is None else sharding.columns(down_BLM)
+      return general(features, dot_general=columns, name=f"{name}_up")(down_BLM)
 
     q_BLGK, k_BLGK = dense((G, K), "query"), dense((G, K), "key")
     v_BLGRV = dense((G, R, V), "value")
     v_BLGC = v_BLGRV.reshape(*v_BLGRV.shape[:3], R * V)
     inputs_BLGC = jnp.concatenate([q_BLGK, k_BLGK, v_BLGC], axis=-1)
-    gate_BLGRV = dense((G, R, V), "gate")
+    if options.gate_rank is None:
+      gate_BLGRV = dense((G, R, V), "gate")
+    else:
+      gate_BLGRV = through(options.gate_rank, (G, R, V), "gate")
     beta_BLGR = jax.nn.sigmoid(dense((G, R), "beta").astype(jnp.float32))
     if options.negative_eigenvalues:
       beta_BLGR *= 2
     log_rate_GR = self.param("log_rate", _initial_log_rate, (G, R))
-    time_step_GR = self.param("time_step", _initial_time_step, (G, R))
-    steps_BLGR = dense((G, R), "decay").astype(jnp.float32) + time_step_GR
-    log_decay_BLGR = -jnp.exp(log_rate_GR) * jax.nn.softplus(steps_BLGR)
-    return inputs_BLGC, gate_BLGRV, log_decay_BLGR, beta_BLGR
+    rate = -jnp.exp(log_rate_GR)
+    if options.decay_rank is None:
+      steps = dense((G, R), "decay").astype(jnp.float32)
+      steps += self.param("time_step", _initial_time_step, (G, R))
+    else:
+      steps = through(options.decay_rank, (G, R, K), "decay")
+      shape = (G, R, K)
+      bias = self.param("channel_time_step", _initial_time_step, shape)
+      steps = steps.astype(jnp.float32) + bias
+      rate = rate[..., None]
+    return inputs_BLGC, gate_BLGRV, rate * jax.nn.softplus(steps), beta_BLGR
 
   @nn.nowrap
   def _conv_kernel(self) -> jax.Array:
@@ -247,7 +277,7 @@ def _over_mesh(
   options: Options,
   inputs_BLGC: jax.Array,
   kernel_WGC: jax.Array,
-  log_decay_BLGR: jax.Array,
+  log_decay: jax.Array,
   beta_BLGR: jax.Array,
   segments_BL: jax.Array | None,
 ) -> jax.Array:
@@ -263,7 +293,7 @@ def _over_mesh(
     empty = jnp.zeros((B, W - 1, *inputs_BLGC.shape[2:]), inputs_BLGC.dtype)
     joined = jnp.concatenate([empty, inputs_BLGC], axis=1)
     y_BLGC = _convolved(joined, kernel_WGC, places_BL)
-    rule = _rule_inputs(options, y_BLGC, log_decay_BLGR, beta_BLGR, places_BL)
+    rule = _rule_inputs(options, y_BLGC, log_decay, beta_BLGR, places_BL)
     return delta_rule.chunked(rule, delta_rule.empty_state(rule))[0]
 
   def on_device(
@@ -284,7 +314,7 @@ def _over_mesh(
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   by_position = PartitionSpec(sharding.batch_axes(), _AXIS)
   by_head = PartitionSpec(sharding.batch_axes(), _AXIS, heads)
-  arrays = inputs_BLGC, log_decay_BLGR, beta_BLGR, places_BL
+  arrays = inputs_BLGC, log_decay, beta_BLGR, places_BL
   more = -L % ways
   inputs, log_decay, beta, places = jax.tree.map(
     lambda x: jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))), arrays
@@ -319,7 +349,7 @@ def _convolved(
 def _rule_inputs(
   options: Options,
   y_BLGC: jax.Array,
-  log_decay_BLGR: jax.Array,
+  log_decay: jax.Array,
   beta_BLGR: jax.Array,
   places_BL: jax.Array | None,
 ) -> delta_rule.Inputs:
@@ -336,7 +366,7 @@ def _rule_inputs(
     normalized(q) * K**-0.5,
     normalized(k),
     v.reshape(*v.shape[:3], options.groups, V),
-    log_decay_BLGR,
+    log_decay,
     beta_BLGR,
     None if places_BL is None else places_BL == 0,
   )

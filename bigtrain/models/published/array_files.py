@@ -37,7 +37,7 @@ def load(
 
   Args:
     layouts: tables by layout. The one that knows the most names, of the file
-      and of the model, is used.
+      and of the model, is used; of several, the first that fits the shapes.
     flat: arrays of the file by name.
     like: our parameters by name, for their shapes, and whether layers are
       stacked.
@@ -48,10 +48,24 @@ def load(
     {name: array or `LazyStack`; a `Remark` if it cannot be made}. Arrays that
     the table does not use keep their names. None for a file in another layout.
   """
-  layout = _find_layout(layouts, flat, like)
-  if layout is None:
-    return None
-  table = layouts[layout]
+  results = []
+  for table in _find_tables(layouts, flat, like):
+    result = _load(table, flat, like, param_dims, ignored, copies)
+    if not any(isinstance(result.get(name), Remark) for name in like):
+      return result
+    results.append(result)
+  return results[0] if results else None
+
+
+def _load(
+  table: Table,
+  flat: Mapping[str, Any],
+  like: Mapping[str, Any],
+  param_dims: dims.Table,
+  ignored: Mapping[str, str],
+  copies: Sequence[str],
+) -> dict[str, Any]:
+  """The result of `load` by one table."""
   remarks = {
     name: Remark("ignored", reason)
     for pattern, reason in ignored.items()
@@ -81,10 +95,10 @@ def with_names_of_file(
   return {n if n in like else names.get(n, n): x for n, x in result.items()}
 
 
-def _find_layout(
+def _find_tables(
   layouts: Mapping[str, Table], names: Iterable[str], like: Mapping[str, Any]
-) -> str | None:
-  """The layout that has most names of a file and of a model; None without."""
+) -> list[Table]:
+  """The tables that have most names of a file and of a model."""
   # Numbers of layers and experts do not tell layouts apart.
   form = lambda name: re.sub(r"\d+|\{[ie].*?\}", "#", name)
   forms = {form(name) for name in names}
@@ -96,9 +110,15 @@ def _find_layout(
   for layout, table in layouts.items():
     in_file = [entry for entry in table if form(entry.published) in forms]
     in_model = {name for entry in in_file for name in entry.ours} & ours
-    known_names[layout] = len(in_file), len(in_model)
-  best = max(known_names, key=lambda layout: sum(known_names[layout]))
-  return best if known_names[best][0] else None
+    # Layers of several kinds may have arrays of one name.
+    names_in_file = {form(entry.published) for entry in in_file}
+    known_names[layout] = len(names_in_file), len(in_model)
+  most = max(sum(numbers) for numbers in known_names.values())
+  tables: list[Table] = []
+  for layout, numbers in known_names.items():
+    if numbers[0] and sum(numbers) == most and layouts[layout] not in tables:
+      tables.append(layouts[layout])
+  return tables
 
 
 def _copies_of_embedding(
@@ -362,7 +382,8 @@ def _tensor(
     shape = (outputs, inputs, *window)
   if entry.ndim is not None:
     sizes = _without_ones(shape)
-    shape = (*[1] * (entry.ndim - len(sizes)), *sizes)
+    ones = (1,) * entry.ones_after
+    shape = (*[1] * (entry.ndim - len(sizes) - len(ones)), *sizes, *ones)
   if entry.depthwise:
     shape = (shape[0], 1, shape[1])
   heads = params.num_heads(entry, inner) if entry.by_head else None

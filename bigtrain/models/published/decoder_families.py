@@ -29,9 +29,11 @@ from bigtrain.models.published.decoders import (
   gemma,
   glm,
   gpt2,
+  gpt_families,
   gpt_oss,
   granite,
   hunyuan,
+  kimi_linear,
   lfm2,
   llama,
   llama4,
@@ -141,6 +143,16 @@ add(
   qwen.QWEN2_5_VL_TEXT,
   qwen.QWEN3_VL_TEXT,
   qwen.QWEN3_VL_MOE_TEXT,
+  deepseek.MINICPM3,
+  qwen.FLINT,
+  hunyuan.HY_V3,
+  granite.GRANITE_MOE_HYBRID,
+  gpt_families.GPTJ,
+  gpt_families.GPT_BIGCODE,
+  gpt_families.GPT_NEO,
+  gpt_families.GPT_NEOX,
+  gpt_families.FALCON,
+  kimi_linear.KIMI_LINEAR,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -149,6 +161,9 @@ _IGNORED = {
     "a constant that the model computes"
   ),
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
+    "the model reads text alone"
+  ),
+  r"model\.(audio_tower|embed_vision|embed_audio)\..*": (
     "the model reads text alone"
   ),
   r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
@@ -167,7 +182,7 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
-  names = olmo.hybrid_names(names)
+  names = kimi_linear.with_names_of_mlps(olmo.hybrid_names(names))
   names, ignored_layers = _with_prediction_layers(names, like)
   ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:

@@ -33,6 +33,7 @@ class Entry(NamedTuple):
   depthwise: bool = False  # Of torch: (channels, 1, width).
   # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None
+  ones_after: int = 0  # How many of these ones are behind ours.
 
   @property
   def by_expert(self) -> bool:
@@ -95,9 +96,11 @@ def renamed(entries: Table, names: Mapping[str, str]) -> Table:
 # adds the endings of the arrays in both libraries.
 
 
-def plain(published: str, *ours: str, ndim: int | None = None) -> Table:
+def plain(
+  published: str, *ours: str, ndim: int | None = None, ones_after: int = 0
+) -> Table:
   """An array by its whole name: a vector, or a matrix (inputs, outputs)."""
-  return (Entry(published, ours, ndim=ndim),)
+  return (Entry(published, ours, ndim=ndim, ones_after=ones_after),)
 
 
 def transposed(published: str, *ours: str) -> Table:

@@ -39,7 +39,7 @@ _KNOWN = {
   "examples_per_sec": ("Throughput", "examples / s", 1.0),
   "tokens_per_sec": ("Throughput", "tokens / s", 1.0),
   "mfu": ("Model FLOPs utilisation", "% of peak", _PERCENT),
-  "experts_peak": ("Busiest expert of each layer", "load / mean load", 1.0),
+  "experts_peak": ("Load of the busiest expert", "load / mean load", 1.0),
   "experts_lost": ("Not served by experts", "% of choices", _PERCENT),
   "data_wait_fraction": ("Waiting for data", "% of time", _PERCENT),
   "device_peak_bytes": ("Peak device memory", "GiB", _GIB),

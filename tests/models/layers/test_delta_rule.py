@@ -7,22 +7,23 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from bigtrain import sharding
-from bigtrain.models.layers import delta_rule
+from bigtrain.models.layers import delta_rule, triangular
 
 B, G, R, K, V = 2, 2, 2, 6, 5
 
 
-def inputs(length, documents=False, equal_keys=False):
+def inputs(length, documents=False, equal_keys=False, by_channel=False):
   rng = np.random.default_rng(length)
   q, k = rng.normal(size=(2, B, length, G, K))
   if equal_keys:
     k = np.broadcast_to(k[:, :1], k.shape)
   k = k / np.linalg.norm(k, axis=-1, keepdims=True)
   # Some heads forget at once, and others hardly at all.
-  decay = rng.exponential(size=(B, length, G, R)) * rng.choice(
-    [0.0, 0.01, 1.0, 50.0], size=(B, length, G, R)
+  shape = (B, length, G, R, K) if by_channel else (B, length, G, R)
+  decay = rng.exponential(size=shape) * rng.choice(
+    [0.0, 0.01, 1.0, 50.0], size=shape
   )
-  beta = rng.uniform(0, 2, size=decay.shape)
+  beta = rng.uniform(0, 2, size=shape[:4])
   if equal_keys:
     decay, beta = 0 * decay, np.ones_like(beta)
   starts = jnp.asarray(rng.random((B, length)) < 0.06) if documents else None
@@ -43,7 +44,8 @@ def recurrent(given, state):
 
   def read(S, x):
     q, k, v, log_decay, beta, starts = x
-    S = jnp.where(starts, 0, S) * jnp.exp(log_decay)
+    decay = jnp.broadcast_to(jnp.exp(log_decay), (K,))
+    S = jnp.where(starts, 0, S) * decay[:, None]
     S = S + beta * jnp.outer(k, v - S.T @ k)
     return S, S.T @ q
 
@@ -73,11 +75,22 @@ def assert_close(actual, expected, rtol):
 
 
 @pytest.mark.parametrize(
-  ("length", "documents"),
-  [(1, False), (2, True), (7, False), (64, True), (65, False), (150, True)],
+  ("length", "documents", "by_channel"),
+  [
+    (1, False, False),
+    (2, True, False),
+    (7, False, False),
+    (64, True, False),
+    (65, False, False),
+    (150, True, False),
+    (1, False, True),
+    (7, True, True),
+    (65, False, True),
+    (150, True, True),
+  ],
 )
-def test_chunks_equal_the_recurrence(length, documents, float64):
-  given = inputs(length, documents)
+def test_chunks_equal_the_recurrence(length, documents, by_channel, float64):
+  given = inputs(length, documents, by_channel=by_channel)
   expected = results(recurrent, given, state())
   assert_close(results(delta_rule.chunked, given, state()), expected, 1e-11)
 
@@ -90,9 +103,11 @@ def test_equal_keys_lose_no_digits_in_float32(float64):
   assert_close(delta_rule.chunked(*rounded), (expected, last), 1e-5)
 
 
-def test_strong_decays_neither_overflow_nor_give_nan():
-  given = jax.tree.map(lambda x: x.astype(jnp.float32), inputs(64))
-  given = given._replace(log_decay_BLGR=jnp.full_like(given.beta_BLGR, -1e4))
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_strong_decays_neither_overflow_nor_give_nan(by_channel):
+  given = inputs(64, by_channel=by_channel)
+  given = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+  given = given._replace(log_decay=jnp.full_like(given.log_decay, -1e4))
   outputs = results(delta_rule.chunked, given, state().astype(jnp.float32))
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
 
@@ -101,11 +116,11 @@ def test_inverse_and_its_gradient(float64):
   rng = np.random.default_rng(0)
   lower = jnp.asarray(np.tril(rng.normal(size=(3, 16, 16)), -1))
   inverse = jnp.linalg.inv(lower + jnp.eye(16))
-  actual = delta_rule.unit_triangular_inverse(lower)
+  actual = triangular.unit_inverse(lower)
   np.testing.assert_allclose(actual, inverse, rtol=1e-9, atol=1e-9)
-  by_formula = jax.grad(
-    lambda x: jnp.sum(jnp.sin(delta_rule.unit_triangular_inverse(x)))
-  )(lower)
+  by_formula = jax.grad(lambda x: jnp.sum(jnp.sin(triangular.unit_inverse(x))))(
+    lower
+  )
   expected = jax.grad(
     lambda x: jnp.sum(jnp.sin(jnp.linalg.inv(x + jnp.eye(16))))
   )(lower)

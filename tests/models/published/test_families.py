@@ -25,6 +25,7 @@ from support import cases, rounding
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
+from bigtrain.models.published.decoders import kimi_linear
 from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
 from bigtrain.tasks import language_modeling
 
@@ -36,9 +37,10 @@ FAMILIES = sorted(path.name for path in PUBLISHED.iterdir())
 QUICK = {
   "gemma3_text",
   "gemma4_devices",
-  "gemma4_moe",
   "glm4_moe",
   "gpt_oss",
+  "kimi_linear",
+  "llama4_text",
   "qwen3_next",
 }
 CASES = [
@@ -55,6 +57,7 @@ LAYOUTS = {
   for name in (
     "qwen3_5_moe_text",
     "cwm",
+    "granitemoehybrid",
     "internlm3",
     "iquestcoder",
     "solar_open",
@@ -161,7 +164,15 @@ def old_config(values):
     name
     for name in FAMILIES
     if not name.startswith("gemma4")
-    and name not in ("olmo_hybrid_nope", "mellum")
+    and name
+    not in (
+      "olmo_hybrid_nope",
+      "mellum",
+      "gptj",
+      "gpt_bigcode",
+      "gpt_neo",
+      "kimi_linear",
+    )
   ],
 )
 def test_old_and_new_configs_are_one_model(family, tmp_path):
@@ -170,6 +181,68 @@ def test_old_and_new_configs_are_one_model(family, tmp_path):
   _, new = opened(PUBLISHED / family)
   _, old = opened(tmp_path)
   assert old == new
+
+
+# {family: (keys of its config.json, those of another form)}.
+OTHER_FORMS = {
+  "gpt_neox": (
+    dict(rope_parameters=None),
+    dict(rotary_pct=0.5, rotary_emb_base=10000),
+  ),
+  "lfm2": (
+    dict(intermediate_size=None, tie_word_embeddings=None, layer_types=None),
+    dict(block_ff_dim=36, tie_embedding=False, full_attn_idxs=[2]),
+  ),
+  "exaone4": (dict(layer_types=None), dict(sliding_window_pattern=2)),
+  "ernie4_5_moe": (
+    dict(moe_num_experts=None, moe_k=None),
+    dict(num_experts=6, num_experts_per_tok=2),
+  ),
+  "hunyuan_v1_dense": (
+    dict(rope_parameters=None),
+    dict(
+      rope_theta=10000.0,
+      rope_scaling=dict(type="dynamic", alpha=9.0, factor=1.0, beta_fast=32),
+    ),
+  ),
+}
+
+
+@pytest.mark.parametrize("family", OTHER_FORMS)
+def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
+  without, instead = OTHER_FORMS[family]
+  values = json.loads((PUBLISHED / family / "config.json").read_text())
+  other = {x: y for x, y in values.items() if x not in without} | instead
+  (tmp_path / "config.json").write_text(json.dumps(other))
+  assert opened(tmp_path)[1] == opened(PUBLISHED / family)[1]
+
+
+# {family: (key, a value that the decoder does not compute)}.
+REFUSED = {
+  "hunyuan_v1_dense": (
+    "rope_parameters",
+    dict(rope_type="dynamic", factor=2.0),
+  ),
+  "falcon": ("new_decoder_architecture", True),
+  "gpt_bigcode": ("multi_query", False),
+  "granitemoehybrid": ("layer_types", ["mamba"] * 3),
+  "stablelm": ("qk_layernorm", True),
+  "cohere": ("use_qk_norm", True),
+  "lfm2_moe": ("layer_types", None),
+  "apertus": ("hidden_act", "silu"),
+  "exaone4": ("attention_bias", True),
+  "solar_open": ("partial_rotary_factor", 0.5),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_computed_is_refused_by_name(family, tmp_path):
+  key, value = REFUSED[family]
+  values = json.loads((PUBLISHED / family / "config.json").read_text())
+  (tmp_path / "config.json").write_text(json.dumps(values | {key: value}))
+  name = "rope_type" if key == "rope_parameters" else key
+  with pytest.raises(ConfigError, match=f"{name}="):
+    opened(tmp_path)
 
 
 def canonical(model):
@@ -191,6 +264,11 @@ def test_exports_equal_what_was_read(family, tmp_path):
   _, again = opened(tmp_path, scan=True)
   assert canonical(again) == canonical(model)
   expected = mxfp4.joined(safetensors_files.read(str(folder)))
+  expected = kimi_linear.with_names_of_mlps(expected)
+  # The library reads GPT's names without the prefix, too.
+  expected = {
+    name.removeprefix("transformer."): x for name, x in expected.items()
+  }
   assert set(arrays) == set(expected)
   for name, array in expected.items():
     array = array[(slice(None),) * len(array.shape)].astype(np.float32)
@@ -283,6 +361,36 @@ def test_the_text_part_of_llama4(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+def test_layers_of_kimi_linear_in_both_forms(tmp_path):
+  """Lists of numbers, as in the releases, or the library's types of layers."""
+  folder = PUBLISHED / "kimi_linear"
+  values = json.loads((folder / "config.json").read_text())
+  del values["layer_types"], values["mlp_layer_types"]
+  values["linear_attn_config"] = dict(
+    full_attn_layers=[3],
+    kda_layers=[1, 2, 4, 5],
+    num_heads=values.pop("linear_num_heads"),
+    head_dim=values.pop("linear_head_dim"),
+    short_conv_kernel_size=values.pop("linear_conv_kernel_dim"),
+  )
+  values |= dict(
+    first_k_dense_replace=1,
+    mla_use_nope=True,
+    moe_layer_freq=1,
+    moe_router_activation_func="sigmoid",
+    use_grouped_topk=True,
+    rope_theta=1e4,
+    rope_scaling=None,
+    num_nextn_predict_layers=0,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  assert opened(tmp_path) == opened(folder)
+  rotating = values | dict(mla_use_nope=False)
+  (tmp_path / "config.json").write_text(json.dumps(rotating))
+  with pytest.raises(ConfigError, match="mla_use_nope=False: .* only True"):
+    opened(tmp_path)
+
+
 def test_heads_of_gemma4_in_both_forms(tmp_path):
   """Keys for global layers, or a list of all layers as the library saves it."""
   folder = PUBLISHED / "gemma4_moe"
@@ -317,13 +425,19 @@ def test_the_page_lists_families_and_what_others_need():
 
 
 def test_keys_that_no_layer_reads_are_left_out(tmp_path):
-  """As in the releases of Gemma 4's models for devices."""
+  """As in the releases of Gemma 4's models for devices, which also hear."""
   folder = PUBLISHED / "gemma4_devices"
   arrays = dict(safetensors_files.read(str(folder)))
   for layer in (3, 6):
     start = f"model.layers.{layer}.self_attn."
     for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
       arrays[start + name] = np.ones((2, 3), np.float32)
+  arrays = {
+    name.replace("model.", "model.language_model.", 1): x
+    for name, x in arrays.items()
+  }
+  for name in ("audio_tower.layers.0.norm", "embed_audio.projection"):
+    arrays[f"model.{name}.weight"] = np.ones((2, 3), np.float32)
   file = write(tmp_path, arrays)
   for scan in (False, True):
     module, model = opened(folder, scan=scan)

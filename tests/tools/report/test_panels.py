@@ -73,7 +73,7 @@ def test_the_balance_of_experts_is_a_panel():
   run = panels.Run("a", {}, {}, rows)
   (panel,) = panels.panels([run])  # Nothing is dropped, and nothing evaluated.
   assert [s.label for s in panel.series] == ["experts/peak_0", "experts/peak_1"]
-  assert panel.title == "Busiest expert of each layer"
+  assert panel.title == "Load of the busiest expert"
   # Of several runs, each has one curve; and so have many layers.
   (panel,) = panels.panels([run, run._replace(name="b")])
   assert [s.label for s in panel.series] == ["a", "b"]

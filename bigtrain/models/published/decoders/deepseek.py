@@ -1,6 +1,7 @@
 """Latent attention.
 
-DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4, and Youtu.
+DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4, Youtu, and
+MiniCPM 3.
 """
 
 from collections.abc import Mapping
@@ -39,17 +40,19 @@ _LATENT_KEYS = {
 }
 
 
-def _latents() -> Rule:
+def latents() -> Rule:
   """Latent attention, whose keys and values are as many as its queries."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    latents = {name: config[key] for name, key in _LATENT_KEYS.items()}
+    options = {name: config[key] for name, key in _LATENT_KEYS.items()}
     heads = config["num_attention_heads"]
+    if options["v_dim"] is None:
+      options["v_dim"] = config["hidden_size"] // heads
     config.require("num_key_value_heads", heads, None)
     return {
-      "mla": latents,
+      "mla": options,
       "num_kv_heads": heads,
-      "head_dim": latents["nope_dim"] + latents["rope_dim"],
+      "head_dim": options["nope_dim"] + options["rope_dim"],
     }
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +154,7 @@ DEEPSEEK_V2 = LLAMA.but(
   constants={"rope_interleaved": True},
   rules=(
     biases(attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     experts(
@@ -196,7 +199,7 @@ DEEPSEEK_V3 = LLAMA.but(
   rules=(
     biases(attention_bias=("qkv", "out")),
     choice("rope_interleaved", "rope_interleave", {True: True, False: False}),
-    _latents(),
+    latents(),
     _latent_rope(),
     mlp_width(),
     _SIGMOID_EXPERTS,
@@ -328,5 +331,53 @@ YOUTU = DEEPSEEK_V3.but(
     "num_attention_heads": 16,
     "intermediate_size": 6144,
     "tie_word_embeddings": True,
+  },
+)
+
+
+def _scales_of_minicpm() -> Rule:
+  """Factors of branches and of logits, which depend on depth and width."""
+  depth, base = "scale_depth", "dim_model_base"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    root = config["num_hidden_layers"] ** 0.5
+    width = config["hidden_size"]
+    return {
+      "residual_multiplier": (config[depth] or root) / root,
+      "logits_multiplier": (config[base] or width) / width,
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+      depth: fields["residual_multiplier"] * fields["depth"] ** 0.5,
+      base: round(fields["logits_multiplier"] * fields["width"]),
+    }
+
+  fields = ("residual_multiplier", "logits_multiplier")
+  return Rule(fields, {depth: 1.4, base: 256}, read, write)
+
+
+MINICPM3 = DEEPSEEK_V2.but(
+  "minicpm3",
+  "MiniCPM3ForCausalLM",
+  without=("moe",),
+  arrays=table(ENDS, LATENT_ATTENTION, NORMS_BEFORE, MLP),
+  keys={"embed_multiplier": Key("scale_emb", 12)},
+  constants={"rope_interleaved": False},
+  rules=(_scales_of_minicpm(),),
+  defaults={
+    "vocab_size": 73448,
+    "max_position_embeddings": 32768,
+    "hidden_size": 2560,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 40,
+    "intermediate_size": 6400,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": None,
   },
 )

@@ -118,19 +118,19 @@ def sparse_by_types(otherwise: SparseLayers) -> SparseLayers:
   return SparseLayers({key: None, **otherwise.keys}, read, write)
 
 
-def expert_groups() -> Rule:
+def expert_groups(key: str = "n_group") -> Rule:
   """Groups of experts: a token chooses some by the sum of their top two."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    num, top = config["n_group"], config["topk_group"]
+    num, top = config[key], config["topk_group"]
     groups = {"num": num, "top": top, "score": "top2"}
     return {"groups": groups} if num and num > 1 else {}
 
   def write(moe: Mapping[str, Any]) -> dict[str, Any]:
     groups = moe["groups"] or {"num": 1, "top": 1}
-    return {"n_group": groups["num"], "topk_group": groups["top"]}
+    return {key: groups["num"], "topk_group": groups["top"]}
 
-  return Rule(("groups",), {"n_group": 1, "topk_group": 1}, read, write)
+  return Rule(("groups",), {key: 1, "topk_group": 1}, read, write)
 
 
 def shared_experts(key: str = "n_shared_experts", default: int = 1) -> Rule:

@@ -335,7 +335,10 @@ def _layer_inputs() -> Rule:
   def read(config: ConfigJson) -> dict[str, Any]:
     if not config[width]:
       return {"layer_inputs": None}
-    options = {"dim": config[width], "vocab_size": config[vocabulary]}
+    options = {"dim": config[width]}
+    # Without its own size, the table grows with the model's vocabulary.
+    if config[vocabulary] != config["vocab_size"]:
+      options["vocab_size"] = config[vocabulary]
     return {"layer_inputs": options}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -188,3 +188,90 @@ HYPERCLOVAX = GRANITE.but(
   },
   rules=(_norm_after_branches(),),
 )
+
+
+def _attention_alone() -> Rule:
+  """Layers of attention, which may rotate; those of Mamba are refused."""
+  types, positions = "layer_types", "position_embedding_type"
+  attention = ("full_attention", "attention")
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    given = config[types]
+    others = {"linear_attention"} if given is None else {*given} - {*attention}
+    if others:
+      raise config.error(
+        f"{types}={given!r}: the model computes attention only, and no layers "
+        "of Mamba."
+      )
+    config.require(positions, "rope", "nope", None)
+    return {"posemb": "rope" if config[positions] == "rope" else "none"}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = fields["posemb"]
+    return {
+      types: [attention[0]] * len(kinds),
+      positions: "rope" if kinds[0] == "rope" else None,
+      # The library checks it, although no layer is of Mamba.
+      "mamba_n_heads": 1,
+    }
+
+  return Rule(("posemb",), {types: None, positions: None}, read, write)
+
+
+def _shared_mlp_or_mlp() -> Rule:
+  """Experts with an MLP beside them, or without experts, that MLP alone."""
+  with_experts = mlp_width(), _EXPERTS
+  width, number = "shared_intermediate_size", "num_local_experts"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not config[number]:
+      return {"moe": None, "mlp_dim": config[width]}
+    fields: dict[str, Any] = {}
+    for rule in with_experts:
+      fields |= rule.read(config)
+    return fields
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    if fields["moe"][0] is None:
+      return {number: 0, width: fields["mlp_dim"][0]}
+    config: dict[str, Any] = {}
+    for rule in with_experts:
+      config |= rule.write(fields)
+    return config
+
+  keys = {**with_experts[0].keys, **with_experts[1].keys}
+  return Rule(("moe", "mlp_dim"), keys, read, write)
+
+
+# Granite 4, if it has no layers of Mamba.
+GRANITE_MOE_HYBRID = GRANITE_MOE_SHARED.but(
+  "granitemoehybrid",
+  "GraniteMoeHybridForCausalLM",
+  arrays=table(
+    GRANITE_MOE_SHARED.arrays,
+    linear(
+      "model.layers.{i}.shared_mlp.input_linear",
+      "blocks/mlp/gate",
+      "blocks/mlp/up",
+    ),
+    linear("model.layers.{i}.shared_mlp.output_linear", "blocks/mlp/down"),
+  ),
+  rules=(_attention_alone(), _shared_mlp_or_mlp()),
+  requires={"normalization_function": ("rmsnorm",)},
+  # Of Mamba.
+  harmless=(
+    "mamba_n_heads",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_d_head",
+    "mamba_d_conv",
+    "mamba_expand",
+    "mamba_chunk_size",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "time_step_limit",
+    "init_method",
+  ),
+  aliases={"layers_block_type": "layer_types"},
+  defaults={"shared_intermediate_size": 1024},
+)

@@ -1,18 +1,24 @@
-"""Tencent's Hunyuan (version 1), dense and with experts."""
+"""Tencent's Hunyuan, version 1 (dense and with experts) and version 3."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.models.published.decoders import shared_arrays
 from bigtrain.models.published.decoders.bias_rules import biases
-from bigtrain.models.published.decoders.expert_rules import mlp_width
+from bigtrain.models.published.decoders.expert_rules import (
+  SparseLayers,
+  experts,
+  mlp_width,
+  shared_experts,
+  sparse_by_types,
+)
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.families import ConfigJson, Rule
+from bigtrain.models.published.families import ConfigJson, Key, Rule
 from bigtrain.models.published.layer_patterns import ByLayer
 from bigtrain.models.published.tables import renamed, table
 
-_NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+_QK_NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 # Of a scaling with `alpha`, which reads none of them.
 _UNREAD = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
@@ -50,7 +56,7 @@ def _stretched_rope() -> Rule:
 HUNYUAN_DENSE = LLAMA.but(
   "hunyuan_v1_dense",
   "HunYuanDenseV1ForCausalLM",
-  arrays=renamed(shared_arrays.LLAMA, _NORMS),
+  arrays=renamed(shared_arrays.LLAMA, _QK_NORMS),
   constants={"qk_norm": "head", "qk_norm_after_rope": True},
   rules=(biases(attention_bias=("qkv", "out")), _stretched_rope()),
   requires={
@@ -61,7 +67,15 @@ HUNYUAN_DENSE = LLAMA.but(
     "norm_type": ("rms",),
     "use_rotary_pos_emb": (True,),
   },
-  harmless=("eod_token_id", "attention_head_dim", "cla_share_factor"),
+  # The first releases have sizes twice, and options of other models.
+  harmless=(
+    "eod_token_id",
+    "attention_head_dim",
+    "cla_share_factor",
+    "num_experts",
+    "org_vocab_size",
+    "pad_id",
+  ),
   defaults={"vocab_size": 290943, "rms_norm_eps": 1e-5},
 )
 
@@ -111,14 +125,81 @@ HUNYUAN_MOE = HUNYUAN_DENSE.but(
       shared_arrays.SHARED_EXPERTS,
     ),
     {
-      **_NORMS,
+      **_QK_NORMS,
       _THEIRS + "gate.weight": _THEIRS + "gate.wg.weight",
       _THEIRS + "shared_experts": _THEIRS + "shared_mlp",
     },
   ),
   rules=(mlp_width(), _experts()),
+  requires={
+    "use_mixed_mlp_moe": (True,),
+    "group_limited_greedy": (False,),
+    "moe_layer_num_skipped": (0,),
+    "norm_topk_prob": (True,),
+    "routed_scaling_factor": (1.0,),
+  },
+  harmless=(
+    "num_shared_expert",
+    "moe_intermediate_size",
+    "moe_drop_tokens",
+    "moe_random_routing_dropped_token",
+    "capacity_factor",
+  ),
   aliases={
     "num_experts_per_tok": "moe_topk",
     "num_local_experts": "num_experts",
+  },
+)
+
+_AFTER_FIRST = SparseLayers(
+  {},
+  lambda config: [i > 0 for i in range(config["num_hidden_layers"])],
+  lambda sparse: {},
+)
+HY_V3 = LLAMA.but(
+  "hy_v3",
+  "HYV3ForCausalLM",
+  arrays=renamed(
+    table(
+      shared_arrays.ENDS,
+      shared_arrays.ATTENTION,
+      shared_arrays.NORMS_BEFORE,
+      shared_arrays.MLP,
+      shared_arrays.EXPERTS,
+      shared_arrays.SHARED_EXPERTS,
+    ),
+    {
+      _THEIRS + "gate.weight": _THEIRS + "router.gate.weight",
+      _THEIRS + "gate.e_score_correction_bias": _THEIRS + "expert_bias",
+      _THEIRS + "shared_experts": _THEIRS + "shared_mlp",
+    },
+  ),
+  constants={"qk_norm": "head"},
+  rules=(
+    rope(theta=11158840.0),
+    mlp_width(),
+    experts(
+      num_experts=Key("num_experts", 192),
+      top_k=Key("num_experts_per_tok", 8),
+      mlp_dim=Key("moe_intermediate_size", 1536),
+      normalize=True,
+      scale=Key("router_scaling_factor", 2.826),
+      score="sigmoid",
+      selection_bias=True,
+      layers=sparse_by_types(_AFTER_FIRST),
+      rules=(shared_experts("num_shared_experts"),),
+    ),
+  ),
+  # The precision of a sum.
+  harmless=("enable_moe_fp32_combine", "num_nextn_predict_layers"),
+  defaults={
+    "vocab_size": 120832,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 13312,
+    "rms_norm_eps": 1e-5,
   },
 )

@@ -32,6 +32,7 @@ NEUTRAL: Mapping[str, Any] = {
   "embed_norm": False,
   "norm_at": "pre",
   "parallel": False,
+  "parallel_norms": False,
   "qk_norm": None,
   "qk_norm_after_rope": False,
   "qkv_clip": None,
@@ -149,6 +150,9 @@ def _deltanet(options: Any, norm_eps: float) -> dict[str, Any] | None:
     "value_dim": 128,
     "conv_width": 4,
     "negative_eigenvalues": False,
+    "decay_rank": None,
+    "gate_rank": None,
+    "gate": "silu",
     "norm_eps": norm_eps,
   }
   return {**defaults, **given}

@@ -1,6 +1,6 @@
-"""Qwen 2 and 3, also with experts."""
+"""Qwen 2 and 3, also with experts, and Flint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bigtrain.models.published import tables
@@ -13,8 +13,13 @@ from bigtrain.models.published.decoders.expert_rules import (
 )
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.decoders.window_rules import LayerTypes, windows
+from bigtrain.models.published.decoders.window_rules import (
+  SLIDING,
+  LayerTypes,
+  windows,
+)
 from bigtrain.models.published.families import ConfigJson, Key, Rule
+from bigtrain.models.published.tables import renamed
 
 
 def _slides_after_first(config: ConfigJson, i: int) -> bool:
@@ -61,12 +66,13 @@ QWEN3 = LLAMA.but(
 )
 
 
-def sparse_by_step() -> SparseLayers:
+def sparse_by_step(dense_by_default: Sequence[int] = ()) -> SparseLayers:
   """Every n-th layer has experts, except those in a list."""
   step, dense_layers = "decoder_sparse_step", "mlp_only_layers"
 
   def read(config: ConfigJson) -> list[bool]:
-    dense = config[dense_layers] or []
+    dense = config[dense_layers]
+    dense = dense_by_default if dense is None else dense
     return [
       (i + 1) % config[step] == 0 and i not in dense
       for i in range(config["num_hidden_layers"])
@@ -213,5 +219,37 @@ QWEN3_VL_MOE_TEXT = QWEN3_MOE.but(
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "tie_word_embeddings": True,
+  },
+)
+
+
+def _slides_in_flint(config: ConfigJson, i: int) -> bool:
+  is_last = i == config["num_hidden_layers"] - 1
+  return i >= 2 and i % 4 != 1 and not is_last
+
+
+FLINT = QWEN3_MOE.but(
+  "flint",
+  "FlintForCausalLM",
+  arrays=renamed(shared_arrays.QWEN_MOE, {".sinks": ".softmax_offset"}),
+  constants={"sinks": True},
+  rules=(
+    # Layers without a window have no positions.
+    windows(LayerTypes(_slides_in_flint), default=513, rotates=SLIDING),
+    experts(
+      num_experts=Key("num_experts", 256),
+      top_k=Key("num_experts_per_tok", 6),
+      mlp_dim=Key("moe_intermediate_size", 512),
+      normalize=Key("norm_topk_prob", True),
+      score="sigmoid",
+      shared_dim=Key("shared_expert_intermediate_size", 1024),
+      layers=sparse_by_step([0, 1]),
+    ),
+  ),
+  defaults={
+    "vocab_size": 150144,
+    "max_position_embeddings": 262144,
+    "num_hidden_layers": 49,
+    "head_dim": 128,
   },
 )
