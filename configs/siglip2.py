@@ -235,7 +235,7 @@ def get_config(arg=None):
     batch_size=1024,
   )
   config.evals.boxes = dict(
-    type="boxes",
+    type="box_overlap",
     pred="box",
     data=coco("val"),
     pp=f"{image}|locca_question({of_boxes},task='aref')"
@@ -298,8 +298,7 @@ def _small(config, digits):
       small_area=(0.2, 0.4),
     )
     for evaluation in config.evals.values():
-      del evaluation.log_steps
-      evaluation.log_percent = 20
+      evaluation.log_steps = 200
     config.evals.retrieval.num_examples = 100
     config.evals.captions.num_examples = 500
     config.evals.boxes.num_examples = 500

@@ -75,11 +75,7 @@ def example_of(config):
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
     return dict.fromkeys(("tokens", "inputs", "targets"), ids)
-  if naflex := re.findall(r"naflex\((\d+),(\d+)\)", pp):
-    ((size, patches),) = naflex
-    shape = (1, int(patches), int(size) ** 2 * 3)
-    shapes = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return dict(image=jax.ShapeDtypeStruct(shape, jnp.float32), shapes=shapes)
+  naflex = re.findall(r"naflex\((\d+),(\d+)\)", pp)
   if data["type"] == "digit_pairs":
     cell = 8 + 2 * data["margin"]
     shape = (cell, 2 * cell, 1)
@@ -89,6 +85,12 @@ def example_of(config):
     res, *_ = crops or re.findall(r"resize\((\d+)", pp) or ["8"]
     shape = (int(res), int(res), 1 if data["type"] == "arrays" else 3)
   example = {"image": jax.ShapeDtypeStruct((1, *shape), jnp.float32)}
+  if naflex:
+    ((size, patches),) = naflex
+    channels = 1 if data["type"] == "digit_pairs" else 3
+    shape = (1, int(patches), int(size) ** 2 * channels)
+    example["image"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    example["shapes"] = jax.ShapeDtypeStruct((1, 2), jnp.int32)
   if length := re.findall(r"tokenize\(.*max_len=(\d+)", pp):
     shape = (1, int(length[0]))
     example["labels"] = jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -303,7 +305,11 @@ def _leaves(config, prefix=""):
       yield prefix + key
 
 
-_LENGTHS = r"total_\w+|schedule\.warmup_\w+"
+# Keys that may differ: lengths, and sizes in place of a variant's.
+_LENGTHS = (
+  r"total_\w+|schedule\.warmup_\w+"
+  r"|model\.(image|text)\.(width|depth|mlp_dim|num_heads)"
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,19 +63,21 @@ RULES = {
 }
 # Packages whose modules a config names: these do not import one another. A ViT
 # is also the image tower of captioners, of image-text models and of decoders
-# that read pictures, CoCa learns captions and pairs, a policy is a language
-# model, and prompts are rows without answers.
+# that read pictures, CoCa learns captions and pairs, SigLIP 2 has two towers, a
+# captioner's decoder and DINO's heads, a policy is a language model, and
+# prompts are rows without answers.
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
   *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
-  *("models.cappa", "tasks.captioning"),
+  *("models.cappa", "tasks.captioning", "tasks.contrastive"),
+  *("models.two_towers", "models.dinov2"),
   *("tasks.language_modeling", "data.supervised", "data.digit_pairs"),
 )
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = (
-  r"configs\.(common|cappa|decoder_lm|digits|siglip|t5_c4|transfer|vit_s16_i1k"
-  r"|vlm_transfer)"
+  r"configs\.(common|cappa|decoder_lm|digits|siglip2?|t5_c4|transfer"
+  r"|vit_s16_i1k|vlm_transfer)"
 )
 
 

@@ -140,6 +140,7 @@ FIRST_LOSS = {
   "sft": (_BYTES, 0.05),
   "siglip": (10, 0.5),
   "siglip2": (5 + math.log(259 + 21), 0.5),  # Two losses.
+  "siglip2_naflex": (5 + math.log(259 + 21), 0.5),
   "siglip2_finetune": (10, 0.5),
   "switch_base": (_SPANS, 0.15),
   "t5_1_1_base": (_SPANS, 0.15),

@@ -207,7 +207,7 @@ def locca_question(
 
   "cap" asks for a caption, "aref" for the box of a text, "gcap" for the text
   of a box. The last two also give `box` float32 [4] and `box_text`. If an image
-  has too few boxes, they are NaN and empty; the evaluator `boxes` ignores it.
+  has too few boxes, they are NaN and empty, and `box_overlap` ignores it.
 
   Args:
     index: number of the box, from 0.

@@ -169,18 +169,14 @@ def embed_fn(
     gram_size: side of the large crops as the Gram teacher sees them, a multiple
       of `large_size`; its features are resized to the student's grid.
   """
-  keys_B = batch["_keys"]
-  large = _large_crops(
-    batch, num_large, large_size, large_area, flip=flip, contrast=contrast
+  large_crops = functools.partial(
+    _large_crops, batch, num_large, area=large_area, flip=flip
   )
+  large = large_crops(size=large_size, contrast=contrast)
   small = _small_crops(
     batch, num_small, small_size, small_area, flip=flip, contrast=contrast
   )
-  if num_large == 1 and small is None:
-    raise ConfigError(
-      "config.loss.num_large=1: expected small crops, whose class tokens are "
-      "compared with it, or num_large=2."
-    )
+  _check_numbers(num_large, small)
   B, G = large.shape[:2]
   large_N = large.reshape(B * G, *large.shape[2:])
   grid = _grid(model, large_N.shape[1:])
@@ -190,7 +186,7 @@ def embed_fn(
   if model.patch_prototypes:
     num_patches = math.prod(grid)
     given["chosen_BM"], weight_NM, shown["masked_BP"] = _masks(
-      keys_B, G, num_patches, mask_prob, mask_ratio
+      batch["_keys"], G, num_patches, mask_prob, mask_ratio
     )
   out, mutable = forward.apply(
     model, variables, rng, train, large_N, **given, **shown
@@ -201,47 +197,50 @@ def embed_fn(
   def by_example(x: jax.Array) -> jax.Array:
     return x.reshape(B, -1, *x.shape[1:])
 
+  result = _of_large(out, taught, weight_NM, by_example)
+  if small is not None:
+    small_NE = _small_vectors(model, variables, rng, train, small)
+    result["small_BSE"] = by_example(small_NE)
+  if gram_weight is not None:
+    # The same crops, without changes of contrast.
+    gram_crops = functools.partial(large_crops, size=gram_size or large_size)
+    gram_teacher = _of_teacher(variables, state["gram"]["teacher"])
+    gram_N = _gram_loss(
+      model, gram_teacher, out["encoded"], gram_crops, grid, gram_weight
+    )
+    result["gram_BG"] = by_example(gram_N)
+  return result, mutable
+
+
+def _of_large(
+  out: Mapping[str, jax.Array],
+  taught: Mapping[str, jax.Array],
+  weight_NM: jax.Array | None,
+  by_example: Callable[[jax.Array], jax.Array],
+) -> dict[str, jax.Array]:
+  """What student (`out`) and teacher make of the large crops."""
+  taught = jax.lax.stop_gradient(dict(taught))
   result = {
-    "student_BGE": by_example(out["class_z"]),
-    "teacher_BGE": by_example(taught["class_z"]),
-    "features_BGD": by_example(out["head_input"]),
-    "teacher_features_BGD": by_example(taught["head_input"]),
+    "student_BGE": out["class_z"],
+    "teacher_BGE": taught["class_z"],
+    "features_BGD": out["head_input"],
+    "teacher_features_BGD": taught["head_input"],
   }
   if weight_NM is not None:
     result |= {
-      "student_BGME": by_example(out["patch_z"]),
-      "teacher_BGME": by_example(taught["patch_z"]),
-      "weight_BGM": by_example(weight_NM),
+      "student_BGME": out["patch_z"],
+      "teacher_BGME": taught["patch_z"],
+      "weight_BGM": weight_NM,
     }
-  if small is not None:
-    result["small_BSE"] = by_example(
-      _small_vectors(model, variables, rng, train, small)
+  return {name: by_example(x) for name, x in result.items()}
+
+
+def _check_numbers(num_large: int, small: jax.Array | None) -> None:
+  if num_large == 1 and small is None:
+    raise ConfigError(
+      "config.loss.num_large=1: expected small crops, whose class tokens are "
+      "compared with it, or num_large=2."
     )
-  if gram_weight is not None:
-    # The same crops, without changes of contrast.
-    gram_crops = functools.partial(
-      _large_crops,
-      batch,
-      num_large,
-      gram_size or large_size,
-      large_area,
-      flip=flip,
-    )
-    result["gram_BG"] = by_example(
-      _gram_loss(
-        model,
-        _of_teacher(variables, state["gram"]["teacher"]),
-        out["encoded"],
-        gram_crops,
-        grid,
-        gram_weight,
-      )
-    )
-  fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
-  return {
-    name: jax.lax.stop_gradient(x) if name in fixed else x
-    for name, x in result.items()
-  }, mutable
 
 
 def _small_vectors(
@@ -432,10 +431,8 @@ def embeddings_loss_fn(
   assign = functools.partial(
     _assign, centering=centering, temperature=teacher_temperature
   )
-  teacher_BGE, student_BGE = (
-    embeddings["teacher_BGE"],
-    embeddings["student_BGE"],
-  )
+  teacher_BGE = embeddings["teacher_BGE"]
+  student_BGE = embeddings["student_BGE"]
   B, G = teacher_BGE.shape[:2]
   weight_B = metrics.example_weights(batch, teacher_BGE)
   weight_N = jnp.repeat(weight_B, G)

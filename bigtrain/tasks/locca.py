@@ -104,16 +104,25 @@ def loss_fn(
     "loss": (losses.total, jnp.sum(share)),
     "token_accuracy": metrics.pair(losses.correct_BL, weight),
   }
-  loss_BN = jnp.sum(losses.loss_BL * share, axis=1).reshape(B, N)
-  share_BN = jnp.sum(share, axis=1).reshape(B, N)
-  correct_BN = jnp.sum(losses.correct_BL * weight, axis=1).reshape(B, N)
-  total_BN = total.reshape(B, N)
+  of_sequences = _by_sequence(losses, share, weight, N)
+  return {**result, **of_sequences}, mutable
+
+
+def _by_sequence(
+  losses: Any, share: jax.Array, weight: jax.Array, N: int
+) -> Metrics:
+  """Loss and accuracy of the first sequences, of the second ones, ..."""
+
+  def sums_N(x: jax.Array) -> jax.Array:
+    return jnp.sum(x.reshape(-1, N, x.shape[-1]), axis=(0, 2))
+
+  loss_N, share_N = sums_N(losses.loss_BL * share), sums_N(share)
+  correct_N, weight_N = sums_N(losses.correct_BL * weight), sums_N(weight)
+  result: Metrics = {}
   for n in range(N):
-    loss = jnp.sum(loss_BN[:, n]), jnp.sum(share_BN[:, n])
-    accuracy = jnp.sum(correct_BN[:, n]), jnp.sum(total_BN[:, n])
-    result[f"loss_{n}"] = jax.lax.stop_gradient(loss)
-    result[f"token_accuracy_{n}"] = accuracy
-  return result, mutable
+    result[f"loss_{n}"] = jax.lax.stop_gradient(loss_N[n]), share_N[n]
+    result[f"token_accuracy_{n}"] = correct_N[n], weight_N[n]
+  return result
 
 
 def _drawn(batch: Batch, rng: jax.Array | None, B: int) -> jax.Array:

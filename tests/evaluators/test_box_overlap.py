@@ -6,7 +6,7 @@ from tiny import evaluating
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.evaluators import boxes
+from bigtrain.evaluators import box_overlap
 
 TARGET = np.array([0.0, 0.0, 0.5, 0.5], np.float32)
 # A box, and its overlap with TARGET.
@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.mark.parametrize("box, expected", CASES)
 def test_the_overlap_is_the_share_of_the_union(box, expected):
-  value = boxes.overlap(np.array([box], np.float32), TARGET[None])
+  value = box_overlap.overlap(np.array([box], np.float32), TARGET[None])
   np.testing.assert_allclose(value, [expected], rtol=1e-6)
 
 
@@ -35,7 +35,7 @@ def build(target, mesh=(2, 4), **options):
   )
   data = dict(type="arrays", arrays=columns)
   predict = lambda variables, batch: batch["predicted"]
-  return evaluating.build("boxes", predict, context, data=data, **options)
+  return evaluating.build("box_overlap", predict, context, data=data, **options)
 
 
 def test_means_and_the_picture():
