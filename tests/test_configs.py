@@ -58,7 +58,12 @@ def example_of(config):
     return {"prompt": jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)}
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
-    return dict.fromkeys(("tokens", "inputs", "targets"), ids)
+    example = dict.fromkeys(("tokens", "inputs", "targets"), ids)
+    if pictures := data.get("pictures"):  # Two digits.
+      side = int((re.findall(r"resize\((\d+)", pictures["pp"]) or ["8"])[0])
+      shape = (1, 2, side, side, 3)
+      example["image"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return example
   if naflex := re.findall(r"naflex\((\d+),(\d+)\)", pp):
     ((size, patches),) = naflex
     shape = (1, int(patches), int(size) ** 2 * 3)
@@ -129,6 +134,10 @@ def count(params):
     ("gpt_oss_20b", 20_914_757_184),
     ("qwen3_next_80b", 79_674_391_296),
     ("qwen3_5_9b", 8_953_803_264),
+    # Counted by transformers for the published sizes.
+    ("qwen3_vl_2b", 2_127_532_032),
+    ("qwen3_vl_2b:size=4b", 4_437_815_808),
+    ("qwen3_vl_2b:size=8b", 8_767_123_696),
     ("gemma4_26b_a4b", 25_233_141_760 + 30),  # With the layers' scalars.
     # With one module for a further token: a layer, two norms and a projection.
     ("deepseek_v3", 671_026_404_352 + 11_610_067_968),

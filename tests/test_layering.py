@@ -67,7 +67,7 @@ RULES = {
 _SEAMS = ("tasks", "models", "evaluators", "data", "hooks")
 _SHARED = (
   *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
-  *("models.cappa", "tasks.captioning"),
+  *("models.native_vit", "models.cappa", "tasks.captioning"),
   *("tasks.language_modeling", "data.supervised", "data.digit_pairs"),
 )
 # Configs share these: cap.py differs from cappa.py in one key, and
