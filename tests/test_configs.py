@@ -74,7 +74,11 @@ def example_of(config):
     return {"prompt": jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)}
   if data["type"] in ("text", "tokens", "supervised"):
     ids = jax.ShapeDtypeStruct((1, data["length"]), jnp.int32)
-    return dict.fromkeys(("tokens", "inputs", "targets"), ids)
+    example = dict.fromkeys(("tokens", "inputs", "targets"), ids)
+    if pictures := data.get("pictures"):
+      shape = _shape_of_digits(config["model"], data["name"], pictures["pp"])
+      example["image"] = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    return example
   naflex = re.findall(r"naflex\((\d+),(\d+)\)", pp)
   if data["type"] == "digit_pairs":
     cell = 8 + 2 * data["margin"]
@@ -101,6 +105,15 @@ def example_of(config):
   elif config["model"].get("text_model", "") is None:
     example["labels"] = example["image"]  # A picture of the text.
   return example
+
+
+def _shape_of_digits(model, name, pp):
+  """Shape of the pictures of an example: one of both digits, or two."""
+  size = (
+    model.get("image_size") or (re.findall(r"resize\((\d+)", pp) or ["8"])[0]
+  )
+  height, width = size if isinstance(size, list | tuple) else [int(size)] * 2
+  return (1 if name == "digit_scenes" else 2, height, width, 3)
 
 
 def params_of(config):
@@ -149,6 +162,10 @@ def count(params):
     ("gpt_oss_20b", 20_914_757_184),
     ("qwen3_next_80b", 79_674_391_296),
     ("qwen3_5_9b", 8_953_803_264),
+    # Counted by transformers for the published sizes.
+    ("qwen3_vl_2b", 2_127_532_032),
+    ("qwen3_vl_2b:size=4b", 4_437_815_808),
+    ("qwen3_vl_2b:size=8b", 8_767_123_696),
     ("gemma4_26b_a4b", 25_233_141_760 + 30),  # With the layers' scalars.
     # With one module for a further token: a layer, two norms and a projection.
     ("deepseek_v3", 671_026_404_352 + 11_610_067_968),

@@ -71,6 +71,7 @@ _SHARED = (
   *("models.vit", "models.text_transformer", "models.decoder", "data.arrays"),
   *("models.cappa", "tasks.captioning", "tasks.contrastive"),
   *("models.two_towers", "models.dinov2"),
+  *("models.native_vit",),
   *("tasks.language_modeling", "data.supervised", "data.digit_pairs"),
 )
 # Configs share these: cap.py differs from cappa.py in one key, and

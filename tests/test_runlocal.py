@@ -134,6 +134,7 @@ FIRST_LOSS = {
   "qwen3_0_6b": (_BYTES, 0.05),
   "qwen3_5_9b": (_BYTES, 0.05),
   "qwen3_next_80b": (_BYTES, 0.05),
+  "qwen3_vl_2b": (math.log(260), 0.05),
   "smollm3_3b": (_BYTES, 0.05),
   "pydoc_t5": (math.log(259 + 32), 0.15),
   "resnet50_i1k": (math.log(1000), 0.05),

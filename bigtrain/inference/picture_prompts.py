@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bigtrain.config.errors import ConfigError, DataError, did_you_mean
-from bigtrain.files import paths
+from bigtrain.files import paths, picture_sizes
 from bigtrain.inference.saved import Saved
-from bigtrain.pp import picture_files, pixels
+from bigtrain.pp import pixels
 from bigtrain.text import pictures, tokenizers
 
 # Prompts have a multiple of so many patches, so that few programs are compiled.
@@ -92,7 +92,7 @@ def images_of(prompt: Mapping[str, Any]) -> list[Any]:
 def _size(raw: bytes | np.ndarray) -> tuple[int, int]:
   """Height and width."""
   if isinstance(raw, bytes):
-    return picture_files.size(raw)
+    return picture_sizes.size(raw)
   return raw.shape[0], raw.shape[1]
 
 

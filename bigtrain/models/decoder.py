@@ -198,8 +198,8 @@ class Model(nn.Module):
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
       segments: int (B, L), document of each token, 0 for padding; documents do
         not see each other. None for one document per example.
-      positions: int (B, L), or (B, L, 3) with rope_axes; by default they count
-        from 0 in each document.
+      positions: int (B, L), or (B, L, 3) with rope_axes; by default from 0 on
+        in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens see, also those
@@ -241,17 +241,14 @@ class Model(nn.Module):
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
     carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
     shared = tables, mask, real, start, train
-    (x_BLD, cache, _), stats = self._blocks(layers, carry, *shared)
-    if cache is not None:
-      cache = cache.after_call()
+    (x_BLD, cache), stats = self._blocks(layers, carry, *shared)
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     if self.mtp and (train or self.is_initializing()):
       embed = functools.partial(self.embed, embedding_VD)
-      own_tables = tables._replace(added_BNLD=None)
       out["mtp"], out["moe"] = self._predict_further(
-        embed, x_BLD, tokens, stats, own_tables, mask, real, train
+        embed, x_BLD, tokens, stats, tables, mask, real, train
       )
     weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
@@ -300,6 +297,7 @@ class Model(nn.Module):
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` with its layer's added."""
     modules = self.mtp_modules(name="mtp")
+    tables = tables._replace(added_BNLD=None)  # Of the first layers alone.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
     hidden = []
     by_layer = {} if stats is None else stats["by_layer"]
@@ -439,7 +437,7 @@ class Model(nn.Module):
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.
       layers = layers.without_drops()
-    return stack.run(
+    (x_BLD, cache, _), stats = stack.run(
       self,
       causal_block.Block,
       layers.period,
@@ -450,6 +448,7 @@ class Model(nn.Module):
       scan=self.scan,
       remat_policy=self.remat_policy,
     )
+    return (x_BLD, None if cache is None else cache.after_call()), stats
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """The matrix (D, V) that gives logits, with their multiplier."""

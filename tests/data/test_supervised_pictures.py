@@ -340,10 +340,10 @@ def test_sizes_of_files_are_those_of_their_pictures(kind):
 
   import PIL.Image
 
-  from bigtrain.pp import picture_files
+  from bigtrain.files import picture_sizes
 
   file = io.BytesIO()
   PIL.Image.new("RGB", (33, 20)).save(file, kind)
-  assert picture_files.size(file.getvalue()) == (20, 33)
+  assert picture_sizes.size(file.getvalue()) == (20, 33)
   with pytest.raises(DataError, match="does not say its size"):
-    picture_files.size(file.getvalue()[:9])
+    picture_sizes.size(file.getvalue()[:9])

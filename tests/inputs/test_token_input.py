@@ -184,7 +184,8 @@ num_configs = 0
 for path in sorted(pathlib.Path("configs").glob("*.py")):
   if "tokens" not in path.read_text():
     continue
-  if path.stem in ("common", "vlm_digits"):  # They take no folder of tokens.
+  # They take no folder of tokens.
+  if path.stem in ("common", "vlm_digits", "qwen3_vl_2b"):
     continue
   key = "data_dir" if "data_dir" in path.read_text() else "data"
   config = loading.load(f"{path}:{key}={folder}")

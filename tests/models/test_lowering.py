@@ -43,6 +43,8 @@ def _shallow(options):
   for name in ("depth", "decoder_depth"):
     if name in options:
       shallow[name] = depth
+  if "taps" in options:
+    shallow["taps"] = (0, 1)
   return shallow
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.config.errors import DataError
-from bigtrain.files import paths
-from bigtrain.pp import picture_files
+from bigtrain.files import paths, picture_sizes
 from bigtrain.text import pictures
 
 # Field that `rows` of a file get: the folder of the file.
@@ -81,7 +80,7 @@ def with_size(kept: bytes) -> tuple[bytes, tuple[int, int]]:
   """Adds a picture's size to what is kept of it; returns both."""
   content = decoded(kept)
   if isinstance(content, bytes):
-    size = picture_files.size(content)
+    size = picture_sizes.size(content)
   else:
     size = content.shape[0], content.shape[1]
   return _SIZE.pack(_SIZED, *size) + kept, size

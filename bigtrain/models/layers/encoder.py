@@ -103,6 +103,17 @@ def norm(options: Options, width: int, name: str) -> nn.Module:
   return nn.LayerNorm(options.norm_eps, options.dtype, name=name)
 
 
+def _mlp_options(options: Options, width: int) -> mlp.Options:
+  return mlp.Options(
+    options.mlp_dim or 4 * width,
+    options.mlp,
+    use_bias="mlp" in options.bias,
+    dropout=options.dropout,
+    dtype=options.dtype,
+    names=mlp.VIT_NAMES,
+  )
+
+
 @struct.dataclass
 class _Tapped:
   """The stream, and copies of it after some of the layers."""
@@ -171,15 +182,7 @@ class Block(nn.Module):
       bias_1HLS = positions.GridBias(
         options.num_heads, options.relative_grid, name="relative_bias"
       )()
-    F = options.mlp_dim or 4 * x_BLD.shape[-1]
-    of_mlp = mlp.Options(
-      F,
-      options.mlp,
-      use_bias="mlp" in options.bias,
-      dropout=options.dropout,
-      dtype=options.dtype,
-      names=mlp.VIT_NAMES,
-    )
+    of_mlp = _mlp_options(options, x_BLD.shape[-1])
 
     y_BLD = before(x_BLD, 0)
     if options.token_mlp_dim:
