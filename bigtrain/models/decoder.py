@@ -239,9 +239,8 @@ class Model(nn.Module):
     layers = layer_kinds.of_model(self)
     tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
-    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
     shared = tables, mask, real, start, train
-    (x_BLD, cache), stats = self._blocks(layers, carry, *shared)
+    (x_BLD, cache), stats = self._blocks(layers, x_BLD, cache, *shared)
     x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
@@ -430,9 +429,13 @@ class Model(nn.Module):
     return self.logits_softcap * jnp.tanh(logits_BLV / self.logits_softcap)
 
   def _blocks(
-    self, layers: layer_kinds.Layers, carry: Any, *shared: Any
+    self,
+    layers: layer_kinds.Layers,
+    x_BLD: jax.Array,
+    cache: kv_cache.Caches | None,
+    *shared: Any,
   ) -> tuple[Any, Any]:
-    x_BLD, cache, _ = carry
+    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
     if cache is not None and x_BLD.shape[1] > 1:
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.

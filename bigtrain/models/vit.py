@@ -244,16 +244,19 @@ class Model(encoder.Fields):
       rep_size = D if self.rep_size is True else self.rep_size
       x = nn.tanh(nn.Dense(rep_size, name="pre_logits")(x))
     out["pre_logits"] = x
-    if self.num_classes:
-      zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
-      x = nn.Dense(
-        self.num_classes,
-        name="head",
-        use_bias=self.head_bias,
-        kernel_init=zeros if self.head_zeroinit else lecun,
-        bias_init=nn.initializers.constant(self.head_bias_init),
-      )(x)
-    return x, out
+    return self._classified(x), out
+
+  def _classified(self, x: jax.Array) -> jax.Array:
+    if not self.num_classes:
+      return x
+    zeros, lecun = nn.initializers.zeros, nn.initializers.lecun_normal()
+    return nn.Dense(
+      self.num_classes,
+      name="head",
+      use_bias=self.head_bias,
+      kernel_init=zeros if self.head_zeroinit else lecun,
+      bias_init=nn.initializers.constant(self.head_bias_init),
+    )(x)
 
   def _encode(
     self,
