@@ -748,7 +748,8 @@ FAMILIES = {
     attn_temperature_tuning=False,
     use_qk_norm=False,
     tie_word_embeddings=True,
-    rope_parameters=DEFAULT,
+    # As in Scout, no frequency is between the two factors.
+    rope_parameters=LLAMA3 | dict(low_freq_factor=1.0, high_freq_factor=1.0),
   ),
   "minicpm3": dict(
     model_type="minicpm3",

@@ -135,7 +135,10 @@ def frequencies(
     elif kind == "llama3":
       rotations_Q = scaling["original_len"] * omega_Q / (2 * math.pi)
       low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-      kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
+      if low == high:  # As in Llama 4 Scout: nothing is in between.
+        kept_Q = (rotations_Q > low).astype(omega_Q.dtype)
+      else:
+        kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
     elif kind == "yarn":
       kept_Q = _kept_by_yarn(dims, theta, scaling)
     elif kind == "proportional":

@@ -43,11 +43,12 @@ def experts(
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     moe = next((x for x in fields["moe"] if x is not None), None)
-    if moe is None:
-      return {}
-    config = {key.name: moe[name] for name, key in option_keys.items()}
+    config: dict[str, Any] = {}
     if layers is not None:
       config |= layers.write([x is not None for x in fields["moe"]])
+    if moe is None:
+      return config
+    config |= {key.name: moe[name] for name, key in option_keys.items()}
     for rule in rules:
       config |= rule.write(moe)
     return config

@@ -301,8 +301,9 @@ def _sharing_layers() -> Rule:
 
   def read(config: ConfigJson) -> dict[str, Any]:
     depth, number = config["num_hidden_layers"], config["num_kv_shared_layers"]
-    width = config["intermediate_size"]
-    shared_width = width * (2 if config["use_double_wide_mlp"] else 1)
+    width = shared_width = config["intermediate_size"]
+    if config["use_double_wide_mlp"]:
+      shared_width = 2 * width
     shares = [i >= depth - number for i in range(depth)]
     return {
       "shares_kv": ByLayer(shares),
@@ -311,10 +312,12 @@ def _sharing_layers() -> Rule:
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     number, widths = sum(fields["shares_kv"]), fields["mlp_dim"]
+    # Layers of other families may have no MLP.
+    is_double = None not in widths and widths[-1] == 2 * widths[0]
     return {
       "num_kv_shared_layers": number,
       "intermediate_size": widths[0],
-      "use_double_wide_mlp": number > 0 and widths[-1] == 2 * widths[0],
+      "use_double_wide_mlp": number > 0 and is_double,
     }
 
   keys = {
