@@ -223,6 +223,24 @@ def _parallel_norms() -> Rule:
   )
 
 
+def _rope_in_one_key() -> Rule:
+  """Rotary embeddings, which the library reads from `rope_parameters` alone.
+
+  Its older keys for this family have other names.
+  """
+  rule = rope(fraction=0.25)
+  share = "partial_rotary_factor"
+
+  def write(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = dict(rule.write(fields))
+    stored = config.pop("rope_scaling") or {"rope_type": "default"}
+    for key in ("rope_theta", share):
+      stored[key] = config.pop(key)
+    return config | {"rope_parameters": stored}
+
+  return rule._replace(write=write)
+
+
 _NEOX = "gpt_neox.layers.{i}."
 GPT_NEOX = LLAMA.but(
   "gpt_neox",
@@ -251,7 +269,7 @@ GPT_NEOX = LLAMA.but(
     choice("mlp", "hidden_act", {"gelu": "gelu_erf", **GELUS}),
     biases(always=("mlp", "norm"), attention_bias=("qkv", "out")),
     _parallel_norms(),
-    rope(fraction=0.25),
+    _rope_in_one_key(),
   ),
   aliases={
     "rotary_pct": "partial_rotary_factor",
