@@ -280,3 +280,17 @@ def test_neither_devices_nor_microbatches_change_training(text, case):
   top = max(np.abs(x).max() for x in want_grads.values())
   for name, x in want_grads.items():
     np.testing.assert_allclose(grads[name], x, 0, 1e-9 * top, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_pipeline_does_not_change_training():
+  """Experts in each layer, because stages have whole periods."""
+  text = '{"routing": "expert_choice", "top_k": 2, "every": 1}'
+  (want, want_grads), (got, grads) = (
+    trained(text),
+    trained(text, microbatches=2, fsdp=2, pipeline=2),
+  )
+  np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+  top = max(np.abs(x).max() for x in want_grads.values())
+  for name, x in want_grads.items():
+    np.testing.assert_allclose(grads[name], x, 0, 1e-9 * top, err_msg=name)
