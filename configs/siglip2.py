@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --workdir=runs/siglip2 \\
   --config=configs/siglip2.py:tokenizer=FILE
-  and, on pairs of scikit-learn's digits, in about 15 minutes on two CPU cores:
+  and, on pairs of scikit-learn's digits, within an hour on two busy CPU cores:
   python -m bigtrain.main --config=configs/siglip2.py:runlocal \\
     --workdir=runs/siglip2
 Hardware: the authors had up to 2,048 TPU v5e. Our guess: 256 are enough.
@@ -183,7 +183,8 @@ def get_config(arg=None):
     max_len=max_len,
     num_locations=locations,
     num_prototypes=65_536,
-    # More do not fit beside the logits of 128 patches of each image.
+    # Of 128 patches of each image; with 65,536, each array of scores would
+    # have 4.3 GB on each of 256 devices.
     patch_prototypes=8192,
     head_hidden=2048,
     head_out=256,
