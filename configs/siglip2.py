@@ -2,14 +2,15 @@
 
 Command: python -m bigtrain.main --workdir=runs/siglip2 \\
   --config=configs/siglip2.py:tokenizer=FILE
-  and, on pairs of scikit-learn's digits, in a few minutes on two CPU cores:
+  and, on pairs of scikit-learn's digits, within an hour on two busy CPU cores:
   python -m bigtrain.main --config=configs/siglip2.py:runlocal \\
     --workdir=runs/siglip2
-Hardware: 256 TPU v5e, see docs/benchmarks.md; the authors had up to 2,048.
+Hardware: the authors had up to 2,048 TPU v5e. Our guess: 256 are enough.
 Result: not measured. Published, with WebLI, which is not public: 79.1%
 zero-shot accuracy on ImageNet of B/16 at 256 pixels, 82.5% of L/16. On COCO
 this config makes 480,000 epochs, which only shows that everything works. The
-run on digits: see docs/images_and_text.md#siglip-2.
+run on digits, after 1,000 steps: 0.325 zero-shot accuracy over the 100 ordered
+pairs (zeroshot/acc), a mean overlap of boxes of 0.69 (boxes/iou).
 Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786. Published:
 the towers, attention pooling in both, texts of 64 lower-case tokens of Gemma's
 tokenizer; batch, number of examples, Adam, learning rate, decay, clipping,
@@ -182,7 +183,8 @@ def get_config(arg=None):
     max_len=max_len,
     num_locations=locations,
     num_prototypes=65_536,
-    # More do not fit beside the logits of 128 patches of each image.
+    # Of 128 patches of each image; with 65,536, each array of scores would
+    # have 4.3 GB on each of 256 devices.
     patch_prototypes=8192,
     head_hidden=2048,
     head_out=256,
