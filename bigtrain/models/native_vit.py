@@ -127,6 +127,11 @@ class Model(encoder.Fields):
     )
     x_BPD = embedding(image)
     P = x_BPD.shape[1]
+    if P % self.merge**2:
+      raise ConfigError(
+        f"config.input: 'image': expected a multiple of {self.merge**2} "
+        f"patches with padding, which are whole squares, got {P}."
+      )
     place = _places(shapes, P, self.merge)
     if self.posemb_grid is not None:
       h, w = self.posemb_grid

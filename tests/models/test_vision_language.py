@@ -196,3 +196,144 @@ def test_parameters_have_dimensions():
   table = vision_language.param_dims(model)
   for name, _ in trees.flatten_with_names(shapes["params"]):
     assert dims.find(table, name), name
+
+
+NATIVE = dict(
+  width=16,
+  depth=3,
+  num_heads=2,
+  patch_size=2,
+  posemb_grid=(3, 3),
+  window=4,
+  whole_layers=(1,),
+  taps=(0, 1),
+)
+AXES = dict(
+  variant="llama",
+  vocab_size=40,
+  width=16,
+  depth=3,
+  num_heads=2,
+  head_dim=16,
+  mlp_dim=24,
+  rope_axes=dict(sections=(4, 2, 2), interleaved=True),
+)
+
+
+def native_of(**changes):
+  projector = dict(merge=2, norm="layernorm", norm_eps=1e-6, mlp="gelu_erf")
+  return model_of(
+    **{
+      **dict(image_model="native_vit", image=NATIVE, text=AXES),
+      "projector": projector | dict(norm_patches=True),
+      **changes,
+    }
+  )
+
+
+def native_batch(texts, rows, num_pictures, num_patches):
+  """Texts in rows, whose pictures are (patches, rows and columns)."""
+  batch = batch_of(
+    [(ids, np.zeros((0, SIDE, SIDE, 3))) for ids, _ in texts], rows, 1
+  )
+  image = np.zeros((len(rows), num_pictures, num_patches, 24))
+  shapes = np.zeros((len(rows), num_pictures, 2), np.int32)
+  for b, numbers in enumerate(rows):
+    own = [picture for number in numbers for picture in texts[number][1]]
+    for n, (patches, shape) in enumerate(own):
+      image[b, n, : len(patches)] = patches
+      shapes[b, n] = shape
+  return batch | dict(image=jnp.asarray(image), shapes=jnp.asarray(shapes))
+
+
+def native_text(rng, shapes):
+  """Two words, and a word after each picture."""
+  ids, pictures = [rng.integers(1, 30, 2)], []
+  for rows, columns in shapes:
+    ids += [np.full(rows * columns // 4, IMAGE), rng.integers(1, 30, 1)]
+    pictures.append((rng.normal(size=(rows * columns, 24)), (rows, columns)))
+  return np.concatenate(ids), pictures
+
+
+def close(x, y):
+  np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_pictures_of_any_shape_are_packed_as_alone(scan):
+  rng = np.random.default_rng(0)
+  shapes = [[(4, 6)], [(2, 2), (6, 2)], [], [(2, 8)]]
+  texts = [native_text(rng, own) for own in shapes]
+  with double():
+    model = native_of(dtype="float64", scan=scan)
+    alone = native_batch(texts, [[0], [1], [2], [3]], 2, 24)
+    packed = native_batch(texts, [[3, 2, 0], [1]], 3, 32)
+    params = params_of(model, alone)
+    expected = loss_and_gradients(model, params, alone)
+    actual = loss_and_gradients(model, params, packed)
+  jax.tree.map(close, actual, expected)
+  for part in ("img", "deepstack"):
+    largest = [np.abs(x).max() for x in jax.tree.leaves(expected[1][part])]
+    assert max(largest) > 1e-3  # The pictures matter.
+
+
+def test_patches_are_as_their_pictures():
+  """Of one frame or of two, and in the order of squares."""
+  rng = np.random.default_rng(0)
+  image = rng.normal(size=(1, 2, 4, 8, 3))
+  x = image.reshape(1, 2, 1, 2, 2, 2, 2, 2, 3)  # Squares, patches, pixels.
+  one = x.transpose(0, 1, 2, 5, 3, 6, 8, 4, 7).reshape(1, 2, 8, 3, 1, 4)
+  two = np.repeat(one, 2, axis=4)
+  ids = np.concatenate([native_text(rng, [(2, 4), (2, 4)])[0], [3]])[None]
+  shapes = np.full((1, 2, 3), (1, 2, 4))
+  with double():
+    model = native_of(dtype="float64")
+    inputs = [dict(image=jnp.asarray(image))]
+    for patches in (one, two):
+      patches = jnp.asarray(patches.reshape(1, 2, 8, -1))
+      inputs.append(dict(image=patches, shapes=jnp.asarray(shapes)))
+    params = params_of(model, dict(tokens=jnp.asarray(ids), **inputs[0]))
+    results = [
+      model.apply({"params": params}, jnp.asarray(ids), **given)[0]
+      for given in inputs
+    ]
+  close(results[1], results[0])
+  close(results[2], results[0])
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(projector=dict(merge=1)), "projector.merge=1: expected 2, as config"),
+    (dict(image=dict(NATIVE, taps=(3,))), "image.taps: .*below 3, got 3"),
+    (dict(image=dict(NATIVE, window=3)), "image.window=3: .*multiple of merge"),
+    (
+      dict(text=dict(AXES, rope_axes=dict(sections=(1, 1, 1)))),
+      r"text.rope_axes.sections=\[1, 1, 1\]: .*whose sum is 8",
+    ),
+    (
+      dict(image=dict(NATIVE, remat_policy="nothing_saveable(every=2)")),
+      "every=2: expected 1 for a model with taps",
+    ),
+  ],
+)
+def test_mistakes_of_towers_for_any_shape_are_named(changes, message):
+  tokens = jnp.zeros((1, 4), jnp.int32)
+  with pytest.raises(ConfigError, match=message):
+    model = native_of(**changes)
+    jax.eval_shape(lambda: model.init(jax.random.key(0), tokens))
+
+
+def test_patches_need_their_shapes():
+  model = native_of()
+  tokens = jnp.zeros((1, 4), jnp.int32)
+  for given in (
+    dict(image=jnp.zeros((1, 4, 24))),
+    dict(image=jnp.zeros((1, 4, 25)), shapes=jnp.ones((1, 2), jnp.int32)),
+    dict(image=jnp.zeros((1, 6, 24)), shapes=jnp.ones((1, 2), jnp.int32)),
+  ):
+    message = "need 'shapes'|25 values are not|a multiple of 4 patches.*got 6"
+    with pytest.raises(ConfigError, match=message):
+      jax.eval_shape(
+        lambda given=given: model.init(jax.random.key(0), tokens, **given)
+      )

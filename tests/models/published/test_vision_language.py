@@ -291,6 +291,11 @@ def write_config(folder, family, change):
       "audio_config=.*unknown key of model_type='paligemma'",
     ),
     (
+      "qwen3_vl",
+      lambda x: x["vision_config"].update(num_position_embeddings=10),
+      "num_position_embeddings=10: expected a square",
+    ),
+    (
       "paligemma",
       lambda x: x.update(model_type="qwen2_audio", text_config=None),
       "does not compute the architecture 'qwen2_audio'.*paligemma, gemma3",
@@ -303,6 +308,21 @@ def test_what_it_does_not_compute_is_refused_by_name(
   write_config(tmp_path, family, change)
   with pytest.raises(ConfigError, match=message):
     opened(tmp_path)
+
+
+def test_flat_files_of_qwen(tmp_path):
+  """Older files have the decoder's keys beside those of the tower."""
+
+  def flatten(values):
+    text = values.pop("text_config")
+    del text["model_type"], values["vision_config"]["model_type"]
+    rope = text.pop("rope_parameters")
+    sections, text["rope_theta"] = rope["mrope_section"], rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": sections}
+    values |= text
+
+  write_config(tmp_path, "qwen2_5_vl", flatten)
+  assert opened(tmp_path)[1] == opened(FOLDERS / "qwen2_5_vl")[1]
 
 
 def test_options_of_training_may_be_added_to_a_folder_s():
