@@ -174,45 +174,48 @@ def embed_fn(
   teacher = {**variables, "params": state["teacher"]}
   _, taught = model.apply(teacher, large_N, train=False, **given)
 
-  def by_example(x: jax.Array) -> jax.Array:
-    return x.reshape(B, -1, *x.shape[1:])
-
-  result = {
-    "student_BGE": by_example(out["class_z"]),
-    "teacher_BGE": by_example(taught["class_z"]),
-    "features_BGD": by_example(out["head_input"]),
-    "teacher_features_BGD": by_example(taught["head_input"]),
-  }
-  if weight_NM is not None:
-    result |= {
-      "student_BGME": by_example(out["patch_z"]),
-      "teacher_BGME": by_example(taught["patch_z"]),
-      "weight_BGM": by_example(weight_NM),
-    }
+  result = _vectors(out, taught, weight_NM, B)
   if small is not None:
-    result["small_BSE"] = by_example(
-      _small_vectors(model, variables, rng, train, small)
-    )
+    small_NE = _small_vectors(model, variables, rng, train, small)
+    result["small_BSE"] = _by_example(small_NE, B)
   if gram_weight is not None:
     # The same crops, without changes of contrast.
     gram_crops = functools.partial(
       _large_crops, batch, gram_size or large_size, large_area, flip=flip
     )
-    result["gram_BG"] = by_example(
-      _gram_loss(
-        model,
-        {**variables, "params": state["gram"]["teacher"]},
-        out["encoded"],
-        gram_crops,
-        grid,
-        gram_weight,
-      )
+    gram_teacher = {**variables, "params": state["gram"]["teacher"]}
+    gram_N = _gram_loss(
+      model, gram_teacher, out["encoded"], gram_crops, grid, gram_weight
     )
-  fixed = ("teacher_BGE", "teacher_features_BGD", "teacher_BGME")
-  return {
-    name: jax.lax.stop_gradient(x) if name in fixed else x
-    for name, x in result.items()
-  }, mutable
+    result["gram_BG"] = _by_example(gram_N, B)
+  return result, mutable
+
+
+def _by_example(x: jax.Array, num_examples: int) -> jax.Array:
+  return x.reshape(num_examples, -1, *x.shape[1:])
+
+
+def _vectors(
+  out: Mapping[str, jax.Array],
+  taught: Mapping[str, jax.Array],
+  weight_NM: jax.Array | None,
+  num_examples: int,
+) -> dict[str, jax.Array]:
+  """What student and teacher make of the large crops, by example."""
+  taught = jax.lax.stop_gradient(dict(taught))
+  result = {
+    "student_BGE": out["class_z"],
+    "teacher_BGE": taught["class_z"],
+    "features_BGD": out["head_input"],
+    "teacher_features_BGD": taught["head_input"],
+  }
+  if weight_NM is not None:
+    result |= {
+      "student_BGME": out["patch_z"],
+      "teacher_BGME": taught["patch_z"],
+      "weight_BGM": weight_NM,
+    }
+  return {name: _by_example(x, num_examples) for name, x in result.items()}
 
 
 def _small_vectors(
