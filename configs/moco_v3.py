@@ -2,13 +2,14 @@
 
 Command: python -m bigtrain.main --config=configs/moco_v3.py \\
     --workdir=runs/moco
-  and, on scikit-learn's digits, in two minutes on two CPU cores:
+  and, on scikit-learn's digits, in four minutes on two CPU cores:
   python -m bigtrain.main --config=configs/moco_v3.py:runlocal \\
     --workdir=runs/moco
 Hardware: 64 accelerators with 32 GB.
 Result: not measured. Published for ViT-B/16 after 300 epochs on ImageNet: 76.7%
-accuracy of a linear probe. The run on digits: see
-docs/images_and_text.md#self-supervision.
+accuracy of a linear probe. The run on digits, which are shifted by up to a
+pixel, with 100 labels: 0.64 accuracy of the 10 nearest neighbours
+(knn/10nn_acc), 0.58 with the pixels, 0.22 with the random features of step 0.
 Source: Chen et al. 2021, "An empirical study of training self-supervised vision
 transformers", arxiv.org/abs/2104.02057, and CONFIG.md of its code: heads,
 temperature, momentum, batch, learning rate, decay, area of the crops, and the
@@ -65,8 +66,9 @@ def get_config(arg=None):
   res, resize = (224, 256) if not arg.runlocal else (32, 36)
   plain = "decode|resize_small({})|central_crop({})|value_range(-1,1)"
   whole, central = plain.format(resize, resize), plain.format(resize, res)
-  if digits:  # At random places of a larger image.
-    whole = central = "value_range(0,1,0,16)|random_crop(16,pad=8)"
+  if digits:  # In the middle, from which views are cut, and at random places.
+    whole = "value_range(0,4,0,16)|random_crop(10,pad=1)"
+    central = "value_range(0,4,0,16)|random_crop(8,pad=1)"
   config.input = dict(
     data=data("train"), pp=f"{whole}|keep('image')", batch_size=4096
   )
@@ -103,24 +105,39 @@ def get_config(arg=None):
     )
 
   config.evals = dict(knn=evaluate("params"), teacher=evaluate("teacher"))
+  if digits:  # 100 digits with labels vote; features have to beat pixels.
+    pixels = evaluate("params") | dict(pred="pixels", log_percent=100)
+    config.evals.pixels = pixels
+    for evaluation in config.evals.values():
+      evaluation.data.split = "train[:100]"
   if arg.runlocal:
     del config.total_epochs
-    config.total_steps = 800 if digits else 3
+    config.total_steps = 1500 if digits else 3
     config.log_steps = 50 if digits else 1
     decay = dict(decay_type="cosine", warmup_percent=10)
     config.schedule = [("embedding/.*", None), (".*", decay)]
     config.input.batch_size = 128 if digits else 16
     config.lr = 2e-3
     config.model.update(
-      variant="mu/4" if digits else "mu/16",
+      variant="mu/2" if digits else "mu/16",
       width=64,
       head_hidden=128,
       head_out=64,
       dtype="float32",
     )
+    if digits:
+      del config.schedule
+      config.schedule = decay
+      config.model.update(
+        depth=2,
+        mlp_dim=128,
+        pool_type="gap",
+        posemb="learn",
+        posemb_grid=(4, 4),
+      )
     config.loss.update(
-      view_size=16 if digits else 32,
-      view_area=(0.4, 1.0),
+      view_size=8 if digits else 32,
+      view_area=(0.6, 0.7) if digits else (0.4, 1.0),
       flip=False,
       contrast=0.2,
     )

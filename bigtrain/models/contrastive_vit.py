@@ -70,6 +70,11 @@ class Model(vit.Model):
     )
 
   @nn.nowrap
+  def unit(self, x: jax.Array) -> jax.Array:
+    """Vectors of length 1, float32."""
+    return heads.unit(x)
+
+  @nn.nowrap
   def project(
     self, params: Params, z_ND: jax.Array, weight_N: jax.Array
   ) -> jax.Array:

@@ -226,7 +226,6 @@ class Model(encoder.Fields):
     norm = functools.partial(nn.LayerNorm, epsilon=self.norm_eps)
     if self.pre_norm:
       x_BLD = norm(dtype=self.dtype, name="pre_norm")(x_BLD)
-
     prefix = x_BLD.shape[1] - P
     real_BP = real_BK
     if shapes is not None:

@@ -10,6 +10,7 @@ squared error of the hidden patches, whose pixels are normalised per patch.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -86,6 +87,15 @@ def _std_over_batch(x_BD: jax.Array, weight_B: jax.Array) -> jax.Array:
   x_BD = x_BD.astype(jnp.float32)
   mean_D = jnp.sum(share_B1 * x_BD, 0)
   return jnp.sqrt(jnp.sum(share_B1 * jnp.square(x_BD - mean_D), 0))
+
+
+def problem(
+  values: Mapping[str, float], *, stop_on_collapse: bool = True
+) -> str | None:
+  """Says why features have collapsed, from the metrics of a log entry."""
+  if stop_on_collapse and values.get("feature_std", 1.0) < 1e-3:
+    return "the class token's features of all images are equal"
+  return None
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -23,7 +23,6 @@ from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.losses import collapse, forward, pairwise, random_views, teachers
-from bigtrain.models.layers import heads
 
 
 def inputs(batch: Batch) -> Batch:
@@ -115,8 +114,8 @@ def embeddings_loss_fn(
     z_BE = model.project(params, features_B2D[:, view], weight_B)
     q_BE = model.predict(params, z_BE, weight_B)
     k_BE = model.project(state["teacher"], taught_B2D[:, view], weight_B)
-    queries.append(heads.unit(q_BE))
-    keys.append(jax.lax.stop_gradient(heads.unit(k_BE)))
+    queries.append(model.unit(q_BE))
+    keys.append(jax.lax.stop_gradient(model.unit(k_BE)))
   loss_B, correct_B = jnp.zeros(()), jnp.zeros(())
   for query_BE, key_BE in zip(queries, reversed(keys)):
     one_loss_B, one_correct_B = pairwise.cross_entropy(

@@ -22,7 +22,6 @@ from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import check_number
 from bigtrain.losses import collapse, forward, pairwise, random_views
-from bigtrain.models.layers import heads
 
 
 def inputs(batch: Batch) -> Batch:
@@ -82,7 +81,7 @@ def embeddings_loss_fn(
   z_NE = model.project(
     params, features_B2D.reshape(2 * B, D), jnp.repeat(weight_B, 2)
   )
-  z_B2E = heads.unit(z_NE).reshape(B, 2, -1)
+  z_B2E = model.unit(z_NE).reshape(B, 2, -1)
   loss_B, correct_B = pairwise.nt_xent(
     z_B2E[:, 0],
     z_B2E[:, 1],

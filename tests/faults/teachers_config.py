@@ -46,6 +46,7 @@ def get_config(arg=None):
     config.model = dict(
       **_VIT,
       num_classes=10,
+      head_zeroinit=False,  # Or the queue would hold zeros alone.
       num_prototypes=8,
       patch_prototypes=6,
       head_hidden=16,

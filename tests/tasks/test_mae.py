@@ -153,6 +153,20 @@ def test_meshes_and_microbatches_change_rounding_only(tiny_config, tmp_path):
   assert rows[6]["loss"] < rows[1]["loss"] and rows[1]["feature_std"] > 0
 
 
+def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
+  # A decay that leaves nothing of the kernels, so that all images look alike.
+  one = config(
+    tiny_config,
+    total_steps=200,
+    optimizer=dict(name="adam"),
+    wd=0.5,
+    schedule=dict(decay_type="constant"),
+  )
+  named = r"step \d+: the class token's features of all images are equal"
+  with pytest.raises(RuntimeError, match=named):
+    main.train(one, str(tmp_path))
+
+
 def test_a_vit_starts_from_the_encoder(tiny_config, tmp_path):
   main.train(config(tiny_config), str(tmp_path / "mae"))
   model = dict(**SIZES, posemb="sincos2d", pool_type="tok", num_classes=10)
