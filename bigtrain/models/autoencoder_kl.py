@@ -56,16 +56,17 @@ class Model(nn.Module, kw_only=True):
   """The autoencoder. The defaults are those of Stable Diffusion 1 and 2."""
 
   channels: int = 3  # Of images.
-  latent_channels: int = 4
-  # Of the stages; each but the last of the encoder halves rows and columns.
+  latent_channels: int = 4  # Of latents.
+  # Numbers of channels of the stages. Each stage but the last of the encoder
+  # halves the rows and columns.
   widths: Sequence[int] = (128, 256, 512, 512)
   layers_per_block: int = 2  # In a stage; the decoder has one more.
   norm_groups: int = 32  # Number of groups of the norms.
   middle_attention: bool = True  # Whether the middle has attention.
-  quant_conv: bool = True  # Whether a convolution follows the encoder,
-  post_quant_conv: bool = True  # and another precedes the decoder.
+  quant_conv: bool = True  # Whether a convolution follows the encoder.
+  post_quant_conv: bool = True  # Whether one precedes the decoder.
   scale: float = 0.18215  # Latents minus `shift`, times this, have variance 1.
-  shift: float | None = None
+  shift: float | None = None  # Subtracted from latents; None for 0.
   dtype: str = "float32"  # Of activations; parameters and results are float32.
 
   def __post_init__(self) -> None:

@@ -86,9 +86,8 @@ class Model(nn.Module, kw_only=True):
   mlp_dim: int = options.DERIVED  # By default 4 D, or 8 D / 3 if it is gated.
   # Width of the bottleneck in the embedding of patches; None for none.
   bottleneck: int | None = options.DERIVED
-  # Number of tokens of the class, which join the patches before the block of
-  # number `class_tokens_at`.
-  class_tokens: int = options.DERIVED
+  class_tokens: int = options.DERIVED  # Number of tokens of the class.
+  # Number of the block before which they join the patches.
   class_tokens_at: int = options.DERIVED
   predicts: str = options.DERIVED  # "image" or "velocity".
   mlp: str = options.DERIVED  # "swiglu", "gelu" (tanh) or "gelu_erf".

@@ -47,6 +47,7 @@ def loss_fn(
   """Computes the squared error of the velocity, (v - v_predicted)^2.
 
   Args:
+    teacher: the autoencoder of config.teacher, for models of latents.
     times: how times are drawn: "logit_normal", the sigmoid of a normal
       variable, or "uniform".
     time_mean: mean of that variable; a lower one means more noise.
@@ -118,6 +119,21 @@ def _encoded(
   return jax.lax.stop_gradient(teacher.scaled(latents))
 
 
+def _velocity(
+  model: Any, variables: Variables, labels_B: jax.Array | None
+) -> flows.Velocity:
+  """The velocity that a model predicts, of images of these classes."""
+
+  def velocity(z: jax.Array, t: jax.Array) -> jax.Array:
+    time_B = jnp.full(len(z), t)
+    out, _ = model.apply(variables, z, time_B, labels_B, train=False)
+    if model.predicts == "velocity":
+      return out
+    return flows.velocity_to(out, z, time_B, model.least_noise)
+
+  return velocity
+
+
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """ "samples" makes images, "encoded" are features of images without noise."""
 
@@ -134,7 +150,14 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     """Images (B, rows, columns, C) in [-1, 1], one for each number in "_index".
 
     The noise depends on the seed and this number alone. Without "labels", the
-    classes take turns. See losses/flows.py for the options.
+    classes take turns.
+
+    Args:
+      steps: number of steps from noise to image.
+      sampler: "euler", or "heun" with two calls of the model in most steps.
+      guidance: scale of classifier-free guidance; 1 for none.
+      guidance_interval: times of guidance.
+      seed: seed of the noise.
     """
     check_number("pred_kw.steps", steps, least=1, whole=True)
     check_choice("pred_kw.sampler", sampler, flows.SAMPLERS)
@@ -143,21 +166,11 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     variables = dict(variables)
     autoencoder = variables.pop("teacher", None)
 
-    def velocity_of(labels_B: jax.Array | None) -> flows.Velocity:
-      def velocity(z: jax.Array, t: jax.Array) -> jax.Array:
-        time_B = jnp.full(len(z), t)
-        out, _ = model.apply(variables, z, time_B, labels_B, train=False)
-        if model.predicts == "velocity":
-          return out
-        return flows.velocity_to(out, z, time_B, model.least_noise)
-
-      return velocity
-
-    velocity = velocity_of(None)
+    velocity = _velocity(model, variables, None)
     if model.num_classes:
       labels_B = batch.get("labels", index_B % model.num_classes)
       velocity = flows.guided(
-        velocity_of(labels_B),
+        _velocity(model, variables, labels_B),
         velocity,
         guidance,
         (float(guidance_interval[0]), float(guidance_interval[1])),
