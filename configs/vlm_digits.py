@@ -33,9 +33,10 @@ def get_config(arg=None):
       name="digit_scenes" if arg.scenes else "digits",
       split=split,
       tokenizer="bytes",
-      length=120 if arg.scenes else 48,
-      # 4 x 4 pixels become an image token: 2 x 2 of each digit, or 3 x 6.
-      pictures=dict(tokens=18 if arg.scenes else 4, pp="value_range(-1, 1)"),
+      length=104 if arg.scenes else 48,
+      # 2 x 2 image tokens of each picture of 8 x 8 pixels; or one of each half
+      # of 10 x 20 pixels.
+      pictures=dict(tokens=2 if arg.scenes else 4, pp="value_range(-1, 1)"),
       **others,
     )
 
@@ -64,7 +65,7 @@ def get_config(arg=None):
       num_heads=4,
       mlp_dim=176,
     ),
-    projector=dict(merge=2),
+    projector=dict(merge=5 if arg.scenes else 2),
     image_token=259,
   )
 

@@ -25,6 +25,7 @@ class Recipe(NamedTuple):
     init: folder of the published model, unless given.
     model: arguments of the model.
     tiny: those that differ with `runlocal`.
+    tiny_tokens: image tokens of a picture with `runlocal`.
     pictures: how pictures stand in texts, see bigtrain/text/pictures.py.
     length: tokens of an example.
     prefix: whether the tokens of a prompt see each other.
@@ -48,6 +49,7 @@ class Recipe(NamedTuple):
   wd: float
   warmup_percent: float
   frozen: str | None = None
+  tiny_tokens: int = 8
   mesh: dict[str, int] = dict(replica=1, fsdp=-1)
 
 
@@ -60,9 +62,9 @@ _SO400M = dict(
   pool_type="none",
   use_bias=("qkv", "out", "mlp", "patch"),
 )
-# Sizes for pictures of 12 x 24 pixels, and the ids of bytes.
+# Sizes for pictures of 10 x 20 pixels, and the ids of bytes.
 _TINY = dict(
-  image=dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=4),
+  image=dict(width=16, depth=1, num_heads=2, mlp_dim=32, patch_size=5),
   text=dict(
     width=16,
     depth=2,
@@ -73,12 +75,10 @@ _TINY = dict(
     vocab_size=260,
     kinds=dict(local=dict(window=64)),
   ),
-  image_size=(12, 24),
+  image_size=(10, 20),
   image_token=259,
 )
-_TINY_PICTURES = dict(
-  token=259, tokens=18, pp="value_range(-1, 1)", placeholder="<image>"
-)
+_TINY_PICTURES = dict(token=259, pp="value_range(-1, 1)", placeholder="<image>")
 _GEMMA = dict(
   norm="rmsnorm",
   norm_eps=1e-6,
@@ -169,7 +169,7 @@ RECIPES = {
       image_token=262_144,
       mask="image",
     ),
-    tiny=merged(_TINY, dict(image=dict(patch_size=2), projector=dict(pool=2))),
+    tiny=merged(_TINY, dict(image=dict(patch_size=2), projector=dict(pool=5))),
     pictures=dict(
       token=262_144,
       tokens=256,
@@ -184,6 +184,7 @@ RECIPES = {
     lr=1e-5,
     wd=0.0,
     warmup_percent=5,
+    tiny_tokens=2,
   ),
 }
 
@@ -227,7 +228,7 @@ def make(recipe, arg):
 
   pictures = dict(recipe.pictures, pp=f"published({init!r}, precise=True)")
   if arg.runlocal:
-    neutral = dict(before="", after="", first=False)
+    neutral = dict(tokens=recipe.tiny_tokens, before="", after="", first=False)
     pictures = {
       name: _TINY_PICTURES.get(name, neutral.get(name)) for name in pictures
     }
@@ -237,7 +238,7 @@ def make(recipe, arg):
       type="supervised",
       tokenizer=init if not arg.runlocal else "bytes",
       pictures=pictures,
-      length=recipe.length if not arg.runlocal else 120,
+      length=recipe.length if not arg.runlocal else 112,
       prefix=recipe.prefix,
       too_long="drop",
       **others,

@@ -20,9 +20,11 @@ from bigtrain.data import arrays
 from bigtrain.data.formats import files
 from bigtrain.text import box_texts
 
-# Number of rows of `questions` and `scenes` in each split.
+# Number of rows of `questions`, and of `scenes`, in each split.
 _NUM_QUESTIONS = {"train": 60_000, "test": 2_000}
-_NUM_SCENES = {"train": 120_000, "test": 2_000}
+# A box has ten times as many tokens as another answer, and would get as much
+# more of the training.
+_BOX_WEIGHT = 0.15
 WORDS = tuple("zero one two three four five six seven eight nine".split())
 CAPTIONS = [
   f"{'an' if left == 'eight' else 'a'} {left} left of "
@@ -171,14 +173,14 @@ def scenes(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yields (place, row): a question on a picture of two digits.
 
-  The digits are at random places of their halves of the picture, uint8 [12,
-  24]. A third of the questions asks for the box around a digit's ink, as
-  "<loc0341><loc0085><loc0938><loc0426> seven": the top, left, bottom and right
-  edges, in 1/1024 of the height and the width.
+  The digits are at random places of their halves of the picture, uint8 [10,
+  20]. A third of the questions asks for the box around a digit's ink, as
+  "<loc0307><loc0051><loc0921><loc0358> seven": the top, left, bottom and right
+  edges, as in text/box_texts.py.
   """
   del preferences
-  for part in _NUM_SCENES if split == "all" else (split,):
-    source = Source(split=part, length=_NUM_SCENES[part], margin=2)
+  for part in _NUM_QUESTIONS if split == "all" else (split,):
+    source = Source(split=part, length=_NUM_QUESTIONS[part], margin=1)
     pairs = source.read(np.arange(len(source)))
     indices = np.arange(len(source))
     kinds = hashing.fold(1, indices) % np.uint64(9)
@@ -186,6 +188,7 @@ def scenes(
     for i, (kind, number) in enumerate(zip(kinds.tolist(), numbers.tolist())):
       left, right = int(pairs["left"][i]), int(pairs["right"][i])
       pixels = pairs["image"][i, :, :, 0]
+      weight = 1.0
       if kind < 4:
         question, answer = _on_two(left, right)[kind]
       elif kind < 6:
@@ -195,6 +198,7 @@ def scenes(
         question = f"How many {plural}?"
         answer = str((left == shown) + (right == shown))
       else:
+        weight = _BOX_WEIGHT
         shown = (left, right)[i % 2]
         question = f"detect {WORDS[shown]}"
         answer = " ; ".join(
@@ -207,6 +211,7 @@ def scenes(
         "prompt": question + " ",
         "completion": answer,
         "images": [picture],
+        "weight": weight,
       }
       yield f"digit scenes, question {i}", row
 
