@@ -2,7 +2,7 @@
 
 Command: python -m bigtrain.main --workdir=runs/siglip2_naflex \\
   --config=configs/siglip2_naflex.py:init=runs/siglip2/checkpoints/STEP
-Hardware: as siglip2.py.
+Hardware: not known; siglip2.py says what the authors had.
 Result: not measured. Published: 78.5% zero-shot accuracy on ImageNet of B/16,
 83.5% of So400m/16.
 Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786, section

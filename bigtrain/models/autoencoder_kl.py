@@ -150,6 +150,8 @@ def _norm(sizes: Options, name: str) -> nn.GroupNorm:
 
 
 class Encoder(nn.Module):
+  """Means and log-variances of latents, side by side, of images."""
+
   sizes: Options
 
   @nn.compact
@@ -176,6 +178,8 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
+  """Images of latents."""
+
   sizes: Options
 
   @nn.compact
@@ -203,6 +207,8 @@ def middle(sizes: Options, width: int, x: jax.Array) -> jax.Array:
 
 
 class Resnet(nn.Module):
+  """Two convolutions with norms, around which a sum leads."""
+
   sizes: Options
   width: int
 

@@ -24,7 +24,7 @@ from bigtrain.models.layers import heads
 class Model(vit.Model):
   """A ViT, a projection head, and perhaps a prediction head."""
 
-  pool_type: str = "tok"
+  pool_type: str = "tok"  # As of a ViT; the class token by default.
   projector_layers: int = 3  # Layers of the projection head.
   predictor_layers: int = 0  # Layers of the prediction head; 0 for none.
   head_hidden: int = 4096  # Hidden width of both.

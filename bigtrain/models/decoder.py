@@ -96,10 +96,8 @@ class Model(nn.Module):
   norm_scaled: bool = True  # Whether norms of the stream have a scale.
   embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
-  # Whether attention and MLP have one input, and with parallel_norms, a norm
-  # each.
-  parallel: bool = False
-  parallel_norms: bool = False
+  parallel: bool = False  # Whether attention and MLP have one input.
+  parallel_norms: bool = False  # Whether each then has a norm of its own.
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.

@@ -100,8 +100,9 @@ add(
   deepseek.KIMI_K2,
   deepseek.GLM4_MOE_LITE,
   deepseek.MISTRAL4,
-  qwen_next.QWEN3_NEXT,
+  # Dense models of both kinds are Qwen 3.5, with experts Qwen3-Next.
   qwen_next.QWEN3_5,
+  qwen_next.QWEN3_NEXT,
   qwen_next.QWEN3_5_MOE,
   olmo.OLMO_HYBRID,
   seed_oss.SEED_OSS,
