@@ -30,9 +30,9 @@ class Model(two_towers.Model, cappa.Writer):
   # four of them.
   num_locations: int = 1024
   decoder_depth: int = options.DERIVED  # Half of the text tower's if None.
-  decoder_width: int = options.DERIVED  # The text tower's, as the next two.
-  decoder_mlp_dim: int = options.DERIVED
-  decoder_num_heads: int = options.DERIVED
+  decoder_width: int = options.DERIVED  # The text tower's if None.
+  decoder_mlp_dim: int = options.DERIVED  # The text tower's if None.
+  decoder_num_heads: int = options.DERIVED  # The text tower's if None.
   decoder_dropout: float = 0.0  # Rate in the decoder.
   decoder_bias: bool = False  # Whether its MLPs and layer norms have biases.
   num_prototypes: int | None = None  # Of pooled images; None for no heads.
