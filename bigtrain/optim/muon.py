@@ -13,6 +13,7 @@ Axes: M matrices of m rows and n columns, with m <= n.
 """
 
 import functools
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import shard_alike
 from jax.sharding import PartitionSpec
 
 from bigtrain.arrays import trees
@@ -330,7 +330,13 @@ def _split(number: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _laid_out_as(like: jax.Array, x: jax.Array) -> jax.Array:
-  """Gives x the layout of an array of the same shape."""
-  if jax.sharding.get_abstract_mesh().size <= 1:
+  """Gives x the layout of an array of the same shape.
+
+  jax 0.12 has no function for it. There the layout of x follows from that of
+  the parameters, to which it is added.
+  """
+  name = "jax.experimental.shard_alike"
+  is_alone = jax.sharding.get_abstract_mesh().size <= 1
+  if is_alone or importlib.util.find_spec(name) is None:
     return x
-  return shard_alike.shard_alike(like, x)[1]
+  return importlib.import_module(name).shard_alike(like, x)[1]
