@@ -3,7 +3,8 @@
 Command: python -m bigtrain.main --config=configs/vlm_digits.py \
   --workdir=runs/vlm_digits
 Hardware: any; two CPU cores need about ten minutes.
-Result: val/exact of 0.93 on held-out digits, one seed.
+Result: val/exact of 0.93 on held-out digits, one seed; with `scenes`, 0.79, and
+boxes overlap the right ones by 0.84 (answers/box_iou).
 Source: our own runs. The tower is that of configs/digits.py, the decoder a
 small Llama that reads bytes. A row shows two digits and asks, for example,
 "What is left of the three?" or "What is the sum?".
@@ -22,7 +23,9 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
 
   config.seed = 0
-  config.total_steps = 8000 if not arg.runlocal else 4
+  config.total_steps = 5000 if arg.scenes else 8000
+  if arg.runlocal:
+    config.total_steps = 4
   config.log_steps = 100 if not arg.runlocal else 2
   config.ckpt_steps = 1000 if not arg.runlocal else 2
   config.mesh = dict(replica=1, fsdp=-1)
