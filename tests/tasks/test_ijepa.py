@@ -211,6 +211,7 @@ def test_a_run_continues_bit_for_bit_and_its_teacher_follows(
   assert 0 < np.abs(teacher - student).max() < 0.1
 
 
+@pytest.mark.slow
 def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
   # A decay that leaves nothing of the kernels, so that all images look alike.
   one = config(

@@ -230,6 +230,7 @@ def test_a_run_of_moco_continues_bit_for_bit_with_frozen_patches(
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [*TASKS])
 def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path, task):
   # A decay that leaves nothing of the kernels, so that all images look alike.
