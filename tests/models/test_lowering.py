@@ -43,6 +43,8 @@ def _shallow(options):
   for name in ("depth", "decoder_depth"):
     if name in options:
       shallow[name] = depth
+  if "feature_layer" in options:
+    shallow["feature_layer"] = depth - 1
   if "taps" in options:
     shallow["taps"] = (0, 1)
   return shallow
@@ -80,8 +82,9 @@ def lower(config, platform, **mesh):
     task, options, state = entry.module, entry.part.kwargs("loss"), {}
     if hasattr(task, "init_state"):
       names = inspect.signature(task.init_state).parameters
-      given = {name: x for name, x in options.items() if name in names}
-      init_state = functools.partial(task.init_state, model=model, **given)
+      given = options | {"model": model}
+      given = {name: x for name, x in given.items() if name in names}
+      init_state = functools.partial(task.init_state, **given)
       state["state"] = jax.eval_shape(init_state, variables["params"])
     # What other functions of the task read, and what follows a schedule, has a
     # default.
