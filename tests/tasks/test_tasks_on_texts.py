@@ -238,7 +238,9 @@ def test_packed_rows_are_taught_like_others(path):
   model = decoder.Model(**SIZES)
   losses = []
   for pack in (False, True):
-    source = supervised.Source("bytes", 32, path, pack=pack)
+    source = supervised.Source(
+      "bytes", 32, path, pack=pack, rows="prompt_completion"
+    )
     batch = source.read(np.arange(len(source)))
     if not losses:
       inputs = language_modeling.inputs(batch)
