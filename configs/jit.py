@@ -5,7 +5,7 @@ Command: python -m bigtrain.main --config=configs/jit.py --workdir=runs/jit
   quickstart, whose classifier then judges the samples:
   python -m bigtrain.main \\
     --config=configs/jit.py:runlocal,judge=runs/digits --workdir=runs/jit
-Hardware: 8 accelerators with 80 GB.
+Hardware: not known; no compiler has planned this config yet.
 Result: not measured. Published for JiT-B/16 at 256 pixels: FID-50K of 4.37
 after 200 epochs and 3.66 after 600. On digits: the quickstart's classifier
 recognises 0.999 of 1,000 samples; their FID in its features is 0.81, that of

@@ -5,9 +5,9 @@ Command: the projector, between a CLIP tower and a decoder that do not train,
   --config=configs/llava.py:stage=1,data=captions.jsonl
 then python -m bigtrain.main --workdir=runs/llava2 \
   --config=configs/llava.py:init=runs/llava1,data=chats.jsonl
-Hardware: 8 accelerators with 80 GB.
-Result: none of our own; Table 4 of the paper has those of 12 benchmarks.
-Source: arxiv.org/abs/2310.03744, Table 9: batches of 256 at a rate of 1e-3,
+Hardware: not known; no compiler has planned this config yet.
+Result: none of our own; the paper has the results on 12 benchmarks.
+Source: arxiv.org/abs/2310.03744 and its code: batches of 256 at a rate of 1e-3,
 then of 128 at 2e-5, an epoch each, AdamW without decay, 3% of warm-up; sizes of
 openai/clip-vit-large-patch14-336 and lmsys/vicuna-7b-v1.5 (config.json).
 """

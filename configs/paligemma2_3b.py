@@ -2,8 +2,8 @@
 
 Command: python -m bigtrain.main --workdir=runs/paligemma2 \
   --config=configs/paligemma2_3b.py:data=questions.jsonl
-Hardware: 8 accelerators with 80 GB.
-Result: none of our own; Table 13 of the report has those of 30 data sets.
+Hardware: not known; no compiler has planned this config yet.
+Result: none of our own; the report has the results on 30 data sets.
 Source: sizes of google/paligemma2-3b-pt-224 (config.json); transfers as in the
 reports, arxiv.org/abs/2407.07726 and 2412.03555, and in the published config of
 VQAv2: batches of 256, 10 epochs at a rate of 1e-5, all parameters. The rate is
