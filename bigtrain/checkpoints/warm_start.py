@@ -162,10 +162,7 @@ def load_params(
   if refused:
     raise _refusal(refused, source, key)
   if fresh:
-    logging.warning(
-      f"{key}: {len(fresh)} of {len(specs)} arrays keep their fresh "
-      f"initialisation: {', '.join(sorted(fresh))}"
-    )
+    _warn_of_fresh(fresh, len(specs), key)
   fresh = changes.fresh(fresh)
   wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
   loaded = _loaded(file, names, values, wanted, derived)
@@ -320,6 +317,13 @@ def load_variables(
   return {"params": params, **variables}
 
 
+def _warn_of_fresh(names: Collection[str], total: int, key: str) -> None:
+  logging.warning(
+    f"{key}: {len(names)} of {total} arrays keep their fresh initialisation: "
+    f"{', '.join(sorted(names))}"
+  )
+
+
 def has_parts(spec: Any) -> TypeGuard[Mapping[str, Any]]:
   """Whether config.model_init has a source for each part of the model."""
   return isinstance(spec, Mapping) and spec.get("parts") is not None
@@ -370,6 +374,8 @@ def _load_parts(
       f"listed above; {key}.allow_missing lists those that keep their fresh "
       "initialisation."
     )
+  if fresh:
+    _warn_of_fresh(names, len(trees.names(like["params"])), key)
   for name in fresh:
     result["params"][name] = initial()["params"][name]
   return result
@@ -389,6 +395,7 @@ def _read_parts(
   """Checks `parts`; returns {part: its source}."""
   known = getattr(module, "PARTS", {})
   check_keys(key, spec, ("parts", "allow_missing"))
+  _check_regexes(f"{key}.allow_missing", spec.get("allow_missing", ()))
   if not known or not isinstance(spec["parts"], Mapping):
     raise ConfigError(
       f"{key}.parts: expected a model of several parts, and a dict such as "
@@ -441,14 +448,15 @@ def read_source(
         f"{pair!r} in it."
       )
   for field in (*ALLOWED, "allow_changed", "allow_unread"):
-    regexes = getattr(source, field)
-    if isinstance(regexes, str):
-      raise ConfigError(
-        f"{key}.{field}: expected a list of regexes, got {regexes!r}."
-      )
-    for regex in regexes:
-      errors.regex(f"{key}.{field}", regex)
+    _check_regexes(f"{key}.{field}", getattr(source, field))
   return source
+
+
+def _check_regexes(key: str, regexes: Any) -> None:
+  if isinstance(regexes, str):
+    raise ConfigError(f"{key}: expected a list of regexes, got {regexes!r}.")
+  for regex in regexes:
+    errors.regex(key, regex)
 
 
 def check_published(

@@ -26,7 +26,6 @@ from bigtrain.config.errors import (
 from bigtrain.data import supervised
 from bigtrain.data.formats import files, judges, toolbox
 from bigtrain.data.formats.reward_worker import Workers
-from bigtrain.pp import pixels
 from bigtrain.text import chat, tokenizers
 
 # Stands for the answer where a chat template writes the prompt.
@@ -162,16 +161,8 @@ class Source(supervised.Source):
     batch = {"prompt": prompt, "prompt_length": sizes}
     if "prefix" in self.spec:
       batch["prefix"] = sizes
-    if "image" in self.spec:
-      for name in {"image", "shapes"} & {*self.spec}:
-        dtype, shape = self.spec[name]
-        batch[name] = np.zeros((len(spans), *shape), dtype)
-      for b, item in enumerate(np.asarray(indices).tolist()):
-        own = {
-          name: batch[name][b] for name in ("image", "shapes") if name in batch
-        }
-        pixels.fill(self._pictures_of(item), **own)
-    return batch
+    items = [[item] for item in np.asarray(indices).tolist()]
+    return batch | self.pictures_of_examples(items)
 
   def spell(self, ids: np.ndarray) -> str:
     """Returns the text of ids, with special ids spelled out."""

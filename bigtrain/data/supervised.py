@@ -453,13 +453,13 @@ class Source:
     except DataError as e:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
-  def _check_same_pictures(self, item: int) -> None:
-    """Refuses a pair of different pictures; `item` is its second answer."""
-    row = int(self._kept[item])
-    if self._rows.pictures(row - 1) != self._rows.pictures(row):
-      raise DataError(
-        f"{self._rows.where(row)}: expected the same pictures for both answers."
-      )
+  def _check_same_pictures(self, *items: int) -> None:
+    """Refuses answers to one prompt that have different pictures."""
+    rows = [int(self._kept[item]) for item in items]
+    first, *others = (self._rows.pictures(row) for row in rows)
+    if any(pictures != first for pictures in others):
+      where = self._rows.where(rows[0])
+      raise DataError(f"{where}: expected the same pictures for both answers.")
 
   def _check_cut(self, row: int, start: int, stop: int) -> None:
     """Refuses a row whose pictures are cut off."""
@@ -484,24 +484,28 @@ class Source:
 
   def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     if self._answers == 2:
-      # Pair i has examples 2 i and 2 i + 1.
+      # Pair i has examples 2 i and 2 i + 1, of a row each.
       indices = np.asarray(indices)[:, None] * 2 + np.arange(2)
       batch = self._examples(indices.reshape(-1))
-      return {
-        name: x[::2]
-        if name in _OF_PICTURES
-        else x.reshape(len(indices), 2, *x.shape[1:])
+      pairs = {
+        name: x.reshape(len(indices), 2, *x.shape[1:])
         for name, x in batch.items()
       }
+      items = self._items[self._first[indices]].tolist()
+      if "image" in self.spec:
+        for chosen, rejected in items:
+          self._check_same_pictures(chosen, rejected)
+      return pairs | self.pictures_of_examples([pair[:1] for pair in items])
     batch = self._examples(indices)
     if self._is_judged:
-      batch = {
-        name: x if name in _OF_PICTURES else x[:, None]
-        for name, x in batch.items()
-      }
-      items = self._items[self._first[np.asarray(indices)]]
-      batch["label"] = self._rows.label[self._kept[items]].astype(np.int32)
-    return batch
+      batch = {name: x[:, None] for name, x in batch.items()}
+      rows = self._kept[self._items[self._first[np.asarray(indices)]]]
+      batch["label"] = self._rows.label[rows].astype(np.int32)
+    items = [
+      self._items[self._first[i] : self._first[i + 1]].tolist()
+      for i in np.asarray(indices).tolist()
+    ]
+    return batch | self.pictures_of_examples(items)
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
@@ -509,30 +513,33 @@ class Source:
       shapes.pop("label", None)
       if "prefix" in shapes:  # Of each answer.
         shapes["prefix"] = self.spec["prefix"][0], ()
-    of_pictures = [name for name in _OF_PICTURES if name in self.spec]
-    shapes |= {name: self.spec[name] for name in of_pictures}
     batch = {
       name: np.zeros((len(indices), *shape), dtype)
       for name, (dtype, shape) in shapes.items()
+      if name not in _OF_PICTURES
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
-      example = {
-        name: array[b]
-        for name, array in batch.items()
-        if array.ndim > 1 and name not in of_pictures
-      }
+      example = {name: x[b] for name, x in batch.items() if x.ndim > 1}
       ends = [0] * len(self._sizes)  # Tokens so far, in each part.
       items = self._items[self._first[index] : self._first[index + 1]]
       for segment, item in enumerate(items.tolist(), start=1):
         self._fill(example, ends, segment, item)
-      if "image" in batch and self._answers == 2 and b % 2:
-        self._check_same_pictures(items.item())
-      elif "image" in batch:
-        own = [x for item in items.tolist() for x in self._pictures_of(item)]
-        of_example = {name: batch[name][b] for name in of_pictures}
-        pixels.fill(own, **of_example)
     if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
+    return batch
+
+  def pictures_of_examples(
+    self, items: Sequence[Sequence[int]]
+  ) -> dict[str, np.ndarray]:
+    """The features of pictures, of examples with these kept rows each."""
+    batch = {
+      name: np.zeros((len(items), *self.spec[name][1]), self.spec[name][0])
+      for name in _OF_PICTURES
+      if name in self.spec
+    }
+    for b, own in enumerate(items if batch else ()):
+      found = [picture for item in own for picture in self._pictures_of(item)]
+      pixels.fill(found, **{name: x[b] for name, x in batch.items()})
     return batch
 
   def _fill(

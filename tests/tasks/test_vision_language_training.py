@@ -152,6 +152,7 @@ def test_parts_start_from_sources_of_their_own(tmp_path):
   assert min(compared.values()) > 5
   for changes, message in (
     (dict(allow_missing=[]), "parts: no source of 2 array"),
+    (dict(allow_missing="projector/.*"), "allow_missing: expected a list of"),
     (dict(parts=dict(parts, imgs="x")), "parts.imgs: unknown key"),
     (dict(parts=dict(img=of_part(first, "llm"))), "parts.img: .*does not fit"),
   ):

@@ -39,9 +39,7 @@ class Norm(nn.Module):
   """A norm with its shift and scale, and further vectors made from c."""
 
   options: Options
-  num_vectors: (
-    int  # Number of vectors made from c, the shift and the scale too.
-  )
+  num_vectors: int  # Made from c; shift and scale are the first two.
 
   @nn.compact
   def __call__(
