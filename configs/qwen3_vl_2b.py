@@ -3,7 +3,7 @@
 Command: python -m bigtrain.main --workdir=runs/qwen3_vl_2b \
   --config=configs/qwen3_vl_2b.py:init=models/Qwen3-VL-2B-Instruct,data=rows.jsonl
 Hardware: 8 accelerators with 80 GB.
-Result: none of our own; those of the released models are in their report.
+Result: none of our own; the report has the results of the released models.
 Source: sizes of Qwen/Qwen3-VL-2B-Instruct, -4B and -8B (config.json), of 2.13,
 4.44 and 8.77 billion parameters; report arxiv.org/abs/2511.21631. The learning
 rates are our choice.

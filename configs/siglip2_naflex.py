@@ -21,7 +21,7 @@ LENGTHS = (128, 256, 576, 784, 1024)
 
 
 def get_config(arg=None):
-  """Data and models are those of siglip2.py.
+  """Data and models are as in siglip2.py.
 
   Arguments:
     init: checkpoint, or folder of a run, to start from.

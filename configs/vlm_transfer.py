@@ -107,7 +107,7 @@ _GEMMA3 = dict(
 
 
 def merged(options, others):
-  """The options, with those of `others` in their place."""
+  """The options, where `others` take the place of equal names."""
   result = dict(options)
   for name, value in others.items():
     both = isinstance(value, dict) and isinstance(result.get(name), dict)

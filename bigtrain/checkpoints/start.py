@@ -302,7 +302,7 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _teachers(state: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters, and those of teachers in the state of tasks."""
+  """Parameters of the model, and of teachers in the state of tasks."""
   params = dict(trees.flatten_with_names(state["params"]))
   tasks = state.get("tasks", {})
   found = {"teacher": tasks}

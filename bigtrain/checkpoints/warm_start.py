@@ -189,7 +189,7 @@ class _Changes(NamedTuple):
     """The lines and arrays that are made of others.
 
     Args:
-      lines: those of the arrays `in_file`.
+      lines: one for each array `in_file`.
       absent: names of arrays that the file does not have.
     """
     lines, derived = [*lines], {}

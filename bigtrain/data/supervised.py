@@ -435,7 +435,7 @@ class Source:
     )
 
   def _num_tiles(self, row: int) -> int:
-    """Number of tiles of a row's pictures, with those of whole pictures."""
+    """Number of tiles of a row's pictures, and one for each whole picture."""
     layout = self._layout()
     grids = [layout.grid(*size) for size in self._sizes_of(row)]
     return sum(rows * columns + 1 for rows, columns in grids)

@@ -34,7 +34,7 @@ class Evaluator:
       it expects.
     num_classes: number of classes, with the same numbers in both models.
     num_samples: number of samples.
-    batch_size: global; by default that of training.
+    batch_size: global; by default as in training.
   """
 
   def __init__(

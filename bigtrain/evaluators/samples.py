@@ -25,7 +25,7 @@ class Evaluator:
     zoom: number of rows and columns that a pixel fills in the picture.
     files: whether each sample is also a file, in the workdir's
       samples/<name>-<step>.
-    batch_size: global; by default that of training.
+    batch_size: global; by default as in training.
   """
 
   def __init__(

@@ -53,7 +53,7 @@ _HARMLESS = ("force_upcast", "out_channels", "sample_size")
 
 
 class Model(nn.Module, kw_only=True):
-  """The autoencoder. The defaults are those of Stable Diffusion 1 and 2."""
+  """The autoencoder, by default of the sizes of Stable Diffusion 1 and 2."""
 
   channels: int = 3  # Of images.
   latent_channels: int = 4  # Of latents.

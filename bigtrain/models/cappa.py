@@ -197,7 +197,7 @@ class Writer(nn.Module):
 
 
 class Captioner(encoder.Fields, Writer):
-  """The base of captioners. Sizes and rates are those of the encoder, a ViT."""
+  """The base of captioners. Sizes and rates describe the encoder, a ViT."""
 
   vocab_size: int  # V.
   max_len: int = 64  # Largest number of tokens of a text.

@@ -136,8 +136,8 @@ class Model(nn.Module):
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.
   keys_as_values: bool = False
-  # Whether keys and values are those of the last layer before it that has its
-  # own, and as many heads, the same width and window.
+  # Whether a layer reads the keys and values of the last layer before it that
+  # has its own, as many heads, and the same width and window.
   shares_kv: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED

@@ -294,7 +294,9 @@ def _fields(model: Model) -> dict[str, Any]:
     choices = [f"{known}{slash}{patch}" for known in VARIANTS]
     check_choice("config.model.variant", model.variant, choices)
     known |= VARIANTS[name]
-    if model.depth is not None:  # Fewer blocks than those of the variant.
+    if (
+      model.depth is not None
+    ):  # Another number of blocks than the variant has.
       known["class_tokens_at"] = min(known["class_tokens_at"], model.depth)
     if slash and patch.isdigit():
       known["patch_size"] = int(patch)

@@ -35,7 +35,7 @@ _MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu")
 
 
 class Model(encoder.Fields):
-  """The tower. It has no head: its features are those of the patches."""
+  """The tower. It has no head: its results are features of patches."""
 
   patch_size: int = 16  # Height and width of a patch in pixels.
   frames: int = 2  # T.

@@ -65,7 +65,7 @@ class ProjectorOptions(NamedTuple):
   norm_patches: bool = False
   # Activation between two linear layers, as in LLaVA; None for one layer.
   mlp: str | None = None
-  hidden: int | None = None  # Width between them; that of the decoder if None.
+  hidden: int | None = None  # Width between them; the decoder's if None.
   use_bias: bool = True
 
 
@@ -352,7 +352,7 @@ class Model(nn.Module):
   def check_data(
     self, described: Mapping[str, Any], spec: Mapping[str, Any]
   ) -> None:
-    """Refuses data whose image tokens are not those of this model.
+    """Refuses data whose image tokens do not fit this model.
 
     Args:
       described: what the data say about themselves, see inputs/description.py.

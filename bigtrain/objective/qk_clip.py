@@ -26,7 +26,7 @@ class QkClip(NamedTuple):
   """Options of config.qk_clip."""
 
   tau: float = 100.0  # Largest logit that is not clipped.
-  # Share of the queries in a clip, in powers; that of the keys is 1 - alpha.
+  # Queries shrink by gamma^alpha, and keys by gamma^(1 - alpha).
   alpha: float = 0.5
 
   def clipped(self, updates: Params, params: Params, logits: Any) -> Params:

@@ -77,7 +77,7 @@ def muon(
     adaptive: whether each matrix is scaled by its dual norm.
     muon_weight_dimension_numbers: matrices by name; by default all parameters
       of two dimensions.
-    consistent_rms: root mean square of updates; 0.2 is that of Adam's.
+    consistent_rms: root mean square of updates; about 0.2 with Adam.
   """
   if isinstance(ns_coeffs, str):
     if ns_coeffs not in _COEFFICIENTS:
@@ -139,7 +139,7 @@ def _scale_by_muon(
 ) -> optax.GradientTransformation:
   """Orthogonal momentum, of a size that depends on the matrices' shapes.
 
-  Its state is that of optax.contrib.scale_by_muon.
+  Its state is as in optax.contrib.scale_by_muon.
   """
   init = iterate(mu_dtype=mu_dtype).init
   # Without momentum, it only makes its gradient orthogonal.

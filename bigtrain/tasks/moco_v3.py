@@ -67,7 +67,7 @@ def embed_fn(
   """Features of both views of each image, by student and teacher.
 
   Args:
-    view_size: side of the views; by default that of the image.
+    view_size: side of the views; by default the image's.
     view_area: least and largest share of the image in a view.
     flip: whether views are mirrored at random.
     contrast: largest change of a view's contrast and brightness.

@@ -47,7 +47,7 @@ class Norm(nn.Module):
   ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns (the modulated norm of x, the vectors that are left, (B, 1, D)).
 
-    The order is that of DiT's code: shift, scale, gate, and again.
+    In the order of DiT's code: shift, scale, gate, and again.
     """
     options, D = self.options, x_BLD.shape[-1]
     zeros = nn.initializers.zeros

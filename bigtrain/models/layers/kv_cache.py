@@ -33,7 +33,7 @@ class View(NamedTuple):
   start: Any
 
   def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
-    """The keys and values, as those of a cache that is not extended."""
+    """The keys and values, as a cache that is not extended."""
     del layer
     return self.k_BSGK, self.v_BSGK
 

@@ -141,7 +141,7 @@ class Xielu(nn.Module):
 class Mlp(nn.Module):
   """An MLP. Parameters: up and, if gated, gate (D, F), down (F, D).
 
-  The kind "xielu" also has those of the module `activation`.
+  The kind "xielu" also has parameters in the module `activation`.
   """
 
   options: Options

@@ -100,7 +100,7 @@ def sparse_everywhere() -> SparseLayers:
 
 
 def sparse_by_types(otherwise: SparseLayers) -> SparseLayers:
-  """A list of the layers with experts; without it, those of `otherwise`."""
+  """A list of the layers with experts; without it, what `otherwise` says."""
   key, types = "mlp_layer_types", ("dense", "sparse")
 
   def read(config: ConfigJson) -> list[bool]:

@@ -191,7 +191,7 @@ HYPERCLOVAX = GRANITE.but(
 
 
 def _attention_alone() -> Rule:
-  """Layers of attention, which may rotate; those of Mamba are refused."""
+  """Layers of attention, which may rotate; layers of Mamba are refused."""
   types, positions = "layer_types", "position_embedding_type"
   attention = ("full_attention", "attention")
 

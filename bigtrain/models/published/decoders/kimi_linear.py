@@ -70,7 +70,7 @@ def with_names_of_mlps(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent_layers() -> Rule:
-  """Recurrent layers among those of attention.
+  """Recurrent layers between layers of attention.
 
   The releases list the numbers of both, from 1 on, in `linear_attn_config`; the
   library has `layer_types`.

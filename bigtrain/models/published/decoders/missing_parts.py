@@ -47,7 +47,7 @@ MISSING_PARTS: Mapping[str, str] = {
   "longcat_flash": "two attentions in a layer, and experts that do nothing",
   "mamba": _MAMBA,
   "mamba2": _MAMBA,
-  "mimo_v2_flash": "heads of values with another width than those of keys",
+  "mimo_v2_flash": "values of another width than keys",
   "minimax": _LINEAR,
   "modernbert-decoder": _ENCODER,
   "mpt": _ALIBI,
