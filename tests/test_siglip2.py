@@ -55,6 +55,7 @@ def gradient_flops(tasks, step):
     return jax.jit(compute).lower(state, batch).cost_analysis()["flops"]
 
 
+@pytest.mark.slow
 def test_steps_cost_what_their_tasks_cost():
   """The late task costs nothing before it begins, and then its own FLOPs."""
   early = gradient_flops(TASKS, 0)

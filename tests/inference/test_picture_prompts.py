@@ -14,6 +14,11 @@ from bigtrain.tools import generate as tool
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 FAMILIES = ["paligemma", "gemma3", "llava", "qwen3_vl", "smolvlm"]
+# What does not depend on the family, or only on whether pictures have one size.
+one_family = pytest.mark.parametrize("folder", ["paligemma"], indirect=True)
+two_families = pytest.mark.parametrize(
+  "folder", ["paligemma", "qwen3_vl"], indirect=True
+)
 QUESTION = "what is left of the three"
 
 
@@ -106,6 +111,7 @@ def test_prompts_have_the_ids_and_pixels_of_the_processor(model, folder):
   assert np.abs(logits[0] - logits[1]).max() > 1e-3
 
 
+@two_families
 def test_texts_of_several_lengths_are_as_alone(model, folder):
   pictures = pictures_of(folder)
   prompts = [
@@ -118,6 +124,7 @@ def test_texts_of_several_lengths_are_as_alone(model, folder):
   assert together == [model.generate(x, **options) for x in prompts]
 
 
+@one_family
 def test_files_bytes_and_pil_are_the_same(model, folder, tmp_path):
   picture = pictures_of(folder)[0]
   image = PIL.Image.fromarray(picture)
@@ -130,6 +137,7 @@ def test_files_bytes_and_pil_are_the_same(model, folder, tmp_path):
   assert all(result == results[0] for result in results)
 
 
+@one_family
 @pytest.mark.parametrize(
   ("prompt", "message"),
   [
@@ -144,6 +152,7 @@ def test_mistakes_are_named(model, prompt, message):
     model.generate([prompt], max_new=4)
 
 
+@one_family
 def test_the_tool_reads_pictures(model, folder, tmp_path, capsys):
   path = tmp_path / "a.png"
   PIL.Image.fromarray(pictures_of(folder)[0]).save(path)

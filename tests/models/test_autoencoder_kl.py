@@ -109,6 +109,7 @@ def pictures(config):
   return config
 
 
+@pytest.mark.slow
 def test_a_latent_flow_learns_and_its_samples_are_images(
   tiny_config, tmp_path, capsys
 ):

@@ -51,11 +51,12 @@ def test_packed_documents_give_the_logits_of_single_ones():
   checks.check_packed(*made())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh",
   [
     dict(fsdp=2, sequence=2, tensor=2),
-    pytest.param(dict(fsdp=2, pipeline=2, sequence=2), marks=pytest.mark.slow),
+    dict(fsdp=2, pipeline=2, sequence=2),
   ],
 )
 def test_any_mesh_has_the_gradients_of_one_device(mesh):

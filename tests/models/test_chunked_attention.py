@@ -80,6 +80,7 @@ def test_chunks_count_from_the_start_of_a_text_in_a_cache():
   np.testing.assert_array_equal(matrix, expected)
 
 
+@pytest.mark.slow
 def test_generation_by_steps_and_in_parts():
   checks.check_generation(*made())
   caches = made()[0].init_cache(1, 30).groups
@@ -90,13 +91,12 @@ def test_packed_documents_give_the_logits_of_single_ones():
   checks.check_packed(*made())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("mesh", "attention"),
   [
     (dict(fsdp=2, sequence=2, tensor=2), "blockwise"),
-    pytest.param(
-      dict(fsdp=2, pipeline=2, sequence=2), "ring", marks=pytest.mark.slow
-    ),
+    (dict(fsdp=2, pipeline=2, sequence=2), "ring"),
   ],
 )
 def test_any_mesh_has_the_gradients_of_one_device(mesh, attention):

@@ -153,6 +153,7 @@ def test_packed_documents_give_the_logits_of_single_ones():
       assert_close(packed[row, own], logits[row, : sizes[row]])
 
 
+@pytest.mark.slow
 def test_generation_reads_each_token_once():
   """Prompts of different lengths, read together and then by steps."""
   model = model_of(moe=EXPERTS)

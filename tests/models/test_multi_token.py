@@ -86,6 +86,7 @@ def test_the_loss_is_that_of_the_definition():
   assert "mtp" not in out
 
 
+@pytest.mark.slow
 def test_packed_documents_have_the_losses_of_single_ones():
   batch, sizes = batch_of(), ((7, 4), (1, 8))
   rows = [[1] * a + [2] * b + [0] * (L - a - b) for a, b in sizes]

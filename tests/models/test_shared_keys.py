@@ -63,7 +63,8 @@ def on_one_device(name, packed):
   return checks.loss_and_grads(*made(name), packed, fsdp=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_generation_by_steps_and_in_parts(name):
   checks.check_generation(*made(name))
 
@@ -73,22 +74,13 @@ def test_packed_documents_give_the_logits_of_single_ones(name):
   checks.check_packed(*made(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "mesh", "packed"),
   [
     ("last layers", dict(fsdp=2, pipeline=2, tensor=2), True),
-    pytest.param(
-      "last layers",
-      dict(fsdp=2, sequence=2, tensor=2),
-      True,
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      "pairs",
-      dict(fsdp=2, pipeline=2, sequence=2),
-      False,
-      marks=pytest.mark.slow,
-    ),
+    ("last layers", dict(fsdp=2, sequence=2, tensor=2), True),
+    ("pairs", dict(fsdp=2, pipeline=2, sequence=2), False),
   ],
 )
 def test_any_mesh_has_the_gradients_of_one_device(name, mesh, packed):

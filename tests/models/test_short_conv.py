@@ -123,12 +123,9 @@ def gradients(model, **mesh):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "mesh",
-  [
-    dict(fsdp=2, tensor=2, sequence=2),
-    pytest.param(dict(fsdp=1, sequence=4), marks=pytest.mark.slow),
-  ],
+  "mesh", [dict(fsdp=2, tensor=2, sequence=2), dict(fsdp=1, sequence=4)]
 )
 def test_any_mesh_has_the_gradients_of_one_device(mesh):
   actual, expected = (

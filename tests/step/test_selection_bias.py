@@ -166,12 +166,13 @@ def test_packed_documents_change_it_as_they_do_alone():
   jax.tree.map(np.testing.assert_array_equal, packed, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
   [
     dict(fsdp=8),
-    pytest.param(dict(fsdp=2, sequence=2, tensor=2), marks=pytest.mark.slow),
-    pytest.param(dict(replica=2, fsdp=2, pipeline=2), marks=pytest.mark.slow),
+    dict(fsdp=2, sequence=2, tensor=2),
+    dict(replica=2, fsdp=2, pipeline=2),
   ],
 )
 def test_devices_do_not_change_it(sizes):

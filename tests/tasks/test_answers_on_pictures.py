@@ -137,6 +137,7 @@ def test_rollouts_are_drawn_with_the_losses_log_probs(rows):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["preference", "policy_gradient"])
 def test_resumed_runs_and_other_meshes_equal_whole_runs(rows, task, tmp_path):
   config = config_of(rows, task)

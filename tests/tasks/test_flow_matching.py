@@ -103,6 +103,7 @@ def config(tiny_config, **changes):
   return tiny_config(changes)
 
 
+@pytest.mark.slow
 def test_meshes_and_microbatches_change_rounding_only(tiny_config, tmp_path):
   states = []
   for changes in (
@@ -119,6 +120,7 @@ def test_meshes_and_microbatches_change_rounding_only(tiny_config, tmp_path):
   assert states[0][6]["loss"] < states[0][1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_one(tiny_config, tmp_path):
   one = config(tiny_config)
   main.train(one, str(tmp_path / "whole"))

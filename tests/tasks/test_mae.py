@@ -137,6 +137,7 @@ def config(tiny_config, **changes):
   return tiny_config(changes)
 
 
+@pytest.mark.slow
 def test_meshes_and_microbatches_change_rounding_only(tiny_config, tmp_path):
   states = []
   for changes in (
@@ -153,6 +154,7 @@ def test_meshes_and_microbatches_change_rounding_only(tiny_config, tmp_path):
   assert rows[6]["loss"] < rows[1]["loss"] and rows[1]["feature_std"] > 0
 
 
+@pytest.mark.slow
 def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
   # A decay that leaves nothing of the kernels, so that all images look alike.
   one = config(

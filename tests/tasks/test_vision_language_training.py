@@ -34,7 +34,7 @@ def steps(sizes, microbatches, pack):
 @pytest.mark.parametrize(
   ("sizes", "microbatches", "pack"),
   [
-    ((("fsdp", 1),), 4, False),
+    pytest.param((("fsdp", 1),), 4, False, marks=pytest.mark.slow),
     ((("fsdp", 4), ("tensor", 2)), 2, True),
     pytest.param((("fsdp", 8),), 1, False, marks=pytest.mark.slow),
     pytest.param(
@@ -75,6 +75,7 @@ def params_of(workdir):
   return {n: np.asarray(x) for n, x in arrays.items()}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_a_whole_one_and_answers(tmp_path):
   whole, cut = tmp_path / "whole", tmp_path / "cut"
   main.train(tiny_run(), str(whole))
@@ -127,6 +128,7 @@ def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
   assert 0 < moved["projector"] < 0.3 * moved["llm"]
 
 
+@pytest.mark.slow
 def test_parts_start_from_sources_of_their_own(tmp_path):
   """As a projector is trained between a tower and a decoder."""
   first, second = tmp_path / "first", tmp_path / "second"
