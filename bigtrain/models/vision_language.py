@@ -30,7 +30,7 @@ from bigtrain.config.errors import (
 )
 from bigtrain.config.modules import find_module
 from bigtrain.models import decoder, native_vit, vit
-from bigtrain.models.layers import kv_cache, mlp, options, rms_norm
+from bigtrain.models.layers import kv_cache, masks, mlp, options, rms_norm
 from bigtrain.models.published import (
   decoder_families,
   vision_language_families,
@@ -38,11 +38,12 @@ from bigtrain.models.published import (
 )
 from bigtrain.models.published.vits import native_towers
 
-# Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma; or
-# the tokens of the same picture, as in Gemma 3.
-MASKS = ("causal", "prefix", "image")
+# Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma;
+# the tokens of the same picture, as in Gemma 3; or these in layers with a
+# window alone, as in Gemma 4.
+MASKS = ("causal", "prefix", "image", "windowed_image")
 ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
-NORMS = ("offset_rmsnorm", "rmsnorm", "layernorm")
+NORMS = ("offset_rmsnorm", "rmsnorm", "plain_rmsnorm", "layernorm")
 
 # Fields that both parts get unless their own options have them.
 _SHARED = ("attention", "dtype", "remat_policy", "scan")
@@ -59,7 +60,8 @@ class ProjectorOptions(NamedTuple):
   # Side of the squares of patches whose features are joined, as in Idefics 3.
   merge: int = 1
   norm_eps: float | None = None  # Of a norm; None without one.
-  # "rmsnorm", "layernorm", or "offset_rmsnorm", with Gemma's offset.
+  # "rmsnorm", "layernorm", "offset_rmsnorm" with Gemma's offset, or
+  # "plain_rmsnorm" without a scale.
   norm: str = "offset_rmsnorm"
   # Whether the norm is of each patch, before their features are joined.
   norm_patches: bool = False
@@ -194,8 +196,15 @@ class Model(nn.Module):
       # Behind pictures, whose rows and columns are fewer than their tokens.
       positions = start + jnp.arange(tokens.shape[1]) + cache.shift_B[:, None]
     groups = None
-    if self.mask == "image" and (tokens.shape[1] > 1 or cache is None):
-      groups = (_numbered(is_image_BL),) * 2
+    in_images = self.mask in ("image", "windowed_image")
+    if in_images and (tokens.shape[1] > 1 or cache is None):
+      number_BL = _numbered(is_image_BL)
+      groups = masks.Groups(
+        number_BL,
+        number_BL,
+        window_in_groups=True,
+        need_window=self.mask == "windowed_image",
+      )
     elif prefix is not None:
       groups = _in_prefix(prefix, tokens.shape[1], cache, start)
     given = dict(segments=segments, positions=positions, real=real)
@@ -204,7 +213,6 @@ class Model(nn.Module):
       inserted=inserted,
       **({} if added is None else {"added": added}),
       groups=groups,
-      window_in_groups=self.mask == "image",
       **{name: x for name, x in given.items() if x is not None},
       cache=cache,
       start=start,
@@ -332,10 +340,11 @@ class Model(nn.Module):
     check_choice("config.model.projector.norm", projector.norm, NORMS)
     with options.naming("config.model.image"):
       merge = getattr(self.image_tower(), "merge", None)
-    if merge is not None and (merge != projector.merge or projector.pool > 1):
+    sides = projector.merge, projector.pool
+    if merge is not None and sides not in ((merge, 1), (1, merge)):
       raise ConfigError(
         f"config.model.projector.merge={projector.merge}: expected {merge}, as "
-        "config.model.image.merge, and pool=1."
+        "config.model.image.merge, and pool=1; or the other way round."
       )
     if self.class_token and (projector.pool > 1 or projector.merge > 1):
       raise ConfigError(
@@ -453,12 +462,15 @@ class Projector(nn.Module):
     Args:
       x: (pictures, P, width of the tower), row by row.
       size: height and width of the pictures in pixels; None if the patches of
-        each square of `merge` x `merge` follow each other.
+        each square that is joined or averaged follow each other.
     """
     given = self.options
     if given.norm_patches:
       x = self._normed(x)
-    if size is None:
+    if size is None and given.pool > 1:
+      squares = x.reshape(len(x), -1, given.pool**2, x.shape[-1])
+      x = jnp.mean(squares, axis=2)
+    elif size is None:
       x = x.reshape(len(x), x.shape[1] // given.merge**2, -1)
     elif given.pool > 1 or given.merge > 1:
       x = _joined(x, size, given.pool, given.merge)
@@ -482,7 +494,12 @@ class Projector(nn.Module):
       return nn.LayerNorm(eps, self.dtype, name="norm")(x)
     offset = 1.0 if kind == "offset_rmsnorm" else 0.0
     return rms_norm.RMSNorm(
-      x.shape[-1:], eps, offset=offset, dtype=self.dtype, name="norm"
+      x.shape[-1:],
+      eps,
+      offset=offset,
+      scaled=kind != "plain_rmsnorm",
+      dtype=self.dtype,
+      name="norm",
     )(x)
 
 
@@ -539,17 +556,17 @@ def _numbered(is_image_BL: jax.Array) -> jax.Array:
 
 def _in_prefix(
   prefix: jax.Array, L: int, cache: kv_cache.Caches | None, start: Any
-) -> tuple[jax.Array, jax.Array]:
-  """Int (B, L) and (B, S), 1 for tokens and for positions in the prefix."""
+) -> masks.Groups:
+  """A group of the tokens, and of the positions, in the prefix."""
   if prefix.ndim == 2:
-    return ((prefix != 0).astype(jnp.int32),) * 2
+    return masks.Groups(*((prefix != 0).astype(jnp.int32),) * 2)
   is_first = isinstance(start, int) and start == 0
   S = L if cache is None or is_first else cache.length
   in_prefix = [
     (number < prefix[:, None]).astype(jnp.int32)
     for number in (start + jnp.arange(L), jnp.arange(S))
   ]
-  return in_prefix[0], in_prefix[1]
+  return masks.Groups(in_prefix[0], in_prefix[1])
 
 
 def _by_picture(

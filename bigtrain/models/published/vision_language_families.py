@@ -514,6 +514,79 @@ def _qwen(
   )
 
 
+def _averaged() -> Rule:
+  """Gemma 4: averages of squares of patches, and a norm without a scale."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    vision = native_towers.GEMMA4.absent() | (config["vision_config"] or {})
+    projector = dict(
+      pool=vision["pooling_kernel_size"],
+      norm_eps=vision["rms_norm_eps"],
+      norm="plain_rmsnorm",
+      use_bias=False,
+    )
+    return {"projector": projector}
+
+  return Rule(("projector",), {}, read, lambda fields: {})
+
+
+def _gemma4_parts() -> Rule:
+  """The parts, of which the decoder's config has the mask."""
+  key = "use_bidirectional_attention"
+  parts = _parts(
+    ("gemma4_vision",),
+    ("gemma4_text",),
+    tower="gemma4_vision",
+    decoder="gemma4_text",
+    tied=True,
+  )
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not config["vision_config"]:
+      raise config.error(
+        "vision_config: missing: expected a model that reads pictures; "
+        'config.model_name="decoder" reads its texts.'
+      )
+    sees_picture = config["text_config"].get(key) == "vision"
+    mask = "windowed_image" if sees_picture else "causal"
+    return {**parts.read(config), "mask": mask}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(parts.write(fields))
+    value = "vision" if fields["mask"] == "windowed_image" else None
+    config["text_config"] = {**config["text_config"], key: value}
+    return config
+
+  return Rule((*parts.fields, "mask"), parts.keys, read, write)
+
+
+# Its parts that read sounds are left out.
+_GEMMA4 = Kind(
+  Family(
+    model_type="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    arrays=linear("embedding_projection", "linear_0"),
+    keys={"image_token": Key("image_token_id", 258880)},
+    constants={"class_token": False, "image_model": "native_vit"},
+    rules=(_averaged(), _gemma4_parts()),
+    harmless=(
+      *_HARMLESS,
+      *("audio_config", "video_token_id", "audio_token_id"),
+      *("boa_token_id", "eoa_token_id", "eoa_token_index"),
+    ),
+    limits=_LIMITS,
+  ),
+  towers=("gemma4_vision",),
+  starts={
+    "img/": "model.vision_tower.",
+    "llm/model.": "model.language_model.",
+    "llm/": "",
+    "projector/": "model.embed_vision.",
+  },
+  decoders=("gemma4_text",),
+  canonical_tower=native_towers.canonical,
+)
+
 # Tokens of videos, which rows do not have.
 _OF_VIDEOS = (
   "video_token_id",
@@ -546,6 +619,7 @@ KINDS: Mapping[str, Kind] = {
   for kind in (
     _PALIGEMMA,
     _GEMMA3,
+    _GEMMA4,
     _LLAVA,
     _idefics3("idefics3", "Idefics3ForConditionalGeneration"),
     _idefics3("smolvlm", "SmolVLMForConditionalGeneration"),
@@ -581,12 +655,14 @@ PROJECTOR_DIMS: Mapping[str, str] = {
 _PARTS = {
   "deepstack/": r"(model\.)?visual\.(?=deepstack_merger_list\.)",
   "projector/": (
-    r"(model\.)?(multi_modal_projector|connector|visual(?=\.merger\.))\."
+    r"(model\.)?(multi_modal_projector|connector|embed_vision"
+    r"|visual(?=\.merger\.))\."
   ),
   "img/": r"(model\.)?(vision_tower|vision_model|visual)\.(vision_model\.)?",
 }
 _TEXT_MODEL = r"(model\.)?text_model\."
 _IGNORED = {r".*position_ids": "a constant that the model computes"}
+_AUDIO = r"(model\.)?(audio_tower|embed_audio)\."
 
 
 def load(
@@ -602,14 +678,19 @@ def load(
   if any("/" in name for name in flat):  # Our own names.
     return dict(flat)
   names: dict[str, dict[str, str]] = {part: {} for part in (*_PARTS, "llm/")}
+  result: dict[str, Any] = {}
   for name in flat:
+    if re.match(_AUDIO, name):
+      result[name] = conversions.Remark(
+        "ignored", "of sounds; the model reads texts and pictures"
+      )
+      continue
     for part, start in _PARTS.items():
       if match := re.match(start, name):
         names[part][name[match.end() :]] = name
         break
     else:
       names["llm/"][re.sub(f"^{_TEXT_MODEL}", "model.", name)] = name
-  result: dict[str, Any] = {}
   for part, in_file in names.items():
     if not in_file and part == "deepstack/":
       continue
@@ -661,10 +742,20 @@ def export(
     published: the layouts of models.vision_language.
     parts: the model's parts "img/" and "llm/".
   """
-  kinds = KINDS
+  # Those with a tower of the same module.
+  kinds = {
+    name: kind
+    for name, kind in KINDS.items()
+    if kind.family.constants.get("image_model", "vit") == model.image_model
+  }
   layout = layout or model.published_as
   if layout:
     check_choice("--layout", layout, KINDS)
+    if layout not in kinds:
+      raise ConfigError(
+        f"--layout={layout}: expected one of {', '.join(kinds) or 'none'} for "
+        f"config.model.image_model={model.image_model!r}."
+      )
     kinds = {layout: KINDS[layout]}
   errors = []
   for name, kind in kinds.items():
@@ -673,6 +764,11 @@ def export(
       return _export(key, kind, published, model, parts, shapes)
     except ConfigError as e:
       errors.append(e)
+  if not errors:
+    raise ConfigError(
+      "--format=hf: no published layout has a tower of "
+      f"config.model.image_model={model.image_model!r}."
+    )
   shortest = min(errors, key=lambda e: len(str(e)))
   if layout:
     raise shortest
