@@ -30,7 +30,14 @@ from bigtrain.config.errors import (
 )
 from bigtrain.config.modules import find_module
 from bigtrain.models import decoder, native_vit, vit
-from bigtrain.models.layers import kv_cache, masks, mlp, options, rms_norm
+from bigtrain.models.layers import (
+  kv_cache,
+  masks,
+  mlp,
+  options,
+  rms_norm,
+  tiled_pictures,
+)
 from bigtrain.models.published import (
   decoder_families,
   vision_language_families,
@@ -82,15 +89,21 @@ class Embedded(NamedTuple):
   is_uniform: bool
   # What is added after the first n layers, (B, n, N T, D).
   added_BnMD: jax.Array | None
+  # Of pictures with tiles, and the layout (B, N, 4) if the batch has one.
+  views: tiled_pictures.Views | None = None
+  layout_BN4: jax.Array | None = None
 
   def repeated(self, number: int) -> "Embedded":
     """Each example's pictures `number` times in a row."""
     repeat = functools.partial(jnp.repeat, repeats=number, axis=0)
     grids, added = self.grids_BN2, self.added_BnMD
+    views, layout = self.views, self.layout_BN4
     return self._replace(
       x_BND=repeat(self.x_BND),
       grids_BN2=repeat(grids) if len(grids) > 1 else grids,
       added_BnMD=None if added is None else repeat(added),
+      views=views and views._replace(x_BND=repeat(views.x_BND)),
+      layout_BN4=None if layout is None else repeat(layout),
     )
 
 
@@ -104,6 +117,9 @@ class Model(nn.Module):
   image_model: str = "vit"  # Module in bigtrain.models, or a dotted path.
   text_model: str = "decoder"  # The same.
   projector: Any = None  # Options of ProjectorOptions.
+  # Options of tiled_pictures.Options, if pictures are cut into tiles whose
+  # tokens stand row by row, as in LLaVA-NeXT and LLaVA-OneVision.
+  tiles: Any = None
   image_token: int = options.DERIVED  # Id of the tokens that pictures replace.
   mask: str = "causal"  # A name in MASKS.
   class_token: bool = False  # Whether the tower's class token is used as well.
@@ -127,7 +143,8 @@ class Model(nn.Module):
       norm_eps=dict(above=0),
       hidden=dict(least=1, whole=True),
     )
-    options.set_fields(self, {"projector": projector})
+    tiles = tiled_pictures.read(self.tiles, "config.model.tiles")
+    options.set_fields(self, {"projector": projector, "tiles": tiles})
     key = "config.model.image_token"
     check_number(key, self.image_token, least=0, whole=True)
     check_choice("config.model.mask", self.mask, MASKS)
@@ -165,7 +182,9 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L), with T image tokens for each picture.
       image: float (B, height, width, 3), or (B, N, height, width, 3); examples
-        with fewer pictures have any others after their own. With B / K pictures
+        with fewer pictures have any others after their own; with `tiles`, the
+        views of each, of which `shapes` may be the layout, int (B, N, 4), see
+        layers/tiled_pictures.py. With B / K pictures
         or sets of them, K texts in a row have the same ones. None for texts,
         and for tokens after a prompt whose keys are in the cache. With
         `shapes`, ready patches (B, P, values) or (B, N, P, values) of
@@ -223,6 +242,9 @@ class Model(nn.Module):
   def _embed(
     self, image: jax.Array, shapes: jax.Array | None, train: bool
   ) -> Embedded:
+    layout_BN4 = None
+    if self.tiles is not None:
+      layout_BN4, shapes = shapes, None
     image, shapes_BN2 = _by_picture(image, shapes)
     B, N = image.shape[:2]
     cls, given = self._tower_class()
@@ -253,15 +275,24 @@ class Model(nn.Module):
       grids = shapes_BN2 // side
     else:
       sides = zip(image.shape[2:4], _two(self.image_tower().patch_size))
-      grids = jnp.asarray([[[n // p // side for n, p in sides]] * N])
-    return Embedded(
-      embedded.reshape(B, -1, width), grids, shapes_BN2 is None, added
-    )
+      grid = [n // p // side for n, p in sides]
+      grids = jnp.asarray([[grid] * N])
+    x_BND = embedded.reshape(B, -1, width)
+    views = None
+    if self.tiles is not None:
+      newline_D = tiled_pictures.Newline(width, name="tiles")()
+      views = tiled_pictures.Views(
+        x_BND, newline_D, (grid[0], grid[1]), self.tiles
+      )
+    return Embedded(x_BND, grids, shapes_BN2 is None, added, views, layout_BN4)
 
   def _in_text(
     self, embedded: Embedded, is_image_BL: jax.Array
   ) -> tuple[Any, jax.Array | None]:
     """The arguments `inserted` and `added` of the decoder."""
+    if embedded.views is not None:
+      x_BLD = embedded.views.in_text(embedded.layout_BN4, is_image_BL)
+      return (x_BLD, is_image_BL), None
     if embedded.is_uniform:
       number_BL = jnp.cumsum(is_image_BL, axis=1) - 1
       index_BL = jnp.clip(number_BL, 0, embedded.x_BND.shape[1] - 1)
@@ -346,6 +377,15 @@ class Model(nn.Module):
         f"config.model.projector.merge={projector.merge}: expected {merge}, as "
         "config.model.image.merge, and pool=1; or the other way round."
       )
+    if self.tiles is not None and (self.class_token or merge is not None):
+      raise ConfigError(
+        "config.model.tiles: expected a tower for pictures of one size, and no "
+        "class_token."
+      )
+    if self.tiles is not None and self._has_axes():
+      raise ConfigError(
+        "config.model.tiles: expected a decoder without rope_axes."
+      )
     if self.class_token and (projector.pool > 1 or projector.merge > 1):
       raise ConfigError(
         "config.model.class_token: expected False with projector.pool or "
@@ -356,7 +396,8 @@ class Model(nn.Module):
     """Number T of image tokens of a picture of this size in pixels."""
     p, q = _two(self.image_tower().patch_size)
     side = self.projector.pool * self.projector.merge
-    return (height // p // side) * (width // q // side) + self.class_token
+    number = (height // p // side) * (width // q // side) + self.class_token
+    return number + (self.tiles is not None)
 
   def check_data(
     self, described: Mapping[str, Any], spec: Mapping[str, Any]
@@ -722,6 +763,8 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if not isinstance(projector, ProjectorOptions):
     projector = ProjectorOptions(**projector)
   result["projector"] = projector._asdict()
+  tiles = tiled_pictures.read(values.get("tiles"), "config.model.tiles")
+  result["tiles"] = tiles and tiles._asdict()
   return result
 
 

@@ -19,6 +19,8 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_onevision import modeling_llava_onevision
 
 BATCH, LENGTH, PROMPT, NEW = 2, 32, 24, 8
 IMAGE_TOKEN = 60
@@ -312,6 +314,52 @@ GEMMA4 = {
     vision_config=GEMMA4_VISION | dict(use_clipped_linears=True),
   ),
 }
+# Tiles of 12 x 12 pixels, which are 3 x 3 patches.
+TILED_VISION = VISION | dict(image_size=12)
+SIZES = [[12, 24], [24, 12], [24, 24], [36, 12]]
+# {folder: (model_type, options of its config, sizes of an example's pictures in
+# pixels)}. Several pictures of LLaVA-OneVision have no tiles.
+TILED = {
+  # The features of the tiles of the second example are interpolated.
+  "llava_onevision": (
+    "llava_onevision",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(model_type="qwen2", tie_word_embeddings=False),
+      vision_config=TILED_VISION | dict(model_type="siglip_vision_model"),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=SIZES,
+      vision_aspect_ratio="anyres_max_2",
+    ),
+    (((20, 9),), ((21, 24),)),
+  ),
+  # Pictures without tiles; a head that is the embedding.
+  "llava_onevision_pictures": (
+    "llava_onevision",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(model_type="qwen2", tie_word_embeddings=True),
+      vision_config=TILED_VISION
+      | dict(model_type="siglip_vision_model", image_size=8),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=[[8, 8]],
+      tie_word_embeddings=True,
+    ),
+    (((8, 8), (10, 7), (4, 8)), ((5, 5), (9, 9))),
+  ),
+  "llava_next": (
+    "llava_next",
+    dict(
+      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      vision_config=TILED_VISION
+      | dict(model_type="clip_vision_model", num_hidden_layers=3),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=SIZES[:2],
+      image_seq_length=9,
+    ),
+    (((14, 20),), ((10, 7),)),
+  ),
+}
 # Rows and columns of the patches of each example's pictures.
 GRIDS = (((4, 6), (2, 4)), ((2, 2), (6, 4), (4, 2)))
 # Families in which pictures keep their examples: [B, N, 3, H, W].
@@ -395,7 +443,7 @@ def write_results(model, given, out, prefix=np.zeros(0), **features):
   prompt = {k: x for k, x in tensors.items() if k != "labels"}
   for key in ("input_ids", "token_type_ids", "mm_token_type_ids"):
     if key in prompt:
-      prompt[key] = prompt[key][:, :PROMPT]
+      prompt[key] = prompt[key][:, :-NEW]
   if kind == "paligemma":  # A prompt is all prefix.
     prompt["token_type_ids"] = torch.zeros_like(prompt["token_type_ids"])
   tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
@@ -479,7 +527,77 @@ def gemma4_pictures(image, shapes):
   return dict(pixel_values=image[is_real], image_position_ids=places[is_real])
 
 
-ALL = (*FAMILIES, *NATIVE, *GEMMA4)
+def write_tiled(name, out):
+  """A model whose pictures are cut into tiles."""
+  kind, options, sizes = TILED[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  config = transformers.AutoConfig.for_model(kind, **options)
+  model = model_of(config, rng)
+  model.save_pretrained(out)
+  side, patch = config.vision_config.image_size, VISION["patch_size"]
+  h = side // patch
+  rows, layouts = [], []
+  for pictures in sizes:
+    views, layout = [], []
+    for size in pictures:
+      tiles, kept = (0, 0), (h, h)
+      if len(pictures) == 1:
+        best = select_best_resolution(size, config.image_grid_pinpoints)
+        tiles = best[0] // side, best[1] // side
+        grid = torch.zeros(1, tiles[0] * h, tiles[1] * h)
+        kept = modeling_llava_onevision.unpad_image(grid, size).shape[1:]
+      number = 1 + tiles[0] * tiles[1]
+      views.append(rng.normal(size=(number, 3, side, side)).astype(np.float32))
+      layout += [(*tiles, *kept), *[(0, 0, 0, 0)] * (number - 1)]
+    rows.append(views)
+    layouts.append(layout)
+  most = max(map(len, layouts))
+  image = np.zeros((BATCH, most, side, side, 3), np.float32)
+  shapes = np.zeros((BATCH, most, 4), np.int32)
+  for b, views in enumerate(rows):
+    views = np.concatenate(views)
+    image[b, : len(views)] = views.transpose(0, 2, 3, 1)
+    shapes[b, : len(views)] = layouts[b]
+  given = tiled_pictures(image, shapes, sizes)
+  features = model.model.get_image_features(
+    **{name: torch.from_numpy(x) for name, x in given.items()}
+  ).pooler_output
+  lengths = iter([len(x) for x in features])
+  lengths = [[next(lengths) for _ in pictures] for pictures in sizes]
+  number = max(sum(row) + len(row) for row in lengths) + 2 + NEW
+  ids = rng.integers(3, 59, (BATCH, number))
+  for b, row in enumerate(lengths):
+    at = 1 + b
+    for length in row:
+      ids[b, at : at + length] = IMAGE_TOKEN
+      at += length + 1
+  given |= dict(input_ids=ids, labels=np.where(ids == IMAGE_TOKEN, -100, ids))
+  sizes = given["image_sizes"]
+  write_results(
+    model, given, out, image=image, shapes=shapes, image_sizes=sizes
+  )
+
+
+def tiled_pictures(image, shapes, sizes):
+  """Arguments of LLaVA-NeXT and OneVision."""
+  views = image.transpose(0, 1, 4, 2, 3)
+  pictures = []
+  for b, layout in enumerate(shapes):
+    for n in np.flatnonzero(layout[:, 2]):
+      pictures.append(views[b, n : n + 1 + layout[n, 0] * layout[n, 1]])
+  most = max(map(len, pictures))
+  pixels = [np.pad(x, ((0, most - len(x)), *[(0, 0)] * 3)) for x in pictures]
+  result = dict(
+    pixel_values=np.stack(pixels),
+    image_sizes=np.asarray([size for row in sizes for size in row]),
+  )
+  if any(len(row) > 1 for row in sizes):
+    result["batch_num_images"] = np.asarray([len(row) for row in sizes])
+  return result
+
+
+ALL = (*FAMILIES, *NATIVE, *GEMMA4, *TILED)
 
 
 def write(golden, names=ALL):
@@ -488,7 +606,10 @@ def write(golden, names=ALL):
     out = golden / "vision_language" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    (write_family if name in FAMILIES else write_native)(name, out)
+    if name in TILED:
+      write_tiled(name, out)
+    else:
+      (write_family if name in FAMILIES else write_native)(name, out)
 
 
 if __name__ == "__main__":

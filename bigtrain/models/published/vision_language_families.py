@@ -244,7 +244,56 @@ def _merged() -> Rule:
   )
 
 
-def _llava_features(parts: Rule) -> Rule:
+# Sizes to which LLaVA-NeXT and OneVision resize pictures, if no file says so.
+_ONEVISION_SIZES = [
+  [384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)
+]
+_NEXT_SIZES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+
+
+def _tiles(sizes: list[list[int]], limited: bool) -> Rule:
+  """Tiles of pictures.
+
+  Args:
+    limited: whether a key says how many tiles' features remain.
+  """
+  key, limit = "image_grid_pinpoints", "vision_aspect_ratio"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    vision = config["vision_config"]
+    tower = _TOWERS.get(vision.get("model_type", ""), _SIGLIP)
+    side = vision.get("image_size", tower.absent().get("image_size", 224))
+    pairs = config[key] or sizes
+    if any(n % side or not n for pair in pairs for n in pair):
+      raise config.error(
+        f"{key}={pairs}: expected multiples of vision_config.image_size={side}."
+      )
+    grids = tuple((h // side, w // side) for h, w in pairs)
+    if not limited:
+      return {"tiles": dict(grids=grids, limit=None)}
+    found = re.fullmatch(r"anyres_max_(\d+)", config[limit])
+    if not found:
+      raise config.error(
+        f"{limit}={config[limit]!r}: expected 'anyres_max_' and a number, such "
+        "as 9."
+      )
+    return {"tiles": dict(grids=grids, limit=int(found[1]))}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    side = fields["configs"]["vision_config"]["image_size"]
+    tiles = fields["tiles"] or dict(grids=(), limit=None)
+    config: dict[str, Any] = {
+      key: [[h * side, w * side] for h, w in tiles["grids"]]
+    }
+    if limited:
+      config[limit] = f"anyres_max_{tiles['limit'] or 9}"
+    return config
+
+  keys = {key: None, **({limit: "anyres_max_9"} if limited else {})}
+  return Rule(("tiles",), keys, read, write)
+
+
+def _llava_features(parts: Rule, *, tiled: bool = False) -> Rule:
   """The tower's features: of which layer, and whether of the class token."""
   layer, strategy = "vision_feature_layer", "vision_feature_select_strategy"
 
@@ -264,6 +313,11 @@ def _llava_features(parts: Rule) -> Rule:
       raise config.error(
         f"{strategy}='default': expected 'full' for a tower without a class "
         "token."
+      )
+    if tiled and has_class and is_full:
+      raise config.error(
+        f"{strategy}='full': expected 'default' for tiles of a tower with a "
+        "class token."
       )
     number += depth + 1 if number < 0 else 0
     fields["image"] = {**fields["image"], "feature_layer": number}
@@ -395,6 +449,51 @@ _LLAVA = Kind(
   ),
   towers=_LLAVA_TOWERS,
   starts=_STARTS,
+)
+
+
+_LLAVA_ONEVISION = Kind(
+  Family(
+    model_type="llava_onevision",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    arrays=table(_LLAVA.family.arrays, plain("image_newline", "newline")),
+    keys={"image_token": Key("image_token_index", 151646)},
+    constants={"mask": "causal"},
+    rules=(
+      _two_layers(),
+      _tiles(_ONEVISION_SIZES, limited=True),
+      _llava_features(
+        _parts(_LLAVA_TOWERS, tower="siglip_vision_model", decoder="qwen2"),
+        tiled=True,
+      ),
+    ),
+    aliases={"image_token_id": "image_token_index"},
+    defaults={
+      "vision_feature_layer": -1,
+      "vision_feature_select_strategy": "full",
+    },
+    harmless=(*_HARMLESS, "video_token_index", "video_token_id"),
+    limits=_LIMITS,
+  ),
+  towers=_LLAVA_TOWERS,
+  starts={"tiles/": "", **_STARTS},
+)
+_LLAVA_NEXT = _LLAVA_ONEVISION._replace(
+  family=_LLAVA_ONEVISION.family._replace(
+    model_type="llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    keys=_LLAVA.family.keys,
+    rules=(
+      _two_layers(),
+      _tiles(_NEXT_SIZES, limited=False),
+      _llava_features(
+        _parts(_LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"),
+        tiled=True,
+      ),
+    ),
+    defaults={},
+    harmless=_HARMLESS,
+  )
 )
 
 
@@ -621,6 +720,8 @@ KINDS: Mapping[str, Kind] = {
     _GEMMA3,
     _GEMMA4,
     _LLAVA,
+    _LLAVA_NEXT,
+    _LLAVA_ONEVISION,
     _idefics3("idefics3", "Idefics3ForConditionalGeneration"),
     _idefics3("smolvlm", "SmolVLMForConditionalGeneration"),
     _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", _QWEN3_MERGERS),
@@ -643,17 +744,19 @@ KINDS: Mapping[str, Kind] = {
 }
 _OF_PROJECTOR: Mapping[str, str] = {
   r"(blocks(_\d+)?/)?linear_\d/kernel": "D -> D",
-  r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))": "D",
+  r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))|newline": "D",
 }
-PROJECTORS = ("projector/", "deepstack/")
+PROJECTORS = ("projector/", "deepstack/", "tiles/")
 PROJECTOR_DIMS: Mapping[str, str] = {
   **dims.under("projector/", _OF_PROJECTOR),
   **dims.under("deepstack/", _OF_PROJECTOR),
+  **dims.under("tiles/", _OF_PROJECTOR),
 }
 
 # {part: start of its names in files, of any version of transformers}.
 _PARTS = {
   "deepstack/": r"(model\.)?visual\.(?=deepstack_merger_list\.)",
+  "tiles/": r"(model\.)?(?=image_newline$)",
   "projector/": (
     r"(model\.)?(multi_modal_projector|connector|embed_vision"
     r"|visual(?=\.merger\.))\."
@@ -692,7 +795,7 @@ def load(
     else:
       names["llm/"][re.sub(f"^{_TEXT_MODEL}", "model.", name)] = name
   for part, in_file in names.items():
-    if not in_file and part == "deepstack/":
+    if not in_file and part in ("deepstack/", "tiles/"):
       continue
     arrays = {short: flat[name] for short, name in in_file.items()}
     of_model = conversions.below(part, like)

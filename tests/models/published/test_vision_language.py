@@ -192,6 +192,40 @@ def gemma4_pictures(image, shapes):
   return dict(pixel_values=image[is_real], image_position_ids=places[is_real])
 
 
+def tiled_pictures(known):
+  """Arguments of LLaVA-NeXT and OneVision: the views of each picture."""
+  pictures, numbers = [], []
+  for views, layout in zip(known["image"], known["shapes"]):
+    first = np.flatnonzero(layout[:, 2])
+    numbers.append(len(first))
+    for n in first:
+      pictures.append(views[n : n + 1 + layout[n, 0] * layout[n, 1]])
+  most = max(map(len, pictures))
+  pixels = [np.pad(x, ((0, most - len(x)), *[(0, 0)] * 3)) for x in pictures]
+  result = dict(
+    pixel_values=np.stack(pixels).transpose(0, 1, 4, 2, 3),
+    image_sizes=known["image_sizes"],
+  )
+  if max(numbers) > 1:
+    result["batch_num_images"] = np.asarray(numbers)
+  return result
+
+
+@pytest.mark.parametrize(
+  "family", ["llava_onevision", "llava_onevision_pictures", "llava_next"]
+)
+def test_views_are_tiles_if_the_number_of_image_tokens_says_so(family):
+  """A batch need not say which views are tiles."""
+  module, model = opened(FOLDERS / family)
+  batch = batch_of(family)
+  params = params_of(module, model, batch, FOLDERS / family)
+  given = language_modeling.inputs(batch)
+  expected, _ = model.apply({"params": params}, **given)
+  del given["shapes"]
+  actual, _ = model.apply({"params": params}, **given)
+  np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.published
 def test_transformers_opens_exports(tmp_path):
   """With other weights than those of the folder that was read."""
@@ -211,6 +245,9 @@ def test_transformers_opens_exports(tmp_path):
       inputs = gemma4_pictures(image, known["shapes"])
       image = inputs["pixel_values"]
       inputs["mm_token_type_ids"] = types
+    elif "image_sizes" in known:
+      inputs = tiled_pictures(known)
+      image = inputs["pixel_values"]
     elif "shapes" in known:
       image, grids = patches_of(known)
       inputs = dict(image_grid_thw=grids, mm_token_type_ids=types)
