@@ -9,6 +9,12 @@ in every bit, so the order of float operations is theirs.
 import math
 from collections.abc import Sequence
 
+# Sizes, height and width, if no file says others.
+NEXT_SIZES = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
+ONEVISION_SIZES = [
+  (384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)
+]
+
 
 def best_size(
   height: int, width: int, sizes: Sequence[tuple[int, int]]
@@ -33,6 +39,14 @@ def without_padding(
     return rows - (rows - shown) // 2 * 2, columns
   shown = int(round(width * (rows / height), 7))
   return rows, columns - (columns - shown) // 2 * 2
+
+
+def inside(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+  """A picture's size after resizing, in its proportions, into a larger one."""
+  scale_height, scale_width = size[0] / height, size[1] / width
+  if scale_width < scale_height:
+    return min(math.ceil(height * scale_width), size[0]), size[1]
+  return size[0], min(math.ceil(width * scale_height), size[1])
 
 
 def shrunk(

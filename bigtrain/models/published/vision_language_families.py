@@ -7,10 +7,10 @@ how the parts are joined.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, tile_grids
 from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.models.published import (
   array_files,
@@ -244,14 +244,7 @@ def _merged() -> Rule:
   )
 
 
-# Sizes to which LLaVA-NeXT and OneVision resize pictures, if no file says so.
-_ONEVISION_SIZES = [
-  [384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)
-]
-_NEXT_SIZES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-
-
-def _tiles(sizes: list[list[int]], limited: bool) -> Rule:
+def _tiles(sizes: Sequence[tuple[int, int]], limited: bool) -> Rule:
   """Tiles of pictures.
 
   Args:
@@ -461,7 +454,7 @@ _LLAVA_ONEVISION = Kind(
     constants={"mask": "causal"},
     rules=(
       _two_layers(),
-      _tiles(_ONEVISION_SIZES, limited=True),
+      _tiles(tile_grids.ONEVISION_SIZES, limited=True),
       _llava_features(
         _parts(_LLAVA_TOWERS, tower="siglip_vision_model", decoder="qwen2"),
         tiled=True,
@@ -485,7 +478,7 @@ _LLAVA_NEXT = _LLAVA_ONEVISION._replace(
     keys=_LLAVA.family.keys,
     rules=(
       _two_layers(),
-      _tiles(_NEXT_SIZES, limited=False),
+      _tiles(tile_grids.NEXT_SIZES, limited=False),
       _llava_features(
         _parts(_LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"),
         tiled=True,
