@@ -280,11 +280,13 @@ class Source:
     if self._is_judged:
       result["label"] = (int32, ())
     if self._pictures is not None:
-      self._pixels = pixels.Pixels(self._pictures.pp)
+      self._pixels = pixels.Pixels(self._pictures.pp, self._pictures.pp_several)
       shape = self._image_shape()
       result["image"] = (float32, shape)
       if self._is_native():
         result["shapes"] = (int32, (shape[0], 2))
+      elif self._has_views():
+        result["shapes"] = (int32, (shape[0], 4))
     return result
 
   def _chosen_by(self, slice: str) -> np.ndarray:
@@ -405,7 +407,11 @@ class Source:
   def _is_native(self) -> bool:
     """Whether pictures are patches, of which each has its own number."""
     layout = self._pictures.layout if self._pictures else None
-    return layout is not None and layout["kind"] == "native"
+    return layout is not None and layout["kind"] in picture_layouts.OF_PATCHES
+
+  def _has_views(self) -> bool:
+    layout = self._pictures.layout if self._pictures else None
+    return layout is not None and layout["kind"] == "views"
 
   def _image_shape(self) -> tuple[int, ...]:
     """Shape of the pictures of an example: as many as any example has."""
@@ -437,7 +443,11 @@ class Source:
   def _num_tiles(self, row: int) -> int:
     """Number of tiles of a row's pictures, and one for each whole picture."""
     layout = self._layout()
-    grids = [layout.grid(*size) for size in self._sizes_of(row)]
+    sizes = self._sizes_of(row)
+    if isinstance(layout, picture_layouts.Views):
+      if not layout.has_tiles(len(sizes)):
+        return len(sizes)
+    grids = [layout.grid(*size) for size in sizes]
     return sum(rows * columns + 1 for rows, columns in grids)
 
   def _layout(self) -> picture_layouts.Layout:

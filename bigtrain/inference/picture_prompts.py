@@ -35,7 +35,7 @@ class PicturePrompts:
         "say how they are prepared."
       )
     self.pictures = pictures.get(options, tokenizer, "pictures")
-    self._pixels = pixels.Pixels(self.pictures.pp)
+    self._pixels = pixels.Pixels(self.pictures.pp, self.pictures.pp_several)
 
   def ids(self, prompt: Mapping[str, Any]) -> np.ndarray:
     """Token ids of a prompt, int32 [L]."""
@@ -70,7 +70,7 @@ class PicturePrompts:
   def features(
     self, prompts: Sequence[Mapping[str, Any]]
   ) -> dict[str, np.ndarray]:
-    """The pictures of prompts: "image" and, for patches, "shapes"; or nothing.
+    """The pictures of prompts: "image", perhaps "shapes"; or nothing.
 
     "image" is float32 [B, N, H, W, 3] or [B, N, patches, values], zeros where a
     prompt has fewer pictures.

@@ -183,8 +183,7 @@ class Model(nn.Module):
     prefix: jax.Array | None = None,
     inserted: tuple[jax.Array, jax.Array] | None = None,
     added: jax.Array | None = None,
-    groups: tuple[jax.Array, jax.Array] | None = None,
-    window_in_groups: bool = False,
+    groups: masks.Groups | None = None,
     cache: kv_cache.Caches | None = None,
     start: jax.Array | int = 0,
     head: bool = True,
@@ -205,8 +204,7 @@ class Model(nn.Module):
       inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
         of the tokens' own.
       added: (B, n, L, D), what is added after each of the first n layers.
-      groups: int (B, L) and (B, S), groups of the tokens and of the positions
-        that they may see, 0 for none; see masks.Mask, also window_in_groups.
+      groups: groups of the tokens and of the positions that they may see.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
 
@@ -222,7 +220,7 @@ class Model(nn.Module):
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
     inputs_BLNI = self._layer_inputs(tokens, x_BLD, inserted)
 
-    mask = self._mask(segments, prefix, groups, window_in_groups)
+    mask = self._mask(segments, prefix, groups)
     if segments is not None and real is None:
       real = segments != 0
     if self.neftune and train:
@@ -331,21 +329,17 @@ class Model(nn.Module):
     self,
     segments: jax.Array | None,
     prefix: jax.Array | None,
-    groups: tuple[jax.Array, jax.Array] | None,
-    window_in_groups: bool,
+    groups: masks.Groups | None,
   ) -> masks.Mask:
     if prefix is not None:
       _check_prefix(self, segments)
-    groups_BL, groups_BS = groups or (None, None)
-    return masks.Mask(
+    mask = masks.Mask(
       causal=True,
       prefix_B=prefix,
-      groups_BL=groups_BL,
-      groups_BS=groups_BS,
-      window_in_groups=window_in_groups,
       segments_BL=segments,
       segments_BS=segments,
     )
+    return mask if groups is None else groups.added(mask)
 
   def _embedded(
     self,
@@ -373,7 +367,8 @@ class Model(nn.Module):
     if own is None:
       return None
     if inserted is not None:
-      tokens = jnp.where(inserted[1], 0, tokens)
+      # As in transformers, its embedding is not trained there.
+      tokens = jnp.where(inserted[1], own.image_id, tokens)
     module = layer_inputs.LayerInputs(
       own.dim,
       own.vocab_size or self.vocab_size,
@@ -383,7 +378,7 @@ class Model(nn.Module):
       self.dtype,
       name="layer_inputs",
     )
-    return module(tokens, x_BLD)
+    return module(tokens, x_BLD, None if inserted is None else inserted[1])
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
     """NEFTune: uniform noise that is smaller for longer texts."""

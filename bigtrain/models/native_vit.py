@@ -1,11 +1,12 @@
-"""A Vision Transformer for pictures of any size and shape, as in Qwen's models.
+"""A Vision Transformer for pictures of any size and shape: Qwen-VL, Gemma 4.
 
 Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (2502.13923) and
 Qwen3-VL (2511.21631). Pictures are cut into patches of several frames; a still
 picture repeats its only one. The patches are in order of squares of `merge` x
-`merge`, so that a projector joins the features of a square by a reshape.
-Positions are rotary in two axes, by rows and columns, with an interpolated
-table beside them if `posemb_grid` is given. Blocks are in layers/encoder.py.
+`merge`, so that a projector joins or averages the features of a square by a
+reshape. Positions are rotary in two axes, by rows and columns. Beside them,
+Qwen3-VL interpolates a table (`posemb_grid`), and Gemma 4 adds an embedding of
+the row and one of the column (`posemb_sides`). Blocks are in layers/encoder.py.
 
 Axes: B pictures, P patches, D model width, H heads, K head width, C channels,
 T frames of a patch, h and w rows and columns of the table.
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain.arrays import dims
-from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.models.layers import (
   encoder,
   layer_dims,
@@ -31,7 +32,12 @@ from bigtrain.models.layers import (
 from bigtrain.models.published import layer_patterns
 
 _SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size")
-_MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu")
+_SITES = ("qkv", "out", "mlp")
+_MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu", "geglu")
+# Ready patches: square by square, with values in the order (C, T, height,
+# width), as Qwen's processor makes them; or row by row, with (height, width,
+# C), as Gemma 4's does.
+READY = ("squares", "rows")
 
 
 class Model(encoder.Fields):
@@ -44,10 +50,30 @@ class Model(encoder.Fields):
   # Rows and columns of a learned table of positions, which is interpolated for
   # each picture; None without one.
   posemb_grid: Sequence[int] | None = None
+  # Number of embeddings of rows, and of columns, which are added; None without.
+  posemb_sides: int | None = None
   rope_theta: float = 1e4  # Base of the rotary wavelengths.
+  # Whether the first half of a head rotates by columns and the second one by
+  # rows, each by itself; else the first half of the pairs rotates by rows.
+  rope_by_halves: bool = False
+  ready: str = "squares"  # A name in READY.
+  centred: bool = False  # Whether pixels from 0 to 1 are made -1 to 1 first.
   norm: str = "layernorm"  # A name in encoder.NORMS.
   norm_eps: float = 1e-6  # Added to the variance in norms.
   patch_bias: bool = True  # Whether the embedding of patches has a bias.
+  use_bias: Sequence[str] = _SITES  # Linear layers of blocks with biases.
+  # Options of blocks, see encoder.Options.
+  head_dim: int | None = None
+  num_kv_heads: int | None = None
+  qk_norm: str | None = None
+  v_norm: bool = False
+  attention_scale: float | None = None
+  branch_norm: bool = False
+  clipped: bool = False
+  # Whether features are multiplied by the root of their width at the end.
+  root_scale: bool = False
+  # Whether a published mean is then subtracted and the result scaled.
+  standardize: bool = False
   # Side of the windows, in patches, in which patches see each other; None if
   # all patches of a picture do.
   window: int | None = None
@@ -60,10 +86,19 @@ class Model(encoder.Fields):
     mlp_dim = 4 * self.width if self.mlp_dim is None else self.mlp_dim
     options.set_fields(self, {"mlp_dim": mlp_dim})
     options.check_sizes(self, (*_SIZES, "frames", "channels", "merge"))
+    check_choice("config.model.ready", self.ready, READY)
+    for site in self.use_bias:
+      check_choice("config.model.use_bias", site, _SITES)
     options.check_fields(
       self, "dropout", "drop_path", mlp=_MLPS, norm=encoder.NORMS
     )
-    if self.width % (4 * self.num_heads):
+    if self.head_dim is not None:
+      check_number("config.model.head_dim", self.head_dim, least=4, whole=True)
+      if self.head_dim % 4:
+        raise ConfigError(
+          f"config.model.head_dim={self.head_dim}: expected a multiple of 4."
+        )
+    elif self.width % (4 * self.num_heads):
       raise ConfigError(
         f"config.model.width={self.width}: expected a multiple of "
         f"{4 * self.num_heads}, four times num_heads."
@@ -100,9 +135,8 @@ class Model(encoder.Fields):
     """Returns (features (B, P, D), {"encoded": the same, "taps": ...}).
 
     Args:
-      image: float (B, height, width, C), or ready patches (B, P, values),
-        square by square, as transformers' processor makes them: the values of a
-        patch are (C, T, patch_size, patch_size), or one frame of it.
+      image: float (B, height, width, C), or ready patches (B, P, values) as
+        transformers' processor makes them, see READY; one frame is enough.
       shapes: int (B, 2), numbers of rows and columns of ready patches; further
         patches are padding.
 
@@ -117,11 +151,16 @@ class Model(encoder.Fields):
         "config.input: ready patches, 'image' of [..., patches, values], need "
         "'shapes'."
       )
+    elif self.ready == "rows":
+      image = _in_squares(image, shapes, self.merge)
+    if self.centred:
+      image = 2 * (image - 0.5)
     embedding = _PatchEmbedding(
       self.width,
       (self.frames, self.patch_size, self.patch_size, self.channels),
       self.merge,
       self.patch_bias,
+      self.ready == "rows",
       self.dtype,
       name="patch_embedding",
     )
@@ -142,11 +181,14 @@ class Model(encoder.Fields):
       ).reshape(h, w, -1)
       posemb_BPD = _interpolated(table_hwD, shapes, place)
       x_BPD += posemb_BPD.astype(x_BPD.dtype)
+    if self.posemb_sides is not None:
+      x_BPD += self._side_embeddings(place).astype(x_BPD.dtype)
     real_BP = None
     if grid is None:
       real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
     result = self._encode(x_BPD, place, real_BP, train)
     x_BPD, taps = result if self.taps else (result, None)
+    x_BPD = self._standardized(x_BPD)
     return x_BPD, {"encoded": x_BPD, "taps": taps}
 
   def _grid(self, image: jax.Array) -> tuple[int, int]:
@@ -158,7 +200,34 @@ class Model(encoder.Fields):
         f"{self.merge}x{self.merge} patches, do not tile an image of "
         f"{height}x{width}."
       )
-    return height // self.patch_size, width // self.patch_size
+    grid = height // self.patch_size, width // self.patch_size
+    if self.posemb_sides is not None and max(grid) > self.posemb_sides:
+      raise ConfigError(
+        f"config.model.posemb_sides={self.posemb_sides}: an image of "
+        f"{height}x{width} has {grid[0]} x {grid[1]} patches."
+      )
+    return grid
+
+  def _side_embeddings(self, place: "_Places") -> jax.Array:
+    table_2ND = self.param(
+      "side_embedding",
+      nn.initializers.normal(self.width**-0.5),
+      (2, self.posemb_sides, self.width),
+    )
+    return table_2ND[0][place.column_BP] + table_2ND[1][place.row_BP]
+
+  def _standardized(self, x_BPD: jax.Array) -> jax.Array:
+    """Features at the end, in float32 until they are small again."""
+    y_BPD = x_BPD.astype(jnp.float32)
+    if self.root_scale:
+      y_BPD *= self.width**0.5
+    if self.standardize:  # Constants, which are not trained.
+      zeros, ones = nn.initializers.zeros, nn.initializers.ones
+      mean_D = self.param("standard_mean", zeros, (self.width,))
+      scale_D = self.param("standard_scale", ones, (self.width,))
+      mean_D, scale_D = jax.lax.stop_gradient((mean_D, scale_D))
+      y_BPD = (y_BPD - mean_D) * scale_D
+    return y_BPD.astype(x_BPD.dtype)
 
   def _encode(
     self,
@@ -168,7 +237,7 @@ class Model(encoder.Fields):
     train: bool,
   ) -> Any:
     mask = masks.Mask(real_BS=real_BP)
-    layers = [encoder.layer_options(self, bias=("qkv", "out", "mlp"))]
+    layers = [encoder.layer_options(self, bias=tuple(self.use_bias))]
     if self.window is not None:
       # Windows begin at the upper left corner; those at the edges are smaller.
       row_BP, column_BP = place.row_BP, place.column_BP
@@ -196,7 +265,8 @@ class Model(encoder.Fields):
       taps=tuple(self.taps),
       name="Transformer",
     )
-    rope = _rotation(place, self.width // self.num_heads, self.rope_theta)
+    K = self.head_dim or self.width // self.num_heads
+    rope = _rotation(place, K, self.rope_theta, self.rope_by_halves)
     return transformer(x_BPD, rope=rope, mask=mask, train=train)
 
 
@@ -246,12 +316,29 @@ def _interpolated(
   return total
 
 
-def _rotation(place: _Places, K: int, theta: float) -> positions.Rotation:
+def _rotation(
+  place: _Places, K: int, theta: float, by_halves: bool
+) -> positions.Rotation:
   """Half of the angles follow the rows, half the columns."""
   omega_Q = positions.frequencies(K // 2, theta)
   angles = [x.astype(jnp.float32)[..., None] * omega_Q for x in place]
+  if by_halves:
+    angles = angles[::-1]
   angle_BP1Q = jnp.concatenate(angles, axis=-1)[:, :, None]
-  return positions.Rotation(jnp.sin(angle_BP1Q), jnp.cos(angle_BP1Q))
+  return positions.Rotation(
+    jnp.sin(angle_BP1Q), jnp.cos(angle_BP1Q), parts=2 if by_halves else 1
+  )
+
+
+def _in_squares(
+  image_BPV: jax.Array, shapes_B2: jax.Array, merge: int
+) -> jax.Array:
+  """Patches that are row by row, square by square; padding has no order."""
+  P = image_BPV.shape[1]
+  place = _places(shapes_B2, P, merge)
+  number_BP = place.row_BP * shapes_B2[:, 1:] + place.column_BP
+  number_BP = jnp.clip(number_BP, 0, P - 1)
+  return jnp.take_along_axis(image_BPV, number_BP[..., None], axis=1)
 
 
 class _PatchEmbedding(nn.Module):
@@ -264,6 +351,7 @@ class _PatchEmbedding(nn.Module):
   size: tuple[int, int, int, int]  # T, p, q, C.
   merge: int
   use_bias: bool
+  channels_last: bool  # In ready patches.
   dtype: str
 
   @nn.compact
@@ -278,10 +366,11 @@ class _PatchEmbedding(nn.Module):
       x = self._squares(patches.cut(x, (p, q)))
       kernel_VD = jnp.sum(kernel, axis=0).reshape(-1, self.width)
     else:
-      # From the order of the values in convolutions of torch, (C, T, p, q).
-      kernel_VD = kernel.transpose(3, 0, 1, 2, 4)
+      kernel_VD = kernel
+      if not self.channels_last:  # As in convolutions of torch: (C, T, p, q).
+        kernel_VD = kernel.transpose(3, 0, 1, 2, 4)
       if x.shape[-1] == C * p * q:
-        kernel_VD = jnp.sum(kernel_VD, axis=1)
+        kernel_VD = jnp.sum(kernel_VD, axis=0 if self.channels_last else 1)
       elif x.shape[-1] != T * C * p * q:
         raise ConfigError(
           f"config.model.patch_size: patches of {x.shape[-1]} values are not "
@@ -305,6 +394,8 @@ class _PatchEmbedding(nn.Module):
 DIMS: dict[str, str] = {
   r"patch_embedding/kernel": "frames height width channels -> D",
   r"pos_embedding": "1 patches -> D",
+  r"side_embedding": "axes; patches -> D",
+  r"standard_(mean|scale)": "D",
   **layer_dims.LAYERS,
 }
 param_dims = dims.of_all(DIMS)

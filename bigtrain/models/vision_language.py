@@ -30,7 +30,14 @@ from bigtrain.config.errors import (
 )
 from bigtrain.config.modules import find_module
 from bigtrain.models import decoder, native_vit, vit
-from bigtrain.models.layers import kv_cache, mlp, options, rms_norm
+from bigtrain.models.layers import (
+  kv_cache,
+  masks,
+  mlp,
+  options,
+  rms_norm,
+  tiled_pictures,
+)
 from bigtrain.models.published import (
   decoder_families,
   vision_language_families,
@@ -38,11 +45,12 @@ from bigtrain.models.published import (
 )
 from bigtrain.models.published.vits import native_towers
 
-# Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma; or
-# the tokens of the same picture, as in Gemma 3.
-MASKS = ("causal", "prefix", "image")
+# Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma;
+# the tokens of the same picture, as in Gemma 3; or these in layers with a
+# window alone, as in Gemma 4.
+MASKS = ("causal", "prefix", "image", "windowed_image")
 ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
-NORMS = ("offset_rmsnorm", "rmsnorm", "layernorm")
+NORMS = ("offset_rmsnorm", "rmsnorm", "plain_rmsnorm", "layernorm")
 
 # Fields that both parts get unless their own options have them.
 _SHARED = ("attention", "dtype", "remat_policy", "scan")
@@ -59,7 +67,8 @@ class ProjectorOptions(NamedTuple):
   # Side of the squares of patches whose features are joined, as in Idefics 3.
   merge: int = 1
   norm_eps: float | None = None  # Of a norm; None without one.
-  # "rmsnorm", "layernorm", or "offset_rmsnorm", with Gemma's offset.
+  # "rmsnorm", "layernorm", "offset_rmsnorm" with Gemma's offset, or
+  # "plain_rmsnorm" without a scale.
   norm: str = "offset_rmsnorm"
   # Whether the norm is of each patch, before their features are joined.
   norm_patches: bool = False
@@ -80,15 +89,21 @@ class Embedded(NamedTuple):
   is_uniform: bool
   # What is added after the first n layers, (B, n, N T, D).
   added_BnMD: jax.Array | None
+  # Of pictures with tiles, and the layout (B, N, 4) if the batch has one.
+  views: tiled_pictures.Views | None = None
+  layout_BN4: jax.Array | None = None
 
   def repeated(self, number: int) -> "Embedded":
     """Each example's pictures `number` times in a row."""
     repeat = functools.partial(jnp.repeat, repeats=number, axis=0)
     grids, added = self.grids_BN2, self.added_BnMD
+    views, layout = self.views, self.layout_BN4
     return self._replace(
       x_BND=repeat(self.x_BND),
       grids_BN2=repeat(grids) if len(grids) > 1 else grids,
       added_BnMD=None if added is None else repeat(added),
+      views=views and views._replace(x_BND=repeat(views.x_BND)),
+      layout_BN4=None if layout is None else repeat(layout),
     )
 
 
@@ -102,6 +117,9 @@ class Model(nn.Module):
   image_model: str = "vit"  # Module in bigtrain.models, or a dotted path.
   text_model: str = "decoder"  # The same.
   projector: Any = None  # Options of ProjectorOptions.
+  # Options of tiled_pictures.Options, if pictures are cut into tiles whose
+  # tokens stand row by row, as in LLaVA-NeXT and LLaVA-OneVision.
+  tiles: Any = None
   image_token: int = options.DERIVED  # Id of the tokens that pictures replace.
   mask: str = "causal"  # A name in MASKS.
   class_token: bool = False  # Whether the tower's class token is used as well.
@@ -125,7 +143,8 @@ class Model(nn.Module):
       norm_eps=dict(above=0),
       hidden=dict(least=1, whole=True),
     )
-    options.set_fields(self, {"projector": projector})
+    tiles = tiled_pictures.read(self.tiles, "config.model.tiles")
+    options.set_fields(self, {"projector": projector, "tiles": tiles})
     key = "config.model.image_token"
     check_number(key, self.image_token, least=0, whole=True)
     check_choice("config.model.mask", self.mask, MASKS)
@@ -163,7 +182,9 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L), with T image tokens for each picture.
       image: float (B, height, width, 3), or (B, N, height, width, 3); examples
-        with fewer pictures have any others after their own. With B / K pictures
+        with fewer pictures have any others after their own; with `tiles`, the
+        views of each, of which `shapes` may be the layout, int (B, N, 4), see
+        layers/tiled_pictures.py. With B / K pictures
         or sets of them, K texts in a row have the same ones. None for texts,
         and for tokens after a prompt whose keys are in the cache. With
         `shapes`, ready patches (B, P, values) or (B, N, P, values) of
@@ -194,8 +215,15 @@ class Model(nn.Module):
       # Behind pictures, whose rows and columns are fewer than their tokens.
       positions = start + jnp.arange(tokens.shape[1]) + cache.shift_B[:, None]
     groups = None
-    if self.mask == "image" and (tokens.shape[1] > 1 or cache is None):
-      groups = (_numbered(is_image_BL),) * 2
+    in_images = self.mask in ("image", "windowed_image")
+    if in_images and (tokens.shape[1] > 1 or cache is None):
+      number_BL = _numbered(is_image_BL)
+      groups = masks.Groups(
+        number_BL,
+        number_BL,
+        window_in_groups=True,
+        need_window=self.mask == "windowed_image",
+      )
     elif prefix is not None:
       groups = _in_prefix(prefix, tokens.shape[1], cache, start)
     given = dict(segments=segments, positions=positions, real=real)
@@ -204,7 +232,6 @@ class Model(nn.Module):
       inserted=inserted,
       **({} if added is None else {"added": added}),
       groups=groups,
-      window_in_groups=self.mask == "image",
       **{name: x for name, x in given.items() if x is not None},
       cache=cache,
       start=start,
@@ -215,6 +242,9 @@ class Model(nn.Module):
   def _embed(
     self, image: jax.Array, shapes: jax.Array | None, train: bool
   ) -> Embedded:
+    layout_BN4 = None
+    if self.tiles is not None:
+      layout_BN4, shapes = shapes, None
     image, shapes_BN2 = _by_picture(image, shapes)
     B, N = image.shape[:2]
     cls, given = self._tower_class()
@@ -245,15 +275,24 @@ class Model(nn.Module):
       grids = shapes_BN2 // side
     else:
       sides = zip(image.shape[2:4], _two(self.image_tower().patch_size))
-      grids = jnp.asarray([[[n // p // side for n, p in sides]] * N])
-    return Embedded(
-      embedded.reshape(B, -1, width), grids, shapes_BN2 is None, added
-    )
+      grid = [n // p // side for n, p in sides]
+      grids = jnp.asarray([[grid] * N])
+    x_BND = embedded.reshape(B, -1, width)
+    views = None
+    if self.tiles is not None:
+      newline_D = tiled_pictures.Newline(width, name="tiles")()
+      views = tiled_pictures.Views(
+        x_BND, newline_D, (grid[0], grid[1]), self.tiles
+      )
+    return Embedded(x_BND, grids, shapes_BN2 is None, added, views, layout_BN4)
 
   def _in_text(
     self, embedded: Embedded, is_image_BL: jax.Array
   ) -> tuple[Any, jax.Array | None]:
     """The arguments `inserted` and `added` of the decoder."""
+    if embedded.views is not None:
+      x_BLD = embedded.views.in_text(embedded.layout_BN4, is_image_BL)
+      return (x_BLD, is_image_BL), None
     if embedded.is_uniform:
       number_BL = jnp.cumsum(is_image_BL, axis=1) - 1
       index_BL = jnp.clip(number_BL, 0, embedded.x_BND.shape[1] - 1)
@@ -332,10 +371,20 @@ class Model(nn.Module):
     check_choice("config.model.projector.norm", projector.norm, NORMS)
     with options.naming("config.model.image"):
       merge = getattr(self.image_tower(), "merge", None)
-    if merge is not None and (merge != projector.merge or projector.pool > 1):
+    sides = projector.merge, projector.pool
+    if merge is not None and sides not in ((merge, 1), (1, merge)):
       raise ConfigError(
         f"config.model.projector.merge={projector.merge}: expected {merge}, as "
-        "config.model.image.merge, and pool=1."
+        "config.model.image.merge, and pool=1; or the other way round."
+      )
+    if self.tiles is not None and (self.class_token or merge is not None):
+      raise ConfigError(
+        "config.model.tiles: expected a tower for pictures of one size, and no "
+        "class_token."
+      )
+    if self.tiles is not None and self._has_axes():
+      raise ConfigError(
+        "config.model.tiles: expected a decoder without rope_axes."
       )
     if self.class_token and (projector.pool > 1 or projector.merge > 1):
       raise ConfigError(
@@ -347,7 +396,8 @@ class Model(nn.Module):
     """Number T of image tokens of a picture of this size in pixels."""
     p, q = _two(self.image_tower().patch_size)
     side = self.projector.pool * self.projector.merge
-    return (height // p // side) * (width // q // side) + self.class_token
+    number = (height // p // side) * (width // q // side) + self.class_token
+    return number + (self.tiles is not None)
 
   def check_data(
     self, described: Mapping[str, Any], spec: Mapping[str, Any]
@@ -453,12 +503,15 @@ class Projector(nn.Module):
     Args:
       x: (pictures, P, width of the tower), row by row.
       size: height and width of the pictures in pixels; None if the patches of
-        each square of `merge` x `merge` follow each other.
+        each square that is joined or averaged follow each other.
     """
     given = self.options
     if given.norm_patches:
       x = self._normed(x)
-    if size is None:
+    if size is None and given.pool > 1:
+      squares = x.reshape(len(x), -1, given.pool**2, x.shape[-1])
+      x = jnp.mean(squares, axis=2)
+    elif size is None:
       x = x.reshape(len(x), x.shape[1] // given.merge**2, -1)
     elif given.pool > 1 or given.merge > 1:
       x = _joined(x, size, given.pool, given.merge)
@@ -482,7 +535,12 @@ class Projector(nn.Module):
       return nn.LayerNorm(eps, self.dtype, name="norm")(x)
     offset = 1.0 if kind == "offset_rmsnorm" else 0.0
     return rms_norm.RMSNorm(
-      x.shape[-1:], eps, offset=offset, dtype=self.dtype, name="norm"
+      x.shape[-1:],
+      eps,
+      offset=offset,
+      scaled=kind != "plain_rmsnorm",
+      dtype=self.dtype,
+      name="norm",
     )(x)
 
 
@@ -539,17 +597,17 @@ def _numbered(is_image_BL: jax.Array) -> jax.Array:
 
 def _in_prefix(
   prefix: jax.Array, L: int, cache: kv_cache.Caches | None, start: Any
-) -> tuple[jax.Array, jax.Array]:
-  """Int (B, L) and (B, S), 1 for tokens and for positions in the prefix."""
+) -> masks.Groups:
+  """A group of the tokens, and of the positions, in the prefix."""
   if prefix.ndim == 2:
-    return ((prefix != 0).astype(jnp.int32),) * 2
+    return masks.Groups(*((prefix != 0).astype(jnp.int32),) * 2)
   is_first = isinstance(start, int) and start == 0
   S = L if cache is None or is_first else cache.length
   in_prefix = [
     (number < prefix[:, None]).astype(jnp.int32)
     for number in (start + jnp.arange(L), jnp.arange(S))
   ]
-  return in_prefix[0], in_prefix[1]
+  return masks.Groups(in_prefix[0], in_prefix[1])
 
 
 def _by_picture(
@@ -705,6 +763,8 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if not isinstance(projector, ProjectorOptions):
     projector = ProjectorOptions(**projector)
   result["projector"] = projector._asdict()
+  tiles = tiled_pictures.read(values.get("tiles"), "config.model.tiles")
+  result["tiles"] = tiles and tiles._asdict()
   return result
 
 

@@ -325,6 +325,7 @@ def published(
   precise: bool = False,
   min_pixels: int | None = None,
   max_pixels: int | None = None,
+  several: bool = False,
 ) -> Op:
   """Resizes, crops and normalizes as a published model's folder says.
 
@@ -339,9 +340,15 @@ def published(
       models that see them in about their own size. These get patches, and
       rows and columns of patches as the feature "shapes"; models that see tiles
       get these.
+    several: whether the picture is one of several in a row, which have no tiles
+      in LLaVA-OneVision.
   """
   values, path = _read_published(paths.absolute(folder))
-  processor = sized_pictures.of_published(values, path, min_pixels, max_pixels)
+  if str(values.get("image_processor_type")).startswith("Llava"):
+    values |= {"side": _side_of_tokens(os.path.dirname(path))}
+  processor = sized_pictures.of_published(
+    values, path, min_pixels, max_pixels, several
+  )
   if processor is not None:
     return _sized(processor, key)
   if min_pixels or max_pixels:
@@ -401,13 +408,27 @@ def _sized(processor: sized_pictures.Processor, key: str) -> Op:
     image = features[key]
     xp.require_image(image, u, "published")
     pixels, grid = tf.numpy_function(processor, [image], (tf.float32, tf.int32))
-    if isinstance(processor.layout, picture_layouts.Native):
+    layout = processor.layout
+    if isinstance(layout, picture_layouts.Native | picture_layouts.Fitted):
       pixels = tf.ensure_shape(pixels, (None, None))
       return {**features, key: pixels, "shapes": tf.ensure_shape(grid, (2,))}
+    if isinstance(layout, picture_layouts.Views):
+      features = {**features, "shapes": tf.ensure_shape(grid, (4,))}
     return {**features, key: tf.ensure_shape(pixels, (None, None, None, 3))}
 
   origins: dict[str, str | None] = {key: None, "shapes": None}
   return Op(fn, reads=(key,), origins=origins, tensorflow=True)
+
+
+def _side_of_tokens(folder: str) -> int:
+  """Rows of patches of a picture, by the config.json of a LLaVA; else 0."""
+  path = os.path.join(folder, "config.json")
+  if not os.path.isfile(path):
+    return 0
+  vision = json.loads(paths.read_bytes(path)).get("vision_config") or {}
+  if "image_size" not in vision or "patch_size" not in vision:
+    return 0
+  return vision["image_size"] // vision["patch_size"]
 
 
 def _read_published(folder: str) -> tuple[dict[str, Any], str]:

@@ -19,16 +19,24 @@ class Picture(NamedTuple):
   # Float32 [height, width, 3], [tiles, height, width, 3], or patches [P,
   # values].
   pixels: np.ndarray
-  shape: np.ndarray | None = None  # Int32 [2], rows and columns of patches.
+  # Int32 [2], rows and columns of patches; or [4], see picture_layouts.Views.
+  shape: np.ndarray | None = None
+
+  @property
+  def num_places(self) -> int:
+    """Number of pictures, where each tile counts as one."""
+    return len(self.pixels) if self.pixels.ndim == 4 else 1
 
 
 class Pixels:
   """Makes the pixels of pictures that are bytes of files, or arrays.
 
-  `pp` begins with the op after `decode`, which is for bytes alone.
+  `pp` begins with the op after `decode`, which is for bytes alone. Several
+  pictures of one row have the ops `pp_several`, if any.
   """
 
-  def __init__(self, pp: str):
+  def __init__(self, pp: str, pp_several: str = ""):
+    self._several = Pixels(pp_several) if pp_several else self
     self._op = registry.compose(parse.parse(pp))
     self._decode = registry.compose(parse.parse("decode(precise=True)"))
     if self._op.draws:
@@ -40,8 +48,9 @@ class Pixels:
   def __call__(self, pictures: Sequence[Any]) -> list[Picture]:
     if len(pictures) < 2:
       return [self._one(picture) for picture in pictures]
+    one = self._several._one
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-      return list(pool.map(self._one, pictures))
+      return list(pool.map(one, pictures))
 
   def _one(self, picture: bytes | np.ndarray) -> Picture:
     is_encoded = isinstance(picture, bytes)
@@ -90,26 +99,25 @@ def fill(
   Args:
     image: [N, height, width, 3], of pictures or tiles; [N, P, values] of
       patches.
-    shapes: [N, 2], of patches.
+    shapes: [N, 2], of patches; [N, 4], of views.
   """
   n = 0
   for picture in pictures:
     if shapes is not None:
-      image[n, : len(picture.pixels)] = picture.pixels
       shapes[n] = picture.shape
-      n += 1
-    elif picture.pixels.ndim == 4:
+    if picture.pixels.ndim == 4:
       image[n : n + len(picture.pixels)] = picture.pixels
-      n += len(picture.pixels)
+    elif picture.pixels.ndim == 2:
+      image[n, : len(picture.pixels)] = picture.pixels
     else:
       image[n] = picture.pixels
-      n += 1
+    n += picture.num_places
 
 
 def features(
   rows: Sequence[Sequence[Picture]], round_to: int = 1
 ) -> dict[str, np.ndarray]:
-  """The features of several examples: "image" and, of patches, "shapes".
+  """The features of several examples: "image" and, if they have any, "shapes".
 
   Raises DataError if pictures of one size are expected and are not.
 
@@ -118,10 +126,8 @@ def features(
       model is compiled for fewer shapes.
   """
   pictures = [picture for row in rows for picture in row]
-  is_native = any(picture.shape is not None for picture in pictures)
-  counts = [_num_places(row) for row in rows]
-  most = max(counts)
-  if is_native:
+  most = max(sum(picture.num_places for picture in row) for row in rows)
+  if pictures[0].pixels.ndim == 2:
     longest = max(len(picture.pixels) for picture in pictures)
     longest += -longest % round_to
     sizes = {(longest, picture.pixels.shape[1]) for picture in pictures}
@@ -133,13 +139,9 @@ def features(
     )
   size = sizes.pop()
   result = {"image": np.zeros((len(rows), most, *size), np.float32)}
-  if is_native:
-    result["shapes"] = np.zeros((len(rows), most, 2), np.int32)
+  shape = pictures[0].shape
+  if shape is not None:
+    result["shapes"] = np.zeros((len(rows), most, len(shape)), np.int32)
   for b, row in enumerate(rows):
     fill(row, **{name: x[b] for name, x in result.items()})
   return result
-
-
-def _num_places(pictures: Sequence[Picture]) -> int:
-  """Number of pictures, where each tile counts as one."""
-  return sum(len(x.pixels) if x.pixels.ndim == 4 else 1 for x in pictures)

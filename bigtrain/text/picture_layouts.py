@@ -1,15 +1,23 @@
 """Pictures whose size decides what the model sees, and how many image tokens.
 
 `Native`: Qwen's models see a picture in about its own size, as a grid of
-patches. `Tiles`: Idefics 3 and SmolVLM cut a large picture into tiles, and see
-all of it once more in a tile's size. pp/sized_pictures.py makes the pixels.
+patches. `Fitted`: so does Gemma 4, as large as a number of tokens allows.
+`Tiles`: Idefics 3 and SmolVLM cut a large picture into tiles, and see all of it
+once more in a tile's size. `Views`: LLaVA-NeXT and OneVision do so too, in one
+of a few sizes. pp/sized_pictures.py makes the pixels.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.config.errors import DataError, check_choice, check_kwargs
+from bigtrain.arrays import tile_grids
+from bigtrain.config.errors import (
+  ConfigError,
+  DataError,
+  check_choice,
+  check_kwargs,
+)
 
 # Largest side of a picture that is cut into tiles, in pixels.
 _LARGEST_SIDE = 4096
@@ -50,7 +58,7 @@ class Native(NamedTuple):
     rows, columns = self.size(height, width)
     return rows // self.patch_size, columns // self.patch_size
 
-  def text(self, token: str, height: int, width: int) -> str:
+  def text(self, token: str, height: int, width: int, number: int = 1) -> str:
     rows, columns = self.grid(height, width)
     return token * (rows * columns // self.merge**2)
 
@@ -105,7 +113,7 @@ class Tiles(NamedTuple):
     rows, columns = (n // self.tile for n in self.sizes(height, width)[-1])
     return (rows, columns) if rows * columns > 1 else (0, 0)
 
-  def text(self, token: str, height: int, width: int) -> str:
+  def text(self, token: str, height: int, width: int, number: int = 1) -> str:
     edge = "<fake_token_around_image>"
     own = token * self.tokens
     rows, columns = self.grid(height, width)
@@ -121,8 +129,91 @@ class Tiles(NamedTuple):
     return f"{tiles}{edge}<global-img>{own}{edge}"
 
 
-Layout = Native | Tiles
-KINDS: Mapping[str, Any] = {"native": Native, "tiles": Tiles}
+class Fitted(NamedTuple):
+  """A grid of patches for at most so many tokens, in about its proportions."""
+
+  patch_size: int  # Of one patch, in pixels.
+  merge: int  # Side of the squares of patches that become a token.
+  max_tokens: int
+  # What stands around the image tokens.
+  before: str = ""
+  after: str = ""
+
+  def size(self, height: int, width: int) -> tuple[int, int]:
+    side = self.patch_size * self.merge
+    area = self.max_tokens * side**2
+    factor = math.sqrt(area / (height * width))
+    new = [math.floor(factor * n / side) * side for n in (height, width)]
+    if not any(new):
+      raise DataError(
+        f"a picture of {height}x{width} pixels: expected room for a token in "
+        f"max_tokens={self.max_tokens}."
+      )
+    longest = self.max_tokens * side
+    if not new[0]:
+      new = [side, min(width // height * side, longest)]
+    elif not new[1]:
+      new = [min(height // width * side, longest), side]
+    return new[0], new[1]
+
+  def grid(self, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    rows, columns = self.size(height, width)
+    return rows // self.patch_size, columns // self.patch_size
+
+  def text(self, token: str, height: int, width: int, number: int = 1) -> str:
+    rows, columns = self.grid(height, width)
+    own = token * (rows * columns // self.merge**2)
+    return self.before + own + self.after
+
+
+class Views(NamedTuple):
+  """The whole picture, and tiles of it in the size that fits best."""
+
+  sizes: Sequence[tuple[int, int]]  # In pixels, whole tiles.
+  tile: int  # Side of a tile in pixels.
+  side: int  # Rows of image tokens of a tile.
+  limit: int | None = None  # See tile_grids.shrunk.
+  # Whether pictures have tiles beside others in the same row.
+  splits_several: bool = True
+
+  def has_tiles(self, number: int) -> bool:
+    """Whether the pictures of a row with so many of them have tiles."""
+    return number == 1 or self.splits_several
+
+  def grid(self, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of tiles."""
+    best = tile_grids.best_size(height, width, self.sizes)
+    return best[0] // self.tile, best[1] // self.tile
+
+  def shape(
+    self, height: int, width: int, number: int
+  ) -> tuple[int, int, int, int]:
+    """Rows and columns of tiles, and of their patches without padding."""
+    if not self.has_tiles(number):
+      return 0, 0, self.side, self.side
+    rows, columns = self.grid(height, width)
+    kept = tile_grids.without_padding(
+      height, width, rows * self.side, columns * self.side
+    )
+    return rows, columns, *kept
+
+  def text(self, token: str, height: int, width: int, number: int = 1) -> str:
+    tiles, _, *kept = self.shape(height, width, number)
+    rows, columns = tile_grids.shrunk(kept[0], kept[1], self.side, self.limit)
+    after = rows * (columns + 1) if tiles else 1
+    return token * (self.side**2 + after)
+
+
+Layout = Native | Fitted | Tiles | Views
+KINDS: Mapping[str, Any] = {
+  "native": Native,
+  "fitted": Fitted,
+  "tiles": Tiles,
+  "views": Views,
+}
+# Those of patches, not of pixels.
+OF_PATCHES = ("native", "fitted")
 
 
 def read(given: Mapping[str, Any], key: str) -> Layout:
@@ -162,5 +253,39 @@ def of_processor(
       longest_edge=edge if values.get("do_resize", True) else None,
       tile=tile["longest_edge"],
       split=values.get("do_image_splitting", True),
+    )
+  result = _of_fixed_area(kind, values)
+  if result is not None and (min_pixels or max_pixels):
+    raise ConfigError(
+      f"{kind}: expected no min_pixels and max_pixels for its pictures."
+    )
+  return result
+
+
+def _of_fixed_area(
+  kind: str, values: Mapping[str, Any]
+) -> dict[str, Any] | None:
+  """Gemma 4's layout, and those of LLaVA-NeXT and OneVision."""
+  size = values.get("size") or {}
+  if kind.startswith("Gemma4ImageProcessor"):
+    return dict(
+      kind="fitted",
+      patch_size=values.get("patch_size", 16),
+      merge=values.get("pooling_kernel_size", 3),
+      max_tokens=values.get("max_soft_tokens", 280),
+    )
+  if kind.startswith(("LlavaNextImageProcessor", "LlavaOnevisionImageProc")):
+    is_next = kind.startswith("LlavaNext")
+    side = size.get("height") or size.get("shortest_edge")
+    side = side or (224 if is_next else 384)
+    pairs = values.get("image_grid_pinpoints") or (
+      tile_grids.NEXT_SIZES if is_next else tile_grids.ONEVISION_SIZES
+    )
+    return dict(
+      kind="views",
+      sizes=tuple((h, w) for h, w in pairs),
+      tile=side,
+      side=values.get("side", 0),  # From the model's config.
+      splits_several=is_next,
     )
   return None

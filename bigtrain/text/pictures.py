@@ -42,10 +42,12 @@ class Pictures(NamedTuple):
   layout: Mapping[str, Any] | None = None
   # What stands for a picture that no text places; the placeholder if empty.
   unplaced: str = ""
+  # Ops of pictures that are several of a row, if these differ.
+  pp_several: str = ""
 
   def key(self) -> str:
     """Identifies it: as in older versions, if they could express it."""
-    newer = {"layout": None, "unplaced": ""}
+    newer = {"layout": None, "unplaced": "", "pp_several": ""}
     fields = [
       f"{name}={x!r}"
       for name, x in self._asdict().items()
@@ -70,7 +72,7 @@ class Pictures(NamedTuple):
     origins: list[Any] = []
     start = 0
     for place, size in zip(at.tolist(), sizes):
-      own = self._ids_of(tokenizer, *size)
+      own = self._ids_of(tokenizer, *size, len(sizes))
       pieces += [ids[start:place], own]
       origins += [np.arange(start, place), np.full(len(own), place)]
       start = place + 1
@@ -82,12 +84,16 @@ class Pictures(NamedTuple):
     )
 
   def _ids_of(
-    self, tokenizer: tokenizers.Tokenizer, height: int, width: int
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    height: int,
+    width: int,
+    number: int,
   ) -> np.ndarray:
     assert self.layout is not None
     layout = picture_layouts.read(self.layout, "pictures.layout")
     token = tokenizer.spell([self.token])
-    text = layout.text(token, height, width)
+    text = layout.text(token, height, width, number)
     return tokenizer.encode(text, special=True)
 
   def check_expanded(
@@ -98,7 +104,7 @@ class Pictures(NamedTuple):
   ) -> None:
     """Refuses ids without all image tokens of pictures of these sizes."""
     counts = [
-      int((self._ids_of(tokenizer, *size) == self.token).sum())
+      int((self._ids_of(tokenizer, *size, len(sizes)) == self.token).sum())
       for size in sizes
     ]
     present = int((ids == self.token).sum())
@@ -296,6 +302,8 @@ def of_folder(
       if name in layout
     )
     pp = f"published({folder!r}, precise=True{area})"
+    if layout["kind"] in ("fitted", "views"):
+      return _of_newer(config, tokenizer, token, folder, layout)
     return _with_layout(str(kind), tokenizer, token, pp, layout)
   if min_pixels or max_pixels:
     raise ConfigError(
@@ -324,8 +332,9 @@ def of_folder(
     number = side**2 + (has_class and is_full)
     return Pictures(32000 if token is None else token, number, pp)
   raise ConfigError(
-    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3, llava, "
-    "idefics3, smolvlm or a Qwen-VL, with preprocessor_config.json. "
+    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3, gemma4, "
+    "llava, llava_next, llava_onevision, idefics3, smolvlm or a Qwen-VL, with "
+    "preprocessor_config.json. "
     "For others give dict(token=..., tokens=..., pp=...)."
   )
 
@@ -366,6 +375,39 @@ def _with_layout(
   whole = f"<|vision_start|>{placeholder}<|vision_end|>"
   return Pictures(
     token, 1, pp, placeholder=placeholder, layout=layout, unplaced=whole
+  )
+
+
+def _of_newer(
+  config: Mapping[str, Any],
+  tokenizer: tokenizers.Tokenizer,
+  token: int | None,
+  folder: str,
+  layout: dict[str, Any],
+) -> Pictures:
+  """Pictures of Gemma 4, LLaVA-NeXT and LLaVA-OneVision."""
+  pp = f"published({folder!r}, precise=True)"
+  if layout["kind"] == "fitted":
+    token = 258880 if token is None else token
+    ends = [
+      tokenizer.spell([config.get(f"{name}_token_id", default)])
+      for name, default in (("boi", 255999), ("eoi", 258882))
+    ]
+    layout |= dict(before=ends[0], after=ends[1])
+    placeholder = tokenizer.spell([token])
+    return Pictures(token, 1, pp, placeholder=placeholder, layout=layout)
+  vision = config.get("vision_config") or {}
+  layout["side"] = vision["image_size"] // vision["patch_size"]
+  if layout["splits_several"]:
+    return Pictures(32000 if token is None else token, 1, pp, layout=layout)
+  limit = config.get("vision_aspect_ratio", "anyres_max_9")
+  layout["limit"] = int(limit.removeprefix("anyres_max_"))
+  return Pictures(
+    151646 if token is None else token,
+    1,
+    pp,
+    layout=layout,
+    pp_several=f"published({folder!r}, precise=True, several=True)",
   )
 
 

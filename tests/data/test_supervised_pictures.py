@@ -77,12 +77,18 @@ CHATS = {
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize(
+  "family",
+  [
+    *("gemma3", "gemma4", "llava", "llava_next", "llava_onevision"),
+    *("qwen3_vl", "smolvlm"),
+  ],
+)
 @pytest.mark.parametrize("form", CHATS)
 def test_chats_have_the_ids_and_pixels_of_transformers(family, form, tmp_path):
   path = write(tmp_path, [CHATS[form]], files_of(family))
   expected = reference(family)
-  batch = source_of(family, path, length=100).read(np.asarray([0]))
+  batch = source_of(family, path, length=250).read(np.asarray([0]))
   ids = expected["ids"]
   number = len(ids) - 1
   np.testing.assert_array_equal(batch["tokens"][0, :number], ids[:-1])
@@ -100,6 +106,23 @@ def test_chats_have_the_ids_and_pixels_of_transformers(family, form, tmp_path):
   for image, own, count in zip(batch["image"][0], patches, counts):
     np.testing.assert_array_equal(image[:count], own)
     assert not image[count:].any()
+
+
+@pytest.mark.golden
+def test_a_picture_of_llava_onevision_has_tiles_if_it_is_alone(tmp_path):
+  row = dict(CHATS["no places"], images=["0.png"])
+  path = write(tmp_path, [row], files_of("llava_onevision"))
+  expected = reference("llava_onevision")
+  source = source_of("llava_onevision", path, length=120)
+  batch = source.read(np.asarray([0]))
+  token = json.loads((GOLDEN / "llava_onevision" / "config.json").read_text())[
+    "image_token_index"
+  ]
+  assert (batch["tokens"] == token).sum() == expected["tokens alone"]
+  np.testing.assert_array_equal(batch["image"][0], expected["pixels alone"])
+  np.testing.assert_array_equal(batch["shapes"][0, 1:], 0)
+  # 41 x 30 pixels in 32 x 32.
+  np.testing.assert_array_equal(batch["shapes"][0, 0], [2, 2, 8, 6])
 
 
 @pytest.mark.golden

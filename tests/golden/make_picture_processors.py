@@ -5,12 +5,13 @@ config.json of its model, and reference.npz: pictures, ids and pixels of a text
 with pictures. Image processors are those of Pillow. requirements.txt has the
 library's version.
 
-  python tests/golden/make_picture_processors.py
+  python tests/golden/make_picture_processors.py [NAME ...]  # All by default.
 """
 
 import json
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import PIL.Image
@@ -170,40 +171,144 @@ def smolvlm():
   return processor, config
 
 
+def gemma4():
+  """As many tokens as fit into 70, of 2 x 2 patches of 4 x 4 pixels each."""
+  names = ["<|image>", "<image|>", "<|image|>"]
+  codec = tokenizer(names)
+  ids = codec.convert_tokens_to_ids(names)
+  image = transformers.models.gemma4.image_processing_pil_gemma4
+  # Its class needs processors of sounds and videos.
+  processor = object.__new__(transformers.Gemma4Processor)
+  processor.image_processor = image.Gemma4ImageProcessorPil(
+    patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+  )
+  processor.tokenizer = codec
+  processor.boi_token, processor.eoi_token, processor.image_token = names
+  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", names[2])
+  config = dict(
+    model_type="gemma4",
+    boi_token_id=ids[0],
+    eoi_token_id=ids[1],
+    image_token_id=ids[2],
+    vision_config=dict(patch_size=4, pooling_kernel_size=2),
+  )
+  return processor, config
+
+
+def llava_onevision():
+  """Several pictures of a row, which have no tiles."""
+  codec = tokenizer(["<image>"])
+  pinpoints = [[16, 32], [32, 16], [32, 32], [16, 48]]
+  pil = transformers.models.llava_onevision.image_processing_pil_llava_onevision
+  processor = object.__new__(transformers.LlavaOnevisionProcessor)
+  processor.image_processor = pil.LlavaOnevisionImageProcessorPil(
+    size=SIZE, image_grid_pinpoints=pinpoints
+  )
+  processor.tokenizer = codec
+  processor.image_token = "<image>"
+  processor.num_image_tokens = 16
+  processor.vision_feature_select_strategy = "full"
+  processor.vision_aspect_ratio = "anyres_max_2"
+  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", "<image>")
+  config = dict(
+    model_type="llava_onevision",
+    image_token_index=codec.convert_tokens_to_ids("<image>"),
+    image_grid_pinpoints=pinpoints,
+    vision_aspect_ratio="anyres_max_2",
+    vision_config=dict(image_size=SIDE, patch_size=4),
+  )
+  return processor, config
+
+
+def llava_next():
+  codec = tokenizer(["<image>"])
+  pinpoints = [[16, 32], [32, 16], [32, 32]]
+  pil = transformers.models.llava_next.image_processing_pil_llava_next
+  processor = transformers.LlavaNextProcessor(
+    pil.LlavaNextImageProcessorPil(
+      size={"shortest_edge": SIDE},
+      crop_size=SIZE,
+      image_grid_pinpoints=pinpoints,
+    ),
+    codec,
+    patch_size=4,
+    vision_feature_select_strategy="default",
+    num_additional_image_tokens=1,
+    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
+  )
+  config = dict(
+    model_type="llava_next",
+    image_token_index=codec.convert_tokens_to_ids("<image>"),
+    image_grid_pinpoints=pinpoints,
+    vision_config=dict(
+      model_type="clip_vision_model", image_size=SIDE, patch_size=4
+    ),
+  )
+  return processor, config
+
+
 def with_patches(processor, out, text, pictures):
-  """The results of Qwen's processor, without its videos."""
+  """The results of a processor whose class needs one of videos."""
   processor.image_processor.save_pretrained(out)
   processor.tokenizer.chat_template = processor.chat_template
   processor.tokenizer.save_pretrained(out)
-  result = processor.image_processor(images=pictures)
+  result = processor.image_processor(images=[pictures])
   for i in range(len(pictures)):
     whole = processor.replace_image_token(result, i)
-    text = text.replace(
-      processor.image_token, "\0" * whole.count(processor.image_token), 1
-    )
+    whole = whole.replace(processor.image_token, "\0")
+    text = text.replace(processor.image_token, whole, 1)
   text = text.replace("\0", processor.image_token)
   ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-  return dict(
-    ids=np.asarray(ids),
-    patches=result["pixel_values"],
-    grids=result["image_grid_thw"],
-  )
+  ids = np.asarray(ids)
+  if "image_grid_thw" in result:
+    patches, grids = result["pixel_values"], result["image_grid_thw"]
+    return dict(ids=ids, patches=patches, grids=grids)
+  if "image_position_ids" in result:  # With padding, and (column, row).
+    places = np.asarray(result["image_position_ids"])
+    grids = places.max(axis=1)[:, ::-1] + 1
+    grids = np.pad(grids, ((0, 0), (1, 0)), constant_values=1)
+    pixels = np.asarray(result["pixel_values"])
+    return dict(ids=ids, patches=pixels[places[..., 0] >= 0], grids=grids)
+  return dict(ids=ids, pixels=views(result["pixel_values"]))
+
+
+def views(pixel_values):
+  """All views of all pictures; padding is all zeros."""
+  pixels = np.concatenate([np.asarray(x) for x in pixel_values])
+  pixels = pixels[np.any(pixels != 0, axis=(1, 2, 3))]
+  return pixels.transpose(0, 2, 3, 1)
 
 
 SMALL = ((23, 31), (18, 12))
 # Tiles: 3 x 3, 1 x 2 rows and columns after resizing, and one alone.
-SIZES = {"qwen3_vl": ((23, 31), (50, 12)), "smolvlm": ((41, 30), (9, 60))}
+SIZES = {
+  "qwen3_vl": ((23, 31), (50, 12)),
+  "smolvlm": ((41, 30), (9, 60)),
+  "gemma4": ((23, 31), (90, 4)),
+  "llava_next": ((41, 30), (9, 60)),
+  "llava_onevision": ((41, 30), (9, 60)),
+}
+# Whose classes cannot be used whole.
+IN_PARTS = (qwen3_vl, gemma4, llava_onevision)
 
 
-def write(golden):
+MAKERS = (
+  *(paligemma, gemma3, gemma4, llava, llava_next, llava_onevision),
+  *(qwen3_vl, smolvlm),
+)
+
+
+def write(golden, names=()):
   """Writes folders below `golden`."""
   rng = np.random.default_rng(0)
-  for make in (paligemma, gemma3, llava, qwen3_vl, smolvlm):
+  for make in MAKERS:
+    if names and make.__name__ not in names:
+      continue
     out = golden / "picture_processors" / make.__name__
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     processor, config = make()
-    if make is not qwen3_vl:
+    if make not in IN_PARTS:
       processor.save_pretrained(out)
     (out / "config.json").write_text(json.dumps(config))
     values = {}
@@ -222,11 +327,16 @@ def write(golden):
         {"role": "user", "content": [{"type": "image"}, *content]},
         {"role": "assistant", "content": "a seven"},
       ]
-      if make is qwen3_vl:
+      if make in IN_PARTS:
         codec = processor.tokenizer
         codec.chat_template = processor.chat_template
         text = codec.apply_chat_template(messages, tokenize=False)
         values = with_patches(processor, out, text, opened)
+        if make is llava_onevision:
+          result = processor.image_processor(images=[opened[:1]])
+          whole = processor.replace_image_token(result, 0)
+          values["tokens alone"] = whole.count(processor.image_token)
+          values["pixels alone"] = views(result["pixel_values"])
         values |= {f"picture {i}": x for i, x in enumerate(pictures)}
         np.savez_compressed(out / "reference.npz", **values)
         continue
@@ -236,10 +346,10 @@ def write(golden):
       values[f"picture {i}"] = picture
     values["ids"] = np.asarray(result["input_ids"]).reshape(-1)
     pixels = np.asarray(result["pixel_values"])
-    values["pixels"] = pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
+    values["pixels"] = views(pixels.reshape(1, -1, 3, SIDE, SIDE))
     np.savez_compressed(out / "reference.npz", **values)
     print(out, values["ids"].shape, values["pixels"].shape)
 
 
 if __name__ == "__main__":
-  write(pathlib.Path(__file__).parent)
+  write(pathlib.Path(__file__).parent, sys.argv[1:])

@@ -19,6 +19,8 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_onevision import modeling_llava_onevision
 
 BATCH, LENGTH, PROMPT, NEW = 2, 32, 24, 8
 IMAGE_TOKEN = 60
@@ -256,6 +258,108 @@ NATIVE = {
     ),
   ),
 }
+# Patches of 4 x 4 pixels, of which 2 x 2 become a token.
+GEMMA4_VISION = dict(
+  hidden_size=16,
+  intermediate_size=24,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  num_key_value_heads=1,
+  head_dim=12,
+  patch_size=4,
+  pooling_kernel_size=2,
+  position_embedding_size=9,
+)
+GEMMA4_TEXT = TEXT | dict(
+  global_head_dim=12,
+  sliding_window=3,
+  layer_types=layer_types(3),
+  hidden_size_per_layer_input=0,
+  use_bidirectional_attention="vision",
+)
+# {folder: options of its config}.
+GEMMA4 = {
+  # A picture's tokens see each other in layers with a window alone.
+  "gemma4": dict(
+    text_config=GEMMA4_TEXT
+    | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
+    vision_config=GEMMA4_VISION | dict(standardize=True),
+  ),
+  # Experts; an image token that is no token of the decoder.
+  "gemma4_moe": dict(
+    text_config=GEMMA4_TEXT
+    | dict(
+      enable_moe_block=True,
+      num_experts=4,
+      top_k_experts=2,
+      moe_intermediate_size=8,
+      final_logit_softcapping=3.0,
+    ),
+    vision_config=GEMMA4_VISION | dict(num_key_value_heads=2),
+    image_token_id=70,
+  ),
+  # Inputs of each layer, for which another token stands in place of image
+  # tokens; linear layers with bounds.
+  "gemma4_devices": dict(
+    text_config=GEMMA4_TEXT
+    | dict(
+      num_hidden_layers=4,
+      layer_types=layer_types(2, 4),
+      num_kv_shared_layers=2,
+      hidden_size_per_layer_input=5,
+      vocab_size_per_layer_input=67,
+      pad_token_id=7,
+      use_bidirectional_attention=None,
+    ),
+    vision_config=GEMMA4_VISION | dict(use_clipped_linears=True),
+  ),
+}
+# Tiles of 12 x 12 pixels, which are 3 x 3 patches.
+TILED_VISION = VISION | dict(image_size=12)
+SIZES = [[12, 24], [24, 12], [24, 24], [36, 12]]
+# {folder: (model_type, options of its config, sizes of an example's pictures in
+# pixels)}. Several pictures of LLaVA-OneVision have no tiles.
+TILED = {
+  # The features of the tiles of the second example are interpolated.
+  "llava_onevision": (
+    "llava_onevision",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(model_type="qwen2", tie_word_embeddings=False),
+      vision_config=TILED_VISION | dict(model_type="siglip_vision_model"),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=SIZES,
+      vision_aspect_ratio="anyres_max_2",
+    ),
+    (((20, 9),), ((21, 24),)),
+  ),
+  # Pictures without tiles; a head that is the embedding.
+  "llava_onevision_pictures": (
+    "llava_onevision",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(model_type="qwen2", tie_word_embeddings=True),
+      vision_config=TILED_VISION
+      | dict(model_type="siglip_vision_model", image_size=8),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=[[8, 8]],
+      tie_word_embeddings=True,
+    ),
+    (((8, 8), (10, 7), (4, 8)), ((5, 5), (9, 9))),
+  ),
+  "llava_next": (
+    "llava_next",
+    dict(
+      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      vision_config=TILED_VISION
+      | dict(model_type="clip_vision_model", num_hidden_layers=3),
+      image_token_index=IMAGE_TOKEN,
+      image_grid_pinpoints=SIZES[:2],
+      image_seq_length=9,
+    ),
+    (((14, 20),), ((10, 7),)),
+  ),
+}
 # Rows and columns of the patches of each example's pictures.
 GRIDS = (((4, 6), (2, 4)), ((2, 2), (6, 4), (4, 2)))
 # Families in which pictures keep their examples: [B, N, 3, H, W].
@@ -318,6 +422,18 @@ def write_family(name, out):
   )
 
 
+def set_constants(model, rng):
+  """Random values for what is not trained."""
+  for name, x in model.named_buffers():
+    noise = torch.from_numpy(rng.normal(size=x.shape).astype(np.float32))
+    if name.endswith("put_min"):
+      x.copy_(-0.5 - 0.3 * noise.abs())
+    elif name.endswith("put_max"):
+      x.copy_(0.5 + 0.3 * noise.abs())
+    elif name.endswith(("std_bias", "std_scale")):
+      x.copy_(0.5 + 0.3 * noise)
+
+
 def write_results(model, given, out, prefix=np.zeros(0), **features):
   """Writes what the model makes of its arguments, and the gradients."""
   kind = model.config.model_type
@@ -327,7 +443,7 @@ def write_results(model, given, out, prefix=np.zeros(0), **features):
   prompt = {k: x for k, x in tensors.items() if k != "labels"}
   for key in ("input_ids", "token_type_ids", "mm_token_type_ids"):
     if key in prompt:
-      prompt[key] = prompt[key][:, :PROMPT]
+      prompt[key] = prompt[key][:, :-NEW]
   if kind == "paligemma":  # A prompt is all prefix.
     prompt["token_type_ids"] = torch.zeros_like(prompt["token_type_ids"])
   tokens = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)
@@ -342,6 +458,8 @@ def write_results(model, given, out, prefix=np.zeros(0), **features):
     generated=tokens[:, -NEW:].numpy(),
   )
   with torch.no_grad():
+    for buffer in model.buffers():  # These are not trained.
+      buffer.zero_()
     for parameter in model.parameters():
       grad = parameter.grad
       parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
@@ -353,7 +471,8 @@ def write_results(model, given, out, prefix=np.zeros(0), **features):
 
 def write_native(name, out):
   """A model whose pictures have any shape: patches, and a grid for each."""
-  kind, options = NATIVE[name]
+  is_gemma4 = name in GEMMA4
+  kind, options = ("gemma4", GEMMA4[name]) if is_gemma4 else NATIVE[name]
   torch.manual_seed(0)
   rng = np.random.default_rng(0)
   tokens = dict(
@@ -362,19 +481,23 @@ def write_native(name, out):
     vision_start_token_id=61,
     vision_end_token_id=62,
   )
-  config = transformers.AutoConfig.for_model(kind, **options, **tokens)
+  if is_gemma4:
+    tokens = dict(image_token_id=IMAGE_TOKEN, boi_token_id=61, eoi_token_id=62)
+  config = transformers.AutoConfig.for_model(kind, **{**tokens, **options})
   model = model_of(config, rng)
+  set_constants(model, rng)
   model.save_pretrained(out)
+  V = 48 if is_gemma4 else 96
   ids = rng.integers(3, 59, (BATCH, LENGTH))
   shapes = np.zeros((BATCH, max(map(len, GRIDS)), 2), np.int32)
-  patches = [rng.normal(size=(h * w, 96)) for row in GRIDS for h, w in row]
+  patches = [rng.normal(size=(h * w, V)) for row in GRIDS for h, w in row]
   pixels = np.concatenate(patches).astype(np.float32)
-  image = np.zeros((*shapes.shape[:2], max(map(len, patches)), 96), np.float32)
+  image = np.zeros((*shapes.shape[:2], max(map(len, patches)), V), np.float32)
   for b, grids in enumerate(GRIDS):
     at = 1 + b
     for n, (rows, columns) in enumerate(grids):
       size = rows * columns // 4
-      ids[b, at : at + size + 2] = [61, *[IMAGE_TOKEN] * size, 62]
+      ids[b, at : at + size + 2] = [61, *[config.image_token_id] * size, 62]
       at += size + 3
       shapes[b, n] = rows, columns
       image[b, n, : rows * columns] = patches.pop(0)
@@ -384,20 +507,110 @@ def write_native(name, out):
     input_ids=ids,
     pixel_values=pixels,
     image_grid_thw=np.asarray(grids),
-    mm_token_type_ids=(ids == IMAGE_TOKEN).astype(np.int64),
+    mm_token_type_ids=(ids == config.image_token_id).astype(np.int64),
     labels=labels_of(ids),
   )
+  if is_gemma4:
+    del given["image_grid_thw"]
+    given |= gemma4_pictures(image, shapes)
   write_results(model, given, out, image=image, shapes=shapes)
 
 
-def write(golden, names=(*FAMILIES, *NATIVE)):
+def gemma4_pictures(image, shapes):
+  """Arguments of Gemma 4: all patches with padding, and their places."""
+  is_real = shapes[..., 0] > 0
+  places = np.full((*image.shape[:3], 2), -1)
+  for index in np.argwhere(is_real):
+    rows, columns = shapes[tuple(index)]
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    places[(*index, slice(rows * columns))] = np.stack([column, row], axis=-1)
+  return dict(pixel_values=image[is_real], image_position_ids=places[is_real])
+
+
+def write_tiled(name, out):
+  """A model whose pictures are cut into tiles."""
+  kind, options, sizes = TILED[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  config = transformers.AutoConfig.for_model(kind, **options)
+  model = model_of(config, rng)
+  model.save_pretrained(out)
+  side, patch = config.vision_config.image_size, VISION["patch_size"]
+  h = side // patch
+  rows, layouts = [], []
+  for pictures in sizes:
+    views, layout = [], []
+    for size in pictures:
+      tiles, kept = (0, 0), (h, h)
+      if len(pictures) == 1:
+        best = select_best_resolution(size, config.image_grid_pinpoints)
+        tiles = best[0] // side, best[1] // side
+        grid = torch.zeros(1, tiles[0] * h, tiles[1] * h)
+        kept = modeling_llava_onevision.unpad_image(grid, size).shape[1:]
+      number = 1 + tiles[0] * tiles[1]
+      views.append(rng.normal(size=(number, 3, side, side)).astype(np.float32))
+      layout += [(*tiles, *kept), *[(0, 0, 0, 0)] * (number - 1)]
+    rows.append(views)
+    layouts.append(layout)
+  most = max(map(len, layouts))
+  image = np.zeros((BATCH, most, side, side, 3), np.float32)
+  shapes = np.zeros((BATCH, most, 4), np.int32)
+  for b, views in enumerate(rows):
+    views = np.concatenate(views)
+    image[b, : len(views)] = views.transpose(0, 2, 3, 1)
+    shapes[b, : len(views)] = layouts[b]
+  given = tiled_pictures(image, shapes, sizes)
+  features = model.model.get_image_features(
+    **{name: torch.from_numpy(x) for name, x in given.items()}
+  ).pooler_output
+  lengths = iter([len(x) for x in features])
+  lengths = [[next(lengths) for _ in pictures] for pictures in sizes]
+  number = max(sum(row) + len(row) for row in lengths) + 2 + NEW
+  ids = rng.integers(3, 59, (BATCH, number))
+  for b, row in enumerate(lengths):
+    at = 1 + b
+    for length in row:
+      ids[b, at : at + length] = IMAGE_TOKEN
+      at += length + 1
+  given |= dict(input_ids=ids, labels=np.where(ids == IMAGE_TOKEN, -100, ids))
+  sizes = given["image_sizes"]
+  write_results(
+    model, given, out, image=image, shapes=shapes, image_sizes=sizes
+  )
+
+
+def tiled_pictures(image, shapes, sizes):
+  """Arguments of LLaVA-NeXT and OneVision."""
+  views = image.transpose(0, 1, 4, 2, 3)
+  pictures = []
+  for b, layout in enumerate(shapes):
+    for n in np.flatnonzero(layout[:, 2]):
+      pictures.append(views[b, n : n + 1 + layout[n, 0] * layout[n, 1]])
+  most = max(map(len, pictures))
+  pixels = [np.pad(x, ((0, most - len(x)), *[(0, 0)] * 3)) for x in pictures]
+  result = dict(
+    pixel_values=np.stack(pixels),
+    image_sizes=np.asarray([size for row in sizes for size in row]),
+  )
+  if any(len(row) > 1 for row in sizes):
+    result["batch_num_images"] = np.asarray([len(row) for row in sizes])
+  return result
+
+
+ALL = (*FAMILIES, *NATIVE, *GEMMA4, *TILED)
+
+
+def write(golden, names=ALL):
   """Writes folders below `golden`."""
   for name in names:
     out = golden / "vision_language" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    (write_native if name in NATIVE else write_family)(name, out)
+    if name in TILED:
+      write_tiled(name, out)
+    else:
+      (write_family if name in FAMILIES else write_native)(name, out)
 
 
 if __name__ == "__main__":
-  write(pathlib.Path(__file__).parent, sys.argv[1:] or (*FAMILIES, *NATIVE))
+  write(pathlib.Path(__file__).parent, sys.argv[1:] or ALL)

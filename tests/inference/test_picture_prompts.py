@@ -13,7 +13,7 @@ from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.tools import generate as tool
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-FAMILIES = ["paligemma", "gemma3", "llava", "qwen3_vl", "smolvlm"]
+FAMILIES = ["paligemma", "gemma3", "gemma4", "llava", "qwen3_vl", "smolvlm"]
 # What does not depend on the family, or only on whether pictures have one size.
 one_family = pytest.mark.parametrize("folder", ["paligemma"], indirect=True)
 two_families = pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def folder(request, tmp_path_factory):
     config[name] = own[name]
   vocab_size = 400
   config["text_config"]["vocab_size"] = vocab_size
-  config["text_config"]["max_position_embeddings"] = 128
+  config["text_config"]["max_position_embeddings"] = 256
   (folder / "config.json").write_text(json.dumps(config))
   from safetensors import numpy
 

@@ -29,6 +29,7 @@ from bigtrain.models.layers import (
   attention_logits,
   attention_split,
   attention_xla,
+  clipping,
   kernels,
   masks,
   positions,
@@ -66,6 +67,7 @@ class Options(NamedTuple):
   query_std: float | None = None
   kv_std: float | None = None
   out_std: float | None = None
+  clipped: bool = False  # Whether projections have bounds, see clipping.py.
   backend: str = "auto"  # A name in attention_backends.NAMES.
   dtype: str = "float32"
 
@@ -132,7 +134,7 @@ class Attention(nn.Module):
     if options.sinks:
       zeros = nn.initializers.zeros
       sinks_H = self.param("sinks", zeros, (options.num_heads,))
-    mask = dataclasses.replace(mask, window=options.window)
+    mask = masks.of_layer(mask, options.window)
     attention_logits.record(self, q, k_BSGK, mask, real_BL, options.scale)
     o = attend(
       q,
@@ -160,7 +162,7 @@ class Attention(nn.Module):
     o_BLHK = o.reshape(q_BLHK.shape)
     if gate_BLHK is not None:
       o_BLHK *= jax.nn.sigmoid(gate_BLHK)
-    return out(o_BLHK), cache
+    return clipping.apply(out, o_BLHK, options.clipped), cache
 
   @nn.nowrap
   def _projections(
@@ -196,7 +198,8 @@ class Attention(nn.Module):
         kernel_init=kernels.initializer(options.query_std),
         dot_general=product,
       )
-      q_BLHK = of_queries(name="query")(x_BLD)
+      query = of_queries(name="query")
+      q_BLHK = clipping.apply(query, x_BLD, options.clipped)
       if options.output_gate:
         gate_BLHK = of_queries(name="output_gate")(x_BLD)
     if y_BSD is not None:
@@ -209,10 +212,12 @@ class Attention(nn.Module):
         kernel_init=kernels.initializer(options.kv_std),
         dot_general=product,
       )
-      k_BSGK = key_or_value(use_bias=key_bias, name="key")(y_BSD)
+      key = key_or_value(use_bias=key_bias, name="key")
+      k_BSGK = clipping.apply(key, y_BSD, options.clipped)
       v_BSGK = k_BSGK
       if not options.keys_as_values:
-        v_BSGK = key_or_value(use_bias=query_value_bias, name="value")(y_BSD)
+        value = key_or_value(use_bias=query_value_bias, name="value")
+        v_BSGK = clipping.apply(value, y_BSD, options.clipped)
     return q_BLHK, k_BSGK, v_BSGK, gate_BLHK
 
   @nn.nowrap

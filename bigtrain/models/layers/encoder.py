@@ -67,9 +67,17 @@ class Options(NamedTuple):
   # https://arxiv.org/abs/2105.01601), whose drop path does not rescale.
   token_mlp_dim: int | None = None
   post_norm: bool = False  # Whether norms follow the residual additions.
+  branch_norm: bool = False  # Whether each branch ends with another norm.
   # Number of blocks that change the stream; the others keep their parameters.
   num_active: int | None = None
   norm: str = "layernorm"  # A name in NORMS.
+  # Of attention, see attention.Options.
+  head_dim: int | None = None
+  num_kv_heads: int | None = None
+  qk_norm: str | None = None
+  v_norm: bool = False
+  attention_scale: float | None = None
+  clipped: bool = False  # Whether linear layers have bounds, see clipping.py.
   # Whether tokens see those of other segments, in a model whose other layers
   # have a mask with segments.
   ignores_segments: bool = False
@@ -111,6 +119,23 @@ def _mlp_options(options: Options, width: int) -> mlp.Options:
     dropout=options.dropout,
     dtype=options.dtype,
     names=mlp.VIT_NAMES,
+    clipped=options.clipped,
+  )
+
+
+def _attention_options(options: Options) -> attention.Options:
+  return attention.Options(
+    options.num_heads,
+    head_dim=options.head_dim,
+    num_kv_heads=options.num_kv_heads,
+    bias=options.bias,
+    qk_norm=options.qk_norm,
+    norm_eps=options.norm_eps,
+    v_norm=options.v_norm,
+    scale=options.attention_scale,
+    clipped=options.clipped,
+    backend=options.attention,
+    dtype=options.dtype,
   )
 
 
@@ -152,6 +177,9 @@ class Block(nn.Module):
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
       """What a branch, the first or the second one, adds to the stream."""
+      if options.branch_norm:
+        name = f"branch_norm_{number}"
+        y_BLD = norm(options, y_BLD.shape[-1], name)(y_BLD)
       if options.layer_scale is not None:
         scale_D = self.param(
           f"layer_scale_{number}",
@@ -193,12 +221,7 @@ class Block(nn.Module):
       y_BLD = mixing(y_BLD.swapaxes(1, 2), train).swapaxes(1, 2)
     else:
       y_BLD, _ = attention.Attention(
-        attention.Options(
-          options.num_heads,
-          bias=options.bias,
-          backend=options.attention,
-          dtype=options.dtype,
-        ),
+        _attention_options(options),
         name="MultiHeadDotProductAttention_0",
       )(y_BLD, y_BLD, rope=rope, mask=mask, bias=bias_1HLS)
     x_BLD = after(x_BLD + branch(y_BLD, 0), 0)

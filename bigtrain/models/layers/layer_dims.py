@@ -54,6 +54,8 @@ LAYERS: dict[str, str] = {
   r"(.*/)?moe/(up|gate)/bias": "E; F",
   r"(.*/)?moe/down/kernel": "E; F -> D",
   r"(.*/)?moe/down/bias": "E; D",
+  # Bounds of linear layers.
+  r"(.*/)?\w+_bounds/(input|output)_(min|max)": "one",
   # MLPs.
   r"(.*/)?(up|gate|Dense_0)/kernel": "D -> F",
   r"(.*/)?(up|gate|Dense_0)/bias": "F",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from bigtrain import sharding
 from bigtrain.models.layers import kernels, options, rms_norm
@@ -23,12 +24,20 @@ class Options(NamedTuple):
 
   dim: int  # I.
   vocab_size: int | None = None  # V of their table; the model's if None.
+  image_id: int = 0  # Id that stands for tokens whose embeddings are given.
 
 
 def read(given: Options | Mapping[str, Any] | None, key: str) -> Options | None:
   """Checks config.model.layer_inputs."""
   count = dict(least=1, whole=True)
-  return options.read_tuple(Options, given, key, dim=count, vocab_size=count)
+  return options.read_tuple(
+    Options,
+    given,
+    key,
+    dim=count,
+    vocab_size=count,
+    image_id=dict(least=0, whole=True),
+  )
 
 
 class LayerInputs(nn.Module):
@@ -45,13 +54,26 @@ class LayerInputs(nn.Module):
   dtype: str
 
   @nn.compact
-  def __call__(self, tokens_BL: jax.Array, x_BLD: jax.Array) -> jax.Array:
-    """Returns [B, L, N, I]; `x_BLD` has the tokens' embeddings."""
+  def __call__(
+    self,
+    tokens_BL: jax.Array,
+    x_BLD: jax.Array,
+    fixed_BL: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns [B, L, N, I].
+
+    Args:
+      x_BLD: the tokens' embeddings.
+      fixed_BL: bool, where the table is not trained.
+    """
     N, I = self.depth, self.dim
     D = x_BLD.shape[-1]
     init = nn.initializers.normal(self.init_std)
     table = self.param("embedding", init, (self.vocab_size, N * I))
     embedded = sharding.lookup(table, tokens_BL, self.dtype) * I**0.5
+    if fixed_BL is not None:
+      fixed = jax.lax.stop_gradient(embedded)
+      embedded = jnp.where(fixed_BL[..., None], fixed, embedded)
     projected = nn.Dense(
       N * I,
       use_bias=False,

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class Mask:
   groups_BS: jax.Array | None = None
   # Whether positions before the window are hidden in groups too.
   window_in_groups: bool = struct.field(pytree_node=False, default=False)
+  # Whether layers without a window ignore the groups.
+  groups_need_window: bool = struct.field(pytree_node=False, default=False)
   # Int, number of each query's document, which the positions must share.
   segments_BL: jax.Array | None = None
   segments_BS: jax.Array | None = None
@@ -101,6 +103,32 @@ class Mask:
       return None
     matrix = functools.reduce(operator.and_, parts)
     return matrix if matrix.ndim == 3 else matrix[None]
+
+
+class Groups(NamedTuple):
+  """Tokens that see later ones of their group; see Mask."""
+
+  of_BL: jax.Array
+  of_BS: jax.Array
+  window_in_groups: bool = False
+  need_window: bool = False
+
+  def added(self, mask: Mask) -> Mask:
+    return dataclasses.replace(
+      mask,
+      groups_BL=self.of_BL,
+      groups_BS=self.of_BS,
+      window_in_groups=self.window_in_groups,
+      groups_need_window=self.need_window,
+    )
+
+
+def of_layer(mask: Mask, window: int | None) -> Mask:
+  """The mask of a layer with this window."""
+  mask = dataclasses.replace(mask, window=window)
+  if mask.groups_need_window and window is None:
+    mask = dataclasses.replace(mask, groups_BL=None, groups_BS=None)
+  return mask
 
 
 def in_chunks(

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
-from bigtrain.models.layers import kernels, options, remat
+from bigtrain.models.layers import clipping, kernels, options, remat
 
 
 class Kind(NamedTuple):
@@ -92,6 +92,7 @@ class Options(NamedTuple):
   dtype: str = "float32"
   names: tuple[str, str] = ("up", "down")  # Of the first and last product.
   clip: Clip | None = None  # Bounds of a gated MLP's first products.
+  clipped: bool = False  # Whether all layers have bounds, see clipping.py.
 
 
 def hidden_units(
@@ -165,18 +166,21 @@ class Mlp(nn.Module):
       kernel_init=kernels.initializer(options.init_std),
       dot_general=columns,
     )
-    h_BLF = checkpoint_name(hidden(name=up)(x_BLD), remat.INNER)
+    h_BLF = clipping.apply(hidden(name=up), x_BLD, options.clipped)
+    h_BLF = checkpoint_name(h_BLF, remat.INNER)
     gate_BLF = None
     if is_gated(options.kind):
-      gate_BLF = checkpoint_name(hidden(name="gate")(x_BLD), remat.INNER)
+      gate_BLF = clipping.apply(hidden(name="gate"), x_BLD, options.clipped)
+      gate_BLF = checkpoint_name(gate_BLF, remat.INNER)
     if options.kind == "xielu":
       h_BLF = Xielu(name="activation")(h_BLF)
     else:
       h_BLF = hidden_units(options.kind, options.clip, h_BLF, gate_BLF)
     h_BLF = nn.Dropout(options.dropout)(h_BLF, deterministic=not train)
-    return dense(
+    last = dense(
       x_BLD.shape[-1],
       kernel_init=kernels.initializer(options.out_init_std),
       dot_general=rows,
       name=down,
-    )(h_BLF)
+    )
+    return clipping.apply(last, h_BLF, options.clipped)

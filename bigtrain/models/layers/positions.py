@@ -105,6 +105,8 @@ class Rotation:
   sin_BL1Q: jax.Array
   cos_BL1Q: jax.Array
   interleaved: bool = struct.field(pytree_node=False, default=False)
+  # Number of parts of a head that rotate each by itself, one after the other.
+  parts: int = struct.field(pytree_node=False, default=1)
 
 
 def frequencies(
@@ -301,12 +303,20 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
   sin, cos = by.sin_BL1Q, by.cos_BL1Q
   dims = 2 * sin.shape[-1]
   features = x_BLHK[..., :dims].astype(jnp.float32)
-  if by.interleaved:
+  if by.parts > 1:
+    # The first and second members of the pairs of each part.
+    halves = features.reshape(*features.shape[:-1], by.parts, 2, -1)
+    shape = (*features.shape[:-1], dims // 2)
+    x, y = (halves[..., i, :].reshape(shape) for i in range(2))
+  elif by.interleaved:
     x, y = features[..., ::2], features[..., 1::2]
   else:
     x, y = jnp.split(features, 2, axis=-1)
   pair = [x * cos - y * sin, y * cos + x * sin]
-  if by.interleaved:
+  if by.parts > 1:
+    pair = [z.reshape(halves[..., 0, :].shape) for z in pair]
+    rotated = jnp.stack(pair, axis=-2).reshape(features.shape)
+  elif by.interleaved:
     rotated = jnp.stack(pair, axis=-1).reshape(features.shape)
   else:
     rotated = jnp.concatenate(pair, axis=-1)

@@ -7,10 +7,10 @@ how the parts are joined.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bigtrain.arrays import dims
+from bigtrain.arrays import dims, tile_grids
 from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.models.published import (
   array_files,
@@ -244,7 +244,49 @@ def _merged() -> Rule:
   )
 
 
-def _llava_features(parts: Rule) -> Rule:
+def _tiles(sizes: Sequence[tuple[int, int]], limited: bool) -> Rule:
+  """Tiles of pictures.
+
+  Args:
+    limited: whether a key says how many tiles' features remain.
+  """
+  key, limit = "image_grid_pinpoints", "vision_aspect_ratio"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    vision = config["vision_config"]
+    tower = _TOWERS.get(vision.get("model_type", ""), _SIGLIP)
+    side = vision.get("image_size", tower.absent().get("image_size", 224))
+    pairs = config[key] or sizes
+    if any(n % side or not n for pair in pairs for n in pair):
+      raise config.error(
+        f"{key}={pairs}: expected multiples of vision_config.image_size={side}."
+      )
+    grids = tuple((h // side, w // side) for h, w in pairs)
+    if not limited:
+      return {"tiles": dict(grids=grids, limit=None)}
+    found = re.fullmatch(r"anyres_max_(\d+)", config[limit])
+    if not found:
+      raise config.error(
+        f"{limit}={config[limit]!r}: expected 'anyres_max_' and a number, such "
+        "as 9."
+      )
+    return {"tiles": dict(grids=grids, limit=int(found[1]))}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    side = fields["configs"]["vision_config"]["image_size"]
+    tiles = fields["tiles"] or dict(grids=(), limit=None)
+    config: dict[str, Any] = {
+      key: [[h * side, w * side] for h, w in tiles["grids"]]
+    }
+    if limited:
+      config[limit] = f"anyres_max_{tiles['limit'] or 9}"
+    return config
+
+  keys = {key: None, **({limit: "anyres_max_9"} if limited else {})}
+  return Rule(("tiles",), keys, read, write)
+
+
+def _llava_features(parts: Rule, *, tiled: bool = False) -> Rule:
   """The tower's features: of which layer, and whether of the class token."""
   layer, strategy = "vision_feature_layer", "vision_feature_select_strategy"
 
@@ -264,6 +306,11 @@ def _llava_features(parts: Rule) -> Rule:
       raise config.error(
         f"{strategy}='default': expected 'full' for a tower without a class "
         "token."
+      )
+    if tiled and has_class and is_full:
+      raise config.error(
+        f"{strategy}='full': expected 'default' for tiles of a tower with a "
+        "class token."
       )
     number += depth + 1 if number < 0 else 0
     fields["image"] = {**fields["image"], "feature_layer": number}
@@ -398,6 +445,51 @@ _LLAVA = Kind(
 )
 
 
+_LLAVA_ONEVISION = Kind(
+  Family(
+    model_type="llava_onevision",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    arrays=table(_LLAVA.family.arrays, plain("image_newline", "newline")),
+    keys={"image_token": Key("image_token_index", 151646)},
+    constants={"mask": "causal"},
+    rules=(
+      _two_layers(),
+      _tiles(tile_grids.ONEVISION_SIZES, limited=True),
+      _llava_features(
+        _parts(_LLAVA_TOWERS, tower="siglip_vision_model", decoder="qwen2"),
+        tiled=True,
+      ),
+    ),
+    aliases={"image_token_id": "image_token_index"},
+    defaults={
+      "vision_feature_layer": -1,
+      "vision_feature_select_strategy": "full",
+    },
+    harmless=(*_HARMLESS, "video_token_index", "video_token_id"),
+    limits=_LIMITS,
+  ),
+  towers=_LLAVA_TOWERS,
+  starts={"tiles/": "", **_STARTS},
+)
+_LLAVA_NEXT = _LLAVA_ONEVISION._replace(
+  family=_LLAVA_ONEVISION.family._replace(
+    model_type="llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    keys=_LLAVA.family.keys,
+    rules=(
+      _two_layers(),
+      _tiles(tile_grids.NEXT_SIZES, limited=False),
+      _llava_features(
+        _parts(_LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"),
+        tiled=True,
+      ),
+    ),
+    defaults={},
+    harmless=_HARMLESS,
+  )
+)
+
+
 def _idefics3(model_type: str, architecture: str) -> Kind:
   tower = f"{model_type}_vision"
   return Kind(
@@ -514,6 +606,79 @@ def _qwen(
   )
 
 
+def _averaged() -> Rule:
+  """Gemma 4: averages of squares of patches, and a norm without a scale."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    vision = native_towers.GEMMA4.absent() | (config["vision_config"] or {})
+    projector = dict(
+      pool=vision["pooling_kernel_size"],
+      norm_eps=vision["rms_norm_eps"],
+      norm="plain_rmsnorm",
+      use_bias=False,
+    )
+    return {"projector": projector}
+
+  return Rule(("projector",), {}, read, lambda fields: {})
+
+
+def _gemma4_parts() -> Rule:
+  """The parts, of which the decoder's config has the mask."""
+  key = "use_bidirectional_attention"
+  parts = _parts(
+    ("gemma4_vision",),
+    ("gemma4_text",),
+    tower="gemma4_vision",
+    decoder="gemma4_text",
+    tied=True,
+  )
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not config["vision_config"]:
+      raise config.error(
+        "vision_config: missing: expected a model that reads pictures; "
+        'config.model_name="decoder" reads its texts.'
+      )
+    sees_picture = config["text_config"].get(key) == "vision"
+    mask = "windowed_image" if sees_picture else "causal"
+    return {**parts.read(config), "mask": mask}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(parts.write(fields))
+    value = "vision" if fields["mask"] == "windowed_image" else None
+    config["text_config"] = {**config["text_config"], key: value}
+    return config
+
+  return Rule((*parts.fields, "mask"), parts.keys, read, write)
+
+
+# Its parts that read sounds are left out.
+_GEMMA4 = Kind(
+  Family(
+    model_type="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    arrays=linear("embedding_projection", "linear_0"),
+    keys={"image_token": Key("image_token_id", 258880)},
+    constants={"class_token": False, "image_model": "native_vit"},
+    rules=(_averaged(), _gemma4_parts()),
+    harmless=(
+      *_HARMLESS,
+      *("audio_config", "video_token_id", "audio_token_id"),
+      *("boa_token_id", "eoa_token_id", "eoa_token_index"),
+    ),
+    limits=_LIMITS,
+  ),
+  towers=("gemma4_vision",),
+  starts={
+    "img/": "model.vision_tower.",
+    "llm/model.": "model.language_model.",
+    "llm/": "",
+    "projector/": "model.embed_vision.",
+  },
+  decoders=("gemma4_text",),
+  canonical_tower=native_towers.canonical,
+)
+
 # Tokens of videos, which rows do not have.
 _OF_VIDEOS = (
   "video_token_id",
@@ -546,7 +711,10 @@ KINDS: Mapping[str, Kind] = {
   for kind in (
     _PALIGEMMA,
     _GEMMA3,
+    _GEMMA4,
     _LLAVA,
+    _LLAVA_NEXT,
+    _LLAVA_ONEVISION,
     _idefics3("idefics3", "Idefics3ForConditionalGeneration"),
     _idefics3("smolvlm", "SmolVLMForConditionalGeneration"),
     _qwen("qwen3_vl", "Qwen3VLForConditionalGeneration", _QWEN3_MERGERS),
@@ -569,24 +737,28 @@ KINDS: Mapping[str, Kind] = {
 }
 _OF_PROJECTOR: Mapping[str, str] = {
   r"(blocks(_\d+)?/)?linear_\d/kernel": "D -> D",
-  r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))": "D",
+  r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))|newline": "D",
 }
-PROJECTORS = ("projector/", "deepstack/")
+PROJECTORS = ("projector/", "deepstack/", "tiles/")
 PROJECTOR_DIMS: Mapping[str, str] = {
   **dims.under("projector/", _OF_PROJECTOR),
   **dims.under("deepstack/", _OF_PROJECTOR),
+  **dims.under("tiles/", _OF_PROJECTOR),
 }
 
 # {part: start of its names in files, of any version of transformers}.
 _PARTS = {
   "deepstack/": r"(model\.)?visual\.(?=deepstack_merger_list\.)",
+  "tiles/": r"(model\.)?(?=image_newline$)",
   "projector/": (
-    r"(model\.)?(multi_modal_projector|connector|visual(?=\.merger\.))\."
+    r"(model\.)?(multi_modal_projector|connector|embed_vision"
+    r"|visual(?=\.merger\.))\."
   ),
   "img/": r"(model\.)?(vision_tower|vision_model|visual)\.(vision_model\.)?",
 }
 _TEXT_MODEL = r"(model\.)?text_model\."
 _IGNORED = {r".*position_ids": "a constant that the model computes"}
+_AUDIO = r"(model\.)?(audio_tower|embed_audio)\."
 
 
 def load(
@@ -602,16 +774,21 @@ def load(
   if any("/" in name for name in flat):  # Our own names.
     return dict(flat)
   names: dict[str, dict[str, str]] = {part: {} for part in (*_PARTS, "llm/")}
+  result: dict[str, Any] = {}
   for name in flat:
+    if re.match(_AUDIO, name):
+      result[name] = conversions.Remark(
+        "ignored", "of sounds; the model reads texts and pictures"
+      )
+      continue
     for part, start in _PARTS.items():
       if match := re.match(start, name):
         names[part][name[match.end() :]] = name
         break
     else:
       names["llm/"][re.sub(f"^{_TEXT_MODEL}", "model.", name)] = name
-  result: dict[str, Any] = {}
   for part, in_file in names.items():
-    if not in_file and part == "deepstack/":
+    if not in_file and part in ("deepstack/", "tiles/"):
       continue
     arrays = {short: flat[name] for short, name in in_file.items()}
     of_model = conversions.below(part, like)
@@ -661,10 +838,20 @@ def export(
     published: the layouts of models.vision_language.
     parts: the model's parts "img/" and "llm/".
   """
-  kinds = KINDS
+  # Those with a tower of the same module.
+  kinds = {
+    name: kind
+    for name, kind in KINDS.items()
+    if kind.family.constants.get("image_model", "vit") == model.image_model
+  }
   layout = layout or model.published_as
   if layout:
     check_choice("--layout", layout, KINDS)
+    if layout not in kinds:
+      raise ConfigError(
+        f"--layout={layout}: expected one of {', '.join(kinds) or 'none'} for "
+        f"config.model.image_model={model.image_model!r}."
+      )
     kinds = {layout: KINDS[layout]}
   errors = []
   for name, kind in kinds.items():
@@ -673,6 +860,11 @@ def export(
       return _export(key, kind, published, model, parts, shapes)
     except ConfigError as e:
       errors.append(e)
+  if not errors:
+    raise ConfigError(
+      "--format=hf: no published layout has a tower of "
+      f"config.model.image_model={model.image_model!r}."
+    )
   shortest = min(errors, key=lambda e: len(str(e)))
   if layout:
     raise shortest

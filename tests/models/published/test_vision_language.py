@@ -181,6 +181,51 @@ def patches_of(known):
   return np.concatenate(patches), grids.astype(np.int64)
 
 
+def gemma4_pictures(image, shapes):
+  """Arguments of Gemma 4: patches with padding, and (column, row) of each."""
+  is_real = shapes[..., 0] > 0
+  places = np.full((*image.shape[:3], 2), -1)
+  for index in np.argwhere(is_real):
+    rows, columns = shapes[tuple(index)]
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    places[(*index, slice(rows * columns))] = np.stack([column, row], axis=-1)
+  return dict(pixel_values=image[is_real], image_position_ids=places[is_real])
+
+
+def tiled_pictures(known):
+  """Arguments of LLaVA-NeXT and OneVision: the views of each picture."""
+  pictures, numbers = [], []
+  for views, layout in zip(known["image"], known["shapes"]):
+    first = np.flatnonzero(layout[:, 2])
+    numbers.append(len(first))
+    for n in first:
+      pictures.append(views[n : n + 1 + layout[n, 0] * layout[n, 1]])
+  most = max(map(len, pictures))
+  pixels = [np.pad(x, ((0, most - len(x)), *[(0, 0)] * 3)) for x in pictures]
+  result = dict(
+    pixel_values=np.stack(pixels).transpose(0, 1, 4, 2, 3),
+    image_sizes=known["image_sizes"],
+  )
+  if max(numbers) > 1:
+    result["batch_num_images"] = np.asarray(numbers)
+  return result
+
+
+@pytest.mark.parametrize(
+  "family", ["llava_onevision", "llava_onevision_pictures", "llava_next"]
+)
+def test_views_are_tiles_if_the_number_of_image_tokens_says_so(family):
+  """A batch need not say which views are tiles."""
+  module, model = opened(FOLDERS / family)
+  batch = batch_of(family)
+  params = params_of(module, model, batch, FOLDERS / family)
+  given = language_modeling.inputs(batch)
+  expected, _ = model.apply({"params": params}, **given)
+  del given["shapes"]
+  actual, _ = model.apply({"params": params}, **given)
+  np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.published
 def test_transformers_opens_exports(tmp_path):
   """With other weights than those of the folder that was read."""
@@ -196,7 +241,14 @@ def test_transformers_opens_exports(tmp_path):
     ids, image = known["input_ids"], known["image"]
     token = model.image_token
     types = (ids == token).astype(np.int64)
-    if "shapes" in known:
+    if family.startswith("gemma4"):
+      inputs = gemma4_pictures(image, known["shapes"])
+      image = inputs["pixel_values"]
+      inputs["mm_token_type_ids"] = types
+    elif "image_sizes" in known:
+      inputs = tiled_pictures(known)
+      image = inputs["pixel_values"]
+    elif "shapes" in known:
       image, grids = patches_of(known)
       inputs = dict(image_grid_thw=grids, mm_token_type_ids=types)
     else:
@@ -291,6 +343,11 @@ def write_config(folder, family, change):
       "audio_config=.*unknown key of model_type='paligemma'",
     ),
     (
+      "gemma4",
+      lambda x: x.update(vision_config=None),
+      "vision_config: missing: expected a model that reads pictures",
+    ),
+    (
       "qwen3_vl",
       lambda x: x["vision_config"].update(num_position_embeddings=10),
       "num_position_embeddings=10: expected a square",
@@ -308,6 +365,23 @@ def test_what_it_does_not_compute_is_refused_by_name(
   write_config(tmp_path, family, change)
   with pytest.raises(ConfigError, match=message):
     opened(tmp_path)
+
+
+def test_gemma4_loads_without_its_parts_for_sounds(tmp_path):
+  folder = FOLDERS / "gemma4"
+  write_config(tmp_path, "gemma4", lambda x: x.update(audio_config={"a": 1}))
+  arrays = safetensors_files.read(str(folder))
+  sounds = np.zeros((3, 2), np.float32)
+  names = "audio_tower.layers.0.weight", "embed_audio.projection.weight"
+  arrays |= {f"model.{name}": sounds for name in names}
+  specs = {n: (x.shape, x.dtype.name) for n, x in arrays.items()}
+  file = str(tmp_path / safetensors_files.MODEL)
+  safetensors_files.write(file, specs, arrays.values(), {"format": "pt"})
+  module, model = opened(tmp_path)
+  batch = batch_of("gemma4")
+  params = params_of(module, model, batch, tmp_path)
+  expected = params_of(module, model, batch, folder)
+  jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_flat_files_of_qwen(tmp_path):

@@ -263,8 +263,9 @@ def _gemma4_layers() -> Rule:
         rope[kind] |= {
           "rope_type": scaling["type"],
           "partial_rotary_factor": scaling.get("fraction", 1.0),
-          "factor": scaling["factor"],
         }
+        if scaling["factor"] != 1:
+          rope[kind]["factor"] = scaling["factor"]
     i = first.get(SLIDING, 0)
     j = first.get(FULL, 0)
     return {
@@ -339,6 +340,9 @@ def _layer_inputs() -> Rule:
     if not config[width]:
       return {"layer_inputs": None}
     options = {"dim": config[width]}
+    # What the layers get for an image token.
+    if config["pad_token_id"]:
+      options["image_id"] = config["pad_token_id"]
     # Without its own size, the table grows with the model's vocabulary.
     if config[vocabulary] != config["vocab_size"]:
       options["vocab_size"] = config[vocabulary]
@@ -348,9 +352,13 @@ def _layer_inputs() -> Rule:
     options = fields["layer_inputs"]
     if options is None:
       return {width: 0}
-    return {width: options["dim"], vocabulary: options["vocab_size"]}
+    return {
+      width: options["dim"],
+      vocabulary: options["vocab_size"],
+      "pad_token_id": options.get("image_id", 0),
+    }
 
-  keys = {width: 256, vocabulary: 262144}
+  keys = {width: 256, vocabulary: 262144, "pad_token_id": 0}
   return Rule(("layer_inputs",), keys, read, write)
 
 

@@ -65,6 +65,8 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if result["layer_inputs"] is not None:
     vocab_size = {"vocab_size": result["vocab_size"]}
     given = _without_none(_as_dict(result["layer_inputs"]))
+    if not given.get("image_id"):  # The default.
+      given.pop("image_id", None)
     result["layer_inputs"] = {**vocab_size, **given}
   if result["rope_axes"]:
     axes = {"interleaved": False, **_as_dict(result["rope_axes"])}

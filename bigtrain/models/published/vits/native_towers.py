@@ -1,4 +1,4 @@
-"""Image towers for pictures of any shape: those of Qwen2-VL, 2.5 and Qwen3-VL.
+"""Image towers for pictures of any shape: those of Qwen-VL and of Gemma 4.
 
 They are of models/native_vit.py, and have no files of their own: their configs
 are `vision_config` of models that read pictures and texts.
@@ -21,6 +21,7 @@ from bigtrain.models.published.tables import (
   Table,
   conv,
   dense,
+  linear,
   norm,
   plain,
   table,
@@ -52,7 +53,7 @@ def _arrays(*of_mlp: Table) -> Table:
   )
 
 
-def _theta() -> Rule:
+def _theta(default: float = 1e4) -> Rule:
   """The base of the rotary wavelengths, which hardly any file says."""
   key = "rope_parameters"
 
@@ -61,7 +62,7 @@ def _theta() -> Rule:
     kind = values.get("rope_type", "axial")
     if kind != "axial":
       raise config.error(f"{key}: rope_type={kind!r}: expected 'axial'.")
-    return {"rope_theta": values.get("rope_theta", 1e4)}
+    return {"rope_theta": values.get("rope_theta", default)}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: {"rope_type": "axial", "rope_theta": fields["rope_theta"]}}
@@ -106,6 +107,23 @@ def _window() -> Rule:
   return Rule(("window", "whole_layers"), keys, read, write)
 
 
+# What most towers do not have.
+_NEUTRAL: Mapping[str, Any] = {
+  "ready": "squares",
+  "centred": False,
+  "posemb_sides": None,
+  "rope_by_halves": False,
+  "use_bias": ("mlp", "out", "qkv"),
+  "head_dim": None,
+  "num_kv_heads": None,
+  "qk_norm": None,
+  "v_norm": False,
+  "attention_scale": None,
+  "branch_norm": False,
+  "clipped": False,
+  "root_scale": False,
+  "standardize": False,
+}
 _PLAIN_MLP = table(
   dense("mlp.linear_fc1", f"{_MLP}/Dense_0"),
   dense("mlp.linear_fc2", f"{_MLP}/Dense_1"),
@@ -142,6 +160,7 @@ QWEN3_VL = Family(
   harmless=(*encoder_rules.HARMLESS, "out_hidden_size", "initializer_range"),
   aliases={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},
   defaults={"hidden_act": "gelu_pytorch_tanh"},
+  neutral=_NEUTRAL,
 )
 QWEN3_VL_MOE = QWEN3_VL.but("qwen3_vl_moe_vision", "")
 QWEN2_5_VL = QWEN3_VL.but(
@@ -197,17 +216,110 @@ QWEN2_VL = QWEN3_VL.but(
   harmless=("hidden_size", "in_chans", "spatial_patch_size"),
   defaults={"depth": 32, "patch_size": 14, "hidden_act": "quick_gelu"},
 )
+
+
+def _clipped(published: str, ours: str) -> Table:
+  """A linear layer with bounds, which some models lack."""
+  bounds = [
+    plain(f"{published}.{name}", f"{ours}_bounds/{name}", ndim=0)
+    for name in ("input_min", "input_max", "output_min", "output_max")
+  ]
+  return table(linear(f"{published}.linear", ours), *bounds)
+
+
+GEMMA4 = Family(
+  model_type="gemma4_vision",
+  architecture="",
+  arrays=table(
+    linear("patch_embedder.input_proj", "patch_embedding"),
+    plain("patch_embedder.position_embedding_table", "side_embedding"),
+    within(
+      "encoder.layers.{i}.",
+      "Transformer/encoderblock/",
+      norm("input_layernorm", "LayerNorm_0"),
+      norm("post_attention_layernorm", "branch_norm_0"),
+      norm("pre_feedforward_layernorm", "LayerNorm_1"),
+      norm("post_feedforward_layernorm", "branch_norm_1"),
+      _clipped("self_attn.q_proj", f"{_ATTENTION}/query"),
+      _clipped("self_attn.k_proj", f"{_ATTENTION}/key"),
+      _clipped("self_attn.v_proj", f"{_ATTENTION}/value"),
+      _clipped("self_attn.o_proj", f"{_ATTENTION}/out"),
+      norm("self_attn.q_norm", f"{_ATTENTION}/query_norm"),
+      norm("self_attn.k_norm", f"{_ATTENTION}/key_norm"),
+      _clipped("mlp.gate_proj", f"{_MLP}/gate"),
+      _clipped("mlp.up_proj", f"{_MLP}/Dense_0"),
+      _clipped("mlp.down_proj", f"{_MLP}/Dense_1"),
+    ),
+    plain("std_bias", "standard_mean"),
+    plain("std_scale", "standard_scale"),
+  ),
+  keys={
+    "width": Key("hidden_size", 768),
+    "depth": Key("num_hidden_layers", 16),
+    "num_heads": Key("num_attention_heads", 12),
+    "num_kv_heads": Key("num_key_value_heads", 12),
+    "head_dim": Key("head_dim", 64),
+    "mlp_dim": Key("intermediate_size", 3072),
+    "norm_eps": Key("rms_norm_eps", 1e-6),
+    "patch_size": Key("patch_size", 16),
+    "merge": Key("pooling_kernel_size", 3),
+    "posemb_sides": Key("position_embedding_size", 10240),
+    "clipped": Key("use_clipped_linears", False),
+    "standardize": Key("standardize", False),
+  },
+  constants={
+    "frames": 1,
+    "channels": 3,
+    "norm": "rmsnorm",
+    "patch_bias": False,
+    "use_bias": (),
+    "posemb_grid": None,
+    "window": None,
+    "whole_layers": (),
+    "taps": (),
+    "ready": "rows",
+    "centred": True,
+    "rope_by_halves": True,
+    "qk_norm": "head",
+    "v_norm": True,
+    "attention_scale": 1.0,
+    "branch_norm": True,
+    "root_scale": True,
+  },
+  rules=(
+    choice(
+      "mlp",
+      "hidden_activation",
+      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu", "silu": "swiglu"},
+    ),
+    _theta(100.0),
+  ),
+  # The library's layers have no biases, whatever `attention_bias` says.
+  harmless=(
+    *encoder_rules.HARMLESS,
+    "attention_bias",
+    "max_position_embeddings",
+  ),
+  neutral=_NEUTRAL,
+)
 FAMILIES: Mapping[str, Family] = {
   family.model_type: family
-  for family in (QWEN3_VL, QWEN3_VL_MOE, QWEN2_5_VL, QWEN2_VL)
+  for family in (QWEN3_VL, QWEN3_VL_MOE, QWEN2_5_VL, QWEN2_VL, GEMMA4)
 }
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   """Comparable fields of a tower."""
   window = values.get("window")
+  H = values["num_heads"]
+  heads = {
+    "head_dim": values.get("head_dim") or values["width"] // H,
+    "num_kv_heads": values.get("num_kv_heads") or H,
+  }
   return {
     **values,
+    **heads,
+    "use_bias": tuple(sorted(values["use_bias"])),
     "whole_layers": tuple(values.get("whole_layers") or ()) if window else (),
     "taps": tuple(values.get("taps") or ()),
   }

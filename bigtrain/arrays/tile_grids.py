@@ -1,0 +1,66 @@
+"""Sizes of pictures that are cut into tiles, as in LLaVA-NeXT and OneVision.
+
+A picture is resized into one of a few sizes, padded to it, and cut into tiles.
+Of the tiles' patches those of the padding are cut off again. If very many are
+left, they are interpolated to fewer. Numbers agree with those of transformers
+in every bit, so the order of float operations is theirs.
+"""
+
+import math
+from collections.abc import Sequence
+
+# Sizes, height and width, if no file says others.
+NEXT_SIZES = [(336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)]
+ONEVISION_SIZES = [
+  (384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)
+]
+
+
+def best_size(
+  height: int, width: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+  """The size that keeps most pixels of a picture, and of these the smallest."""
+
+  def quality(size: tuple[int, int]) -> tuple[int, int]:
+    scale = min(size[1] / width, size[0] / height)
+    kept = int(width * scale) * int(height * scale)
+    kept = min(kept, height * width)
+    return kept, kept - size[0] * size[1]
+
+  return max(sizes, key=quality)
+
+
+def without_padding(
+  height: int, width: int, rows: int, columns: int
+) -> tuple[int, int]:
+  """Rows and columns of patches that show a picture of these proportions."""
+  if width / height > columns / rows:
+    shown = int(round(height * (columns / width), 7))
+    return rows - (rows - shown) // 2 * 2, columns
+  shown = int(round(width * (rows / height), 7))
+  return rows, columns - (columns - shown) // 2 * 2
+
+
+def inside(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+  """A picture's size after resizing, in its proportions, into a larger one."""
+  scale_height, scale_width = size[0] / height, size[1] / width
+  if scale_width < scale_height:
+    return min(math.ceil(height * scale_width), size[0]), size[1]
+  return size[0], min(math.ceil(width * scale_height), size[1])
+
+
+def shrunk(
+  rows: int, columns: int, side: int, limit: int | None
+) -> tuple[int, int]:
+  """Rows and columns after interpolation.
+
+  Args:
+    side: rows of patches in a tile.
+    limit: number of tiles whose patches are about as many as remain at most.
+  """
+  if limit is None:
+    return rows, columns
+  ratio = math.sqrt(rows * columns / (limit * side**2))
+  if ratio <= 1.1:
+    return rows, columns
+  return int(rows // ratio), int(columns // ratio)
