@@ -444,12 +444,15 @@ class Source:
     assert self._pictures is not None and self._pictures.layout is not None
     return picture_layouts.read(self._pictures.layout, "supervised: pictures")
 
-  def _pictures_of(self, item: int) -> list[pixels.Picture]:
+  def _pictures_of(
+    self, item: int, fetched: Mapping[str, bytes | None] | None = None
+  ) -> list[pixels.Picture]:
     """What the model sees of each of a row's pictures."""
     row = int(self._kept[item])
     try:
       kept = self._rows.pictures(row)
-      return self._pixels([row_pictures.decoded(x) for x in kept])
+      fetched = row_pictures.fetch(kept) if fetched is None else fetched
+      return self._pixels([row_pictures.decoded(x, fetched) for x in kept])
     except DataError as e:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
@@ -537,8 +540,14 @@ class Source:
       for name in _OF_PICTURES
       if name in self.spec
     }
-    for b, own in enumerate(items if batch else ()):
-      found = [picture for item in own for picture in self._pictures_of(item)]
+    if not batch:
+      return batch
+    rows = self._kept[[item for own in items for item in own]].tolist()
+    fetched = row_pictures.fetch(
+      x for r in rows for x in self._rows.pictures(r)
+    )
+    for b, own in enumerate(items):
+      found = [x for item in own for x in self._pictures_of(item, fetched)]
       pixels.fill(found, **{name: x[b] for name, x in batch.items()})
     return batch
 

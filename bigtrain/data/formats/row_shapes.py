@@ -49,8 +49,6 @@ _ROLES = {
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _CALL = "function_call"
-# Fields beside a conversation whose content no model would see.
-_MEDIA = ("video", "videos", "audio", "audios")
 _LABEL_FIELDS = ("label", "kto_tag")
 _SCORES = ("score_chosen", "score_rejected")
 # Other names of fields, which hold lists.
@@ -128,6 +126,8 @@ class Reader:
         "kind."
       )
     alpaca = name if name in _ALPACAS else self._alpaca
+    # Beside a plain text, such a field may say where the text comes from.
+    row_pictures.refuse_other_media(given, in_fields=name != "text")
     plain = SHAPES[name].read(given, alpaca)
     scores: list[Any] = [given.get(field) for field in _SCORES]
     is_scored = all(isinstance(score, int | float) for score in scores)
@@ -463,12 +463,6 @@ def _is_texts(value: Any) -> bool:
 
 def _conversation(row: _Row) -> _Messages:
   """Returns the messages of ShareGPT's `conversations`."""
-  for field in _MEDIA:
-    if row.get(field):
-      raise DataError(
-        f"{field}: this source reads texts and pictures; the model would not "
-        "see it."
-      )
   turns = row["conversations"]
   if not isinstance(turns, list) or not turns:
     raise DataError(

@@ -119,9 +119,13 @@ def cached(
     count: returns what `encode` has counted, as JSON.
     skip_errors: number of rows that may be left out because of a DataError.
   """
-  sizes: list[tuple[str, int | None]] = []
+  sizes: list[tuple[str, int | str | None]] = []
   times: list[tuple[str, int | None]] = []
   for name in inputs:
+    if paths.is_remote(name):
+      # Reading its size would take all of an object.
+      sizes.append((os.path.basename(name), files.stamp(name)))
+      continue
     stat = os.stat(name) if os.path.isfile(name) else None
     sizes.append((os.path.basename(name), stat and stat.st_size))
     times.append((os.path.realpath(name), stat and stat.st_mtime_ns))
