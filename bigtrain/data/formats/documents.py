@@ -202,6 +202,16 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:
           yield where, _parsed(line, where)
 
 
+def json_value(path: str) -> Any:
+  """The content of a JSON file, which may be compressed."""
+  compression = _COMPRESSIONS.get(os.path.splitext(path)[1], "")
+  part = Part(path, "json", compression, 0, sys.maxsize, 0)
+  try:
+    return json.loads(b"".join(_chunks(part)).removeprefix(_BOM))
+  except (ValueError, RecursionError) as e:
+    raise DataError(f"{path}: not valid JSON: {e}.") from e
+
+
 def _text_row(part: Part) -> dict[str, Any] | DataError:
   raw = b"".join(_chunks(part)).removeprefix(_BOM)
   text = _decoded(raw, part.path)

@@ -266,9 +266,12 @@ def encode_all(
   return result
 
 
-def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
+def checked_rows(
+  path: str,
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]] = documents.rows,
+) -> Iterator[tuple[Any, Any]]:
   """Yields (place, row) of a file; an error in the place of an invalid row."""
-  for where, row in documents.rows(path):
+  for where, row in rows_of(path):
     try:
       if not isinstance(row, DataError):
         _check_texts(row, where)
