@@ -187,7 +187,7 @@ def test_masks_of_coco():
     name="coco_segmentation",
     path="instances.json",
     images="train2017",
-    weights="vae.npz",
+    mask_coder="vae.npz",
   )
   rows = texts(source(spec, length=600))
   assert [x[0] for x in rows] == [
@@ -347,9 +347,9 @@ def test_conversations_and_paligemma_s_prompts():
       "dataset.paths: unknown key. Did you mean 'path'",
     ),
     (
-      dict(name="coco_segmentation", path="x.json", weights="png"),
+      dict(name="coco_segmentation", path="x.json", mask_coder="png"),
       INSTANCES,
-      "dataset.weights=.*cannot be read",
+      "dataset.mask_coder=.*cannot be read",
     ),
     (
       dict(name="questions", path="x.json"),

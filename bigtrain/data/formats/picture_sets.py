@@ -70,9 +70,8 @@ class _Style(NamedTuple):
   chat: bool  # As a conversation.
   end: str  # What follows a prompt that is no conversation.
   together: bool  # Whether a row has all answers to its prompt.
-  mask_coder: Callable[
-    [str, str], MaskCoder
-  ]  # Of a file of weights, and a key.
+  # mask_coder(file of weights, key).
+  mask_coder: Callable[[str, str], MaskCoder]
 
   def rows(
     self, prompt: str, answers: Sequence[str], image: Any
@@ -114,18 +113,16 @@ def open_set(
   read = _SETS[name]
   check_kwargs(read, options, key, ["style"])
   for option, value in options.items():
-    if option in ("images", "weights") and value is not None:
+    if option in ("images", "mask_coder") and value is not None:
       options[option] = files.local_path(value, f"{key}.{option}")
   style = _Style(bool(chat), "" if first else "\n", together, mask_coder)
   return read(style=style, **options)._replace(
-    key=files.digest(
-      name, style[:3], sorted(options.items()), _weights(options)
-    )
+    key=files.digest(name, style[:3], sorted(options.items()), _stamp(options))
   )
 
 
-def _weights(options: Mapping[str, Any]) -> str:
-  path = options.get("weights")
+def _stamp(options: Mapping[str, Any]) -> str:
+  path = options.get("mask_coder")
   return files.stamp(path) if path else ""
 
 
@@ -188,18 +185,18 @@ def _coco_detection(
 def _coco_segmentation(
   style: _Style,
   path: str,
-  weights: str,
+  mask_coder: str,
   images: str | None = None,
   prompt: str | None = None,
 ) -> Set:
   """Masks of COCO: instances_train2017.json; a row asks for one class.
 
   Args:
-    weights: of the VQ-VAE that codes masks, such as PaliGemma's vae-oid.npz.
+    mask_coder: weights of the VQ-VAE that codes masks, PaliGemma's vae-oid.npz.
   """
   asked = prompt or _default(style, "segment {classes}", "Segment {classes}.")
   _check_prompt(asked, "classes")
-  coder = style.mask_coder(weights, "dataset.weights")
+  coder = style.mask_coder(mask_coder, "dataset.mask_coder")
 
   def objects(
     file: str,
