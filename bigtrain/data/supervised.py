@@ -58,6 +58,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -306,11 +307,17 @@ class Source:
     assert masks_of is not None
     if self._pack or self._answers == 2:
       raise ConfigError("supervised: masks=True: expected pack=False.")
-    return {
-      (file, number): (coco_masks.runs(mask), mask.shape)
-      for file in self._picture_set.inputs
-      for number, mask in enumerate(masks_of(file))
-    }
+    needed: dict[str, set[int]] = {}
+    for row in self._kept.tolist():
+      file, number = self._rows.entry(row)
+      needed.setdefault(file, set()).add(number)
+    result = {}
+    for file, numbers in needed.items():
+      first = itertools.islice(masks_of(file), max(numbers) + 1)
+      for number, mask in enumerate(first):
+        if number in numbers:
+          result[file, number] = coco_masks.runs(mask), mask.shape
+    return result
 
   def _encoded(
     self,

@@ -209,6 +209,8 @@ def test_masks_of_coco():
   want = np.zeros((40, 80), bool)
   want[10:30, 8:48] = want[20:, 60:] = True
   np.testing.assert_array_equal(mask, want)
+  last = source(spec, length=600, references=True, masks=True, slice="[2:]")
+  assert last.read(np.arange(1))["mask_size"].tolist() == [[10, 10]]
 
 
 def test_questions_of_vqa_v2():
