@@ -6,6 +6,11 @@ compiled update of main.py takes turns with PEFT's steps, as its users run them
 and with torch.compile. CPU time is that of the process, which a busy machine
 changes less.
 
+With --pictures=smolvlm, a model of SmolVLM-256M's shape reads a picture of 512
+pixels before each text, with adapters on the kernels that its published recipe
+names: those of the decoder's blocks, and of queries, keys and values of the
+tower.
+
 PEFT_PYTHON names an interpreter with torch, transformers and peft, if this one
 lacks them.
 """
@@ -13,10 +18,11 @@ lacks them.
 import functools
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import measure, peer_process
+from benchmarks import measure, peer_process, synthetic_pictures
 
 RANK = 16
 _CPU = dict(
@@ -43,28 +49,47 @@ QUICK = dict(
 
 def main() -> None:
   """Prints two ratios for each way to run the peer."""
-  args = measure.arguments(__doc__)
+  args = measure.arguments(
+    __doc__, pictures="smolvlm for a model with pictures"
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    _measure(args, folder)
+
+
+def _measure(args: Any, folder: str) -> None:
   import jax
 
   from benchmarks import program
 
-  model = QUICK if args.quick else _CPU
   batch = dict(batch_size=2, length=8 if args.quick else 256)
   steps = 1 if args.quick else 2
+  model = QUICK if args.quick else _CPU
+  config_of_run = functools.partial(config_of, model, **batch)
   name = f"Llama of {model['depth']} layers, width {model['width']}, LoRA of "
+  options_of_peer: dict[str, Any] = dict(model=model, rank=RANK)
+  if args.pictures:
+    model = (
+      synthetic_pictures.QUICK if args.quick else synthetic_pictures.SMOLVLM
+    )
+    batch["length"] += synthetic_pictures.image_tokens(model["image_size"])
+    synthetic_pictures.write_config(folder, model)
+    config_of_run = functools.partial(with_pictures, folder, model, **batch)
+    name = f"SmolVLM of {model['depth']} and {model['image_depth']} layers, a "
+    name += f"picture of {model['image_size']} pixels, LoRA of "
+    options_of_peer = dict(model=model, rank=RANK, folder=folder)
   name += f"rank {RANK}, {batch['batch_size']} x {batch['length']} tokens, "
   name += "float32"
   peers: dict[str, peer_process.Peer] = {}
   try:
     for how in ("eager", "compiled"):
-      options = dict(model=model, rank=RANK, compiled=how == "compiled")
+      options = options_of_peer | dict(compiled=how == "compiled")
       peer, reason = _start(options | batch, args.quick)
       if peer is None:
         figure = f"step rate, ours / PEFT {how}: {name}"
         measure.skip(1, figure, reason)
       else:
         peers[how] = peer
-    ours = program.build(config_of(model, **batch))
+    ours = program.build(config_of_run())
     number = sum(x.size for x in jax.tree.leaves(ours.state["params"]))
     for peer in peers.values():
       if peer.ready["parameters"] != number:
@@ -122,6 +147,27 @@ def config_of(
   targets = r".*/(query|key|value|out|gate|up|down)/kernel"
   config.adapters = dict(targets=targets, rank=RANK, alpha=2 * RANK, base=dtype)
   config.wd = 0.0
+  return config
+
+
+def with_pictures(
+  folder: str, model: dict[str, int], length: int, batch_size: int
+) -> Any:
+  """Returns our config of the SmolVLM whose config.json a folder has."""
+  config = config_of(QUICK, length, batch_size)
+  config.input.data = dict(
+    type="benchmarks.synthetic_pictures",
+    vocab_size=model["vocab_size"],
+    length=length,
+    size=model["image_size"],
+  )
+  config.model_name = "vision_language"
+  config.model = dict(published=folder, dtype="float32")
+  text, image = "query|key|value|out|gate|up|down", "query|key|value"
+  targets = rf"(llm/.*/({text})|img/.*/({image}))/kernel"
+  config.adapters = dict(
+    targets=targets, rank=RANK, alpha=2 * RANK, base="float32"
+  )
   return config
 
 

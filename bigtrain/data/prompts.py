@@ -60,6 +60,7 @@ class Source(supervised.Source):
   """
 
   _extra = 0  # A prompt has no target after it.
+  _one_row_per_prompt = True
 
   def __init__(
     self,
@@ -77,7 +78,7 @@ class Source(supervised.Source):
     **options: Any,
   ):
     given = ["tokenizer", "length", "loss", "pack", "preferences"]
-    given += ["references", "rows", "skip_errors"]
+    given += ["references", "masks", "rows", "skip_errors"]
     check_kwargs(supervised.Source, options, "prompts", given)
     check_number("time_limit", time_limit, above=0)
     if failed_reward is not None:

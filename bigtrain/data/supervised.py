@@ -38,7 +38,10 @@ The features of an example, with L = `length`:
 - `prefix` int32, the number of tokens of the prompt, for prefix language
   models; if packed, int32 [L], 1 for these tokens.
 - `references=True`: `tokens` int32 [L], the prompt, and `references` int32 [L],
-  the answer, padded with 0, in place of tokens, targets and loss_mask.
+  the answer, padded with 0, in place of tokens, targets and loss_mask;
+  `references=R`: `references` int32 [R, L], all answers of a row.
+- `masks=True`: `mask_runs` int32 [R] and `mask_size` int32 [2], the right mask
+  of a data set's row, see text/coco_masks.py.
 - `image` float32 [N, height, width, 3] with `pictures`: the pictures of
   its rows in order, and zeros up to the largest number N of an example. Of
   models that see a picture in about its own size, `image` is [N, P, values],
@@ -55,6 +58,7 @@ an example, and `read` copies their ids into the arrays of a batch.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -74,6 +78,7 @@ from bigtrain.data.formats import (
   documents,
   files,
   packing,
+  picture_sets,
   pydoc_questions,
   row_encoder,
   row_pictures,
@@ -81,8 +86,8 @@ from bigtrain.data.formats import (
   splits,
   token_rows,
 )
-from bigtrain.pp import pixels
-from bigtrain.text import picture_layouts, tokenizers
+from bigtrain.pp import mask_codes, pixels
+from bigtrain.text import coco_masks, picture_layouts, tokenizers
 from bigtrain.text import pictures as text_pictures
 
 # Tokens of the first row that `first_example` shows.
@@ -113,6 +118,8 @@ class Source:
       "arithmetic", additions of numbers below 100; "digits", questions on two
       pictures of digits; or "digit_scenes", on one of both, also their boxes.
     split: split of these: "train", "test" (every tenth question) or "all".
+    dataset: a published data set of pictures, in its own files: dict(name=...)
+      and arguments of formats/picture_sets.py.
     template: chat template, by default the one beside the tokenizer: a name
       (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
@@ -133,7 +140,9 @@ class Source:
     pictures: folder of a published model whose processor prepares pictures, or
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     references: whether examples are prompts, with their answers as references
-      for evaluators.generate.
+      for evaluators.generate. A row with several answers is several examples;
+      with a number, it is one with up to so many references.
+    masks: whether the right masks of "coco_segmentation" are features.
     preferences: whether rows have two answers, or a judgement of one. In pydoc,
       the rejected answer is a later sentence of the same documentation.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
@@ -145,6 +154,8 @@ class Source:
 
   # Tokens of a decoder's row beyond `length`: the last one is only a target.
   _extra = 1
+  # Whether a question of a data set is one row, whoever answered it.
+  _one_row_per_prompt = False
 
   def __init__(
     self,
@@ -154,6 +165,7 @@ class Source:
     *,
     name: str | None = None,
     split: str | None = None,
+    dataset: Mapping[str, Any] | None = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     date: str | None = None,
@@ -165,7 +177,8 @@ class Source:
     prefix: bool = False,
     rows: str | None = None,
     pictures: str | Mapping[str, Any] | None = None,
-    references: bool = False,
+    references: bool | int = False,
+    masks: bool = False,
     preferences: bool = False,
     too_long: Literal["error", "drop", "left", "right"] = "error",
     skip_errors: int = 0,
@@ -173,10 +186,7 @@ class Source:
   ):
     sizes = _checked_sizes(length, loss, too_long, skip_errors)
     self._coder = tokenizers.get(tokenizer)
-    self._pictures: text_pictures.Pictures | None = None
-    if pictures is not None:
-      key = "supervised: pictures"
-      self._pictures = text_pictures.get(pictures, self._coder, key)
+    self._pictures = self._find_pictures(pictures)
     encoder = row_encoder.Encoder(
       self._coder,
       template,
@@ -189,15 +199,21 @@ class Source:
       ignore_fields=ignore_fields,
       pictures=self._pictures,
     )
+    # Number of answers that an example has together; 0 if they are apart.
+    self._together = 0 if isinstance(references, bool) else references
+    self._picture_set = self._find_set(dataset, masks)
     shapes = row_shapes.Reader(
-      rows, preferences=preferences, has_template=encoder.has_template
+      rows,
+      preferences=preferences,
+      has_template=encoder.has_template,
+      repeats=self._together > 0,
     )
     preferences = shapes.preferences
-    flags = pack, prefix, preferences, references, pictures is not None
+    flags = pack, prefix, preferences, bool(references), pictures is not None
     _check_together(sizes, *flags)
     self._sizes = sizes
     self._pairs = len(sizes) == 2  # For an encoder-decoder.
-    self._pack, self._references = pack, references
+    self._pack, self._references = pack, bool(references)
     found = self._find_rows(path, name, split, preferences, shapes.key)
     self._rows = self._encoded(shapes, encoder, skip_errors, *found)
     self._log_rows()
@@ -218,14 +234,21 @@ class Source:
       self.prompts["pictures"] = self._pictures._asdict()
     self.end_ids = self._find_ends()
     self.vocab_sizes = self._numbers_of_ids()
-    self.spec = self._spec(prefix, preferences)
+    self.spec = self._spec(prefix, preferences, masks)
     options = encoder.key, sizes, pack, too_long, slice, prefix
+    self._digest = self._digest_of(*options)
+
+  def _digest_of(self, *options: Any) -> str:
     # Those that are newer than others, so that older runs can be continued.
-    new_options = row_shapes.new_forms(self._rows.counts)
-    new_options += ["references"] * references
-    self._digest = files.digest(
-      "supervised", self._rows.digest, *options, *new_options
-    )
+    new_options: list[Any] = row_shapes.new_forms(self._rows.counts)
+    new_options += ["references"] * self._references
+    new_options += [self._together] * (self._together > 0)
+    return files.digest("supervised", self._rows.digest, *options, *new_options)
+
+  def _find_pictures(self, spec: Any) -> text_pictures.Pictures | None:
+    if spec is None:
+      return None
+    return text_pictures.get(spec, self._coder, "supervised: pictures")
 
   def _numbers_of_ids(self) -> dict[str, int]:
     names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
@@ -246,7 +269,55 @@ class Source:
 
     The form in which rows are used is "" for the plain one.
     """
-    return *_inputs(path, name, split, preferences), form
+    if self._picture_set is None:
+      return *_inputs(path, name, split, preferences), form
+    if path is not None or name is not None:
+      raise ConfigError("supervised: expected path, name or dataset, got two.")
+    inputs, rows_of, key, _ = self._picture_set
+    rows_of = functools.partial(row_encoder.checked_rows, rows_of=rows_of)
+    return inputs, rows_of, f"{form} {key}"
+
+  def _find_set(
+    self, dataset: Mapping[str, Any] | None, masks: bool
+  ) -> picture_sets.Set | None:
+    if dataset is None:
+      if masks:
+        raise ConfigError("supervised: masks=True: expected dataset=dict(...).")
+      return None
+    if self._pictures is None:
+      raise ConfigError("supervised: dataset: expected pictures=FOLDER.")
+    together = self._one_row_per_prompt or self._together > 0
+    found = picture_sets.open_set(
+      dataset,
+      first=self._pictures.first,
+      together=together,
+      mask_coder=mask_codes.load,
+    )
+    if masks and found.masks_of is None:
+      raise ConfigError(
+        f"supervised: masks=True: expected the data set 'coco_segmentation', "
+        f"got {dataset['name']!r}."
+      )
+    return found
+
+  def _find_masks(self) -> dict[tuple[str, int], tuple[np.ndarray, Any]]:
+    """{(file, number of the row): (run lengths of its mask, its size)}."""
+    assert self._picture_set is not None
+    masks_of = self._picture_set.masks_of
+    assert masks_of is not None
+    if self._pack or self._answers == 2:
+      raise ConfigError("supervised: masks=True: expected pack=False.")
+    needed: dict[str, set[int]] = {}
+    for row in self._kept.tolist():
+      file, number = self._rows.entry(row)
+      needed.setdefault(file, set()).add(number)
+    result = {}
+    for file, numbers in needed.items():
+      first = itertools.islice(masks_of(file), max(numbers) + 1)
+      for number, mask in enumerate(first):
+        if number in numbers:
+          result[file, number] = coco_masks.runs(mask), mask.shape
+    return result
 
   def _encoded(
     self,
@@ -267,18 +338,26 @@ class Source:
     )
 
   def _spec(
-    self, prefix: bool, preferences: bool
+    self, prefix: bool, preferences: bool, masks: bool
   ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     answers = self._answers if preferences else None
     result = _spec_of_tokens(self._sizes, self._pack, answers)
     if self._references:
       result = dict.fromkeys(("tokens", "references"), result["tokens"])
+      if self._together:
+        dtype, shape = result["references"]
+        result["references"] = dtype, (self._together, *shape)
     int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
     if prefix:
       shape = tuple(self._sizes) if self._pack else ()
       result["prefix"] = (int32, shape if answers is None else (answers,))
     if self._is_judged:
       result["label"] = (int32, ())
+    self._masks = self._find_masks() if masks else {}
+    if self._masks:
+      longest = max(len(runs) for runs, _ in self._masks.values())
+      result["mask_runs"] = (int32, (longest,))
+      result["mask_size"] = (int32, (2,))
     if self._pictures is not None:
       self._pixels = pixels.Pixels(self._pictures.pp, self._pictures.pp_several)
       shape = self._image_shape()
@@ -291,8 +370,14 @@ class Source:
 
   def _chosen_by(self, slice: str) -> np.ndarray:
     """Returns the numbers of the rows of a slice; a pair is one example."""
+    key = "supervised: slice"
+    if self._together:
+      all_rows = np.arange(len(self._rows))
+      begins = [*self._rows.first_of_each(all_rows), len(all_rows)]
+      start, stop = splits.bounds(slice, len(begins) - 1, key)
+      return all_rows[begins[start] : begins[stop]]
     number = len(self._rows) // self._answers
-    start, stop = splits.bounds(slice, number, "supervised: slice")
+    start, stop = splits.bounds(slice, number, key)
     return np.arange(start * self._answers, stop * self._answers)
 
   def _log_rows(self) -> None:
@@ -403,6 +488,9 @@ class Source:
     else:
       self._items = np.arange(len(self._kept))
       self._first = np.arange(len(self._kept) + 1)
+      if self._together:
+        begins = self._rows.first_of_each(self._kept)
+        self._first = np.append(begins, len(self._kept))
 
   def _is_native(self) -> bool:
     """Whether pictures are patches, of which each has its own number."""
@@ -426,6 +514,8 @@ class Source:
     elif pixels.ndim == 4:  # Tiles.
       counts = np.asarray([self._num_tiles(int(row)) for row in self._kept])
       shape = shape[1:]
+    if self._together:  # Answers to a prompt share its pictures.
+      return (int(counts.max()), *shape)
     most = int(np.add.reduceat(counts[self._items], self._first[:-1]).max())
     return (most, *shape)
 
@@ -454,12 +544,15 @@ class Source:
     assert self._pictures is not None and self._pictures.layout is not None
     return picture_layouts.read(self._pictures.layout, "supervised: pictures")
 
-  def _pictures_of(self, item: int) -> list[pixels.Picture]:
+  def _pictures_of(
+    self, item: int, fetched: Mapping[str, bytes | None] | None = None
+  ) -> list[pixels.Picture]:
     """What the model sees of each of a row's pictures."""
     row = int(self._kept[item])
     try:
       kept = self._rows.pictures(row)
-      return self._pixels([row_pictures.decoded(x) for x in kept])
+      fetched = row_pictures.fetch(kept) if fetched is None else fetched
+      return self._pixels([row_pictures.decoded(x, fetched) for x in kept])
     except DataError as e:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
@@ -515,10 +608,21 @@ class Source:
       self._items[self._first[i] : self._first[i + 1]].tolist()
       for i in np.asarray(indices).tolist()
     ]
+    if self._together:
+      items = [own[:1] for own in items]
+    if self._masks:
+      found = [
+        self._masks[self._rows.entry(self._kept[own[0]])] for own in items
+      ]
+      for b, (runs, size) in enumerate(found):
+        batch["mask_runs"][b, : len(runs)] = runs
+        batch["mask_size"][b] = size
     return batch | self.pictures_of_examples(items)
 
   def _examples(self, indices: np.ndarray) -> dict[str, np.ndarray]:
     shapes = {name: (dtype, x[-1:]) for name, (dtype, x) in self.spec.items()}
+    if self._together:
+      shapes["references"] = self.spec["references"]
     if self._answers == 2 or self._is_judged:
       shapes.pop("label", None)
       if "prefix" in shapes:  # Of each answer.
@@ -547,8 +651,14 @@ class Source:
       for name in _OF_PICTURES
       if name in self.spec
     }
-    for b, own in enumerate(items if batch else ()):
-      found = [picture for item in own for picture in self._pictures_of(item)]
+    if not batch:
+      return batch
+    rows = self._kept[[item for own in items for item in own]].tolist()
+    fetched = row_pictures.fetch(
+      x for r in rows for x in self._rows.pictures(r)
+    )
+    for b, own in enumerate(items):
+      found = [x for item in own for x in self._pictures_of(item, fetched)]
       pixels.fill(found, **{name: x[b] for name, x in batch.items()})
     return batch
 
@@ -565,7 +675,11 @@ class Source:
       ((ids, trained),) = parts
       prompt = int(trained.argmax())
       example["tokens"][:prompt] = ids[:prompt]
-      example["references"][: len(ids) - prompt] = ids[prompt:]
+      if not self._together:
+        example["references"][: len(ids) - prompt] = ids[prompt:]
+      elif segment <= self._together:
+        answer = example["references"][segment - 1]
+        answer[: len(ids) - prompt] = ids[prompt:]
       return
     weight = self._rows.weight[self._kept[item]]
     features: list[dict[str, Any]]

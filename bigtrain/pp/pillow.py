@@ -62,22 +62,25 @@ def _first_axis(image: np.ndarray, size: int, method: str) -> np.ndarray:
   return values.reshape(size, *image.shape[1:])
 
 
-@functools.lru_cache(maxsize=64)
 def _weights(old: int, new: int, method: str) -> np.ndarray:
   """Whole numbers, as float64 [new, old]."""
+  exact = weights(old, new, method) * (1 << _BITS)
+  return np.trunc(exact + np.copysign(0.5, exact))
+
+
+@functools.lru_cache(maxsize=64)
+def weights(old: int, new: int, method: str) -> np.ndarray:
+  """Weights of the old pixels of a side in each new one, float64 [new, old]."""
   function, reach = _FILTERS[method]
   scale = old / new
   widening = max(scale, 1.0)
   support = reach * widening
-  weights = np.zeros((new, old))
+  result = np.zeros((new, old))
   for i in range(new):
     center = (i + 0.5) * scale
     first = max(math.trunc(center - support + 0.5), 0)
     last = min(math.trunc(center + support + 0.5), old)
     at = np.arange(first, last)
     row = function((at - center + 0.5) / widening)
-    row = row / np.sum(row)
-    weights[i, first:last] = np.trunc(
-      row * (1 << _BITS) + np.copysign(0.5, row)
-    )
-  return weights
+    result[i, first:last] = row / np.sum(row)
+  return result

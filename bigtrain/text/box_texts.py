@@ -4,14 +4,24 @@
 
 A box has its top, left, bottom and right edges, each as round(1023 x) of its
 place x in the picture, from 0 to 1.
+
+Qwen3-VL writes JSON, with left, top, right and bottom from 0 to 1000:
+
+  [{"bbox_2d": [83, 333, 416, 917], "label": "cat"}, {"bbox_2d": ...}]
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 _LARGEST = 1023
 _BOX = re.compile(r"<loc(\d{4})>" * 4)
+_LARGEST_JSON = 1000
+_NUMBERS = r"\[\s*" + r"\s*,\s*".join([r"(\d+)"] * 4) + r"\s*\]"
+_JSON_BOX = re.compile(
+  rf'"bbox_2d"\s*:\s*{_NUMBERS}(?:\s*,\s*"label"\s*:\s*("(?:[^"\\]|\\.)*"))?'
+)
 
 
 class Box(NamedTuple):
@@ -30,18 +40,50 @@ def spell(edges: Sequence[float]) -> str:
   return "".join(f"<loc{place:04d}>" for place in places)
 
 
+def spell_json(boxes: Sequence[Box]) -> str:
+  """The text of boxes and their labels, as Qwen3-VL writes it."""
+  found = []
+  for top, left, bottom, right, label in boxes:
+    edges = (left, top, right, bottom)
+    places = [round(min(max(x, 0.0), 1.0) * _LARGEST_JSON) for x in edges]
+    found.append({"bbox_2d": places, "label": label})
+  return json.dumps(found, ensure_ascii=False)
+
+
 def read(text: str) -> list[Box]:
   """Returns the boxes of a text; what is no box is left out.
 
   The label of a box is the text up to the next ";" or box.
   """
+  if "bbox_2d" in text:
+    return _read_json(text)
+  return [
+    box._replace(label=after.split(";")[0].split("<")[0].strip())
+    for box, after in read_with_rest(text)
+  ]
+
+
+def read_with_rest(text: str) -> list[tuple[Box, str]]:
+  """Returns boxes without labels, and the text after each, up to the next."""
   result = []
   matches = [*_BOX.finditer(text)]
   ends = [match.start() for match in matches[1:]] + [len(text)]
   for match, end in zip(matches, ends):
     top, left, bottom, right = (int(x) / _LARGEST for x in match.groups())
-    label = text[match.end() : end].split(";")[0].split("<")[0].strip()
-    result.append(Box(top, left, bottom, right, label))
+    result.append((Box(top, left, bottom, right), text[match.end() : end]))
+  return result
+
+
+def _read_json(text: str) -> list[Box]:
+  result = []
+  for match in _JSON_BOX.finditer(text):  # Also of an answer that is cut off.
+    *places, label = match.groups()
+    left, top, right, bottom = (int(x) / _LARGEST_JSON for x in places)
+    try:
+      name = json.loads(label) if label else ""
+    except ValueError:  # An escape that JSON does not have.
+      name = label[1:-1]
+    result.append(Box(top, left, bottom, right, name))
   return result
 
 

@@ -8,6 +8,7 @@ file, or a text.
 
 import glob
 import gzip
+import io
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ from bigtrain.config.errors import (
   import_package,
 )
 from bigtrain.data.formats import arrow_columns, files
+from bigtrain.files import objects, paths
 
 FORMATS = ("text", "lines", "jsonl", "json", "parquet")
 
@@ -70,10 +72,11 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
       raise ConfigError(f"{path}: unknown suffix {inner!r}; {hint}")
     format = _FORMAT_OF[inner]
   check_choice("format", format, FORMATS)
-  size = os.path.getsize(path)
+  # All of an object is one part, which ends where the object does.
+  size = sys.maxsize if paths.is_remote(path) else os.path.getsize(path)
   if format == "parquet":
     return _row_groups(path, most_bytes)
-  if format in ("text", "json") or compression:
+  if format in ("text", "json") or compression or paths.is_remote(path):
     return [Part(path, format, compression, 0, size, size)]
   cuts = [*range(0, size, most_bytes), size]
   return [
@@ -111,22 +114,39 @@ def suffix_of(path: str) -> str:
 
 
 def find(path: Any, key: str) -> list[str]:
-  """Returns the files of a path, a pattern, a folder, or a list of these."""
+  """Returns the files of a path, a pattern, a folder, or a list of these.
+
+  They may be in object stores.
+  """
   result: list[str] = []
   for entry in files.as_list(path, key):
     folder = files.local_path(entry, key)
-    if os.path.isdir(folder):
-      result += _files_in(folder, key)
+    names = _names_below(folder)
+    if names is not None:
+      result += _files_of(folder, names, key)
     else:
-      result += files.find(entry, key)
+      result += files.find(entry, key, remote=True)
   return result
 
 
-def _files_in(folder: str, key: str) -> list[str]:
-  """Returns the files with rows in a folder, which must be of one kind."""
+def _names_below(folder: str) -> list[str] | None:
+  """Names of all files in a folder, relative to it; None if it is no folder."""
+  if paths.is_remote(folder):
+    if suffix_of(folder) in _FORMAT_OF or glob.has_magic(folder):
+      return None
+    try:
+      return objects.below(folder)
+    except OSError as e:
+      raise DataError(f"{folder}: {e.strerror}.") from e
+  if not os.path.isdir(folder):
+    return None
   pattern = os.path.join(glob.escape(folder), "**")
   names = glob.glob(pattern, recursive=True, include_hidden=True)
-  names = sorted(os.path.relpath(n, folder) for n in names if os.path.isfile(n))
+  return sorted(os.path.relpath(n, folder) for n in names if os.path.isfile(n))
+
+
+def _files_of(folder: str, names: Sequence[str], key: str) -> list[str]:
+  """Returns the files with rows in a folder, which must be of one kind."""
   visible, hidden = files.split_hidden(names)
   files.log_hidden(hidden, key)
   by_suffix: dict[str, list[str]] = {}
@@ -166,7 +186,7 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:
     if part.format == "parquet":
       with (
         arrow_columns.errors(f"{path}: cannot read it") as pa,
-        pa.parquet.ParquetFile(path) as file,
+        pa.parquet.ParquetFile(_parquet(path)) as file,
       ):
         batches = (batch.to_pylist() for batch in file.iter_batches())
         for number, row in enumerate(itertools.chain.from_iterable(batches)):
@@ -180,6 +200,16 @@ def rows(path: str) -> Iterator[tuple[Any, dict[str, Any] | DataError]]:
         if line.strip():
           where = _Where(part, position)
           yield where, _parsed(line, where)
+
+
+def json_value(path: str) -> Any:
+  """The content of a JSON file, which may be compressed."""
+  compression = _COMPRESSIONS.get(os.path.splitext(path)[1], "")
+  part = Part(path, "json", compression, 0, sys.maxsize, 0)
+  try:
+    return json.loads(b"".join(_chunks(part)).removeprefix(_BOM))
+  except (ValueError, RecursionError) as e:
+    raise DataError(f"{path}: not valid JSON: {e}.") from e
 
 
 def _text_row(part: Part) -> dict[str, Any] | DataError:
@@ -298,7 +328,7 @@ def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
     yield number, rest
     return
   try:
-    with open(part.path, "rb") as f:
+    with files.open_to_read(part.path) as f:
       f.seek(max(0, part.start - 1))
       if part.start and f.read(1) != b"\n":
         f.readline()  # This line belongs to the previous part.
@@ -311,9 +341,9 @@ def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
 
 
 def _chunks(part: Part) -> Iterator[bytes]:
-  open_file = gzip.open if part.compression == "gzip" else open
   try:
-    with open_file(part.path, "rb") as f:
+    with files.open_to_read(part.path) as raw:
+      f = gzip.GzipFile(fileobj=raw) if part.compression == "gzip" else raw
       blocks = iter(lambda: f.read(_CHUNK_BYTES), b"")
       yield from (
         _unzstd(blocks, part.path) if part.compression == "zstd" else blocks
@@ -341,9 +371,14 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
     raise DataError(f"{path}: truncated: the last zstd frame is incomplete.")
 
 
+def _parquet(path: str) -> Any:
+  """What pyarrow opens: a path, or the whole content of an object."""
+  return io.BytesIO(paths.read_bytes(path)) if paths.is_remote(path) else path
+
+
 def _row_groups(path: str, most_bytes: int) -> list[Part]:
   with arrow_columns.errors(f"{path}: cannot open it") as pa:
-    metadata = pa.parquet.read_metadata(path)
+    metadata = pa.parquet.read_metadata(_parquet(path))
   groups = map(metadata.row_group, range(metadata.num_row_groups))
   sizes = [group.total_byte_size for group in groups]
   rows = [Part(path, "parquet", "", i, i + 1, n) for i, n in enumerate(sizes)]

@@ -315,7 +315,7 @@ def missing(path: str, key: str, kind: str) -> ConfigError:
 def line_number(path: str, offset: int) -> int:
   """Returns the number, from 1, of the line at a byte offset."""
   number = 1
-  with open(path, "rb") as f:
+  with open_to_read(path) as f:
     while offset > 0 and (chunk := f.read(min(1 << 20, offset))):
       number += chunk.count(b"\n")
       offset -= len(chunk)

@@ -105,7 +105,8 @@ class Encoder:
       result = self._encode(row, len(images))
       if self._pictures is not None:
         self._pictures.check(result.ids, len(images))
-        kept = [row_pictures.encoded(x, row) for x in images]
+        sized = self._pictures.layout is not None
+        kept = [row_pictures.encoded(x, row, sized) for x in images]
         result = self._with_pictures(result, kept)
       weight = 1.0 if row.get("weight") is None else row["weight"]
       check_number("weight", weight, least=0)
@@ -125,15 +126,14 @@ class Encoder:
     assert pictures is not None
     if pictures.layout is None:
       return row._replace(pictures=kept)
-    pairs = [row_pictures.with_size(x) for x in kept]
-    sizes = [size for _, size in pairs]
+    sizes = [row_pictures.size_of(x) for x in kept]
     ids, origin = pictures.expanded(self._tokenizer, row.ids, sizes)
     trained = row.trained[origin]
     return row._replace(
       ids=ids,
       trained=trained,
       prompt=int(trained.argmax()),
-      pictures=[x for x, _ in pairs],
+      pictures=kept,
     )
 
   def _encode(self, row: Mapping[str, Any], num_pictures: int) -> Row:
@@ -266,9 +266,12 @@ def encode_all(
   return result
 
 
-def checked_rows(path: str) -> Iterator[tuple[Any, Any]]:
+def checked_rows(
+  path: str,
+  rows_of: Callable[[str], Iterator[tuple[Any, Any]]] = documents.rows,
+) -> Iterator[tuple[Any, Any]]:
   """Yields (place, row) of a file; an error in the place of an invalid row."""
-  for where, row in documents.rows(path):
+  for where, row in rows_of(path):
     try:
       if not isinstance(row, DataError):
         _check_texts(row, where)
@@ -281,10 +284,7 @@ def with_folder(
   rows_of: Callable[[str], Iterator[tuple[Any, Any]]], name: str
 ) -> Iterator[tuple[Any, Any]]:
   """Yields (place, row) with the folder of the file, for paths of pictures."""
-  for where, row in rows_of(name):
-    if isinstance(row, Mapping):  # Otherwise an error in its place.
-      row = {**row, row_pictures.FOLDER: os.path.dirname(name)}
-    yield where, row
+  return row_pictures.with_folder(rows_of(name), os.path.dirname(name))
 
 
 def pieces(

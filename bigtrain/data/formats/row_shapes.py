@@ -49,8 +49,6 @@ _ROLES = {
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 _CALL = "function_call"
-# Fields beside a conversation whose content no model would see.
-_MEDIA = ("video", "videos", "audio", "audios")
 _LABEL_FIELDS = ("label", "kto_tag")
 _SCORES = ("score_chosen", "score_rejected")
 # Other names of fields, which hold lists.
@@ -85,7 +83,12 @@ class Reader:
   """
 
   def __init__(
-    self, rows: str | None, *, preferences: bool, has_template: bool
+    self,
+    rows: str | None,
+    *,
+    preferences: bool,
+    has_template: bool,
+    repeats: bool = False,
   ):
     """Checks the options.
 
@@ -94,6 +97,7 @@ class Reader:
       preferences: whether rows have two answers or judgements.
       has_template: whether there is a chat template. Rows that are recognised
         as Alpaca's then become conversations.
+      repeats: whether an answer that a row has twice counts twice.
     """
     if rows is not None:
       check_choice("supervised: rows", rows, SHAPES)
@@ -110,6 +114,9 @@ class Reader:
       self.key = f"rows {rows} {self._alpaca}"
     elif self.preferences:
       self.key = "two answers"
+    if repeats:
+      self.key += " repeats"
+    self._repeats = repeats
     self._forms = collections.Counter[str]()
     self._labels = collections.Counter[bool]()
     self._num_reversed = 0  # Pairs whose rejected answer has the higher score.
@@ -128,6 +135,11 @@ class Reader:
         "kind."
       )
     alpaca = name if name in _ALPACAS else self._alpaca
+    # Beside a plain text, such a field may say where the text comes from.
+    row_pictures.refuse_other_media(given, in_fields=name != "text")
+    for field in () if self._repeats else ("completion", "output"):
+      if _is_texts(given.get(field)):
+        given[field] = list(dict.fromkeys(given[field]))
     plain = SHAPES[name].read(given, alpaca)
     scores: list[Any] = [given.get(field) for field in _SCORES]
     is_scored = all(isinstance(score, int | float) for score in scores)
@@ -438,7 +450,6 @@ def _references(
   row: _Row, prompt: Any, answers: Sequence[str]
 ) -> list[dict[str, Any]]:
   """Returns a plain row for each right answer; together they count as one."""
-  answers = list(dict.fromkeys(answers))
   rest = _rest(row)
   weight = rest.get("weight", 1.0)
   if len(answers) > 1 and isinstance(weight, int | float):
@@ -463,12 +474,6 @@ def _is_texts(value: Any) -> bool:
 
 def _conversation(row: _Row) -> _Messages:
   """Returns the messages of ShareGPT's `conversations`."""
-  for field in _MEDIA:
-    if row.get(field):
-      raise DataError(
-        f"{field}: this source reads texts and pictures; the model would not "
-        "see it."
-      )
   turns = row["conversations"]
   if not isinstance(turns, list) or not turns:
     raise DataError(

@@ -95,6 +95,18 @@ class Rows:
     starts = self._picture_starts
     return [bytes(self._encoded[starts[i] : starts[i + 1]]) for i in numbers]
 
+  def first_of_each(self, rows: np.ndarray) -> np.ndarray:
+    """Indices in `rows` where an entry of a file begins; several may follow."""
+    file = np.searchsorted(self._ends, rows, side="right")
+    number = self._number[rows]
+    is_new = (np.diff(file) != 0) | (np.diff(number) != 0)
+    return np.flatnonzero(np.append(len(rows) > 0, is_new))
+
+  def entry(self, row: int) -> tuple[str, int]:
+    """The input that a row comes from, and its number there."""
+    file = int(np.searchsorted(self._ends, row, side="right"))
+    return self._inputs[file], int(self._number[row])
+
   def where(self, row: int) -> str:
     file = int(np.searchsorted(self._ends, row, side="right"))
     return f"{self._inputs[file]}, row {self._number[row]} (from 0)"
@@ -119,9 +131,13 @@ def cached(
     count: returns what `encode` has counted, as JSON.
     skip_errors: number of rows that may be left out because of a DataError.
   """
-  sizes: list[tuple[str, int | None]] = []
+  sizes: list[tuple[str, int | str | None]] = []
   times: list[tuple[str, int | None]] = []
   for name in inputs:
+    if paths.is_remote(name):
+      # Reading its size would take all of an object.
+      sizes.append((os.path.basename(name), files.stamp(name)))
+      continue
     stat = os.stat(name) if os.path.isfile(name) else None
     sizes.append((os.path.basename(name), stat and stat.st_size))
     times.append((os.path.realpath(name), stat and stat.st_mtime_ns))

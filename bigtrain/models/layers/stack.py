@@ -309,23 +309,50 @@ def _scan_stages(
   call = _as_function(period_class(*args, parent=None), loop)
   variables, key = loop.inputs()
   starts = loop.starts()
-  (x, *constants), treedef = jax.tree.flatten(carry)
+  leaves, treedef = jax.tree.flatten(carry)
+  # Copies of the stream, such as taps, travel with it; it has no other room.
+  is_copy = [_is_copy(leaf, leaves[0]) for leaf in leaves]
+  constants = [x for x, is_so in zip(leaves, is_copy) if not is_so][1:]
+
+  def unpacked(x: jax.Array, constants: Sequence[Any]) -> Any:
+    copies: list[Any] = []
+    if any(is_copy):
+      x, copies = x[:, 0], [x[:, 1:]]
+    return jax.tree.unflatten(treedef, [x, *copies, *constants])
+
+  def packed(carry: Any) -> jax.Array:
+    x, *others = jax.tree.leaves(carry)
+    return jnp.concatenate([x[:, None], others[0]], 1) if any(is_copy) else x
 
   def layer(
     variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
   ) -> tuple[jax.Array, Any]:
     *shared, constants = shared
-    carry = jax.tree.unflatten(treedef, [x, *constants])
+    carry = unpacked(x, constants)
     carry, outputs = call(variables, key, carry, starts[index], *shared)
-    return jax.tree.leaves(carry)[0], outputs
+    return packed(carry), outputs
 
   # They follow their microbatch through the stages, as the shared arguments do.
   shared = (*shared, constants)
   x, (reports, written) = stages.run(
-    layer, moe.merged, variables, key, x, shared, common, schedule, policy
+    layer,
+    moe.merged,
+    variables,
+    key,
+    packed(carry),
+    shared,
+    common,
+    schedule,
+    policy,
   )
   loop.put(written)
-  return jax.tree.unflatten(treedef, [x, *constants]), reports
+  return unpacked(x, constants), reports
+
+
+def _is_copy(leaf: jax.Array, x_BLD: jax.Array) -> bool:
+  """Whether it is copies of the stream, (B, number, L, D)."""
+  shape = (*leaf.shape[:1], *leaf.shape[2:])
+  return leaf.ndim == 4 and shape == x_BLD.shape and leaf.dtype == x_BLD.dtype
 
 
 def _as_function(module: nn.Module, loop: _Loop) -> Callable[..., Any]:
