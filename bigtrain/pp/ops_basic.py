@@ -297,6 +297,24 @@ def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:
   )
 
 
+@registry.register("stack")
+def stack(*keys: str, key_result: str) -> Op:
+  """Stacks features of equal shape on a new first axis, and drops them.
+
+  For instance the views of an image for losses that compare them.
+  """
+  if not keys:
+    raise ConfigError("expected the names of features, got none.")
+
+  def fn(features: registry.Features, u: Any) -> registry.Features:
+    parts = [features[key] for key in keys]
+    others = {k: value for k, value in features.items() if k not in keys}
+    stacked = xp.library(parts[0]).stack(parts, axis=xp.rank(u) - 1)
+    return {**others, key_result: stacked}
+
+  return Op(fn, batched=True, reads=keys, origins={key_result: None})
+
+
 @registry.register("copy")
 def copy(src: str, dst: str) -> Op:
   """Copies feature `src` to the name `dst`."""

@@ -79,6 +79,7 @@ def assert_same(a, b):
     "keep('image', 'label')",
     "drop('many')",
     "copy('label', 'again')",
+    "copy('image', 'b')|flip_lr(key='b')|stack('image','b',key_result='both')",
     "flip_lr|random_crop(3, pad=1)|value_range|drop('many', 'label')",
   ],
 )
@@ -252,6 +253,9 @@ def test_keep_drop_and_copy():
   assert out("keep('a', 'c')") == {"a": 1, "c": "y"}
   assert out("drop('a', 'c')") == {"b": b"x"}
   assert out("copy('b', 'd')") == {**features, "d": b"x"}
+  stacked = out("copy('a', 'd')|stack('a', 'd', key_result='e')")
+  assert stacked.pop("e").tolist() == [1, 1]
+  assert stacked == {"b": b"x", "c": "y"}
   for spec in ("keep('a', 'd')", "drop('d')", "copy('d', 'a')"):
     with pytest.raises(ConfigError, match="'d'; there are: a, b, c"):
       out(spec)
