@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
 _DTYPES = (
@@ -207,6 +209,40 @@ def random_crop(
     is_row, is_column = rows == inner_rows, columns == inner_columns
     inside = is_row[..., :, None, None] & is_column[..., None, :, None]
     return xp.library(inside).where(inside, crop, xp.cast(0, crop.dtype.name))
+
+  return dual(fn, key, key_result, draws=2)
+
+
+@registry.register("random_background")
+def random_background(
+  most: float = 255, key: str = "image", key_result: str | None = None
+) -> Op:
+  """Puts random pixels behind an image [..., H, W, C], as float32.
+
+  Each value is the larger one of the image's and of a number that is uniform
+  between 0 and `most`: digits become those of "mnist-back-rand" (Larochelle et
+  al. 2007, "An empirical evaluation of deep architectures on problems with many
+  factors of variation").
+  """
+  check_number("argument 'most'", most, above=0)
+
+  def on_host(image, u):
+    # Two draws, because one has 24 bits.
+    first, second = (np.asarray(u * 2.0**24, np.int64)[..., i] for i in (0, 1))
+    seed = hashing.fold(hashing.fold(0, first), second)
+    size = np.prod(image.shape[-3:], dtype=np.int64)
+    words = hashing.fold(seed[..., None], np.arange(size)) >> np.uint64(40)
+    noise = (words.astype(np.float32) * np.float32(most / 2**24)).reshape(
+      image.shape
+    )
+    return np.maximum(image.astype(np.float32), noise)
+
+  def fn(image, u):
+    xp.require_image(image, u, "random_background")
+    if xp.on_host(image):
+      return on_host(image, u)
+    result = tf.numpy_function(on_host, [image, u], tf.float32)
+    return tf.ensure_shape(result, image.shape)
 
   return dual(fn, key, key_result, draws=2)
 

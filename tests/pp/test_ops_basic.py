@@ -79,6 +79,7 @@ def assert_same(a, b):
     "keep('image', 'label')",
     "drop('many')",
     "copy('label', 'again')",
+    "random_background(200)",
     "copy('image', 'b')|flip_lr(key='b')|stack('image','b',key_result='both')",
     "flip_lr|random_crop(3, pad=1)|value_range|drop('many', 'label')",
   ],
@@ -242,6 +243,24 @@ def test_cast():
   assert run("cast('float16')", np.array([1])).dtype == np.float16
   with pytest.raises(ConfigError, match="'cast' expects numbers"):
     run("cast('int32')", np.array("3"))
+
+
+def test_a_random_background_is_uniform_and_behind_the_image():
+  (op,) = parse.parse("random_background(16)")
+  rng = np.random.default_rng(0)
+  black = np.zeros((500, 8, 8, 1), np.uint8)
+  u = rng.random((500, op.draws), np.float32)
+  noise = op.fn({"image": black}, u)["image"]
+  counts, _ = np.histogram(noise, bins=16, range=(0, 16))
+  # Twice the standard deviation of a count is 87.
+  np.testing.assert_allclose(counts, 2000, atol=200)
+  pixels = noise.reshape(500, 64)
+  correlation = np.corrcoef(pixels.T) - np.eye(64)
+  assert abs(correlation).max() < 0.25 and abs(correlation.mean()) < 0.01
+  digit = black + np.uint8(9)
+  np.testing.assert_array_equal(
+    op.fn({"image": digit}, u)["image"], np.maximum(noise, 9)
+  )
 
 
 def test_keep_drop_and_copy():
