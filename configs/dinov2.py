@@ -12,10 +12,10 @@ digits: 0.72 accuracy of the 10 nearest neighbours with the teacher's features
 (knn/10nn_acc), 0.77 with the student's; 0.55 with the random ones of step 0.
 Source: Oquab et al. 2023, "DINOv2", arxiv.org/abs/2304.07193, and vitl16_short
 in its code: prototypes, temperatures, crops, masks, momentum, KoLeo, clipping,
-drop path and layer scale. Different, and our guesses: weight decay stays at
-0.04 (theirs rises to 0.2); one learning rate for all layers; no blur and no
-color jitter, but random contrast; separate prototypes for patches; Adam's
-moments in bfloat16; crops of a picture of 256 pixels.
+drop path, layer scale, and the colours, blur and solarization of
+DataAugmentationDINO. Different, and our guesses: weight decay stays at 0.04
+(theirs rises to 0.2); one learning rate for all layers; separate prototypes for
+patches; Adam's moments in bfloat16.
 
 With `gram`, DINOv3's Gram anchoring in the last fifth (Simeoni et al. 2025,
 arxiv.org/abs/2508.10104, and vit7b16_gram_anchor in its code): weight 2, four
@@ -31,6 +31,72 @@ import ml_collections
 from configs import common
 
 DIGITS = dict(type="arrays", name="digits")
+
+# Shares of the image that large and small crops have.
+LARGE_AREA, SMALL_AREA = (0.32, 1.0), (0.05, 0.32)
+# Colours of a feature, and a probability of blur.
+COLOURS = (
+  "color_jitter(0.4,saturation=0.2,hue=0.1,prob=0.8,key={0})"
+  "|random_grayscale(0.2,key={0})|gaussian_blur({1},key={0})"
+)
+
+
+def crops(large_size, small_size, num_small, gram_size=None):
+  """Preprocessing of an encoded image to its crops.
+
+  Sizes are in pixels. The Gram teacher sees the large crops at `gram_size`, in
+  the colours of the image.
+  """
+  ops, large, gram, small = ["decode"], [], [], []
+
+  def cut(name, size, area):
+    bounds = ",".join(f"{100 * share:g}" for share in area)
+    ops.append(
+      f"inception_crop({size},{bounds},method='bicubic',antialias=True,"
+      f"key='image',key_result={name})|flip_lr(key={name})"
+    )
+
+  # The first large crop is always blurred, the other one seldom.
+  for i, blur in enumerate((1.0, 0.1)):
+    large.append(f"'large_{i}'")
+    if gram_size:
+      gram.append(f"'gram_{i}'")
+      cut(gram[i], gram_size, LARGE_AREA)
+      ops.append(
+        f"resize({large_size},method='bicubic',antialias=True,key={gram[i]},"
+        f"key_result={large[i]})"
+      )
+    else:
+      cut(large[i], large_size, LARGE_AREA)
+    ops.append(COLOURS.format(large[i], blur))
+  ops.append(f"solarize(0.2,key={large[1]})")
+  for i in range(num_small):
+    small.append(f"'small_{i}'")
+    cut(small[i], small_size, SMALL_AREA)
+    ops.append(COLOURS.format(small[i], 0.5))
+
+  stacks = dict(large_crops=large, gram_crops=gram, small_crops=small)
+  stacks = {name: keys for name, keys in stacks.items() if keys}
+  for name, keys in stacks.items():
+    ops.append(f"stack({','.join(keys)},key_result='{name}')")
+    ops.append(f"value_range(-1,1,key='{name}')")
+  kept = ",".join(f"'{name}'" for name in stacks)
+  return "|".join([*ops, f"keep({kept})"])
+
+
+def digit_crops():
+  """Preprocessing of a digit to its crops, each before random pixels."""
+  large, small = ("'large_0'", "'large_1'"), ("'small_0'", "'small_1'")
+  ops = []
+  for key in (*large, *small):
+    ops.append(f"copy('image',{key})|random_crop(8,pad=1,key={key})")
+    if key in small:
+      ops.append(f"random_crop(6,key={key})")
+    ops.append(f"random_background(16,key={key})")
+  for name, keys in dict(large_crops=large, small_crops=small).items():
+    ops.append(f"stack({','.join(keys)},key_result='{name}')")
+    ops.append(f"value_range(-1,1,0,16,key='{name}')")
+  return "|".join([*ops, "keep('large_crops','small_crops')"])
 
 
 def get_config(arg=None):
@@ -57,12 +123,6 @@ def get_config(arg=None):
   config.task = "dinov2"
   config.loss = dict(
     num_small=8,
-    large_size=224,
-    small_size=96,
-    large_area=(0.32, 1.0),
-    small_area=(0.05, 0.32),
-    flip=True,
-    contrast=0.4,
     mask_prob=0.5,
     mask_ratio=(0.1, 0.5),
     centering="sinkhorn",
@@ -78,7 +138,6 @@ def get_config(arg=None):
       gram_copies=dict(
         at_percent=[0, 60, 85, 90, 95], values=[0, 1, 2, 3, 4], shape="stair"
       ),
-      gram_size=2 * config.loss.large_size,
     )
 
   def data(split):
@@ -89,15 +148,14 @@ def get_config(arg=None):
       type="tfds", name="imagenet2012", split=split, data_dir=data_dir
     )
 
-  res = 224 if not arg.runlocal else 32
-  resize = 256 if not arg.runlocal else 36
-  plain = "decode|resize_small({})|central_crop({})|value_range(-1,1)"
-  whole, central = plain.format(resize, resize), plain.format(resize, res)
+  res, resize, small = (224, 256, 96) if not arg.runlocal else (32, 36, 16)
+  plain = f"decode|resize_small({resize})|central_crop({res})|value_range(-1,1)"
+  num_small = config.loss.num_small if not arg.runlocal else 2
+  pp = crops(res, small, num_small, 2 * res if arg.gram else None)
   if digits:
-    whole = central = "value_range(-1,1,0,16)"
-  config.input = dict(
-    data=data("train"), pp=f"{whole}|keep('image')", batch_size=2048
-  )
+    plain = "random_background(16)|value_range(-1,1,0,16)"
+    pp = digit_crops()
+  config.input = dict(data=data("train"), pp=pp, batch_size=2048)
 
   config.model_name = "dinov2"
   config.model = dict(
@@ -128,12 +186,16 @@ def get_config(arg=None):
       weights=weights,
       data=data("train"),
       test_data=data("validation"),
-      pp=f"{central}|keep('image','label')",
+      pp=f"{plain}|keep('image','label')",
       k=(10, 20),
       log_percent=25,
     )
 
   config.evals = dict(knn=evaluate("teacher"), student=evaluate("params"))
+  # The pixels in place of features, for comparison.
+  config.evals.pixels = evaluate("params") | dict(
+    pred="pixels", log_percent=100
+  )
   if arg.runlocal:
     del config.total_epochs
     config.total_steps = 400 if digits else 3
@@ -153,18 +215,8 @@ def get_config(arg=None):
       head_out=32,
       dtype="float32",
     )
-    # Small crops need pictures of several patches.
-    config.loss.update(
-      num_small=2,
-      large_size=8 if digits else 32,
-      small_size=6 if digits else 16,
-      large_area=(0.7, 1.0),
-      small_area=(0.4, 0.7),
-      flip=False,
-      contrast=0.2,
-    )
+    config.loss.num_small = num_small
     if arg.gram:
-      config.loss.gram_size = 2 * config.loss.large_size
       if not digits:  # As many points as steps.
         config.loss.gram_weight.at_percent = [0, 60]
         config.loss.gram_copies.update(at_percent=[0, 30], values=[0, 1])

@@ -73,8 +73,7 @@ def get_config(arg=None):
   augment = f"decode|inception_crop({res},area_min=30)|{scale}"
   plain = f"decode|resize_small({resize})|central_crop({res})|{scale}"
   if digits:
-    plain = "value_range(-1,1,0,16)"
-    augment = f"random_crop(8,pad=1)|{plain}"
+    plain = augment = "random_background(16)|value_range(-1,1,0,16)"
   config.input = dict(
     data=data("train"), pp=f"{augment}|keep('image')", batch_size=2048
   )
@@ -106,6 +105,10 @@ def get_config(arg=None):
     )
 
   config.evals = dict(knn=evaluate("teacher"), student=evaluate("params"))
+  # The pixels in place of features, for comparison.
+  config.evals.pixels = evaluate("params") | dict(
+    pred="pixels", log_percent=100
+  )
   if arg.runlocal:
     del config.total_epochs, config.schedule.warmup_epochs
     config.total_steps = 1000 if digits else 3

@@ -58,8 +58,7 @@ def get_config(arg=None):
   augment = f"decode|inception_crop({res},area_min=20)|flip_lr|{scale}"
   plain = f"decode|resize_small({resize})|central_crop({res})|{scale}"
   if digits:
-    plain = "value_range(-1,1,0,16)"
-    augment = f"random_crop(8,pad=1)|{plain}"
+    plain = augment = "random_background(16)|value_range(-1,1,0,16)"
   config.input = dict(
     data=data("train"), pp=f"{augment}|keep('image')", batch_size=4096
   )
@@ -94,20 +93,31 @@ def get_config(arg=None):
       log_percent=25,
     )
   )
+  # The pixels in place of features, for comparison.
+  config.evals.pixels = config.evals.knn.to_dict() | dict(log_percent=100)
+  config.evals.pixels.update(pred="pixels", pred_kw={})
   if arg.runlocal:
     del config.total_epochs, config.schedule.warmup_epochs
-    config.total_steps = 600 if digits else 3
-    config.log_steps = 50 if digits else 1
+    config.total_steps = 6000 if digits else 3
+    config.log_steps = 100 if digits else 1
     config.schedule.warmup_percent = 10
     config.input.batch_size = 128 if digits else 16
-    config.lr = 2e-3
+    config.lr = 1.5e-3
     config.model.update(
       variant="mu/2" if digits else "mu/16",
       width=64,
-      decoder_width=32,
+      decoder_width=64,
       decoder_depth=1,
       decoder_num_heads=2,
       dtype="float32",
     )
-    config.evals.knn.k = (10, 20) if digits else (2,)
+    for evaluation in config.evals.values():
+      evaluation.k = (10, 20) if digits else (2,)
+    if digits:
+      config.model.update(depth=4, num_heads=4)
+      # Most pixels are random. Normalised, those of a patch without ink would
+      # count as much as a stroke; and of four patches nobody knows a digit.
+      config.loss.update(mask_ratio=0.5, norm_pixels=False)
+      # All digits are in the middle, so each patch is a feature of its own.
+      config.evals.knn.pred_kw.pool = False
   return config

@@ -17,7 +17,9 @@ tokenizer; batch, number of examples, Adam, learning rate, decay, clipping,
 warm-up; equal weights of both losses from the start; a decoder with half of the
 text tower's layers; half of the captions predicted in parallel; from 80% on one
 global and 8 local crops, half of the patches masked, weights 1 and 0.25, both
-times 0.25 for B (0.5 for L, 1 for So400m, 0.5 for g).
+times 0.25 for B (0.5 for L, 1 for So400m, 0.5 for g). A second summary of the
+paper that we have gives the masked patches a weight of 2.5 in place of 0.25;
+which of the two it prints is not checked: patch_weight has it.
 Our guesses: temperatures, prototypes and heads (those of DINO, arXiv
 2104.14294), Sinkhorn, sizes and areas of the crops, momentum of the teacher;
 that each image has all three sequences of LocCa (arXiv 2403.19596), with a loss

@@ -8,7 +8,7 @@ import math
 import pathlib
 from typing import Any
 
-from bigtrain.config.errors import check_number
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.pp import randaug, registry, xp
 from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
@@ -76,17 +76,24 @@ def three_augment(key: str = "image", key_result: str | None = None) -> Op:
   return randaug.on_bytes("three_augment", change, 2, key, key_result)
 
 
-def blur(image: Any, sigma: Any) -> Any:
-  """Blurs with a Gaussian of width `sigma`, at most 2 pixels.
+def blur(
+  image: Any, sigma: Any, kernel: int = 13, edges: str = "continued"
+) -> Any:
+  """Blurs bytes with a Gaussian of width `sigma`, in pixels.
 
-  Outside of the image, its edge continues.
+  Args:
+    kernel: number of pixels that it averages in each direction, odd.
+    edges: outside of the image, its edge is "continued" or "mirrored".
   """
-  offset = tf.range(-6, 7)
+  offset = tf.range(kernel) - kernel // 2
   weight = tf.exp(-((tf.cast(offset, tf.float32) / sigma) ** 2) / 2)
   x = tf.cast(image, tf.float32)
   for axis in (0, 1):
     last = tf.shape(image)[axis] - 1
-    places = tf.clip_by_value(tf.range(last + 1) + offset[:, None], 0, last)
+    places = tf.range(last + 1) + offset[:, None]
+    if edges == "mirrored":
+      places = last - abs(last - abs(places))
+    places = tf.clip_by_value(places, 0, last)
     shifted = tf.gather(x, places, axis=axis)
     x = tf.tensordot(weight / tf.reduce_sum(weight), shifted, [[0], [axis]])
   return tf.cast(tf.round(x), tf.uint8)
@@ -94,31 +101,150 @@ def blur(image: Any, sigma: Any) -> Any:
 
 @registry.register("color_jitter")
 def color_jitter(
-  strength: float = 0.3, key: str = "image", key_result: str | None = None
+  strength: float = 0.3,
+  key: str = "image",
+  key_result: str | None = None,
+  contrast: float | None = None,
+  saturation: float | None = None,
+  hue: float = 0.0,
+  prob: float = 1.0,
 ) -> Op:
-  """Changes brightness, contrast and saturation in a random order.
+  """Changes brightness, contrast, saturation and hue in a random order.
+
+  Each by the formula of torchvision's ColorJitter, whose arguments are the
+  first three strengths and `hue`.
 
   Args:
-    strength: the factor of each is between 1 - strength and 1 + strength.
+    strength: the factor of the brightness is between 1 - strength and
+      1 + strength.
+    contrast, saturation: the same of these; by default as `strength`.
+    hue: largest shift of the hue, in turns of the colour wheel.
+    prob: probability that an image is changed.
   """
-  check_number("argument 'strength'", strength, least=0, most=1)
-
-  def contrast(x: Any, factor: Any) -> Any:
-    grey = tf.cast(tf.image.rgb_to_grayscale(x), tf.float32)
-    return randaug.blend(tf.reduce_mean(grey), x, factor)
+  strengths = [
+    strength,
+    strength if contrast is None else contrast,
+    strength if saturation is None else saturation,
+  ]
+  for name, value in zip(("strength", "contrast", "saturation"), strengths):
+    check_number(f"argument {name!r}", value, least=0, most=1)
+  check_number("argument 'hue'", hue, least=0, most=0.5)
+  check_number("argument 'prob'", prob, least=0, most=1)
+  # Draws: how much of each, the order, and whether at all.
+  number = 4 if hue else 3
 
   def change(image: Any, u: Any) -> Any:
-    factors = 1 + strength * (2 * u[:3] - 1)
-    for which in tf.unstack(tf.argsort(u[3:])):
+    amount = 2 * u[:number] - 1
+    factors = [1 + strengths[i] * amount[i] for i in range(3)]
+    for which in tf.unstack(tf.argsort(u[number : 2 * number])):
       branches = [
         functools.partial(randaug.blend, 0, image, factors[0]),
-        functools.partial(contrast, image, factors[1]),
+        functools.partial(_contrast, image, factors[1]),
         functools.partial(randaug.color, image, factors[2]),
       ]
+      if hue:
+        branches.append(functools.partial(_turned, image, hue * amount[3]))
       image = tf.switch_case(which, branches)
     return image
 
-  return randaug.on_bytes("color_jitter", change, 6, key, key_result)
+  draws = 2 * number
+  if prob == 1:
+    return randaug.on_bytes("color_jitter", change, draws, key, key_result)
+  maybe = _with_probability(prob, change, draws)
+  return randaug.on_bytes("color_jitter", maybe, draws + 1, key, key_result)
+
+
+def _with_probability(
+  prob: float, change: randaug.Operator, draws: int
+) -> randaug.Operator:
+  """Changes an image with a probability; the draw after the others decides."""
+
+  def maybe(image: Any, u: Any) -> Any:
+    return tf.cond(u[draws] < prob, lambda: change(image, u), lambda: image)
+
+  return maybe
+
+
+def _contrast(image: Any, factor: Any) -> Any:
+  grey = tf.cast(tf.image.rgb_to_grayscale(image), tf.float32)
+  return randaug.blend(tf.reduce_mean(grey), image, factor)
+
+
+def _turned(image: Any, turns: Any) -> Any:
+  """Shifts the hue."""
+  x = tf.image.adjust_hue(tf.cast(image, tf.float32) / 255, turns)
+  # As torchvision: intervals of equal length for all 256 values.
+  return tf.cast(tf.clip_by_value(x, 0, 1) * 255.999, tf.uint8)
+
+
+@registry.register("random_grayscale")
+def random_grayscale(
+  prob: float = 0.2, key: str = "image", key_result: str | None = None
+) -> Op:
+  """Turns an image grey with a probability; the values are Pillow's."""
+  check_number("argument 'prob'", prob, least=0, most=1)
+
+  def grey(image: Any, u: Any) -> Any:
+    x = tf.cast(image, tf.int32)
+    sums = 19595 * x[..., :1] + 38470 * x[..., 1:2] + 7471 * x[..., 2:]
+    luma = tf.cast((sums + 32768) // 65536, tf.uint8)
+    return tf.tile(luma, [1, 1, 3])
+
+  change = _with_probability(prob, grey, 0)
+  return randaug.on_bytes("random_grayscale", change, 1, key, key_result)
+
+
+@registry.register("gaussian_blur")
+def gaussian_blur(
+  prob: float = 0.5,
+  sigma: tuple[float, float] = (0.1, 2.0),
+  kernel: int = 9,
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """Blurs an image with a probability, as torchvision's GaussianBlur.
+
+  Args:
+    prob: probability that an image is blurred.
+    sigma: least and largest width of the Gaussian, in pixels.
+    kernel: height and width of the window that it averages, odd.
+  """
+  check_number("argument 'prob'", prob, least=0, most=1)
+  least, most = sigma
+  check_number("argument 'sigma'", least, above=0, most=most)
+  check_number("argument 'kernel'", kernel, least=1, whole=True)
+  if kernel % 2 == 0:
+    raise ConfigError(f"argument 'kernel' is {kernel}, expected an odd number.")
+
+  def blurred(image: Any, u: Any) -> Any:
+    width = least + (most - least) * u[0]
+    return blur(image, width, kernel, "mirrored")
+
+  change = _with_probability(prob, blurred, 1)
+  return randaug.on_bytes("gaussian_blur", change, 2, key, key_result)
+
+
+@registry.register("solarize")
+def solarize(
+  prob: float = 0.2,
+  threshold: int = 128,
+  key: str = "image",
+  key_result: str | None = None,
+) -> Op:
+  """Inverts the bytes from a threshold on, with a probability.
+
+  Args:
+    prob: probability that an image is changed.
+    threshold: smallest value that is inverted.
+  """
+  check_number("argument 'prob'", prob, least=0, most=1)
+  check_number("argument 'threshold'", threshold, least=0, most=256, whole=True)
+
+  def inverted(image: Any, u: Any) -> Any:
+    return tf.where(tf.cast(image, tf.int32) < threshold, image, 255 - image)
+
+  change = _with_probability(prob, inverted, 0)
+  return randaug.on_bytes("solarize", change, 1, key, key_result)
 
 
 @registry.register("random_erasing")

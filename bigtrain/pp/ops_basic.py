@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.pp import registry, xp
+from bigtrain.pp.host_tensorflow import tf
 from bigtrain.pp.registry import Op
 
 _DTYPES = (
@@ -211,6 +213,40 @@ def random_crop(
   return dual(fn, key, key_result, draws=2)
 
 
+@registry.register("random_background")
+def random_background(
+  most: float = 255, key: str = "image", key_result: str | None = None
+) -> Op:
+  """Puts random pixels behind an image [..., H, W, C], as float32.
+
+  Each value is the larger one of the image's and of a number that is uniform
+  between 0 and `most`: digits become those of "mnist-back-rand" (Larochelle et
+  al. 2007, "An empirical evaluation of deep architectures on problems with many
+  factors of variation").
+  """
+  check_number("argument 'most'", most, above=0)
+
+  def on_host(image, u):
+    # Two draws, because one has 24 bits.
+    first, second = (np.asarray(u * 2.0**24, np.int64)[..., i] for i in (0, 1))
+    seed = hashing.fold(hashing.fold(0, first), second)
+    size = np.prod(image.shape[-3:], dtype=np.int64)
+    words = hashing.fold(seed[..., None], np.arange(size)) >> np.uint64(40)
+    noise = (words.astype(np.float32) * np.float32(most / 2**24)).reshape(
+      image.shape
+    )
+    return np.maximum(image.astype(np.float32), noise)
+
+  def fn(image, u):
+    xp.require_image(image, u, "random_background")
+    if xp.on_host(image):
+      return on_host(image, u)
+    result = tf.numpy_function(on_host, [image, u], tf.float32)
+    return tf.ensure_shape(result, image.shape)
+
+  return dual(fn, key, key_result, draws=2)
+
+
 def _integer(u: Any, stop: Any) -> Any:
   """Maps uniform numbers in [0, 1) to integers in [0, stop)."""
   return xp.cast(u * xp.cast(stop, "float32"), "int32")
@@ -295,6 +331,24 @@ def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:
   return Op(
     lambda features, u: fn(features), batched=True, reads=keys, origins={}
   )
+
+
+@registry.register("stack")
+def stack(*keys: str, key_result: str) -> Op:
+  """Stacks features of equal shape on a new first axis, and drops them.
+
+  For instance the views of an image for losses that compare them.
+  """
+  if not keys:
+    raise ConfigError("expected the names of features, got none.")
+
+  def fn(features: registry.Features, u: Any) -> registry.Features:
+    parts = [features[key] for key in keys]
+    others = {k: value for k, value in features.items() if k not in keys}
+    stacked = xp.library(parts[0]).stack(parts, axis=xp.rank(u) - 1)
+    return {**others, key_result: stacked}
+
+  return Op(fn, batched=True, reads=keys, origins={key_result: None})
 
 
 @registry.register("copy")

@@ -13,7 +13,8 @@ Legend: B batch, G large crops (2), S small crops, N samples, M masked patches,
 D width, E width of the head's results, K prototypes.
 
 A batch has "image" [B, H, W, channels], of which the crops are made on the
-devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...].
+devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...],
+and "gram_crops" [B, G, ...], the large ones as the Gram teacher sees them.
 The model is models/dinov2.py, or another one with the method `views`.
 
 SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop: the student
@@ -167,7 +168,8 @@ def embed_fn(
     gram_weight: weight of Gram anchoring; None for a run without it. It costs
       nothing in steps in which the weight is 0.
     gram_size: side of the large crops as the Gram teacher sees them, a multiple
-      of `large_size`; its features are resized to the student's grid.
+      of `large_size`; its features are resized to the student's grid. Ready
+      crops come with "gram_crops" instead.
   """
   large_crops = functools.partial(
     _large_crops, batch, num_large, area=large_area, flip=flip
@@ -204,6 +206,8 @@ def embed_fn(
   if gram_weight is not None:
     # The same crops, without changes of contrast.
     gram_crops = functools.partial(large_crops, size=gram_size or large_size)
+    if "large_crops" in batch:
+      gram_crops = functools.partial(_ready_gram_crops, batch, gram_size)
     gram_teacher = _of_teacher(variables, state["gram"]["teacher"])
     gram_N = _gram_loss(
       model, gram_teacher, out["encoded"], gram_crops, grid, gram_weight
@@ -294,6 +298,16 @@ def _large_crops(
     area,
     **options,
   )
+
+
+def _ready_gram_crops(batch: Batch, size: int | None) -> jax.Array:
+  """The large crops as the Gram teacher sees them, by default the same."""
+  if size is not None:
+    raise ConfigError(
+      f"config.loss.gram_size={size}: large crops made in config.input.pp need "
+      "the feature 'gram_crops' instead of a size."
+    )
+  return batch.get("gram_crops", batch["large_crops"])
 
 
 def _small_crops(

@@ -15,6 +15,7 @@ GOLDEN = pathlib.Path(__file__).parent
 NEEDS = ("timm", "torchvision")
 FACTORS = (0.7, 1.0, 1.25)
 SIGMAS = (0.5, 1.0, 2.0)
+TURNS = (-0.4, -0.1, 0.0, 0.1, 0.25)  # Shifts of the hue.
 
 
 def picture(height: int = 24, width: int = 30) -> np.ndarray:
@@ -45,6 +46,11 @@ def write(golden: pathlib.Path = GOLDEN) -> None:
     arrays[f"blur/{sigma}"] = blurred.permute(1, 2, 0).numpy()
     pil = pillow.filter(ImageFilter.GaussianBlur(sigma))
     arrays[f"pillow_blur/{sigma}"] = np.asarray(pil)
+    mirrored = functional.gaussian_blur(image, [9, 9], [sigma, sigma])
+    arrays[f"mirrored_blur/{sigma}"] = mirrored.permute(1, 2, 0).numpy()
+  for turns in TURNS:
+    changed = functional.adjust_hue(image, turns).permute(1, 2, 0).numpy()
+    arrays[f"hue/{turns}"] = changed
   arrays["grey"] = np.asarray(ImageOps.grayscale(pillow))
   arrays["solarize"] = np.asarray(ImageOps.solarize(pillow, 128))
   source = inspect.getsource(auto_augment.auto_augment_policy_v0)

@@ -58,6 +58,54 @@ def test_the_blur_equals_torchvision(sigma):
   assert_within(out, EXPECTED[f"pillow_blur/{sigma}"], 6)
 
 
+@pytest.mark.parametrize("turns", golden.TURNS)
+def test_the_hue_equals_torchvision(turns):
+  rest = [0.5, 0.5, 0.5]
+  u = [*rest, turns / 0.5 / 2 + 0.5, 0.1, 0.2, 0.3, 0.4]
+  out = apply("color_jitter(0.4,hue=0.5)", u)
+  assert_within(out, EXPECTED[f"hue/{turns}"], 1)
+
+
+def test_each_colour_has_its_strength():
+  """The strengths of DINO, at their largest; the hue has its own draw."""
+  spec = "color_jitter(0.4,saturation=0.2,hue=0.1,prob=0.8)"
+  order, most = [0.1, 0.2, 0.3, 0.4], 1 - 1e-7
+  for k, factor in enumerate([1.4, 1.4, 1.2]):
+    u = [0.5, 0.5, 0.5, 0.5, *order, 0.79]
+    u[k] = most
+    alone = apply(
+      "color_jitter(0.5)", [*u[:k], (factor - 0.5), *u[k + 1 : 3], *order[:3]]
+    )
+    assert_within(apply(spec, u), alone, 1)
+    np.testing.assert_array_equal(apply(spec, [*u[:-1], 0.81]), IMAGE)
+  u = [0.5, 0.5, 0.5, most, *order, 0.0]
+  assert_within(apply(spec, u), EXPECTED["hue/0.1"], 1)
+
+
+@pytest.mark.parametrize("sigma", golden.SIGMAS)
+def test_a_random_blur_equals_torchvision(sigma):
+  spec = f"gaussian_blur(0.3,({sigma / 2},{sigma * 1.5}),9)"
+  out = apply(spec, [0.5, 0.29])
+  expected = EXPECTED[f"mirrored_blur/{sigma}"]
+  # Few numbers are so near to a half that they are rounded otherwise.
+  assert_within(out, expected, 1)
+  assert (out == expected).mean() > 0.99
+  np.testing.assert_array_equal(apply(spec, [0.5, 0.31]), IMAGE)
+
+
+def test_random_grayscale_is_pillows():
+  grey = apply("random_grayscale(0.2)", [0.19])
+  np.testing.assert_array_equal(grey, np.stack([EXPECTED["grey"]] * 3, -1))
+  np.testing.assert_array_equal(apply("random_grayscale()", [0.21]), IMAGE)
+
+
+def test_solarize_is_pillows():
+  out = apply("solarize(0.2)", [0.19])
+  np.testing.assert_array_equal(out, EXPECTED["solarize"])
+  np.testing.assert_array_equal(apply("solarize(0.2)", [0.21]), IMAGE)
+  np.testing.assert_array_equal(apply("solarize(1,0)", [0.5]), 255 - IMAGE)
+
+
 def test_three_augment_draws_one_of_three():
   grey = apply("three_augment()", [0.1, 0])
   assert_within(grey, EXPECTED["grey"][..., None], 1)
@@ -153,7 +201,14 @@ def test_the_probability_of_a_box_holds():
   "spec, message",
   [
     ("color_jitter(2.0)", "argument 'strength'"),
+    ("color_jitter(0.3,hue=0.6)", "argument 'hue'"),
+    ("color_jitter(0.3,saturation=-1)", "argument 'saturation'"),
     ("random_erasing(2)", "argument 'prob'"),
+    ("gaussian_blur(0.5,(2.0,0.1))", "argument 'sigma'"),
+    ("gaussian_blur(0.5,kernel=8)", "argument 'kernel' is 8, expected an odd"),
+    ("solarize(2)", "argument 'prob'"),
+    ("solarize(0.2,300)", "argument 'threshold'"),
+    ("random_grayscale(-1)", "argument 'prob'"),
   ],
 )
 def test_mistakes_are_told(spec, message):
@@ -162,7 +217,15 @@ def test_mistakes_are_told(spec, message):
 
 
 @pytest.mark.parametrize(
-  "name", ["autoaugment", "three_augment", "color_jitter"]
+  "name",
+  [
+    "autoaugment",
+    "three_augment",
+    "color_jitter",
+    "random_grayscale",
+    "gaussian_blur",
+    "solarize",
+  ],
 )
 def test_images_of_floats_are_refused(name):
   (op,) = parse.parse(f"{name}()")

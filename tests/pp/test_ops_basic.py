@@ -79,6 +79,8 @@ def assert_same(a, b):
     "keep('image', 'label')",
     "drop('many')",
     "copy('label', 'again')",
+    "random_background(200)",
+    "copy('image', 'b')|flip_lr(key='b')|stack('image','b',key_result='both')",
     "flip_lr|random_crop(3, pad=1)|value_range|drop('many', 'label')",
   ],
 )
@@ -243,6 +245,24 @@ def test_cast():
     run("cast('int32')", np.array("3"))
 
 
+def test_a_random_background_is_uniform_and_behind_the_image():
+  (op,) = parse.parse("random_background(16)")
+  rng = np.random.default_rng(0)
+  black = np.zeros((500, 8, 8, 1), np.uint8)
+  u = rng.random((500, op.draws), np.float32)
+  noise = op.fn({"image": black}, u)["image"]
+  counts, _ = np.histogram(noise, bins=16, range=(0, 16))
+  # Twice the standard deviation of a count is 87.
+  np.testing.assert_allclose(counts, 2000, atol=200)
+  pixels = noise.reshape(500, 64)
+  correlation = np.corrcoef(pixels.T) - np.eye(64)
+  assert abs(correlation).max() < 0.25 and abs(correlation.mean()) < 0.01
+  digit = black + np.uint8(9)
+  np.testing.assert_array_equal(
+    op.fn({"image": digit}, u)["image"], np.maximum(noise, 9)
+  )
+
+
 def test_keep_drop_and_copy():
   features = {"a": 1, "b": b"x", "c": "y"}
 
@@ -252,6 +272,9 @@ def test_keep_drop_and_copy():
   assert out("keep('a', 'c')") == {"a": 1, "c": "y"}
   assert out("drop('a', 'c')") == {"b": b"x"}
   assert out("copy('b', 'd')") == {**features, "d": b"x"}
+  stacked = out("copy('a', 'd')|stack('a', 'd', key_result='e')")
+  assert stacked.pop("e").tolist() == [1, 1]
+  assert stacked == {"b": b"x", "c": "y"}
   for spec in ("keep('a', 'd')", "drop('d')", "copy('d', 'a')"):
     with pytest.raises(ConfigError, match="'d'; there are: a, b, c"):
       out(spec)

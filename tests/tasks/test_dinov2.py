@@ -255,6 +255,29 @@ def test_more_crops_than_the_batch_has(
     main.train(one, str(tmp_path))
 
 
+def test_the_gram_teacher_sees_ready_crops(tiny_config, tmp_path):
+  arrays = ready_crops(2, 3)
+  plain = dict(gram_weight=1.0, num_small=0, mask_prob=0.0)
+  given = {
+    "same": arrays["large_crops"],
+    "other": arrays["large_crops"].repeat(2, 2).repeat(2, 3)[..., ::-1, :],
+  }
+  losses = {}
+  for name, crops in given.items():
+    data = dict(type="arrays", arrays=arrays | {"gram_crops": crops})
+    one = config(tiny_config, loss=plain, total_steps=1, log_steps=1, evals={})
+    one["input"] = dict(data=data, batch_size=16)
+    main.train(one, str(tmp_path / name))
+    losses[name] = tiny.rows(tmp_path / name)[1]["gram_loss"]
+  # In the first step, the Gram teacher is the student.
+  assert losses["same"] == pytest.approx(0, abs=1e-6)
+  assert losses["other"] > 1e-4
+
+  one["loss"]["gram_size"] = 16
+  with pytest.raises(ConfigError, match="need the feature 'gram_crops'"):
+    main.train(one, str(tmp_path / "size"))
+
+
 HEALTHY = dict(
   teacher_entropy=1.0,
   used_prototypes=7.0,
