@@ -125,15 +125,27 @@ def tell_cudnn(description: str) -> None:
   cudnn.is_cuda_compute_capability_equal = is_cuda_compute_capability_equal
 
 
+def _wraps(sizes: Sequence[int]) -> tuple[bool, ...]:
+  """Whether the ends of each dimension of a TPU slice have a link.
+
+  Slices of three dimensions have it if they consist of cubes of 4 x 4 x 4 chips
+  (v4, v5p, Ironwood), and those of two (v5e, v6e) in a dimension of 16 chips.
+  Without such links XLA replaces a gather over 64 chips by an all-reduce.
+  """
+  if len(sizes) == 3:
+    return (all(size % 4 == 0 for size in sizes),) * 3
+  return (*(size == 16 for size in sizes), False, False, False)[:3]
+
+
 def _tpus(topology: str) -> Sequence[Any]:
   from jax.experimental import topologies
 
   for name, value in NO_TPU.items():
     os.environ.setdefault(name, value)
+  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
+  options: dict[str, Any] = {"wrap": _wraps(sizes)}
   # By default libtpu expects whole hosts. For a part of one, the part is
   # declared to be a host.
-  sizes = [int(n) for n in re.findall(r"\d+", topology.partition(":")[2])]
-  options: dict[str, Any] = {}
   if np.prod(sizes) < _MIN_CHIPS_PER_HOST:
     options["chips_per_host_bounds"] = [*sizes, 1, 1][:3]
   try:

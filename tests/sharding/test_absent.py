@@ -44,6 +44,23 @@ def test_absent_tpus_may_be_a_part_of_a_host(
   assert asked.get("chips_per_host_bounds") == part
 
 
+@pytest.mark.parametrize(
+  "topology, wrap",
+  [
+    ("v5p:4x4x8", (True, True, True)),
+    ("v5p:2x4x4", (False, False, False)),
+    ("v5e:8x16", (False, True, False)),
+    ("v5e:4x4", (False, False, False)),
+  ],
+)
+def test_links_close_the_torus_of_large_slices(
+  topology, wrap, asked, monkeypatch
+):
+  monkeypatch.setattr(os, "environ", {})
+  absent.devices(topology)
+  assert asked["wrap"] == wrap
+
+
 def test_absent_gpus_are_in_servers(asked, monkeypatch, traces_cudnn):
   monkeypatch.setattr(absent, "_has_cuda_plugin", lambda: True)
   with sharding.absent_devices("h100:4x8"):
