@@ -40,7 +40,7 @@ from bigtrain.inputs import pipeline
 from bigtrain.objective import new_rows, published_sizes
 from bigtrain.objective import objective as objectives
 from bigtrain.optim import chain, ema
-from bigtrain.reports import loggers, record, writers
+from bigtrain.reports import loggers, record, run_files, writers
 from bigtrain.runtime import (
   debugging,
   hooks,
@@ -478,7 +478,7 @@ def _train(
       run_hooks.before_save(step)
       phase.clock.ckpt_written(saver.wait())
       host = HostState(
-        config=record.as_json(run.plain),
+        config=run_files.as_json(run.plain),
         tally=running_metrics.to_host(fetched),
         clock=phase.clock.state(),
         hooks=run_hooks.state(),

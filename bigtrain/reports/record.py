@@ -27,11 +27,10 @@ from jax.sharding import Mesh
 
 from bigtrain import sharding
 from bigtrain.arrays import dims, trees
-from bigtrain.config import choices, modules, settings
-from bigtrain.config.errors import ConfigError
+from bigtrain.config import choices, modules
 from bigtrain.config.lengths import Units
 from bigtrain.files import paths
-from bigtrain.reports import parameter_table
+from bigtrain.reports import parameter_table, run_files
 
 # Packages whose versions run.json has, and that are the same on all processes.
 _PACKAGES = (
@@ -45,32 +44,6 @@ _PACKAGES = (
   "tensorflow-cpu",
   "tensorflow",
 )
-
-
-def write_json(path: str, content: Mapping[str, Any]) -> None:
-  with paths.replacing(path) as file:
-    file.write(settings.to_json(content, indent=2) + "\n")
-
-
-def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-  return json.loads(settings.to_json(config))
-
-
-def read_json(path: str) -> dict[str, Any] | None:
-  try:
-    return json.loads(paths.read_bytes(path))
-  except FileNotFoundError:
-    return None
-
-
-def read_config(workdir: str, key: str = "") -> dict[str, Any]:
-  """The config.json of a run; ConfigError if it has none."""
-  config = read_json(os.path.join(workdir, "config.json"))
-  if config is None:
-    raise ConfigError(
-      f"{key}{workdir}: expected the folder of a run, with a config.json."
-    )
-  return config
 
 
 def topology(mesh: Mesh) -> str:
@@ -163,7 +136,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
   for path in sorted(p for p in package.rglob("*.*") if p.suffix != ".pyc"):
     digest.update(f"{path.relative_to(package)}\0".encode())
     digest.update(path.read_bytes())
-  flat = dict(trees.flatten_with_names({"config": as_json(config)}))
+  flat = dict(trees.flatten_with_names({"config": run_files.as_json(config)}))
   return {
     **{name.replace("/", "."): value for name, value in flat.items()},
     **{f"version of {name}": v for name, v in versions().items()},
@@ -175,10 +148,10 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 def write(workdir: str, config: Mapping[str, Any], info: Any) -> None:
   if jax.process_index():
     return
-  write_json(os.path.join(workdir, "config.json"), config)
+  run_files.write_json(os.path.join(workdir, "config.json"), config)
   path = os.path.join(workdir, "run.json")
-  earlier = (read_json(path) or {}).get("starts", [])
-  write_json(path, {"starts": [*earlier, info]})
+  earlier = (run_files.read_json(path) or {}).get("starts", [])
+  run_files.write_json(path, {"starts": [*earlier, info]})
 
 
 def start(
@@ -235,13 +208,13 @@ def update(workdir: str, **facts: Any) -> None:
     if isinstance(value, Mapping):
       value = {**newest.get(name, {}), **value}
     newest[name] = value
-  write_json(path, content)
+  run_files.write_json(path, content)
 
 
 def note_failure(workdir: str, message: str) -> None:
   path = os.path.join(workdir, "run.json")
   with contextlib.suppress(OSError, ValueError):
-    newest = (read_json(path) or {}).get("starts", [{}])[-1]
+    newest = (run_files.read_json(path) or {}).get("starts", [{}])[-1]
     process = newest.get("host"), newest.get("pid")
     if process == (socket.gethostname(), os.getpid()):
       update(workdir, error=message)

@@ -49,6 +49,9 @@ class JaxParser(Parser):
 
   def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the arguments, and changes of the config as "KEY=VALUE"."""
+    if {"-h", "--help"} & set(argv):
+      self.print_help()
+      self.exit()
     # This imports jax, which --help and the tools with a `Parser` do without.
     from bigtrain.runtime import jax_flags
 

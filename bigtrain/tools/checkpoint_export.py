@@ -33,7 +33,7 @@ from bigtrain.models.published import families, quantised_arrays
 from bigtrain.models.published.blocks import STATE
 from bigtrain.models.published.tables import Tensor
 from bigtrain.objective import building, published_sizes, trained_adapters
-from bigtrain.reports import record
+from bigtrain.reports import run_files
 from bigtrain.text import chat, tokenizer_files, tokenizers
 
 # Reads slices of arrays: (name, index) of each.
@@ -172,7 +172,7 @@ def _write_about(
     "data": host.data,
     "fingerprints": host.fingerprints,
   }
-  record.write_json(path, about)
+  run_files.write_json(path, about)
 
 
 def to_layout(
@@ -345,7 +345,7 @@ def _write_weights(
     index = {name: file for file, names in files.items() for name in names}
     content = {"metadata": {"total_size": total}, "weight_map": index}
     written.add(safetensors_files.INDEX)
-    record.write_json(os.path.join(out, safetensors_files.INDEX), content)
+    run_files.write_json(os.path.join(out, safetensors_files.INDEX), content)
   for name in os.listdir(out):  # Files of an export that this one replaces.
     if re.fullmatch(_WEIGHT_FILES, name) and name not in written:
       os.remove(os.path.join(out, name))
@@ -377,12 +377,12 @@ def _copy_companions(
       file.write(texts["default"])
   if ends := host.data.get("end_ids"):
     path = os.path.join(out, "generation_config.json")
-    options = record.read_json(path) or {}
+    options = run_files.read_json(path) or {}
     old_ends = options.get("eos_token_id") or []
     if isinstance(old_ends, int):
       old_ends = [old_ends]
     options["eos_token_id"] = sorted({*ends, *old_ends})
-    record.write_json(path, options)
+    run_files.write_json(path, options)
   _write_tokenizer(host.data.get("tokenizer"), folder, out)
   values = families.read_json(folder)[1] or {}
   kept = {name: values[name] for name in _SPECIAL_TOKENS if name in values}

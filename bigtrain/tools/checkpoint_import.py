@@ -15,7 +15,7 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.objective import building, initial, published_sizes
-from bigtrain.reports import record
+from bigtrain.reports import run_files
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
   if config:
     plain = loading.load(config)
     state = _model_state(plain, dict(path=path, step=step))
-    host = HostState(config=record.as_json(plain))
+    host = HostState(config=run_files.as_json(plain))
   else:
     arrays = opened.read(list(opened.specs))
     state = trees.from_flat({n: value[...] for n, value in arrays.items()})
@@ -44,7 +44,7 @@ def run(
   saver.save(opened.step, state, host, block=True)
   saver.close()
   if config:
-    record.write_json(os.path.join(out, "config.json"), plain)
+    run_files.write_json(os.path.join(out, "config.json"), plain)
   count = len(trees.flatten_with_names(state))
   return folders.find(out, opened.step), count
 

@@ -46,7 +46,7 @@ from bigtrain.objective import (
   teacher,
   trained_adapters,
 )
-from bigtrain.reports import log_entries, media, record
+from bigtrain.reports import log_entries, media, run_files
 from bigtrain.runtime import compiler_options, jax_flags, programs
 from bigtrain.tools import arguments, exits, runs
 
@@ -212,7 +212,7 @@ def _evaluator(
 
 
 def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
-  plain = record.read_config(workdir, "--workdir=")
+  plain = run_files.read_config(workdir, "--workdir=")
   for change in changes:
     loading.override(plain, change)
   # Schedules are ignored here: without training data, epochs have no length.

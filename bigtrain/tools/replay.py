@@ -25,7 +25,7 @@ from bigtrain.cluster import process
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import log_entries, record
+from bigtrain.reports import log_entries, run_files
 from bigtrain.tools import arguments, exits
 
 # Keys of a config that do not change the steps, but take time or write files.
@@ -49,7 +49,7 @@ def replay(
   import bigtrain.main  # This takes seconds, which --help does without.
 
   workdir = paths.absolute(workdir)
-  config = record.read_config(workdir)
+  config = run_files.read_config(workdir)
   logged = {entry["step"]: entry for entry in log_entries.read(workdir)}
   saved = folders.find_all(workdir) if folders.steps(workdir) else {}
   start = max((s for s in saved if s < step), default=0)

@@ -27,7 +27,7 @@ from bigtrain.checkpoints.manifest import CheckpointError
 from bigtrain.cluster import lease
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import log_entries, record
+from bigtrain.reports import log_entries, run_files
 from bigtrain.tools import arguments, exits, ranking
 
 # Files that a run writes to while it is alive.
@@ -60,7 +60,7 @@ def describe(
 ) -> Line:
   entries = log_entries.read(workdir)
   newest = {name: value for entry in entries for name, value in entry.items()}
-  info = record.read_json(os.path.join(workdir, "run.json")) or {}
+  info = run_files.read_json(os.path.join(workdir, "run.json")) or {}
   starts = info.get("starts") or [{}]
   command = shlex.join(starts[-1].get("command", []))
   signs = [os.path.join(workdir, name) for name in _SIGNS_OF_LIFE]

@@ -21,7 +21,7 @@ import jax
 from bigtrain.cluster import process
 from bigtrain.config import settings
 from bigtrain.files import paths
-from bigtrain.reports import record
+from bigtrain.reports import run_files
 from bigtrain.tools import arguments, evaluate, exits
 
 _NAME = "sample"
@@ -52,7 +52,7 @@ def sample(
     files=True,
     weights=weights or "params",
   )
-  evals = record.read_config(workdir, "--workdir=").get("evals") or {}
+  evals = run_files.read_config(workdir, "--workdir=").get("evals") or {}
   for other in evals.values():
     if other.get("pred") == "samples":
       entry["pred_kw"] = {**other.get("pred_kw", {}), **options}

@@ -30,7 +30,7 @@ from bigtrain.cluster import lease, watchdog
 from bigtrain.config import choices
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import objects, paths
-from bigtrain.reports import log_entries, record
+from bigtrain.reports import log_entries, record, run_files
 from bigtrain.tools import checkpoint as tool
 
 
@@ -112,12 +112,12 @@ def test_files(workdir, tmp_path):
   with paths.replacing(path, "wb") as file:
     file.write(b"\x00")
   assert paths.read_bytes(path) == b"\x00"
-  assert record.read_json(f"{workdir}/none.json") is None
+  assert run_files.read_json(f"{workdir}/none.json") is None
   choices.forget_choices()
   record.write(workdir, {"seed": 1}, {"started": "now"})
   record.update(workdir, programs={"update": {}})
-  assert record.read_json(f"{workdir}/config.json") == {"seed": 1}
-  (start,) = record.read_json(f"{workdir}/run.json")["starts"]
+  assert run_files.read_json(f"{workdir}/config.json") == {"seed": 1}
+  (start,) = run_files.read_json(f"{workdir}/run.json")["starts"]
   assert start == {"started": "now", "programs": {"update": {}}}
   (tmp_path / "plugins").mkdir()
   (tmp_path / "plugins" / "trace").write_text("1")

@@ -14,7 +14,7 @@ import pytest
 from bigtrain import sharding
 from bigtrain.config import choices
 from bigtrain.config.lengths import Units
-from bigtrain.reports import ending, record
+from bigtrain.reports import ending, record, run_files
 from bigtrain.runtime import jax_flags
 
 
@@ -79,7 +79,7 @@ def test_no_git_is_no_error(monkeypatch, tmp_path):
 
 def test_json_is_written_atomically(tmp_path, monkeypatch):
   path = tmp_path / "config.json"
-  record.write_json(str(path), {"old": 1})
+  run_files.write_json(str(path), {"old": 1})
   replace = os.replace
 
   def checked(source, target):
@@ -89,7 +89,7 @@ def test_json_is_written_atomically(tmp_path, monkeypatch):
     replace(source, target)
 
   monkeypatch.setattr(os, "replace", checked)
-  record.write_json(str(path), {"new": 2})
+  run_files.write_json(str(path), {"new": 2})
   assert read(tmp_path, "config.json") == {"new": 2}
   assert not stat.S_IMODE(path.stat().st_mode) & 0o111
 
@@ -101,18 +101,18 @@ def test_a_config_as_json():
     "no": None,
     "tree": {"a": 1},
   }
-  result = record.as_json(config)
+  result = run_files.as_json(config)
   assert result == {
     "pair": [1, 2],
     "array": "array([0., 0.])",
     "no": None,
     "tree": {"a": 1},
   }
-  assert record.as_json(result) == result
+  assert run_files.as_json(result) == result
 
 
 def test_a_missing_file(tmp_path):
-  assert record.read_json(str(tmp_path / "run.json")) is None
+  assert run_files.read_json(str(tmp_path / "run.json")) is None
 
 
 def test_topology():

@@ -8,7 +8,7 @@ from faults import program as program_lib
 from faults import tiny_tokens
 from support import processes
 
-from bigtrain.reports import record
+from bigtrain.reports import run_files
 
 pytestmark = pytest.mark.cluster
 
@@ -44,7 +44,7 @@ def train(configs, folder, count, devices):
     command += [config, str(folder / name)]
   processes.run_job(command, folder, count, devices=devices)
   for name in configs:
-    start = record.read_json(str(folder / name / "run.json"))["starts"][-1]
+    start = run_files.read_json(str(folder / name / "run.json"))["starts"][-1]
     assert start["processes"] == count
     assert start["devices"] == count * devices
   return {name: tiny.rows(folder / name) for name in configs}

@@ -1,8 +1,10 @@
 """`python -m bigtrain`, and --help of every tool."""
 
 import importlib
+import sys
 
 import pytest
+from support import processes
 
 import bigtrain
 from bigtrain.tools import overview, reference
@@ -40,6 +42,20 @@ def test_every_tool_has_help(name, capsys):
     module.main(["--help"])
   assert not e.value.code
   assert f"python -m bigtrain.tools.{name}" in capsys.readouterr().out
+
+
+def test_tools_that_only_read_files_start_without_jax():
+  # Importing jax takes three times as long as all else.
+  tools = "checkpoint gguf merge_tokens replay rows runs supervise tokenize"
+  modules = [f"bigtrain.tools.{name}" for name in tools.split()]
+  code = (
+    f"import sys, {', '.join(modules)}, bigtrain.tools.sweep.sweep as sweep\n"
+    "for tool in sweep, bigtrain.tools.gguf, bigtrain.tools.replay:\n"
+    "  try: tool.main(['--help'])\n"
+    "  except SystemExit: assert 'jax' not in sys.modules, tool\n"
+  )
+  run = processes.run([sys.executable, "-c", code])
+  assert run.returncode == 0, run.stderr
 
 
 def test_the_kinds_are_those_of_the_lists():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from bigtrain.config.errors import ConfigError
 from bigtrain.files import paths
-from bigtrain.reports import log_entries, record
+from bigtrain.reports import log_entries, run_files
 from bigtrain.tools import arguments, exits, ranking
 from bigtrain.tools.report import curves, page
 from bigtrain.tools.report.panels import Run
@@ -30,8 +30,8 @@ def read(workdirs: Sequence[str]) -> list[Run]:
         f"{os.path.join(workdir, log_entries.FILE_NAME)}: no log entries; "
         "expected the workdir of a run that has logged a step."
       )
-    config = record.read_json(os.path.join(workdir, "config.json")) or {}
-    info = record.read_json(os.path.join(workdir, "run.json")) or {}
+    config = run_files.read_json(os.path.join(workdir, "config.json")) or {}
+    info = run_files.read_json(os.path.join(workdir, "run.json")) or {}
     runs.append(Run(name, config, info, metrics, workdir))
   return runs
 

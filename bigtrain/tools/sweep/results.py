@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bigtrain.config.errors import check_choice
 from bigtrain.files import paths
-from bigtrain.reports import console, log_entries, record
+from bigtrain.reports import console, log_entries, run_files
 from bigtrain.tools import ranking, runs
 from bigtrain.tools.sweep.variants import Variant
 
@@ -65,7 +65,7 @@ class Results:
     self._folder = folder
     self._metric = metric
     self._mode = mode
-    earlier = record.read_json(os.path.join(folder, FILE_NAME)) or {}
+    earlier = run_files.read_json(os.path.join(folder, FILE_NAME)) or {}
     by_digest = {one["digest"]: one for one in earlier.get("variants", [])}
     self.entries = []
     for variant in variants:
@@ -127,7 +127,7 @@ class Results:
         for entry, value, step in zip(self.entries, best.values, best.steps)
       ],
     }
-    record.write_json(os.path.join(self._folder, FILE_NAME), content)
+    run_files.write_json(os.path.join(self._folder, FILE_NAME), content)
     keys = self._keys()
     with paths.replacing(os.path.join(self._folder, "sweep.csv")) as file:
       writer = csv.writer(file)
