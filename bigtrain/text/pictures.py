@@ -22,6 +22,9 @@ from bigtrain.config.errors import (
 from bigtrain.files import paths
 from bigtrain.text import chat, picture_layouts, tokenizers
 
+# Types of parts that no model here reads.
+_UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
+
 
 class Pictures(NamedTuple):
   """How pictures stand in the texts of a model."""
@@ -198,6 +201,12 @@ class Pictures(NamedTuple):
       return parts
     if not isinstance(content, list):
       return content
+    for part in content:
+      kind = part.get("type") if isinstance(part, Mapping) else None
+      if kind in _UNREAD:
+        raise DataError(
+          f"a part of type {kind!r}: the model reads texts and pictures."
+        )
     return [{"type": "image"} if is_image(part) else part for part in content]
 
   def _as_text(self, content: Any) -> Any:

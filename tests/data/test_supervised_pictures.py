@@ -370,3 +370,12 @@ def test_sizes_of_files_are_those_of_their_pictures(kind):
   assert picture_sizes.size(file.getvalue()) == (20, 33)
   with pytest.raises(DataError, match="does not say its size"):
     picture_sizes.size(file.getvalue()[:9])
+
+
+def test_parts_of_videos_are_refused(tmp_path):
+  video = {"type": "video", "path": "a.mp4"}
+  row = dict(messages=[{"role": "user", "content": [video, TEXT]}, ANSWER])
+  path = write(tmp_path, [row])
+  message = "line 1: a part of type 'video': the model reads texts and pictures"
+  with pytest.raises(DataError, match=message):
+    source_of("gemma4", path)
