@@ -62,14 +62,13 @@ class Model(encoder.Fields):
   norm_eps: float = 1e-6  # Added to the variance in norms.
   patch_bias: bool = True  # Whether the embedding of patches has a bias.
   use_bias: Sequence[str] = _SITES  # Linear layers of blocks with biases.
-  # Options of blocks, see encoder.Options.
-  head_dim: int | None = None
-  num_kv_heads: int | None = None
-  qk_norm: str | None = None
-  v_norm: bool = False
-  attention_scale: float | None = None
-  branch_norm: bool = False
-  clipped: bool = False
+  head_dim: int | None = None  # Width of a head; None for width / num_heads.
+  num_kv_heads: int | None = None  # Of keys and values; None for num_heads.
+  qk_norm: str | None = None  # Norm of queries and keys, as in decoders.
+  v_norm: bool = False  # Whether values are normed, without a scale.
+  attention_scale: float | None = None  # Of the logits; None for 1 / sqrt(K).
+  branch_norm: bool = False  # Whether each branch ends with another norm.
+  clipped: bool = False  # Whether linear layers have bounds, see clipping.py.
   # Whether features are multiplied by the root of their width at the end.
   root_scale: bool = False
   # Whether a published mean is then subtracted and the result scaled.
