@@ -1,7 +1,7 @@
-"""Qwen2.5-VL, Qwen3-VL and SmolVLM: packing, any mesh, resumed runs, adapters.
+"""Packing, any mesh, resumed runs and adapters, with pictures of any size.
 
 The models are those of golden/vision_language with more ids, for the tokenizers
-of golden/picture_processors.
+and processors of golden/picture_processors.
 """
 
 import functools
@@ -26,15 +26,17 @@ from bigtrain.tasks import language_modeling
 from bigtrain.tools import checkpoint
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-# {family: (the folder with its processor, the id of an image token)}.
+# {family: the folder with its processor}.
 FAMILIES = {
-  "qwen3_vl": ("qwen3_vl", 7),
-  "qwen2_5_vl": ("qwen3_vl", 7),
-  "smolvlm": ("smolvlm", 5),
+  "qwen3_vl": "qwen3_vl",
+  "qwen2_5_vl": "qwen3_vl",
+  "smolvlm": "smolvlm",
+  "gemma4": "gemma4",
+  "llava_onevision": "llava_onevision",
 }
 QUICK = cases.quick(FAMILIES, "qwen3_vl")
 NUM_ROWS = 24
-LENGTH = 96
+LENGTH = 160
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,20 +54,35 @@ def folder(tmp_path_factory):
     answer = "a seven" if i % 3 else "three"
     lines.append(dict(prompt="left?", completion=answer, images=names))
   (result / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-  for family, (_, token) in FAMILIES.items():
+  for family in FAMILIES:
     (result / family).mkdir()
     path = GOLDEN / "vision_language" / family / "config.json"
     values = json.loads(path.read_text())
-    values["image_token_id"] = token
-    text = values["text_config"]
-    text |= dict(vocab_size=304, max_position_embeddings=128)
-    text["num_hidden_layers"] = 4  # Which two stages divide.
-    if "layer_types" in text:
-      text["layer_types"] = ["full_attention"] * 4
-      # Two periods of a layer with windows and one without.
-      values["vision_config"]["fullatt_block_indexes"] = [1, 3]
+    _adapt(values, FAMILIES[family])
     (result / family / "config.json").write_text(json.dumps(values))
   return result
+
+
+def _adapt(values, processor):
+  """Changes a config for the ids and pictures of a processor."""
+  path = GOLDEN / "picture_processors" / processor / "config.json"
+  own = json.loads(path.read_text())
+  if values["model_type"] in ("gemma4", "llava_onevision"):
+    values["vision_config"] |= own.pop("vision_config")
+  del own["model_type"]
+  own.pop("vision_config", None)
+  values |= own
+  text = values["text_config"]
+  text |= dict(vocab_size=304, max_position_embeddings=192)
+  text["num_hidden_layers"] = 4  # Which two stages divide.
+  if values["model_type"] == "gemma4":
+    text["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    values["vision_config"]["position_embedding_size"] = 32
+  elif "layer_types" in text:
+    text["layer_types"] = ["full_attention"] * 4
+  if values["model_type"] == "qwen2_5_vl":
+    # Two periods of a layer with windows and one without.
+    values["vision_config"]["fullatt_block_indexes"] = [1, 3]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +91,7 @@ def cache(folder, monkeypatch):
 
 
 def data_of(folder, family, **others):
-  processor = str(GOLDEN / "picture_processors" / FAMILIES[family][0])
+  processor = str(GOLDEN / "picture_processors" / FAMILIES[family])
   return dict(
     type="supervised",
     path=str(folder / "rows.jsonl"),
@@ -93,7 +110,7 @@ def config_of(folder, family, pack=False, **changes):
     model=dict(published=str(folder / family), dtype="float32", scan=True),
     optimizer=dict(name="sgd", momentum=0.9),
     schedule=dict(decay_type="constant"),
-    lr=0.1,
+    lr=0.01,
     wd=0.0,
     seed=0,
     mesh=dict(replica=1, fsdp=-1),
