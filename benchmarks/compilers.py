@@ -75,6 +75,8 @@ class Case(NamedTuple):
     fsdp: number of devices that share a state; None for the config's.
     replica_too: whether to compare it with an unsharded state.
     peer: the program to compare with, if any.
+    features: features of the data, if the config does not determine them, see
+      tools.plan.
   """
 
   config: str
@@ -85,6 +87,7 @@ class Case(NamedTuple):
   fsdp: int | None = None
   replica_too: bool = False
   peer: Peer | None = None
+  features: Mapping[str, str] | None = None
 
 
 _SCAN = "model.scan=True"
@@ -169,6 +172,28 @@ _GPT_OSS_20B = dict(
 )
 
 
+def _stack(model: str, depth: int, **options: Any) -> Peer:
+  """The first layers of a model of MaxText, without dropped tokens."""
+  return _maxtext(
+    "v5p-128",
+    4096,
+    64,
+    model_name=model,
+    override_model_config=True,
+    base_num_decoder_layers=depth,
+    sparse_matmul=True,
+    megablox=True,
+    **options,
+  )
+
+
+def _packed(length: int, **pictures: str) -> dict[str, str]:
+  """Features of packed rows with pictures, of which the config has no data."""
+  words = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32")
+  kinds = {**words, "loss_mask": "float32"}
+  return {k: f"{kind}[{length}]" for k, kind in kinds.items()} | pictures
+
+
 # Remat policies: what a layer keeps for its backward pass. The second needs
 # less memory and does not recompute the softmax; big_vision has no such policy.
 _DOTS = "dots_with_no_batch_dims_saveable"
@@ -192,6 +217,44 @@ CASES = {
   "gemma3_1b": Case(
     "gemma3_1b.py", *_V5E, 16, peer=_maxtext("v5e-16", 4096, **_GEMMA3_1B)
   ),
+  # One sequence a chip, so the head's logits fit at once.
+  "deepseek_v3": Case(
+    "deepseek_v3.py",
+    *_V5P,
+    64,
+    (
+      "model.depth=4",
+      "model.mtp=0",
+      "loss.mtp_weight=0.0",
+      "loss.chunk=4096",
+      "mesh.tensor=1",
+    ),
+    fsdp=64,
+    peer=_stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4),
+  ),
+  "qwen3_next": Case(
+    "qwen3_next_80b.py",
+    *_V5P,
+    64,
+    ("model.depth=4",),
+    fsdp=64,
+    peer=_stack("qwen3-next-80b-a3b", 4),
+  ),
+  "gemma4_26b": Case(
+    "gemma4_26b_a4b.py",
+    *_V5P,
+    64,
+    ("model.depth=6",),
+    fsdp=64,
+    peer=_stack("gemma4-26b", 6),
+  ),
+  "paligemma2_3b": Case(
+    "paligemma2_3b.py",
+    *_V5E,
+    256,
+    ("model_init=None",),
+    features=_packed(384, prefix="bool[384]", image="float32[1,224,224,3]"),
+  ),
   "gpt_oss_20b": Case(
     "gpt_oss_20b.py",
     *_V5P,
@@ -201,6 +264,14 @@ CASES = {
   # A class token makes 197 tokens, an odd number.
   "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
   "llama_8b_gpu": Case("llama_8b.py", *_H100, 64),
+  "qwen3_vl_8b_gpu": Case(
+    "qwen3_vl_2b.py:size=8b",
+    *_H100,
+    64,
+    ("model_init=None",),
+    # The patches of up to 1,024 image tokens.
+    features=_packed(4096, image="float32[1,4096,1536]", shapes="int32[1,2]"),
+  ),
   "mixtral_8x7b_gpu": Case("mixtral_8x7b.py", *_H100, 64),
 }
 
@@ -262,6 +333,7 @@ def compiled(case: Case, quick: bool = False) -> dict[str, Any]:
     [case.devices],
     changes,
     fsdp=[case.fsdp],
+    features=case.features,
     hardware_name=case.hardware,
     compiler=compiler(case.hardware),
   )

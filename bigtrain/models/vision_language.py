@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bigtrain import sharding
 from bigtrain.arrays import dims
 from bigtrain.config.errors import (
   ConfigError,
@@ -554,6 +555,8 @@ class Projectors(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """(pictures, layers, P, width of the tower) to (pictures, layers, T, D)."""
+    # XLA alone splits the features, and gathers them for the norms.
+    x = sharding.over_batch(x)
     layers = [
       Projector(self.options, self.width, self.dtype, name=f"blocks_{i}")(
         x[:, i]
