@@ -94,8 +94,9 @@ def get_config(arg=None):
     )
   )
   # The pixels in place of features, for comparison.
-  config.evals.pixels = config.evals.knn.to_dict() | dict(log_percent=100)
-  config.evals.pixels.update(pred="pixels", pred_kw={})
+  pixels = config.evals.knn.to_dict() | dict(pred="pixels", log_percent=100)
+  del pixels["pred_kw"]
+  config.evals.pixels = pixels
   if arg.runlocal:
     del config.total_epochs, config.schedule.warmup_epochs
     config.total_steps = 6000 if digits else 3

@@ -114,6 +114,11 @@ class Batches:
     sizes = self.context.vocab_sizes
     return self.labelled(feature, sizes.get(feature, sizes.get("labels")))
 
+  @property
+  def _seed(self) -> int:
+    """Seed of random ops."""
+    return 0
+
   @functools.cached_property
   def input(self) -> eval_input.EvalInput:
     result = eval_input.make_eval(
@@ -125,6 +130,7 @@ class Batches:
       cache=self.cache,
       pp_modules=self.context.pp_modules,
       path=self.context.path,
+      seed=self._seed,
     )
     result.limit_ids(self.context.vocab_sizes, self.context.negative_ids)
     return result

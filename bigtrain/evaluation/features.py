@@ -37,6 +37,12 @@ class Splits(Batches):
   label_key: str = "label"
   num_test_examples: int | None = None  # The first ones; by default all.
 
+  @property
+  def _seed(self) -> int:
+    # With one seed, random ops would treat training and test example i alike:
+    # with the same noise, they would be neighbours.
+    return int(self.data is self.test_data)
+
   def scores(
     self,
     predict_fn: PredictFn,

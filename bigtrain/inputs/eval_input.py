@@ -89,10 +89,11 @@ def make_eval(
   prefetch: int = 2,
   num_threads: int | None = None,
   path: str = "evaluation input",
+  seed: int = 0,
 ) -> EvalInput:
   """Makes the input of an evaluation.
 
-  `evaluations.Batches` describes the arguments.
+  `evaluations.Batches` describes the arguments; `seed` is that of random ops.
   """
   sharding.check_batch(batch_size, mesh, f"{path}.batch_size")
   source = sources.make_source(data, f"{path}.data")
@@ -102,7 +103,7 @@ def make_eval(
     f"{path}.num_examples", num_examples, least=1, most=len(source), whole=True
   )
   ops = sources.parse_ops(pp, pp_modules, f"{path}.pp")
-  part = Part(path, source, ops, registry.compose(ops), seed=0)
+  part = Part(path, source, ops, registry.compose(ops), seed=seed)
   placement = Placement(mesh, batch_size)
 
   def plan(step: int, start: int, stop: int) -> order.Order:

@@ -139,3 +139,18 @@ def test_examples_without_a_label_or_that_are_not_finite():
 def test_mistakes(options, message):
   with pytest.raises(ConfigError, match=message):
     build(**options).run(VARIABLES, 1)
+
+
+def test_training_and_test_examples_have_noise_of_their_own():
+  """Example i of both would be neighbours if they had the same noise."""
+  arrays = dict(image=np.zeros((20, 8, 8, 1), np.uint8), label=np.arange(20))
+  evaluator = evaluating.build(
+    "knn",
+    lambda variables, batch: batch["image"],
+    data=dict(type="arrays", arrays=arrays),
+    test_data=dict(type="arrays", arrays=arrays),
+    pp="random_background(1)|value_range(-1,1,0,1)",
+    k=(1,),
+    top_k=(1,),
+  )
+  assert evaluator.run(VARIABLES, 0)["1nn_acc"] < 0.5

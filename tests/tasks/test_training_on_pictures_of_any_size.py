@@ -77,6 +77,8 @@ def _adapt(values, processor):
   text["num_hidden_layers"] = 4  # Which two stages divide.
   if values["model_type"] == "gemma4":
     text["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    of_globals = text["per_layer_config"].pop("2")
+    text["per_layer_config"] = {"1": of_globals, "3": of_globals}
     values["vision_config"]["position_embedding_size"] = 32
   elif "layer_types" in text:
     text["layer_types"] = ["full_attention"] * 4
