@@ -73,7 +73,8 @@ def get_config(arg=None):
   augment = f"decode|inception_crop({res},area_min=30)|{scale}"
   plain = f"decode|resize_small({resize})|central_crop({res})|{scale}"
   if digits:
-    plain = augment = "random_background(16)|value_range(-1,1,0,16)"
+    plain = "value_range(-1,1,0,16)"
+    augment = f"random_crop(8,pad=1)|{plain}"
   config.input = dict(
     data=data("train"), pp=f"{augment}|keep('image')", batch_size=2048
   )

@@ -125,8 +125,9 @@ FIRST_LOSS = {
   "mixtral_8x7b": (_BYTES, 0.05),
   "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
   "jit": (2.06, 0.1),  # The model predicts zeros.
-  "mae": (1.5, 0.5),  # The variance of normalised pixels, and of predictions.
-  "moco_v3": (2.2, 0.5),  # 0.8 ln(16), less as far as views are alike.
+  "mae": (1.5, 0.5),  # The variance of pixels, and of predictions.
+  # 2 views of twice the temperature; random pixels make all views unlike.
+  "moco_v3": (0.8 * math.log(128), 0.1),
   "mixer": (sigmoid_loss(1000, -6.9), 1e-3),
   "naflex": (math.log(1000), 1e-3),
   "paligemma2_3b": (math.log(260), 0.05),
