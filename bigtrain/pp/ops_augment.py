@@ -181,7 +181,11 @@ def _turned(image: Any, turns: Any) -> Any:
 def random_grayscale(
   prob: float = 0.2, key: str = "image", key_result: str | None = None
 ) -> Op:
-  """Turns an image grey with a probability; the values are Pillow's."""
+  """Turns an image grey with a probability; the values are Pillow's.
+
+  Args:
+    prob: probability that an image is changed.
+  """
   check_number("argument 'prob'", prob, least=0, most=1)
 
   def grey(image: Any, u: Any) -> Any:

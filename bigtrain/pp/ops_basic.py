@@ -223,6 +223,9 @@ def random_background(
   between 0 and `most`: digits become those of "mnist-back-rand" (Larochelle et
   al. 2007, "An empirical evaluation of deep architectures on problems with many
   factors of variation").
+
+  Args:
+    most: largest value of the background.
   """
   check_number("argument 'most'", most, above=0)
 

@@ -201,17 +201,16 @@ def embed_fn(
 
   result = _of_large(out, taught, weight_NM, by_example)
   if small is not None:
-    small_NE = _small_vectors(model, variables, rng, train, small)
-    result["small_BSE"] = by_example(small_NE)
+    vectors_NE = _small_vectors(model, variables, rng, train, small)
+    result["small_BSE"] = by_example(vectors_NE)
   if gram_weight is not None:
     # The same crops, without changes of contrast.
-    gram_crops = functools.partial(large_crops, size=gram_size or large_size)
+    crops = functools.partial(large_crops, size=gram_size or large_size)
     if "large_crops" in batch:
-      gram_crops = functools.partial(_ready_gram_crops, batch, gram_size)
-    gram_teacher = _of_teacher(variables, state["gram"]["teacher"])
-    gram_N = _gram_loss(
-      model, gram_teacher, out["encoded"], gram_crops, grid, gram_weight
-    )
+      crops = functools.partial(_ready_gram_crops, batch, gram_size)
+    teacher = _of_teacher(variables, state["gram"]["teacher"])
+    encoded = out["encoded"]
+    gram_N = _gram_loss(model, teacher, encoded, crops, grid, gram_weight)
     result["gram_BG"] = by_example(gram_N)
   return result, mutable
 

@@ -376,6 +376,8 @@ def test_parts_of_videos_are_refused(tmp_path):
   video = {"type": "video", "path": "a.mp4"}
   row = dict(messages=[{"role": "user", "content": [video, TEXT]}, ANSWER])
   path = write(tmp_path, [row])
-  message = "line 1: a part of type 'video': the model reads texts and pictures"
+  message = (
+    r"line 1: messages\[0\]: content\[0\]: video: this source reads texts"
+  )
   with pytest.raises(DataError, match=message):
     source_of("gemma4", path)
