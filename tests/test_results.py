@@ -11,7 +11,8 @@ CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
 
 def train(name, workdir, **changes):
-  config = loading.load(str(CONFIGS / f"{name}.py"))
+  name, _, arguments = name.partition(":")
+  config = loading.load(f"{CONFIGS / name}.py:{arguments}")
   config.update(changes)
   return main.train(config, str(workdir))
 
@@ -29,6 +30,14 @@ def test_a_model_of_answers_learns_which_of_two_is_preferred(tmp_path):
   newest = train("dpo", tmp_path / "dpo", model_init=str(tmp_path / "sft"))
   assert newest["val/accuracy"] >= 0.85
   assert newest["val/loss"] <= 0.40
+
+
+@pytest.mark.results
+def test_features_of_mae_are_better_than_pixels(tmp_path):
+  """Before random pixels; seeds 0 to 2 have 0.82 to 0.83, pixels 0.69."""
+  newest = train("mae:runlocal", tmp_path)
+  assert newest["knn/20nn_acc"] >= 0.78
+  assert newest["pixels/20nn_acc"] <= 0.72
 
 
 @pytest.mark.results

@@ -201,16 +201,15 @@ def embed_fn(
 
   result = _of_large(out, taught, weight_NM, by_example)
   if small is not None:
-    vectors_NE = _small_vectors(model, variables, rng, train, small)
-    result["small_BSE"] = by_example(vectors_NE)
+    small_NE = _small_vectors(model, variables, rng, train, small)
+    result["small_BSE"] = by_example(small_NE)
   if gram_weight is not None:
-    # The same crops, without changes of contrast.
-    crops = functools.partial(large_crops, size=gram_size or large_size)
-    if "large_crops" in batch:
-      crops = functools.partial(_ready_gram_crops, batch, gram_size)
-    teacher = _of_teacher(variables, state["gram"]["teacher"])
-    encoded = out["encoded"]
-    gram_N = _gram_loss(model, teacher, encoded, crops, grid, gram_weight)
+    again = functools.partial(large_crops, size=gram_size or large_size)
+    gram_crops = functools.partial(_gram_crops, batch, again, gram_size)
+    gram_teacher = _of_teacher(variables, state["gram"]["teacher"])
+    gram_N = _gram_loss(
+      model, gram_teacher, out["encoded"], gram_crops, grid, gram_weight
+    )
     result["gram_BG"] = by_example(gram_N)
   return result, mutable
 
@@ -299,8 +298,16 @@ def _large_crops(
   )
 
 
-def _ready_gram_crops(batch: Batch, size: int | None) -> jax.Array:
-  """The large crops as the Gram teacher sees them, by default the same."""
+def _gram_crops(
+  batch: Batch, again: Callable[[], jax.Array], size: int | None
+) -> jax.Array:
+  """The large crops as the Gram teacher sees them, without other contrasts.
+
+  Args:
+    again: makes the same crops again, if they are not ready.
+  """
+  if "large_crops" not in batch:
+    return again()
   if size is not None:
     raise ConfigError(
       f"config.loss.gram_size={size}: large crops made in config.input.pp need "
