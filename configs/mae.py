@@ -6,8 +6,8 @@ Command: python -m bigtrain.main --config=configs/mae.py --workdir=runs/mae
 Hardware: 8 accelerators with 80 GB.
 Result: not measured. Published after fine-tuning on ImageNet: 83.6% top-1
 accuracy of B/16. The run on digits, which lie before random pixels: 0.819 to
-0.833 accuracy of the 20 nearest neighbours over three seeds (knn/20nn_acc), 0.691
-with the pixels, 0.563 to 0.649 with a random network.
+0.833 accuracy of the 20 nearest neighbours over three seeds (knn/20nn_acc),
+0.691 with the pixels, 0.563 to 0.649 with a random network.
 Source: He et al. 2021, "Masked autoencoders are scalable vision learners",
 arxiv.org/abs/2111.06377: 75% of the patches hidden, decoder of 8 blocks of
 width 512, pixels normalised per patch, table 8 for the optimizer. Our guesses:
