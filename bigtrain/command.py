@@ -187,7 +187,7 @@ def _end(code: int, last_line: str, workdir: str | None = None) -> NoReturn:
   """Ends all processes of the job; the last line goes to standard error."""
   if workdir:
     record.note_failure(workdir, last_line)
-  # Threads that still compile would write more lines after the last one.
+  # A thread that is still compiling must not log anything after the last line.
   python_logging.disable()
   # The log may be on a disk that is full, and the other processes must still
   # end.

@@ -1,9 +1,9 @@
 """Sizes of pictures that are cut into tiles, as in LLaVA-NeXT and OneVision.
 
-A picture is resized into one of a few sizes, padded to it, and cut into tiles.
-Of the tiles' patches those of the padding are cut off again. If very many are
-left, they are interpolated to fewer. Numbers agree with those of transformers
-in every bit, so the order of float operations is theirs.
+A picture is resized to fit one of a few sizes, padded to that size and cut into
+tiles. The patches that show only padding are then dropped, and if too many
+remain, their features are interpolated to a smaller grid. The order of float
+operations is that of transformers, because rounding decides some of the sizes.
 """
 
 import math
@@ -19,7 +19,7 @@ ONEVISION_SIZES = [
 def best_size(
   height: int, width: int, sizes: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-  """The size that keeps most pixels of a picture, and of these the smallest."""
+  """The size that keeps the most pixels; of several, the smallest."""
 
   def quality(size: tuple[int, int]) -> tuple[int, int]:
     scale = min(size[1] / width, size[0] / height)

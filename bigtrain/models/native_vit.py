@@ -57,7 +57,7 @@ class Model(encoder.Fields):
   # rows, each by itself; else the first half of the pairs rotates by rows.
   rope_by_halves: bool = False
   ready: str = "squares"  # A name in READY.
-  centred: bool = False  # Whether pixels from 0 to 1 are made -1 to 1 first.
+  centred: bool = False  # Whether pixels in [0, 1] are first mapped to [-1, 1].
   norm: str = "layernorm"  # A name in encoder.NORMS.
   norm_eps: float = 1e-6  # Added to the variance in norms.
   patch_bias: bool = True  # Whether the embedding of patches has a bias.

@@ -47,8 +47,8 @@ from bigtrain.models.published import (
 from bigtrain.models.published.vits import native_towers
 
 # Which tokens see later ones: none; the tokens of a prompt, as in PaliGemma;
-# the tokens of the same picture, as in Gemma 3; or these in layers with a
-# window alone, as in Gemma 4.
+# the tokens of the same picture, as in Gemma 3; or the same, but only in layers
+# with a window, as in Gemma 4.
 MASKS = ("causal", "prefix", "image", "windowed_image")
 ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
 NORMS = ("offset_rmsnorm", "rmsnorm", "plain_rmsnorm", "layernorm")
@@ -555,7 +555,8 @@ class Projectors(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """(pictures, layers, P, width of the tower) to (pictures, layers, T, D)."""
-    # XLA alone splits the features, and gathers them for the norms.
+    # Left to itself, XLA splits the features by width and gathers them for the
+    # norms.
     x = sharding.over_batch(x)
     layers = [
       Projector(self.options, self.width, self.dtype, name=f"blocks_{i}")(

@@ -15,8 +15,8 @@ Prompts and answers are in PaliGemma's formats (Beyer et al. 2024, arXiv
 - "questions": the same of a table, JSON or Parquet, such as those of DocVQA,
   InfographicVQA, TextVQA and ChartQA.
 
-A question whose people disagree becomes a row for each answer, with its share
-of them as the weight; or one row with all answers.
+Where people answer a question differently, each answer becomes a row, weighted
+by the share of people who gave it; or one row has all answers.
 """
 
 import collections
@@ -254,7 +254,7 @@ def _vqa_v2(
     annotations: v2_mscoco_train2014_annotations.json.
     images: folder of COCO_train2014_000000000009.jpg, or of COCO's later names
       without the part before the number.
-    answers: those of "all" ten people, or the one of most.
+    answers: "all" ten, or only the one that most people gave.
   """
   check_choice("dataset.answers", answers, ("all", "majority"))
   asked = prompt or _default(style, "answer en {question}", "{question}")

@@ -1,7 +1,7 @@
 """Linear layers that clip their inputs and outputs, as in Gemma 4's tower.
 
-The bounds are constants of a published model, found when it was quantised.
-They are parameters, so that files have them, and are not trained.
+The bounds belong to a published model, which found them for quantisation. They
+are parameters so that files contain them, but they are not trained.
 """
 
 import flax.linen as nn
