@@ -293,3 +293,30 @@ def _train(config, mesh, setup):
     all_pairs.append(jax.device_get(pairs))
     first = jax.device_get(grads) if first is None else first
   return all_pairs, first, jax.device_get(state)
+
+
+def check_same(got, want, least_tokens):
+  """Asserts that two results of `train` on texts differ by rounding alone.
+
+  Args:
+    least_tokens: each step has more tokens with a loss than this.
+  """
+  pairs, *trees_of_got = got
+  want_pairs, *trees_of_want = want
+  for ours, theirs in zip(pairs, want_pairs, strict=True):
+    number = ours["supervised_tokens"][0]
+    assert number == theirs["supervised_tokens"][0] > least_tokens
+    for key, pair in ours.items():
+      np.testing.assert_allclose(pair, theirs[key], 1e-5, err_msg=key)
+  for tree, want_tree in zip(trees_of_got, trees_of_want, strict=True):
+    arrays = dict(trees.flatten_with_names(tree))
+    want_arrays = dict(trees.flatten_with_names(want_tree))
+    assert arrays.keys() == want_arrays.keys()
+    for key, array in arrays.items():
+      np.testing.assert_allclose(
+        np.asarray(array, float),
+        np.asarray(want_arrays[key], float),
+        rtol=1e-4,
+        atol=1e-5,
+        err_msg=key,
+      )
