@@ -1,5 +1,6 @@
 """The command line, exit codes and last lines."""
 
+import logging
 import os
 
 import jax
@@ -14,6 +15,13 @@ CONFIG = """
 def get_config(arg=None):
   return {"lr": 0.1, "arg": arg, "mesh": {"fsdp": -1}, "name": "a", "steps": 5}
 """
+
+
+@pytest.fixture(autouse=True)
+def logging_of_later_tests():
+  """Turns logging on again, which the end of a run turns off."""
+  yield
+  logging.disable(logging.NOTSET)
 
 
 @pytest.fixture
