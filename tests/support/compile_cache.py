@@ -16,6 +16,7 @@ import jaxlib.version
 FOLDER = pathlib.Path(__file__).parents[2] / "build" / "test-compile-cache"
 QUICK_XLA_FLAGS = (
   "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+  " --xla_cpu_parallel_codegen_split_count=1"
 )
 # The older of two code generators of XLA; newer versions lack it.
 if jaxlib.version.__version_info__ < (0, 11):
