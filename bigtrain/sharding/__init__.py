@@ -50,6 +50,7 @@ from bigtrain.sharding.rules import (
   along,
   largest_free,
   place,
+  rows_of_stack,
   spec_of,
   state_shardings,
   state_spec,

@@ -16,7 +16,8 @@ model's description of its parameters (arrays/dims.py) says which dimension they
 split, and "fsdp" chooses among the other dimensions. `tensor` splits attention
 by heads, MLPs and experts by hidden units, embeddings and output layers by
 tokens or classes. A layout that names a dimension for one of these axes, or
-"replicated", overrides the model's description.
+"replicated", overrides the model's description. Of stacks of matrices, which
+are experts, "fsdp" splits the rows if they divide.
 
 `place` applies the model's description. `state_shardings` then applies the
 rules to the names and shapes of the whole state, before anything compiles, and
@@ -54,7 +55,8 @@ DEFAULT_RULES = ((".*", "fsdp"),)
 _MIN_SIZE = 1024
 
 Shape = tuple[int, ...]
-# {dimension: axes that split it}.
+# {dimension: axes that split it}. "fsdp" prefers a dimension without axes to
+# those that are not mentioned.
 Placed = Mapping[int, tuple[str, ...]]
 # A spec, and a note about an array that could not be split, or "".
 _Result = tuple[PartitionSpec, str]
@@ -198,7 +200,8 @@ def spec_of(placed: Placed) -> PartitionSpec:
   True
   """
   entries: list[Any] = []
-  for dim in range(max(placed, default=-1) + 1):
+  last = max((dim for dim, axes in placed.items() if axes), default=-1)
+  for dim in range(last + 1):
     axes = placed.get(dim, ())
     if not axes:
       entries.append(None)
@@ -243,15 +246,20 @@ def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
 
 
 def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
-  """The largest dimension that no axis splits and that `ways` divides."""
+  """The largest dimension that no axis splits and that `ways` divides.
+
+  A dimension that is placed without axes comes first.
+  """
   free = [
     dim
     for dim, size in enumerate(shape)
-    if dim not in placed and size % ways == 0
+    if not placed.get(dim) and size % ways == 0
   ]
   # The last of equal ones: the first is often a stack of layers, and a loop
   # over layers would have to gather all of them.
-  return max(free, key=lambda dim: (shape[dim], dim), default=None)
+  return max(
+    free, key=lambda dim: (dim in placed, shape[dim], dim), default=None
+  )
 
 
 def _dimension(axis: str, dim: int) -> Layout:
@@ -414,7 +422,8 @@ def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
   """
 
   def layout(shape: Shape, mesh: Mesh, placed: Placed) -> _Result:
-    remaining = {}
+    preferred = {dim: axes for dim, axes in placed.items() if not axes}
+    remaining = dict(preferred)
     for dim, axes in placed.items():
       kept = tuple(axis for axis in axes if axis not in named_axes)
       if kept:
@@ -425,7 +434,7 @@ def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
       result = one(shape, mesh, remaining)
       assert result is not None
       spec, note = result
-      remaining = _axes_by_dim(spec)
+      remaining = preferred | _axes_by_dim(spec)
       if note:
         notes.append(note)
     return spec, "; ".join(notes)
@@ -462,7 +471,8 @@ def place(
     shapes: {name of a parameter: shape}.
     sizes: {axis: size}; other axes are not placed.
 
-  Returns: {name: (shape, {dimension: axes})} of the parameters that are split.
+  Returns: {name: (shape, {dimension: axes})} of the parameters that are split,
+    or of which `fsdp` should split a certain dimension.
   """
   splits = {name: _splits(table, name, shapes[name]) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
@@ -477,7 +487,22 @@ def place(
       )
     for name, dim in _dividing(by_axis, shapes, axis, ways).items():
       placed.setdefault(name, {})[dim] = (axis,)
+  if sizes.get("fsdp", 1) > 1:
+    for name, shape in shapes.items():
+      roles = dims.find(table, name)
+      if roles is not None and roles.stack and roles.inputs:
+        placed.setdefault(name, {}).setdefault(rows_of_stack(shape), ())
   return {name: (shapes[name], axes) for name, axes in placed.items()}
+
+
+def rows_of_stack(shape: Shape) -> int:
+  """The dimension of a stack of matrices that `fsdp` splits if it can.
+
+  On TPUs the last dimension of an array lies along the lanes of a tile. If
+  `fsdp` split that one, the gathered array would have it first, and be copied
+  to the layout that the products need.
+  """
+  return len(shape) - 2
 
 
 def _splits(table: dims.Table, name: str, shape: Shape) -> dict[str, _Split]:

@@ -207,5 +207,5 @@ def test_state_and_moments_follow_the_experts(axis):
   for part in ("params", "opt/mu"):
     spec = specs[f"{part}/blocks/moe/up/kernel"]
     assert spec[1] == axis
-    rest = {"fsdp": (None, None, "tensor"), "tensor": (None, None, "fsdp")}
+    rest = {"fsdp": (None, None, "tensor"), "tensor": (None, "fsdp")}
     assert (spec[0], *spec[2:]) == rest[axis]
