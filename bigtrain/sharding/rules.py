@@ -16,8 +16,8 @@ model's description of its parameters (arrays/dims.py) says which dimension they
 split, and "fsdp" chooses among the other dimensions. `tensor` splits attention
 by heads, MLPs and experts by hidden units, embeddings and output layers by
 tokens or classes. A layout that names a dimension for one of these axes, or
-"replicated", overrides the model's description. Of stacks of matrices, which
-are experts, "fsdp" splits the rows if they divide.
+"replicated", overrides the model's description. Of the kernels of experts,
+"fsdp" splits the experts or else the rows, if they divide.
 
 `place` applies the model's description. `state_shardings` then applies the
 rules to the names and shapes of the whole state, before anything compiles, and
@@ -55,8 +55,8 @@ DEFAULT_RULES = ((".*", "fsdp"),)
 _MIN_SIZE = 1024
 
 Shape = tuple[int, ...]
-# {dimension: axes that split it}. "fsdp" prefers a dimension without axes to
-# those that are not mentioned.
+# {dimension: axes that split it}. Dimensions without axes are those that "fsdp"
+# should split, the first if it can.
 Placed = Mapping[int, tuple[str, ...]]
 # A spec, and a note about an array that could not be split, or "".
 _Result = tuple[PartitionSpec, str]
@@ -248,18 +248,19 @@ def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
 def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
   """The largest dimension that no axis splits and that `ways` divides.
 
-  A dimension that is placed without axes comes first.
+  Those that are placed without axes come first, in their order.
   """
   free = [
     dim
     for dim, size in enumerate(shape)
     if not placed.get(dim) and size % ways == 0
   ]
+  for dim in free:
+    if dim in placed:
+      return dim
   # The last of equal ones: the first is often a stack of layers, and a loop
   # over layers would have to gather all of them.
-  return max(
-    free, key=lambda dim: (dim in placed, shape[dim], dim), default=None
-  )
+  return max(free, key=lambda dim: (shape[dim], dim), default=None)
 
 
 def _dimension(axis: str, dim: int) -> Layout:
@@ -472,7 +473,7 @@ def place(
     sizes: {axis: size}; other axes are not placed.
 
   Returns: {name: (shape, {dimension: axes})} of the parameters that are split,
-    or of which `fsdp` should split a certain dimension.
+    and of the kernels of experts.
   """
   splits = {name: _splits(table, name, shapes[name]) for name in shapes}
   placed: dict[str, dict[int, tuple[str, ...]]] = {}
@@ -491,18 +492,18 @@ def place(
     for name, shape in shapes.items():
       roles = dims.find(table, name)
       if roles is not None and roles.stack and roles.inputs:
-        placed.setdefault(name, {}).setdefault(rows_of_stack(shape), ())
+        placed[name] = experts_or_rows(shape) | placed.get(name, {})
   return {name: (shapes[name], axes) for name, axes in placed.items()}
 
 
-def rows_of_stack(shape: Shape) -> int:
-  """The dimension of a stack of matrices that `fsdp` splits if it can.
+def experts_or_rows(shape: Shape) -> dict[int, tuple[str, ...]]:
+  """The dimensions of experts' kernels [..., E, D, F] for `fsdp`: E, or else D.
 
-  On TPUs the last dimension of an array lies along the lanes of a tile. If
-  `fsdp` split that one, the gathered array would have it first, and be copied
-  to the layout that the products need.
+  A TPU gathers along the first dimension in memory. If that is not E, and the
+  part of D is no multiple of eight rows, or if F is gathered, it then copies
+  the kernels to the layout that the products need, and their gradients back.
   """
-  return len(shape) - 2
+  return {len(shape) - 3: (), len(shape) - 2: ()}
 
 
 def _splits(table: dims.Table, name: str, shape: Shape) -> dict[str, _Split]:

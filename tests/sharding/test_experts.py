@@ -31,16 +31,16 @@ def _specs(shapes, sizes, layout="fsdp", **options):
 @pytest.mark.parametrize(
   "shape, spec",
   [
-    ((8, 16, 64), (None, "fsdp")),
-    ((64, 16, 8), (None, "fsdp")),
-    ((3, 8, 16, 64), (None, None, "fsdp")),  # Three layers.
-    ((8, 12, 64), (None, None, "fsdp")),  # 8 does not divide the rows.
-    ((8, 3, 8, 12, 64), (None, None, None, None, "fsdp")),
-    ((8, 20, 36), ("fsdp",)),
+    ((8, 16, 64), ("fsdp",)),
+    ((3, 8, 16, 64), (None, "fsdp")),  # Three layers.
+    ((4, 16, 64), (None, "fsdp")),  # 8 does not divide the experts.
+    ((3, 4, 16, 64), (None, None, "fsdp")),
+    ((4, 12, 64), (None, None, "fsdp")),  # Nor the rows.
+    ((8, 4, 12, 64), (None, None, None, "fsdp")),  # The layers would, too.
     ((8, 8, 8), ()),  # Fewer elements than min_size.
   ],
 )
-def test_fsdp_splits_the_rows_of_experts_if_they_divide(shape, spec):
+def test_fsdp_splits_experts_or_else_rows_if_they_divide(shape, spec):
   name = "blocks/moe/down/kernel"
   assert _specs({name: shape}, dict(fsdp=8)) == {name: spec}
 
@@ -57,7 +57,7 @@ def test_other_arrays_are_split_at_their_largest_dimension():
 
 
 def test_rows_over_tensor_are_not_split_again():
-  shapes = {"moe/up/kernel": (4, 16, 64), "moe/down/kernel": (4, 64, 16)}
+  shapes = {"moe/up/kernel": (6, 16, 64), "moe/down/kernel": (6, 64, 16)}
   assert _specs(shapes, dict(fsdp=4, tensor=2)) == {
     "moe/up/kernel": (None, "fsdp", "tensor"),
     "moe/down/kernel": (None, "tensor", "fsdp"),
@@ -91,11 +91,13 @@ def test_a_layout_of_the_config_decides(layout, spec):
   assert _specs({name: (8, 16, 64)}, sizes, layout) == {name: spec}
 
 
-# 8 divides 24 rows of `down`, and not 20: then its columns are split.
-@pytest.mark.parametrize("hidden", [24, 20])
-def test_layers_gather_the_dimension_that_the_state_is_split_by(hidden):
+# 8 divides 8 experts, and not 4. It divides 24 rows of `down`, and not 20.
+@pytest.mark.parametrize("num_experts, hidden", [(8, 24), (4, 24), (4, 20)])
+def test_layers_gather_the_dimension_that_the_state_is_split_by(
+  num_experts, hidden
+):
   layer = moe.Moe(
-    moe.Options(E, top_k=2, router_init_std=1.0),
+    moe.Options(num_experts, top_k=2, router_init_std=1.0),
     mlp.Options(hidden, "swiglu", init_std=0.25, out_init_std=0.2),
   )
   x = np.random.default_rng(0).normal(size=(B, L, D)).astype(np.float32)

@@ -117,8 +117,8 @@ def _weights_of(
     ways = split.mesh.shape["fsdp"]
     dim = None
     if split.axis != "fsdp" and ways > 1:
-      if kernel.ndim == 3:  # A bias has no rows.
-        placed.setdefault(sharding.rows_of_stack(kernel.shape), ())
+      if kernel.ndim == 3:  # No bias.
+        placed = sharding.experts_or_rows(kernel.shape) | placed
       dim = sharding.largest_free(kernel.shape, ways, placed)
     if dim is not None:
       placed[dim] = ("fsdp",)
