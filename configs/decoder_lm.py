@@ -177,7 +177,8 @@ RECIPES = {
     vocab_size=201_088,
     model=dict(scan=True, remat_policy="nothing_saveable"),
     tiny="gpt_oss_mu",
-    loss=dict(load_balance=0.01, router_z=0.001),
+    # 2,048 tokens of a device's eight sequences at a time, as for gemma3_1b.
+    loss=dict(load_balance=0.01, router_z=0.001, chunk=256),
     mesh=dict(replica=1, fsdp=-1),
   ),
   "qwen3_5_9b": Recipe(
@@ -199,7 +200,7 @@ RECIPES = {
     vocab_size=151_936,
     model=dict(scan=True, remat_policy="nothing_saveable"),
     tiny="qwen3_next_mu",
-    loss=dict(load_balance=0.001, router_z=0.001),
+    loss=dict(load_balance=0.001, router_z=0.001, chunk=2048),
     mesh=dict(replica=1, fsdp=-1),
   ),
   "deepseek_v3": Recipe(

@@ -25,6 +25,7 @@ class Recipe(NamedTuple):
     init: folder of the published model, unless given.
     model: arguments of the model.
     tiny: those that differ with `runlocal`.
+    loss: arguments of the loss, if any.
     tiny_tokens: image tokens of a picture with `runlocal`.
     pictures: how pictures stand in texts, see bigtrain/text/pictures.py.
     length: tokens of an example.
@@ -49,6 +50,7 @@ class Recipe(NamedTuple):
   wd: float
   warmup_percent: float
   frozen: str | None = None
+  loss: dict[str, Any] | None = None
   tiny_tokens: int = 8
   mesh: dict[str, int] = dict(replica=1, fsdp=-1)
 
@@ -144,6 +146,9 @@ RECIPES = {
     lr=1e-5,
     wd=3e-7,
     warmup_percent=5,
+    # 2,048 tokens of a device's 16 rows at a time: the gradient of a kernel
+    # with 257,216 columns is read and written for each part of the logits.
+    loss=dict(chunk=128),
   ),
   "gemma3_4b": Recipe(
     init="models/gemma-3-4b-pt",
@@ -248,6 +253,8 @@ def make(recipe, arg):
     return rows | dict(name="digit_scenes", split="train" if train else "test")
 
   config.task = "language_modeling"
+  if recipe.loss:
+    config.loss = dict(recipe.loss)
   config.input = dict(
     data=rows(True, pack=True),
     batch_size=recipe.batch_size if not arg.runlocal else 16,
