@@ -27,7 +27,7 @@ LossFn: TypeAlias = Callable[[Variables, Batch, Any], tuple[Metrics, Variables]]
 GradientsFn: TypeAlias = Callable[
   [Any, Batch], tuple[Params, Metrics, Variables]
 ]
-# (variables, batch, **options) -> whatever the evaluator wants.
+# (variables, batch, **options) -> outputs for the evaluator.
 PredictFn: TypeAlias = Callable[..., Any]
 
 

@@ -232,7 +232,7 @@ def _continue(
   """Continues the state of another run of this program."""
   state, manifest = warm_start.load_state(source, state_spec)
   check_origin(manifest.host_state)
-  # Time accounts and hooks start anew, because they are the other run's.
+  # Time accounts and hooks start afresh: the saved ones are another run's.
   old = manifest.host_state
   return Start(
     state,

@@ -33,8 +33,8 @@ class Upcycling(NamedTuple):
 
   # Standard deviation of noise on the experts, as a multiple of the array's.
   noise: float = 0.0
-  # Share of each expert's hidden units that begin anew, drawn with the mean and
-  # the deviation of the array.
+  # Share of each expert's hidden units that are drawn at random instead, with
+  # the mean and the deviation of the array.
   reinit_fraction: float = 0.0
   seed: int = 0  # Of both.
 

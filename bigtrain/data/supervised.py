@@ -141,7 +141,7 @@ class Source:
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     references: whether examples are prompts, with their answers as references
       for evaluators.generate. A row with several answers is several examples;
-      with a number, it is one with up to so many references.
+      with a number, it is one example with at most that many references.
     masks: whether the right masks of "coco_segmentation" are features.
     preferences: whether rows have two answers, or a judgement of one. In pydoc,
       the rejected answer is a later sentence of the same documentation.

@@ -213,7 +213,7 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
 
 
 def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
-  """How prompts are written, as `prompts` of data/supervised.py."""
+  """Options that write prompts as in training; see data/supervised.py."""
   tokenizer = tokenizers.get(path)
   prompts: dict[str, Any] = {
     "bos": tokenizer.adds_bos,

@@ -39,8 +39,8 @@ FeatureTypes = dict[str, tuple[Any, Sequence[int | None] | None]]
 # of the step's batch.
 Plan = Callable[[int, int, int], order.Order]
 
-# Examples that are tried for one row, replacements included. If so many fail,
-# the data or the ops are wrong, not single examples.
+# Attempts to fill one row, replacements included. If all of them fail, the data
+# or the ops are wrong, and not just single examples.
 _MAX_ATTEMPTS = 100
 
 

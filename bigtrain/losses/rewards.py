@@ -116,7 +116,7 @@ def with_divergence(
 
 
 def advantages(kind: str, reward_BG: jax.Array) -> jax.Array:
-  """How much better an answer is than its group, [B, G]."""
+  """Rewards relative to the other answers of a group, [B, G]."""
   advantage_BG = reward_BG - jnp.mean(reward_BG, axis=1, keepdims=True)
   if kind == "rloo":  # Relative to the mean of the other answers.
     G = reward_BG.shape[1]

@@ -96,9 +96,9 @@ class Model(nn.Module):
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
   rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
-  # Share of features that rotate, the first ones.
+  # Share of a head's features that rotate: the first ones.
   rope_fraction: float = options.DERIVED
-  # Whether 2 i and 2 i + 1 are a pair.
+  # Whether features 2 i and 2 i + 1 form a pair.
   rope_interleaved: bool = options.DERIVED
   rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
   # Options of positions.Axes, if positions have three axes; None for one.
@@ -109,8 +109,8 @@ class Model(nn.Module):
   norm_scaled: bool = True  # Whether norms of the stream have a scale.
   embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
-  parallel: bool = False  # Whether attention and MLP have one input.
-  parallel_norms: bool = False  # Whether each then has a norm of its own.
+  parallel: bool = False  # Whether attention and MLP read the same input.
+  parallel_norms: bool = False  # Whether each of them then has its own norm.
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
@@ -123,17 +123,17 @@ class Model(nn.Module):
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
   # Number of modules that each predict one more token, see multi_token.py.
   mtp: int = 0
-  # Number of classes of a text, 1 for a reward or a number, by a linear layer
-  # `score`, without a bias.
+  # Number of classes of a text, or 1 for a reward or another number, which a
+  # linear layer `score` without a bias predicts; None to predict tokens.
   num_classes: int | None = None
-  pool: str = "last"  # What represents a text: its "last", "first" or "mean".
+  pool: str = "last"  # The state of a whole text: "last", "first" or "mean".
   # Norms of queries and keys, "head", "projection" (over all heads), "l2" (by
   # head, without a scale) or None; True is "head".
   qk_norm: Any = None
   qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
   qkv_clip: float | None = None  # Largest entry of queries, keys and values.
-  window: int | None = None  # Number of positions that each one sees.
-  # Positions see only those in the same chunk of so many, as in Llama 4.
+  window: int | None = None  # Number of positions that each one attends to.
+  # Number of positions of a chunk: attention stays within one, as in Llama 4.
   chunk: int | None = None
   # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
@@ -149,8 +149,8 @@ class Model(nn.Module):
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.
   keys_as_values: bool = False
-  # Whether a layer reads the keys and values of the last layer before it that
-  # has its own, as many heads, and the same width and window.
+  # Whether a layer uses the keys and values of an earlier layer: the last one
+  # that has its own, with the same number of heads, head width and window.
   shares_kv: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
@@ -159,7 +159,7 @@ class Model(nn.Module):
   residual_multiplier: float = 1.0  # Of residual branches.
   # See layer_inputs.Options: embeddings of tokens for each layer.
   layer_inputs: Any = None
-  # Whether each layer's output has a factor, which is not trained.
+  # Whether each layer's output is multiplied by a factor, which is not trained.
   layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
   # Logits x become cap * tanh(x / cap).
@@ -212,11 +212,11 @@ class Model(nn.Module):
         in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
-      prefix: int (B,), number of leading tokens that all tokens see, also those
-        before them. Not with segments or a window.
-      inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
-        of the tokens' own.
-      added: (B, n, L, D), what is added after each of the first n layers.
+      prefix: int (B,), number of leading tokens that all tokens attend to, even
+        tokens before them. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L): where they replace the
+        tokens' own embeddings.
+      added: (B, n, L, D), added to the stream after each of the first n layers.
       groups: groups of the tokens and of the positions that they may see.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
@@ -329,7 +329,7 @@ class Model(nn.Module):
     return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
-    """What `config.model.pool` makes of each text: (B, D)."""
+    """Features (B, D) of whole texts, by `config.model.pool`."""
     real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)

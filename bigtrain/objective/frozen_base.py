@@ -26,7 +26,7 @@ KEY = "config.model_init"
 
 
 class Loaded(NamedTuple):
-  """What a source of a base holds, sorted by its use."""
+  """The arrays of a base that has been read, sorted by use."""
 
   base: Any  # The arrays that stay as they are, perhaps quantized.
   # Goes into checkpoints: {"digest": of the base's arrays before quantization,
@@ -55,7 +55,7 @@ class Base:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """What checkpoints say of the base; known once it is loaded."""
+    """Identification of the base in checkpoints; known once it is loaded."""
     return self._loaded.saved
 
   def load(self) -> dict[str, Any]:

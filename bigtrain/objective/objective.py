@@ -109,7 +109,7 @@ class Objective:
 
   @functools.cached_property
   def param_views(self) -> dict[str, View]:
-    """How optimizers see parameters: which dimensions are inputs, and so on."""
+    """The meaning of each parameter's dimensions, for optimizers."""
     return views.of_model(self.model_module, self.model, self.params_spec)
 
   @functools.cached_property

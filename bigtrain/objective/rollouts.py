@@ -160,7 +160,7 @@ class Rollout:
         )
 
   def report(self) -> Callable[[], dict[str, Any]]:
-    """What the log entry of the newest step says of its rewards."""
+    """Returns a function that reports the newest step's rewards."""
     if self._newest is None:
       return dict
     return self._report(*self._newest)
@@ -168,7 +168,7 @@ class Rollout:
   # The set, as a part of checkpoints.
 
   def no_set(self) -> dict[str, Any]:
-    """What a checkpoint has beside the train state while there is no set."""
+    """The entries of a checkpoint, besides the train state, without a set."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.saved_spec)
     if zeros:
       zeros[_ENTRY]["number"] -= 1
@@ -185,7 +185,7 @@ class Rollout:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """What checkpoints have beside the train state; see `saved_spec`."""
+    """The current set's entries in a checkpoint; see `saved_spec`."""
     if not self.saved_spec:
       return {}
     number = jax.device_put(np.int32(self._number), self._replicated)
@@ -218,7 +218,7 @@ class Rollout:
     return self._input.start(first_set * size, max(first_set, last_set) * size)
 
   def _warn_of_calls(self) -> None:
-    """Says what a run that goes on cannot know to be as it was."""
+    """Warns of judges and tools that may answer differently after a restart."""
     names = [
       name
       for part in self._input.engine.parts

@@ -36,7 +36,7 @@ TASKS = "tasks"
 
 
 class TaskResult(NamedTuple):
-  """What the next state of a task depends on, beside the parameters."""
+  """Inputs of a task's `update_state`, besides the parameters."""
 
   state: Any  # The state in this step.
   sums: Any  # What its loss adds up over the step.

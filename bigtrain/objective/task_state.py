@@ -14,8 +14,8 @@ microbatches of a step, such as the sum of a teacher's outputs; `update_state`
 gets it as `sums`.
 
 The train state has the trees as "tasks", by the names of several tasks. They
-are sharded, saved and restored like parameters. The state of a task that begins
-later is made anew at its first step, from the parameters of that step.
+are sharded, saved and restored like parameters. If a task begins later, its
+state is initialised again at its first step, from the parameters of that step.
 """
 
 import inspect

@@ -14,7 +14,7 @@ _FEATURES = ("image", "shapes")
 
 
 class Picture(NamedTuple):
-  """What a model sees of a picture."""
+  """A picture as a model's input."""
 
   # Float32 [height, width, 3], [tiles, height, width, 3], or patches [P,
   # values].

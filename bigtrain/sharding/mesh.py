@@ -69,7 +69,7 @@ class Schedule(NamedTuple):
   microbatches: int = 0
 
   def split(self, examples: int) -> "Schedule | None":
-    """The schedule with its number of microbatches for so many examples.
+    """The schedule, with a number of microbatches that suits the examples.
 
     That is the largest number that divides the examples, up to `microbatches`,
     and by default up to four for each stage. None if the examples do not divide

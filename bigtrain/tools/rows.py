@@ -66,7 +66,7 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass
 class Survey:
-  """What was found in the rows of files."""
+  """Statistics of the rows of files."""
 
   files: list[str]
   settings: dict[str, Any]  # Arguments of the source.

@@ -356,7 +356,7 @@ def _stacked(
 
 
 class Run(NamedTuple):
-  """What a run has to write."""
+  """A trained run that is written as PEFT's files."""
 
   params: Mapping[str, np.ndarray]  # Factors, and what trained in full.
   options: Options  # config.adapters.

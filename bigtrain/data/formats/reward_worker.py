@@ -28,7 +28,7 @@ _IMPORT_SECS = 300.0
 
 
 class Failure(NamedTuple):
-  """What went wrong in a call."""
+  """The error of a call that failed."""
 
   message: str
 
@@ -200,5 +200,5 @@ def _takes_messages(fn: Any) -> bool:
 
 
 def _limit(secs: float) -> None:
-  """Ends this process after some seconds, whatever it is doing then."""
+  """Ends this process after some seconds, even if it hangs."""
   signal.setitimer(signal.ITIMER_REAL, secs)

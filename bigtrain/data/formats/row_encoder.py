@@ -231,7 +231,7 @@ class Encoder:
     )
     prompt = int(trained.argmax())
     if self._pairs and trained.any():
-      # The targets end with the answer, whatever the template adds after it.
+      # The targets end with the answer, even if the template adds more text.
       ids = ids[: len(trained) - int(trained[::-1].argmax())]
     return Row(ids, prompt, trained[: len(ids)])
 

@@ -73,7 +73,8 @@ class Rows:
   def spans(self, rows: np.ndarray, pairs: bool) -> np.ndarray:
     """Returns (start, stop) of the ids of rows, int64 [rows, 1, 2].
 
-    With `pairs`, the prompt and the answer have one each, [rows, 2, 2].
+    With `pairs`, there is one for the prompt and one for the answer, [rows, 2,
+    2].
     """
     start, stop = self._starts[rows], self._starts[rows + 1]
     if not pairs:

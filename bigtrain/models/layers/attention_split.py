@@ -51,12 +51,12 @@ LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
 class Plan(NamedTuple):
-  """Which blocks of an attention the devices compute, and in what order."""
+  """The assignment of attention's blocks to devices, and their order."""
 
   ways: int  # n.
   queries: int  # L, in tokens.
   keys: int  # S.
-  # What the order of the positions masks; not causal with a prefix.
+  # Mask by the order of positions; not causal with a prefix.
   order: masks.Mask
   # Whether keys and values pass in a ring; otherwise they are gathered.
   ring: bool

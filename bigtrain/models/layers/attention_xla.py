@@ -97,7 +97,7 @@ def _powers(
 
 
 class _Static(NamedTuple):
-  """What is known before the run."""
+  """Constants of the compiled program."""
 
   scale: float
   reach: int  # Number of positions that a query attends to, for model FLOPs.

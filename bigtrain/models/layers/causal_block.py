@@ -262,7 +262,7 @@ def _empty_view(options: Options, x_BLD: jax.Array) -> kv_cache.View:
 def _gated_input(
   options: Options, x_BLD: jax.Array, inputs_BLNI: jax.Array, layer: Any
 ) -> jax.Array:
-  """What a layer's own input adds to the stream, before its norm."""
+  """The contribution of a layer's own input to the stream, before its norm."""
   input_BLI = jax.lax.dynamic_index_in_dim(
     inputs_BLNI, layer, axis=2, keepdims=False
   )
@@ -423,5 +423,8 @@ def _mlp(options: Options) -> mlp.Options:
 
 
 def _out_init_std(options: Options) -> float:
-  """Of kernels that write to the residual stream, twice in each layer."""
+  """Initial deviation of kernels that write to the residual stream.
+
+  There are two of them in each layer.
+  """
   return options.init_std / (2 * options.depth) ** 0.5

@@ -80,7 +80,7 @@ class Layers(NamedTuple):
     lengths: jax.Array | int,
     added_BNLD: jax.Array | None = None,
   ) -> causal_block.Tables:
-    """What all layers of a call share.
+    """Tables that depend on positions, computed once for all layers of a call.
 
     Args:
       lengths: one for each token's text (B, L), or one for all texts.

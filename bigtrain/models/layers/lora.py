@@ -112,7 +112,7 @@ class Options(NamedTuple):
 
 
 def is_table(name: str) -> bool:
-  """Whether a parameter is the table of embeddings, which is no kernel."""
+  """Whether a parameter is the embedding, which is not a kernel."""
   return name.split("/")[-1] == _TABLE
 
 

@@ -505,7 +505,8 @@ def merged(reports: Any) -> Any:
   """The statistics of a batch, from those of its microbatches (axis 0).
 
   Means are weighted by the microbatches' numbers of real tokens. The
-  load-balance loss is a product of two means, and computed anew.
+  load-balance loss is a product of two means, so it is computed again from
+  these.
   """
 
   def merge(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -607,7 +608,7 @@ def route(
 
 
 class Scores(NamedTuple):
-  """What a router says of each token and expert."""
+  """A router's scores of each token and expert."""
 
   own_BLE: jax.Array  # Softmax over all experts, or sigmoid.
   probs_BLE: jax.Array  # The same, adding up to 1.

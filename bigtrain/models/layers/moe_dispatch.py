@@ -38,7 +38,7 @@ _IN_EXAMPLES = ("sequence", "tensor")
 
 
 class Split(NamedTuple):
-  """How a layer is split over a mesh."""
+  """Layout of an MoE layer on a mesh."""
 
   mesh: jax.sharding.AbstractMesh
   axis: str | None  # Axis of whole experts; None if each device needs all.

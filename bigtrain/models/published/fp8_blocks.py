@@ -131,7 +131,7 @@ def check(
 def specs(
   name: str, shape: Sequence[int]
 ) -> dict[str, tuple[Sequence[int], str]]:
-  """{name: (shape, dtype)} of the arrays that stand for a matrix."""
+  """{name: (shape, dtype)} of the arrays that encode a matrix."""
   blocks = [-(-size // BLOCK) for size in shape]
   return {
     name: (shape, "float8_e4m3fn"),

@@ -23,14 +23,14 @@ _KEPT = r".*(router|shared_gate|projection)/kernel"
 
 
 class Encoded(NamedTuple):
-  """The arrays that stand for one matrix in a file."""
+  """The arrays that encode one matrix in a file."""
 
   specs: Mapping[str, tuple[Sequence[int], str]]  # {name: (shape, dtype)}.
   encode: Callable[[np.ndarray], Sequence[np.ndarray]]  # In the same order.
 
 
 class Plan(NamedTuple):
-  """What quantisation changes of an export."""
+  """The quantised arrays of an export, and their entry in config.json."""
 
   encoded: Mapping[str, Encoded]  # By the name of the matrix.
   config: Mapping[str, Any]  # config.json's quantization_config.

@@ -294,7 +294,7 @@ GEMMA4 = Family(
     ),
     _theta(100.0),
   ),
-  # The library's layers have no biases, whatever `attention_bias` says.
+  # The library's layers have no biases, even if `attention_bias` is true.
   harmless=(
     *encoder_rules.HARMLESS,
     "attention_bias",

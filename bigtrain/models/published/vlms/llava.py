@@ -85,7 +85,7 @@ def _tiles(sizes: Sequence[tuple[int, int]], limited: bool) -> Rule:
 
 
 def _llava_features(parts: Rule, *, tiled: bool = False) -> Rule:
-  """Which layer the features are of, and whether the class token is one."""
+  """The keys that choose the layer of the features, and the class token."""
   layer, strategy = "vision_feature_layer", "vision_feature_select_strategy"
 
   def read(config: ConfigJson) -> dict[str, Any]:
