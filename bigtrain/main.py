@@ -149,8 +149,8 @@ def _train(
   )
 
   # ============================== Objective ===================================
-  # What is learned: the tasks, the model, and what else the gradients need,
-  # such as a teacher or the frozen base of adapters.
+  # The tasks, the model, and everything else that the gradients need, such as a
+  # teacher or the frozen base of adapters.
 
   objective = objectives.from_config(
     config, train_input, mesh, seed, run.lengths.units
@@ -432,7 +432,7 @@ def _train(
     objective.rollout.compile(run.programs)
     update = compiled.result()
 
-  # What the loop does at some steps: check, save, evaluate. Evaluators are
+  # Actions of the loop at some steps: check, save, evaluate. Evaluators are
   # built in the background, one after the other.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)

@@ -274,7 +274,7 @@ def _copy_into_optimizer(state: dict[str, Any]) -> None:
     param = match[1] if match else ""
     if param not in params:
       return x
-    # A copy of its own, because an update is given the memory of both.
+    # A separate copy, because the update donates the memory of both.
     value = jnp.array(params[param], x.dtype, copy=True)
     return jax.device_put(value, x.sharding)
 

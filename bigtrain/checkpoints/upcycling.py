@@ -22,7 +22,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 
 # Arrays of experts, (N, E, D, F) or biases (N, E, F); N is missing in some.
 _EXPERTS = re.compile(r"((?:.*/)?)moe/(up|gate|down)/(kernel|bias)")
-# What else a layer with experts has, and a dense one does not.
+# Other arrays of a layer with experts that a dense layer lacks.
 _ROUTER = re.compile(
   r"(.*/)?moe/(router/(kernel|bias)|router_scale|expert_scale|selection_bias)"
 )

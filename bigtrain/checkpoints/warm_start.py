@@ -12,7 +12,7 @@ model's own rules, such as the resampling of position embeddings, are in its
 normalisation, have names like "batch_stats/bn1/mean".
 
 With `parts`, each part of a model, such as the tower and the decoder of
-models.vision_language, comes from a source of its own.
+models.vision_language, comes from its own source.
 """
 
 import collections
@@ -178,8 +178,8 @@ class _Changes(NamedTuple):
   """Specs of the model, and of the file before rows and experts are added."""
 
   model: Mapping[str, Any]  # The model's specs by name.
-  dense: Mapping[str, Any]  # Those with MLPs in place of upcycled experts.
-  in_file: Mapping[str, Any]  # Those without new rows, too.
+  dense: Mapping[str, Any]  # The same, with MLPs in place of upcycled experts.
+  in_file: Mapping[str, Any]  # The same as `dense`, without new rows.
   rows: AddedRows | None
   how: upcycling.Upcycling | None
 

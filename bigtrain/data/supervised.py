@@ -107,7 +107,7 @@ _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
 
 class Source:
-  """The rows of one or more files; if packed, several make an example.
+  """The rows of one or more files. With `pack`, rows share examples.
 
   Args:
     tokenizer: "bytes" or a path, such as the folder of a published model; or
@@ -120,8 +120,8 @@ class Source:
     split: split of these: "train", "test" (every tenth question) or "all".
     dataset: a published data set of pictures, in its own files: dict(name=...)
       and arguments of formats/picture_sets.py.
-    template: chat template, by default the one beside the tokenizer: a name
-      (`chat.NAMES`), a file or a folder.
+    template: chat template, by default the one in the tokenizer's folder: a
+      name (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
     date: date for templates that print today's, such as "2026-01-31".
     loss: which tokens of a conversation have a loss: the answers of the
@@ -528,7 +528,8 @@ class Source:
     return result
 
   def _digest_of(self, *options: Any) -> str:
-    # Those that are newer than others, so that older runs can be continued.
+    # Newer options count only if they are used, so that older runs can be
+    # continued.
     new_options: list[Any] = row_shapes.new_forms(self._rows.counts)
     new_options += ["references"] * self._references
     new_options += [self._together] * (self._together > 0)
@@ -675,7 +676,7 @@ class Source:
 def _checked_sizes(
   length: Any, loss: str, too_long: str, skip_errors: int
 ) -> list[int]:
-  """Returns `length` as a list, and checks the options beside it."""
+  """Checks `length` and some other options; returns `length` as a list."""
   sizes = [length] if isinstance(length, int) else [*length]
   for size in sizes:
     check_number("supervised: length", size, least=1, whole=True)

@@ -64,7 +64,7 @@ class Splits(Batches):
 
       return jax.tree.map(of_layer, predict_fn(variables, batch)), label
 
-    # Any number of classes: a probe has a head of its own.
+    # Any number of classes, because a probe has its own head.
     train_batches = self.labelled(self.label_key, None)
     test_batches = train_batches.replace(
       data=self.test_data, num_examples=self.num_test_examples

@@ -126,7 +126,9 @@ def find(
     return _find_export(paths.absolute(path), key)
   if safetensors_files.is_folder(paths.absolute(path)):
     if step is not None:
-      raise ConfigError(f"step={step}: {path} is no workdir; it has no steps.")
+      raise ConfigError(
+        f"step={step}: {path} is not a workdir, so it has no steps."
+      )
     return _find_published(paths.absolute(path), key, allow_unread)
   directory = folders.find_named(path, step, key)
   content = folders.read_manifest(directory)

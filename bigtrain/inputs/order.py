@@ -161,8 +161,8 @@ class Schedule:
   changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
   # Successive rows with the same example, each with its own random numbers.
   repeats: int = 1
-  # What the steps draw at random, such as an image size: step s draws the
-  # number that is this schedule's source at row s.
+  # Random draws of the steps, such as image sizes: step s draws the number of
+  # this schedule's source at row s.
   by_step: "Schedule | None" = None
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False

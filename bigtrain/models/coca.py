@@ -30,8 +30,8 @@ class Model(cappa.Captioner):
   # Depth of the decoder that reads texts; by default decoder_depth.
   text_depth: int = options.DERIVED
   num_queries: int = 256  # N, for the captions.
-  # What the embedding's query attends to: the output of the captions' queries,
-  # "cascade", or the patches, as they do, "parallel".
+  # Input of the embedding's query: "cascade", the output of the captions'
+  # queries; or "parallel", the patches.
   pool: str = "cascade"
   out_dim: int = 512  # E.
   temperature_init: float = 1 / 0.07  # Scale of the logits; its log is learned.

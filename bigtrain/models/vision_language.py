@@ -342,7 +342,7 @@ class Model(nn.Module):
     return cls(**given, parent=None)
 
   def text_decoder(self) -> Any:
-    """The decoder as a model of its own; its parameters are below llm/."""
+    """The decoder as a separate model; its parameters are below llm/."""
     cls, given = self._part("text", self.text_model, self.text)
     return cls(**given, parent=None)
 
@@ -429,7 +429,7 @@ class Model(nn.Module):
         f"{expected} image tokens of a picture of {height} x {width} pixels."
       )
 
-  # What tasks ask of a decoder.
+  # Methods that tasks call on a decoder.
 
   @property
   def vocab_size(self) -> int:

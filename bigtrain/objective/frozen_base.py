@@ -162,7 +162,7 @@ def load(
         out_shardings=layout,
       )
       base[name] = quantize(base[name], **options)
-  # What is left of the parameters trains in full.
+  # The remaining parameters are trained in full.
   others = {"params": trees.from_flat(params), **variables}
   return Loaded(trees.from_flat(base), saved, others)
 

@@ -30,7 +30,7 @@ OPT_SHARDING = ("fsdp", "replica")
 class InitialVariables:
   """Draws a model's variables; `boxed` may wrap arrays in flax's boxes.
 
-  Flax puts an array whose axes have names into a box beside these names.
+  Flax puts an array whose axes have names into a box, together with the names.
   """
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):

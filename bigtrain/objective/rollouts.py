@@ -51,7 +51,7 @@ from bigtrain.objective import (
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
 _ENTRY = "rollouts"
-# What a task's `score` needs, where there is one.
+# Features for a task's `score`, if it has one.
 _SCORED = ("tokens", "targets", "loss_mask", *turns.OF_PROMPTS)
 
 
@@ -64,8 +64,8 @@ class Rollout:
     exists: whether the task has a rollout.
     drawn: (spec, share of the steps) of each batch size that steps draw.
     spec: the largest of these specs.
-    saved_spec: what checkpoints have beside the train state; {} unless several
-      updates share a set.
+    saved_spec: entries of checkpoints besides the train state; {} unless
+      several updates share a set.
   """
 
   def __init__(
@@ -102,7 +102,7 @@ class Rollout:
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
     self._specs = variables_spec, self.spec, step
-    # What the update gets: the task's batch, and what the sources judge.
+    # Inputs of the update: the task's batch, and the sources' rewards.
     made = jax.eval_shape(self._make, *self._specs)
     judged = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, judged)
@@ -175,7 +175,7 @@ class Rollout:
     return zeros
 
   def restore(self, state: TrainState) -> TrainState:
-    """Takes the set out of what was restored; returns the train state."""
+    """Takes the set out of a restored state; returns the train state."""
     state = dict(state)
     if self.saved_spec:
       saved = dict(state.pop(_ENTRY))
@@ -227,9 +227,9 @@ class Rollout:
     if names:
       logging.warning(
         "The answers since the checkpoint are written again, and judged again "
-        "by %s. If it returns the same for the same answers, this run ends as "
-        "one without an interruption would; else its rewards since then cannot "
-        "be had again.",
+        "by %s. If it returns the same rewards for the same answers, this run "
+        "ends with the same result as without the interruption; otherwise it "
+        "cannot be reproduced exactly.",
         ", ".join(dict.fromkeys(names)),
       )
 

@@ -114,7 +114,7 @@ def split_task(
 
 def uses_teacher(task: Any, teacher: Any) -> bool:
   """Whether the task's loss takes the teacher, or several of them."""
-  # Several teachers have weights or a list of what to distill.
+  # With several teachers, a task has `weights` or a list of what to distill.
   several = isinstance(teacher, dict)
   expected = {"distill", "weights"} if several else {"teacher"}
   return bool(expected & inspect.signature(task.loss_fn).parameters.keys())

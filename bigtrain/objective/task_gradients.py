@@ -39,7 +39,7 @@ class TaskResult(NamedTuple):
   """Inputs of a task's `update_state`, besides the parameters."""
 
   state: Any  # The state in this step.
-  sums: Any  # What its loss adds up over the step.
+  sums: Any  # The totals of its `task_sums` over the step.
 
 
 class Summand(NamedTuple):
@@ -68,7 +68,7 @@ def add_up(summands: Sequence[Summand], trainable: Any) -> GradientsFn:
     total: dict[str, jax.Array] = {}  # The gradient by the parameters' names.
     loss: Any = 0.0
     all_metrics: Metrics = {}
-    summed: Variables = {}  # What the model adds up over the step.
+    summed: Variables = {}  # The model's `step_sums` and the like.
     results: dict[str, Any] = {}  # Of tasks with state.
     for part in summands:
       name = part.entry.name

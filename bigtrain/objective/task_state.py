@@ -1,7 +1,7 @@
 """State of a task: teachers that follow the student, centres, queues.
 
-A task that needs memory beside the parameters declares it as a tree of arrays
-and says how a step changes it:
+A task that needs state besides the parameters defines it as a tree of arrays,
+and how a step changes it:
 
   def init_state(params, *, model, **options): ...
   def update_state(state, *, params, sums, model, **options): ...
@@ -117,8 +117,8 @@ def check_teacher(entry: Entry, state: Any, params: Params) -> None:
   for name, x in trees.flatten_with_names(state["teacher"]):
     if name not in shapes:
       raise ConfigError(
-        f"{entry.loss_key}: the teacher has {name}, which is no parameter of "
-        f"the student, such as {next(iter(shapes))}."
+        f"{entry.loss_key}: the teacher has {name}, but the student has no "
+        f"such parameter; expected a name such as {next(iter(shapes))}."
       )
     if x.shape != shapes[name]:
       raise ConfigError(

@@ -24,7 +24,7 @@ from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-# What precedes the slash in names of the program's own metrics: "lr/critic".
+# Prefixes of the program's own metrics, as in "lr/critic".
 _OTHER_METRICS = ("lr", "grad_norm", "account")
 
 

@@ -96,8 +96,8 @@ def _check_has_no_copies(recipe: Recipe) -> None:
   """Raises ConfigError if the optimizer's state has parameters of its own."""
   if recipe.wrap is not None:
     raise ConfigError(
-      "config.qk_clip: expected an optimizer without a wrapper, which keeps "
-      "other parameters than those of the step."
+      "config.qk_clip: expected an optimizer without a wrapper, which keeps a "
+      "second set of parameters that would not be clipped."
     )
 
 

@@ -226,7 +226,7 @@ def _check_end(
     f"message {number}: the end of the answer has no loss: its tokens are "
     f"{tokenizer.spell(ids[-8:])!r}, and no token that ends a turn follows, so "
     "the model would never learn to stop. The template ends turns with a text "
-    f"that is no special token of {tokenizer.name!r}, or with the next turn."
+    f"that is not a special token of {tokenizer.name!r}, or with the next turn."
   )
 
 

@@ -484,8 +484,8 @@ def _joined(
   """
   if run.options.dora and len(adapted) < len(module.parts):
     raise ConfigError(
-      f"{module.name}: it joins several kernels, of which only some have an "
-      "adapter; PEFT's DoRA cannot express it."
+      f"{module.name}: it joins several kernels, and only some of them have "
+      "an adapter, which PEFT's DoRA cannot express."
     )
   scales = [run.options.scale(part.kernel) for part in adapted]
   kernels = {part.kernel for part in adapted}

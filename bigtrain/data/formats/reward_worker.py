@@ -111,7 +111,7 @@ def _start() -> Any:
 def serve() -> None:
   """The program of the other process: answers requests until its input ends."""
   results = os.fdopen(os.dup(1), "wb", buffering=0)
-  os.dup2(2, 1)  # What the functions print goes to the log.
+  os.dup2(2, 1)  # Prints of the functions go to the log.
   requests = os.fdopen(os.dup(0), "rb")
   while requests.peek(1):
     name, args, secs = pickle.load(requests)

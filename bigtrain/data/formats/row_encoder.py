@@ -181,7 +181,7 @@ class Encoder:
       ids = [*inputs, *tokenizer.encode(answer, special), end]
     else:
       # Encoded together if possible, because some tokenizers begin each text
-      # with an id of its own, such as a space.
+      # with an additional id, such as a space.
       both = encode(prompt + answer)
       if np.array_equal(both[: len(prompt_ids)], prompt_ids):
         answer_ids = both[len(prompt_ids) :]

@@ -126,7 +126,7 @@ def cached(
   Args:
     encode: encode(row, its place) makes the ids of a row, which may be several
       rows, such as two answers; or raises DataError.
-    key: hash of what `encode` depends on.
+    key: hash of everything that `encode` depends on.
     inputs: files, or names of other inputs.
     rows_of: rows_of(input) yields (place, row).
     count: returns what `encode` has counted, as JSON.

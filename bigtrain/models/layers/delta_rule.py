@@ -127,7 +127,7 @@ def over_devices(inputs: Inputs, axis: str) -> jax.Array:
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
     chunks = _chunks_of(padded, size)
-    with model_flops.counts_as(0, 1):  # What one device would not compute.
+    with model_flops.counts_as(0, 1):  # A single device would not compute this.
       transition, state = _summary(chunks)
       all_transitions, all_states = jax.lax.all_gather(
         (transition, state), axis

@@ -3,7 +3,7 @@
 Keys and values of all heads are products of one short vector for each token,
 the latent. A rotary embedding does not commute with that product, so a few
 features of the keys carry the positions instead: they come from the stream, and
-all heads share them. Queries may have a latent of their own.
+all heads share them. Queries may have their own latent.
 
 The first pass over a text makes keys and values from the latents
 (`_keys_and_values`).

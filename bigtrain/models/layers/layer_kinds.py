@@ -63,7 +63,7 @@ class Layers(NamedTuple):
   first: tuple[causal_block.Options, ...]  # Options of the leading layers.
   # Options of the layers that repeat after them.
   period: tuple[causal_block.Options, ...]
-  # What layers share; `rope`, `query_scale` and `cache` of their options are
+  # Shared by layers: `rope`, `query_scale` and `cache` in their options are
   # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]

@@ -329,7 +329,7 @@ class Layers:
     self._lock = threading.Lock()  # Evaluations are traced in a thread.
     self.has_head_bias = False  # Whether the model asks for a head's bias.
     self._names: set[str] = set()  # Kernels with adapters.
-    # Those that a traced layer has used, without the numbers of blocks.
+    # Kernels that a traced layer has used, without the numbers of blocks.
     self._used: set[str] = set()
 
   def split(

@@ -124,8 +124,8 @@ class Options(NamedTuple):
   # Whether the router has a norm of its input with a learned vector, and a
   # learned factor of each expert's weights, as in Gemma 4.
   scaled_router: bool = False
-  # Whether there is an MLP too. Both have norms of their own, and the router
-  # reads the residual stream, as in Gemma 4.
+  # Whether there is an MLP too, as in Gemma 4. Both have their own norms, and
+  # the router reads the residual stream.
   beside_mlp: bool = False
   mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
   # Size, in experts, of an MLP for all tokens (arXiv 2401.06066); 0 for none.
@@ -221,8 +221,9 @@ def _check_expert_choice(moe: Options, key: str, has_encoder: bool) -> None:
     raise ConfigError(
       f"{key}.routing='expert_choice': expected 'token_choice' in a decoder. "
       "Experts would choose among all tokens of a text, so a token's output "
-      "would depend on later ones: the model would see what it has to predict, "
-      "and could not generate token by token. Encoders, as T5's, may use it."
+      "would depend on later tokens: the model would see what it should "
+      "predict, and could not generate token by token. Encoders, such as T5's, "
+      "may use it."
     )
   if moe.selection_bias or moe.groups is not None:
     name = "selection_bias" if moe.selection_bias else "groups"
@@ -488,7 +489,7 @@ class Moe(nn.Module):
 def _with_scaled_inputs(
   x_BLD: jax.Array, routing: moe_experts.Routing, real_BL: jax.Array
 ) -> tuple[jax.Array, moe_experts.Routing, jax.Array]:
-  """Each choice as a token of its own, [B, L J, D], with the weight 1."""
+  """Each choice as a separate token, [B, L J, D], with the weight 1."""
   B, L, J = routing.expert_BLJ.shape
   x_BLJD = x_BLD[:, :, None] * routing.weight_BLJ[..., None].astype(x_BLD.dtype)
   expert = routing.expert_BLJ.reshape(B, L * J, 1)

@@ -268,7 +268,7 @@ def _scan(loop: _Loop, carry: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
 def _scan_turns(
   loop: _Loop, num_periods: int, carry: Any, shared: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-  """The loop, several periods in each turn, each with classes of its own."""
+  """The loop, with several periods per iteration, each with its own classes."""
   calls = []
   for number in range(num_periods):
     period_class, args = loop.period(number)

@@ -107,7 +107,7 @@ def _window() -> Rule:
   return Rule(("window", "whole_layers"), keys, read, write)
 
 
-# What most towers do not have.
+# Fields that most towers do not use.
 _NEUTRAL: Mapping[str, Any] = {
   "ready": "squares",
   "centred": False,

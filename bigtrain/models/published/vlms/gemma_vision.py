@@ -40,7 +40,7 @@ def _pooled() -> Rule:
     if side**2 != config[key] or patches % side:
       raise config.error(
         f"{key}={config[key]}: expected the square of a divisor of {patches}, "
-        "the patches beside each other in a picture."
+        "the number of patches along a side of a picture."
       )
     eps = config["vision_config"].get("layer_norm_eps", 1e-6)
     projector = dict(pool=patches // side, norm_eps=eps, use_bias=False)
