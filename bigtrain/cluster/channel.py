@@ -272,7 +272,7 @@ class Channel:
     self._send(kind="gather", topic=topic, value=value, equal=equal)
 
   def broadcast(self, value: Any, name: str = "broadcast") -> Any:
-    """Returns process 0's value. It waits for process 0 alone."""
+    """Returns process 0's value. It waits only for process 0."""
     topic = self._begin(name)
     if self.index == 0:
       self._post(topic, "value", value)

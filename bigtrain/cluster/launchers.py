@@ -145,7 +145,7 @@ def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
 
 
 def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  """The place from variables of the launcher alone."""
+  """The place, from only the launcher's variables."""
   host = ""
   number = (
     0  # Chooses the port, so that two jobs on a host have different ones.

@@ -143,7 +143,7 @@ class Lease:
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
   """Holds a workdir's lease inside a `with` block.
 
-  Process 0 alone does so, and yields `Lease.check`; the others yield None.
+  Only process 0 does so, and yields `Lease.check`; the others yield None.
   """
   import jax
 

@@ -224,7 +224,7 @@ def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
   try:
     how = pictures.of_folder(path, tokenizer, "bigtrain.load")
   except ConfigError:
-    return prompts  # It reads texts alone.
+    return prompts  # The model reads only texts.
   return {**prompts, "pictures": how._asdict()}
 
 

@@ -274,7 +274,7 @@ class Engine:
   def _replace(self, step: int, error: Exception) -> None:
     """Finds and replaces the examples of a batch that fail.
 
-    Raises `error` again if each example alone can be made.
+    Raises `error` again if each example can be made on its own.
     """
     planned = self._plan(step, 0, self.num_rows)
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)

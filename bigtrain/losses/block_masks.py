@@ -2,7 +2,7 @@
 
 I-JEPA's masks (https://arxiv.org/abs/2301.08243): some target blocks, and a
 large context block without the patches of the targets. They are drawn from the
-key of each example, so they depend on the step and the example alone.
+key of each example, so they depend only on the step and the example.
 
 Legend: B batch, P patches of a grid, N target blocks, T patches of the largest
 target, K patches of the largest context.

@@ -41,7 +41,8 @@ def ratio_bounds(
       "epsilon_high is the upper one."
     )
   default, default_high = _EPSILONS.get(kind, _USUAL_EPSILONS)
-  # A larger epsilon alone moves both bounds, unless they differ by default.
+  # If only epsilon is given, it moves both bounds, unless they differ by
+  # default.
   if epsilon is not None and epsilon_high is None and default == default_high:
     epsilon_high = epsilon
   low = default if epsilon is None else epsilon

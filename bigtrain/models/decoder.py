@@ -305,7 +305,7 @@ class Model(nn.Module):
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` with its layer's added."""
     modules = self.mtp_modules(name="mtp")
-    tables = tables._replace(added_BNLD=None)  # Of the first layers alone.
+    tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
     hidden = []
     by_layer = {} if stats is None else stats["by_layer"]

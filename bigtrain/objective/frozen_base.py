@@ -70,7 +70,7 @@ class Base:
 
     These are the arrays that train in full, mutable collections, for DoRA the
     magnitudes, which begin as the norms of the base's kernels, and the rows of
-    tokens that train alone.
+    trained tokens.
     """
     others = dict(self._loaded.others)
     in_full = dict(trees.flatten_with_names(others.pop("params", {})))

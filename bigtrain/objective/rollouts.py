@@ -15,7 +15,7 @@ and go through all of them `iterations` times. Their batches have the feature
 "old_log_probs", which the task's `score` computes when the answers are written.
 Checkpoints contain the set, because the weights that wrote it are gone.
 
-Random numbers depend on the seed and the step alone, so a resumed run makes the
+Random numbers depend only on the seed and the step, so a resumed run makes the
 same batches.
 """
 

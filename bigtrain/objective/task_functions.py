@@ -63,7 +63,7 @@ def loss_fn(
   options = config.kwargs("loss")
   key = f"{config.path}.loss"
   _check_teacher(config, task, teacher)
-  # Some options are for the functions of the task's state alone.
+  # Some options are only for the functions of the task's state.
   names = inspect.signature(task.loss_fn).parameters
   others = task_state.option_names(task) - set(names)
   own = {name: x for name, x in options.items() if name not in others}

@@ -43,7 +43,7 @@ class TaskResult(NamedTuple):
 
 
 class Summand(NamedTuple):
-  """A task and the gradients of its loss alone, for one variant of the model.
+  """A task and the gradients of its own loss, for one variant of the model.
 
   `compute` takes the state of a step and the task's batch.
   """

@@ -179,7 +179,7 @@ class Guard(NamedTuple):
       verdict: result of `judge`.
       state: the state before the step.
       advance: computes the new state. If the guard branches, the device runs it
-        for good steps alone.
+        only for good steps.
       log_norms: whether the step reports norms.
       no_norms: placeholder for the norms in other steps.
     """
@@ -275,10 +275,10 @@ def _branch(
 ) -> tuple[TrainState, NamedScalars | None]:
   """Runs `advance` on the device for good steps only.
 
-  Norms have a branch of their own, which computes the step a second time, in
-  log steps alone. So the other branch can change the state in place. In one
-  branch with three arms XLA copies the state, and every step of a ViT-S/16 on
-  CPUs takes 1.2 times as long.
+  Norms have a separate branch, which computes the step a second time, only in
+  log steps. So the other branch can change the state in place. In one branch
+  with three arms XLA copies the state, and every step of a ViT-S/16 on CPUs
+  takes 1.2 times as long.
   """
   if log_norms is not False:
     # The barrier makes the second branch wait for the first.

@@ -568,7 +568,7 @@ def _write_rows(
   arrays: dict[str, np.ndarray],
   unwritten: set[str],
 ) -> dict[str, Any]:
-  """Adds the embeddings of tokens that trained alone."""
+  """Adds the embeddings of the only tokens that were trained."""
   indices = {}
   for module in modules:
     name = f"{layer_of(module.parts[0].kernel)}/{ROWS}"

@@ -406,7 +406,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:
-  """Groups consecutive parts up to `most_bytes`; a larger part stays alone."""
+  """Groups consecutive parts up to `most_bytes`; a larger part is one group."""
   groups: list[list[Part]] = []
   size = most_bytes
   for part in file_parts:

@@ -130,7 +130,7 @@ def tables_of(plan: Plan) -> Tables:
   else:
     all_keys = np.arange(0, plan.padded_keys, plan.block_k, dtype=np.int32)
     columns = [np.tile(all_keys, (n, 1))]
-  # The pairs depend on the sizes of the blocks alone.
+  # The pairs depend only on the sizes of the blocks.
   sizes = attention_blockwise.Static(1.0, None, plan.block_q, plan.block_k)
   pairs = []
   for step_columns in columns:

@@ -240,8 +240,8 @@ class LatentAttention(nn.Module):
     key_CHN, value_CHV = jnp.split(kernel_CHM, [N], axis=-1)
     q_BLHC = jnp.einsum("blhn,chn->blhc", q_BLHN, key_CHN)
     q_BLHW = jnp.concatenate([q_BLHC, q_BLHR], axis=-1)
-    # The values are the latents alone. To leave out the other features after
-    # the product is cheaper than a copy of the cache without them.
+    # The values are only the latents. To leave out the other features after the
+    # product is cheaper than a copy of the cache without them.
     o_BLHW = attend(q_BLHW[:, :, None], cached_BS1W, cached_BS1W)[:, :, 0]
     return jnp.einsum("blhc,chv->blhv", o_BLHW[..., :C], value_CHV)
 

@@ -6,7 +6,7 @@ as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
 accepts a limited number of tokens of each example; the rest are dropped. Or
 the experts choose tokens, in an encoder (moe_expert_choice.py).
 
-A selection bias is added to the scores for the choice alone
+A selection bias is added to the scores only to choose experts
 (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per step
 the bias of experts with more choices than the mean goes down.
 
@@ -118,7 +118,7 @@ class Options(NamedTuple):
   total_epsilon: float = 1e-20
   least_total: float = 0.0
   scale: float = 1.0  # Factor of the weights.
-  selection_bias: bool = False  # Added to the scores for the choice alone.
+  selection_bias: bool = False  # Added only to choose experts.
   bias_rate: float = 0.0  # Change of the selection bias per step.
   groups: Groups | None = None  # From which each token chooses first.
   # Whether the router has a norm of its input with a learned vector, and a
@@ -136,7 +136,7 @@ class Options(NamedTuple):
   def in_stack(self, two_sided: bool) -> "Options":
     """Fills in the default of `serve`; encoders are two-sided.
 
-    Experts choose in encoders alone.
+    Expert choice works only in encoders.
     """
     if two_sided:
       return self._replace(serve=self.serve or "choice")

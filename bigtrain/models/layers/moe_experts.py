@@ -103,8 +103,8 @@ class _Tiles(NamedTuple):
 
   It multiplies a tile once for each expert that has rows in it, so small tiles
   waste less. But a tile waits for its weights if it has less than about 200
-  rows, and the gradient of the weights has work that depends on their size
-  alone. By the compiler's schedules for a v5p, 128 rows are best below 170 rows
+  rows, and the gradient of the weights has work that depends only on their
+  size. By the compiler's schedules for a v5p, 128 rows are best below 170 rows
   per expert, and 512 above 3,000.
   """
 

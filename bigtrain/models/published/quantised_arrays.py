@@ -1,8 +1,8 @@
 """Exports matrices in the block formats in which models are published.
 
 "fp8" is that of DeepSeek V3 (fp8_blocks.py): each matrix of a layer, in float8
-with scales of 128 x 128 numbers. "mxfp4" is that of gpt-oss (mxfp4.py): the
-experts alone, in 4 bits. Embedding, head, norms, biases and routers stay as
+with scales of 128 x 128 numbers. "mxfp4" is the format of gpt-oss (mxfp4.py):
+only the experts, in 4 bits. Embedding, head, norms, biases and routers stay as
 they are. `plan` says which arrays a file has then, and how they are made.
 """
 
