@@ -82,6 +82,9 @@ class Model(nn.Module):
   """The decoder. After construction no field that a variant gives is None."""
 
   variant: str | None = None  # A name in VARIANTS, by default "gpt2".
+
+  # Sizes.
+
   vocab_size: int = options.DERIVED  # V.
   width: int = options.DERIVED  # D.
   depth: int = options.DERIVED  # N.
@@ -92,6 +95,9 @@ class Model(nn.Module):
   # latent_attention.Options.
   mla: Any = None
   mlp_dim: int = options.DERIVED  # F; 4 D by default.
+
+  # Positions.
+
   max_len: int | None = None  # Number of positions; posemb "learn" needs it.
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
@@ -103,6 +109,9 @@ class Model(nn.Module):
   rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
   # Options of positions.Axes, if positions have three axes; None for one.
   rope_axes: Any = None
+
+  # Norms, and their places around attention and MLP.
+
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
@@ -111,6 +120,9 @@ class Model(nn.Module):
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
   parallel: bool = False  # Whether attention and MLP read the same input.
   parallel_norms: bool = False  # Whether each of them then has its own norm.
+
+  # MLPs, experts, and layers in place of attention.
+
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
@@ -120,6 +132,9 @@ class Model(nn.Module):
   short_conv: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
+
+  # Outputs.
+
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
   # Number of modules that each predict one more token, see multi_token.py.
   mtp: int = 0
@@ -127,6 +142,9 @@ class Model(nn.Module):
   # linear layer `score` without a bias predicts; None to predict tokens.
   num_classes: int | None = None
   pool: str = "last"  # The state of a whole text: "last", "first" or "mean".
+
+  # Attention.
+
   # Norms of queries and keys, "head", "projection" (over all heads), "l2" (by
   # head, without a scale) or None; True is "head".
   qk_norm: Any = None
@@ -135,11 +153,17 @@ class Model(nn.Module):
   window: int | None = None  # Number of positions that each one attends to.
   # Number of positions of a chunk: attention stays within one, as in Llama 4.
   chunk: int | None = None
+
+  # Layers that differ from one another.
+
   # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
   layers: Sequence[str] = options.DERIVED
   first_layers: Sequence[str] = options.DERIVED  # Before the first period.
+
+  # Implementation and scores of attention.
+
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
@@ -155,6 +179,9 @@ class Model(nn.Module):
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
+
+  # Factors of the embedding, the stream and the logits.
+
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
   # See layer_inputs.Options: embeddings of tokens for each layer.
@@ -164,11 +191,17 @@ class Model(nn.Module):
   logits_multiplier: float = 1.0  # Factor of the logits.
   # Logits x become cap * tanh(x / cap).
   logits_softcap: float | None = options.DERIVED
+
+  # Regularization and initial values.
+
   dropout: float = 0.0  # Rate after the embedding and on branches.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
   # Of kernels; those that write to the stream have init_std / sqrt(2 N).
   init_std: float = 0.02
+
+  # Computation.
+
   scan: bool = False  # Whether a compiled block loops over stacked layers.
   remat_policy: str = "none"  # A name in remat.POLICIES.
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
