@@ -3,15 +3,14 @@
 --config=benchmarks/synthetic.py:variant=S/16,depth=12,size=64,batch_size=8
 """
 
-import zlib
 from typing import Any
 
 import numpy as np
 
+from benchmarks import pool
 from configs import common
 
 _POOL = 64  # Number of different images.
-_EXAMPLES = 1_000_000
 _CLASSES = 1000
 
 
@@ -51,7 +50,7 @@ def get_config(arg: str | None = None) -> Any:
   return config
 
 
-class Source:
+class Source(pool.Pool):
   """Images of noise with labels; a small pool repeats.
 
   Args:
@@ -60,25 +59,6 @@ class Source:
 
   def __init__(self, size: int):
     rng = np.random.default_rng(0)
-    self._image = rng.normal(size=(_POOL, size, size, 3)).astype(np.float32)
-    self._labels = rng.integers(_CLASSES, size=_POOL)
-    self.spec = {
-      "image": (np.float32, (size, size, 3)),
-      "labels": (np.int64, ()),
-    }
-
-  def __len__(self) -> int:
-    return _EXAMPLES
-
-  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns `image` float32 [B, size, size, 3] and `labels` int64 [B]."""
-    rows = indices % _POOL
-    return {"image": self._image[rows], "labels": self._labels[rows]}
-
-  def where(self, index: int) -> str:
-    """Returns the name of an example, for messages."""
-    return f"synthetic image {index}"
-
-  def fingerprint(self) -> str:
-    """Returns a hash of the images."""
-    return f"{zlib.crc32(self._image.tobytes()):08x}"
+    image = rng.normal(size=(_POOL, size, size, 3)).astype(np.float32)
+    labels = rng.integers(_CLASSES, size=_POOL)
+    super().__init__({"image": image, "labels": labels}, "synthetic image")

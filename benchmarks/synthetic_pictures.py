@@ -1,14 +1,14 @@
-"""Random texts behind a picture of noise, for a model of SmolVLM's shape."""
+"""Texts of random tokens behind a picture of noise, for a SmolVLM."""
 
 import json
 import pathlib
-import zlib
 from typing import Any
 
 import numpy as np
 
+from benchmarks import pool
+
 _POOL = 8  # Number of different examples.
-_EXAMPLES = 1_000_000
 # SmolVLM-256M: SmolLM2-135M, SigLIP B/16 at 512 pixels, 64 tokens a picture.
 SMOLVLM = dict(
   width=576,
@@ -44,7 +44,7 @@ def image_tokens(size: int) -> int:
 
 
 def write_config(folder: str, sizes: dict[str, int]) -> None:
-  """Writes the config.json of a SmolVLM, which both programs read."""
+  """Writes the config.json of a SmolVLM, for both programs."""
   config: dict[str, Any] = dict(
     architectures=["SmolVLMForConditionalGeneration"],
     model_type="smolvlm",
@@ -82,8 +82,8 @@ def write_config(folder: str, sizes: dict[str, int]) -> None:
   (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
 
 
-class Source:
-  """Texts of random tokens, of which all have a loss, behind one picture.
+class Source(pool.Pool):
+  """Random tokens behind a picture; every token has a loss.
 
   Args:
     vocab_size: V; the last token is the image token.
@@ -97,23 +97,9 @@ class Source:
     ids = rng.integers(1, vocab_size - 1, size=shape, dtype=np.int32)
     ids[:, : image_tokens(size)] = vocab_size - 1
     image = rng.normal(size=(_POOL, 1, size, size, 3))
-    self._arrays = {
+    arrays = {
       "tokens": ids[:, :-1],
       "targets": ids[:, 1:],
       "image": image.astype(np.float32),
     }
-    self.spec = {n: (x.dtype, x.shape[1:]) for n, x in self._arrays.items()}
-
-  def __len__(self) -> int:
-    return _EXAMPLES
-
-  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    rows = indices % _POOL
-    return {name: array[rows] for name, array in self._arrays.items()}
-
-  def where(self, index: int) -> str:
-    return f"synthetic picture {index}"
-
-  def fingerprint(self) -> str:
-    parts = [array.tobytes() for array in self._arrays.values()]
-    return f"{zlib.crc32(b''.join(parts)):08x}"
+    super().__init__(arrays, "synthetic picture")

@@ -4,16 +4,14 @@
 --config=benchmarks/synthetic_text.py:kind=decoder,length=256,batch_size=2
 """
 
-import zlib
 from typing import Any
 
 import numpy as np
 
-from benchmarks import synthetic
+from benchmarks import pool, synthetic
 from configs import common
 
 _POOL = 64  # Number of different examples.
-_EXAMPLES = 1_000_000
 
 
 def get_config(arg: str | None = None) -> Any:
@@ -80,8 +78,8 @@ def get_config(arg: str | None = None) -> Any:
   return config
 
 
-class Source:
-  """Captions or texts of random tokens; a small pool repeats.
+class Source(pool.Pool):
+  """Captions (`image`, `labels`) or texts (`tokens`, `targets`) at random.
 
   Args:
     vocab_size: V. No token is 0, which pads captions.
@@ -99,22 +97,4 @@ class Source:
     else:
       image = rng.normal(size=(_POOL, size, size, 3))
       arrays["image"] = image.astype(np.float32)
-    self._arrays = arrays
-    self.spec = {n: (x.dtype, x.shape[1:]) for n, x in self._arrays.items()}
-
-  def __len__(self) -> int:
-    return _EXAMPLES
-
-  def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns `image` and `labels`, or `tokens` and `targets`, [B, ...]."""
-    rows = indices % _POOL
-    return {name: array[rows] for name, array in self._arrays.items()}
-
-  def where(self, index: int) -> str:
-    """Returns the name of an example, for messages."""
-    return f"synthetic text {index}"
-
-  def fingerprint(self) -> str:
-    """Returns a hash of the examples."""
-    parts = [array.tobytes() for array in self._arrays.values()]
-    return f"{zlib.crc32(b''.join(parts)):08x}"
+    super().__init__(arrays, "synthetic text")

@@ -109,7 +109,7 @@ def _train(
   rollbacks: list[guard.Rollback],
   on_update: OnUpdate | None,
 ) -> Any:
-  """One attempt of `train`; whatever it opens, `at_end` closes."""
+  """One attempt of `train`; `at_end` closes everything that it opens."""
   config = published_sizes.with_published_sizes(settings.Config(config))
   host_memory.keep_freed()
   jax_flags.use_compile_cache(config.get("compile_cache", True))
@@ -149,8 +149,8 @@ def _train(
   )
 
   # ============================== Objective ===================================
-  # What is learned: the tasks, the model, and what else the gradients need,
-  # such as a teacher or the frozen base of adapters.
+  # The tasks, the model, and everything else that the gradients need, such as a
+  # teacher or the frozen base of adapters.
 
   objective = objectives.from_config(
     config, train_input, mesh, seed, run.lengths.units
@@ -194,7 +194,7 @@ def _train(
   )
 
   def hparams_of(step: int) -> dict[str, Any]:
-    """What changes from step to step and is no data, as scalars.
+    """Scalar inputs of the update, besides the data.
 
     All else in a config is a constant of the compiled update.
     """
@@ -432,13 +432,13 @@ def _train(
     objective.rollout.compile(run.programs)
     update = compiled.result()
 
-  # What the loop does at some steps: check, save, evaluate. Evaluators are
+  # Actions of the loop at some steps: check, save, evaluate. Evaluators are
   # built in the background, one after the other.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
 
   def variables() -> Variables:
-    """What the model is applied to after the present step."""
+    """The model's variables after the current step."""
     return frozen.model_variables({**state, **frozen_state})
 
   def check_finite(fetched: RunningMetrics) -> None:
@@ -542,7 +542,7 @@ def _train(
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
       if objective.rollout.writes(step + ahead):
-        # It needs the new weights. Waiting for them is no data wait.
+        # It needs the new weights. Waiting for them is not a wait for data.
         jax.block_until_ready(running)
       with phase.batch(step + 1, objective.rollout.writes(step + ahead)):
         batch = objective.rollout(variables(), batches, step + ahead)
@@ -595,7 +595,7 @@ def _train(
     save()
   with phase("save", step):
     phase.clock.ckpt_written(saver.wait())
-  if run.lengths.is_log_step(step):  # Others are no log steps.
+  if run.lengths.is_log_step(step):  # Other steps have no log entry.
     writer.write({"step": step, **phase.clock.summary()})
   writer.flush()
   if interrupted:

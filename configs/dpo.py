@@ -7,9 +7,9 @@ with a published model and pairs of your own
   --config=configs/dpo.py:init=models/SmolLM2,data=pairs.jsonl
 Hardware: any; two CPU cores need a few minutes without arguments.
 Result: without arguments, val/accuracy, the share of held-out pairs whose
-chosen answer has the larger reward, is 0.865, of 155 pairs, and val/loss is
-0.311; at the start they are 0.5 and log 2 = 0.693. One seed; the shorter answer
-is the chosen one in 0.66 of the held-out pairs.
+chosen answer has the larger reward, is 0.865 over 155 pairs, and val/loss is
+0.311; at the start they are 0.5 and log 2 = 0.693. One seed. For comparison,
+the shorter answer is the chosen one in 0.66 of the held-out pairs.
 Source: DPO (https://arxiv.org/abs/2305.18290), see docs/finetuning.md. The
 questions are those of configs/sft.py whose documentation has several sentences.
 The chosen answer is the first sentence, and the rejected one a later sentence,

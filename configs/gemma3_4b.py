@@ -3,7 +3,7 @@
 Command: python -m bigtrain.main --workdir=runs/gemma3_4b \
   --config=configs/gemma3_4b.py:data=questions.jsonl
 Hardware: not known; no compiler has planned this config yet.
-Result: none published for rows of your own.
+Result: depends on your data.
 Source: sizes of google/gemma-3-4b-pt (config.json); the model is that of
 arxiv.org/abs/2503.19786. The report has no recipe for fine-tuning: rate, batch
 and epochs are our guesses.

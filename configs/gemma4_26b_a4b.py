@@ -1,13 +1,13 @@
 """A mixture of experts of the size of Gemma 4 26B-A4B, from scratch.
 
-It is the text model. Each layer has an MLP and 128 experts beside it, of which
-a token has 8: 3.8 of 25 billion parameters.
+Only the text model. Each layer has an MLP and 128 experts, and each token uses
+8 of them: 3.8 of 25 billion parameters.
 
 Command: python -m bigtrain.main --workdir=runs/gemma4_26b_a4b \
   --config=configs/gemma4_26b_a4b.py:data=data/tokens
 Hardware: 64 accelerators with 80 GB, with the state over all of them: 303 GB of
 parameters and moments of Adam.
-Result: none published: neither the data nor the recipe of the original is.
+Result: none published. The original's data and recipe are not public either.
 Source: sizes of google/gemma-4-26B-A4B (config.json); 20 tokens per active
 parameter as in Hoffmann et al. 2022, arxiv.org/abs/2203.15556.
 """

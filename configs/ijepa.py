@@ -8,7 +8,8 @@ Hardware: not known; no compiler has planned this config yet.
 Result: not measured. Published for H/14 after 300 epochs on ImageNet-1k: 79.3%
 accuracy of a linear probe on the mean of the teacher's patches. The run on
 digits: 0.58 accuracy of the 10 nearest neighbours with the student's features
-(student/10nn_acc), 0.55 with the teacher's; 0.53 with random ones, of step 0.
+(student/10nn_acc), 0.55 with the teacher's; 0.53 with the random features of
+step 0.
 Source: Assran et al. 2023, "Self-supervised learning from images with a
 joint-embedding predictive architecture", arxiv.org/abs/2301.08243, and
 in1k_vith14_ep300 in its code: areas and number of the blocks, width and depth

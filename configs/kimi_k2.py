@@ -1,6 +1,6 @@
 """A mixture of experts of the size of Kimi K2: 1.03T parameters, 33B active.
 
-As configs/deepseek_v3.py with more experts and half of the heads, and with
+Like configs/deepseek_v3.py, but with more experts, half as many heads, and
 MuonClip: Muon for the matrices, and a limit for the logits of attention.
 
 Command: python -m bigtrain.main \

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class RopeScaling(NamedTuple):
-  """The options that a type of scaling has beside `type`."""
+  """The options of a type of scaling, besides `type`."""
 
   required: tuple[str, ...]
   optional: tuple[str, ...] = ()  # None where they are not given.

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 # Nested dicts of parameters.
 Params: TypeAlias = dict[str, Any]
-# What a model is applied to: "params", and flax's mutable collections.
+# Variables of a model: "params", and flax's mutable collections.
 Variables: TypeAlias = dict[str, Any]
-# Entry beside these for arguments of a task's functions that change from step
-# to step: options with a schedule, and the task's state, as {name: value}.
+# Another entry of the variables: {name: value} of a task's arguments that vary
+# from step to step, which are options with a schedule, and the task's state.
 TASK = "task"
 # "params", "opt", "step" and, where used, "mutable", "tasks", "ema" and
 # "loss_scale".
@@ -27,7 +27,7 @@ LossFn: TypeAlias = Callable[[Variables, Batch, Any], tuple[Metrics, Variables]]
 GradientsFn: TypeAlias = Callable[
   [Any, Batch], tuple[Params, Metrics, Variables]
 ]
-# (variables, batch, **options) -> whatever the evaluator wants.
+# (variables, batch, **options) -> outputs for the evaluator.
 PredictFn: TypeAlias = Callable[..., Any]
 
 

@@ -97,7 +97,7 @@ class WithAddedRows:
     shape = [*array.shape]
     shape[self._axis] = rows.new_size
     self.shape = tuple(shape)
-    # The mean of bfloat16 rows is no bfloat16.
+    # The mean of bfloat16 rows is not a bfloat16 number.
     is_wide = array.dtype.itemsize >= 4
     self.dtype = array.dtype if is_wide else np.dtype(np.float32)
     self._make_row = _row_maker(array, name, self._axis, rows)

@@ -201,7 +201,7 @@ class Checkpointer:
       state: the train state.
       host_state: the rest of the run's state.
       keep_steps: steps of checkpoints that this save does not remove.
-      shared: whether to save to the workdir, and not on the hosts alone.
+      shared: whether to save to the workdir too, and not only on the hosts.
       block: whether to wait until the save is committed.
 
     Returns: `step`, or None if this run saves nothing.

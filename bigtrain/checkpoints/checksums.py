@@ -4,8 +4,8 @@ The elements of an array, in row-major order, are read as words of 32 bits
 (smaller elements are one word each). The checksum consists of two sums modulo
 2**32: the sum of the words, and the sum of each word times its position, from
 1. So the sums of an array are the totals over its parts: each device sums its
-own shard (device_checksums.py), and a reader sums the parts that it reads,
-whatever they are. This module does not use jax.
+own shard (device_checksums.py), and a reader sums the parts that it reads, in
+any division. This module does not use jax.
 """
 
 import math

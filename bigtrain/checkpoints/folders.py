@@ -331,7 +331,7 @@ def begin(tmp: str) -> None:
 
 
 def stage(tmp: str, text: str) -> None:
-  """Writes the manifest of an attempt, which is no checkpoint yet."""
+  """Writes the manifest of an attempt, which is not yet a checkpoint."""
   if paths.is_remote(tmp):
     return
   with open(os.path.join(tmp, MANIFEST_FILE), "x") as file:

@@ -110,7 +110,7 @@ def load(
       moments[f"{group}/{name}"] = value
 
   def place(name: str, spec: Any) -> Any:
-    # What is not a moment counts updates.
+    # Everything that is not a moment is a count of updates.
     return warm_start.place(moments.get(name, step), spec)
 
   state["opt"] = trees.map_with_names(place, like["opt"])

@@ -326,7 +326,7 @@ class LocalCheckpoints:
     """
     if not self._token:
       self._join()
-    # Of earlier starts, what is after `step` is no longer of the run's past.
+    # Entries of earlier starts after `step` no longer belong to this run.
     tokens: dict[str, int | None] = {}
     for token, last in self._tokens.items():
       last = step if last is None else min(last, step)
@@ -354,7 +354,7 @@ class LocalCheckpoints:
     except OSError as e:
       self._turn_off(e)
 
-  # While the run goes on.
+  # While the run is training.
 
   def write(
     self,

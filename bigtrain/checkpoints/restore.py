@@ -99,7 +99,7 @@ def raise_on_all(error: str) -> None:
 def restore(
   path: str, like: Any, step: int | None = None
 ) -> tuple[Any, Manifest]:
-  """Loads a checkpoint onto devices, whatever its sharding when it was saved.
+  """Loads a checkpoint onto devices, from any sharding to any other.
 
   Args:
     path: a checkpoint, or a workdir.
@@ -225,7 +225,7 @@ def load(
 
 
 class _Cut(NamedTuple):
-  """What a device gets of an array that was read."""
+  """A device's part of an array that was read."""
 
   part: tuple[slice, ...]
   device: Any

@@ -232,7 +232,7 @@ def _continue(
   """Continues the state of another run of this program."""
   state, manifest = warm_start.load_state(source, state_spec)
   check_origin(manifest.host_state)
-  # Time accounts and hooks start anew, because they are the other run's.
+  # Time accounts and hooks start afresh: the saved ones are another run's.
   old = manifest.host_state
   return Start(
     state,
@@ -274,7 +274,7 @@ def _copy_into_optimizer(state: dict[str, Any]) -> None:
     param = match[1] if match else ""
     if param not in params:
       return x
-    # A copy of its own, because an update is given the memory of both.
+    # A separate copy, because the update donates the memory of both.
     value = jnp.array(params[param], x.dtype, copy=True)
     return jax.device_put(value, x.sharding)
 

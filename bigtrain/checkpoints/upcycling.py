@@ -22,7 +22,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs, check_number
 
 # Arrays of experts, (N, E, D, F) or biases (N, E, F); N is missing in some.
 _EXPERTS = re.compile(r"((?:.*/)?)moe/(up|gate|down)/(kernel|bias)")
-# What else a layer with experts has, and a dense one does not.
+# Other arrays of a layer with experts that a dense layer lacks.
 _ROUTER = re.compile(
   r"(.*/)?moe/(router/(kernel|bias)|router_scale|expert_scale|selection_bias)"
 )
@@ -33,8 +33,8 @@ class Upcycling(NamedTuple):
 
   # Standard deviation of noise on the experts, as a multiple of the array's.
   noise: float = 0.0
-  # Share of each expert's hidden units that begin anew, drawn with the mean and
-  # the deviation of the array.
+  # Share of each expert's hidden units that are drawn at random instead, with
+  # the mean and the deviation of the array.
   reinit_fraction: float = 0.0
   seed: int = 0  # Of both.
 

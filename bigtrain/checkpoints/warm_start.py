@@ -12,7 +12,7 @@ model's own rules, such as the resampling of position embeddings, are in its
 normalisation, have names like "batch_stats/bn1/mean".
 
 With `parts`, each part of a model, such as the tower and the decoder of
-models.vision_language, comes from a source of its own.
+models.vision_language, comes from its own source.
 """
 
 import collections
@@ -96,7 +96,7 @@ class Source:
 
 
 class Derived(NamedTuple):
-  """How an array is made of one in the file, when devices read it."""
+  """An array that is computed from another one in the file, as it is read."""
 
   source: str  # Name of the other array.
   make: Callable[[Any], Any]
@@ -175,18 +175,18 @@ def load_params(
 
 
 class _Changes(NamedTuple):
-  """What the model has more than the file, by the config's wish."""
+  """Specs of the model, and of the file before rows and experts are added."""
 
   model: Mapping[str, Any]  # The model's specs by name.
-  dense: Mapping[str, Any]  # Those with MLPs in place of upcycled experts.
-  in_file: Mapping[str, Any]  # Those without new rows, too.
+  dense: Mapping[str, Any]  # The same, with MLPs in place of upcycled experts.
+  in_file: Mapping[str, Any]  # The same as `dense`, without new rows.
   rows: AddedRows | None
   how: upcycling.Upcycling | None
 
   def derive(
     self, lines: Sequence[Line], absent: Collection[str]
   ) -> tuple[list[Line], dict[str, Derived]]:
-    """The lines and arrays that are made of others.
+    """The lines of, and functions for, arrays that are computed from others.
 
     Args:
       lines: one for each array `in_file`.
@@ -239,7 +239,7 @@ def _loaded(
   Args:
     names: {name: name in the file}.
     values: converted arrays by name; {} to use the arrays of the file.
-    derived: those that are made of others, by name.
+    derived: arrays that are computed from others, by name.
   """
   plain = {n: spec for n, spec in wanted.items() if n not in derived}
   loaded = {}
@@ -265,7 +265,7 @@ def _loaded(
 def _experts(
   how: upcycling.Upcycling, specs: Mapping[str, Any], absent: Collection[str]
 ) -> dict[str, Derived]:
-  """Experts by name, made of the MLPs that the file has."""
+  """Experts by name, computed from the MLPs in the file."""
   result = {}
   for name, mlp in how.experts(specs).items():
     if mlp not in absent:

@@ -1,6 +1,6 @@
 """The channel between the processes of a job.
 
-Every process has one TCP connection to process 0 (hub.py). A thread of its own
+Every process has one TCP connection to process 0 (hub.py). A separate thread
 serves it without jax's runtime, so that it works while the main thread waits in
 a collective for a process that is gone. Messages are lines of JSON.
 
@@ -40,7 +40,7 @@ _FAREWELL_SECS = 0.5  # Process 0 stays, so that all can read its last message.
 _ANSWER_SECS = 5.0  # Time for process 0 to end this process after a failure.
 
 _Topic = tuple[str, int]  # Name and number of an exchange.
-# What processes have posted in an exchange: {(kind of post, process): value}.
+# Posts of processes in an exchange: {(kind of post, process): value}.
 _Posts = dict[tuple[str, int], Any]
 
 
@@ -51,8 +51,8 @@ class JobError(RuntimeError):
 class Channel:
   """This process's end of the channel. Until it joins a job, it is alone.
 
-  All processes make the exchanges of one name in the same order; each thread
-  uses names of its own. Values are JSON.
+  All processes make the exchanges of one name in the same order, and no two
+  threads use the same name. Values are JSON.
   """
 
   def __init__(self) -> None:
@@ -272,7 +272,7 @@ class Channel:
     self._send(kind="gather", topic=topic, value=value, equal=equal)
 
   def broadcast(self, value: Any, name: str = "broadcast") -> Any:
-    """Returns process 0's value. It waits for process 0 alone."""
+    """Returns process 0's value. It waits only for process 0."""
     topic = self._begin(name)
     if self.index == 0:
       self._post(topic, "value", value)

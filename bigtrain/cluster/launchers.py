@@ -114,7 +114,7 @@ def _slurm_ranks(env: Mapping[str, str]) -> _Ranks | None:
   count = int(env.get("SLURM_STEP_NUM_TASKS", 1))
   if count == 1 or "SLURM_PROCID" not in env:
     return None
-  # Number of tasks on each node; "2(x3),1" stands for 2, 2, 2, 1.
+  # Number of tasks on each node; "2(x3),1" means 2, 2, 2, 1.
   tasks: list[int] = []
   for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
     number, _, times = part.rstrip(")").partition("(x")
@@ -145,7 +145,7 @@ def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
 
 
 def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  """The place from variables of the launcher alone."""
+  """The place, from only the launcher's variables."""
   host = ""
   number = (
     0  # Chooses the port, so that two jobs on a host have different ones.

@@ -143,7 +143,7 @@ class Lease:
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
   """Holds a workdir's lease inside a `with` block.
 
-  Process 0 alone does so, and yields `Lease.check`; the others yield None.
+  Only process 0 does so, and yields `Lease.check`; the others yield None.
   """
   import jax
 
@@ -288,8 +288,8 @@ def _replace_file(
 ) -> bool:
   """Replaces a dead job's lease, if no other job does so at the same time."""
   # The claim is a hard link to the lease. Of several jobs that see the same
-  # dead lease, only one can create it. A job that comes late may create one
-  # again, but then its content is no longer the dead lease.
+  # dead lease, only one can create it. A late job may create one again, but by
+  # then the content is no longer the dead lease.
   claim = f"{path}.{dead.token if dead else 'unreadable'}.claim"
   try:
     _link(path, claim)

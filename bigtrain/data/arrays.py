@@ -18,8 +18,8 @@ from bigtrain.arrays import hashing
 from bigtrain.config.errors import ConfigError, DataError, check_choice
 from bigtrain.data.formats import files, splits
 
-# What numpy and zipfile raise for files that they cannot read; RuntimeError is
-# for encrypted ones.
+# Exceptions of numpy and zipfile for files that they cannot read; RuntimeError
+# is for encrypted files.
 _UNREADABLE = (ValueError, OSError, RuntimeError)
 _DIGITS_TRAIN_FRACTION = 0.8
 

@@ -125,7 +125,7 @@ class Source:
 
 
 def _class_list(path: str, classes: str | None) -> tuple[list[str], set[str]]:
-  """Returns the names of the classes, and the hidden folders beside them."""
+  """Returns the names of the classes, and of the hidden folders."""
   if not os.path.isdir(path):
     raise files.missing(path, "image_folder: path", "folder")
   entries = sorted(e.name for e in os.scandir(path) if e.is_dir())

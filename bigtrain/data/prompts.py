@@ -6,7 +6,7 @@
 The files are as for data/supervised.py, but only `prompt`, a text or a list of
 messages, and `tools` are tokenized; the judges of answers get the whole row
 (data/formats/judges.py). With the option `tools`, a function answers the tool
-calls of the model, which then goes on (data/formats/toolbox.py).
+calls of the model, and the model then continues (data/formats/toolbox.py).
 Features: `prompt` int32 [length], padded with 0; `prompt_length` int32; with
 `pictures`, `image` float32 [N, height, width, 3] as in data/supervised.py; with
 `prefix`, int32 `prefix`, the prompt's length.
@@ -97,7 +97,7 @@ class Source(supervised.Source):
       self._rewards.append((judge, weight))
     if not rewards:
       raise ConfigError("rewards: expected at least one function.")
-    # Judges of which nobody knows whether they return the same again.
+    # Judges that may return other rewards when they are called again.
     self.outside_calls = [
       judge.name for judge, _ in self._rewards if judge.is_outside
     ]
@@ -196,7 +196,7 @@ class Source(supervised.Source):
     Args:
       indices: of the prompts, [B].
       batch: "targets" [B, G, L] and "loss_mask" [B, G, L], which is 0 where the
-        target is no token of the answer.
+        target is not part of the answer.
       messages: with tools, the messages of each answer, [B][G].
 
     Returns:

@@ -55,11 +55,11 @@ For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
 How a row becomes an example: `row_encoder.Encoder` makes its ids, `token_rows`
 keeps them in a file, `Source._plan` cuts long rows and decides which rows share
 an example, and `read` copies their ids into the arrays of a batch.
+`example_pictures` adds the pictures.
 """
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -76,18 +76,18 @@ from bigtrain.data import digit_pairs
 from bigtrain.data.formats import (
   arithmetic,
   documents,
+  example_pictures,
   files,
   packing,
   picture_sets,
   pydoc_questions,
   row_encoder,
-  row_pictures,
   row_shapes,
   splits,
   token_rows,
 )
 from bigtrain.pp import mask_codes, pixels
-from bigtrain.text import coco_masks, picture_layouts, tokenizers
+from bigtrain.text import coco_masks, tokenizers
 from bigtrain.text import pictures as text_pictures
 
 # Tokens of the first row that `first_example` shows.
@@ -107,7 +107,7 @@ _RowsOf = Callable[[str], Iterator[tuple[Any, Any]]]
 
 
 class Source:
-  """The rows of one or more files; if packed, several make an example.
+  """The rows of one or more files. With `pack`, rows share examples.
 
   Args:
     tokenizer: "bytes" or a path, such as the folder of a published model; or
@@ -120,8 +120,8 @@ class Source:
     split: split of these: "train", "test" (every tenth question) or "all".
     dataset: a published data set of pictures, in its own files: dict(name=...)
       and arguments of formats/picture_sets.py.
-    template: chat template, by default the one beside the tokenizer: a name
-      (`chat.NAMES`), a file or a folder.
+    template: chat template, by default the one in the tokenizer's folder: a
+      name (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
     date: date for templates that print today's, such as "2026-01-31".
     loss: which tokens of a conversation have a loss: the answers of the
@@ -141,7 +141,7 @@ class Source:
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     references: whether examples are prompts, with their answers as references
       for evaluators.generate. A row with several answers is several examples;
-      with a number, it is one with up to so many references.
+      with a number, it is one example with at most that many references.
     masks: whether the right masks of "coco_segmentation" are features.
     preferences: whether rows have two answers, or a judgement of one. In pydoc,
       the rejected answer is a later sentence of the same documentation.
@@ -217,65 +217,25 @@ class Source:
     found = self._find_rows(path, name, split, preferences, shapes.key)
     self._rows = self._encoded(shapes, encoder, skip_errors, *found)
     self._log_rows()
+    self._images = self._image_features()
     self._is_judged = bool((self._rows.label >= 0).all())
     self._answers = 2 if preferences and not self._is_judged else 1
     self._plan(self._chosen_by(slice), too_long)
     self._log_labels()
     self.tokenizer = self._coder.name, self._coder.fingerprint()
-    # Saved with the run: later prompts are written, and answers end, as here.
-    self.prompts = {
-      "bos": encoder.bos,
-      "prefix": prefix,
-      "template": template,
-      "variables": dict(variables or {}),
-      "ignore_fields": encoder.ignore_fields,
-    }
-    if self._pictures is not None:
-      self.prompts["pictures"] = self._pictures._asdict()
+    # Saved with the run, so that prompts are written later as in training, and
+    # answers end at the same tokens.
+    self.prompts = self._prompt_options(encoder, prefix, template, variables)
     self.end_ids = self._find_ends()
     self.vocab_sizes = self._numbers_of_ids()
     self.spec = self._spec(prefix, preferences, masks)
     options = encoder.key, sizes, pack, too_long, slice, prefix
     self._digest = self._digest_of(*options)
 
-  def _digest_of(self, *options: Any) -> str:
-    # Those that are newer than others, so that older runs can be continued.
-    new_options: list[Any] = row_shapes.new_forms(self._rows.counts)
-    new_options += ["references"] * self._references
-    new_options += [self._together] * (self._together > 0)
-    return files.digest("supervised", self._rows.digest, *options, *new_options)
-
   def _find_pictures(self, spec: Any) -> text_pictures.Pictures | None:
     if spec is None:
       return None
     return text_pictures.get(spec, self._coder, "supervised: pictures")
-
-  def _numbers_of_ids(self) -> dict[str, int]:
-    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
-    number = self._coder.vocab_size
-    if self._pictures is not None:
-      number = max(number, self._pictures.token + 1)
-    return dict.fromkeys(names, number)
-
-  def _find_rows(
-    self,
-    path: str | Sequence[str] | None,
-    name: str | None,
-    split: str | None,
-    preferences: bool,
-    form: str,
-  ) -> tuple[list[str], _RowsOf, str]:
-    """Returns `inputs` and `rows_of` of `token_rows.cached`, and a form.
-
-    The form in which rows are used is "" for the plain one.
-    """
-    if self._picture_set is None:
-      return *_inputs(path, name, split, preferences), form
-    if path is not None or name is not None:
-      raise ConfigError("supervised: expected path, name or dataset, got two.")
-    inputs, rows_of, key, _ = self._picture_set
-    rows_of = functools.partial(row_encoder.checked_rows, rows_of=rows_of)
-    return inputs, rows_of, f"{form} {key}"
 
   def _find_set(
     self, dataset: Mapping[str, Any] | None, masks: bool
@@ -300,24 +260,25 @@ class Source:
       )
     return found
 
-  def _find_masks(self) -> dict[tuple[str, int], tuple[np.ndarray, Any]]:
-    """{(file, number of the row): (run lengths of its mask, its size)}."""
-    assert self._picture_set is not None
-    masks_of = self._picture_set.masks_of
-    assert masks_of is not None
-    if self._pack or self._answers == 2:
-      raise ConfigError("supervised: masks=True: expected pack=False.")
-    needed: dict[str, set[int]] = {}
-    for row in self._kept.tolist():
-      file, number = self._rows.entry(row)
-      needed.setdefault(file, set()).add(number)
-    result = {}
-    for file, numbers in needed.items():
-      first = itertools.islice(masks_of(file), max(numbers) + 1)
-      for number, mask in enumerate(first):
-        if number in numbers:
-          result[file, number] = coco_masks.runs(mask), mask.shape
-    return result
+  def _find_rows(
+    self,
+    path: str | Sequence[str] | None,
+    name: str | None,
+    split: str | None,
+    preferences: bool,
+    form: str,
+  ) -> tuple[list[str], _RowsOf, str]:
+    """Returns `inputs` and `rows_of` of `token_rows.cached`, and a form.
+
+    The form in which rows are used is "" for the plain one.
+    """
+    if self._picture_set is None:
+      return *_inputs(path, name, split, preferences), form
+    if path is not None or name is not None:
+      raise ConfigError("supervised: expected path, name or dataset, got two.")
+    inputs, rows_of, key, _ = self._picture_set
+    rows_of = functools.partial(row_encoder.checked_rows, rows_of=rows_of)
+    return inputs, rows_of, f"{form} {key}"
 
   def _encoded(
     self,
@@ -337,36 +298,23 @@ class Source:
       encode, key, inputs, rows_of, shapes.counts, skip_errors
     )
 
-  def _spec(
-    self, prefix: bool, preferences: bool, masks: bool
-  ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    answers = self._answers if preferences else None
-    result = _spec_of_tokens(self._sizes, self._pack, answers)
-    if self._references:
-      result = dict.fromkeys(("tokens", "references"), result["tokens"])
-      if self._together:
-        dtype, shape = result["references"]
-        result["references"] = dtype, (self._together, *shape)
-    int32, float32 = np.dtype(np.int32), np.dtype(np.float32)
-    if prefix:
-      shape = tuple(self._sizes) if self._pack else ()
-      result["prefix"] = (int32, shape if answers is None else (answers,))
-    if self._is_judged:
-      result["label"] = (int32, ())
-    self._masks = self._find_masks() if masks else {}
-    if self._masks:
-      longest = max(len(runs) for runs, _ in self._masks.values())
-      result["mask_runs"] = (int32, (longest,))
-      result["mask_size"] = (int32, (2,))
-    if self._pictures is not None:
-      self._pixels = pixels.Pixels(self._pictures.pp, self._pictures.pp_several)
-      shape = self._image_shape()
-      result["image"] = (float32, shape)
-      if self._is_native():
-        result["shapes"] = (int32, (shape[0], 2))
-      elif self._has_views():
-        result["shapes"] = (int32, (shape[0], 4))
-    return result
+  def _log_rows(self) -> None:
+    counts = self._rows.counts
+    logging.info("supervised: rows: %s", counts["summary"])
+    if counts["num_refused"]:
+      logging.warning(
+        "supervised: refused rows are left out (%d): %s",
+        counts["num_refused"],
+        " ".join(counts["refused"]),
+      )
+
+  def _image_features(self) -> example_pictures.ExamplePictures | None:
+    if self._pictures is None:
+      return None
+    prepare = pixels.Pixels(self._pictures.pp, self._pictures.pp_several)
+    return example_pictures.ExamplePictures(
+      self._pictures, self._rows, prepare, pixels.fill
+    )
 
   def _chosen_by(self, slice: str) -> np.ndarray:
     """Returns the numbers of the rows of a slice; a pair is one example."""
@@ -379,51 +327,6 @@ class Source:
     number = len(self._rows) // self._answers
     start, stop = splits.bounds(slice, number, key)
     return np.arange(start * self._answers, stop * self._answers)
-
-  def _log_rows(self) -> None:
-    counts = self._rows.counts
-    logging.info("supervised: rows: %s", counts["summary"])
-    if counts["num_refused"]:
-      logging.warning(
-        "supervised: refused rows are left out (%d): %s",
-        counts["num_refused"],
-        " ".join(counts["refused"]),
-      )
-
-  def _log_labels(self) -> None:
-    """Warns of judgements that KTO's default weights do not suit."""
-    if not self._is_judged:
-      return
-    labels = self._rows.label[self._kept]
-    wanted, unwanted = int(labels.sum()), int((labels == 0).sum())
-    if not (wanted and unwanted):
-      kind = "wanted" if wanted else "unwanted"
-      logging.warning(
-        "supervised: all %d answers are %s: a model learns nothing of the "
-        "others.",
-        len(labels),
-        kind,
-      )
-      return
-    # arXiv 2402.01306, equation 8: weight x number of the wanted answers should
-    # be 1 to 4/3 times the same product for the others.
-    ratio = wanted / unwanted
-    if not 1 <= ratio <= 4 / 3:
-      logging.warning(
-        "supervised: %d answers are wanted and %d are not; for KTO, give "
-        "config.loss.undesirable from %.3g to %.3g, or desirable from %.3g to "
-        "%.3g.",
-        wanted,
-        unwanted,
-        ratio * 3 / 4,
-        ratio,
-        1 / ratio,
-        4 / 3 / ratio,
-      )
-
-  def _spans_of(self, rows: np.ndarray) -> np.ndarray:
-    """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
-    return self._rows.spans(rows, self._pairs)
 
   def _plan(self, rows: np.ndarray, too_long: str) -> None:
     """Cuts or drops long rows, and decides which rows an example has.
@@ -492,95 +395,145 @@ class Source:
         begins = self._rows.first_of_each(self._kept)
         self._first = np.append(begins, len(self._kept))
 
-  def _is_native(self) -> bool:
-    """Whether pictures are patches, of which each has its own number."""
-    layout = self._pictures.layout if self._pictures else None
-    return layout is not None and layout["kind"] in picture_layouts.OF_PATCHES
-
-  def _has_views(self) -> bool:
-    layout = self._pictures.layout if self._pictures else None
-    return layout is not None and layout["kind"] == "views"
-
-  def _image_shape(self) -> tuple[int, ...]:
-    """Shape of the pictures of an example: as many as any example has."""
-    counts = self._rows.num_pictures(self._kept)
-    if not counts.any():
-      raise DataError("supervised: pictures: no row has any.")
-    item = int(np.flatnonzero(counts)[0])
-    pixels = self._pictures_of(item)[0].pixels
-    shape = pixels.shape
-    if self._is_native():
-      shape = (self._most_patches(), *shape[1:])
-    elif pixels.ndim == 4:  # Tiles.
-      counts = np.asarray([self._num_tiles(int(row)) for row in self._kept])
-      shape = shape[1:]
-    if self._together:  # Answers to a prompt share its pictures.
-      return (int(counts.max()), *shape)
-    most = int(np.add.reduceat(counts[self._items], self._first[:-1]).max())
-    return (most, *shape)
-
-  def _sizes_of(self, row: int) -> list[tuple[int, int]]:
-    return [row_pictures.size_of(x) for x in self._rows.pictures(row)]
-
-  def _most_patches(self) -> int:
-    layout = self._layout()
-    return max(
-      math.prod(layout.grid(*size))
-      for row in self._kept.tolist()
-      for size in self._sizes_of(row)
-    )
-
-  def _num_tiles(self, row: int) -> int:
-    """Number of tiles of a row's pictures, and one for each whole picture."""
-    layout = self._layout()
-    sizes = self._sizes_of(row)
-    if isinstance(layout, picture_layouts.Views):
-      if not layout.has_tiles(len(sizes)):
-        return len(sizes)
-    grids = [layout.grid(*size) for size in sizes]
-    return sum(rows * columns + 1 for rows, columns in grids)
-
-  def _layout(self) -> picture_layouts.Layout:
-    assert self._pictures is not None and self._pictures.layout is not None
-    return picture_layouts.read(self._pictures.layout, "supervised: pictures")
-
-  def _pictures_of(
-    self, item: int, fetched: Mapping[str, bytes | None] | None = None
-  ) -> list[pixels.Picture]:
-    """What the model sees of each of a row's pictures."""
-    row = int(self._kept[item])
-    try:
-      kept = self._rows.pictures(row)
-      fetched = row_pictures.fetch(kept) if fetched is None else fetched
-      return self._pixels([row_pictures.decoded(x, fetched) for x in kept])
-    except DataError as e:
-      raise DataError(f"{self._rows.where(row)}: {e}") from e
-
-  def _check_same_pictures(self, *items: int) -> None:
-    """Refuses answers to one prompt that have different pictures."""
-    rows = [int(self._kept[item]) for item in items]
-    first, *others = (self._rows.pictures(row) for row in rows)
-    if any(pictures != first for pictures in others):
-      where = self._rows.where(rows[0])
-      raise DataError(f"{where}: expected the same pictures for both answers.")
+  def _spans_of(self, rows: np.ndarray) -> np.ndarray:
+    """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
+    return self._rows.spans(rows, self._pairs)
 
   def _check_cut(self, row: int, start: int, stop: int) -> None:
     """Refuses a row whose pictures are cut off."""
-    if self._pictures is None:
+    if self._images is None:
       return
+    # The last id of a row is only a target, where there are targets.
+    ids, _ = self._rows.read(start, stop - self._extra)
     try:
-      # The last id of a row is only a target, where there are targets.
-      ids, _ = self._rows.read(start, stop - self._extra)
-      if self._pictures.layout is None:
-        self._pictures.check(ids, len(self._rows.pictures(row)))
-      else:
-        sizes = self._sizes_of(row)
-        self._pictures.check_expanded(self._coder, ids, sizes)
+      self._images.check_whole(row, ids, self._coder)
     except DataError as e:
       raise DataError(
         f"{self._rows.where(row)}: length={self._sizes} cuts off a picture, "
         f"which leaves {e} Give a larger length, or too_long='drop'."
       ) from e
+
+  def _log_labels(self) -> None:
+    """Warns of judgements that KTO's default weights do not suit."""
+    if not self._is_judged:
+      return
+    labels = self._rows.label[self._kept]
+    wanted, unwanted = int(labels.sum()), int((labels == 0).sum())
+    if not (wanted and unwanted):
+      kind = "wanted" if wanted else "unwanted"
+      logging.warning(
+        "supervised: all %d answers are %s: a model learns nothing of the "
+        "others.",
+        len(labels),
+        kind,
+      )
+      return
+    # arXiv 2402.01306, equation 8: weight x number of the wanted answers should
+    # be 1 to 4/3 times the same product for the others.
+    ratio = wanted / unwanted
+    if not 1 <= ratio <= 4 / 3:
+      logging.warning(
+        "supervised: %d answers are wanted and %d are not; for KTO, give "
+        "config.loss.undesirable from %.3g to %.3g, or desirable from %.3g to "
+        "%.3g.",
+        wanted,
+        unwanted,
+        ratio * 3 / 4,
+        ratio,
+        1 / ratio,
+        4 / 3 / ratio,
+      )
+
+  def _prompt_options(
+    self,
+    encoder: row_encoder.Encoder,
+    prefix: bool,
+    template: str | None,
+    variables: Mapping[str, Any] | None,
+  ) -> dict[str, Any]:
+    options = {
+      "bos": encoder.bos,
+      "prefix": prefix,
+      "template": template,
+      "variables": dict(variables or {}),
+      "ignore_fields": encoder.ignore_fields,
+    }
+    if self._pictures is not None:
+      options["pictures"] = self._pictures._asdict()
+    return options
+
+  def _find_ends(self) -> list[int]:
+    """Returns the special ids that end the answers of the first rows."""
+    ends = set[int]()
+    special = sorted(self._coder.special_ids)
+    spans = self._rows.spans(self._kept[:_NUM_SAMPLED], self._pairs)
+    for start, stop in spans[:, -1].tolist():
+      ids, trained = self._rows.read(start, stop)
+      specials = ids[trained & np.isin(ids, special)]
+      ends.update(specials[-1:].tolist())
+    return sorted(ends)
+
+  def _numbers_of_ids(self) -> dict[str, int]:
+    names = ("inputs", "targets") if self._pairs else ("tokens", "targets")
+    number = self._coder.vocab_size
+    if self._pictures is not None:
+      number = max(number, self._pictures.token + 1)
+    return dict.fromkeys(names, number)
+
+  def _spec(
+    self, prefix: bool, preferences: bool, masks: bool
+  ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    answers = self._answers if preferences else None
+    result = _spec_of_tokens(self._sizes, self._pack, answers)
+    if self._references:
+      result = dict.fromkeys(("tokens", "references"), result["tokens"])
+      if self._together:
+        dtype, shape = result["references"]
+        result["references"] = dtype, (self._together, *shape)
+    int32 = np.dtype(np.int32)
+    if prefix:
+      shape = tuple(self._sizes) if self._pack else ()
+      result["prefix"] = (int32, shape if answers is None else (answers,))
+    if self._is_judged:
+      result["label"] = (int32, ())
+    self._masks = self._find_masks() if masks else {}
+    if self._masks:
+      longest = max(len(runs) for runs, _ in self._masks.values())
+      result["mask_runs"] = (int32, (longest,))
+      result["mask_size"] = (int32, (2,))
+    if self._images is not None:
+      items, first = self._items, self._first
+      if self._together:  # Answers to a prompt share the pictures of the first.
+        items, first = items[first[:-1]], np.arange(len(first))
+      result |= self._images.spec(self._kept, items, first)
+    return result
+
+  def _find_masks(self) -> dict[tuple[str, int], tuple[np.ndarray, Any]]:
+    """{(file, number of the row): (run lengths of its mask, its size)}."""
+    assert self._picture_set is not None
+    masks_of = self._picture_set.masks_of
+    assert masks_of is not None
+    if self._pack or self._answers == 2:
+      raise ConfigError("supervised: masks=True: expected pack=False.")
+    needed: dict[str, set[int]] = {}
+    for row in self._kept.tolist():
+      file, number = self._rows.entry(row)
+      needed.setdefault(file, set()).add(number)
+    result = {}
+    for file, numbers in needed.items():
+      first = itertools.islice(masks_of(file), max(numbers) + 1)
+      for number, mask in enumerate(first):
+        if number in numbers:
+          result[file, number] = coco_masks.runs(mask), mask.shape
+    return result
+
+  def _digest_of(self, *options: Any) -> str:
+    # Newer options count only if they are used, so that older runs can be
+    # continued.
+    new_options: list[Any] = row_shapes.new_forms(self._rows.counts)
+    new_options += ["references"] * self._references
+    new_options += [self._together] * (self._together > 0)
+    return files.digest("supervised", self._rows.digest, *options, *new_options)
 
   def __len__(self) -> int:
     return (len(self._first) - 1) // self._answers
@@ -595,9 +548,9 @@ class Source:
         for name, x in batch.items()
       }
       items = self._items[self._first[indices]].tolist()
-      if "image" in self.spec:
-        for chosen, rejected in items:
-          self._check_same_pictures(chosen, rejected)
+      if self._images is not None:
+        for pair in items:
+          self._images.check_same(self._kept[pair].tolist())
       return pairs | self.pictures_of_examples([pair[:1] for pair in items])
     batch = self._examples(indices)
     if self._is_judged:
@@ -640,26 +593,6 @@ class Source:
         self._fill(example, ends, segment, item)
     if "prefix" in batch and not self._pack and not self._references:
       batch["prefix"][:] = (batch["loss_mask"] != 0).argmax(axis=1) + 1
-    return batch
-
-  def pictures_of_examples(
-    self, items: Sequence[Sequence[int]]
-  ) -> dict[str, np.ndarray]:
-    """The features of pictures, of examples with these kept rows each."""
-    batch = {
-      name: np.zeros((len(items), *self.spec[name][1]), self.spec[name][0])
-      for name in _OF_PICTURES
-      if name in self.spec
-    }
-    if not batch:
-      return batch
-    rows = self._kept[[item for own in items for item in own]].tolist()
-    fetched = row_pictures.fetch(
-      x for r in rows for x in self._rows.pictures(r)
-    )
-    for b, own in enumerate(items):
-      found = [x for item in own for x in self._pictures_of(item, fetched)]
-      pixels.fill(found, **{name: x[b] for name, x in batch.items()})
     return batch
 
   def _fill(
@@ -714,16 +647,15 @@ class Source:
         if name in example:
           example[name][start : ends[part]] = value
 
-  def _find_ends(self) -> list[int]:
-    """Returns the special ids that end the answers of the first rows."""
-    ends = set[int]()
-    special = sorted(self._coder.special_ids)
-    spans = self._rows.spans(self._kept[:_NUM_SAMPLED], self._pairs)
-    for start, stop in spans[:, -1].tolist():
-      ids, trained = self._rows.read(start, stop)
-      specials = ids[trained & np.isin(ids, special)]
-      ends.update(specials[-1:].tolist())
-    return sorted(ends)
+  def pictures_of_examples(
+    self, items: Sequence[Sequence[int]]
+  ) -> dict[str, np.ndarray]:
+    """Returns the features of pictures, given the kept rows of each example."""
+    if self._images is None:
+      return {}
+    rows = [self._kept[[*own]].tolist() for own in items]
+    spec = {name: self.spec[name] for name in _OF_PICTURES if name in self.spec}
+    return self._images.read(rows, spec)
 
   def first_example(self) -> list[tuple[str, bool]]:
     """Returns the pieces of the first row's text: (text, has a loss)."""
@@ -744,7 +676,7 @@ class Source:
 def _checked_sizes(
   length: Any, loss: str, too_long: str, skip_errors: int
 ) -> list[int]:
-  """Returns `length` as a list, and checks the options beside it."""
+  """Checks `length` and some other options; returns `length` as a list."""
   sizes = [length] if isinstance(length, int) else [*length]
   for size in sizes:
     check_number("supervised: length", size, least=1, whole=True)

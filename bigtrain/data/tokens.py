@@ -7,7 +7,7 @@ formats/token_files.py lists the formats. Features of a window:
 
 - `tokens` int32 [L] and `targets` int32 [L], the next token of each. If
   documents end in `eos_id`, it is also the context of the first token of the
-  next document; otherwise a document's first token is no target.
+  next document; otherwise a document's first token is not a target.
 - `loss_mask` float32 [L]: 0 for padding. With packing or segments instead
   `segments` int32 [L], number of the document from 1, 0 for padding, and
   `positions` int32 [L], position in the document from 0.

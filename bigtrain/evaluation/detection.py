@@ -15,7 +15,7 @@ from bigtrain.text.box_texts import Box, iou
 # COCO's thresholds of the IoU, and its points of the recall.
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
-# COCO counts an IoU as equal to a threshold if rounding alone parts them.
+# COCO counts an IoU as equal to a threshold if they differ only by rounding.
 _EPSILON = 1e-10
 
 Boxes = Sequence[Box]

@@ -257,7 +257,7 @@ def from_config(
   eval_at_start = config.get("eval_at_start", False)
   for name in config.get("evals") or {}:
     path = f"config.evals.{name}"
-    options = config.evals.kwargs(name)  # What is left is the evaluator's.
+    options = config.evals.kwargs(name)  # The rest is for the evaluator.
     if not options.pop("enabled", True):
       continue
     if not {"type", "pred"} & {*options}:

@@ -1,8 +1,8 @@
 """Features of examples, for evaluators that compare or classify them.
 
 `Splits` collects features and labels of training and test examples, for probes
-and nearest neighbours; `of_all` collects features alone, and `moments_of_all`
-keeps their mean and covariance only. `in_chunks` runs an evaluator's own
+and nearest neighbours; `of_all` collects only features, and `moments_of_all`
+keeps only their mean and covariance. `in_chunks` runs an evaluator's own
 function on many host arrays, a part at a time.
 
 Legend: N examples, D features.
@@ -64,7 +64,7 @@ class Splits(Batches):
 
       return jax.tree.map(of_layer, predict_fn(variables, batch)), label
 
-    # Any number of classes: a probe has a head of its own.
+    # Any number of classes, because a probe has its own head.
     train_batches = self.labelled(self.label_key, None)
     test_batches = train_batches.replace(
       data=self.test_data, num_examples=self.num_test_examples

@@ -1,8 +1,8 @@
 """Batches of samples that a predict function makes.
 
 It gets a batch of numbers, "_index" [B], one for each sample. The noise and the
-class of a sample depend on its number alone, so any mesh and any size of the
-batches make the same samples.
+class of a sample depend only on its number, so the samples are the same on any
+mesh and with any batch size.
 
 Legend: B batch.
 """

@@ -115,7 +115,8 @@ _VQA_NUMBERS = "zero one two three four five six seven eight nine ten".split()
 _VQA_NUMBERS_TO = {name: str(i) for i, name in enumerate(_VQA_NUMBERS)}
 _VQA_NUMBERS_TO["none"] = "0"
 _ARTICLES = ("a", "an", "the")
-# Apostrophes that people leave out, where the rest is no other word.
+# Contractions that people write without the apostrophe, unless the result is
+# another word.
 _CONTRACTIONS = {
   word.replace("'", ""): word
   for word in (

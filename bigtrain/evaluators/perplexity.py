@@ -1,6 +1,6 @@
 """Perplexity of a language model.
 
-It is exact, whatever the batch size and the number of devices and hosts.
+It is exact for any batch size and any number of devices and hosts.
 """
 
 import math

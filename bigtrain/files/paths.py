@@ -31,7 +31,7 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-  """The absolute path of what a user typed; "~" is expanded.
+  """The absolute path of a path as typed by a user; "~" is expanded.
 
   "link/.." is the parent of the link's target, as for the operating system.
   """

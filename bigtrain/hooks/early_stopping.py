@@ -58,8 +58,8 @@ class Hook:
     with np.errstate(over="ignore", invalid="ignore"):
       tolerances = self._atol + self._rtol * np.abs(previous)
       bounds = np.float32(previous - tolerances)
-      # A difference of exactly the tolerance is no improvement. NaN is neither
-      # below nor above a bound, so the run goes on.
+      # A difference of exactly the tolerance does not count as an improvement.
+      # NaN is neither below nor above a bound, so the run continues.
       if not np.all(np.float32(following) >= bounds):
         return
     self._context.stop(

@@ -18,7 +18,8 @@ from bigtrain.inference.saved import Saved
 from bigtrain.pp import pixels
 from bigtrain.text import pictures, tokenizers
 
-# Prompts have a multiple of so many patches, so that few programs are compiled.
+# Numbers of patches are rounded up to a multiple of this, so that few programs
+# are compiled.
 _ROUND_TO = 64
 _FIELDS = ("text", "messages", "images")
 

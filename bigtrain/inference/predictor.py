@@ -125,7 +125,7 @@ class Predictor:
 
   @functools.cached_property
   def texts(self) -> preprocessing.Texts | None:
-    """The preprocessing of texts; None if a tokenizer alone made the data."""
+    """The preprocessing of texts; None if the data were only tokenized."""
     if self._saved.is_published and self._given.pp_text is None:
       return None
     preds = ("embed", "score", "caption", "logits", "text")

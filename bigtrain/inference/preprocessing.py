@@ -104,7 +104,7 @@ class Pictures:
       raise DataError(f"{os.fspath(where)}: {message}") from e
 
   def _raw(self, picture: Any) -> bytes | np.ndarray:
-    """What the first op reads: the bytes of a file, or pixels [H, W, C]."""
+    """The first op's input: the bytes of a file, or pixels [H, W, C]."""
     name = "a picture"
     if isinstance(picture, str | os.PathLike):
       name = os.fspath(picture)

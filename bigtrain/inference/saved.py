@@ -126,7 +126,9 @@ def find(
     return _find_export(paths.absolute(path), key)
   if safetensors_files.is_folder(paths.absolute(path)):
     if step is not None:
-      raise ConfigError(f"step={step}: {path} is no workdir; it has no steps.")
+      raise ConfigError(
+        f"step={step}: {path} is not a workdir, so it has no steps."
+      )
     return _find_published(paths.absolute(path), key, allow_unread)
   directory = folders.find_named(path, step, key)
   content = folders.read_manifest(directory)
@@ -213,7 +215,7 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
 
 
 def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
-  """How prompts are written, as `prompts` of data/supervised.py."""
+  """Options that write prompts as in training; see data/supervised.py."""
   tokenizer = tokenizers.get(path)
   prompts: dict[str, Any] = {
     "bos": tokenizer.adds_bos,
@@ -222,7 +224,7 @@ def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
   try:
     how = pictures.of_folder(path, tokenizer, "bigtrain.load")
   except ConfigError:
-    return prompts  # It reads texts alone.
+    return prompts  # The model reads only texts.
   return {**prompts, "pictures": how._asdict()}
 
 

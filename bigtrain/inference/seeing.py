@@ -80,7 +80,7 @@ class Model:
 
 
 def check(options: Mapping[str, Any], key: str) -> None:
-  """Raises ConfigError if `options` are no arguments of a `Model`."""
+  """Raises ConfigError if `options` are not arguments of a `Model`."""
   check_kwargs(Model, options, key, given=("mesh", "key"))
   checkpoint = saved.find(options["path"], options.get("step"), f"{key}.path")
   pred = options.get("pred", "pre_logits")

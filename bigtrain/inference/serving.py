@@ -7,7 +7,7 @@ jax2onnx, or as StableHLO, which only jax is needed to run:
   exported = export.deserialize(open("model.stablehlo", "rb").read())
   outputs = exported.call({"image": images})
 
-A JSON file beside it, "model.stablehlo.json", describes inputs and outputs,
+Next to it, a JSON file "model.stablehlo.json" describes inputs and outputs,
 class names, preprocessing, tokenizer and step.
 """
 

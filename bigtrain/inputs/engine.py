@@ -39,8 +39,8 @@ FeatureTypes = dict[str, tuple[Any, Sequence[int | None] | None]]
 # of the step's batch.
 Plan = Callable[[int, int, int], order.Order]
 
-# Examples that are tried for one row, replacements included. If so many fail,
-# the data or the ops are wrong, not single examples.
+# Attempts to fill one row, replacements included. If all of them fail, the data
+# or the ops are wrong, and not just single examples.
 _MAX_ATTEMPTS = 100
 
 
@@ -160,7 +160,7 @@ class Engine:
         planned.index[row - start] = index
     return planned
 
-  # What an engine has to define.
+  # Methods that every engine defines.
 
   def _stream(self, steps: range, stopping: threading.Event) -> Batches:
     """Yields the batches of these steps, in order."""
@@ -170,7 +170,7 @@ class Engine:
     """Returns what the ops of a part make."""
     raise NotImplementedError
 
-  # What an engine may define otherwise, to run one example alone.
+  # Methods that an engine may override, to run a single example.
 
   def _run(self, k: int, raw: Batch, u: np.ndarray) -> Batch:
     """Runs all ops on one example; `raw` and `u` are batches of size one."""
@@ -274,7 +274,7 @@ class Engine:
   def _replace(self, step: int, error: Exception) -> None:
     """Finds and replaces the examples of a batch that fail.
 
-    Raises `error` again if each example alone can be made.
+    Raises `error` again if each example can be made on its own.
     """
     planned = self._plan(step, 0, self.num_rows)
     pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
@@ -294,8 +294,8 @@ class Engine:
     # Nothing new to replace: the failure is not one of single examples.
     if replacements == self._replacements.get(step, {}):
       raise DataError(
-        f"the batch of step {step} failed, but each of its examples alone can "
-        f"be made: {one_line(error)}"
+        f"the batch of step {step} failed, although each of its examples can "
+        f"be made on its own: {one_line(error)}"
       ) from error
     self._replacements = {step: replacements}
 

@@ -12,8 +12,8 @@ from bigtrain.config.errors import DataError
 from bigtrain.inputs.engine import Part
 from bigtrain.pp import picture_files
 
-# Pictures of each source whose EXIF data are looked at: so many places with so
-# many neighbours each, because some formats read neighbours at once.
+# Pictures of each source whose EXIF data are checked: number of places, and of
+# neighbours at each place, because some formats read neighbours at once.
 _NUM_PLACES, _NUM_NEIGHBOURS = 8, 32
 
 

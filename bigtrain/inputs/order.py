@@ -8,8 +8,8 @@ to an example, and they take as long for the last step as for the first:
 2. `hashing.permute`: the example at that position. The epoch is the number of
    complete passes over the source, and each epoch has its own permutation.
 
-So each host computes its own rows alone, and a resumed run continues at any
-step without reading the steps before it.
+So each host computes only its own rows, and a resumed run continues at any step
+without reading earlier steps.
 
 The weights of a mixture may change at given rows. The rows with the same
 weights are a stage. A stage is cut into blocks with a fixed number of rows of
@@ -161,8 +161,8 @@ class Schedule:
   changes: tuple[tuple[int, tuple[float, ...]], ...] = ()
   # Successive rows with the same example, each with its own random numbers.
   repeats: int = 1
-  # What the steps draw at random, such as an image size: step s draws the
-  # number that is this schedule's source at row s.
+  # Random draws of the steps, such as image sizes: step s draws the number of
+  # this schedule's source at row s.
   by_step: "Schedule | None" = None
   _segments: list[_Segment] = dataclasses.field(
     init=False, repr=False, compare=False

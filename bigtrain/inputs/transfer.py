@@ -24,7 +24,7 @@ _JOIN_SECS = 10.0
 
 
 class Placement:
-  """Where the rows of a global batch are.
+  """The placement of a global batch's rows on hosts and devices.
 
   Attributes:
     rows: this host's rows of the global batch, int64 [local rows], ascending.

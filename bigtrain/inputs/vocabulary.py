@@ -54,9 +54,9 @@ def check(used: dict[str, Used], folder: str) -> None:
     if not tokenizer.extends(own):
       raise ConfigError(
         f"{key}: its tokenizer {name!r} ({tokenizer.vocab_size} ids) is not "
-        f"that of config.model_init={folder!r} ({own.vocab_size} ids), whose "
-        "ids the model knows. Use the folder's tokenizer, which may have "
-        "new_tokens, or put yours into the folder."
+        f"that of config.model_init={folder!r} ({own.vocab_size} ids), with "
+        "which the model was trained. Use the folder's tokenizer, which may "
+        "have new_tokens, or put yours into the folder."
       )
 
 

@@ -26,7 +26,7 @@ def inputs(batch: Batch) -> dict[str, jax.Array]:
 
 
 def prompts(batch: Batch) -> dict[str, jax.Array]:
-  """What a model reads beside the tokens of prompts."""
+  """The model's other arguments for prompts, besides their tokens."""
   # All answers to a prompt have the same pictures.
   result = {name: batch[name] for name in ("image", "shapes") if name in batch}
   if "prefix" in batch:

@@ -2,7 +2,7 @@
 
 I-JEPA's masks (https://arxiv.org/abs/2301.08243): some target blocks, and a
 large context block without the patches of the targets. They are drawn from the
-key of each example, so they depend on the step and the example alone.
+key of each example, so they depend only on the step and the example.
 
 Legend: B batch, P patches of a grid, N target blocks, T patches of the largest
 target, K patches of the largest context.
@@ -177,7 +177,7 @@ def _inside(
   corner_2: jax.Array,
   size: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-  """Which patches a block has, bool [P]."""
+  """Mask of the patches inside a block, bool [P]."""
   row_P, column_P = (i.reshape(-1) for i in jnp.mgrid[: grid[0], : grid[1]])
   row_P, column_P = row_P - corner_2[0], column_P - corner_2[1]
   inside_P = (row_P >= 0) & (row_P < size[0])

@@ -84,7 +84,7 @@ def integrate(
   """Follows a velocity from t = 0 to 1, in steps of equal length.
 
   "euler" calls it once in each step. "heun" averages the velocities at both
-  ends of a step, except in the last one, at whose end there is no noise left.
+  ends of a step, except in the last step, which ends without noise.
   """
   ends = jnp.linspace(0.0, 1.0, steps + 1)
 

@@ -20,7 +20,7 @@ class Mix(NamedTuple):
   """
 
   share: jax.Array  # Of the image itself; in mixup at least 0.5.
-  # Center of the box, in fractions of the image; None for mixup alone.
+  # Center of the box, in fractions of the image; None without CutMix.
   center_2: jax.Array | None = None
   is_cut: jax.Array | bool = False  # Whether this is CutMix.
 

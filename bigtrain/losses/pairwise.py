@@ -206,7 +206,8 @@ def _over_chunks(
     scale: jax.Array,
     bias: jax.Array,
   ) -> dict[str, jax.Array]:
-    # Copies of its own: gradients are summed over devices once, not each chunk.
+    # Per-device copies: gradients are summed over devices once, not for each
+    # chunk.
     scale, bias = jax.lax.pcast((scale, bias), axes, to="varying")
     first = jax.lax.axis_index(axes) * len(rows_bE)
     number_b = first + jnp.arange(len(rows_bE))

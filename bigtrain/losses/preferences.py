@@ -61,7 +61,7 @@ def _log_sigmoid(x: jax.Array) -> jax.Array:
 
 
 def _margin(x_B2: jax.Array) -> jax.Array:
-  """How much larger the chosen answer's value is."""
+  """The chosen answer's value minus the rejected one's."""
   return x_B2[:, 0] - x_B2[:, 1]
 
 

@@ -42,7 +42,7 @@ def koleo(x_ND: jax.Array, weight_N: jax.Array) -> jax.Array:
 
   The estimator of Kozachenko and Leonenko spreads features (Sablayrolles et al.
   2018, arXiv 1806.03198). Neighbours are found in the global batch;
-  DINOv2's code looks for them on each device alone.
+  DINOv2's code looks for them only within each device.
   """
   x_ND = x_ND.astype(jnp.float32)
   x_ND = x_ND / (jnp.linalg.norm(x_ND, axis=-1, keepdims=True) + _EPS)

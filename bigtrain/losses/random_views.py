@@ -1,7 +1,7 @@
 """Random views of the images of a batch: crops, flips, contrast.
 
-They are made on the devices, from the key of each example. So they depend on
-the step alone, whatever the mesh and the number of microbatches.
+They are made on the devices, from the key of each example. So they depend only
+on the step, and not on the mesh or the number of microbatches.
 
 Legend: B batch, V views, H height, W width, C channels.
 """

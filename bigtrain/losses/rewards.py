@@ -41,7 +41,8 @@ def ratio_bounds(
       "epsilon_high is the upper one."
     )
   default, default_high = _EPSILONS.get(kind, _USUAL_EPSILONS)
-  # A larger epsilon alone moves both bounds, unless they differ by default.
+  # If only epsilon is given, it moves both bounds, unless they differ by
+  # default.
   if epsilon is not None and epsilon_high is None and default == default_high:
     epsilon_high = epsilon
   low = default if epsilon is None else epsilon
@@ -116,7 +117,7 @@ def with_divergence(
 
 
 def advantages(kind: str, reward_BG: jax.Array) -> jax.Array:
-  """How much better an answer is than its group, [B, G]."""
+  """Rewards relative to the other answers of a group, [B, G]."""
   advantage_BG = reward_BG - jnp.mean(reward_BG, axis=1, keepdims=True)
   if kind == "rloo":  # Relative to the mean of the other answers.
     G = reward_BG.shape[1]

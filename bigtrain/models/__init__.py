@@ -5,7 +5,7 @@ config.model. Most have VARIANTS, sizes for `config.model.variant`; `param_dims`
 (arrays/dims.py); and `from_published`, which converts released parameters to
 the names and shapes of `like`. Names are joined by "/". Parameters without a
 match stay as they are, for the caller to list. A Model may have `check_data`,
-which compares it with what the training data say about themselves.
+which compares it with the properties that the training data declare.
 
 Open vit.py first. layers/ holds the layers, published/ the conversion of
 released parameters. The program finds models by name (config/modules.py).

@@ -172,7 +172,7 @@ class Writer(nn.Module):
       parallel_B: bool, whether an example is predicted in parallel.
       masked_BL: bool, whether the input of a position is the mask token in such
         an example, or the token itself; all masked if None.
-      real_BP: bool, which patches of an image are no padding; by default all.
+      real_BP: bool, False for patches that are padding; by default all True.
     """
     tokens_BL, L = self.tokens_before(text), text.shape[1]
     mask = masks.Mask(causal=True)

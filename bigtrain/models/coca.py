@@ -2,7 +2,7 @@
 
 Learned queries pool the patches of a ViT. A causal decoder reads a text and,
 after it, a class token, which gives the text's embedding; the decoder of
-captions goes on from its states, and attends to the pooled image.
+captions continues from its states, and attends to the pooled image.
 
 Axes: B batch, P patches, N queries, L length of a text, D width of the decoders
 and of what is pooled, E embedding, V vocabulary.
@@ -30,8 +30,8 @@ class Model(cappa.Captioner):
   # Depth of the decoder that reads texts; by default decoder_depth.
   text_depth: int = options.DERIVED
   num_queries: int = 256  # N, for the captions.
-  # What the embedding's query attends to: the output of the captions' queries,
-  # "cascade", or the patches, as they do, "parallel".
+  # Input of the embedding's query: "cascade", the output of the captions'
+  # queries; or "parallel", the patches.
   pool: str = "cascade"
   out_dim: int = 512  # E.
   temperature_init: float = 1 / 0.07  # Scale of the logits; its log is learned.
@@ -127,7 +127,7 @@ class Model(cappa.Captioner):
   def _read(self, text: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
     """States of the tokens before a text's (B, L, D), and of the class (B, D).
 
-    The first token and the class token, which are at the ends, are no padding.
+    The first token and the class token, at the two ends, are never padding.
     """
     ends = (0, 0), (1, 1)
     real_BS = jnp.pad(text[:, :-1] != 0, ends, constant_values=True)

@@ -185,7 +185,7 @@ def _shifts(x: jax.Array, kernel: jax.Array) -> Callable[[Any], jax.Array]:
 
 
 class Block(nn.Module):
-  """What a block adds: a depthwise convolution, a norm and an MLP."""
+  """A residual branch: a depthwise convolution, a norm and an MLP."""
 
   version: int
   mlp: str

@@ -2,9 +2,13 @@
 
 Each difference between GPT-2 (Radford et al. 2019), Llama
 (https://arxiv.org/abs/2302.13971) and later models is a field of Model, and
-fields combine freely. VARIANTS, at the end, has the published sizes. The model
-is embedding, blocks (layers/causal_block.py, run by layers/stack.py) and head.
-Kernels multiply from the right: blocks/attention/query/kernel is (D, H, K).
+fields combine freely; published/decoder_variants.py has the published sizes.
+The model is an embedding, blocks (layers/causal_block.py, run by
+layers/stack.py) and a head. Kernels multiply from the right:
+blocks/attention/query/kernel is (D, H, K).
+
+The module has the model first, then the checks of its fields, and last the
+names of its parameters and their conversion from and to published files.
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -39,11 +43,20 @@ from bigtrain.models.layers import (
   short_conv,
   stack,
 )
-from bigtrain.models.published import blocks, decoder_families
+from bigtrain.models.published import (
+  blocks,
+  decoder_families,
+  decoder_variants,
+)
 
 POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
 
+VARIANTS = decoder_variants.VARIANTS
+# Fields that are None in Model unless the config gives them.
+_GIVEN_BY_VARIANTS = {
+  field for variant in VARIANTS.values() for field in variant
+}
 # Defaults of the fields that some variants give. In the class they are None, to
 # distinguish a value in the config from the default: the config's value comes
 # first, then the variant's, then the one here.
@@ -69,6 +82,9 @@ class Model(nn.Module):
   """The decoder. After construction no field that a variant gives is None."""
 
   variant: str | None = None  # A name in VARIANTS, by default "gpt2".
+
+  # Sizes.
+
   vocab_size: int = options.DERIVED  # V.
   width: int = options.DERIVED  # D.
   depth: int = options.DERIVED  # N.
@@ -79,25 +95,34 @@ class Model(nn.Module):
   # latent_attention.Options.
   mla: Any = None
   mlp_dim: int = options.DERIVED  # F; 4 D by default.
+
+  # Positions.
+
   max_len: int | None = None  # Number of positions; posemb "learn" needs it.
   posemb: str = options.DERIVED  # "learn", "rope" or "none".
   rope_theta: float = options.DERIVED  # Base of wavelengths; 10,000 by default.
   rope_scaling: Mapping[str, Any] | None = None  # See positions.frequencies.
-  # Share of features that rotate, the first ones.
+  # Share of a head's features that rotate: the first ones.
   rope_fraction: float = options.DERIVED
-  # Whether 2 i and 2 i + 1 are a pair.
+  # Whether features 2 i and 2 i + 1 form a pair.
   rope_interleaved: bool = options.DERIVED
   rope_reversed: bool = False  # Whether angles are negative, as in nanochat.
   # Options of positions.Axes, if positions have three axes; None for one.
   rope_axes: Any = None
+
+  # Norms, and their places around attention and MLP.
+
   norm: str = options.DERIVED  # "layernorm" or "rmsnorm".
   norm_eps: float = options.DERIVED  # Added to the variance in norms.
   norm_offset: float = options.DERIVED  # Added to scales of norms, as in Gemma.
   norm_scaled: bool = True  # Whether norms of the stream have a scale.
   embed_norm: bool = False  # Whether a norm follows the embedding.
   norm_at: str = options.DERIVED  # "pre" or "post" a branch; "sandwich", both.
-  parallel: bool = False  # Whether attention and MLP have one input.
-  parallel_norms: bool = False  # Whether each then has a norm of its own.
+  parallel: bool = False  # Whether attention and MLP read the same input.
+  parallel_norms: bool = False  # Whether each of them then has its own norm.
+
+  # MLPs, experts, and layers in place of attention.
+
   mlp: str = options.DERIVED  # A name in mlp.NAMES.
   mlp_clip: Any = None  # Bounds of gated MLPs: limit, alpha and up_offset.
   moe: Any = None  # See moe.Options: experts of kind `mlp` in place of MLPs.
@@ -107,26 +132,38 @@ class Model(nn.Module):
   short_conv: Any = None
   # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
+
+  # Outputs.
+
   tied_head: bool = options.DERIVED  # Whether the head is the embedding.
   # Number of modules that each predict one more token, see multi_token.py.
   mtp: int = 0
-  # Number of classes of a text, 1 for a reward or a number, by a linear layer
-  # `score`, without a bias.
+  # Number of classes of a text, or 1 for a reward or another number, which a
+  # linear layer `score` without a bias predicts; None to predict tokens.
   num_classes: int | None = None
-  pool: str = "last"  # What represents a text: its "last", "first" or "mean".
+  pool: str = "last"  # The state of a whole text: "last", "first" or "mean".
+
+  # Attention.
+
   # Norms of queries and keys, "head", "projection" (over all heads), "l2" (by
   # head, without a scale) or None; True is "head".
   qk_norm: Any = None
   qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
   qkv_clip: float | None = None  # Largest entry of queries, keys and values.
-  window: int | None = None  # Number of positions that each one sees.
-  # Positions see only those in the same chunk of so many, as in Llama 4.
+  window: int | None = None  # Number of positions that each one attends to.
+  # Number of positions of a chunk: attention stays within one, as in Llama 4.
   chunk: int | None = None
+
+  # Layers that differ from one another.
+
   # {name: fields of layer_kinds.FIELDS} of layers that differ.
   kinds: Mapping[str, Mapping[str, Any]] | None = None
   # Names in `kinds`, a repeated period, which need not divide the depth.
   layers: Sequence[str] = options.DERIVED
   first_layers: Sequence[str] = options.DERIVED  # Before the first period.
+
+  # Implementation and scores of attention.
+
   attention: str = "auto"  # A name in attention_backends.NAMES.
   attention_scale: float | None = None  # Of scores; 1 / sqrt(K) if None.
   attention_softcap: float | None = None  # Scores s: cap * tanh(s / cap).
@@ -136,26 +173,35 @@ class Model(nn.Module):
   v_norm: bool = options.DERIVED  # RMS norm of values, without a scale.
   # Whether values are the keys before their norm and rotation.
   keys_as_values: bool = False
-  # Whether a layer reads the keys and values of the last layer before it that
-  # has its own, as many heads, and the same width and window.
+  # Whether a layer uses the keys and values of an earlier layer: the last one
+  # that has its own, with the same number of heads, head width and window.
   shares_kv: bool = False
   # Whether a sigmoid multiplies each feature of the attention's output.
   output_gate: bool = options.DERIVED
   sinks: bool = options.DERIVED  # Whether each softmax has a learned logit.
+
+  # Factors of the embedding, the stream and the logits.
+
   embed_multiplier: float | str = options.DERIVED  # A number or "sqrt_width".
   residual_multiplier: float = 1.0  # Of residual branches.
   # See layer_inputs.Options: embeddings of tokens for each layer.
   layer_inputs: Any = None
-  # Whether each layer's output has a factor, which is not trained.
+  # Whether each layer's output is multiplied by a factor, which is not trained.
   layer_scalar: bool = options.DERIVED
   logits_multiplier: float = 1.0  # Factor of the logits.
   # Logits x become cap * tanh(x / cap).
   logits_softcap: float | None = options.DERIVED
+
+  # Regularization and initial values.
+
   dropout: float = 0.0  # Rate after the embedding and on branches.
   drop_path: float = 0.0  # Of the last block; grows linearly from 0.
   neftune: float = 0.0  # Noise on embeddings, arXiv 2310.05914.
   # Of kernels; those that write to the stream have init_std / sqrt(2 N).
   init_std: float = 0.02
+
+  # Computation.
+
   scan: bool = False  # Whether a compiled block loops over stacked layers.
   remat_policy: str = "none"  # A name in remat.POLICIES.
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
@@ -199,11 +245,11 @@ class Model(nn.Module):
         in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
         that of segment 0. A cache of texts that end in padding needs it.
-      prefix: int (B,), number of leading tokens that all tokens see, also those
-        before them. Not with segments or a window.
-      inserted: embeddings (B, L, D), and bool (B, L), where they stand in place
-        of the tokens' own.
-      added: (B, n, L, D), what is added after each of the first n layers.
+      prefix: int (B,), number of leading tokens that all tokens attend to, even
+        tokens before them. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L): where they replace the
+        tokens' own embeddings.
+      added: (B, n, L, D), added to the stream after each of the first n layers.
       groups: groups of the tokens and of the positions that they may see.
       cache: keys and values of earlier tokens, from `init_cache`; the call
         adds its own, and experts drop no token. Not with segments.
@@ -292,7 +338,7 @@ class Model(nn.Module):
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` with its layer's added."""
     modules = self.mtp_modules(name="mtp")
-    tables = tables._replace(added_BNLD=None)  # Of the first layers alone.
+    tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
     hidden = []
     by_layer = {} if stats is None else stats["by_layer"]
@@ -316,7 +362,7 @@ class Model(nn.Module):
     return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
-    """What `config.model.pool` makes of each text: (B, D)."""
+    """Features (B, D) of whole texts, by `config.model.pool`."""
     real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
@@ -706,364 +752,6 @@ def _check_numbers(model: Model) -> None:
     if value is not None:
       check_number(f"config.model.{name}", value, above=0)
 
-
-# What the models of a lineage have in common, except for their sizes.
-_GPT2: dict[str, Any] = dict(
-  norm_eps=1e-5,
-  posemb="learn",
-  norm="layernorm",
-  mlp="gelu",
-  use_bias=True,
-  tied_head=True,
-)
-_LLAMA: dict[str, Any] = dict(
-  norm_eps=1e-5,
-  posemb="rope",
-  norm="rmsnorm",
-  mlp="swiglu",
-  use_bias=False,
-  tied_head=False,
-)
-_QWEN3: dict[str, Any] = dict(
-  _LLAMA, norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
-)
-# https://arxiv.org/abs/2503.19786. Five layers with a window, then one without.
-_GEMMA3: dict[str, Any] = dict(
-  _QWEN3,
-  mlp="geglu",
-  norm_offset=1.0,
-  norm_at="sandwich",
-  embed_multiplier="sqrt_width",
-  attention_scale=0.0625,  # 1 / sqrt(256), the width of a head.
-  kinds={"local": dict(window=512, rope_theta=1e4), "global": {}},
-  layers=("local",) * 5 + ("global",),
-)
-_GEMMA4: dict[str, Any] = dict(
-  _GEMMA3,
-  norm_offset=0.0,
-  v_norm=True,
-  layer_scalar=True,
-  attention_scale=1.0,
-  rope_theta=1e4,
-  logits_softcap=30.0,
-)
-# https://arxiv.org/abs/2508.10925.
-_GPT_OSS: dict[str, Any] = dict(
-  _LLAMA,
-  use_bias=("qkv", "out", "experts", "router"),
-  mlp_clip=dict(limit=7.0, alpha=1.702, up_offset=1.0),
-  sinks=True,
-  rope_theta=150000.0,
-  rope_scaling=dict(
-    type="yarn", factor=32.0, original_len=4096, truncate=False
-  ),
-  kinds={"local": dict(window=128), "global": {}},
-  layers=("local", "global"),
-)
-# Every fourth layer is attention, and the others are recurrent.
-_QWEN3_NEXT: dict[str, Any] = dict(
-  _LLAMA,
-  norm_eps=1e-6,
-  norm_offset=1.0,
-  qk_norm="head",
-  output_gate=True,
-  rope_theta=1e7,
-  rope_fraction=0.25,
-  kinds={
-    "linear": dict(deltanet=dict(num_heads=32, num_key_heads=16)),
-    "full": {},
-  },
-  layers=("linear",) * 3 + ("full",),
-)
-# Every fourth layer has no positions.
-_SMOLLM3: dict[str, Any] = dict(
-  _LLAMA,
-  norm_eps=1e-6,
-  rope_theta=5e6,
-  tied_head=True,
-  kinds={"rope": {}, "plain": dict(posemb="none")},
-  layers=("rope", "rope", "rope", "plain"),
-)
-_MIXTRAL_EXPERTS = dict(num_experts=8, top_k=2)
-# https://arxiv.org/abs/2412.19437. Experts in all layers but the first ones.
-_DEEPSEEK_EXPERTS: dict[str, Any] = dict(
-  score="sigmoid",
-  scale=2.5,
-  selection_bias=True,
-  bias_rate=0.001,
-  shared_experts=1,
-)
-_DEEPSEEK: dict[str, Any] = dict(
-  _LLAMA,
-  norm_eps=1e-6,
-  rope_interleaved=True,
-  mla=dict(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128),
-  head_dim=192,
-  kinds={"dense": dict(moe=None), "experts": {}},
-  layers=("experts",),
-)
-
-# Sizes of variants for tests.
-_MU: dict[str, Any] = dict(width=32, depth=2, num_heads=4, max_len=128)
-_LLAMA_MU: dict[str, Any] = dict(_MU, num_kv_heads=2, mlp_dim=64)
-
-_QWEN3_5_MU: dict[str, Any] = dict(
-  _QWEN3_NEXT | _LLAMA_MU,
-  depth=4,
-  head_dim=16,
-  kinds={
-    "linear": dict(
-      deltanet=dict(num_heads=4, num_key_heads=2, key_dim=8, value_dim=8)
-    ),
-    "full": {},
-  },
-)
-
-
-def _gemma4_kinds(window: int, **sizes: int) -> dict[str, Any]:
-  """Kinds of layers of Gemma 4; `sizes` are for global layers."""
-  rope = dict(
-    rope_theta=1e6, rope_scaling=dict(type="proportional", fraction=0.25)
-  )
-  return {
-    "local": dict(window=window),
-    "global": dict(keys_as_values=True, **rope, **sizes),
-  }
-
-
-def _gemma4_experts(**sizes: int) -> dict[str, Any]:
-  return dict(normalize=True, beside_mlp=True, scaled_router=True, **sizes)
-
-
-def _llama3(rope_factor: float) -> dict[str, Any]:
-  """Llama 3's vocabulary and positions, https://arxiv.org/abs/2407.21783."""
-  return dict(
-    _LLAMA,
-    vocab_size=128256,
-    max_len=131072,
-    rope_theta=5e5,
-    rope_scaling=dict(
-      type="llama3",
-      original_len=8192,
-      factor=rope_factor,
-      low_freq_factor=1.0,
-      high_freq_factor=4.0,
-    ),
-    num_kv_heads=8,
-  )
-
-
-def _deepseek_yarn(factor: float) -> dict[str, Any]:
-  """Positions up to `factor` times the 4,096 of the first training."""
-  return dict(
-    type="yarn",
-    factor=factor,
-    original_len=4096,
-    mscale=1.0,
-    mscale_all_dim=1.0,
-  )
-
-
-_GPT2_SIZED = dict(_GPT2, vocab_size=50257, max_len=1024)
-
-# By config.model.variant. "gpt2" and "llama" leave the sizes to the config.
-VARIANTS: dict[str, dict[str, Any]] = {
-  "gpt2": _GPT2,
-  "gpt2_mu": _GPT2 | _MU,
-  "gpt2_124m": dict(_GPT2_SIZED, width=768, depth=12, num_heads=12),
-  "gpt2_355m": dict(_GPT2_SIZED, width=1024, depth=24, num_heads=16),
-  "gpt2_774m": dict(_GPT2_SIZED, width=1280, depth=36, num_heads=20),
-  "gpt2_1558m": dict(_GPT2_SIZED, width=1600, depth=48, num_heads=25),
-  "llama": _LLAMA,
-  "llama_mu": _LLAMA | _LLAMA_MU,
-  "llama_1b": dict(
-    _llama3(rope_factor=32.0),
-    width=2048,
-    depth=16,
-    num_heads=32,
-    mlp_dim=8192,
-    tied_head=True,
-  ),
-  "llama_8b": dict(
-    _llama3(rope_factor=8.0), width=4096, depth=32, num_heads=32, mlp_dim=14336
-  ),
-  "llama_70b": dict(
-    _llama3(rope_factor=8.0), width=8192, depth=80, num_heads=64, mlp_dim=28672
-  ),
-  "mixtral_mu": dict(_LLAMA | _LLAMA_MU, moe=_MIXTRAL_EXPERTS),
-  "mixtral_8x7b": dict(
-    _LLAMA,
-    moe=_MIXTRAL_EXPERTS,
-    width=4096,
-    depth=32,
-    num_heads=32,
-    num_kv_heads=8,
-    mlp_dim=14336,
-    vocab_size=32000,
-    max_len=32768,
-    rope_theta=1e6,
-  ),
-  "qwen3_mu": _QWEN3 | _LLAMA_MU,
-  "qwen3_0_6b": dict(
-    _QWEN3,
-    width=1024,
-    depth=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=3072,
-    vocab_size=151936,
-    max_len=40960,
-  ),
-  "gemma3_mu": dict(_GEMMA3 | _LLAMA_MU, depth=7),
-  "gemma3_1b": dict(
-    _GEMMA3,
-    width=1152,
-    depth=26,
-    num_heads=4,
-    num_kv_heads=1,
-    head_dim=256,
-    mlp_dim=6912,
-    vocab_size=262144,
-    max_len=32768,
-  ),
-  "gemma4_mu": dict(
-    _GEMMA4 | _LLAMA_MU,
-    depth=6,
-    moe=_gemma4_experts(num_experts=8, top_k=2, mlp_dim=16),
-    kinds=_gemma4_kinds(window=16, head_dim=16, num_kv_heads=1),
-  ),
-  "gemma4_26b_a4b": dict(
-    _GEMMA4,
-    width=2816,
-    depth=30,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=256,
-    mlp_dim=2112,
-    vocab_size=262144,
-    max_len=262144,
-    moe=_gemma4_experts(num_experts=128, top_k=8, mlp_dim=704),
-    kinds=_gemma4_kinds(window=1024, head_dim=512, num_kv_heads=2),
-  ),
-  "gpt_oss_mu": dict(
-    _GPT_OSS | _LLAMA_MU,
-    moe=dict(num_experts=4, top_k=2, score="softmax_of_top"),
-  ),
-  "gpt_oss_20b": dict(
-    _GPT_OSS,
-    width=2880,
-    depth=24,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    mlp_dim=2880,
-    vocab_size=201088,
-    max_len=131072,
-    moe=dict(num_experts=32, top_k=4, score="softmax_of_top"),
-  ),
-  "deepseek_mu": dict(
-    _DEEPSEEK | _MU,
-    mlp_dim=64,
-    depth=3,
-    first_layers=("dense",),
-    mla=dict(kv_rank=16, q_rank=24, nope_dim=8, rope_dim=4, v_dim=8),
-    head_dim=12,
-    moe=dict(_DEEPSEEK_EXPERTS, num_experts=8, top_k=2, mlp_dim=16),
-  ),
-  "deepseek_v3": dict(
-    _DEEPSEEK,
-    width=7168,
-    depth=61,
-    num_heads=128,
-    mlp_dim=18432,
-    vocab_size=129280,
-    max_len=163840,
-    rope_scaling=_deepseek_yarn(40.0),
-    first_layers=("dense",) * 3,
-    moe=dict(
-      _DEEPSEEK_EXPERTS,
-      num_experts=256,
-      top_k=8,
-      groups=dict(num=8, top=4, score="top2"),
-      mlp_dim=2048,
-    ),
-  ),
-  # https://arxiv.org/abs/2507.20534.
-  "kimi_k2": dict(
-    _DEEPSEEK,
-    width=7168,
-    depth=61,
-    num_heads=64,
-    mlp_dim=18432,
-    vocab_size=163840,
-    max_len=131072,
-    rope_theta=5e4,
-    rope_scaling=_deepseek_yarn(32.0),
-    first_layers=("dense",),
-    moe=dict(
-      _DEEPSEEK_EXPERTS, scale=2.827, num_experts=384, top_k=8, mlp_dim=2048
-    ),
-  ),
-  "qwen3_5_mu": _QWEN3_5_MU,
-  "qwen3_next_mu": dict(
-    _QWEN3_5_MU,
-    moe=dict(
-      num_experts=8,
-      top_k=2,
-      normalize=True,
-      mlp_dim=32,
-      shared_dim=32,
-      shared_gate=True,
-    ),
-  ),
-  "qwen3_next_80b": dict(
-    _QWEN3_NEXT,
-    width=2048,
-    depth=48,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=256,
-    mlp_dim=5120,
-    vocab_size=151936,
-    max_len=262144,
-    moe=dict(
-      num_experts=512,
-      top_k=10,
-      normalize=True,
-      mlp_dim=512,
-      shared_dim=512,
-      shared_gate=True,
-    ),
-  ),
-  "qwen3_5_9b": dict(
-    _QWEN3_NEXT,
-    width=4096,
-    depth=32,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=256,
-    mlp_dim=12288,
-    vocab_size=248320,
-    max_len=262144,
-  ),
-  "smollm3_mu": dict(_SMOLLM3 | _LLAMA_MU, depth=4),
-  "smollm3_3b": dict(
-    _SMOLLM3,
-    width=2048,
-    depth=36,
-    num_heads=16,
-    num_kv_heads=4,
-    mlp_dim=11008,
-    vocab_size=128256,
-    max_len=65536,
-  ),
-}
-
-# Fields that are None in Model unless the config gives them.
-_GIVEN_BY_VARIANTS = {
-  field for variant in VARIANTS.values() for field in variant
-}
 
 DIMS: dict[str, str] = {
   r"token_embedding": "V -> D",

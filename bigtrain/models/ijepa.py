@@ -27,7 +27,7 @@ class Model(vit.Model):
   posemb: str = "sincos2d"  # No other: blocks have positions of any image.
   predictor_width: int = 384  # E; only training uses the predictor.
   predictor_depth: int = 12  # Its number of blocks.
-  predictor_num_heads: int = options.DERIVED  # By default as of the ViT.
+  predictor_num_heads: int = options.DERIVED  # By default the ViT's.
   predictor_mlp_dim: int = options.DERIVED  # By default 4 E.
 
   def __post_init__(self) -> None:
@@ -46,8 +46,8 @@ class Model(vit.Model):
       )
     if self.posemb != "sincos2d":
       raise ConfigError(
-        f"config.model.posemb={self.posemb!r}: expected 'sincos2d'; the "
-        "predictor tells the places of patches by it."
+        f"config.model.posemb={self.posemb!r}: expected 'sincos2d', "
+        "which gives the predictor the positions of patches."
       )
 
   @nn.compact

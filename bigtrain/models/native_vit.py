@@ -343,7 +343,7 @@ def _in_squares(
 class _PatchEmbedding(nn.Module):
   """A linear layer over the pixels of each patch, with kernel (T, p, q, C, D).
 
-  A still picture repeats its frame: that needs the kernel's sum over T alone.
+  A still picture repeats its frame, so only the kernel's sum over T is needed.
   """
 
   width: int

@@ -33,7 +33,7 @@ VERSIONS = (1, 2)
 
 
 class Norm(NamedTuple):
-  """What a value of config.model.norm stands for."""
+  """The arithmetic behind a value of config.model.norm."""
 
   epsilon: float  # Added to the variance in norms.
   # For standardised kernels: added to the standard deviation, and to the

@@ -33,7 +33,7 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import blocks, conversions, t5_families
 
-# What the two versions differ in, beside their sizes.
+# Differences between the two versions, besides sizes.
 _T5 = dict(mlp="relu", tied_head=True)
 _T5_1_1 = dict(mlp="geglu", tied_head=False)
 
@@ -227,7 +227,7 @@ class Model(nn.Module):
       for name, stats in (("encoder", encoder), ("decoder", decoder))
       for layer, x in stats.pop("by_layer").items()
     }
-    # What only one kind of routing reports is the mean of its own stack.
+    # A metric that only one kind of routing reports is the mean of that stack.
     alone = {
       name: {**encoder, **decoder}[name]
       for name in encoder.keys() ^ decoder.keys()

@@ -1,11 +1,12 @@
 """A decoder that reads pictures: PaliGemma, Gemma 3, LLaVA, Idefics 3, Qwen-VL.
 
-An image tower makes features of patches, a projector makes embeddings of them,
-and these stand in the decoder in place of image tokens: the first image token
-of a text gets the first embedding of its first picture, and so on. Options of
-the tower are in models/vit.py, or in models/native_vit.py for pictures of any
-shape, options of the decoder in models/decoder.py. Parameters are named
-img/..., projector/..., llm/... and, of features of inner layers, deepstack/...
+An image tower computes features of patches, and a projector turns them into
+embeddings, which the decoder reads in place of image tokens: the first image
+token of a text gets the first embedding of its first picture, and so on.
+Options of the tower are in models/vit.py, or in models/native_vit.py for
+pictures of any shape, options of the decoder in models/decoder.py. Parameters
+are named img/..., projector/..., llm/... and, of features of inner layers,
+deepstack/...
 
 Axes: B batch, N pictures of an example, P patches, T image tokens of a picture,
 L length, D width of the decoder.
@@ -341,7 +342,7 @@ class Model(nn.Module):
     return cls(**given, parent=None)
 
   def text_decoder(self) -> Any:
-    """The decoder as a model of its own; its parameters are below llm/."""
+    """The decoder as a separate model; its parameters are below llm/."""
     cls, given = self._part("text", self.text_model, self.text)
     return cls(**given, parent=None)
 
@@ -428,7 +429,7 @@ class Model(nn.Module):
         f"{expected} image tokens of a picture of {height} x {width} pixels."
       )
 
-  # What tasks ask of a decoder.
+  # Methods that tasks call on a decoder.
 
   @property
   def vocab_size(self) -> int:
@@ -640,7 +641,7 @@ def _by_picture(
 
 
 class _Places(NamedTuple):
-  """What stands at each image token; meaningless at others."""
+  """Picture and token numbers of image tokens; meaningless at other tokens."""
 
   picture_BL: jax.Array  # Number of the picture.
   token_BL: jax.Array  # Number of the token in the picture.

@@ -98,8 +98,8 @@ class Model(encoder.Fields):
   # "layer" or "shared", BEiT's bias of the attention scores by the offset of
   # two patches, of each layer or of all; None for none. Needs a class token.
   relative_bias: str | None = None
-  # "gap" global average, "map" attention, "tok" class token, "tok_gap" the two
-  # beside each other, "none" for a head on each patch.
+  # "gap" global average, "map" attention, "tok" class token, "tok_gap" class
+  # token and average concatenated, "none" for a head on each patch.
   pool_type: str = "gap"
   # Number of blocks before "encoded", which has then no last norm; the others
   # keep their parameters. None for all of them, and the norm.

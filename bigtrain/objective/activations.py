@@ -4,8 +4,8 @@ A log step computes its loss once more, without gradients, and records what the
 modules return whose names match the regular expression. Without the key the
 program of a step does not change.
 
-`_Recorder` stands for the model: it intercepts the calls of flax modules and
-stores statistics in a collection of its own, so that they come out of scans and
+`_Recorder` replaces the model: it intercepts the calls of flax modules and
+stores statistics in a separate collection, so that they come out of scans and
 rematerialised layers.
 """
 

@@ -26,7 +26,7 @@ KEY = "config.model_init"
 
 
 class Loaded(NamedTuple):
-  """What a source of a base holds, sorted by its use."""
+  """The arrays of a base that has been read, sorted by use."""
 
   base: Any  # The arrays that stay as they are, perhaps quantized.
   # Goes into checkpoints: {"digest": of the base's arrays before quantization,
@@ -55,7 +55,7 @@ class Base:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """What checkpoints say of the base; known once it is loaded."""
+    """Identification of the base in checkpoints; known once it is loaded."""
     return self._loaded.saved
 
   def load(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Base:
 
     These are the arrays that train in full, mutable collections, for DoRA the
     magnitudes, which begin as the norms of the base's kernels, and the rows of
-    tokens that train alone.
+    trained tokens.
     """
     others = dict(self._loaded.others)
     in_full = dict(trees.flatten_with_names(others.pop("params", {})))
@@ -162,7 +162,7 @@ def load(
         out_shardings=layout,
       )
       base[name] = quantize(base[name], **options)
-  # What is left of the parameters trains in full.
+  # The remaining parameters are trained in full.
   others = {"params": trees.from_flat(params), **variables}
   return Loaded(trees.from_flat(base), saved, others)
 

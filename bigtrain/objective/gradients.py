@@ -194,7 +194,7 @@ def add_sums(first: Variables, second: Variables) -> Variables:
 
 
 def _no_sums(sums: Variables) -> Variables:
-  """What changes nothing when `add_sums` adds it to such sums."""
+  """Neutral elements of `add_sums`, in the shape of `sums`."""
   return {
     name: jax.tree.map(
       lambda x, name=name: jnp.full_like(
@@ -430,10 +430,10 @@ def _in_two_passes(
 def _loss_factor(
   loss_scale: jax.Array | None, sums: Metrics
 ) -> jax.Array | float:
-  """What multiplies the loss's sum, so that float16 gradients do not vanish."""
+  """Factor of the loss's sum that keeps float16 gradients from vanishing."""
   if loss_scale is None:
     return 1.0
-  # The scale is meant for gradients of a mean, whatever the batch size.
+  # The scale is for gradients of a mean, so that it fits any batch size.
   weight = jnp.asarray(sums["loss"][1], jnp.float32)
   return jax.lax.stop_gradient(loss_scale / jnp.maximum(weight, 1.0))
 

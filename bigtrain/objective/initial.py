@@ -30,7 +30,7 @@ OPT_SHARDING = ("fsdp", "replica")
 class InitialVariables:
   """Draws a model's variables; `boxed` may wrap arrays in flax's boxes.
 
-  Flax puts an array whose axes have names into a box beside these names.
+  Flax puts an array whose axes have names into a box, together with the names.
   """
 
   def __init__(self, boxed: Callable[[Any], Variables], seed: int):
@@ -180,10 +180,11 @@ def tensor_axes(
   model: Any,
   shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-  """Where the ambient mesh splits parameters by the roles of their dimensions.
+  """Parameters' layouts on the ambient mesh, by the roles of dimensions.
 
-  The result is `of_model` of sharding.Rules. A model without `param_dims` has
-  no roles; then the axes `tensor` and `pipeline` need rules of the user's.
+  The result is `of_model` of sharding.Rules. Without `param_dims`, a model's
+  dimensions have no roles, and the axes `tensor` and `pipeline` need
+  config.sharding.
   """
   sizes = jax.sharding.get_abstract_mesh().shape
   if hasattr(module, "param_dims"):

@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 
 def from_config(config: Config, model: Any) -> list[Variant]:
-  """The models that steps draw from, by default the model alone."""
+  """The models that steps draw from, by default only `model`."""
   if not config.get("flexi"):
     return [Variant("", model)]
   variants = []

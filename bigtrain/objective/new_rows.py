@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 
 class _Source(NamedTuple):
-  """What is known of the vocabulary of config.model_init."""
+  """The vocabulary of config.model_init."""
 
   size: int  # Rows of its embedding.
   tokenizer: vocabulary.Used | None

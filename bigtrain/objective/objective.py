@@ -1,4 +1,4 @@
-"""The objective of a run: all that the program knows of what is learned.
+"""The objective of a run: everything that the program knows about learning.
 
 A config names one task or several, a model, and perhaps a teacher, adapters of
 a frozen base, or fields of the model that each step draws. Here they become one
@@ -9,7 +9,7 @@ predict:
   variables = objective.init(seed)
   gradients_fn = objective.gradients_fn(trainable)
 
-The parts are built by the modules beside this one; each can be read alone.
+The other modules of this package build the parts; each can be read on its own.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class TaskLoss(NamedTuple):
   loss_fns: Sequence[LossFn]  # By variant of the model.
   stats_fns: Sequence[LossFn]  # With activation statistics, by variant, if any.
   is_taught: bool  # Whether it gets the teacher.
-  state_fns: StateFns | None  # None without a state of its own.
+  state_fns: StateFns | None  # None if the task has no state.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class Objective:
 
   @functools.cached_property
   def param_views(self) -> dict[str, View]:
-    """How optimizers see parameters: which dimensions are inputs, and so on."""
+    """The meaning of each parameter's dimensions, for optimizers."""
     return views.of_model(self.model_module, self.model, self.params_spec)
 
   @functools.cached_property

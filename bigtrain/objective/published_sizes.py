@@ -44,7 +44,7 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
   if plain.get("teacher"):
     path = f"{config.path}.teacher"
     parts[path] = plain["teacher"]
-    teachers = config.kwargs("teacher")  # ConfigError if it is no dict.
+    teachers = config.kwargs("teacher")  # ConfigError if it is not a dict.
     if "model_name" not in teachers:
       for name, teacher in plain["teacher"].items():
         parts[f"{path}.{name}"] = teacher

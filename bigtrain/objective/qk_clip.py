@@ -71,7 +71,7 @@ def _check_model(model: Any, name: str) -> None:
   attending = [block for block in layers if block.deltanet is None]
   if not attending:
     raise ConfigError(f"{_KEY}: config.model has no layer with attention.")
-  # What would undo a smaller kernel, or shrink values along with keys.
+  # Fields that would undo a smaller kernel, or shrink values along with keys.
   for field in ("qk_norm", "qkv_clip", "keys_as_values"):
     values = [getattr(block, field) for block in attending]
     if any(values):

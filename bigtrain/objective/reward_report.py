@@ -1,4 +1,4 @@
-"""What log entries say of a batch of judged answers.
+"""Log entries about a batch of judged answers.
 
 The rewards of all processes: quantiles and a histogram; and two answers, the
 best and the worst one, as a table with prompts.

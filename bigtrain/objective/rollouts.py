@@ -15,7 +15,7 @@ and go through all of them `iterations` times. Their batches have the feature
 "old_log_probs", which the task's `score` computes when the answers are written.
 Checkpoints contain the set, because the weights that wrote it are gone.
 
-Random numbers depend on the seed and the step alone, so a resumed run makes the
+Random numbers depend only on the seed and the step, so a resumed run makes the
 same batches.
 """
 
@@ -51,7 +51,7 @@ from bigtrain.objective import (
 JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
 _ENTRY = "rollouts"
-# What a task's `score` needs, where there is one.
+# Features for a task's `score`, if it has one.
 _SCORED = ("tokens", "targets", "loss_mask", *turns.OF_PROMPTS)
 
 
@@ -64,8 +64,8 @@ class Rollout:
     exists: whether the task has a rollout.
     drawn: (spec, share of the steps) of each batch size that steps draw.
     spec: the largest of these specs.
-    saved_spec: what checkpoints have beside the train state; {} unless several
-      updates share a set.
+    saved_spec: entries of checkpoints besides the train state; {} unless
+      several updates share a set.
   """
 
   def __init__(
@@ -102,7 +102,7 @@ class Rollout:
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
     self._specs = variables_spec, self.spec, step
-    # What the update gets: the task's batch, and what the sources judge.
+    # Inputs of the update: the task's batch, and the sources' rewards.
     made = jax.eval_shape(self._make, *self._specs)
     judged = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, judged)
@@ -160,7 +160,7 @@ class Rollout:
         )
 
   def report(self) -> Callable[[], dict[str, Any]]:
-    """What the log entry of the newest step says of its rewards."""
+    """Returns a function that reports the newest step's rewards."""
     if self._newest is None:
       return dict
     return self._report(*self._newest)
@@ -168,14 +168,14 @@ class Rollout:
   # The set, as a part of checkpoints.
 
   def no_set(self) -> dict[str, Any]:
-    """What a checkpoint has beside the train state while there is no set."""
+    """The entries of a checkpoint, besides the train state, without a set."""
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.saved_spec)
     if zeros:
       zeros[_ENTRY]["number"] -= 1
     return zeros
 
   def restore(self, state: TrainState) -> TrainState:
-    """Takes the set out of what was restored; returns the train state."""
+    """Takes the set out of a restored state; returns the train state."""
     state = dict(state)
     if self.saved_spec:
       saved = dict(state.pop(_ENTRY))
@@ -185,7 +185,7 @@ class Rollout:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """What checkpoints have beside the train state; see `saved_spec`."""
+    """The current set's entries in a checkpoint; see `saved_spec`."""
     if not self.saved_spec:
       return {}
     number = jax.device_put(np.int32(self._number), self._replicated)
@@ -218,7 +218,7 @@ class Rollout:
     return self._input.start(first_set * size, max(first_set, last_set) * size)
 
   def _warn_of_calls(self) -> None:
-    """Says what a run that goes on cannot know to be as it was."""
+    """Warns of judges and tools that may answer differently after a restart."""
     names = [
       name
       for part in self._input.engine.parts
@@ -227,9 +227,9 @@ class Rollout:
     if names:
       logging.warning(
         "The answers since the checkpoint are written again, and judged again "
-        "by %s. If it returns the same for the same answers, this run ends as "
-        "one without an interruption would; else its rewards since then cannot "
-        "be had again.",
+        "by %s. If it returns the same rewards for the same answers, this run "
+        "ends with the same result as without the interruption; otherwise it "
+        "cannot be reproduced exactly.",
         ", ".join(dict.fromkeys(names)),
       )
 

@@ -1,9 +1,9 @@
 """Rows of a batch that several processes have.
 
 If an example is split over processes, as with `tensor`, each of them has its
-row. What calls out, a judge or a tool, must be called by one of them alone: a
-second call costs twice, and may return something else. So a row belongs to the
-first process that has it, which tells the others its results.
+row. Only one of them may call a judge or a tool: a second call would double the
+cost, and might return something else. So a row belongs to the first process
+that has it, which tells the others its results.
 """
 
 from collections.abc import Mapping

@@ -63,7 +63,7 @@ def loss_fn(
   options = config.kwargs("loss")
   key = f"{config.path}.loss"
   _check_teacher(config, task, teacher)
-  # Some options are for the functions of the task's state alone.
+  # Some options are only for the functions of the task's state.
   names = inspect.signature(task.loss_fn).parameters
   others = task_state.option_names(task) - set(names)
   own = {name: x for name, x in options.items() if name not in others}
@@ -114,7 +114,7 @@ def split_task(
 
 def uses_teacher(task: Any, teacher: Any) -> bool:
   """Whether the task's loss takes the teacher, or several of them."""
-  # Several teachers have weights or a list of what to distill.
+  # With several teachers, a task has `weights` or a list of what to distill.
   several = isinstance(teacher, dict)
   expected = {"distill", "weights"} if several else {"teacher"}
   return bool(expected & inspect.signature(task.loss_fn).parameters.keys())

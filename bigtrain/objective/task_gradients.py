@@ -36,14 +36,14 @@ TASKS = "tasks"
 
 
 class TaskResult(NamedTuple):
-  """What the next state of a task depends on, beside the parameters."""
+  """Inputs of a task's `update_state`, besides the parameters."""
 
   state: Any  # The state in this step.
-  sums: Any  # What its loss adds up over the step.
+  sums: Any  # The totals of its `task_sums` over the step.
 
 
 class Summand(NamedTuple):
-  """A task and the gradients of its loss alone, for one variant of the model.
+  """A task and the gradients of its own loss, for one variant of the model.
 
   `compute` takes the state of a step and the task's batch.
   """
@@ -68,7 +68,7 @@ def add_up(summands: Sequence[Summand], trainable: Any) -> GradientsFn:
     total: dict[str, jax.Array] = {}  # The gradient by the parameters' names.
     loss: Any = 0.0
     all_metrics: Metrics = {}
-    summed: Variables = {}  # What the model adds up over the step.
+    summed: Variables = {}  # The model's `step_sums` and the like.
     results: dict[str, Any] = {}  # Of tasks with state.
     for part in summands:
       name = part.entry.name

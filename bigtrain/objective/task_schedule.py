@@ -36,7 +36,7 @@ class TaskSchedule:
 
   name: str
   weight: Piecewise | None  # None for the only task.
-  options: Mapping[str, Piecewise]  # Those of its loss that change.
+  options: Mapping[str, Piecewise]  # Options of its loss with a schedule.
   first_step: int = 0  # Number of updates before its first one.
   # Steps of each cycle that have it, see optim/several.py.
   places: tuple[int, ...] = (0,)

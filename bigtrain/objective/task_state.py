@@ -1,7 +1,7 @@
 """State of a task: teachers that follow the student, centres, queues.
 
-A task that needs memory beside the parameters declares it as a tree of arrays
-and says how a step changes it:
+A task that needs state besides the parameters defines it as a tree of arrays,
+and how a step changes it:
 
   def init_state(params, *, model, **options): ...
   def update_state(state, *, params, sums, model, **options): ...
@@ -14,8 +14,8 @@ microbatches of a step, such as the sum of a teacher's outputs; `update_state`
 gets it as `sums`.
 
 The train state has the trees as "tasks", by the names of several tasks. They
-are sharded, saved and restored like parameters. The state of a task that begins
-later is made anew at its first step, from the parameters of that step.
+are sharded, saved and restored like parameters. If a task begins later, its
+state is initialised again at its first step, from the parameters of that step.
 """
 
 import inspect
@@ -117,8 +117,8 @@ def check_teacher(entry: Entry, state: Any, params: Params) -> None:
   for name, x in trees.flatten_with_names(state["teacher"]):
     if name not in shapes:
       raise ConfigError(
-        f"{entry.loss_key}: the teacher has {name}, which is no parameter of "
-        f"the student, such as {next(iter(shapes))}."
+        f"{entry.loss_key}: the teacher has {name}, but the student has no "
+        f"such parameter; expected a name such as {next(iter(shapes))}."
       )
     if x.shape != shapes[name]:
       raise ConfigError(

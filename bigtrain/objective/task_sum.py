@@ -24,7 +24,7 @@ from bigtrain.config.settings import Config
 from bigtrain.inputs.named_features import Features
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-# What precedes the slash in names of the program's own metrics: "lr/critic".
+# Prefixes of the program's own metrics, as in "lr/critic".
 _OTHER_METRICS = ("lr", "grad_norm", "account")
 
 
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
   @property
   def input_key(self) -> str:
-    """Where the config has its input, for messages about features."""
+    """The config key of the task's input, for messages about features."""
     if self.has_input:
       return f"{self.part.path}.input"
     return f"{self.part.path}: config.input" if self.name else "config.input"
@@ -98,12 +98,12 @@ class Entry(NamedTuple):
 
 
 def feature_prefix(name: str) -> str:
-  """What begins the names of the features of a task's own input."""
+  """Prefix of the names of features from a task's own input."""
   return f"{name}/"
 
 
 def add_sizes(sizes: dict[str, int], others: Mapping[str, int]) -> None:
-  """Adds numbers of ids that a model takes; of two, the smaller one counts."""
+  """Adds vocabulary sizes; where both have one, the smaller one counts."""
   for name, size in others.items():
     if name not in sizes or size < sizes[name]:
       sizes[name] = size

@@ -6,7 +6,7 @@ variables. With ema=True, the teacher is the average of the student in the train
 state, and has no variables of its own.
 
 config.sharding splits the variables over the devices, under the names
-"teacher/params/...". They are no part of the train state: every start loads
+"teacher/params/...". They are not part of the train state: every start loads
 them, and checkpoints leave them out.
 """
 

@@ -233,9 +233,9 @@ def _with_head(
 
 
 def _parts_head(file: peft_files.File) -> bool:
-  """Whether the adapters of a tied model are of the head or the table alone.
+  """Whether the adapters untie a tied model: only the head or table has one.
 
-  PEFT keeps the two equal if it is told to, and where tokens train alone.
+  PEFT keeps the two equal on request, and if only some tokens are trained.
   """
   if file.config.get("ensure_weight_tying"):
     return False

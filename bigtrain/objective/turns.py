@@ -7,7 +7,8 @@ continues all texts that go on. What the source has added has no loss. A text
 that has no room for the results of its calls ends before them, and counts as
 truncated.
 
-All processes take part in each turn until no text of the global batch goes on.
+All processes take part in each turn until all texts of the global batch have
+ended.
 
 Axes: B prompts of this process; G answers; T = L + 1 tokens of a text.
 """
@@ -211,12 +212,12 @@ class _Texts:
     self._counts["failed_tools"][b, g] += reply.num_failed
 
   def given(self) -> dict[str, np.ndarray]:
-    """What the next turn continues; a length of 0 if a text has ended."""
+    """The texts to continue in the next turn; an ended one has length 0."""
     length_BG = np.where(self._goes_on_BG, self._start_BG, 0)
     return {"tokens": self._text_BGT, "length": length_BG.astype(np.int32)}
 
   def add(self, text_BGT: np.ndarray, log_prob_BGT: np.ndarray) -> None:
-    """Adds what the model has drawn; ids below 0 are padding."""
+    """Adds the tokens that the model has drawn; ids below 0 are padding."""
     place_T = np.arange(text_BGT.shape[-1])
     new_BGT = (text_BGT >= 0) & self._goes_on_BG[..., None]
     new_BGT &= place_T >= self._start_BG[..., None]

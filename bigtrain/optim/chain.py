@@ -96,8 +96,8 @@ def _check_has_no_copies(recipe: Recipe) -> None:
   """Raises ConfigError if the optimizer's state has parameters of its own."""
   if recipe.wrap is not None:
     raise ConfigError(
-      "config.qk_clip: expected an optimizer without a wrapper, which keeps "
-      "other parameters than those of the step."
+      "config.qk_clip: expected an optimizer without a wrapper, which keeps a "
+      "second set of parameters that would not be clipped."
     )
 
 
@@ -186,8 +186,8 @@ def _last_stages(
 ) -> optax.GradientTransformationExtraArgs:
   """Stages 5 and 6 and their wrapper.
 
-  They are made anew in each trace, because optax takes the learning rate when
-  an optimizer is made, and here it is a traced scalar of `hparams`.
+  They are created again in each trace, because optax takes the learning rate
+  when it creates an optimizer, and here that is a traced scalar of `hparams`.
   """
   base = _base_optimizer(recipe, hparams)
 
@@ -265,7 +265,7 @@ def _with_decay(
 
 
 def _the_schedule(rates: Mapping[str, Any]) -> Callable[[Any], Any]:
-  """The only rate as optax's schedule, whatever the optimizer's own count."""
+  """The only rate as an optax schedule, which ignores the optimizer's count."""
   (rate,) = rates.values()
   return lambda count: rate
 

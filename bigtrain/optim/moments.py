@@ -36,7 +36,7 @@ _STREAM = zlib.crc32(b"moments")
 
 
 class Moments(NamedTuple):
-  """How moments are stored."""
+  """Storage of an optimizer's moments: their dtype and rounding."""
 
   dtype: Any  # None: as the optimizer's own arguments say.
   stochastic: bool

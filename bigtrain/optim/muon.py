@@ -183,7 +183,7 @@ def _scale_by_muon(
 
 
 class _Shape(NamedTuple):
-  """How an array is a stack of matrices."""
+  """The dimensions of an array that is a stack of matrices."""
 
   shape: tuple[int, ...]
   stack: tuple[int, ...]  # Dimensions of layers, experts and the like.
@@ -309,7 +309,7 @@ def _layouts(axes: Sequence[str]) -> list[PartitionSpec]:
 
 
 def _split(number: int) -> tuple[int, tuple[str, ...]]:
-  """(ways, axes of the mesh) to split so many matrices over.
+  """(ways, axes of the mesh) over which a number of matrices is split.
 
   The fewest matrices for the busiest device, and then the fewest ways.
   """

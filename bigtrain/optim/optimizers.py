@@ -84,7 +84,7 @@ _CONFIG_KEYS = {
 }
 
 # The default of config.optimizer.view, see `views.seen`. The other optimizers
-# act on each element alone, so that they see whole parameters.
+# act on each element separately, so that they see whole parameters.
 _VIEWS = {
   "adafactor": "matrices",
   "galore": "matrices",

@@ -37,7 +37,7 @@ optional `scale` multiplies its values. Lengths in percent inside a piece are
 relative to the piece. The last piece has no length: it lasts until the end.
 
 `make` builds a schedule from its dict. The functions that are named after the
-decay types make the decay alone.
+decay types make only the decay.
 """
 
 import dataclasses

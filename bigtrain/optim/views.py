@@ -28,12 +28,12 @@ _HEADS = {"H", "G", "R"}
 
 
 class View(NamedTuple):
-  """What the dimensions of an array mean. Each is in exactly one tuple."""
+  """Roles of an array's dimensions. Each dimension is in exactly one tuple."""
 
   # Dimensions that number separate arrays, such as layers and experts.
   stack: tuple[int, ...] = ()
   # Dimensions of a matrix's input; () for a vector; None if rows and columns
-  # are not told apart, and all dimensions are in `columns`.
+  # are not distinguished, and all dimensions are in `columns`.
   rows: tuple[int, ...] | None = ()
   # Dimensions of a matrix's output, or of a vector.
   columns: tuple[int, ...] = ()
@@ -141,8 +141,8 @@ def seen(
   """The views for an optimizer that acts on `arrays`, one of ARRAYS.
 
   matrices    the views as they are
-  heads       the same, and each head has a matrix of its own
-  layers      stacks of arrays, whose rows and columns are not told apart
+  heads       the same, and each head has its own matrix
+  layers      stacks of arrays, whose rows and columns are not distinguished
   parameters  the same, and stacks count as one array
   """
   if arrays == "matrices":

@@ -147,7 +147,7 @@ def locca(
     num_bins: number of locations along a side.
     tasks: the sequences to make, of "cap", "aref" and "gcap".
     loss_on: "both": text and box are predicted, the second given the first;
-      "answer": the second alone.
+      "answer": only the second.
     names: texts by number, if `box_texts` has numbers.
     text: name of the caption.
     boxes: name of the boxes [N, 4], see the op `boxes`.

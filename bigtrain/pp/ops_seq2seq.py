@@ -28,7 +28,7 @@ Objective = Callable[[np.ndarray, np.ndarray], Pair | None]
 
 
 class Spans(NamedTuple):
-  """How many tokens span corruption removes from a text, in how many spans."""
+  """Numbers of tokens and of spans that span corruption removes from a text."""
 
   noise: int
   spans: int

@@ -36,7 +36,7 @@ def tokenize(
     eos: end of sequence: "none"; "yes", unless the text was cut; or "sticky",
       always, if necessary in place of the last id that fits.
     bos: whether to put a beginning of sequence before the text.
-    pad: id of the padding, by default the tokenizer's; -1 is no id of any text.
+    pad: id of the padding, by default the tokenizer's; no text has the id -1.
     too_long: whether to cut a text that does not fit, or to raise an error.
     key: name of the feature: a text, or a list of texts.
     key_result: name of the result; None for `key`.

@@ -14,7 +14,7 @@ _FEATURES = ("image", "shapes")
 
 
 class Picture(NamedTuple):
-  """What a model sees of a picture."""
+  """A picture as a model's input."""
 
   # Float32 [height, width, 3], [tiles, height, width, 3], or patches [P,
   # values].
@@ -31,8 +31,8 @@ class Picture(NamedTuple):
 class Pixels:
   """Makes the pixels of pictures that are bytes of files, or arrays.
 
-  `pp` begins with the op after `decode`, which is for bytes alone. Several
-  pictures of one row have the ops `pp_several`, if any.
+  `pp` begins with the op after `decode`, which applies only to bytes. If a row
+  has several pictures, the ops `pp_several` apply instead, if there are any.
   """
 
   def __init__(self, pp: str, pp_several: str = ""):

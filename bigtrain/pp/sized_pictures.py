@@ -94,7 +94,7 @@ class Processor(NamedTuple):
   def _views(
     self, image_HWC: np.ndarray, layout: picture_layouts.Views
   ) -> np.ndarray:
-    """The whole picture and its tiles; alone, it keeps its proportions."""
+    """The whole picture and its tiles, if any; without them it is padded."""
     tile = layout.tile
     height, width = image_HWC.shape[:2]
     if not layout.has_tiles(2 if self.several else 1):

@@ -168,7 +168,7 @@ class Console:
 
 
 class _Progress:
-  """What a bar shows: phase, step, loss, speed and time left."""
+  """Contents of the progress bar: phase, step, loss, speed and time left."""
 
   def __init__(self, total_steps: int):
     self.status = "starting"

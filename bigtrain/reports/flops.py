@@ -2,7 +2,7 @@
 
 Counted are matrix products, convolutions and attention; a multiply-add counts
 as 2. Elementwise work, reductions and look-ups are not: published model FLOPs
-leave them out. Model FLOPs count the mathematics, whatever implementation runs:
+leave them out. Model FLOPs count the mathematics, not the implementation:
 recomputation, padding and empty slots of experts do not count
 (arrays/model_flops.py). Causal attention counts as the full square, as in
 PaLM (appendix B); a window of w positions counts min(w, L) keys per query.
@@ -62,7 +62,7 @@ def _flops(jaxpr: Any, share: _Share) -> fractions.Fraction:
   total = fractions.Fraction(0)
   for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     if flops := _eqn_flops(eqn, share):  # Most operations have none.
-      # The name stacks of nested jaxprs begin anew.
+      # Each nested jaxpr has its own name stack.
       total += flops * share(str(eqn.source_info.name_stack))
   return total
 

@@ -198,16 +198,17 @@ def image_array(image: Image, path: str) -> MediaArray:
   return MediaArray.of(image, image.uint8()[None], path)
 
 
-# Values that stand for the counts of one histogram, at most. With more, small
-# bins would be more precise, and each logger's thread would sort them all.
+# Largest number of values that represent the counts of one histogram. More
+# values would be more precise for small bins, but each logger's thread sorts
+# them all.
 _MAX_SAMPLES = 10_000
 
 
 def histogram_array(histogram: Any, path: str) -> tuple[MediaArray, int]:
   """Returns (values with the histogram's counts, number of buckets).
 
-  Metric writers count values themselves. A bin becomes copies of its middle, as
-  many as its count; a histogram of so many buckets then has the same counts.
+  Metric writers count values themselves. So each bin becomes `count` copies of
+  its middle, and a histogram with as many buckets then has the same counts.
   """
   counts = np.asarray(histogram.counts, np.float64)
   edges = histogram.edges

@@ -129,7 +129,7 @@ def run_info(mesh: Mesh) -> dict[str, Any]:
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-  """What must be equal on all processes of a job, by name."""
+  """Values that must be equal on all processes of a job, by name."""
   # Of all files, as a checkout can have uncommitted changes.
   digest = hashlib.sha256()
   package = pathlib.Path(__file__).parents[1]

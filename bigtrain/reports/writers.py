@@ -3,7 +3,7 @@
 A background thread of process 0 writes metrics.jsonl (log_entries.py) and the
 files that its entries name (media.py). If it fails, the run fails. Each logger
 (loggers.py) has a thread of its own; a logger that fails or hangs is turned
-off, and the run goes on.
+off, and the run continues.
 """
 
 import functools

@@ -140,7 +140,7 @@ def _needed(memory: Mapping[str, int]) -> int:
 
 
 def _sizes(update: jax.stages.Compiled, limit: int | None) -> str:
-  """What the update needs, by part of the state, as a text."""
+  """Text for messages: the update's memory, by part of the state."""
   memory = memory_bytes(update)
   arguments = zip(update.args_info[0], update.input_shardings[0])
   # The update's arguments are state, running metrics, batch, ...

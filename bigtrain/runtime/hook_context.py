@@ -30,7 +30,7 @@ class Corrupt(RuntimeError):
 
 
 class End(NamedTuple):
-  """How training ended; the argument of a hook's `after_train`.
+  """The end of training: the argument of a hook's `after_train`.
 
   The values of `how` are:
     finished     all steps are done
@@ -81,7 +81,7 @@ class Run:
 
 
 class Context:
-  """What a hook sees of the run, and its requests; docs/hooks.md has examples.
+  """A hook's view of the run, and its requests; docs/hooks.md has examples.
 
   A hook can use state and requests once the run has started, not in its
   `__init__`.

@@ -175,7 +175,7 @@ class Hooks:
       raise failures[0]
 
   def state(self) -> dict[str, Any]:
-    """What a checkpoint saves; it is JSON."""
+    """State of the hooks, which checkpoints save as JSON."""
     scalars = jax.device_get(self._run.scalars)
     hooks = self._hooks.items()
     return {

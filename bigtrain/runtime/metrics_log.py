@@ -102,7 +102,7 @@ class MetricsLog:
     self._write({"step": step, **named})
 
   def _write(self, entry: dict[str, Any]) -> None:
-    """Passes a log entry on; images and the like go to the writers alone."""
+    """Passes a log entry on; images and the like go only to the writers."""
     scalars, shown = media.split(entry)
     self.newest.update(scalars)
     self.writer.write(scalars, shown)

@@ -2,7 +2,7 @@
 
 Dimension 0 of a batch is split over `replica`, `fsdp` and `pipeline`. The
 devices of one `sequence` or `tensor` group hold the same examples. Inside a
-stage of a pipeline, dimension 0 of a microbatch is split over `fsdp` alone.
+stage of a pipeline, dimension 0 of a microbatch is split only over `fsdp`.
 
 The functions for the host take the mesh as an argument. Those for models use
 the ambient mesh, which jax.set_mesh sets while a program is traced. Without an

@@ -47,7 +47,7 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
     if kind not in kinds:
       raise ConfigError(
         f"{_KEY}: {device.device_kind} has no memory {kind!r}; expected "
-        f"'device', as on platforms with {' and '.join(kinds)} alone."
+        f"'device', because this platform has only {' and '.join(kinds)}."
       )
   matched = set()
 

@@ -69,7 +69,7 @@ class Schedule(NamedTuple):
   microbatches: int = 0
 
   def split(self, examples: int) -> "Schedule | None":
-    """The schedule with its number of microbatches for so many examples.
+    """The schedule, with a number of microbatches that suits the examples.
 
     That is the largest number that divides the examples, up to `microbatches`,
     and by default up to four for each stage. None if the examples do not divide
@@ -314,7 +314,7 @@ def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
   slice_numbers = np.vectorize(slice_of.get, otypes=[int])(grid)
   result = {}
   for dim, axis in enumerate(AXES):
-    # A line per group: the devices that differ in this axis alone.
+    # A line per group: the devices that differ only in this axis.
     lines = np.moveaxis(slice_numbers, dim, -1).reshape(-1, grid.shape[dim])
     num_slices = max(len(set(line)) for line in lines.tolist())
     if num_slices > 1:

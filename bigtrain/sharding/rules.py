@@ -371,7 +371,7 @@ def _parse_terms(text: str, key: str) -> list[_Term]:
         call = ast.Call(element, [], [])
       args = [ast.literal_eval(arg) for arg in call.args]
       kwargs = {
-        # "**" is no keyword: check_kwargs refuses it.
+        # "**" is not a keyword, so check_kwargs refuses it.
         keyword.arg or "**": ast.literal_eval(keyword.value)
         for keyword in call.keywords
       }

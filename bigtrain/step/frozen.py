@@ -32,7 +32,7 @@ def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
 def model_variables(
   state: Mapping[str, Any], weights: str = "params"
 ) -> Variables:
-  """What a model is applied to, of a state and what is frozen beside it.
+  """The model's variables, from the train state and the frozen arrays.
 
   Args:
     weights: entry of the state with the parameters, "params" or "ema".

@@ -12,8 +12,8 @@ was, and config.nonfinite decides what follows:
   "skip"  The step counts as skipped and training continues, until more than
           config.max_nonfinite steps were skipped.
 
-A step whose gradients overflow under a loss scale that can still shrink only
-changes the scale, whatever the policy.
+If gradients overflow under a loss scale that can still shrink, the step changes
+only the scale, under any policy.
 
 On the device, `Guard.judge` decides about a step, and `Guard.run` makes the new
 state or keeps the old one. The host reads the running metrics some steps later:
@@ -140,7 +140,7 @@ class Guard(NamedTuple):
     finite_loss = jnp.isfinite(mean_loss)
     finite = finite_loss & jnp.isfinite(grad_norm)
     overflow = finite_loss & ~finite & may_shrink
-    # Whether the run goes on: no step before this one has stopped it.
+    # Whether the run is still going: no earlier step has stopped it.
     active = (running["bad_step"] == 0) | (self.policy == "skip")
     if self.spikes:
       active &= self.spikes.is_active(running["spikes"])
@@ -179,9 +179,9 @@ class Guard(NamedTuple):
       verdict: result of `judge`.
       state: the state before the step.
       advance: computes the new state. If the guard branches, the device runs it
-        for good steps alone.
+        only for good steps.
       log_norms: whether the step reports norms.
-      no_norms: stands for the norms of other steps.
+      no_norms: placeholder for the norms in other steps.
     """
     old = {k: v for k, v in state.items() if k != "loss_scale"}
     # In a branch, arrays in host memory are on the device only for the update.
@@ -209,7 +209,7 @@ class Guard(NamedTuple):
     return chosen, norms
 
   def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a log entry reports about the loss scale."""
+    """Entries of a log step about the loss scale."""
     return loss_scale.row(state)
 
   def bad_step(self, running: Mapping[str, Any]) -> int:
@@ -275,10 +275,10 @@ def _branch(
 ) -> tuple[TrainState, NamedScalars | None]:
   """Runs `advance` on the device for good steps only.
 
-  Norms have a branch of their own, which computes the step a second time, in
-  log steps alone. So the other branch can change the state in place. In one
-  branch with three arms XLA copies the state, and every step of a ViT-S/16 on
-  CPUs takes 1.2 times as long.
+  Norms have a separate branch, which computes the step a second time, only in
+  log steps. So the other branch can change the state in place. In one branch
+  with three arms XLA copies the state, and every step of a ViT-S/16 on CPUs
+  takes 1.2 times as long.
   """
   if log_norms is not False:
     # The barrier makes the second branch wait for the first.

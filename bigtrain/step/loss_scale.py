@@ -55,7 +55,7 @@ class LossScale(NamedTuple):
 
 
 def row(state: Mapping[str, Any]) -> dict[str, Any]:
-  """What a log entry reports about the scale."""
+  """Entries of a log step about the loss scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]

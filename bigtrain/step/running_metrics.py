@@ -80,8 +80,8 @@ def add_step(
     running: the running metrics before the step.
     verdict: the guard's judgement of the step.
     step: number of the step, from 1.
-    after_log: whether the step before it was a log step, after which the sums
-      begin anew.
+    after_log: whether the previous step was a log step, after which the sums
+      start from zero.
     step_metrics: (sum, weight) pairs of the step.
     grad_norm: norm of its gradients.
     last: scalars of which a log step reports the newest value.

@@ -133,7 +133,7 @@ class Spikes(NamedTuple):
 
 
 def row(statistics: Mapping[str, Any]) -> dict[str, int]:
-  """What a log entry reports about spikes."""
+  """Entries of a log step about spikes."""
   _, num_spikes, newest, _ = map(int, statistics["counts"])
   if not num_spikes:
     return {}

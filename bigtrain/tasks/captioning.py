@@ -53,7 +53,7 @@ def parallel_examples(
 
 
 def token_weights(batch: Batch, labels: jax.Array, pad_id: int) -> jax.Array:
-  """Returns float32 [B, L]: 0 for padding, else "label_masks" or 1."""
+  """Weights of tokens [B, L]: 0 for padding, else "label_masks" or 1."""
   weight_BL = (labels != pad_id).astype(jnp.float32)
   if "label_masks" in batch:
     weight_BL *= batch["label_masks"].astype(jnp.float32)
@@ -162,7 +162,7 @@ def perplexity(
   pad_id: int = 0,
   chunk: int | None = None,
 ) -> Metrics:
-  """Computes metrics of the captions' tokens, given the ones before them."""
+  """Metrics of the captions' tokens, each predicted from those before it."""
   result, _ = loss_fn(
     variables,
     batch,

@@ -6,9 +6,9 @@ A batch has "image" [B, H, W, 3] floats and "labels" int [B, L], the token ids
 of the image's text, or [B, H, W, 3] floats, a picture of it. With "shapes"
 [B, 2], "image" has ready patches, see models.vit.
 
-The loss compares each image with every text of the global batch. So it is in
-two halves, which microbatches need (objective/gradients.py): embed_fn, which
-treats examples independently, and embeddings_loss_fn.
+The loss compares each image with every text of the global batch, so it consists
+of two functions (objective/gradients.py): embed_fn, which treats examples
+independently and can run on microbatches, and embeddings_loss_fn.
 
 The model returns (image embeddings, text embeddings, dict). Its parameter "t"
 [1] is the logarithm of the logits' scale, and "b" [1], if any, their bias. A
@@ -53,9 +53,9 @@ def embed_fn(
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {"image": [B, E], "text": [B, E]}, and new mutable collections.
 
-  A model that writes captions adds "hits" [B], the numbers of right tokens, and
-  "captions" [B], losses that add up to that of all captions. Each is their
-  mean, because only the total has a gradient.
+  A model that writes captions adds "hits" [B], the number of right tokens, and
+  "captions" [B], whose sum is the loss of all captions. All its entries are
+  equal, because only the sum has a gradient.
   """
   (image_BE, text_BE, out), mutable = forward.apply(
     model, variables, rng, train, **inputs(batch)
@@ -143,7 +143,7 @@ loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """Returns functions for evaluators, by name; of captioners also theirs.
+  """Functions for evaluators; captioners also have those of captioning.py.
 
   "embed" returns {"image": [B, E], "text": [B, E]}, or only one if the batch
   lacks a feature; "labels" [B, n, L] give "text" [B, n, E]. "image" and "text"
@@ -158,7 +158,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
     labels = batch["labels"]
-    # Of a picture of text, three axes belong to an example.
+    # Texts rendered as pictures have three axes per example.
     axes = 3 if jnp.issubdtype(labels.dtype, jnp.floating) else 1
     z = apply(variables, text=labels.reshape(-1, *labels.shape[-axes:]))[1]
     return z.reshape(*labels.shape[:-axes], z.shape[-1])

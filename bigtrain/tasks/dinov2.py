@@ -1,21 +1,22 @@
 """Self-distillation without labels: DINO, and DINOv2 with iBOT and KoLeo.
 
-A teacher, the average of the student, sees two large crops of an image; the
-student sees these and several small ones, and learns the teacher's assignment
-of each large crop to prototypes (https://arxiv.org/abs/2104.14294). With
-patches masked for the student, it also learns the teacher's assignment of these
-(iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) makes the assignments by
-Sinkhorn-Knopp and spreads features with KoLeo. Both use the global batch. In
-a last phase, DINOv3 (arXiv 2508.10104) keeps the similarities of patches as an
-earlier teacher has them: Gram anchoring.
+The teacher is a moving average of the student. It sees two large crops of an
+image; the student sees these and several small crops, and learns to predict how
+the teacher assigns each large crop to prototypes (arXiv 2104.14294). If patches
+are masked for the student, it also predicts the teacher's assignment of these
+patches (iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) computes the
+assignments by Sinkhorn-Knopp and spreads features apart by KoLeo, both over the
+global batch. In its last phase, DINOv3 (arXiv 2508.10104) keeps the
+similarities between patches close to those of an earlier teacher: Gram
+anchoring.
 
 Legend: B batch, G large crops (2), S small crops, N samples, M masked patches,
 D width, E width of the head's results, K prototypes.
 
-A batch has "image" [B, H, W, channels], of which the crops are made on the
-devices, or ready ones: "large_crops" [B, G, ...] and "small_crops" [B, S, ...],
-and "gram_crops" [B, G, ...], the large ones as the Gram teacher sees them.
-The model is models/dinov2.py, or another one with the method `views`.
+A batch has "image" [B, H, W, channels], which is cropped on the devices; or
+crops made by the input: "large_crops" [B, G, ...], "small_crops" [B, S, ...],
+and "gram_crops" [B, G, ...], the large crops as the Gram teacher sees them. The
+model is models/dinov2.py, or another one with the method `views`.
 
 SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop: the student
 sees it with masked patches, and predicts its class token from the small crops.
@@ -62,8 +63,8 @@ def init_state(
   """The state at the start.
 
   Args:
-    teacher: regular expression of the parameters that the views depend on, of a
-      model that has others too. The teacher has these alone.
+    teacher: regular expression of the parameters that the teacher copies, for
+      models in which the views do not depend on all of them.
     gram_weight: without it, there is no Gram teacher.
   """
   centre = {"class": jnp.zeros(model.num_prototypes)}
@@ -96,9 +97,9 @@ def update_state(
   Args:
     momentum: of the teacher; published recipes let it rise to 1.
     centre_momentum: of the centres, which centering="mean" subtracts.
-    gram_copies: number of times that the Gram teacher has become the teacher,
-      by a schedule: each time it reaches another whole number, it is copied
-      anew. At 0, it has the parameters of the start.
+    gram_copies: number of times that the teacher has been copied to the Gram
+      teacher. A schedule of it copies whenever it reaches the next whole
+      number. At 0, the Gram teacher has the initial parameters.
   """
   mean = jax.tree.map(
     lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
@@ -157,7 +158,7 @@ def embed_fn(
 
   Args:
     num_large: G, 2 or, with small crops, 1.
-    num_small: S; by default 8, or as many as the batch has ready.
+    num_small: S; by default 8, or the number that the batch has.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
     large_area, small_area: least and largest share of the image.
@@ -220,7 +221,7 @@ def _of_large(
   weight_NM: jax.Array | None,
   by_example: Callable[[jax.Array], jax.Array],
 ) -> dict[str, jax.Array]:
-  """What student (`out`) and teacher make of the large crops."""
+  """Features of the large crops by the student (`out`) and the teacher."""
   taught = jax.lax.stop_gradient(dict(taught))
   result = {
     "student_BGE": out["class_z"],
@@ -264,7 +265,7 @@ def _small_vectors(
 
 
 def _of_teacher(variables: Variables, teacher: Params) -> Variables:
-  """The variables with the teacher's parameters; others do not matter."""
+  """The variables, with the teacher's parameters in place of the student's."""
   params = dict(trees.flatten_with_names(variables["params"]))
   params |= trees.flatten_with_names(teacher)
   return {**variables, "params": trees.from_flat(params)}
@@ -277,7 +278,7 @@ def _large_crops(
   area: Sequence[float],
   **options: Any,
 ) -> jax.Array:
-  """The large crops [B, G, ...], ready ones or new ones."""
+  """The large crops [B, G, ...], from the batch or made here."""
   check_number("config.loss.num_large", number, least=1, most=2, whole=True)
   if "large_crops" in batch:
     ready = batch["large_crops"]
@@ -301,7 +302,7 @@ def _large_crops(
 def _gram_crops(
   batch: Batch, again: Callable[[], jax.Array], size: int | None
 ) -> jax.Array:
-  """The large crops as the Gram teacher sees them, without other contrasts.
+  """The large crops as the Gram teacher sees them, without changes of contrast.
 
   Args:
     again: makes the same crops again, if they are not ready.
@@ -323,7 +324,7 @@ def _small_crops(
   area: Sequence[float],
   **options: Any,
 ) -> jax.Array | None:
-  """The small crops [B, S, ...], if any, ready ones or new ones."""
+  """The small crops [B, S, ...], if any, from the batch or made here."""
   key = "config.loss.num_small"
   if number is not None:
     check_number(key, number, least=0, whole=True)
@@ -457,7 +458,8 @@ def embeddings_loss_fn(
   weight_B = metrics.example_weights(batch, teacher_BGE)
   weight_N = jnp.repeat(weight_B, G)
 
-  # Class tokens: each view of the student with each other large crop.
+  # Class tokens: each of the student's views is compared with every large crop
+  # but itself.
   name = "class_prototypes"
   scores_NK = _scores(state["teacher"], name, teacher_BGE.reshape(B * G, -1))
   target_NK = assign(scores_NK, weight_N, state["centre"]["class"])
@@ -551,7 +553,7 @@ def _patch_loss(
   return jnp.sum(loss_BGM, (1, 2)) / G, total
 
 
-# Signs of a collapse.
+# Metrics that show a collapse.
 
 
 def _diagnosis(
@@ -587,7 +589,7 @@ def _diagnosis(
 def problem(
   values: Mapping[str, float], *, model: Any, stop_on_collapse: bool = True
 ) -> str | None:
-  """Says why features have collapsed, from the metrics of a log entry."""
+  """The reason why features have collapsed, from the metrics of a log entry."""
   if not stop_on_collapse or "teacher_entropy" not in values:
     return None
   most = float(jnp.log(model.num_prototypes))

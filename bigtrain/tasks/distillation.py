@@ -9,10 +9,10 @@ Legend: B batch, H height, W width, C classes.
 
 A batch has "image" [B, H, W, 3] floats and optionally "labels", int [B] or
 one-hot [B, C], which only metrics and `label_weight` use; an example without a
-label has zeros. If there is a "teacher_image", or a "NAME_image" for the
-teacher NAME, the teacher sees that, for instance the same view at another
-resolution, blended in the same way. "shapes" belong to the student's image, see
-models.vit.
+label has zeros. The teacher sees "teacher_image" if there is one, or
+"NAME_image" if its name is NAME: for instance the same view at another
+resolution. It is blended like the student's image. "shapes" belong to the
+student's image, see models.vit.
 """
 
 import functools
@@ -63,7 +63,7 @@ def loss_fn(
     temperature: used by "kl".
     label_smoothing: used by "hard".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
-    cutmix_alpha: the same of CutMix.
+    cutmix_alpha: the same for CutMix.
     cutmix_prob: share of the batches with CutMix, if both are on.
     weights: weights of the distances from several teachers, by name; by
       default their mean. big_vision's are 1.
@@ -147,7 +147,7 @@ def _teacher_logits(
 
 
 def _ensemble(logits: Mapping[str, jax.Array]) -> jax.Array:
-  """Logits of the teachers' mean probabilities; a single teacher's own."""
+  """Logits of the teachers' mean probabilities, or of the single teacher."""
   if len(logits) == 1:
     return next(iter(logits.values()))
   log_p = [jax.nn.log_softmax(x_BC) for x_BC in logits.values()]
@@ -157,8 +157,8 @@ def _ensemble(logits: Mapping[str, jax.Array]) -> jax.Array:
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """Functions for evaluators: the student's "logits" and "pre_logits".
 
-  With a teacher (None for inference) also "loss", and "teacher_logits"; several
-  teachers have those of their mean probabilities.
+  With a teacher (None for inference) there are also "loss" and
+  "teacher_logits", which with several teachers are of their mean probabilities.
   """
 
   def logits(variables: Variables, batch: Batch) -> jax.Array:

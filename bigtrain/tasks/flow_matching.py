@@ -19,7 +19,7 @@ from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import flows, forward
 
-# Uses of an example's key.
+# Each use of an example's random key has a number.
 _TIME, _NOISE, _CLASS, _LATENT = range(4)
 
 
@@ -62,7 +62,7 @@ def loss_fn(
   autoencoder = variables.pop("teacher", None)
   image = batch["image"].astype(jnp.float32)
   keys_B = batch.get("_keys")
-  if keys_B is None:  # The loss of an evaluation: always the same numbers.
+  if keys_B is None:  # Evaluations draw the same random numbers every time.
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(image)))
   if model.latents:
     image = _encoded(teacher, autoencoder, image, _folded(keys_B, _LATENT))
@@ -109,7 +109,7 @@ def _folded(keys_B: jax.Array, number: int) -> jax.Array:
 def _encoded(
   teacher: Any, autoencoder: Any, image: jax.Array, keys_B: jax.Array
 ) -> jax.Array:
-  """Latents of images, drawn from the distribution that the encoder returns."""
+  """Draws latents of images from the distribution that the encoder returns."""
   if teacher is None:
     raise ConfigError(
       "config.teacher: missing; config.model.latents=True needs an autoencoder."
@@ -122,7 +122,7 @@ def _encoded(
 def _velocity(
   model: Any, variables: Variables, labels_B: jax.Array | None
 ) -> flows.Velocity:
-  """The velocity that a model predicts, of images of these classes."""
+  """The velocity that a model predicts for images of these classes."""
 
   def velocity(z: jax.Array, t: jax.Array) -> jax.Array:
     time_B = jnp.full(len(z), t)
@@ -147,16 +147,16 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
     guidance_interval: tuple[float, float] = (0.0, 1.0),
     seed: int = 0,
   ) -> jax.Array:
-    """Images (B, rows, columns, C) in [-1, 1], one for each number in "_index".
+    """Makes images (B, rows, columns, C) in [-1, 1], one for each "_index".
 
-    The noise depends on the seed and this number alone. Without "labels", the
-    classes take turns.
+    The noise depends only on the seed and this index. Without "labels", the
+    class is the index modulo the number of classes.
 
     Args:
       steps: number of steps from noise to image.
       sampler: "euler", or "heun" with two calls of the model in most steps.
       guidance: scale of classifier-free guidance; 1 for none.
-      guidance_interval: times of guidance.
+      guidance_interval: times at which guidance is on.
       seed: seed of the noise.
     """
     check_number("pred_kw.steps", steps, least=1, whole=True)

@@ -33,7 +33,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.text import decoding, speculation
 
-# Features of pictures, which prompts have too.
+# Features of pictures, which a prompt may have too.
 PICTURES = ("image", "shapes")
 
 
@@ -50,7 +50,7 @@ def inputs(batch: Batch) -> Batch:
 def vocab_sizes(model: Any) -> dict[str, int]:
   names = ("tokens", "targets", "teacher_ids")
   sizes = dict.fromkeys(names, model.vocab_size)
-  if hasattr(model, "num_ids"):  # Some stand for pictures.
+  if hasattr(model, "num_ids"):  # Some tokens stand for pictures.
     sizes |= dict.fromkeys(("tokens", "targets"), model.num_ids)
   return sizes
 
@@ -118,14 +118,14 @@ def generate(
   Args:
     batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
       "prefix", whatever it holds, all tokens see the whole prompt. "image" are
-      its pictures; a prompt does not end with an image token. "sample"
-      int32 [B], if there, tells samples of the same prompt apart.
+      its pictures; a prompt does not end with an image token. "sample" int32
+      [B] is optional, and distinguishes samples of the same prompt.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
     num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
     temperature, top_k, top_p, seed: see decoding.sample; temperature 0 is
-      greedy. A sample depends on the seed and the prompt alone.
+      greedy. A sample depends only on the seed and the prompt.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
     drafts: number of tokens that the modules of config.model.mtp draft at a
       time, for greedy decoding: fewer calls of the model, and the same tokens.
@@ -135,7 +135,7 @@ def generate(
   prompt_BL = batch["tokens"]
   B, L = prompt_BL.shape
   real_BL, length_B = _real_tokens(batch, pad_id)
-  # One token at a time is read from the end of the shortest prompt on.
+  # From the end of the shortest prompt on, the model reads one token at a time.
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   options = _options_of(batch, length_B)
   rules = decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new)
@@ -175,13 +175,13 @@ def generate(
 
 
 def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:
-  """What a model reads beside the tokens of prompts."""
+  """Arguments of the model besides the tokens of prompts."""
   options = {"prefix": length_B} if "prefix" in batch else {}
   return options | {name: batch[name] for name in PICTURES if name in batch}
 
 
 def _real_tokens(batch: Batch, pad_id: int) -> tuple[jax.Array, jax.Array]:
-  """Which tokens are no padding, [B, L], and the lengths of prompts, [B]."""
+  """Which tokens are not padding, [B, L], and the lengths of prompts, [B]."""
   prompt_BL = batch["tokens"]
   real_B = metrics.example_weights(batch, prompt_BL) != 0
   real_BL = (prompt_BL != pad_id) & real_B[:, None]
@@ -228,7 +228,7 @@ def _with_drafts(
   """Greedy decoding with tokens that config.model.mtp drafts.
 
   Args:
-    prefilled: what the model returned beside the logits of the prompts.
+    prefilled: the model's second result for the prompts, after the logits.
     **options: further arguments of speculation.greedy.
   """
   B, L = prompt_BL.shape
@@ -254,7 +254,7 @@ def _with_drafts(
     newest_B1D = jax.lax.dynamic_slice_in_dim(hidden_BWD, index, 1, axis=1)
     return model.logits(newest_B1D, params)[:, 0], hidden_BWD, cache
 
-  # The modules read the prompts too.
+  # The draft modules read the prompts too.
   draft_cache = model.init_draft_cache(B, L + max_new + num_drafts)
   hidden_BLD = prefilled["pre_logits"]
   for number in range(num_drafts):
@@ -277,7 +277,7 @@ def _with_drafts(
 
 
 def _sample_ids(batch: Batch, real_BL: jax.Array) -> jax.Array:
-  """Numbers on which samples depend: not on the order or padding of prompts."""
+  """Seeds of samples, whatever the order and padding of the prompts."""
   prompt_BL = batch["tokens"]
   # The multipliers are those of xxHash32.
   words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
@@ -298,7 +298,7 @@ def step_fn(
 ) -> tuple[jax.Array, Any]:
   """Reads one token: returns (logits [B, V] of the next one, new cache)."""
   options = {}
-  if prefix_B is not None:  # A beam search has several texts of each prompt.
+  if prefix_B is not None:  # A beam search has several beams for each prompt.
     num_texts = token_B.shape[0] // prefix_B.shape[0]
     options["prefix"] = jnp.repeat(prefix_B, num_texts)
   logits_B1V, out = model.apply(

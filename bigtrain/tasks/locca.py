@@ -1,4 +1,6 @@
-"""LocCa: captions, boxes of texts, and texts of boxes (arXiv 2403.19596).
+"""LocCa: learns captions, boxes from texts, and texts from boxes.
+
+See https://arxiv.org/abs/2403.19596.
 
 Legend: B batch, N texts of an image, L length, V vocabulary.
 
@@ -71,7 +73,7 @@ def loss_fn(
     drawn_B = _drawn(batch, rng, B) < parallel_prob
     is_caption_N = jnp.arange(N) == 0
     parallel["parallel_B"] = (drawn_B[:, None] & is_caption_N).reshape(-1)
-    # The prefix, which comes before all tokens to predict, stays to be seen.
+    # The prefix is never masked. It comes before all tokens to predict.
     predicted = batch["locca_masks"].reshape(B * N, L) > 0
     parallel["masked_BL"] = jnp.cumsum(predicted, axis=1) > 0
   given = dict(contrastive.image_inputs(batch))
@@ -111,7 +113,7 @@ def loss_fn(
 def _by_sequence(
   losses: Any, share: jax.Array, weight: jax.Array, N: int
 ) -> Metrics:
-  """Loss and accuracy of the first sequences, of the second ones, ..."""
+  """Loss and accuracy by the number of the sequence: "loss_0" and so on."""
 
   def sums_N(x: jax.Array) -> jax.Array:
     return jnp.sum(x.reshape(-1, N, x.shape[-1]), axis=(0, 2))
@@ -158,7 +160,7 @@ def answer(
   pad_id: int = 0,
   max_len: int | None = None,
 ) -> jax.Array:
-  """What the model writes after a "prompt", greedily: int32 [B, max_len].
+  """Continues a "prompt" greedily: int32 [B, max_len].
 
   Args:
     batch: "image", and "prompt" int [B, L] of the op `locca_question`.
@@ -207,8 +209,8 @@ def box(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   """The box of a text: [top, left, bottom, right] in shares, float32 [B, 4].
 
   Args:
-    batch: as of `answer`, with prompts of locca_question(task="aref"). Tokens
-      that are no locations count as the nearest one.
+    batch: as in `answer`, with prompts of locca_question(task="aref"). A token
+      that is not a location counts as the nearest location.
   """
   tokens_B4 = answer(variables, batch, model=model, max_len=4)
   bins_B4 = tokens_B4 - model.first_location

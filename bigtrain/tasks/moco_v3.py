@@ -1,10 +1,11 @@
 """MoCo v3: an average of the student makes the keys of contrastive learning.
 
-https://arxiv.org/abs/2104.02057. The student predicts, from one view of an
-image, the teacher's projection of the other view, among those of all images of
-the global batch; both views take both parts. There is no queue. The heads'
-norms are over all images of a view. So the loss is in two halves, see
-objective/gradients.py, and meshes and microbatches change it by rounding only.
+See https://arxiv.org/abs/2104.02057. From one view of an image, the student has
+to find the teacher's projection of the other view among all images of the
+global batch, and the same with the views exchanged. There is no queue. The
+heads' norms are over all images of a view. So the loss consists of two
+functions, see objective/gradients.py, and meshes and microbatches change it
+only by rounding.
 
 Legend: B batch, D width of features, E width of the heads' results.
 
@@ -48,7 +49,7 @@ def update_state(
   return {"teacher": teachers.follow(state["teacher"], params, momentum)}
 
 
-# The loss, in two halves.
+# The loss in two parts: features of each example, then the global batch.
 
 
 def embed_fn(

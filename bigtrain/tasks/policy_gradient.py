@@ -7,19 +7,19 @@ or with config.adapters the base. Dropout is off.
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
 A batch of the input has "prompt" int [B, P], padded at the end, and
-"prompt_length" int [B]; and where a model reads them, pictures, "image" and
+"prompt_length" int [B]. For some models it also has pictures, "image" and
 "shapes", as in language modeling, and "prefix" int [B], the number of tokens
-that see each other. From it `rollout` makes
+that see each other. From these `rollout` makes
   "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
-  "truncated": float32 [B, G], 1 for an answer without an end;
-  "prefix": int [B, G]. It keeps the pictures.
-With tools, it is followed by `next_turn`, and the batch also has "turns",
-"tool_calls" and "failed_tools", float32 [B, G]; results of tools have no loss.
-The source adds "reward" and "failed_rewards", float32 [B, G]. If several
-updates use the same answers, "old_log_probs" float32 [B, G, L] are what `score`
-computes with the weights that wrote them.
+  "truncated": float32 [B, G], 1 for an answer without an end.
+  "prefix": int [B, G].
+Pictures stay in the batch. With tools, `next_turn` follows, and the batch also
+has "turns", "tool_calls" and "failed_tools", float32 [B, G]; results of tools
+have no loss. The source adds "reward" and "failed_rewards", float32 [B, G]. If
+several updates use the same answers, `score` computes "old_log_probs" float32
+[B, G, L] with the weights that wrote them.
 """
 
 import functools
@@ -40,7 +40,7 @@ from bigtrain.tasks import language_modeling
 def inputs(batch: Batch) -> Batch:
   if "loss_mask" in batch:
     return answers.inputs(batch)
-  # The input's, before a rollout.
+  # Features that the input makes, before a rollout.
   return {"tokens": batch["prompt"], **answers.prompts(batch)}
 
 
@@ -89,7 +89,7 @@ def rollout(
     seed=jax.random.bits(rng),
     whole=True,
   )
-  # Short prompts have room for more tokens.
+  # An answer ends after `max_new` tokens, even where there is more room.
   is_answer_XT = (place_T >= length_X1) & (place_T < length_X1 + max_new)
   new_XT = is_answer_XT & (text_XT >= 0)
   text_XT = jnp.where(new_XT | (place_T < length_X1), text_XT, 0)
@@ -109,7 +109,7 @@ def rollout(
 
 
 def _of_prompts(batch: Batch) -> dict[str, jax.Array]:
-  """What `language_modeling.generate` reads beside the tokens of prompts."""
+  """Features for `language_modeling.generate` besides the prompts' tokens."""
   names = (*language_modeling.PICTURES, "prefix")
   return {name: batch[name] for name in names if name in batch}
 
@@ -139,7 +139,7 @@ def next_turn(
     variables,
     prompts,
     model=model,
-    max_new=0,  # The texts have room already.
+    max_new=0,  # The texts already have room for the new tokens.
     eos_id=eos_ids,
     pad_id=-1,
     temperature=temperature,
@@ -159,9 +159,9 @@ def score(
   temperature: float = 1.0,
   chunk: int | None = None,
 ) -> jax.Array:
-  """The loss's log-probabilities of answers, float32 [B, G, L].
+  """Log-probabilities of answers as the loss computes them, float32 [B, G, L].
 
-  A sampler may round more than the narrow bounds of a ratio allow.
+  The sampler rounds differently, by more than narrow bounds of a ratio allow.
   """
   del rng, eos_ids
   own = {name: x for name, x in variables.items() if name != "teacher"}
@@ -258,7 +258,8 @@ def _answer_metrics(
   std_B = jnp.std(batch["reward"], axis=1, ddof=1)
   by_answer = weight_B[:, None]
   length_BG = jnp.sum(batch["loss_mask"] != 0, axis=2)
-  # In later updates of a set the weights have moved on from the sampler's.
+  # After the first update with a set of answers, the weights are no longer
+  # those that wrote them.
   own_BGL = batch.get("old_log_probs", log_prob_BGL)
   difference_BGL = jnp.abs(own_BGL - batch["log_probs"])
   turns: Metrics = {}
@@ -300,6 +301,6 @@ def _clipping(
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """Those of language models, for batches with "tokens" and "targets"."""
+  """Predict functions of language models, for "tokens" and "targets"."""
   del teacher
   return language_modeling.predict_fns(model)

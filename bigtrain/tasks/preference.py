@@ -1,11 +1,11 @@
 """Learns which answers are preferred, from pairs or judgements: DPO and others.
 
-The losses are in losses/preferences.py. The reference of those that need one
-is, in this order: the feature "reference"; config.teacher; with
-config.adapters, the base. Dropout is off, so that both models agree at first.
-With kind="reward", a model with config.model.num_classes=1 learns rewards.
+The losses are in losses/preferences.py. If a loss needs a reference, it is the
+first of these that exists: the feature "reference", config.teacher, the base of
+config.adapters. Dropout is off, so that both models agree at the start. With
+kind="reward", a model with config.model.num_classes=1 learns rewards.
 
-Axes: B batch, L length; 2 answers, chosen and rejected; K answers of an
+Axes: B batch, L length; 2 for the chosen and the rejected answer; K answers per
 example, 2 in pairs and 1 in judgements.
 
 A batch of pairs has
@@ -145,7 +145,7 @@ def _checked_kind(kind: str | None, batch: Batch) -> str:
 
 
 def _as_pairs(x_BK: jax.Array, batch: Batch) -> jax.Array:
-  """[B, 2] of an answer's values; judgements have 0 in the other column."""
+  """Values of answers as [B, 2]; a judgement has 0 in the other column."""
   if "label" not in batch:
     return x_BK
   is_own_B2 = batch["label"][:, None] == jnp.array([1, 0])
@@ -174,7 +174,7 @@ def _by_reference(
   reference = answers.reference(
     variables, model, teacher, f"kind={kind!r}", given
   )
-  with model_flops.share(1, 3):  # Without a backward pass.
+  with model_flops.share(1, 3):  # It needs no backward pass.
     reference_BK = batch.get("reference")
     if reference_BK is None:
       reference_BK = score(*reference, batch)
@@ -184,7 +184,7 @@ def _by_reference(
 
 
 def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:
-  """What the loss compares of both answers, [B, 2], without its beta."""
+  """The scores [B, 2] of both answers that the loss compares, before beta."""
   if kind in preferences.WITH_REFERENCE:
     return pairs.ratio_B2
   return pairs.sums_B2 if kind == "cpo" else pairs.mean(pairs.sums_B2)
@@ -238,7 +238,7 @@ def _judged_metrics(
   kl = jnp.maximum(drift, 0.0)
   point = beta * kl
   is_wanted_B = label_B == 1
-  reward_B = jnp.sum(reward_B2, axis=1)  # The other one is 0.
+  reward_B = jnp.sum(reward_B2, axis=1)  # The other column is 0.
   is_right_B = jnp.where(is_wanted_B, reward_B > point, reward_B < point)
   by_label = {
     "reward/chosen": reward_B2[:, 0],
@@ -252,7 +252,7 @@ def _judged_metrics(
   for name, x_B in by_label.items():
     is_own_B = is_wanted_B if name.endswith("chosen") else ~is_wanted_B
     own_weight_B = weight_B * is_own_B
-    # A log step or a small set may have answers of one kind only.
+    # A log step or a small data set may have only wanted answers, or none.
     count = jnp.any(own_weight_B > 0).astype(jnp.float32)
     result[name] = metrics.Occasional(metrics.pair(x_B, own_weight_B), count)
   return result
@@ -277,7 +277,7 @@ def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
 def _scores(
   model: Any, variables: Variables, batch: Batch, *, chunk: int | None
 ) -> jax.Array:
-  """[B, K], log-probabilities of the answers, without a gradient."""
+  """Log-probabilities [B, K] of the answers, without a gradient."""
   variables = jax.lax.stop_gradient(variables)
   log_prob_BKL, _ = answers.log_probs(model, variables, batch, chunk)
   return jnp.sum(log_prob_BKL, axis=2)
@@ -299,11 +299,11 @@ def _drift(
 
 
 def _mismatched(batch: Batch) -> dict[str, jax.Array]:
-  """Each prompt with the answer of the example before it."""
+  """Pairs each prompt with the answer of the previous example."""
   tokens, mask = batch["tokens"], batch["loss_mask"] != 0
   L = tokens.shape[-1]
   texts = jnp.concatenate([tokens, batch["targets"][..., -1:]], axis=-1)
-  # Answers are from `first` to before `last` of the texts.
+  # An answer is at positions first <= i < last of its text.
   place = jnp.arange(L)
   first = jnp.min(jnp.where(mask, place, L), axis=-1, keepdims=True) + 1
   last = jnp.max(jnp.where(mask, place + 1, 0), axis=-1, keepdims=True) + 1

@@ -51,7 +51,7 @@ def spell_json(boxes: Sequence[Box]) -> str:
 
 
 def read(text: str) -> list[Box]:
-  """Returns the boxes of a text; what is no box is left out.
+  """Returns the boxes of a text, and leaves out everything else.
 
   The label of a box is the text up to the next ";" or box.
   """

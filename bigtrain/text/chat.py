@@ -85,8 +85,8 @@ class Template:
     """Returns the text of a conversation.
 
     Args:
-      messages: dicts with "role", "content" and whatever else the template
-        reads.
+      messages: dicts with "role", "content" and other fields that the template
+      reads.
       tools: JSON schemas of functions.
       add_generation_prompt: whether the text ends where an answer begins.
       now: clock for templates that print the date. With None they use the
@@ -136,7 +136,8 @@ def supervised(
     **options: options of `Template.render`.
 
   Raises:
-    DataError: a prompt is no prefix of the ids, or an answer has no end token.
+    DataError: the ids do not begin with the prompt's, or an answer has no end
+      token.
   """
 
   def ids_of(stop: int, prompt: bool = False) -> np.ndarray:
@@ -225,7 +226,7 @@ def _check_end(
     f"message {number}: the end of the answer has no loss: its tokens are "
     f"{tokenizer.spell(ids[-8:])!r}, and no token that ends a turn follows, so "
     "the model would never learn to stop. The template ends turns with a text "
-    f"that is no special token of {tokenizer.name!r}, or with the next turn."
+    f"that is not a special token of {tokenizer.name!r}, or with the next turn."
   )
 
 

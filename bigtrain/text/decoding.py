@@ -43,7 +43,7 @@ class Rules(NamedTuple):
     repetition_penalty: makes tokens less likely that are in the text already,
       prompt included. Positive logits are divided by it, negative ones
       multiplied (https://arxiv.org/abs/1909.05858, section 4.1).
-    no_repeat_ngram_size: no sequence of so many tokens may occur twice, prompt
+    no_repeat_ngram_size: length of sequences that may not occur twice, prompt
       included; 0 for no limit.
     min_new: minimum number of new tokens before a token that ends the text.
   """

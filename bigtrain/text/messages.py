@@ -152,7 +152,7 @@ class _Conversation:
   def _texts(self, number: int, message: dict[str, Any]) -> list[str | None]:
     """Returns the texts up to a message and of all, with it replaced.
 
-    Templates may leave out a field once the conversation goes on, as they do
+    Templates may leave out a field once the conversation continues, as they do
     with thoughts. `chat.supervised` decides whether that is allowed.
     """
     before, after = self.messages[:number], self.messages[number + 1 :]
@@ -293,7 +293,7 @@ def _remove(value: Any, keys: Sequence[str]) -> Any:
 
 
 def _check_kinds(number: int, message: Mapping[str, Any]) -> None:
-  """Refuses roles and contents that are no text in any template."""
+  """Refuses roles and contents that no template writes as text."""
   role, content = message["role"], message.get("content")
   if not isinstance(role, str):
     raise DataError(f"message {number}: role: expected a text, got {role!r}.")

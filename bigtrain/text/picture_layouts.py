@@ -130,7 +130,7 @@ class Tiles(NamedTuple):
 
 
 class Fitted(NamedTuple):
-  """A grid of patches for at most so many tokens, in about its proportions."""
+  """A grid of patches with a largest number of tokens; it keeps proportions."""
 
   patch_size: int  # Of one patch, in pixels.
   merge: int  # Side of the squares of patches that become a token.
@@ -178,7 +178,7 @@ class Views(NamedTuple):
   splits_several: bool = True
 
   def has_tiles(self, number: int) -> bool:
-    """Whether the pictures of a row with so many of them have tiles."""
+    """Whether pictures have tiles if their row has `number` of them."""
     return number == 1 or self.splits_several
 
   def grid(self, height: int, width: int) -> tuple[int, int]:

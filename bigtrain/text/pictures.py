@@ -27,7 +27,7 @@ _UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 
 class Pictures(NamedTuple):
-  """How pictures stand in the texts of a model."""
+  """The format of pictures for a model: their tokens in texts, and pixels."""
 
   token: int  # Id of an image token.
   tokens: int  # Number of image tokens of a picture.
@@ -43,7 +43,8 @@ class Pictures(NamedTuple):
   # its number of image tokens. A text has one for each picture at first, and
   # `tokens` is 1.
   layout: Mapping[str, Any] | None = None
-  # What stands for a picture that no text places; the placeholder if empty.
+  # Text for a picture that no placeholder places; "" for the placeholder
+  # itself.
   unplaced: str = ""
   # Ops of pictures that are several of a row, if these differ.
   pp_several: str = ""
@@ -122,7 +123,7 @@ class Pictures(NamedTuple):
   ) -> str:
     """Returns a prompt with a placeholder for each picture.
 
-    Those that a text does not place stand at its beginning.
+    Pictures that a text does not place come at its beginning.
     """
     present = text.count(self.placeholder)
     if present not in (0, number):
@@ -167,8 +168,8 @@ class Pictures(NamedTuple):
   ) -> list[dict[str, Any]]:
     """Returns messages in which {"type": "image"} marks each picture.
 
-    For a template that knows no such parts, the placeholder marks it. Pictures
-    that no message places stand at the beginning of the first one.
+    For templates without such parts, the placeholder marks it. Pictures that no
+    message places come at the beginning of the first message.
     """
     if not isinstance(messages, list | tuple):
       return messages  # Which `messages.readable` refuses.

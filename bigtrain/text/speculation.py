@@ -105,7 +105,7 @@ def greedy(
     jnp.zeros((), jnp.int32),
   )
   state = jax.lax.while_loop(unfinished, step, state)
-  # Drafts, and tokens after the end, are no part of the text.
+  # Drafts, and tokens after the end, are not part of the text.
   is_sure_L = jnp.arange(L) <= state.position
   tokens_BL = jnp.where(in_prompt_BL | is_sure_L, state.tokens_BL, pad_id)
   return tokens_BL[:, :max_len], state.num_calls

@@ -3,7 +3,7 @@
 A parser finds the calls in an answer. `Continuation` returns the ids that a
 chat template puts between an answer and the next one: the results of its calls,
 and the start of the next answer. An answer keeps the ids that the model has
-drawn, whatever the template would have written.
+drawn, even if the template would write it differently.
 """
 
 import json
@@ -171,7 +171,7 @@ def _plain(calls: Sequence[Call], results: Sequence[str]) -> _Form:
 
 
 def _with_ids(calls: Sequence[Call], results: Sequence[str]) -> _Form:
-  """What templates want that compare results with calls."""
+  """Messages for templates that match results to calls by their ids."""
   made = [
     {
       "id": f"call{i:05d}",  # Mistral's want nine letters and digits.

@@ -214,16 +214,16 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     "--layout",
     default="",
     help="with --format=hf: the layout, such as gpt2 or llama (default: that "
-    "of the folder which the run began with, else the first that can express "
-    "the model)",
+    "of the folder that the run started from, else the first one that can "
+    "express the model)",
   )
   parser.add_argument(
     "--format",
     default="",
     choices=["", "hf", "peft", "stablehlo", "onnx"],
     help="hf: a folder that transformers opens, with adapters merged; peft: "
-    "the adapters alone; stablehlo: a predict function with its parameters, "
-    "for jax alone; onnx: the same for ONNX Runtime and others",
+    "only the adapters; stablehlo: a predict function with its parameters, "
+    "for jax only; onnx: the same for ONNX Runtime and others",
   )
   parser.add_argument(
     "--dtype",

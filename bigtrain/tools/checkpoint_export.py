@@ -413,7 +413,7 @@ def _write_tokenizer(
 def _files(
   sizes: Mapping[str, int], max_shard_bytes: int
 ) -> dict[str, list[str]]:
-  """Returns {file: arrays in it}; an array that is too large is alone."""
+  """Returns {file: arrays in it}; each array that is too large gets a file."""
   shards: list[list[str]] = [[]]
   size = 0
   for name, num_bytes in sizes.items():

@@ -11,7 +11,7 @@ The text is printed while it is generated; with pictures, once it is complete.
 It is decoded as by bigtrain.load: as the generation_config.json of a published
 folder says, else greedily; a line on stderr says how. The config in the
 checkpoint defines the model. When the text reaches the model's context length,
-generation goes on with the second half of the context.
+generation continues with the second half of the context.
 """
 
 import functools
@@ -124,7 +124,7 @@ def _pieces(
       break
     new.append(token)
     text = codec.decode(new)
-    # A character of several bytes can have several tokens: wait for the others.
+    # A character can span several tokens: wait for the rest of it.
     if not text.endswith("\N{REPLACEMENT CHARACTER}"):
       yield text[num_yielded:]
       num_yielded = len(text)

@@ -66,7 +66,7 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass
 class Survey:
-  """What was found in the rows of files."""
+  """Statistics of the rows of files."""
 
   files: list[str]
   settings: dict[str, Any]  # Arguments of the source.
@@ -433,12 +433,12 @@ def _parser() -> arguments.Parser:
   parser.add_argument(
     "--preferences",
     action="store_true",
-    help="rows have two answers, or a judgement of one",
+    help="rows have two answers, or one answer with a label",
   )
   parser.add_argument(
     "--template",
-    help="chat template: a name, a file or a folder (default: the one beside "
-    "the tokenizer)",
+    help="chat template: a name, a file or a folder (default: the one in "
+    "the tokenizer's folder)",
   )
   parser.add_argument(
     "--variables",

@@ -35,7 +35,7 @@ _SIGNS_OF_LIFE = (log_entries.FILE_NAME, "run.json", lease.FILE)
 
 
 class Line(NamedTuple):
-  """What the table says about a run."""
+  """A run's line in the table."""
 
   state: str
   step: int  # Newest step in its log.

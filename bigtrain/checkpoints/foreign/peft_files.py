@@ -356,7 +356,7 @@ def _stacked(
 
 
 class Run(NamedTuple):
-  """What a run has to write."""
+  """A trained run that is written as PEFT's files."""
 
   params: Mapping[str, np.ndarray]  # Factors, and what trained in full.
   options: Options  # config.adapters.
@@ -484,8 +484,8 @@ def _joined(
   """
   if run.options.dora and len(adapted) < len(module.parts):
     raise ConfigError(
-      f"{module.name}: it joins several kernels, of which only some have an "
-      "adapter; PEFT's DoRA cannot express it."
+      f"{module.name}: it joins several kernels, and only some of them have "
+      "an adapter, which PEFT's DoRA cannot express."
     )
   scales = [run.options.scale(part.kernel) for part in adapted]
   kernels = {part.kernel for part in adapted}
@@ -568,7 +568,7 @@ def _write_rows(
   arrays: dict[str, np.ndarray],
   unwritten: set[str],
 ) -> dict[str, Any]:
-  """Adds the embeddings of tokens that trained alone."""
+  """Adds the embeddings of the only tokens that were trained."""
   indices = {}
   for module in modules:
     name = f"{layer_of(module.parts[0].kernel)}/{ROWS}"

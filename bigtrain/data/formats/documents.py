@@ -130,7 +130,7 @@ def find(path: Any, key: str) -> list[str]:
 
 
 def _names_below(folder: str) -> list[str] | None:
-  """Names of all files in a folder, relative to it; None if it is no folder."""
+  """Names of all files below a folder, or None if it is not a folder."""
   if paths.is_remote(folder):
     if suffix_of(folder) in _FORMAT_OF or glob.has_magic(folder):
       return None
@@ -372,7 +372,7 @@ def _unzstd(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
 
 
 def _parquet(path: str) -> Any:
-  """What pyarrow opens: a path, or the whole content of an object."""
+  """A source for pyarrow: a local path, or the whole content of an object."""
   return io.BytesIO(paths.read_bytes(path)) if paths.is_remote(path) else path
 
 
@@ -406,7 +406,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:
-  """Groups consecutive parts up to `most_bytes`; a larger part stays alone."""
+  """Groups consecutive parts up to `most_bytes`; a larger part is one group."""
   groups: list[list[Part]] = []
   size = most_bytes
   for part in file_parts:

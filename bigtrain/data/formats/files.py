@@ -265,7 +265,7 @@ def split_hidden(
 ) -> tuple[list[str], set[str]]:
   """Returns the paths without hidden names, and what is hidden.
 
-  Systems and editors leave files beside the user's that are not data, such as
+  Systems and editors leave files in users' folders that are not data, such as
   ".DS_Store", "._photo.png" and ".ipynb_checkpoints/photo-checkpoint.png". A
   hidden folder counts as one. A name of the pattern that is hidden itself, such
   as "Thumbs.db" or ".*", asks for files of this name.

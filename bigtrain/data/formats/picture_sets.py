@@ -65,10 +65,10 @@ class MaskCoder(Protocol):
 
 
 class _Style(NamedTuple):
-  """How rows are written."""
+  """Options of how a data set's entries become rows."""
 
   chat: bool  # As a conversation.
-  end: str  # What follows a prompt that is no conversation.
+  end: str  # Text after a prompt that is not a conversation.
   together: bool  # Whether a row has all answers to its prompt.
   # mask_coder(file of weights, key).
   mask_coder: Callable[[str, str], MaskCoder]

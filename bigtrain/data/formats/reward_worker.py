@@ -28,7 +28,7 @@ _IMPORT_SECS = 300.0
 
 
 class Failure(NamedTuple):
-  """What went wrong in a call."""
+  """The error of a call that failed."""
 
   message: str
 
@@ -111,7 +111,7 @@ def _start() -> Any:
 def serve() -> None:
   """The program of the other process: answers requests until its input ends."""
   results = os.fdopen(os.dup(1), "wb", buffering=0)
-  os.dup2(2, 1)  # What the functions print goes to the log.
+  os.dup2(2, 1)  # Prints of the functions go to the log.
   requests = os.fdopen(os.dup(0), "rb")
   while requests.peek(1):
     name, args, secs = pickle.load(requests)
@@ -200,5 +200,5 @@ def _takes_messages(fn: Any) -> bool:
 
 
 def _limit(secs: float) -> None:
-  """Ends this process after some seconds, whatever it is doing then."""
+  """Ends this process after some seconds, even if it hangs."""
   signal.setitimer(signal.ITIMER_REAL, secs)

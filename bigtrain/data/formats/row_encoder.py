@@ -181,7 +181,7 @@ class Encoder:
       ids = [*inputs, *tokenizer.encode(answer, special), end]
     else:
       # Encoded together if possible, because some tokenizers begin each text
-      # with an id of its own, such as a space.
+      # with an additional id, such as a space.
       both = encode(prompt + answer)
       if np.array_equal(both[: len(prompt_ids)], prompt_ids):
         answer_ids = both[len(prompt_ids) :]
@@ -231,7 +231,7 @@ class Encoder:
     )
     prompt = int(trained.argmax())
     if self._pairs and trained.any():
-      # The targets end with the answer, whatever the template adds after it.
+      # The targets end with the answer, even if the template adds more text.
       ids = ids[: len(trained) - int(trained[::-1].argmax())]
     return Row(ids, prompt, trained[: len(ids)])
 

@@ -33,9 +33,9 @@ _NOTHING: Mapping[str, bytes | None] = {}
 
 
 class Folder(NamedTuple):
-  """Where the pictures of a file's rows are."""
+  """The folder that the paths of a file's pictures are relative to."""
 
-  path: str  # Of the folder of the file.
+  path: str
   # {URL: content, None if there is no object}, of pictures read in advance.
   fetched: Mapping[str, bytes | None] = _NOTHING
 
@@ -43,7 +43,7 @@ class Folder(NamedTuple):
 # Rows whose pictures are read from an object store at the same time.
 _NUM_FETCHED = 64
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
-# Fields of rows, and types and fields of parts, that are no pictures.
+# Media other than pictures: fields of rows, types and fields of parts.
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = (
   *OTHER_MEDIA,
@@ -204,8 +204,7 @@ def size_of(kept: bytes) -> tuple[int, int]:
 def encoded(picture: Any, row: Mapping[str, Any], sized: bool = False) -> bytes:
   """Returns what is kept of a picture: its path, or its bytes.
 
-  Raises DataError if there is no such file, or one that is no picture or cut
-  off.
+  Raises DataError if the file is missing, truncated, or not a picture.
 
   Args:
     sized: whether its height and width are kept too.

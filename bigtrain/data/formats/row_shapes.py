@@ -39,8 +39,8 @@ _ALPACA = (
 )
 _ALPACA_CONTEXT = ", paired with an input that provides further context"
 
-# What files call the speakers of a conversation. A `function_call` is an
-# answer of the assistant, too.
+# Names of the speakers of a conversation in files. A `function_call` is also an
+# answer of the assistant.
 _ROLES = {
   **dict.fromkeys(("user", "human"), "user"),
   **dict.fromkeys(("assistant", "gpt", "model", "bot"), "assistant"),
@@ -103,7 +103,7 @@ class Reader:
       check_choice("supervised: rows", rows, SHAPES)
     if preferences and rows in _ANSWERED:
       raise ConfigError(
-        f"supervised: rows={rows!r} has one answer, without a judgement: with "
+        f"supervised: rows={rows!r} has one answer without a label: with "
         f"preferences=True expected {' or '.join(map(repr, _JUDGED))}."
       )
     self._rows = rows
@@ -552,7 +552,7 @@ def _calls(value: Any, where: str) -> dict[str, Any]:
 
 
 def _with_system(messages: Any, row: _Row) -> Any:
-  """Returns the messages after the system prompt beside them, if any."""
+  """Puts the row's system prompt, if any, before the messages."""
   system = row.get("system")
   if not system or not isinstance(messages, list):
     return messages

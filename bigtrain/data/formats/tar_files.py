@@ -141,7 +141,7 @@ def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-  """Returns (start, size) of what to read for rows of `Index.rows`.
+  """Returns (start, size) of the bytes to read for rows of `Index.rows`.
 
   Those are the header and the data of each member. They are read separately,
   because cutting the data out of a larger read would copy it.

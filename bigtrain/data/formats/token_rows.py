@@ -73,7 +73,8 @@ class Rows:
   def spans(self, rows: np.ndarray, pairs: bool) -> np.ndarray:
     """Returns (start, stop) of the ids of rows, int64 [rows, 1, 2].
 
-    With `pairs`, the prompt and the answer have one each, [rows, 2, 2].
+    With `pairs`, there is one for the prompt and one for the answer, [rows, 2,
+    2].
     """
     start, stop = self._starts[rows], self._starts[rows + 1]
     if not pairs:
@@ -125,7 +126,7 @@ def cached(
   Args:
     encode: encode(row, its place) makes the ids of a row, which may be several
       rows, such as two answers; or raises DataError.
-    key: hash of what `encode` depends on.
+    key: hash of everything that `encode` depends on.
     inputs: files, or names of other inputs.
     rows_of: rows_of(input) yields (place, row).
     count: returns what `encode` has counted, as JSON.

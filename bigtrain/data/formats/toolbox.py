@@ -1,8 +1,8 @@
 """A user's function that answers a model's tool calls, turn by turn.
 
-`Toolbox.reply` gets the ids of a turn. If they contain calls, it makes them,
-and returns the ids from which the model goes on: the results, as the chat
-template writes them, and the start of the next answer.
+`Toolbox.reply` gets the ids of a turn. If they contain calls, it makes these
+calls, and returns the text that the model then continues: the results, as the
+chat template writes them, and the start of the next answer.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from bigtrain.text.tool_calls import Call
 
 
 class Reply(NamedTuple):
-  """What follows a turn of the model.
+  """The results of the tool calls in a turn of the model.
 
   Attributes:
     messages: the turn, and the results of its calls.
-    ids: how the text goes on; None if the turn was the last one.
+    ids: the text up to the model's next turn; None if this was the last one.
     num_calls, num_failed: number of calls, and of those that failed.
   """
 

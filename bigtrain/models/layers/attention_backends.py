@@ -43,7 +43,7 @@ _MAX_MASK = 8192 * 8192
 
 
 class Call(NamedTuple):
-  """What the choice of a backend depends on; see also masks.Mask."""
+  """Properties of a call that decide which backend runs it."""
 
   platform: str
   device_kind: str

@@ -90,7 +90,7 @@ class Static(NamedTuple):
 
 
 class Order(NamedTuple):
-  """Which blocks a device computes; they may begin anywhere in an example."""
+  """The blocks that a device computes; they may begin anywhere."""
 
   rows_N: jax.Array  # Number of the first query of each block.
   columns_M: jax.Array  # Number of the first position of each block.

@@ -11,7 +11,7 @@ logit):
   latent attention       features without rotation as with own keys; rotated
                          queries by gamma
 
-The paper shrinks each head alone, and leaves the rotated keys of latent
+The paper shrinks each head separately, and leaves the rotated keys of latent
 attention untouched, because all heads share them. It says nothing of grouped
 queries. Here the same rule decides: keys that several heads share stay as they
 are, so a large logit of one head does not change the others.

@@ -51,12 +51,12 @@ LocalFn = Callable[[Inputs, Any], jax.Array]
 
 
 class Plan(NamedTuple):
-  """Which blocks of an attention the devices compute, and in what order."""
+  """The assignment of attention's blocks to devices, and their order."""
 
   ways: int  # n.
   queries: int  # L, in tokens.
   keys: int  # S.
-  # What the order of the positions masks; not causal with a prefix.
+  # Mask by the order of positions; not causal with a prefix.
   order: masks.Mask
   # Whether keys and values pass in a ring; otherwise they are gathered.
   ring: bool
@@ -130,7 +130,7 @@ def tables_of(plan: Plan) -> Tables:
   else:
     all_keys = np.arange(0, plan.padded_keys, plan.block_k, dtype=np.int32)
     columns = [np.tile(all_keys, (n, 1))]
-  # The pairs depend on the sizes of the blocks alone.
+  # The pairs depend only on the sizes of the blocks.
   sizes = attention_blockwise.Static(1.0, None, plan.block_q, plan.block_k)
   pairs = []
   for step_columns in columns:

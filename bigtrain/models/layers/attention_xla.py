@@ -1,7 +1,7 @@
 """Attention with a matrix of all scores, which XLA compiles.
 
-`attend` is the general case. `_attend_in_half`, for dtypes of 16 bits and the
-plain case, has a backward pass of its own that stores no float32 scores.
+`attend` is the general case. `_attend_in_half`, for dtypes of 16 bits and plain
+attention, has a custom backward pass that stores no float32 scores.
 
 Axes: see attention_inputs.py.
 """
@@ -97,7 +97,7 @@ def _powers(
 
 
 class _Static(NamedTuple):
-  """What is known before the run."""
+  """Constants of the compiled program."""
 
   scale: float
   reach: int  # Number of positions that a query attends to, for model FLOPs.

@@ -81,9 +81,9 @@ class Options(NamedTuple):
   # Indices into `Tables` and the cache, see layer_kinds.py.
   rope: int | None
   query_scale: int | None
-  cache: int | None  # None without keys and values of its own.
-  # Key in `Views` of what the layer leaves there, or reads if it has no keys
-  # and values of its own; None for other layers.
+  cache: int | None  # None if the layer has no keys and values.
+  # Key in `Views` of the keys and values that the layer shares with later ones,
+  # or, if `cache` is None, reads from an earlier one; None for other layers.
   view: int | None
   reads_view: bool
   drops_view: bool  # Whether no later layer reads it.
@@ -104,8 +104,8 @@ class Tables(NamedTuple):
   rotations: tuple[positions.Rotation, ...]
   query_scales_BL: tuple[jax.Array, ...]
   inputs_BLNI: jax.Array | None = None  # See layer_inputs.py.
-  # What is added after each of the first N layers, such as features of pictures
-  # (DeepStack, https://arxiv.org/abs/2406.04334).
+  # Added to the stream after each of the first N layers, such as features of
+  # pictures (DeepStack, https://arxiv.org/abs/2406.04334).
   added_BNLD: jax.Array | None = None
 
 
@@ -262,7 +262,7 @@ def _empty_view(options: Options, x_BLD: jax.Array) -> kv_cache.View:
 def _gated_input(
   options: Options, x_BLD: jax.Array, inputs_BLNI: jax.Array, layer: Any
 ) -> jax.Array:
-  """What a layer's own input adds to the stream, before its norm."""
+  """The contribution of a layer's own input to the stream, before its norm."""
   input_BLI = jax.lax.dynamic_index_in_dim(
     inputs_BLNI, layer, axis=2, keepdims=False
   )
@@ -307,7 +307,7 @@ def _mlp_beside_experts(
   real_BL: jax.Array | None,
   train: bool,
 ) -> tuple[jax.Array, Any]:
-  """The sum of an MLP of y and experts of x, each with norms of its own."""
+  """The sum of an MLP of y and experts of x, each with its own norms."""
   assert options.moe is not None
   dense = _mlp(options)
   y_BLD = mlp.Mlp(dense, name="mlp")(y_BLD, train)
@@ -423,5 +423,8 @@ def _mlp(options: Options) -> mlp.Options:
 
 
 def _out_init_std(options: Options) -> float:
-  """Of kernels that write to the residual stream, twice in each layer."""
+  """Initial deviation of kernels that write to the residual stream.
+
+  There are two of them in each layer.
+  """
   return options.init_std / (2 * options.depth) ** 0.5

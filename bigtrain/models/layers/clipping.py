@@ -29,7 +29,7 @@ class Bounds(nn.Module):
 
 
 def apply(layer: nn.Module, x: jax.Array, is_clipped: bool) -> jax.Array:
-  """What a layer of the calling module makes of x.
+  """Applies a layer of the calling module to x, with bounds if it has any.
 
   Args:
     is_clipped: whether it has bounds, in the module {name of the layer}_bounds.

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-  """What the loop over chunks needs; the first axis of all arrays is N."""
+  """Inputs of the loop over chunks; the first axis of all arrays is N."""
 
   q_BGCK: jax.Array
   k_BGCK: jax.Array
@@ -68,7 +68,7 @@ class _Chunks(NamedTuple):
   left_BGRC: jax.Array
 
   def read(self, state_BGRKV: jax.Array) -> jax.Array:
-    """What queries find in the state before the chunk: [B, G, R, C, V]."""
+    """Reads the state before the chunk by the queries: [B, G, R, C, V]."""
     read_BGRCV = jnp.einsum("bgck,bgrkv->bgrcv", self.q_BGCK, state_BGRKV)
     return read_BGRCV * self.kept_BGRC[..., None]
 
@@ -127,7 +127,7 @@ def over_devices(inputs: Inputs, axis: str) -> jax.Array:
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
     chunks = _chunks_of(padded, size)
-    with model_flops.counts_as(0, 1):  # What one device would not compute.
+    with model_flops.counts_as(0, 1):  # A single device would not compute this.
       transition, state = _summary(chunks)
       all_transitions, all_states = jax.lax.all_gather(
         (transition, state), axis

@@ -27,7 +27,7 @@ from bigtrain.models.layers import triangular
 
 
 class Chunks(NamedTuple):
-  """What the loop over chunks needs; the first axis of all arrays is N."""
+  """Inputs of the loop over chunks; the first axis of all arrays is N."""
 
   q_BGRCK: jax.Array  # With the decay since the chunk's start.
   k_BGRCK: jax.Array  # With the decay up to the chunk's end.
@@ -40,7 +40,7 @@ class Chunks(NamedTuple):
   kept_BGRK: jax.Array
 
   def read(self, state_BGRKV: jax.Array) -> jax.Array:
-    """What queries find in the state before the chunk: [B, G, R, C, V]."""
+    """Reads the state before the chunk by the queries: [B, G, R, C, V]."""
     return self.q_BGRCK @ state_BGRKV
 
   def next_state(self, state_BGRKV: jax.Array, u: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ Queries, keys and values pass a short causal convolution, depthwise and followed
 by SiLU. delta_rule.py has the recurrence. Its output is normalized by head and
 multiplied by a gate. Memory and time per token do not grow with the text.
 
-Documents of a packed example do not see each other: the state and the
-convolution begin anew with each.
+Documents of a packed example do not affect each other: the state and the
+convolution are reset at the start of each document.
 
 Axes: B batch, L length, D model width, W positions of the convolution, G heads
 of queries and keys, R heads of values for each, K width of keys, V width of

@@ -87,7 +87,7 @@ class Options(NamedTuple):
 def of_fields(
   model: Fields, name: str, final_norm: bool, **others: Any
 ) -> "Encoder":
-  """The encoder of a model; `others` are options that are no fields of it."""
+  """The encoder of a model; `others` are options that are not its fields."""
   return Encoder(
     layer_options(model, **others),
     depth=model.depth,
@@ -176,7 +176,10 @@ class Block(nn.Module):
       mask = dataclasses.replace(mask, segments_BL=None, segments_BS=None)
 
     def branch(y_BLD: jax.Array, number: int) -> jax.Array:
-      """What a branch, the first or the second one, adds to the stream."""
+      """Scales a branch's output before it is added to the stream.
+
+      Branch 0 is attention, branch 1 the MLP.
+      """
       if options.branch_norm:
         name = f"branch_norm_{number}"
         y_BLD = norm(options, y_BLD.shape[-1], name)(y_BLD)

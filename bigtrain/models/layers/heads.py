@@ -17,8 +17,8 @@ _EPS = 1e-12
 class BatchNorm(nn.Module):
   """Normalises each feature over all samples, on any mesh.
 
-  There are no running statistics: heads are used in training alone. Samples of
-  weight 0 do not count.
+  There are no running statistics, because heads are used only in training.
+  Samples of weight 0 do not count.
   """
 
   affine: bool = True  # Whether a scale and a bias are learned.

@@ -193,7 +193,7 @@ class WithView(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """What the cache of a layer depends on. Layers of a kind share a cache."""
+  """Shape of a layer's cache. Layers of one kind share a cache."""
 
   num_heads: int  # G.
   head_dim: int  # K.

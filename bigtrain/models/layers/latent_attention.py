@@ -3,7 +3,7 @@
 Keys and values of all heads are products of one short vector for each token,
 the latent. A rotary embedding does not commute with that product, so a few
 features of the keys carry the positions instead: they come from the stream, and
-all heads share them. Queries may have a latent of their own.
+all heads share them. Queries may have their own latent.
 
 The first pass over a text makes keys and values from the latents
 (`_keys_and_values`).
@@ -240,8 +240,8 @@ class LatentAttention(nn.Module):
     key_CHN, value_CHV = jnp.split(kernel_CHM, [N], axis=-1)
     q_BLHC = jnp.einsum("blhn,chn->blhc", q_BLHN, key_CHN)
     q_BLHW = jnp.concatenate([q_BLHC, q_BLHR], axis=-1)
-    # The values are the latents alone. To leave out the other features after
-    # the product is cheaper than a copy of the cache without them.
+    # The values are only the latents. To leave out the other features after the
+    # product is cheaper than a copy of the cache without them.
     o_BLHW = attend(q_BLHW[:, :, None], cached_BS1W, cached_BS1W)[:, :, 0]
     return jnp.einsum("blhc,chv->blhv", o_BLHW[..., :C], value_CHV)
 

@@ -1,4 +1,4 @@
-"""Inputs of each layer beside the stream: per-layer embeddings, as in Gemma 4.
+"""Inputs of layers besides the stream: per-layer embeddings, as in Gemma 4.
 
 Every layer has a small embedding of each token. A projection of the token's
 embedding in the stream is added to it. The last branch of a block gates these

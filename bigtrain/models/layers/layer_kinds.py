@@ -63,7 +63,7 @@ class Layers(NamedTuple):
   first: tuple[causal_block.Options, ...]  # Options of the leading layers.
   # Options of the layers that repeat after them.
   period: tuple[causal_block.Options, ...]
-  # What layers share; `rope`, `query_scale` and `cache` of their options are
+  # Shared by layers: `rope`, `query_scale` and `cache` in their options are
   # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
@@ -80,7 +80,7 @@ class Layers(NamedTuple):
     lengths: jax.Array | int,
     added_BNLD: jax.Array | None = None,
   ) -> causal_block.Tables:
-    """What all layers of a call share.
+    """Tables that depend on positions, computed once for all layers of a call.
 
     Args:
       lengths: one for each token's text (B, L), or one for all texts.

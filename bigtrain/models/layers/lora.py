@@ -65,7 +65,7 @@ _KERNEL = "kernel"
 # The embeddings of tokens: a parameter of the model itself, not of a layer.
 _TABLE = "token_embedding"
 _OF_TABLE = "_adapter"  # Added to the table's name, below which factors are.
-# Where tokens may train alone.
+# Parameters of which single tokens may be trained.
 TABLES = (_TABLE, "head/kernel")
 # Key of a head's bias, times its scale, among what the head's layer returns.
 _SCALED_BIAS = "scaled_lora_bias"
@@ -86,8 +86,8 @@ class Options(NamedTuple):
   dora: bool = False  # Whether the norms of outputs are learned.
   lora_bias: bool = False  # Whether s (x A) B has a bias, as B in PEFT.
   train: Any = ()  # Names of parameters that train in full, such as a head's.
-  # Ids of tokens whose embeddings train alone; or {"token_embedding": ids,
-  # "head/kernel": ids}.
+  # Ids of the only tokens whose embeddings are trained; or {"token_embedding":
+  # ids, "head/kernel": ids}.
   tokens: Any = ()
   # Dtype of the base. With int8 or nf4, kernels that do not match `quantized`,
   # and other parameters, are bfloat16.
@@ -105,14 +105,14 @@ class Options(NamedTuple):
     return alpha / (math.sqrt(rank) if self.rslora else rank)
 
   def tokens_of(self, name: str) -> tuple[int, ...]:
-    """Ids of the tokens of a table or a head that train alone."""
+    """Ids of the tokens of a table or a head that are trained."""
     if isinstance(self.tokens, Mapping):
       return tuple(self.tokens.get(name, ()))
     return tuple(self.tokens) if name == _TABLE else ()
 
 
 def is_table(name: str) -> bool:
-  """Whether a parameter is the table of embeddings, which is no kernel."""
+  """Whether a parameter is the embedding, which is not a kernel."""
   return name.split("/")[-1] == _TABLE
 
 
@@ -329,7 +329,7 @@ class Layers:
     self._lock = threading.Lock()  # Evaluations are traced in a thread.
     self.has_head_bias = False  # Whether the model asks for a head's bias.
     self._names: set[str] = set()  # Kernels with adapters.
-    # Those that a traced layer has used, without the numbers of blocks.
+    # Kernels that a traced layer has used, without the numbers of blocks.
     self._used: set[str] = set()
 
   def split(
@@ -363,7 +363,7 @@ class Layers:
   def _check_tokens(
     self, flat: Mapping[str, Any], in_full: Collection[str]
   ) -> None:
-    """Tokens that train alone are ids of a table that is trained by nothing."""
+    """Checks that `tokens` are ids of a table that is otherwise frozen."""
     for name in TABLES:
       ids = self.options.tokens_of(name)
       if not ids:
@@ -382,7 +382,7 @@ class Layers:
       check_number(key, max(ids), most=size - 1)
 
   def _rows(self, name: str, value: Any) -> jax.Array:
-    """The rows of a table, or the columns of a head, that train alone."""
+    """The trained rows of a table, or the trained columns of a head."""
     ids = jnp.asarray(self.options.tokens_of(name))
     rows = value[ids] if is_table(name) else value[:, ids].T
     return rows.astype(jnp.float32)
@@ -440,7 +440,7 @@ class Layers:
     """Sets what begins as the base has it.
 
     These are DoRA's magnitudes, the norms of the base with the adapters, and
-    the embeddings of the tokens that train alone.
+    the embeddings of the trained tokens.
     """
     flat = traverse_util.flatten_dict(params, sep="/")
     flat_base = traverse_util.flatten_dict(unquantized(base), sep="/")

@@ -139,7 +139,7 @@ def in_chunks(
   start: Any,
   first: Any,
 ) -> Mask:
-  """The mask within chunks of so many positions of each document.
+  """A mask that keeps attention within chunks of each document.
 
   Args:
     queries: of shape [B, L, ...].

@@ -19,7 +19,7 @@ from bigtrain.models.layers import clipping, kernels, options, remat
 
 
 class Kind(NamedTuple):
-  """What happens between the products."""
+  """The function between an MLP's two products."""
 
   activation: Callable[[jax.Array], jax.Array]
   # Whether the activation of another product multiplies the hidden units,

@@ -6,7 +6,7 @@ as in Mixtral (https://arxiv.org/abs/2401.04088). With a capacity each expert
 accepts a limited number of tokens of each example; the rest are dropped. Or
 the experts choose tokens, in an encoder (moe_expert_choice.py).
 
-A selection bias is added to the scores for the choice alone
+A selection bias is added to the scores only to choose experts
 (https://arxiv.org/abs/2408.15664). It is state, not a parameter: once per step
 the bias of experts with more choices than the mean goes down.
 
@@ -118,14 +118,14 @@ class Options(NamedTuple):
   total_epsilon: float = 1e-20
   least_total: float = 0.0
   scale: float = 1.0  # Factor of the weights.
-  selection_bias: bool = False  # Added to the scores for the choice alone.
+  selection_bias: bool = False  # Added only to choose experts.
   bias_rate: float = 0.0  # Change of the selection bias per step.
   groups: Groups | None = None  # From which each token chooses first.
   # Whether the router has a norm of its input with a learned vector, and a
   # learned factor of each expert's weights, as in Gemma 4.
   scaled_router: bool = False
-  # Whether there is an MLP too. Both have norms of their own, and the router
-  # reads the residual stream, as in Gemma 4.
+  # Whether there is an MLP too, as in Gemma 4. Both have their own norms, and
+  # the router reads the residual stream.
   beside_mlp: bool = False
   mlp_dim: int | None = None  # Width of an expert; the model's mlp_dim if None.
   # Size, in experts, of an MLP for all tokens (arXiv 2401.06066); 0 for none.
@@ -136,7 +136,7 @@ class Options(NamedTuple):
   def in_stack(self, two_sided: bool) -> "Options":
     """Fills in the default of `serve`; encoders are two-sided.
 
-    Experts choose in encoders alone.
+    Expert choice works only in encoders.
     """
     if two_sided:
       return self._replace(serve=self.serve or "choice")
@@ -221,8 +221,9 @@ def _check_expert_choice(moe: Options, key: str, has_encoder: bool) -> None:
     raise ConfigError(
       f"{key}.routing='expert_choice': expected 'token_choice' in a decoder. "
       "Experts would choose among all tokens of a text, so a token's output "
-      "would depend on later ones: the model would see what it has to predict, "
-      "and could not generate token by token. Encoders, as T5's, may use it."
+      "would depend on later tokens: the model would see what it should "
+      "predict, and could not generate token by token. Encoders, such as T5's, "
+      "may use it."
     )
   if moe.selection_bias or moe.groups is not None:
     name = "selection_bias" if moe.selection_bias else "groups"
@@ -488,7 +489,7 @@ class Moe(nn.Module):
 def _with_scaled_inputs(
   x_BLD: jax.Array, routing: moe_experts.Routing, real_BL: jax.Array
 ) -> tuple[jax.Array, moe_experts.Routing, jax.Array]:
-  """Each choice as a token of its own, [B, L J, D], with the weight 1."""
+  """Each choice as a separate token, [B, L J, D], with the weight 1."""
   B, L, J = routing.expert_BLJ.shape
   x_BLJD = x_BLD[:, :, None] * routing.weight_BLJ[..., None].astype(x_BLD.dtype)
   expert = routing.expert_BLJ.reshape(B, L * J, 1)
@@ -505,7 +506,8 @@ def merged(reports: Any) -> Any:
   """The statistics of a batch, from those of its microbatches (axis 0).
 
   Means are weighted by the microbatches' numbers of real tokens. The
-  load-balance loss is a product of two means, and computed anew.
+  load-balance loss is a product of two means, so it is computed again from
+  these.
   """
 
   def merge(stats: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -607,7 +609,7 @@ def route(
 
 
 class Scores(NamedTuple):
-  """What a router says of each token and expert."""
+  """A router's scores of each token and expert."""
 
   own_BLE: jax.Array  # Softmax over all experts, or sigmoid.
   probs_BLE: jax.Array  # The same, adding up to 1.

@@ -38,7 +38,7 @@ _IN_EXAMPLES = ("sequence", "tensor")
 
 
 class Split(NamedTuple):
-  """How a layer is split over a mesh."""
+  """Layout of an MoE layer on a mesh."""
 
   mesh: jax.sharding.AbstractMesh
   axis: str | None  # Axis of whole experts; None if each device needs all.
@@ -270,7 +270,8 @@ def _through_exchange(
   x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
   keep_R1F = None
   if keep_tJF is not None:
-    # A bit for each hidden unit: one device alone draws them in this order.
+    # A bit for each hidden unit, in the order in which a single device draws
+    # them.
     bits = jnp.packbits(keep_tJF.reshape(K, -1), axis=-1)
     bits = jnp.take(bits, choice_R, axis=0, mode="fill", fill_value=0)
     bits = send(bits.reshape(n, Q, -1), send_n, receive_n)
@@ -500,7 +501,7 @@ def _fill(
 
 
 def _sums_over_tensor(split: Split | None) -> bool:
-  """Whether the parts of a result are summed over `tensor` alone."""
+  """Whether the parts of a result are summed only over `tensor`."""
   return split is not None and split.hidden and "tensor" not in split.length
 
 
@@ -598,7 +599,8 @@ def _exchange(
 ) -> jax.Array:
   """Sends some rows to each device of the axis; [n, Q, D] with zeros.
 
-  TPUs and GPUs send the rows alone. Elsewhere all Q rows travel, Q being the
+  TPUs and GPUs send only the rows in use. Elsewhere all Q rows travel, Q being
+  the
   safe bound: every choice may be for one device.
   """
   if sharding.device()[0] not in _RAGGED:

@@ -70,7 +70,7 @@ class Experts(NamedTuple):
 
 
 class Products(NamedTuple):
-  """How experts apply to rows: times(x, kernel) + spread(bias)."""
+  """A dense layer of the experts, on rows: times(x, kernel) + spread(bias)."""
 
   times: Callable[[jax.Array, jax.Array], jax.Array]
   spread: Callable[[jax.Array], jax.Array]
@@ -89,7 +89,7 @@ def block_size(choices: int, num_experts: int) -> int:
 
 
 class _Static(NamedTuple):
-  """What `_times` knows when it is traced."""
+  """Constants of `_times` in the compiled program."""
 
   rows: int  # Number of rows that the mathematics needs.
   skips: bool  # Whether empty blocks are skipped.
@@ -99,12 +99,12 @@ class _Static(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-  """How megablox divides a product of R rows into tiles.
+  """Sizes of megablox's tiles for a product of R rows.
 
   It multiplies a tile once for each expert that has rows in it, so small tiles
   waste less. But a tile waits for its weights if it has less than about 200
-  rows, and the gradient of the weights has work that depends on their size
-  alone. By the compiler's schedules for a v5p, 128 rows are best below 170 rows
+  rows, and the gradient of the weights has work that depends only on their
+  size. By the compiler's schedules for a v5p, 128 rows are best below 170 rows
   per expert, and 512 above 3,000.
   """
 
@@ -276,7 +276,7 @@ def _blocks(
 
 
 def _of_rows(bias_EF: jax.Array, expert_X: jax.Array) -> jax.Array:
-  """Each row's or block's bias, by a product, whose gradient is no scatter."""
+  """Each row's or block's bias, by a product: its gradient needs no scatter."""
   mark_XE = jax.nn.one_hot(expert_X, bias_EF.shape[0], dtype=bias_EF.dtype)
   with model_flops.share(0, 1):
     return jnp.matmul(mark_XE, bias_EF, precision="highest")
@@ -296,7 +296,7 @@ def rows(
   back_ZX: jax.Array,
   zeros: Zeros = Zeros(),
 ) -> jax.Array:
-  """Takes rows of x. The gradient takes rows as well, and is no scatter.
+  """Takes rows of x. The gradient takes rows too, instead of a scatter.
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.

@@ -244,8 +244,8 @@ class Axes(NamedTuple):
   # Number of frequencies that follow each of the three axes, as in Qwen2-VL
   # (https://arxiv.org/abs/2409.12191).
   sections: tuple[int, int, int]
-  # Whether they take turns, the last ones following time alone, and do not
-  # stand beside each other, as in Qwen3-VL (https://arxiv.org/abs/2511.21631).
+  # Whether the axes' features alternate, the last ones following only time, as
+  # in Qwen3-VL (https://arxiv.org/abs/2511.21631), instead of forming blocks.
   interleaved: bool = False
 
   def of_frequencies(self, number: int) -> tuple[int, ...]:

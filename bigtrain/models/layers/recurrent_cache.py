@@ -49,7 +49,7 @@ class States(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """What the cache of a layer depends on. Layers of a kind share a cache."""
+  """Shape of a layer's cache. Layers of one kind share a cache."""
 
   num_heads: int  # G.
   conv_width: int  # W.

@@ -61,7 +61,7 @@ def run(
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
     first: options of the blocks before the first period.
-    common: the first so many shared arguments have no axis of the batch.
+    common: number of leading shared arguments that have no batch axis.
 
   Returns:
     (the last carry, mean of the reports that are not None, or None). Beside the
@@ -268,7 +268,7 @@ def _scan(loop: _Loop, carry: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
 def _scan_turns(
   loop: _Loop, num_periods: int, carry: Any, shared: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-  """The loop, several periods in each turn, each with classes of its own."""
+  """The loop, with several periods per iteration, each with its own classes."""
   calls = []
   for number in range(num_periods):
     period_class, args = loop.period(number)
@@ -403,8 +403,8 @@ def _init(
 
     keys = jax.random.split(parent.make_rng("params"), len(numbers))
     variables = jax.lax.map(init, keys)
-    # The first `num_looped` of these layers are in the loop. They keep their
-    # common array; the others get one each.
+    # The first `num_looped` of these layers are in the loop and keep their
+    # common array; each of the others gets its own.
     in_loop = scan and numbers[0] >= layers.first_of_loop
     num_looped = layers.num_periods if in_loop else 0
     place = str((numbers[0] - layers.first_of_loop) % period)

@@ -86,7 +86,7 @@ class DecodingState(NamedTuple):
 
 
 class Source(NamedTuple):
-  """What a decoder's cross-attention attends to."""
+  """Keys and values of a decoder's cross-attention, and their mask."""
 
   # The encoder's output; None if a cache has its keys and values.
   encoded_BSD: jax.Array | None

@@ -31,8 +31,8 @@ class Options(NamedTuple):
 
   # Height and width of each size, in tiles, to which a picture may be resized.
   grids: Sequence[tuple[int, int]]
-  # Of a picture with more tiles, features are interpolated to about so many
-  # tiles'; None for all of them.
+  # Number of tiles to which the features of larger pictures are resized; None
+  # to keep all features.
   limit: int | None = None
 
 
@@ -75,7 +75,7 @@ class Views(NamedTuple):
   def in_text(
     self, layout_BN4: jax.Array | None, is_image_BL: jax.Array
   ) -> jax.Array:
-    """What stands at each image token, (B, L, D); others are meaningless."""
+    """Features for the image tokens, (B, L, D); meaningless at other tokens."""
     h, w = self.side
     T = h * w
     if layout_BN4 is None:

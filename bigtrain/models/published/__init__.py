@@ -6,14 +6,16 @@ each array belongs. families.py defines `Family` and its rules, tables.py the
 tables of arrays. layouts.py reads, compares and writes config.json with them,
 and array_files.py loads and exports the arrays.
 
-decoder_families.py, t5_families.py, vit_families.py, bert_families.py,
-stage_families.py and two_tower_families.py have the families of a model in
-bigtrain/models each, or list them: those of decoders are in decoders/, those of
-ViTs in vits/. encoder_rules.py has what several kinds of encoders share.
+A module `*_families.py` has the families of one kind of model, or lists them:
+decoders/ has those of decoders, vits/ of ViTs, and vlms/ of models that read
+pictures.
+encoder_rules.py has the rules that several kinds of encoders share.
+decoder_variants.py has the sizes that a config can name instead of a published
+folder.
 
-layer_patterns.py finds the period of layers that differ, mxfp4.py and
-fp8_blocks.py read arrays of four and eight bits, timm.py the config.json of
-timm. blocks.py converts between
-stacked and separate blocks; conversions.py restores dtypes and names. The
-modules in bigtrain/models import this package.
+layer_patterns.py finds the period of layers that differ. mxfp4.py and
+fp8_blocks.py read arrays of four and eight bits, and timm.py reads timm's
+config.json. blocks.py converts between stacked and separate blocks, and
+conversions.py restores dtypes and names. The modules in bigtrain/models import
+this package.
 """

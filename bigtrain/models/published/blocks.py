@@ -48,7 +48,7 @@ def parse_name(name: str, block: str, separator: str = "_") -> Block | None:
 
 
 class Layout(NamedTuple):
-  """How a stack's blocks are stored."""
+  """Storage of a stack's blocks: stacked by period, or separate arrays."""
 
   period: int  # Number of blocks in a period of the stacked ones, if any.
   separate: frozenset[int]  # Numbers of the blocks with arrays of their own.

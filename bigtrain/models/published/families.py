@@ -1,7 +1,8 @@
 """Families of published models: how config.json determines a model's fields.
 
-Hugging Face's transformers writes a config.json beside the weights. It has what
-the arrays do not show, such as the number of heads. A `Family` converts in both
+Next to the weights, Hugging Face's transformers writes a config.json. It says
+what the arrays do not show, such as the number of heads. A `Family` converts in
+both
 directions: from config.json to the fields of a model, and back. Most fields
 have a key each (`Key`). Where that is not enough, there is a `Rule`. layouts.py
 uses families to load, compare and export models.
@@ -62,7 +63,7 @@ class Family(NamedTuple):
   # {key: the only values that our model computes}.
   requires: Mapping[str, tuple[Any, ...]] = {}
   aliases: Mapping[str, str] = {}  # {other name of a key: key}.
-  # Keys beside common_keys.HARMLESS that change no output.
+  # Keys that change no output, in addition to common_keys.HARMLESS.
   harmless: Collection[str] = ()
   # {our field: its value where a config need not name it}.
   neutral: Mapping[str, Any] = {}
@@ -90,7 +91,7 @@ class Family(NamedTuple):
     harmless: Collection[str] = (),
     quantised: Collection[str] = (),
   ) -> "Family":
-    """A family that differs from this one in what is given.
+    """A copy of this family with changes.
 
     Mappings and `harmless` add to those of this family. A rule replaces the
     rules for the same fields.

@@ -1,6 +1,6 @@
 """Matrices in FP8 with a scale for each block, as DeepSeek V3 is published.
 
-A matrix (outputs, inputs) of float8 has a float32 array beside it with a factor
+A float8 matrix (outputs, inputs) comes with a float32 array that has a factor
 for each block of 128 x 128 numbers. The last blocks may be smaller.
 """
 
@@ -131,7 +131,7 @@ def check(
 def specs(
   name: str, shape: Sequence[int]
 ) -> dict[str, tuple[Sequence[int], str]]:
-  """{name: (shape, dtype)} of the arrays that stand for a matrix."""
+  """{name: (shape, dtype)} of the arrays that encode a matrix."""
   blocks = [-(-size // BLOCK) for size in shape]
   return {
     name: (shape, "float8_e4m3fn"),

@@ -55,7 +55,7 @@ class Matrices:
 def specs(
   name: str, shape: Sequence[int]
 ) -> dict[str, tuple[Sequence[int], str]]:
-  """{name: (shape, dtype)} of the arrays that stand for experts' matrices.
+  """{name: (shape, dtype)} of the arrays that encode experts' matrices.
 
   `shape`: (E, inputs, outputs).
   """

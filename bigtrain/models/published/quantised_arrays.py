@@ -1,8 +1,8 @@
 """Exports matrices in the block formats in which models are published.
 
 "fp8" is that of DeepSeek V3 (fp8_blocks.py): each matrix of a layer, in float8
-with scales of 128 x 128 numbers. "mxfp4" is that of gpt-oss (mxfp4.py): the
-experts alone, in 4 bits. Embedding, head, norms, biases and routers stay as
+with scales of 128 x 128 numbers. "mxfp4" is the format of gpt-oss (mxfp4.py):
+only the experts, in 4 bits. Embedding, head, norms, biases and routers stay as
 they are. `plan` says which arrays a file has then, and how they are made.
 """
 
@@ -23,14 +23,14 @@ _KEPT = r".*(router|shared_gate|projection)/kernel"
 
 
 class Encoded(NamedTuple):
-  """The arrays that stand for one matrix in a file."""
+  """The arrays that encode one matrix in a file."""
 
   specs: Mapping[str, tuple[Sequence[int], str]]  # {name: (shape, dtype)}.
   encode: Callable[[np.ndarray], Sequence[np.ndarray]]  # In the same order.
 
 
 class Plan(NamedTuple):
-  """What quantisation changes of an export."""
+  """The quantised arrays of an export, and their entry in config.json."""
 
   encoded: Mapping[str, Encoded]  # By the name of the matrix.
   config: Mapping[str, Any]  # config.json's quantization_config.

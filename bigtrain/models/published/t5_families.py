@@ -35,7 +35,7 @@ def _tied_head() -> Rule:
   """Whether the head is the embedding.
 
   Older versions of transformers scale the input of a tied head. Newer ones tie
-  whatever is equal, and have a key for the scale.
+  arrays that are equal, and have a key for the scale.
   """
   tied, scaled = "tie_word_embeddings", "scale_decoder_outputs"
 

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
   @property
   def by_expert(self) -> bool:
-    """Whether each expert has an array of its own."""
+    """Whether each expert has a separate array."""
     return "{e}" in self.published
 
 

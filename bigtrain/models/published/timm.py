@@ -1,4 +1,4 @@
-"""timm's config.json: the name of an architecture, and arguments beside it.
+"""timm's config.json: the name of an architecture, and its arguments.
 
 `flat` puts all arguments in place of the name, so that a family can read them;
 `folded` finds the name again. timm.json has the arguments of each ViT of timm

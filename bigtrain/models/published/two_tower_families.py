@@ -211,7 +211,7 @@ _SIGLIP2_TEXT = _SIGLIP_TEXT.but("siglip2_text_model", "")
 
 
 def _towers(image: Family, text: Family) -> Rule:
-  """The towers, each with the config of a family of its own."""
+  """The towers, each with the config of its own family."""
   towers = {"image": ("vision_config", image), "text": ("text_config", text)}
 
   def read(config: ConfigJson) -> dict[str, Any]:

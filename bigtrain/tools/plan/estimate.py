@@ -139,7 +139,7 @@ def basis(compiled: Sequence[Facts], mesh: Mapping[str, int]) -> Facts | None:
 
 
 def _traits(mesh: Mapping[str, int]) -> tuple[Any, ...]:
-  """What two meshes have in common if their programs are alike."""
+  """Properties in which meshes agree if their programs are alike."""
   ways = meshes.batch_ways(mesh)
   examples_at_once = mesh["batch_size"] / (ways * mesh["microbatches"])
   return (

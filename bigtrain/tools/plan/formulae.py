@@ -216,7 +216,7 @@ def _send_weights(
 
 
 def _names(axes: tuple[str, ...], step: _Step) -> str:
-  """Those of the axes that have several devices; at least one."""
+  """Names of the axes with several devices, or "replica" if there are none."""
   sizes = {
     "replica": step.R,
     "pipeline": step.P,
@@ -260,7 +260,7 @@ def _send_table_rows(
 def _send_keys_and_queries(
   send: _Send, step: _Step, model: Blocks, t: float
 ) -> None:
-  """What attention sends over `sequence`."""
+  """Adds the traffic of attention over `sequence`."""
   Q, T, b = step.Q, step.T, step.b
   layers = step.m * model.depth * step.busy  # Runs of a layer.
   passes = 1 + model.repeats  # Forward, and again in the backward pass.

@@ -30,10 +30,10 @@ BEST = 5
 
 
 class Policy(NamedTuple):
-  """What a remat policy costs, by rule of thumb."""
+  """Costs of a remat policy, by rule of thumb."""
 
   flops: float  # Executed FLOPs over the model's.
-  kept: float  # Bytes kept of a layer over the bytes of its products.
+  kept: float  # Bytes that a layer keeps / bytes of its products.
 
 
 POLICIES = {

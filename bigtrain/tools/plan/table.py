@@ -100,7 +100,7 @@ def _number(value: float | None, spec: str = ".3g") -> str:
 
 
 def choice_text(choice: Choice, minutes: float) -> str:
-  """What follows the table of --choose: reasons, and lines to paste."""
+  """Text after the table of --choose: reasons, and lines to paste."""
   lines = []
   by_formula = []
   for number, one in enumerate(choice.best, 1):

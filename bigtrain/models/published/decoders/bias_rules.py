@@ -25,8 +25,8 @@ def biases(always: Sequence[str] = (), **keys: Sequence[str]) -> Rule:
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     sites = {*fields["use_bias"]}
-    # A model may lack some of a key's sites, such as MLPs. If it lacks their
-    # biases alone, the exported config does not read as the same model.
+    # A model may lack some of a key's sites, such as MLPs. If it lacks only
+    # their biases, the exported config would be read as a different model.
     return {
       key: not sites.isdisjoint(key_sites) for key, key_sites in keys.items()
     }

@@ -8,7 +8,7 @@ from bigtrain.models.published.layer_patterns import ByLayer
 
 
 class SparseLayers(NamedTuple):
-  """Which layers have experts, in families that also have others."""
+  """The keys that say which layers have experts, if not all have."""
 
   keys: Mapping[str, Any]  # {key: value if absent}.
   read: Callable[[ConfigJson], list[bool]]

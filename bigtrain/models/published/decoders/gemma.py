@@ -340,7 +340,7 @@ def _layer_inputs() -> Rule:
     if not config[width]:
       return {"layer_inputs": None}
     options = {"dim": config[width]}
-    # What the layers get for an image token.
+    # The layers' input for an image token.
     if config["pad_token_id"]:
       options["image_id"] = config["pad_token_id"]
     # Without its own size, the table grows with the model's vocabulary.

@@ -224,7 +224,7 @@ def _parallel_norms() -> Rule:
 
 
 def _rope_in_one_key() -> Rule:
-  """Rotary embeddings, which the library reads from `rope_parameters` alone.
+  """Rotary embeddings, which the library reads only from `rope_parameters`.
 
   Its older keys for this family have other names.
   """

@@ -20,7 +20,7 @@ from bigtrain.models.published.tables import linear, norm, table, transposed
 
 
 def _shared_mlp() -> Rule:
-  """The width of an MLP beside the experts; 0 for none."""
+  """The width of an additional MLP in layers with experts; 0 for none."""
   key = "shared_intermediate_size"
   return Rule(
     ("shared_dim",),
@@ -163,7 +163,7 @@ GRANITE_MOE_SWA = GRANITE_MOE_SHARED.but(
 
 
 def _norm_after_branches() -> Rule:
-  """Whether there are norms after attention and MLP, beside those before."""
+  """Whether there are norms after attention and MLP as well as before."""
   key = "use_post_norm"
   return Rule(
     ("norm_at",),
@@ -219,7 +219,7 @@ def _attention_alone() -> Rule:
 
 
 def _shared_mlp_or_mlp() -> Rule:
-  """Experts with an MLP beside them, or without experts, that MLP alone."""
+  """Experts and an MLP, or, without experts, only that MLP."""
   with_experts = mlp_width(), _EXPERTS
   width, number = "shared_intermediate_size", "num_local_experts"
 

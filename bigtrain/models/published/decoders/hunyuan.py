@@ -81,7 +81,7 @@ HUNYUAN_DENSE = LLAMA.but(
 
 
 def _experts() -> Rule:
-  """Experts as wide as an MLP, which stands beside them."""
+  """Experts as wide as the MLP that each layer also has."""
   number, top_k = "num_experts", "moe_topk"
 
   def read(config: ConfigJson) -> dict[str, Any]:

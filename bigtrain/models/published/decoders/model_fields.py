@@ -59,7 +59,7 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if not any(result["qk_norm"]):
     result["qk_norm_after_rope"] = False
   result["use_bias"] = _bias_sites(result)
-  if not result["num_classes"]:  # Then `pool` is of the user's task alone.
+  if not result["num_classes"]:  # Then only the user's task uses `pool`.
     result["pool"] = "last"
   result["mlp_clip"] = _as_dict(result["mlp_clip"])
   if result["layer_inputs"] is not None:

@@ -52,7 +52,7 @@ def rope(
     theta: base of files that name none.
     fraction: share of the features of a head that rotate, in files without a
       key for it. None for families in which all do.
-    types: types of layers, if each has a rotation of its own.
+    types: types of layers, if each has its own rotation.
     local_theta: base of the layers with a window, in older files.
     rotary_dim: whether older files have a number of rotating features.
     original_len: value of a family's own key for the length that the scaling

@@ -73,7 +73,7 @@ EXPERTS = table(
     "router_state/blocks/moe/selection_bias",
   ),
 )
-# MLPs for all tokens beside these experts, as in GLM and DeepSeek.
+# MLPs for all tokens in addition to the experts, as in GLM and DeepSeek.
 SHARED_EXPERTS = table(
   dense(
     "model.layers.{i}.mlp.shared_experts.gate_proj",
@@ -118,7 +118,7 @@ SPARSE_MOE = table(
 )
 LLAMA = table(ENDS, ATTENTION, NORMS_BEFORE, MLP)
 MIXTRAL = table(ENDS, ATTENTION, NORMS_BEFORE, SPARSE_MOE)
-# An MLP for all tokens with a gate of its own.
+# An MLP for all tokens, with its own gate.
 SHARED_EXPERT = table(
   dense(
     "model.layers.{i}.mlp.shared_expert.gate_proj", "blocks/shared_experts/gate"

@@ -107,7 +107,7 @@ def _window() -> Rule:
   return Rule(("window", "whole_layers"), keys, read, write)
 
 
-# What most towers do not have.
+# Fields that most towers do not use.
 _NEUTRAL: Mapping[str, Any] = {
   "ready": "squares",
   "centred": False,
@@ -294,7 +294,7 @@ GEMMA4 = Family(
     ),
     _theta(100.0),
   ),
-  # The library's layers have no biases, whatever `attention_bias` says.
+  # The library's layers have no biases, even if `attention_bias` is true.
   harmless=(
     *encoder_rules.HARMLESS,
     "attention_bias",
