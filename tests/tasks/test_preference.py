@@ -109,7 +109,8 @@ def test_the_base_of_adapters_is_the_reference():
     }
   )
   _, model = building.model(config)
-  variables = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))
+  init = jax.jit(model.init)
+  variables = init(jax.random.key(0), np.zeros((1, 4), np.int32))
   run = lambda variables: preference.loss_fn(
     variables, batch_of(), None, model=model, train=True
   )[0]
