@@ -177,8 +177,9 @@ def _float32_sums(norm, x_BHWD, mask):
   return norm(x_BHWD.astype(np.float32)).astype(x_BHWD.dtype)
 
 
-@pytest.mark.parametrize("wrong", [_first_share, _float32_sums])
-def test_a_wrong_reduction_fails(monkeypatch, wrong):
+def _wrong_norm(reduction):
+  """BatchNorm that is wrong on several devices."""
+
   class WrongNorm(nn.BatchNorm):
     def __call__(self, x_BHWD):
       norm = super().__call__
@@ -187,14 +188,19 @@ def test_a_wrong_reduction_fails(monkeypatch, wrong):
         return norm(x_BHWD)
       B = len(x_BHWD)
       mask_B111 = (jnp.arange(B) < B // ways).reshape(B, 1, 1, 1)
-      return wrong(norm, x_BHWD, mask_B111)
+      return reduction(norm, x_BHWD, mask_B111)
 
+  return WrongNorm
+
+
+def test_a_wrong_reduction_fails(monkeypatch):
   monkeypatch.setitem(resnet.DEPTHS, _TWO_BLOCKS, (1, 1))
   config, sizes = load_small("resnet", 0.0), dict(fsdp=2)
   check_case(("resnet", config, sizes, 1, None))
-  monkeypatch.setattr(nn, "BatchNorm", WrongNorm)
-  with pytest.raises(AssertionError, match="resnet on .*'fsdp': 2"):
-    check_case(("resnet", config, sizes, 1, None))
+  for reduction in (_first_share, _float32_sums):
+    monkeypatch.setattr(nn, "BatchNorm", _wrong_norm(reduction))
+    with pytest.raises(AssertionError, match="resnet on .*'fsdp': 2"):
+      check_case(("resnet", config, sizes, 1, None))
 
 
 # Adapters have a base, and rewards a sampler: their tests are in tests/tasks.

@@ -85,22 +85,24 @@ def test_a_prompts_pictures_are_read_once_for_all_answers(rows):
   assert batch["image"].shape == (3, 2, 8, 8, 3)
   assert batch["tokens"].shape == (3, 2, 48)
   inputs = answers.inputs(batch)
-  params = model.init(jax.random.key(0), **inputs)
-  logits = model.apply(params, **inputs)[0]
+  params = jax.jit(model.init)(jax.random.key(0), **inputs)
+  apply = jax.jit(model.apply)
+  logits = apply(params, **inputs)[0]
   for k in range(2):
     alone = {n: x[k::2] for n, x in inputs.items() if n != "image"}
-    want = model.apply(params, **alone, image=batch["image"])[0]
+    want = apply(params, **alone, image=batch["image"])[0]
     np.testing.assert_allclose(logits[k::2], want, rtol=0, atol=1e-5)
   # The other pictures give other logits.
   other = dict(inputs, image=batch["image"][::-1])
-  assert np.abs(model.apply(params, **other)[0] - logits).max() > 1e-3
+  assert np.abs(apply(params, **other)[0] - logits).max() > 1e-3
   # The log-probabilities of a loss are those of each answer alone.
-  log_probs, _ = answers.log_probs(model, params, batch, chunk=None)
+  log_probs = jax.jit(
+    lambda params, batch: answers.log_probs(model, params, batch, chunk=None)[0]
+  )(params, batch)
+  score = jax.jit(language_modeling.predict_fns(model)["score"])
   for k in range(2):
     one = {n: batch[n][:, k] for n in ("tokens", "targets", "loss_mask")}
-    scores = language_modeling.predict_fns(model)["score"](
-      params, dict(one, image=batch["image"])
-    )
+    scores = score(params, dict(one, image=batch["image"]))
     got = jnp.sum(log_probs[:, k], axis=1)
     np.testing.assert_allclose(got, scores["log_likelihood"], rtol=1e-5)
 

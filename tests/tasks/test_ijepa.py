@@ -122,17 +122,16 @@ def test_the_loss_is_that_of_numpy_with_the_same_masks(distance):
     )
     student, teacher = draw(init), draw(init)
     keys = jax.vmap(jax.random.key)(np.arange(3))
-    result, _ = ijepa.loss_fn(
+    loss_fn = functools.partial(
+      ijepa.loss_fn, model=model, train=True, distance=distance, **MASKS
+    )
+    result, _ = jax.jit(loss_fn)(
       {"params": student},
       {"image": jnp.asarray(image), "_keys": keys},
       jax.random.key(0),
-      model=model,
-      train=True,
       state={"teacher": teacher},
-      distance=distance,
-      **MASKS,
     )
-    masks = block_masks.draw(keys, (6, 6), **MASKS)
+    masks = jax.jit(lambda keys: block_masks.draw(keys, (6, 6), **MASKS))(keys)
     # Padding in all of them, which numpy leaves out.
     assert not masks.context_real_BK.all() and not masks.target_real_BNT.all()
     losses = [

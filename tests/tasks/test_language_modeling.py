@@ -500,7 +500,8 @@ def test_a_layer_that_is_out_of_balance_is_named(scan):
     bias["blocks"]["1"]["moe"]["selection_bias"] = stacked.at[1, 2].set(3.0)
   else:
     bias["blocks_5"]["moe"]["selection_bias"] = jnp.asarray([0.0, 0, 3, 0])
-  pairs, _ = task.loss_fn(variables, batch, None, model=experts, train=False)
+  loss_fn = functools.partial(task.loss_fn, model=experts, train=False)
+  pairs, _ = jax.jit(lambda v, b: loss_fn(v, b, None))(variables, batch)
   values = metrics.host_values([pairs, pairs])
   assert values["experts/peak_layer"] == 5
   assert values["experts/peak_expert"] == 2

@@ -1,5 +1,7 @@
 """LocCa: its loss by a formula, parallel prediction, and what it writes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,19 +51,16 @@ def variables(batch):
 
 
 def loss(variables, batch, train=False, **options):
-  key = jax.random.key(0)
-  result, _ = locca.loss_fn(
-    variables, batch, key, model=MODEL, train=train, **options
-  )
+  fn = functools.partial(locca.loss_fn, model=MODEL, train=train, **options)
+  result, _ = jax.jit(fn)(variables, batch, jax.random.key(0))
   return {name: float(x[0] / x[1]) for name, x in result.items()}
 
 
 @pytest.mark.parametrize("normalize", ["sentence", "tokens"])
 def test_the_loss_is_that_of_the_formula(variables, batch, normalize):
   result = loss(variables, batch, normalize=normalize)
-  states = MODEL.apply(
-    variables, batch["image"], batch["locca"], method="states"
-  )
+  apply = jax.jit(functools.partial(MODEL.apply, method="states"))
+  states = apply(variables, batch["image"], batch["locca"])
   kernel, bias = states.kernel_DV, states.bias_V
   logits = np.asarray(states.hidden_BLD @ kernel + bias)
   labels = np.asarray(batch["locca"]).reshape(B * N, L)
@@ -125,15 +124,16 @@ def test_captions_in_parallel_see_their_prefix_alone(variables, batch):
 def test_answers_are_the_likeliest_tokens_one_after_the_other(variables, batch):
   prompt = jnp.array([[3, 4, 0, 0], [5, 6, 7, 0], [2, 0, 0, 0]], jnp.int32)
   asked = {**batch, "prompt": prompt}
-  answers = np.asarray(locca.answer(variables, asked, model=MODEL, max_len=5))
-  boxes = np.asarray(locca.box(variables, asked, model=MODEL))
+  answer = functools.partial(locca.answer, model=MODEL, max_len=5)
+  answers = np.asarray(jax.jit(answer)(variables, asked))
+  box = jax.jit(functools.partial(locca.box, model=MODEL))
+  boxes = np.asarray(box(variables, asked))
+  apply = jax.jit(functools.partial(MODEL.apply, method="states"))
   for b, start in enumerate((2, 3, 1)):
     whole = np.zeros((1, 1, L), int)
     whole[0, 0, :start] = prompt[b, :start]
     whole[0, 0, start : start + 5] = answers[b]
-    states = MODEL.apply(
-      variables, batch["image"][b : b + 1], jnp.asarray(whole), method="states"
-    )
+    states = apply(variables, batch["image"][b : b + 1], jnp.asarray(whole))
     logits = states.hidden_BLD @ states.kernel_DV + states.bias_V
     likeliest = np.asarray(logits.argmax(-1))[0, start : start + 5]
     np.testing.assert_array_equal(answers[b], likeliest)

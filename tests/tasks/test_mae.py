@@ -170,7 +170,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
 
 
 def test_a_vit_starts_from_the_encoder(tiny_config, tmp_path):
-  main.train(config(tiny_config), str(tmp_path / "mae"))
+  main.train(config(tiny_config, total_steps=1), str(tmp_path / "mae"))
   model = dict(**SIZES, posemb="sincos2d", pool_type="tok", num_classes=10)
   one = tiny_config(
     {
@@ -181,6 +181,7 @@ def test_a_vit_starts_from_the_encoder(tiny_config, tmp_path):
         allow_unused=["decoder/.*"],
         allow_missing=["head/.*"],
       ),
+      "evals": {},
       "save_at_start": True,
       "stop_at_steps": 1,
     }

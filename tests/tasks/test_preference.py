@@ -109,7 +109,8 @@ def test_the_base_of_adapters_is_the_reference():
     }
   )
   _, model = building.model(config)
-  variables = model.init(jax.random.key(0), np.zeros((1, 4), np.int32))
+  init = jax.jit(model.init)
+  variables = init(jax.random.key(0), np.zeros((1, 4), np.int32))
   run = lambda variables: preference.loss_fn(
     variables, batch_of(), None, model=model, train=True
   )[0]
@@ -159,15 +160,21 @@ def test_rewards_are_those_of_whole_texts():
   init = jax.jit(model.init)
   params = init(jax.random.key(0), np.zeros((1, 4), np.int32))["params"]
   batch = batch_of()
-  rewards = preference.rewards({"params": params}, batch, model=model)
+  rewards = jax.jit(functools.partial(preference.rewards, model=model))(
+    {"params": params}, batch
+  )
+  apply = jax.jit(model.apply)
   for b, k in np.ndindex(B, 2):
     last = np.flatnonzero(batch["loss_mask"][b, k])[-1]
     first, rest = batch["tokens"][b, k, :1], batch["targets"][b, k, : last + 1]
     text = np.concatenate([first, rest])[None]
-    alone = model.apply({"params": params}, text)[0]
+    alone = apply({"params": params}, text)[0]
     np.testing.assert_allclose(rewards[b, k], alone[0, 0], rtol=1e-5)
-  metrics, _ = preference.loss_fn(
-    {"params": params}, batch, None, model=model, train=True, kind="reward"
+  loss_fn = functools.partial(
+    preference.loss_fn, model=model, train=True, kind="reward"
+  )
+  metrics, _ = jax.jit(lambda v, b: loss_fn(v, b, None))(
+    {"params": params}, batch
   )
   right = np.mean(rewards[:, 0] > rewards[:, 1])
   np.testing.assert_allclose(metrics["accuracy"][0] / B, right)

@@ -18,11 +18,13 @@ from bigtrain.tools import checkpoint
 CONFIG = "vlm_digits:runlocal"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
   # The rows are made once for all tests.
   cache = tmp_path_factory.getbasetemp() / "cache"
-  monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+  with pytest.MonkeyPatch.context() as monkeypatch:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    yield
 
 
 @functools.cache
@@ -63,8 +65,21 @@ def tiny_run(**changes):
   return config | changes
 
 
-def params_of(workdir):
-  arrays = tiny.arrays(workdir)
+@pytest.fixture(scope="module")
+def frozen_tower_run(cache, tmp_path_factory):
+  """Folder of a run of two steps, with the checkpoints of both."""
+  config = tiny_run(total_steps=2, ckpt_steps=1, keep_ckpts=2)
+  warm = dict(decay_type="constant")
+  config["schedule"] = [("img/.*", None), (".*", warm)]
+  config["lr_mults"] = [("projector/.*", 0.1)]
+  config |= dict(wd=0.0, optimizer=dict(name="adam"), grad_clip_norm=None)
+  folder = tmp_path_factory.mktemp("frozen_tower")
+  main.train(config, str(folder))
+  return folder
+
+
+def params_of(workdir, step=None):
+  arrays = tiny.arrays(workdir, step)
   return {n: np.asarray(x) for n, x in arrays.items()}
 
 
@@ -102,15 +117,8 @@ def test_data_for_another_model_are_refused(tmp_path, changes, message):
     main.train(config, str(tmp_path))
 
 
-def test_a_tower_freezes_and_trains_at_another_rate(tmp_path):
-  config = tiny_run(total_steps=2)
-  warm = dict(decay_type="constant")
-  config["schedule"] = [("img/.*", None), (".*", warm)]
-  config["lr_mults"] = [("projector/.*", 0.1)]
-  config |= dict(wd=0.0, optimizer=dict(name="adam"), grad_clip_norm=None)
-  main.train(config, str(tmp_path / "run"))
-  main.train(config | dict(total_steps=1), str(tmp_path / "one"))
-  first, last = (params_of(tmp_path / name) for name in ("one", "run"))
+def test_a_tower_freezes_and_trains_at_another_rate(frozen_tower_run):
+  first, last = (params_of(frozen_tower_run, step) for step in (1, 2))
   moved = dict.fromkeys(("img", "projector", "llm"), 0.0)
   for name, x in first.items():
     if name.startswith("params/"):
@@ -156,9 +164,8 @@ def test_parts_start_from_sources_of_their_own(tmp_path):
       main.train(config, str(tmp_path / "wrong"))
 
 
-def test_adapters_of_both_parts_merge(tmp_path):
-  base = tmp_path / "base"
-  main.train(tiny_run(total_steps=2), str(base))
+def test_adapters_of_both_parts_merge(frozen_tower_run, tmp_path):
+  base = frozen_tower_run
   config = tiny_run(
     total_steps=2,
     model_init=str(base),

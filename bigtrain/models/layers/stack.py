@@ -68,9 +68,12 @@ def run(
     means, "by_layer" has what moe.of_layers returns.
   """
   layers = _Layers(tuple(first), tuple(kinds), depth)
-  if parent.is_initializing():
-    _init(parent, block, layers, scan, (name, separator), carry, shared)
   policy, policy_every = remat.read(remat_policy)
+  if parent.is_initializing():
+    if scan and layers.num_periods:
+      _turns(layers, policy_every, carry)  # Refuses a policy that does not fit.
+    _init(parent, block, layers, scan, (name, separator), carry, shared)
+    return carry, None
 
   # Cached, because layers share a trace only if they share the class.
   @functools.cache
@@ -101,7 +104,6 @@ def run(
     return carry, _summary(reports, by_layer)
 
   carry = run_unrolled(carry, range(layers.first_of_loop))
-
   loop = _Loop(parent, name, layers, block_class)
   carry, stacked = _run_loop(loop, policy, policy_every, common, carry, shared)
   period = len(layers.period)
@@ -208,22 +210,29 @@ def _run_loop(
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Returns (the last carry, the reports of all periods, stacked)."""
-  activations = jax.tree.leaves(carry)[0]
-  cache = carry[1] if isinstance(carry, tuple) else None
-  generates = bool(jax.tree.leaves(cache))
-  # Generation, which has caches, runs period by period: it has no backward
-  # pass, and a pipeline would need several microbatches.
-  schedule = None if generates else sharding.schedule(len(activations))
-  num_periods = 1 if generates else _periods_per_turn(loop.layers, policy_every)
-  _check_turns(loop.layers, policy_every, num_periods, schedule)
-  if loop.parent.is_initializing():
-    return _scan(loop, carry, shared)
+  num_periods, schedule = _turns(loop.layers, policy_every, carry)
   if schedule is not None:
     keeps = remat.policy(policy, scan=True)
     return _scan_stages(loop, schedule, keeps, common, carry, shared)
   if num_periods > 1:
     return _scan_turns(loop, num_periods, carry, shared)
   return _scan(loop, carry, shared)
+
+
+def _turns(
+  layers: _Layers, policy_every: int, carry: Any
+) -> tuple[int, sharding.Schedule | None]:
+  """Number of periods in a turn of the loop, and the schedule of a pipeline."""
+  activations = jax.tree.leaves(carry)[0]
+  cache = carry[1] if isinstance(carry, tuple) else None
+  # Generation, which has caches, runs period by period: it has no backward
+  # pass, and a pipeline would need several microbatches.
+  if jax.tree.leaves(cache):
+    return 1, None
+  schedule = sharding.schedule(len(activations))
+  num_periods = _periods_per_turn(layers, policy_every)
+  _check_turns(layers, policy_every, num_periods, schedule)
+  return num_periods, schedule
 
 
 def _periods_per_turn(layers: _Layers, policy_every: int) -> int:
@@ -387,7 +396,10 @@ def _init(
   carry: Any,
   shared: tuple[Any, ...],
 ) -> None:
-  """Draws the parameters of all layers.
+  """Draws the parameters of all layers, which do not run.
+
+  A layer's output has the shape of its input, and what comes after the stack
+  needs no more than that to draw its own parameters.
 
   Layers that are alike share one compiled initialiser, which loops over them:
   compiling the random numbers of each layer takes far longer than drawing them.
