@@ -8,10 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import random_variables
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
+from support import random_variables
 
 ROWS, LENGTH, VOCAB = 8, 38, 40  # No device divides the length.
 

@@ -220,10 +220,12 @@ def test_views_are_tiles_if_the_number_of_image_tokens_says_so(family):
   batch = batch_of(family)
   params = params_of(module, model, batch, FOLDERS / family)
   given = language_modeling.inputs(batch)
-  expected, _ = model.apply({"params": params}, **given)
+  apply = jax.jit(lambda given: model.apply({"params": params}, **given)[0])
+  expected = apply(given)
   del given["shapes"]
-  actual, _ = model.apply({"params": params}, **given)
-  np.testing.assert_array_equal(actual, expected)
+  # Two programs, which may round in different ways.
+  atol = 1e-4 * np.abs(expected).max()
+  np.testing.assert_allclose(apply(given), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.published
