@@ -68,9 +68,13 @@ def run(
     means, "by_layer" has what moe.of_layers returns.
   """
   layers = _Layers(tuple(first), tuple(kinds), depth)
-  if parent.is_initializing():
-    _init(parent, block, layers, scan, (name, separator), carry, shared)
   policy, policy_every = remat.read(remat_policy)
+  if parent.is_initializing():
+    if scan and layers.num_periods:
+      _plan(layers, policy_every, carry)  # Raises errors.
+    _init(parent, block, layers, scan, (name, separator), carry, shared)
+    # Nobody reads what the layers compute, so they need not be traced again.
+    return carry, None
 
   # Cached, because layers share a trace only if they share the class.
   @functools.cache
@@ -208,22 +212,28 @@ def _run_loop(
   shared: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Returns (the last carry, the reports of all periods, stacked)."""
-  activations = jax.tree.leaves(carry)[0]
-  cache = carry[1] if isinstance(carry, tuple) else None
-  generates = bool(jax.tree.leaves(cache))
-  # Generation, which has caches, runs period by period: it has no backward
-  # pass, and a pipeline would need several microbatches.
-  schedule = None if generates else sharding.schedule(len(activations))
-  num_periods = 1 if generates else _periods_per_turn(loop.layers, policy_every)
-  _check_turns(loop.layers, policy_every, num_periods, schedule)
-  if loop.parent.is_initializing():
-    return _scan(loop, carry, shared)
+  num_periods, schedule = _plan(loop.layers, policy_every, carry)
   if schedule is not None:
     keeps = remat.policy(policy, scan=True)
     return _scan_stages(loop, schedule, keeps, common, carry, shared)
   if num_periods > 1:
     return _scan_turns(loop, num_periods, carry, shared)
   return _scan(loop, carry, shared)
+
+
+def _plan(
+  layers: _Layers, policy_every: int, carry: Any
+) -> tuple[int, sharding.Schedule | None]:
+  """Number of periods in a turn of the loop, and the schedule of a pipeline."""
+  activations = jax.tree.leaves(carry)[0]
+  cache = carry[1] if isinstance(carry, tuple) else None
+  generates = bool(jax.tree.leaves(cache))
+  # Generation, which has caches, runs period by period: it has no backward
+  # pass, and a pipeline would need several microbatches.
+  schedule = None if generates else sharding.schedule(len(activations))
+  num_periods = 1 if generates else _periods_per_turn(layers, policy_every)
+  _check_turns(layers, policy_every, num_periods, schedule)
+  return num_periods, schedule
 
 
 def _periods_per_turn(layers: _Layers, policy_every: int) -> int:
