@@ -21,9 +21,13 @@ def keys(number):
   return jax.vmap(jax.random.key)(np.arange(number))
 
 
-def draw(number, grid=(16, 16), **changes):
-  masks = block_masks.draw(keys(number), grid, **PAPER | changes)
-  return block_masks.Masks(*map(np.asarray, masks))
+def draw_fn(grid=(16, 16), **changes):
+  """Compiled function of keys."""
+  return jax.jit(lambda keys: block_masks.draw(keys, grid, **PAPER | changes))
+
+
+def draw(number, *args, **changes):
+  return jax.device_get(draw_fn(*args, **changes)(keys(number)))
 
 
 def rectangle(patches, columns):
@@ -68,9 +72,9 @@ def test_targets_are_rectangles_and_no_context_has_their_patches(grid):
 
 
 def test_examples_are_drawn_by_their_keys_alone():
-  whole, parts = draw(8), []
-  for i in range(8):
-    parts.append(block_masks.draw(keys(8)[i : i + 1], (16, 16), **PAPER))
+  fn = draw_fn()
+  whole = jax.device_get(fn(keys(8)))
+  parts = [fn(keys(8)[i : i + 1]) for i in range(8)]
   for name in whole._fields:
     joined = np.concatenate([getattr(part, name) for part in parts])
     np.testing.assert_array_equal(joined, getattr(whole, name))

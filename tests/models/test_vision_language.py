@@ -76,14 +76,16 @@ def batch_of(texts, rows, num_pictures, prefix=None):
   return jax.tree.map(jnp.asarray, batch)
 
 
-def loss_and_gradients(model, params, batch):
-  def loss(params):
+def loss_and_gradients(model):
+  """Compiled function of (params, batch)."""
+
+  def loss(params, batch):
     metrics, _ = language_modeling.loss_fn(
       {"params": params}, batch, None, model=model, train=False
     )
     return metrics["loss"][0]
 
-  return jax.jit(jax.value_and_grad(loss))(params)
+  return jax.jit(jax.value_and_grad(loss))
 
 
 def params_of(model, batch):
@@ -103,10 +105,11 @@ def test_texts_that_share_a_row_are_as_alone(mask, prefix):
   with double():
     model = model_of(mask, dtype="float64")
     alone = batch_of(texts, [[0], [1], [2]], 2, prefix)
-    packed = batch_of(texts, [[2, 0], [1]], 2, prefix)
+    # With an empty row, so that both batches are one program.
+    packed = batch_of(texts, [[2, 0], [1], []], 2, prefix)
     params = params_of(model, alone)
-    expected = loss_and_gradients(model, params, alone)
-    actual = loss_and_gradients(model, params, packed)
+    run = loss_and_gradients(model)
+    expected, actual = run(params, alone), run(params, packed)
   close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
   jax.tree.map(close, actual, expected)
   norms = [np.abs(x).max() for x in jax.tree.leaves(expected[1]["img"])]
@@ -143,11 +146,12 @@ def test_blocks_have_the_masks_of_whole_matrices(mask, monkeypatch):
   texts = [text_of(rng, 2, 3) for _ in range(2)]
   with double():
     batch = batch_of(texts, [[0], [1]], 2, 9 if mask == "prefix" else None)
-    results = []
-    for backend in ("xla", "blockwise"):
-      model = model_of(mask, attention=backend, dtype="float64")
-      params = params_of(model, batch)
-      results.append(loss_and_gradients(model, params, batch))
+    models = [
+      model_of(mask, attention=backend, dtype="float64")
+      for backend in ("xla", "blockwise")
+    ]
+    params = params_of(models[0], batch)
+    results = [loss_and_gradients(model)(params, batch) for model in models]
   close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
   jax.tree.map(close, *results)
 
@@ -266,11 +270,12 @@ def test_pictures_of_any_shape_are_packed_as_alone(scan):
   texts = [native_text(rng, own) for own in shapes]
   with double():
     model = native_of(dtype="float64", scan=scan)
-    alone = native_batch(texts, [[0], [1], [2], [3]], 2, 24)
-    packed = native_batch(texts, [[3, 2, 0], [1]], 3, 32)
+    alone = native_batch(texts, [[0], [1], [2], [3]], 3, 32)
+    # With two empty rows, so that both batches are one program.
+    packed = native_batch(texts, [[3, 2, 0], [1], [], []], 3, 32)
     params = params_of(model, alone)
-    expected = loss_and_gradients(model, params, alone)
-    actual = loss_and_gradients(model, params, packed)
+    run = loss_and_gradients(model)
+    expected, actual = run(params, alone), run(params, packed)
   jax.tree.map(close, actual, expected)
   for part in ("img", "deepstack"):
     largest = [np.abs(x).max() for x in jax.tree.leaves(expected[1][part])]
@@ -293,8 +298,9 @@ def test_patches_are_as_their_pictures():
       patches = jnp.asarray(patches.reshape(1, 2, 8, -1))
       inputs.append(dict(image=patches, shapes=jnp.asarray(shapes)))
     params = params_of(model, dict(tokens=jnp.asarray(ids), **inputs[0]))
+    apply = jax.jit(model.apply)
     results = [
-      model.apply({"params": params}, jnp.asarray(ids), **given)[0]
+      apply({"params": params}, jnp.asarray(ids), **given)[0]
       for given in inputs
     ]
   close(results[1], results[0])

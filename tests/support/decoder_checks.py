@@ -11,6 +11,7 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
+from support import random_variables
 
 ROWS, LENGTH, VOCAB = 8, 38, 40  # No device divides the length.
 
@@ -22,11 +23,7 @@ def tokens(rows=ROWS, length=LENGTH):
 
 @functools.cache
 def variables(model):
-  """Variables with noise: initial scales and biases would hide errors."""
-  drawn = jax.jit(model.init)(jax.random.key(0), tokens(1, 8))
-  rng = np.random.default_rng(1)
-  noisy = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 0.1, x.dtype)
-  return jax.device_get(jax.tree.map(noisy, drawn))
+  return random_variables.of(model, tokens(1, 8), std=0.2)
 
 
 def assert_close(actual, expected, share=1e-9):
@@ -83,7 +80,7 @@ def check_packed(model, weights):
   """Packed documents have the logits that they have alone."""
   apply = jax.jit(model.apply)
   segments = documents()
-  packed, _ = apply(weights, tokens(), segments=segments)
+  packed = np.asarray(apply(weights, tokens(), segments=segments)[0])
   rows = np.concatenate([tokens(), np.zeros((ROWS, LENGTH), np.int32)], axis=1)
   for number in (1, 2, 3):
     sizes = np.sum(segments == number, axis=1)
@@ -91,7 +88,7 @@ def check_packed(model, weights):
     # Each document at the start of a row, with padding after it.
     alone = np.stack([row[at:][:LENGTH] for row, at in zip(rows, starts)])
     real = np.arange(LENGTH) < sizes[:, None]
-    logits, _ = apply(weights, alone, real=real)
+    logits = np.asarray(apply(weights, alone, real=real)[0])
     for row in range(ROWS):
       own = slice(starts[row], starts[row] + sizes[row])
       assert_close(packed[row, own], logits[row, : sizes[row]])
@@ -102,22 +99,23 @@ def check_generation(model, weights):
 
   Also one that is read in parts.
   """
-  text = tokens(3)
-  whole, _ = jax.jit(model.apply)(weights, text)
+  text = np.asarray(tokens(3))
+  whole = np.asarray(jax.jit(model.apply)(weights, text)[0])
   longest = LENGTH - 4
   lengths = np.asarray([20, longest, 1])
   real = np.arange(longest) < lengths[:, None]
   empty = model.init_cache(3, LENGTH)
   read = jax.jit(lambda t, c: model.apply(weights, t, cache=c, real=real))
   step = jax.jit(lambda t, c, i: model.apply(weights, t, cache=c, start=i))
-  logits, out = read(jnp.where(real, text[:, :longest], 0), empty)
+  logits, out = read(np.where(real, text[:, :longest], 0), empty)
+  logits = np.asarray(logits)
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length])
   for i in range(LENGTH):
     logits, out = step(text[:, i : i + 1], out["cache"], i)
     for row in range(3):
       if i >= lengths[row] - 1:
-        assert_close(logits[row, 0], whole[row, i])
+        assert_close(np.asarray(logits)[row, 0], whole[row, i])
 
   cache = empty
   for start, end in ((0, 15), (15, LENGTH)):

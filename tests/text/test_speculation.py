@@ -39,11 +39,11 @@ def draft(wrong_every, cache, number, hidden, ahead_BW, position, index):
   token_B = ahead_BW[:, index]
   place = position + index + 1 + number
   next_B = following(token_B, place)
-  is_wrong = (place % wrong_every == 0) if wrong_every else False
-  next_B = jnp.where(is_wrong, next_B + 1, next_B) % V
+  next_B = jnp.where(place % wrong_every == 0, next_B + 1, next_B) % V
   return jax.nn.one_hot(next_B, V), hidden, cache + 1
 
 
+@functools.cache
 def plain(eos_id):
   tokens_BL, lengths_B = prompts()
 
@@ -61,24 +61,34 @@ def plain(eos_id):
   )[0]
 
 
+@functools.cache
+def with_drafts(eos_id, num_drafts):
+  """Compiled function of `wrong_every`."""
+
+  def run(wrong_every):
+    return speculation.greedy(
+      read,
+      functools.partial(draft, wrong_every),
+      (jnp.zeros(4), jnp.zeros(4)),
+      *prompts(),
+      num_drafts=num_drafts,
+      max_len=L + NEW,
+      eos_id=eos_id,
+      pad_id=0,
+      start=2,
+    )
+
+  return jax.jit(run)
+
+
+NEVER = 1000  # There are fewer positions.
+
+
 @pytest.mark.parametrize("eos_id", [None, (2, 19)])
-@pytest.mark.parametrize("wrong_every", [None, 1, 3])
+@pytest.mark.parametrize("wrong_every", [NEVER, 1, 3])
 @pytest.mark.parametrize("num_drafts", [1, 2, 4])
 def test_the_text_is_that_of_greedy_decoding(eos_id, wrong_every, num_drafts):
-  tokens_BL, lengths_B = prompts()
-  run = functools.partial(
-    speculation.greedy,
-    read,
-    functools.partial(draft, wrong_every),
-    num_drafts=num_drafts,
-    max_len=L + NEW,
-    eos_id=eos_id,
-    pad_id=0,
-  )
-  caches = jnp.zeros(4), jnp.zeros(4)
-  new_BL, calls = jax.jit(lambda t, n: run(caches, t, n, start=2))(
-    tokens_BL, lengths_B
-  )
+  new_BL, calls = with_drafts(eos_id, num_drafts)(wrong_every)
   expected = np.asarray(plain(eos_id))
   np.testing.assert_array_equal(new_BL, expected)
   if eos_id is not None:
@@ -86,7 +96,7 @@ def test_the_text_is_that_of_greedy_decoding(eos_id, wrong_every, num_drafts):
     assert ended.any(), "choose end tokens that occur"
     return
   num_tokens = L + NEW - 3  # From the position 3 on.
-  if wrong_every is None:
+  if wrong_every == NEVER:
     # The first call has no drafts yet, but the prompts.
     assert calls <= 1 + -(-num_tokens // (num_drafts + 1))
   if wrong_every == 1:  # Only what stands in all prompts is right.

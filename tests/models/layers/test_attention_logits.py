@@ -3,6 +3,7 @@
 Both are compared with float64 in numpy, head by head.
 """
 
+import functools
 import math
 
 import jax
@@ -60,24 +61,40 @@ def texts():
   return jnp.asarray(rng.integers(0, V, (B, L))), jnp.asarray(segments)
 
 
-def run(model, variables):
-  """Returns (largest logits, inputs of the attention by layer)."""
+def run_fn(model):
+  """Function of variables: (largest logits, attention's inputs by layer)."""
   tokens, segments = texts()
-  _, state = model.apply(
-    variables,
-    tokens,
-    segments=segments,
-    train=True,
-    head=False,
-    capture_intermediates=lambda m, _: m.name == "attention_norm",
-    mutable=[attention_logits.STEP_LARGEST, "intermediates"],
-    rngs={"dropout": jax.random.key(0)},
-  )
-  inputs = {
-    name.partition("/attention_norm")[0]: np.asarray(x, np.float64)
-    for name, x in trees.flatten_with_names(state.get("intermediates", {}))
-  }
-  return state[attention_logits.STEP_LARGEST], inputs
+
+  @jax.jit
+  def apply(variables):
+    _, state = model.apply(
+      variables,
+      tokens,
+      segments=segments,
+      train=True,
+      head=False,
+      capture_intermediates=lambda m, _: m.name == "attention_norm",
+      mutable=[attention_logits.STEP_LARGEST, "intermediates"],
+      rngs={"dropout": jax.random.key(0)},
+    )
+    return state
+
+  def run(variables):
+    state = apply(variables)
+    inputs = {
+      name.partition("/attention_norm")[0]: np.asarray(x, np.float64)
+      for name, x in trees.flatten_with_names(state.get("intermediates", {}))
+    }
+    return state[attention_logits.STEP_LARGEST], inputs
+
+  return run
+
+
+@functools.cache
+def made(name):
+  """(model of one layer, its variables, its run_fn)."""
+  model = model_of(**CASES[name], depth=1)
+  return model, variables_of(model), run_fn(model)
 
 
 def rotated(x_BLHK, position_BL, theta=1e4):
@@ -143,7 +160,7 @@ def test_largest_logits_of_each_head(name, monkeypatch):
   monkeypatch.setattr(attention_blockwise, "_BLOCK_ON_CPU", 8)
   model = model_of(**CASES[name])
   variables = variables_of(model)
-  logits, inputs = run(model, variables)
+  logits, inputs = run_fn(model)(variables)
   assert len(inputs) == 2
   for layer, x in inputs.items():
     expected = expected_largest(model, params_of(variables, layer), x)
@@ -160,14 +177,13 @@ def scaled(params, factors):
 @pytest.mark.parametrize("alpha", [0.5, 0.2])
 @pytest.mark.parametrize("name", CASES)
 def test_only_heads_above_tau_shrink_and_to_tau(name, alpha):
-  model = model_of(**CASES[name], depth=1)
-  variables = variables_of(model)
-  logits, _ = run(model, variables)
+  model, variables, run = made(name)
+  logits, _ = run(variables)
   before = np.asarray(logits["blocks_0"]["attention"]["largest"])
   tau = float(np.sort(before)[1:3].mean())  # Two heads are above it.
   factors = attention_logits.factors(variables["params"], logits, tau, alpha)
   params = scaled(variables["params"], factors)
-  after, _ = run(model, {"params": params})
+  after, _ = run({"params": params})
   after = np.asarray(after["blocks_0"]["attention"]["largest"])
   np.testing.assert_allclose(after, np.minimum(before, tau), rtol=1e-4)
   np.testing.assert_array_equal(after[before < tau], before[before < tau])
@@ -199,7 +215,7 @@ def test_layers_of_a_loop_and_of_periods():
   )
   looped = model_of(**changes, scan=True)
   variables = variables_of(looped)
-  logits, _ = run(looped, variables)
+  logits, _ = run_fn(looped)(variables)
   flat = dict(trees.flatten_with_names(variables["params"]))
   unrolled = {}
   for name, x in flat.items():
@@ -210,7 +226,8 @@ def test_layers_of_a_loop_and_of_periods():
       continue
     for i, own in enumerate(x):
       unrolled[f"blocks_{1 + int(place) + 2 * i}/{inner}"] = own
-  plain, _ = run(model_of(**changes), {"params": trees.from_flat(unrolled)})
+  run = run_fn(model_of(**changes))
+  plain, _ = run({"params": trees.from_flat(unrolled)})
   by_layer = attention_logits.by_layer(logits)
   numbers = {
     "blocks/0/0": 1,
@@ -284,8 +301,8 @@ def test_the_model_counts_no_flops_for_them():
 def test_they_do_not_depend_on_the_backend():
   model = model_of(attention="blockwise", depth=1)
   variables = variables_of(model)
-  plain, _ = run(model_of(attention="xla", depth=1), variables)
-  own, _ = run(model, variables)
+  plain, _ = run_fn(model_of(attention="xla", depth=1))(variables)
+  own, _ = run_fn(model)(variables)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), own, plain
   )

@@ -78,13 +78,13 @@ def assert_close(actual, expected, rtol):
   ("length", "documents", "by_channel"),
   [
     (1, False, False),
-    (2, True, False),
+    pytest.param(2, True, False, marks=pytest.mark.slow),
     (7, False, False),
     (64, True, False),
-    (65, False, False),
+    pytest.param(65, False, False, marks=pytest.mark.slow),
     (150, True, False),
-    (1, False, True),
-    (7, True, True),
+    pytest.param(1, False, True, marks=pytest.mark.slow),
+    pytest.param(7, True, True, marks=pytest.mark.slow),
     (65, False, True),
     (150, True, True),
   ],
@@ -100,7 +100,8 @@ def test_equal_keys_lose_no_digits_in_float32(float64):
   given = inputs(128, equal_keys=True)
   expected, last = recurrent(given, state())
   rounded = jax.tree.map(lambda x: x.astype(jnp.float32), (given, state()))
-  assert_close(delta_rule.chunked(*rounded), (expected, last), 1e-5)
+  actual = jax.jit(delta_rule.chunked)(*rounded)
+  assert_close(actual, (expected, last), 1e-5)
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
@@ -153,14 +154,15 @@ def test_devices_pass_the_state_on(ways, documents, float64):
 
 def test_steps_equal_the_whole(float64):
   given = inputs(9)
-  expected, _ = delta_rule.chunked(given, state())
+  expected, _ = jax.jit(delta_rule.chunked)(given, state())
+  step = jax.jit(delta_rule.step)
   S = state()
   writes = jnp.asarray([True, True])
   for i in range(9):
     token = jax.tree.map(lambda x, i=i: x[:, i : i + 1], given)
-    o, S = delta_rule.step(token, S, writes)
+    o, S = step(token, S, writes)
     assert_close(o[:, 0], expected[:, i], 1e-11)
   # A token that was read already is not written again.
-  again, same = delta_rule.step(token, S, ~writes)
+  again, same = step(token, S, ~writes)
   assert_close(again, o, 1e-11)
   np.testing.assert_array_equal(same, S)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import cases, rounding
+from support import cases, random_variables, rounding
 
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
@@ -30,13 +30,8 @@ def x_BLD():
 
 
 def init(module, *args):
-  """Random parameters, drawn without compiling; no bias or scale is 0 or 1."""
-  shapes = jax.eval_shape(module.init, key(0), *args)["params"]
-  rng = np.random.default_rng(0)
-  draw = lambda name, p: rng.normal(name.endswith("scale"), 0.3, p.shape)
-  return trees.map_with_names(
-    lambda name, p: jnp.asarray(draw(name, p), p.dtype), shapes
-  )
+  variables = random_variables.of(module, *args)
+  return jax.tree.map(jnp.asarray, variables["params"])
 
 
 def stack(params):
@@ -183,8 +178,10 @@ def test_dropout_depends_only_on_its_key(x_BLD):
 
   np.testing.assert_array_equal(run(1), run(1))
   assert np.abs(run(1) - run(2)).max() > 0.1
-  no_dropout = encoder().apply(params, x_BLD)
-  np.testing.assert_array_equal(module.apply(params, x_BLD), no_dropout)
+  evaluated, no_dropout = (
+    jax.jit(x.apply)(params, x_BLD) for x in (module, encoder())
+  )
+  np.testing.assert_array_equal(evaluated, no_dropout)
 
 
 def test_drop_path_keeps_the_mean():
@@ -236,8 +233,8 @@ def test_bfloat16_computation_keeps_float32_parameters(x_BLD, scan):
   params = init(module, x_BLD)
   assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
   x_BLD = x_BLD.astype(jnp.bfloat16)
-  y = module.apply({"params": params}, x_BLD)
+  y = jax.jit(module.apply)({"params": params}, x_BLD)
   assert y.dtype == jnp.bfloat16
-  expected = encoder(scan=scan).apply({"params": params}, x_BLD)
+  expected = jax.jit(encoder(scan=scan).apply)({"params": params}, x_BLD)
   error = np.abs(y.astype(jnp.float32) - expected)
   assert 1e-4 < error.max() < 0.1

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import random_variables
 
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
@@ -24,20 +25,13 @@ def model_of(**changes):
     variant="llama",
     vocab_size=V,
     width=16,
-    depth=3,
+    depth=2,
     num_heads=4,
     mlp_dim=12,
     mla=LATENTS,
     rope_interleaved=True,
   )
   return decoder.Model(**options | changes)
-
-
-def variables_of(model):
-  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), int))
-  rng = np.random.default_rng(0)
-  draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.3, x.dtype)
-  return jax.tree.map(draw, shapes)
 
 
 def cached_numbers(model, length):
@@ -77,18 +71,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_generation_with_latents_gives_the_logits_of_keys_and_values(case):
   model = model_of(**CASES[case])
-  variables = variables_of(model)
   rng = np.random.default_rng(1)
-  tokens = jnp.asarray(rng.integers(0, V, (B, L)))
+  tokens = rng.integers(0, V, (B, L))
+  variables = random_variables.of(model, tokens)
   whole, _ = jax.jit(model.apply)(variables, tokens)
   assert np.std(whole) > 0.1
+  step = jax.jit(lambda t, c, i: model.apply(variables, t, cache=c, start=i))
   cache = model.init_cache(B, L)
   # A prompt, several further tokens in one call, then one by one.
   parts, start = [], 0
-  for size in (4, 3, *[1] * 5):
-    logits, out = model.apply(
-      variables, tokens[:, start : start + size], cache=cache, start=start
-    )
+  for size in (4, 4, *[1] * 4):
+    logits, out = step(tokens[:, start : start + size], cache, start)
     cache, start = out["cache"], start + size
     parts.append(logits)
   np.testing.assert_allclose(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 from jax.scipy.special import ndtri
-from support import cases, rounding
+from support import cases, random_variables, rounding
 
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
@@ -35,17 +35,13 @@ MODELS = {
 
 
 def made(name, **options):
-  """(config, model, variables with random factors, inputs)."""
+  """(config, model, random variables, inputs)."""
   model_name, fields, inputs = MODELS[name]
   targets = r".*(query|value|up|gate|down|Dense_\d|head|router)/kernel"
   adapters = dict(targets=targets, rank=2, alpha=3) | options
   config = dict(model_name=model_name, model=fields, adapters=adapters)
   _, model = building.model(settings.Config(config))
-  variables = model.init(jax.random.key(0), *inputs)
-  rng = np.random.default_rng(0)
-  noisy = lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(x.dtype)
-  params = jax.tree.map(noisy, variables["params"])
-  return config, model, {**variables, "params": params}, inputs
+  return config, model, random_variables.of(model, *inputs, std=0.2), inputs
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,8 @@ def made(name, **options):
 @pytest.mark.parametrize("name", cases.quick(MODELS, "vit", "llama", "experts"))
 def test_any_model_computes_what_the_merged_one_does(name, dora):
   config, model, variables, inputs = made(name, dora=dora)
-  want = model.apply(variables, *inputs)[0]
+  apply = jax.jit(lambda variables: model.apply(variables, *inputs)[0])
+  want = apply(variables)
   lora.check(model)  # Every target was used.
   plain = trained_adapters.Adapted.of(trained_adapters.plain(config)).model
 
@@ -66,7 +63,7 @@ def test_any_model_computes_what_the_merged_one_does(name, dora):
 
   rounding.assert_close(run, variables, [want])
   scale = np.abs(want).max()
-  off = model.apply(lora.reference(variables), *inputs)[0]
+  off = apply(lora.reference(variables))
   assert np.abs(off - want).max() / scale > 1e-3
 
 
@@ -77,9 +74,10 @@ def test_only_adapters_and_what_trains_in_full_are_parameters():
   assert {n.rpartition("/")[2] for n in names} == {"bias", "lora_a", "lora_b"}
   base = traverse_util.flatten_dict(variables["base"], sep="/")
   assert "head/kernel" in base and "head/bias" not in base
-  grads = jax.grad(
-    lambda p: jnp.sum(model.apply({**variables, "params": p}, *inputs)[0] ** 2)
-  )(variables["params"])
+  loss = lambda params: jnp.sum(
+    model.apply({**variables, "params": params}, *inputs)[0] ** 2
+  )
+  grads = jax.jit(jax.grad(loss))(variables["params"])
   assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
 
 
@@ -88,7 +86,8 @@ def test_initial_factors():
   adapters = dict(targets=".*up/kernel", rank=64)
   config = dict(model_name="decoder", model=fields, adapters=adapters)
   _, model = building.model(settings.Config(config))
-  up = model.init(jax.random.key(0), *inputs)["params"]["blocks_0"]["mlp"]["up"]
+  init = lambda key: model.init(key, *inputs)["params"]["blocks_0"]["mlp"]["up"]
+  up = jax.jit(init)(jax.random.key(0))
   # kaiming_uniform_ with a = sqrt(5) is uniform up to 1 / sqrt(inputs).
   bound = 1 / np.sqrt(16)
   assert 0.9 * bound < np.abs(up["lora_a"]).max() <= bound
@@ -114,8 +113,8 @@ def test_mistakes_are_told(change, message):
   config = dict(model_name="decoder", model=fields, adapters=adapters)
   with pytest.raises(ConfigError, match=message):
     _, model = building.model(settings.Config(config))
-    variables = model.init(jax.random.key(0), *inputs)
-    model.apply(variables, *inputs)
+    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    jax.eval_shape(model.apply, variables, *inputs)
 
 
 def test_kernels_alone_are_quantized():
@@ -123,8 +122,8 @@ def test_kernels_alone_are_quantized():
   adapters = dict(targets=".*up/kernel", rank=2, base="int8", quantized=".*")
   config = dict(model_name="decoder", model=fields, adapters=adapters)
   _, model = building.model(settings.Config(config))
-  variables = model.init(jax.random.key(0), *inputs)
-  assert np.isfinite(model.apply(variables, *inputs)[0]).all()
+  variables = jax.jit(lambda key: model.init(key, *inputs))(jax.random.key(0))
+  assert np.isfinite(jax.jit(model.apply)(variables, *inputs)[0]).all()
 
 
 def test_a_kernel_that_no_dense_layer_has_is_refused():
@@ -133,8 +132,8 @@ def test_a_kernel_that_no_dense_layer_has_is_refused():
   config = dict(model_name="vit", model=fields, adapters=adapters)
   _, model = building.model(settings.Config(config))
   with pytest.raises(ConfigError, match="embedding"):
-    variables = model.init(jax.random.key(0), *inputs)
-    model.apply(variables, *inputs)
+    variables = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    jax.eval_shape(model.apply, variables, *inputs)
     lora.check(model)
 
 

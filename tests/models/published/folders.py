@@ -3,6 +3,7 @@
 golden/make_hf.py and golden/make_t5.py made the folders.
 """
 
+import functools
 import json
 import pathlib
 import shutil
@@ -87,25 +88,34 @@ def model_of(layout, **changes):
   return module_of(layout).Model(**MODELS[layout] | changes)
 
 
-_LIKE = {}  # Tracing a model takes most of a test's time.
+_SHAPES = {}  # Tracing a model takes most of a test's time.
 
 
-def like_of(model, devices=1):
-  """Returns the parameters' shapes, sharded over a number of devices."""
-  key = (repr(model), devices)
-  if key in _LIKE:
-    return _LIKE[key]
+def shapes_of(model, *example, **features):
+  """The shapes of a model's variables, traced once for each model."""
+  key = repr(model)
+  if key not in _SHAPES:
+    init = functools.partial(model.init, **features)
+    _SHAPES[key] = dict(jax.eval_shape(init, jax.random.key(0), *example))
+  return _SHAPES[key]
+
+
+def placed(shapes, devices=1, rules=sharding.DEFAULT_RULES):
+  """The shapes with shardings over a number of devices."""
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-  example = [np.zeros((1, 2), np.int32)] * (2 if hasattr(model, "begin") else 1)
-  shapes = jax.eval_shape(model.init, jax.random.key(0), *example)["params"]
-  rules = ((".*", "fsdp(min_size=1)"),)
   places, _ = sharding.state_shardings(shapes, mesh, rules)
-  _LIKE[key] = jax.tree.map(
+  return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     shapes,
     places,
   )
-  return _LIKE[key]
+
+
+def like_of(model, devices=1):
+  """Returns the parameters' shapes, sharded over a number of devices."""
+  example = [np.zeros((1, 2), np.int32)] * (2 if hasattr(model, "begin") else 1)
+  shapes = shapes_of(model, *example)["params"]
+  return placed(shapes, devices, ((".*", "fsdp(min_size=1)"),))
 
 
 def opened(folder, **options):
@@ -120,16 +130,8 @@ def variables_of(module, model, path, names=None):
 
   `names`: only these collections.
   """
-  example = jnp.zeros((1, 2), jnp.int32)
-  shapes = dict(jax.eval_shape(model.init, jax.random.key(0), example))
-  shapes = {name: shapes[name] for name in names or shapes}
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
-  places, _ = sharding.state_shardings(shapes, mesh)
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
+  shapes = shapes_of(model, jnp.zeros((1, 2), jnp.int32))
+  like = placed({name: shapes[name] for name in names or shapes})
   source = path if isinstance(path, dict) else str(path)
   return warm_start.load_variables(source, like, init=dict, module=module)
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.published.folders import GOLDEN
+from models.published.folders import GOLDEN, placed, shapes_of
 from support import rounding
 
-from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
@@ -61,15 +60,7 @@ def reference(family):
 
 
 def params_of(module, model, inputs, path, devices=1):
-  init = lambda key: model.init(key, **inputs)
-  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
-  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-  places, _ = sharding.state_shardings(shapes, mesh)
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
+  like = placed(shapes_of(model, **inputs)["params"], devices)
   convert = module.from_published
   return warm_start.load_params(str(path), like, convert=convert)[0]
 

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.published.folders import GOLDEN, export
+from models.published.folders import GOLDEN, export, placed, shapes_of
 from support import cases, rounding
 
-from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
@@ -64,15 +63,8 @@ def batch_of(family):
 
 
 def params_of(module, model, batch, path, devices=1):
-  init = functools.partial(model.init, **language_modeling.inputs(batch))
-  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
-  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-  places, _ = sharding.state_shardings(shapes, mesh)
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
+  shapes = shapes_of(model, **language_modeling.inputs(batch))
+  like = placed(shapes["params"], devices)
   convert = module.from_published
   return warm_start.load_params(str(path), like, convert=convert)[0]
 
@@ -220,10 +212,12 @@ def test_views_are_tiles_if_the_number_of_image_tokens_says_so(family):
   batch = batch_of(family)
   params = params_of(module, model, batch, FOLDERS / family)
   given = language_modeling.inputs(batch)
-  expected, _ = model.apply({"params": params}, **given)
+  apply = jax.jit(lambda given: model.apply({"params": params}, **given)[0])
+  expected = apply(given)
   del given["shapes"]
-  actual, _ = model.apply({"params": params}, **given)
-  np.testing.assert_array_equal(actual, expected)
+  # Two programs, which may round in different ways.
+  atol = 1e-4 * np.abs(expected).max()
+  np.testing.assert_allclose(apply(given), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.published

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.published.folders import GOLDEN
+from models.published.folders import GOLDEN, placed, shapes_of
 from support import cases, rounding
 
-from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import warm_start
 from bigtrain.checkpoints.foreign import safetensors_files
@@ -52,15 +51,7 @@ def like_of(model, devices=1):
   inputs = {"image": jnp.zeros((1, 16, 16, 3))}
   if isinstance(model, two_towers.Model):
     inputs["text"] = jnp.zeros((1, 6), jnp.int32)
-  init = lambda key: model.init(key, **inputs)
-  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
-  mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-  places, _ = sharding.state_shardings(shapes, mesh)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    places,
-  )
+  return placed(shapes_of(model, **inputs)["params"], devices)
 
 
 def params_of(model, path):
