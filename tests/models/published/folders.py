@@ -3,6 +3,7 @@
 golden/make_hf.py and golden/make_t5.py made the folders.
 """
 
+import functools
 import json
 import pathlib
 import shutil
@@ -115,13 +116,18 @@ def opened(folder, **options):
   return building.model(published_sizes.with_published_sizes(config))
 
 
+@functools.cache
+def _shapes_of(model):
+  example = jnp.zeros((1, 2), jnp.int32)
+  return dict(jax.eval_shape(model.init, jax.random.key(0), example))
+
+
 def variables_of(module, model, path, names=None):
   """The variables of a published file, or of a config.model_init.
 
   `names`: only these collections.
   """
-  example = jnp.zeros((1, 2), jnp.int32)
-  shapes = dict(jax.eval_shape(model.init, jax.random.key(0), example))
+  shapes = _shapes_of(model)
   shapes = {name: shapes[name] for name in names or shapes}
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   places, _ = sharding.state_shardings(shapes, mesh)
