@@ -201,16 +201,17 @@ def test_a_loop_gives_the_logits_of_unrolled_layers(seed):
 def test_packed_documents_give_the_logits_of_single_ones(seed):
   model, variables = made(seed)
   text = tokens()
-  # Documents shorter and longer than the windows and LongRoPE's length.
-  sizes = ((11, 5), (7, 6))
+  # Documents shorter and longer than the windows and LongRoPE's length, the
+  # longer one first or last.
+  sizes = ((11, 4), (4, 11))
   segments = [[1] * a + [2] * b + [0] * (L - a - b) for a, b in sizes]
   packed = logits_of(model, variables, text, segments=jnp.asarray(segments))
-  for row, row_sizes in enumerate(sizes):
-    start = 0
-    for size in row_sizes:
-      alone = logits_of(model, variables, text[row : row + 1, start:][:, :size])
-      assert_close(packed[row, start : start + size], alone[0])
-      start += size
+  for size, starts in ((11, (0, 4)), (4, (11, 0))):
+    places = [slice(start, start + size) for start in starts]
+    own = jnp.stack([text[row, at] for row, at in enumerate(places)])
+    alone = logits_of(model, variables, own)
+    for row, at in enumerate(places):
+      assert_close(packed[row, at], alone[row])
 
 
 @each_seed(1)
@@ -224,16 +225,16 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   prompt = jnp.where(jnp.arange(10) < lengths[:, None], text[:, :10], 0)
 
   @jax.jit
-  def read(prompt):
+  def read(variables, prompt):
     cache, real = model.init_cache(B, L), jnp.arange(10) < lengths[:, None]
     return model.apply(variables, prompt, cache=cache, real=real)
 
-  step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
-  logits, out = read(prompt)
+  step = jax.jit(lambda v, t, c, s: model.apply(v, t, cache=c, start=s))
+  logits, out = read(variables, prompt)
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length], bound)
   for i in range(3, L):
-    logits, out = step(text[:, i : i + 1], out["cache"], i)
+    logits, out = step(variables, text[:, i : i + 1], out["cache"], i)
     for row in range(B):
       if i >= lengths[row] - 1:
         assert_close(logits[row, 0], whole[row, i], bound)
