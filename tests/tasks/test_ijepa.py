@@ -218,7 +218,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
     tiny_config,
     total_steps=200,
     lr=0.1,
-    wd=4.0,
+    wd=0.5,
     loss=MASKS | dict(momentum=0.5),
     schedule=dict(decay_type="constant"),
   )

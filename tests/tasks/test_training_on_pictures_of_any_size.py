@@ -199,8 +199,9 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, folder):
     np.testing.assert_allclose(a, b, 1e-4, atol, err_msg=key)
 
 
+# Patches, and tiles: a run's state has nothing else of its family.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 def test_a_resumed_run_equals_a_whole_one(family, whole, folder, tmp_path):
   for stop in (2, None):
     config = config_of(folder, family, pack=True, stop_at_steps=stop)

@@ -239,7 +239,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path, task):
     task,
     total_steps=200,
     lr=0.1,
-    wd=4.0,
+    wd=0.5,
     schedule=dict(decay_type="constant"),
   )
   named = "(features of all images are on one line|of all images are equal)"
