@@ -90,11 +90,11 @@ def test_a_cache_and_no_loop_give_the_same_logits(seed):
 
   # A capacity drops tokens in training, none where texts are generated.
   limited = model.clone(moe=model.moe._replace(capacity_factor=0.5))
-  step = jax.jit(lambda v, t, c, s: limited.apply(v, t, cache=c, start=s))
-  logits, out = step(variables, TOKENS[:, :5], limited.init_cache(4, L), 0)
+  step = jax.jit(lambda t, c, s: limited.apply(variables, t, cache=c, start=s))
+  logits, out = step(TOKENS[:, :5], limited.init_cache(4, L), 0)
   parts = [logits]
   for i in range(5, L):
-    logits, out = step(variables, TOKENS[:, i : i + 1], out["cache"], i)
+    logits, out = step(TOKENS[:, i : i + 1], out["cache"], i)
     parts.append(logits)
   np.testing.assert_allclose(jnp.concatenate(parts, 1), want, atol=2e-5)
 

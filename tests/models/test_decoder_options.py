@@ -225,16 +225,16 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   prompt = jnp.where(jnp.arange(10) < lengths[:, None], text[:, :10], 0)
 
   @jax.jit
-  def read(variables, prompt):
+  def read(prompt):
     cache, real = model.init_cache(B, L), jnp.arange(10) < lengths[:, None]
     return model.apply(variables, prompt, cache=cache, real=real)
 
-  step = jax.jit(lambda v, t, c, s: model.apply(v, t, cache=c, start=s))
-  logits, out = read(variables, prompt)
+  step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
+  logits, out = read(prompt)
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length], bound)
   for i in range(3, L):
-    logits, out = step(variables, text[:, i : i + 1], out["cache"], i)
+    logits, out = step(text[:, i : i + 1], out["cache"], i)
     for row in range(B):
       if i >= lengths[row] - 1:
         assert_close(logits[row, 0], whole[row, i], bound)

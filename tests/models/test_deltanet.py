@@ -163,13 +163,13 @@ def test_generation_reads_each_token_once():
   lengths = np.asarray([40, 66, 1])
   real = np.arange(66) < lengths[:, None]
   cache = model.init_cache(3, L)
-  read = jax.jit(lambda w, t, c: model.apply(w, t, cache=c, real=real))
-  step = jax.jit(lambda w, t, c, i: model.apply(w, t, cache=c, start=i))
-  logits, out = read(weights, jnp.where(real, text[:, :66], 0), cache)
+  read = jax.jit(lambda t, c: model.apply(weights, t, cache=c, real=real))
+  step = jax.jit(lambda t, c, i: model.apply(weights, t, cache=c, start=i))
+  logits, out = read(jnp.where(real, text[:, :66], 0), cache)
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length])
   for i in range(L):
-    logits, out = step(weights, text[:, i : i + 1], out["cache"], i)
+    logits, out = step(text[:, i : i + 1], out["cache"], i)
     for row in range(3):
       if i >= lengths[row] - 1:
         assert_close(logits[row, 0], whole[row, i])

@@ -108,13 +108,13 @@ def check_generation(model, weights):
   lengths = np.asarray([20, longest, 1])
   real = np.arange(longest) < lengths[:, None]
   empty = model.init_cache(3, LENGTH)
-  read = jax.jit(lambda w, t, c: model.apply(w, t, cache=c, real=real))
-  step = jax.jit(lambda w, t, c, i: model.apply(w, t, cache=c, start=i))
-  logits, out = read(weights, jnp.where(real, text[:, :longest], 0), empty)
+  read = jax.jit(lambda t, c: model.apply(weights, t, cache=c, real=real))
+  step = jax.jit(lambda t, c, i: model.apply(weights, t, cache=c, start=i))
+  logits, out = read(jnp.where(real, text[:, :longest], 0), empty)
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length])
   for i in range(LENGTH):
-    logits, out = step(weights, text[:, i : i + 1], out["cache"], i)
+    logits, out = step(text[:, i : i + 1], out["cache"], i)
     for row in range(3):
       if i >= lengths[row] - 1:
         assert_close(logits[row, 0], whole[row, i])

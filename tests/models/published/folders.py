@@ -3,7 +3,6 @@
 golden/make_hf.py and golden/make_t5.py made the folders.
 """
 
-import functools
 import json
 import pathlib
 import shutil
@@ -116,10 +115,17 @@ def opened(folder, **options):
   return building.model(published_sizes.with_published_sizes(config))
 
 
-@functools.cache
+_SHAPES = {}
+
+
 def _shapes_of(model):
-  example = jnp.zeros((1, 2), jnp.int32)
-  return dict(jax.eval_shape(model.init, jax.random.key(0), example))
+  """Shapes of a model's variables, traced once."""
+  key = type(model), repr(model)
+  if key not in _SHAPES:
+    example = jnp.zeros((1, 2), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), example)
+    _SHAPES[key] = dict(shapes)
+  return _SHAPES[key]
 
 
 def variables_of(module, model, path, names=None):

@@ -63,14 +63,9 @@ def batch_of(family):
   return jax.tree.map(jnp.asarray, batch)
 
 
-@functools.cache
-def _shapes_of(model, inputs):
-  return jax.eval_shape(model.init, jax.random.key(0), **dict(inputs))["params"]
-
-
 def params_of(module, model, batch, path, devices=1):
-  inputs = jax.eval_shape(lambda: language_modeling.inputs(batch))
-  shapes = _shapes_of(model, tuple(inputs.items()))
+  init = functools.partial(model.init, **language_modeling.inputs(batch))
+  shapes = jax.eval_shape(init, jax.random.key(0))["params"]
   mesh = sharding.make_mesh(devices=jax.devices()[:devices])
   places, _ = sharding.state_shardings(shapes, mesh)
   like = jax.tree.map(
