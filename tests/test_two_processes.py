@@ -12,6 +12,7 @@ from configs import digits, llama_8b, pydoc_lm
 def train_digits(folder):
   """A part of a job of support/two_processes.py; also run by one process."""
   config = digits.get_config("runlocal")
+  config.model.depth = 1
   config.compile_cache = False
   main.train(config, str(folder / "run"))
 

@@ -12,6 +12,7 @@ def evaluate(folder):
   config = digits.get_config("runlocal")
   config.compile_cache = False
   config.eval_only = True
+  config.model.depth = 1
   train, test = (
     dict(type="arrays", name="digits", split=split)
     for split in ("train", "test")
@@ -19,10 +20,10 @@ def evaluate(folder):
   shared = dict(
     pred="pre_logits",
     pp="value_range(-1,1,0,16)|keep('image','label')",
-    batch_size=48,  # The last batch is not full.
+    batch_size=160,  # The last batch is not full.
     log_steps=4,
   )
-  splits = dict(data=train, test_data=test, num_examples=500)
+  splits = dict(data=train, test_data=test, num_examples=720)
   layers = dict(layer=["encoded", "pre_logits"])
   config.evals = dict(
     knn=dict(type="knn", k=(1, 10), top_k=(1, 3)) | splits | shared,

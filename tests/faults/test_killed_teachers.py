@@ -11,7 +11,6 @@ CONFIG = HERE / "teachers_config.py"
 MOMENTS = {
   "dinov2": (
     ("kill", "metadata written", "2"),
-    ("kill", "data written", "2"),
     ("kill", "committed", "1"),
   ),
   "moco_v3": (("kill", "manifest written", "3"),),

@@ -198,6 +198,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path):
   config.mesh = dict(replica=1, fsdp=8)
   config.input.pp = config.input.pp.replace("'bytes'", repr(str(file)))
   config.model.vocab_size = 1000
+  config.model.depth = config.model.decoder_depth = 1
 
   def train(steps, **changes):
     config.update(stop_at_steps=steps, **changes)

@@ -201,16 +201,17 @@ def test_a_loop_gives_the_logits_of_unrolled_layers(seed):
 def test_packed_documents_give_the_logits_of_single_ones(seed):
   model, variables = made(seed)
   text = tokens()
-  # Documents shorter and longer than the windows and LongRoPE's length.
-  sizes = ((11, 5), (7, 6))
+  # Documents shorter and longer than the windows and LongRoPE's length, the
+  # longer one first or last.
+  sizes = ((11, 4), (4, 11))
   segments = [[1] * a + [2] * b + [0] * (L - a - b) for a, b in sizes]
   packed = logits_of(model, variables, text, segments=jnp.asarray(segments))
-  for row, row_sizes in enumerate(sizes):
-    start = 0
-    for size in row_sizes:
-      alone = logits_of(model, variables, text[row : row + 1, start:][:, :size])
-      assert_close(packed[row, start : start + size], alone[0])
-      start += size
+  for size, starts in ((11, (0, 4)), (4, (11, 0))):
+    places = [slice(start, start + size) for start in starts]
+    own = jnp.stack([text[row, at] for row, at in enumerate(places)])
+    alone = logits_of(model, variables, own)
+    for row, at in enumerate(places):
+      assert_close(packed[row, at], alone[row])
 
 
 @each_seed(1)

@@ -149,8 +149,7 @@ def trained(microbatches=1, **sizes):
 @pytest.mark.parametrize(
   "sizes",
   [
-    dict(microbatches=4),
-    dict(fsdp=8),
+    dict(microbatches=4, fsdp=2),
     dict(fsdp=2, tensor=2, sequence=2),
     dict(replica=2, fsdp=2, pipeline=2),
   ],

@@ -248,7 +248,7 @@ def test_microbatches_and_devices_do_not_change_the_gradients_of_models(case):
   grads_of = {}
   for devices in (1, 8):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
-    for microbatches in (1, 2, 4):
+    for microbatches in (1, 4):
       with jax.set_mesh(mesh):
         fn, params, mutable, _ = compiled_gradient(
           model, microbatches, batch, mesh, task

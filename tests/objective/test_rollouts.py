@@ -90,15 +90,14 @@ def test_a_run_resumes_within_a_set_on_another_mesh(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "gspo", "cispo"])
-def test_one_device_is_eight_and_one_microbatch_is_four(kind, tmp_path):
+def test_devices_and_microbatches_change_nothing(kind, tmp_path):
   loss = dict(kind=kind, samples=4, max_new=4)
-  for name, devices, microbatches in (("1", 1, 1), ("8", 8, 1), ("4", 1, 4)):
+  for name, devices, microbatches in (("one", 1, 1), ("four", 4, 2)):
     config = config_of_sets(loss=loss, microbatches=microbatches, total_steps=8)
     assert start(config, tmp_path, name, devices).wait() == 0
-  one, *others = (metrics_of(tmp_path / n, NAMES) for n in ("1", "8", "4"))
+  one, four = (metrics_of(tmp_path / name, NAMES) for name in ("one", "four"))
   assert len(one) == 8
-  for other in others:
-    np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(four, one, rtol=1e-4, atol=1e-6)
 
 
 def test_one_update_of_a_set_is_an_update_without_sets(tmp_path):

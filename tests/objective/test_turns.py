@@ -188,6 +188,7 @@ def train_together(folder, **mesh):
   multihost_utils.sync_global_devices("chats")
   config = chat_config(folder, total_steps=2, compile_cache=False, mesh=mesh)
   config["model"]["num_heads"] = 4
+  config["loss"]["max_new"] = 40
   words = [sys.executable, str(folder / "judge.py"), str(folder / "notes")]
   judge = dict(command=words, time_limit=300)
   config["input"]["data"]["rewards"] = judge

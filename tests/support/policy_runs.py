@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+from support import compile_cache
+
 MODEL = dict(
   variant="llama", vocab_size=31, width=16, mlp_dim=24, num_heads=2, depth=2
 )
@@ -56,7 +58,7 @@ def start(config, tmp_path, name, devices=1):
   paths = [str(root), str(root / "tests" / "tasks"), str(root / "tests")]
   env = os.environ | {
     "PYTHONPATH": os.pathsep.join(paths),
-    "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    "XLA_FLAGS": compile_cache.flags(devices),
   }
   command = [sys.executable, "-m", "bigtrain.main", f"--config={path}"]
   command += [f"--workdir={tmp_path / name}"]

@@ -111,7 +111,7 @@ def gradients_of(model, mesh_sizes, microbatches):
 @pytest.mark.slow
 def test_microbatches_and_devices_change_rounding_only(model):
   expected = gradients_of(model, (1, 1), 1)
-  for mesh_sizes, microbatches in (((1, 1), 4), ((2, 4), 1), ((2, 4), 2)):
+  for mesh_sizes, microbatches in (((1, 1), 4), ((2, 4), 2)):
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
       gradients_of(model, mesh_sizes, microbatches),

@@ -267,19 +267,14 @@ def test_wrong_options_of_prompts_are_named(options, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "rloo"])
-def test_one_device_is_eight_and_one_microbatch_is_four(kind, tmp_path):
+def test_devices_and_microbatches_change_nothing(kind, tmp_path):
   loss = dict(kind=kind, samples=4, max_new=4)
-  for name, devices, microbatches in (
-    ("one", 1, 1),
-    ("eight", 8, 1),
-    ("four", 1, 4),
-  ):
+  for name, devices, microbatches in (("one", 1, 1), ("four", 4, 2)):
     config = config_of(loss=loss, microbatches=microbatches)
     assert start(config, tmp_path, name, devices).wait() == 0
-  one, *others = (metrics_of(tmp_path / n) for n in ("one", "eight", "four"))
+  one, four = (metrics_of(tmp_path / name) for name in ("one", "four"))
   assert len(one) == 4
-  for other in others:
-    np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(four, one, rtol=1e-4, atol=1e-6)
 
 
 def noted_digits(texts, row):

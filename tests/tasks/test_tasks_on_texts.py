@@ -160,12 +160,16 @@ def steps(name, path, sizes, microbatches):
   return any_mesh.train(config, dict(sizes), microbatches)
 
 
-@pytest.mark.parametrize("name", cases.quick(CASES, "reward"))
 @pytest.mark.parametrize(
-  ("sizes", "microbatches"),
+  ("name", "sizes", "microbatches"),
   [
-    ((("fsdp", 1),), 4),
-    pytest.param((("replica", 2), ("fsdp", 4)), 1, marks=pytest.mark.slow),
+    ("reward", (("fsdp", 1),), 4),
+    *(
+      pytest.param(
+        name, (("replica", 2), ("fsdp", 2)), 2, marks=pytest.mark.slow
+      )
+      for name in CASES
+    ),
   ],
 )
 def test_microbatches_and_devices_change_nothing(

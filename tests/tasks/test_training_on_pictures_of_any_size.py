@@ -132,6 +132,19 @@ def steps(folder, family, sizes, microbatches, pack):
   return any_mesh.train(config, dict(sizes), microbatches)
 
 
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+  """whole(family): workdir of a finished run."""
+
+  @functools.cache
+  def run_of(family):
+    workdir = tmp_path_factory.mktemp("whole") / family
+    main.train(config_of(folder, family, pack=True), str(workdir))
+    return workdir
+
+  return run_of
+
+
 ALONE = (("fsdp", 1),)
 
 
@@ -140,9 +153,7 @@ ALONE = (("fsdp", 1),)
 @pytest.mark.parametrize(
   ("sizes", "microbatches", "pack"),
   [
-    (ALONE, 4, False),
-    ((("fsdp", 4), ("tensor", 2)), 1, True),
-    ((("fsdp", 8),), 1, False),
+    ((("fsdp", 2), ("tensor", 2)), 4, False),
     ((("fsdp", 2), ("pipeline", 2)), 2, True),
   ],
 )
@@ -188,23 +199,22 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, folder):
     np.testing.assert_allclose(a, b, 1e-4, atol, err_msg=key)
 
 
+# Patches, and tiles: a run's state has nothing else of its family.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_equals_a_whole_one(family, folder, tmp_path):
-  whole, cut = tmp_path / "whole", tmp_path / "cut"
-  main.train(config_of(folder, family, pack=True), str(whole))
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_resumed_run_equals_a_whole_one(family, whole, folder, tmp_path):
   for stop in (2, None):
     config = config_of(folder, family, pack=True, stop_at_steps=stop)
-    main.train(config, str(cut))
-  tiny.assert_same(tiny.arrays(whole), tiny.arrays(cut))
-  assert tiny.rows(whole) == tiny.rows(cut)
+    main.train(config, str(tmp_path))
+  tiny.assert_same(tiny.arrays(whole(family)), tiny.arrays(tmp_path))
+  assert tiny.rows(whole(family)) == tiny.rows(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_both_parts_merge(family, folder, tmp_path):
-  base, run, merged = (str(tmp_path / x) for x in ("base", "run", "merged.npz"))
-  main.train(config_of(folder, family, total_steps=2), base)
+def test_adapters_of_both_parts_merge(family, whole, folder, tmp_path):
+  base = str(whole(family))
+  run, merged = (str(tmp_path / x) for x in ("run", "merged.npz"))
   config = config_of(
     folder,
     family,

@@ -36,9 +36,8 @@ def steps(sizes, microbatches, pack):
 @pytest.mark.parametrize(
   ("sizes", "microbatches", "pack"),
   [
-    pytest.param((("fsdp", 1),), 4, False, marks=pytest.mark.slow),
+    pytest.param((("fsdp", 2),), 4, False, marks=pytest.mark.slow),
     ((("fsdp", 4), ("tensor", 2)), 2, True),
-    pytest.param((("fsdp", 8),), 1, False, marks=pytest.mark.slow),
     pytest.param(
       (("replica", 2), ("fsdp", 2), ("sequence", 2)),
       1,

@@ -93,7 +93,7 @@ _SHAPES = {}  # Tracing a model takes most of a test's time.
 
 def shapes_of(model, *example, **features):
   """The shapes of a model's variables, traced once for each model."""
-  key = repr(model)
+  key = type(model), repr(model)
   if key not in _SHAPES:
     init = functools.partial(model.init, **features)
     _SHAPES[key] = dict(jax.eval_shape(init, jax.random.key(0), *example))

@@ -1,6 +1,6 @@
 """The formulae of traffic against a program for all axes."""
 
-import re
+import functools
 
 import pytest
 
@@ -19,19 +19,32 @@ def get_config():
     ),
     optimizer=dict(name="adam"),
     lr=1e-3,
-    mesh=dict(replica=1, fsdp=2, sequence=2, tensor=2),
+    MESH,
     input=dict(
       data=dict(type="tokens", path="nowhere", length=256), batch_size=16
     ),
   )
 """
+MESH = "mesh=dict(replica=1, fsdp=2, sequence=2, tensor=2)"
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+  """planned(keys): the row of the config with these keys for its mesh."""
+
+  @functools.cache
+  def row_of(keys):
+    path = tmp_path_factory.mktemp("plan") / "config.py"
+    path.write_text(CONFIG.replace("MESH", keys))
+    (row,) = plan.plan(str(path), [8])
+    return row
+
+  return row_of
 
 
 @pytest.mark.slow
-def test_a_program_sends_over_each_axis_what_the_formulae_say(tmp_path):
-  path = tmp_path / "config.py"
-  path.write_text(CONFIG)
-  (row,) = plan.plan(str(path), [8])
+def test_a_program_sends_over_each_axis_what_the_formulae_say(planned):
+  row = planned(MESH)
   sent, formula = row["sent_by_axis"], row["formula_by_axis"]
   for axis in ("fsdp", "sequence", "tensor"):
     assert sent[axis] == pytest.approx(formula[axis], rel=0.05)
@@ -49,27 +62,20 @@ def test_a_program_sends_over_each_axis_what_the_formulae_say(tmp_path):
     "pipeline=4, pipeline_microbatches=4, fsdp=2",
   ],
 )
-def test_stages_send_what_the_formulae_say(tmp_path, sizes):
-  path = tmp_path / "config.py"
-  path.write_text(re.sub("mesh=dict.*\\)(?=,)", f"mesh=dict({sizes})", CONFIG))
-  (row,) = plan.plan(str(path), [8])
+def test_stages_send_what_the_formulae_say(planned, sizes):
+  row = planned(f"mesh=dict({sizes})")
   sent, formula = row["sent_by_axis"], row["formula_by_axis"]
   assert "pipeline" in formula
   for axes, nbytes in formula.items():
     assert sent[axes] == pytest.approx(nbytes, rel=0.05), axes
   others = sum(n for axes, n in sent.items() if axes not in formula)
   assert others < 0.01 * sum(sent.values())
-  alone = tmp_path / "alone.py"
-  alone.write_text(re.sub("mesh=dict.*\\)(?=,)", "mesh=dict(fsdp=8)", CONFIG))
-  assert row["model_flops"] == plan.plan(str(alone), [8])[0]["model_flops"]
+  assert row["model_flops"] == planned(MESH)["model_flops"]
 
 
 @pytest.mark.slow
-def test_a_program_with_zero_1_sends_what_the_formulae_say(tmp_path):
-  path = tmp_path / "config.py"
-  mesh = "mesh=dict(replica=4, fsdp=2), opt_sharding='replica'"
-  path.write_text(re.sub("mesh=dict.*\\)(?=,)", mesh, CONFIG))
-  (row,) = plan.plan(str(path), [8])
+def test_a_program_with_zero_1_sends_what_the_formulae_say(planned):
+  row = planned("mesh=dict(replica=4, fsdp=2), opt_sharding='replica'")
   sent, formula = row["sent_by_axis"], row["formula_by_axis"]
   assert formula.keys() == {"fsdp", "replica", "replica, fsdp"}
   for axes, nbytes in formula.items():
