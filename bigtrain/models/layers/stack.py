@@ -73,8 +73,7 @@ def run(
     if scan and layers.num_periods:
       _plan(layers, policy_every, carry)  # Raises errors.
     _init(parent, block, layers, scan, (name, separator), carry, shared)
-    # Nobody reads what the layers compute, so they need not be traced again.
-    return carry, None
+    return carry, None  # Nobody reads what layers compute.
 
   # Cached, because layers share a trace only if they share the class.
   @functools.cache
@@ -92,9 +91,8 @@ def run(
   def run_unrolled(carry: Any, numbers: Iterable[int]) -> Any:
     for number in numbers:
       layer_class = block_class(number, in_loop=False)
-      layer = layer_class(
-        layers.options(number), name=f"{name}{separator}{number}"
-      )
+      own_name = f"{name}{separator}{number}"
+      layer = layer_class(layers.options(number), name=own_name)
       carry, report = layer(carry, number, *shared)
       reports.append((report, 1))
       by_layer.update(moe.of_layers(report, [number], stacked=False))
