@@ -499,9 +499,9 @@ def place(
 def experts_or_rows(shape: Shape) -> dict[int, tuple[str, ...]]:
   """The dimensions of experts' kernels [..., E, D, F] for `fsdp`: E, or else D.
 
-  A TPU gathers along the first dimension in memory. If that is not E, and the
-  part of D is no multiple of eight rows, or if F is gathered, it then copies
-  the kernels to the layout that the products need, and their gradients back.
+  A TPU gathers whole experts in place, and rows if each device has a multiple
+  of eight. It copies other kernels that it has gathered to the layout that the
+  products need, and their gradients back.
   """
   return {len(shape) - 3: (), len(shape) - 2: ()}
 
