@@ -60,7 +60,7 @@ MISTAKES = {
   ),
   "a teacher with other parameters": (
     {"task": "tiny.following", "loss": dict(teacher_has="others")},
-    "config.loss: the teacher has another/.*no parameter of the student",
+    "config.loss: the teacher has another/.*the student has no such parameter",
   ),
   "a teacher with other shapes": (
     {"task": "tiny.following", "loss": dict(teacher_has="larger")},

@@ -18,7 +18,7 @@ MISSING_PARTS: Mapping[str, str] = {
   "biogpt": "learned positions that begin at the third row of their table",
   "bitnet": "norms before the last projections of attention and MLP",
   "bloom": _ALIBI,
-  "blt": "patches of bytes, with encoder and decoder of their own",
+  "blt": "patches of bytes, with their own encoder and decoder",
   "codegen": "projections of queries, keys and values in blocks of heads",
   "cohere2_moe": "the mean of an MLP and experts beside it",
   "cpmant": "learned biases of attention by segment and distance",
