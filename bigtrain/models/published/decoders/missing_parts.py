@@ -34,7 +34,7 @@ MISSING_PARTS: Mapping[str, str] = {
   "gemma3n": "several streams of the residual (AltUp)",
   "gemma3n_text": "several streams of the residual (AltUp)",
   "glm_moe_dsa": _SPARSE,
-  "gpt_neox_japanese": "a bias of the last projection of attention alone",
+  "gpt_neox_japanese": "a bias only in the last projection of attention",
   "hrm_text": "stacks of layers that run several times",
   "hy_v4": _SPARSE,
   "inkling2_text": "logits of relative positions",
