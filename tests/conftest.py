@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import pathlib
 import random
 import sys
 import time
@@ -54,6 +55,22 @@ def pytest_collection_finish():
   gc.collect()
   gc.freeze()
   gc.set_threshold(10_000, 20, 20)
+
+
+# Linux allows a process 65,530 memory mappings. A compiled program has several,
+# and XLA crashes where it gets no more.
+_MANY_MAPPINGS = 40_000
+
+
+def pytest_runtest_teardown(item, nextitem):
+  """Drops the compiled programs of past files before there are too many."""
+  if nextitem is None or nextitem.path != item.path:
+    mappings = pathlib.Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_text().count("\n") > _MANY_MAPPINGS:
+      import jax
+
+      jax.clear_caches()
+      gc.collect()
 
 
 @pytest.fixture(scope="session")
