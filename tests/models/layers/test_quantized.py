@@ -57,6 +57,17 @@ def exact(variables):
   return jax.jit(jax.value_and_grad(loss))(variables)
 
 
+def needs_float16():
+  """Skips a test if this instruction set has no conversion to float16.
+
+  On CPUs, XLA rounds to float8 by way of float16.
+  """
+  try:
+    jax.jit(lambda x: x.astype(jnp.float16))(jnp.ones(1))
+  except jax.errors.JaxRuntimeError:
+    pytest.skip("XLA cannot compile float8 for a processor without F16C")
+
+
 @pytest.mark.parametrize(
   ("precision", "operands", "error"),
   [("int8", r"s8\[[\d,]+\]", 0.03), ("fp8", r"f8e4m3fn\[[\d,]+\]", 0.1)],
@@ -80,6 +91,8 @@ def test_the_compiled_products_have_the_precision(
   result = {"int8": "i32", "fp8": "bf16"}[precision]
   gradient = {"int8": "i8", "fp8": "f8E5M2"}[precision]
   assert sorted(products) == sorted(7 * [(kind, result), (gradient, result)])
+  if precision == "fp8":
+    needs_float16()
   program = lowered.compile()
   assert re.search(operands, program.as_text())
   if precision == "int8":
@@ -170,12 +183,10 @@ def test_mistakes_are_errors_before_anything_compiles(
 def test_adapters_add_to_the_products_of_their_base(options):
   """Near the model with merged adapters, in float32."""
   config, exact, variables, inputs = test_lora.made("llama", **options)
-  config = settings.Config(config | dict(quantize=[(".*", "fp8")]))
+  config = settings.Config(config | dict(quantize=INT8))
   _, model = building.model(config)
   apply = jax.jit(lambda v: model.apply(v, *inputs)[0])
-  products = re.findall(
-    r"dot_general.*f8E4M3FN", apply.lower(variables).as_text()
-  )
+  products = re.findall(r"dot_general.*xi8>", apply.lower(variables).as_text())
   assert len(products) == 7  # Of a block; the head is left out.
   want = exact.apply(variables, *inputs)[0]
   got, scale = apply(variables), np.abs(want).max()
