@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support import cases
+from support import cases, float16
 
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
@@ -147,6 +147,8 @@ def test_tied_bfloat16_heads_train_on_one_cpu_device(mesh):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_gradients_do_not_underflow(dtype):
+  if dtype == "float16":
+    float16.require()
   hidden, kernel, bias, targets, weights = chunked_case(vocabulary=300)
   bias = bias - 14 * (np.arange(300) % 2)  # Probabilities of about 1e-8.
   args = (hidden / 8, kernel / 8, bias, targets * 2 % 300, weights)

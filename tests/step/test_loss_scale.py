@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from support import float16
 
 from bigtrain import main, metrics, sharding
 from bigtrain.config import settings
@@ -57,6 +58,7 @@ def test_which_configs_have_a_loss_scale():
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_small_gradients_survive_float16(microbatches):
+  float16.require()
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   x = np.full((4, 1), 2e-4, np.float32)
 
@@ -90,6 +92,7 @@ def test_small_gradients_survive_float16(microbatches):
 
 
 def test_a_run_in_float16(tiny_config, tmp_path):
+  float16.require()
   changes = {
     "model_name": "tiny.half",
     "model": dict(num_classes=10, dtype="float16"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from models.layers import test_lora
+from support import float16
 
 import bigtrain
 from bigtrain import main
@@ -57,17 +58,6 @@ def exact(variables):
   return jax.jit(jax.value_and_grad(loss))(variables)
 
 
-def needs_float16():
-  """Skips a test if this instruction set has no conversion to float16.
-
-  On CPUs, XLA rounds to float8 by way of float16.
-  """
-  try:
-    jax.jit(lambda x: x.astype(jnp.float16))(jnp.ones(1))
-  except jax.errors.JaxRuntimeError:
-    pytest.skip("XLA cannot compile float8 for a processor without F16C")
-
-
 @pytest.mark.parametrize(
   ("precision", "operands", "error"),
   [("int8", r"s8\[[\d,]+\]", 0.03), ("fp8", r"f8e4m3fn\[[\d,]+\]", 0.1)],
@@ -92,7 +82,7 @@ def test_the_compiled_products_have_the_precision(
   gradient = {"int8": "i8", "fp8": "f8E5M2"}[precision]
   assert sorted(products) == sorted(7 * [(kind, result), (gradient, result)])
   if precision == "fp8":
-    needs_float16()
+    float16.require()
   program = lowered.compile()
   assert re.search(operands, program.as_text())
   if precision == "int8":
