@@ -1,9 +1,9 @@
 """JiT on ILSVRC-2012: a plain ViT that makes images from noise, on pixels.
 
-Command: python -m bigtrain.main --config=configs/jit.py --workdir=runs/jit and,
-  on scikit-learn's digits, in a few minutes on two CPU cores (train the
-  quickstart first: its classifier judges the samples): python -m bigtrain.main
-  \\
+Command: python -m bigtrain.main --config=configs/jit.py --workdir=runs/jit
+  and, on scikit-learn's digits, in a few minutes on two CPU cores (train the
+  quickstart first: its classifier judges the samples):
+  python -m bigtrain.main \\
     --config=configs/jit.py:runlocal,judge=runs/digits --workdir=runs/jit
 Hardware: not known; no compiler has planned this config yet.
 Result: not measured. Published for JiT-B/16 at 256 pixels: FID-50K of 4.37

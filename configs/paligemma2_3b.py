@@ -7,7 +7,7 @@ Result: none of our own; the report has the results on 30 data sets.
 Source: sizes of google/paligemma2-3b-pt-224 (config.json); transfers as in the
 reports, arxiv.org/abs/2407.07726 and 2412.03555, and in the published config of
 VQAv2: batches of 256, 10 epochs at a rate of 1e-5, all parameters. Search the
-  rate for each data set, from 3e-6 to 1e-4.
+rate for each data set, from 3e-6 to 1e-4.
 """
 
 from configs import vlm_transfer

@@ -599,9 +599,8 @@ def _exchange(
 ) -> jax.Array:
   """Sends some rows to each device of the axis; [n, Q, D] with zeros.
 
-  TPUs and GPUs send only the rows in use. Elsewhere all Q rows travel, Q being
-  the
-  safe bound: every choice may be for one device.
+  TPUs and GPUs send only the rows in use. Elsewhere all Q rows travel: Q is the
+  safe bound, because every choice may be for one device.
   """
   if sharding.device()[0] not in _RAGGED:
     return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)
