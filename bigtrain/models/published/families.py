@@ -2,10 +2,9 @@
 
 Next to the weights, Hugging Face's transformers writes a config.json. It says
 what the arrays do not show, such as the number of heads. A `Family` converts in
-both
-directions: from config.json to the fields of a model, and back. Most fields
-have a key each (`Key`). Where that is not enough, there is a `Rule`. layouts.py
-uses families to load, compare and export models.
+both directions: from config.json to the fields of a model, and back. Most
+fields have a key each (`Key`). Where that is not enough, there is a `Rule`.
+layouts.py uses families to load, compare and export models.
 """
 
 import json
