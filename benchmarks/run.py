@@ -24,6 +24,7 @@ from benchmarks import measure
 SCRIPTS = (
   "limits",
   "step_rate",
+  "step_floor",
   "adapter_step",
   "loop_overhead",
   "weight_stats",

@@ -100,7 +100,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
   bit=({}, _image(128, 8), _image(224, 128)),
   rope=({}, _image(224, 4), _image(224, 256)),
 )
-_CPU = Sizes(
+CPU = Sizes(
   steps=3,
   dtype="float32",
   cases={name: {**both, **cpu} for name, (both, cpu, _) in _OPTIONS.items()},
@@ -129,7 +129,7 @@ def main() -> None:
   if args.quick:
     sizes = QUICK
   else:
-    sizes = _CPU if on_cpu else GPU
+    sizes = CPU if on_cpu else GPU
   for name in names:
     if name in sizes.cases:
       _compare(case_of(name, sizes), sizes.steps, on_cpu, args)

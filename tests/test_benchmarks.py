@@ -22,9 +22,8 @@ _KEYS = "benchmark name value unit spread repeats target machine".split()
 _GROUPS = {
   "limits loop_overhead compile_time input_rate tar_shards state_bytes "
   "compilers": {0, 3, 5, 8, 10, 12, 21},
-  "weight_stats checkpoint_stall guard_cost step_rate loss_memory headers": {
-    *(1, 3, 6, 9, 11, 13)
-  },
+  "weight_stats checkpoint_stall guard_cost step_rate step_floor loss_memory "
+  "headers": {1, 3, 6, 9, 11, 13},
   "startup restart recovery sweep check_cost adapter_step": {1, 4, 7, 16, 17},
 }
 

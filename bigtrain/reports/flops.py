@@ -75,7 +75,7 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
     return max(_flops(branch, share) for branch in params["branches"])
   if name == "jit" and not eqn.outvars:
     return 0  # Recomputation of which nothing is used; XLA removes it.
-  inner = sum(_flops(j, share) for j in _nested(params))
+  inner = sum(_flops(j, share) for j in nested(params))
   if not inner:
     return 0
   if name == "scan":
@@ -93,7 +93,7 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
   return inner
 
 
-def _nested(params: dict[str, Any]) -> Iterator[Any]:
+def nested(params: dict[str, Any]) -> Iterator[Any]:
   """Yields the jaxprs in an equation's parameters (jit, remat, ...)."""
   kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
   for value in params.values():
@@ -101,6 +101,11 @@ def _nested(params: dict[str, Any]) -> Iterator[Any]:
       yield value
     elif isinstance(value, (tuple, list)):
       yield from (v for v in value if isinstance(v, kinds))
+
+
+def product_flops(equation: Any) -> int:
+  """Returns all FLOPs of one matrix product or convolution of a jaxpr."""
+  return _COUNTS[equation.primitive.name](equation)
 
 
 def _num_shards(params: dict[str, Any]) -> int:
