@@ -17,15 +17,16 @@ the dict, and the methods that tasks/captioning.py names; its texts are captions
 that are padded with 0.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, sharding
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
-from bigtrain.losses import forward, pairwise
+from bigtrain.losses import forward, joint_selection, pairwise
 from bigtrain.tasks import captioning
 
 KINDS = ("sigmoid", "softmax")
@@ -140,6 +141,87 @@ def embeddings_loss_fn(
 
 
 loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
+
+
+def select(
+  learner: Callable[[], tuple[Params, Any]],
+  reference: Callable[[], tuple[Params, Any]],
+  batch: Batch,
+  key: jax.Array,
+  *,
+  number: int,
+  kind: Literal["sigmoid", "softmax"] = "sigmoid",
+  score: Literal["learnability", "easy_reference"] = "learnability",
+  chunks: int = 16,
+) -> tuple[jax.Array, Metrics]:
+  """Chooses the pairs to learn from, by JEST; see objective/selection.py.
+
+  Args:
+    learner, reference: return the parameters of a model, and what "embed" of
+      `predict_fns` makes of the batch.
+    number: number of pairs to choose.
+    kind: that of the loss.
+    score: what to choose by, see losses/joint_selection.py.
+    chunks: number of chunks in which the chosen pairs are drawn.
+
+  Returns:
+    The sorted numbers of the chosen pairs; and metrics: "score", the mean score
+    of a pair alone, "selected_score", that of the chosen ones, and
+    "reference_loss", the reference's loss of the chosen pairs.
+  """
+  if kind != "sigmoid":
+    raise ConfigError(
+      "config.select: expected config.loss.kind='sigmoid', a sum over pairs, "
+      f"got {kind!r}."
+    )
+  check_choice("config.select.score", score, joint_selection.SCORES)
+  check_number("config.select.chunks", chunks, least=1, whole=True)
+  if number % chunks:
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - chunks))
+    raise ConfigError(
+      f"config.select.chunks={chunks} does not divide the {number} chosen "
+      f"pairs; the nearest number that does is {nearest}."
+    )
+  of_reference = _pairs(*reference(), "config.teacher.model")
+  of_learner = None
+  if score == "learnability":
+    of_learner = _pairs(*learner(), "config.model")
+  weight_B = metrics.example_weights(batch, of_reference.image_BE)
+  chosen_n, score_B = joint_selection.select(
+    of_reference, of_learner, weight_B, key, number=number, chunks=chunks
+  )
+  image_nE, text_nE, weight_n, score_n = sharding.take(
+    (of_reference.image_BE, of_reference.text_BE, weight_B, score_B), chosen_n
+  )
+  loss_n, _ = pairwise.sigmoid(
+    image_nE,
+    text_nE,
+    of_reference.scale,
+    of_reference.bias,
+    weight_B=weight_n,
+  )
+  return chosen_n, {
+    "score": metrics.pair(score_B, weight_B),
+    "selected_score": metrics.pair(score_n, weight_n),
+    "reference_loss": metrics.pair(loss_n, weight_n),
+  }
+
+
+def _pairs(
+  params: Params, embeddings: dict[str, jax.Array], key: str
+) -> joint_selection.Pairs:
+  if "b" not in params:
+    raise ConfigError(
+      f"{key}.bias_init: config.select needs the sigmoid loss's bias, such as "
+      "-10."
+    )
+  return joint_selection.Pairs(
+    embeddings["image"],
+    embeddings["text"],
+    jnp.exp(params["t"][0]),
+    params["b"][0],
+  )
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
