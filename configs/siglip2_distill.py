@@ -5,7 +5,8 @@ Command: python -m bigtrain.main --workdir=runs/siglip2_b32 \
 tokenizer=FOLDER --config.microbatches=8
 Hardware: not known.
 Result: not measured. Published zero-shot accuracy on ImageNet after this stage:
-79.1% (B/16 at 256 pixels), 74.0% (B/32 at 256).
+79.1% (B/16 at 256 pixels), 74.0% (B/32 at 256). The small run, one seed: 0.828
+zero-shot accuracy (zeroshot/acc), and 0.093 with all pairs.
 Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786, section
 2.5, for the number of examples, the learning rate, no weight decay, the batch
 of 32,768 chosen pairs, their share (half for B/16, a quarter for B/32), the
@@ -24,8 +25,9 @@ of Hugging Face, such as google/siglip2-so400m-patch16-256. Needs the data of
 siglip.py, which are too small for 4 billion examples: they only show that
 everything works.
 
-The small run learns pairs of digits, of which half have a wrong caption; see
-docs/images_and_text.md for its result. `keep=1` uses all pairs:
+The small run learns pairs of digits, of which half have a wrong caption, see
+docs/images_and_text.md. With `keep=1.0` it learns from all of them. Two CPU
+cores need five minutes for both commands:
 
   python -m bigtrain.main --config=configs/digits_siglip.py --workdir=runs/large
   python -m bigtrain.main --workdir=runs/chosen \

@@ -429,7 +429,10 @@ class Objective:
       self.frozen_spec,
       self._task_specs.get(name),
     )
-    return loss.selection.loss_args(args) if loss.selection else args
+    if loss.selection is None:
+      return args
+    seen = loss.entry.view(batch_spec)
+    return loss.selection.loss_args(args, self._spec, seen)
 
 
 def from_config(

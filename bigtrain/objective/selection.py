@@ -15,6 +15,7 @@ unless rounding decides between two that are almost equal.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,12 @@ _TEACHER_IMAGE = "teacher_image"
 # Folded into the key of a step. Examples and microbatches fold in their
 # numbers, which are smaller.
 _STREAM = 0x5E1EC7ED
-# Arguments of a task's `select` that the program passes.
-_GIVEN = ("learner", "reference", "batch", "key", "number", "kind")
+# Arguments of a task's `select` that are not in config.select: those that the
+# program passes, and options of the loss.
+_GIVEN = (
+  *("learner", "reference", "batch", "key", "number"),
+  *("kind", "distill_weight"),
+)
 
 _SelectFn = Callable[..., tuple[Batch, Metrics]]
 
@@ -80,15 +85,18 @@ class Selection:
       self.select_fns[variant], *_spec_args(state, batch)
     )
 
-  def loss_args(self, args: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+  def loss_args(
+    self, args: tuple[Any, Any, Any], state: Any, batch: Batch
+  ) -> tuple[Any, Any, Any]:
     """Specs of the loss's arguments, with the chosen part of the batch."""
-    variables, batch_spec, rng = args
+    variables, whole_spec, rng = args
+    chosen, _ = jax.eval_shape(self.select_fns[0], *_spec_args(state, batch))
+    keys_spec = whole_spec["_keys"]
+    shapes = {name: (x.shape, x.dtype) for name, x in chosen.items()}
+    shapes["_keys"] = (self.number,), keys_spec.dtype
     chosen_spec = {
-      name: jax.ShapeDtypeStruct(
-        (self.number, *x.shape[1:]), x.dtype, sharding=x.sharding
-      )
-      for name, x in batch_spec.items()
-      if name != _TEACHER_IMAGE
+      name: jax.ShapeDtypeStruct(shape, dtype, sharding=keys_spec.sharding)
+      for name, (shape, dtype) in shapes.items()
     }
     return variables, chosen_spec, rng
 
@@ -129,10 +137,11 @@ def from_config(
   microbatching.check(batch_size, microbatches, mesh)
   embed = functools.partial(_embed, entry, microbatches, mesh)
   _check_reference(entry, embed, models[0], teacher, batch_spec)
-  loss_options = task_functions.fixed_options(entry.part)
-  if "kind" in loss_options:
-    options["kind"] = loss_options["kind"]
-  choose = functools.partial(entry.module.select, number=number, **options)
+  names = inspect.signature(entry.module.select).parameters
+  of_loss = {k: x for k, x in entry.part.kwargs("loss").items() if k in names}
+  choose = functools.partial(
+    entry.module.select, number=number, **options, **of_loss
+  )
   select_fns = [
     _select_fn(
       functools.partial(embed, model),
@@ -291,7 +300,7 @@ def _embed(
 def _select_fn(
   embed_learner: Callable[..., Any],
   embed_reference: Callable[..., Any],
-  choose: Callable[..., tuple[jax.Array, Metrics]],
+  choose: Callable[..., tuple[jax.Array, Batch, Metrics]],
   report: Sequence[str],
 ) -> _SelectFn:
   def select(
@@ -299,13 +308,13 @@ def _select_fn(
   ) -> tuple[Batch, Metrics]:
     seen = _seen_by_reference(batch)
     batch = {name: x for name, x in batch.items() if name != _TEACHER_IMAGE}
-    chosen_n, result = choose(
+    chosen_n, features, result = choose(
       lambda: embed_learner(variables, batch),
       lambda: embed_reference(reference, seen),
       batch,
       key,
     )
-    chosen = sharding.take(batch, chosen_n)
+    chosen = sharding.take({**batch, **features}, chosen_n)
     for name in report:
       for prefix, part in (("all", batch), ("selected", chosen)):
         weights = metrics.example_weights(part, part[name])

@@ -147,6 +147,26 @@ def test_any_mesh_and_microbatches_choose_the_same(
     assert x == pytest.approx(expected[name], rel=1e-6), name
 
 
+@pytest.mark.slow
+def test_the_reference_may_be_the_teacher_of_a_second_term(one_device):
+  """ACED. Its embeddings of the chosen pairs are computed only once."""
+  grads, sums = step({"loss": dict(distill_weight=2.0)})
+  others, other_sums = step(
+    {"loss": dict(distill_weight=2.0), "microbatches": 2},
+    replica=2,
+    fsdp=4,
+  )
+  means, before = metrics.means(sums), metrics.means(one_device[1])
+  assert means["contrastive_loss"] == pytest.approx(before["loss"], rel=1e-9)
+  terms = means["contrastive_loss"] + 2 * means["distill_loss"]
+  assert means["loss"] == pytest.approx(terms, rel=1e-9)
+  assert np.abs(grads["img/kernel"] - one_device[0]["img/kernel"]).max() > 1e-3
+  for name, g in grads.items():
+    np.testing.assert_allclose(others[name], g, rtol=1e-7, atol=1e-10)
+  other_loss = metrics.means(other_sums)["distill_loss"]
+  assert other_loss == pytest.approx(means["distill_loss"], rel=1e-6)
+
+
 def test_steps_draw_differently(one_device):
   # An epoch is one batch, so both steps choose from the same pairs.
   _, sums = objectives.gradients(config(**IN_DOUBLE), step=1)
@@ -302,6 +322,10 @@ MISTAKES = {
   "a reference that learns": (
     {"teacher": dict(ema=True), "ema_decay": 0.9},
     "config.teacher: config.select needs one frozen model",
+  ),
+  "a distance without a reference": (
+    {"select": None, "teacher": None, "loss": dict(distill_weight=1.0)},
+    "config.loss.distill_weight=1.0: expected config.select",
   ),
   "gsam": (
     {"gsam": dict(rho_max=0.1)},

@@ -268,9 +268,9 @@ def _model_flops(
       entry, is_taught, state, batch_spec, run.mesh, frozen_spec, own_state
     )
     if chosen is not None:
-      args = chosen.loss_args(args)
-      whole_state = {**state, **frozen_spec}
-      total += chosen.flops(whole_state, entry.view(batch_spec), 0)
+      seen = {**state, **frozen_spec}, entry.view(batch_spec)
+      args = chosen.loss_args(args, *seen)
+      total += chosen.flops(*seen, 0)
     total += flops.step_flops(loss_fn, *args)
   return total
 
