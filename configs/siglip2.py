@@ -25,8 +25,8 @@ Our guesses: temperatures, prototypes and heads (those of DINO, arXiv
 that each image has all three sequences of LocCa (arXiv 2403.19596), with a loss
 on text and box; 1,024 locations, as PaliGemma; Adam's beta2 and its moment in
 bfloat16; initial temperature and bias, as SigLIP (arXiv 2303.15343).
-Not here: the training of B/16 and B/32 on data that a So400m selects (ACID).
 Instead of WebLI's boxes with phrases there are COCO's, with names of classes.
+B/16 and B/32 go on in siglip2_distill.py, on data that a So400m chooses.
 
 NaFlex goes on from it: siglip2_naflex.py. Needs coco_captions, prepared by
 tensorflow-datasets, and Gemma's tokenizer (256,000 ids); without one, texts are

@@ -18,7 +18,7 @@ from bigtrain.config.errors import ConfigError, check_kwargs
 from bigtrain.config.modules import find_module
 from bigtrain.evaluation import evaluations as evaluators
 from bigtrain.inputs import labels, sources
-from bigtrain.objective import building, task_functions, task_sum
+from bigtrain.objective import building, selection, task_functions, task_sum
 from bigtrain.optim import chain
 from bigtrain.pp import ops_render, parse
 
@@ -230,6 +230,8 @@ SPECS = [
   "coca:L/14,res=224,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "siglip:L/16,res=256,tokenizer=bytes,class_names=a.txt,data_dir=sets",
   "siglip2:So400m/16,res=384,tokenizer=bytes,class_names=a.txt,data_dir=sets",
+  "siglip2_distill:B/32,init=run,reference=folder,class_names=a.txt",
+  "siglip2_distill:keep=1.0,runlocal",
   "lit:init=a/l_16.npz,variant=L/16,loss=softmax,res=256,data_dir=sets",
   "lit:tokenizer=bytes",
   "resnet50_i1k:data_dir=sets",
@@ -291,7 +293,9 @@ def test_every_part_accepts_its_part_of_the_config(spec, monkeypatch):
   model = model_of(config)
   teacher = model_of(config["teacher"]) if "teacher" in config else None
   for entry in task_sum.entries(task, tracked):
-    assert task_functions.loss_fn(entry.part, entry.module, model, teacher)
+    # A reference that chooses examples is not an argument of the loss.
+    taught = None if selection.is_used(entry) else teacher
+    assert task_functions.loss_fn(entry.part, entry.module, model, taught)
   mesh = sharding.from_config(tracked)
   sharding.check_batch(batch_size, mesh, "config.input.batch_size")
   context = evaluators.Context("", "", mesh, batch_size, (), print)

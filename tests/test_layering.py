@@ -77,8 +77,8 @@ _SHARED = (
 # Configs share these: cap.py differs from cappa.py in one key, and
 # digits_distill.py trains on the quickstart's data with its model as teacher.
 _OF_CONFIGS = (
-  r"configs\.(common|cappa|decoder_lm|digits|siglip2?|t5_c4|transfer"
-  r"|vit_s16_i1k|vlm_transfer)"
+  r"configs\.(common|cappa|decoder_lm|digits(_siglip)?|siglip2?(_finetune)?"
+  r"|t5_c4|transfer|vit_s16_i1k|vlm_transfer)"
 )
 
 

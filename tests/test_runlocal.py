@@ -143,6 +143,7 @@ FIRST_LOSS = {
   "siglip": (10, 0.5),
   "siglip2": (5 + math.log(259 + 21), 0.5),  # Two losses.
   "siglip2_naflex": (5 + math.log(259 + 21), 0.5),
+  "siglip2_distill": (5, 0.5),
   "siglip2_finetune": (10, 0.5),
   "switch_base": (_SPANS, 0.15),
   "t5_1_1_base": (_SPANS, 0.15),

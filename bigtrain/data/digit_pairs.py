@@ -46,7 +46,8 @@ class Source:
   such as "a seven left of a three", `left`, `right` and `label` (10 left +
   right). With `boxes` also `boxes` float32 [2, 4], [top, left, bottom, right]
   of the left and the right digit, in shares of the picture, and `box_texts`
-  [2], such as "a seven".
+  [2], such as "a seven". With `wrong_captions` also `is_right`, 1.0 if the text
+  is that of the picture, else 0.0.
 
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a
@@ -56,6 +57,8 @@ class Source:
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
     boxes: whether there are boxes.
+    wrong_captions: share of the examples with the text of another pair of
+      classes, as in data from the web.
   """
 
   def __init__(
@@ -67,9 +70,12 @@ class Source:
     seed: int = 0,
     split_seed: int = 0,
     boxes: bool = False,
+    wrong_captions: float = 0.0,
   ):
     check_number("digit_pairs: length", length, least=1, whole=True)
     check_number("digit_pairs: margin", margin, least=0, whole=True)
+    key = "digit_pairs: wrong_captions"
+    check_number(key, wrong_captions, least=0, most=1)
     digits = arrays.Source(name="digits", split=split, split_seed=split_seed)
     data = digits.read(np.arange(len(digits)))
     self._images = data["image"]
@@ -83,7 +89,9 @@ class Source:
     self._length, self._margin, self._seed = length, margin, seed
     self._name = f"digit pairs {split}"
     self._digest = files.digest(
-      "digit_pairs", digits.fingerprint(), length, margin, seed
+      "digit_pairs",
+      *(digits.fingerprint(), length, margin, seed),
+      *([wrong_captions] if wrong_captions else []),
     )
     words = list(WORDS)
     self.class_names = {"left": words, "right": words, "label": CAPTIONS}
@@ -97,6 +105,9 @@ class Source:
     if boxes:
       self.spec["boxes"] = (np.dtype(np.float32), (2, 4))
       self.spec["box_texts"] = (bytes, (2,))
+    self._wrong_captions = wrong_captions
+    if wrong_captions:
+      self.spec["is_right"] = (np.dtype(np.float32), ())
 
   def __len__(self) -> int:
     return self._length
@@ -120,10 +131,15 @@ class Source:
         top[:, None, None] + row,
         side * cell + start[:, None, None] + column,
       ] = pixels
-    text = np.array([CAPTIONS[c].encode() for c in label], object)
+    is_right = self._draw(indices, 6, 1000) >= 1000 * self._wrong_captions
+    other = (label + 1 + self._draw(indices, 7, 99)) % 100
+    caption = np.where(is_right, label, other)
+    text = np.array([CAPTIONS[c].encode() for c in caption], object)
     result = dict(
       image=image, text=text, left=sides[0], right=sides[1], label=label
     )
+    if self._wrong_captions:
+      result["is_right"] = is_right.astype(np.float32)
     if self._boxes:
       first_N22 = np.stack(corners, axis=1)
       boxes_N24 = np.concatenate([first_N22, first_N22 + _SIDE], axis=-1)

@@ -166,6 +166,78 @@ def nt_xent(
   )
 
 
+def distance(
+  image_BE: jax.Array,
+  text_BE: jax.Array,
+  teacher_image_BE: jax.Array,
+  teacher_text_BE: jax.Array,
+  *,
+  weight_B: jax.Array | None = None,
+  chunk: int = 1024,
+) -> jax.Array:
+  """Cross-entropy of a student's choices with a teacher's as targets, [B].
+
+  A choice is the softmax of an image's products with all texts, and of a text's
+  with all images; the result is the mean of both (arXiv 2411.18674, equation
+  3). A scale of the logits has to be part of the images. The teacher, whose
+  embeddings may have another size, has no gradient.
+  """
+  teacher_image_BE, teacher_text_BE = jax.lax.stop_gradient(
+    (teacher_image_BE, teacher_text_BE)
+  )
+
+  def chunk_fn(
+    logits_bK: jax.Array, match_bK: jax.Array, real_K: jax.Array
+  ) -> dict[str, jax.Array]:
+    del match_bK
+    logits_bK = jnp.where(real_K, logits_bK, _PADDING_LOGIT)
+    student, teacher = logits_bK[:, 0::2], logits_bK[:, 1::2]
+    return {
+      "student": jax.nn.logsumexp(student, axis=1),
+      "teacher": jax.nn.logsumexp(teacher, axis=1),
+      "product": jnp.sum(jax.nn.softmax(teacher) * student, axis=1),
+    }
+
+  def one_direction(
+    rows_BE: jax.Array,
+    columns_BE: jax.Array,
+    teacher_rows_BE: jax.Array,
+    teacher_columns_BE: jax.Array,
+  ) -> jax.Array:
+    # An example has two columns: one that is zero for the teacher's part of a
+    # row, and one that is zero for the student's.
+    columns_B2E = jnp.stack(
+      [
+        jnp.pad(columns_BE, [(0, 0), (0, teacher_columns_BE.shape[1])]),
+        jnp.pad(teacher_columns_BE, [(0, 0), (columns_BE.shape[1], 0)]),
+      ],
+      axis=1,
+    )
+    values = _over_chunks(
+      chunk_fn,
+      jnp.concatenate([rows_BE, teacher_rows_BE], axis=1),
+      columns_B2E,
+      jnp.ones(()),
+      jnp.zeros(()),
+      weight_B,
+      2 * chunk,
+    )
+    # The teacher's share of each chunk of columns.
+    share = jax.nn.softmax(values["teacher"], axis=0)
+    product_B = jnp.sum(share * values["product"], axis=0)
+    return jax.nn.logsumexp(values["student"], axis=0) - product_B
+
+  # Both directions have the same logits, and half of each product is zeros.
+  with model_flops.share(1, 4):
+    of_images_B = one_direction(
+      image_BE, text_BE, teacher_image_BE, teacher_text_BE
+    )
+    of_texts_B = one_direction(
+      text_BE, image_BE, teacher_text_BE, teacher_image_BE
+    )
+  return (of_images_B + of_texts_B) / 2
+
+
 def _correct(values: dict[str, jax.Array]) -> jax.Array:
   """1.0 where no other column has a larger logit than the matching one."""
   right_B = jnp.max(values["right"], axis=0)

@@ -11,6 +11,7 @@ Its parts, in the order in which it builds them:
   task_functions.py    a task's loss and predict functions, with their options
   task_state.py        what a task keeps from step to step
   teacher.py           a second model, which is used and never trained
+  selection.py         the examples that a step learns from, if not all
   model_variants.py    fields of the model that each step draws
   initial.py           the first variables, and how they are laid out
   frozen_base.py       the base of adapters

@@ -48,6 +48,7 @@ from bigtrain.objective import (
   new_rows,
   qk_clip,
   rollouts,
+  selection,
   task_functions,
   task_gradients,
   task_schedule,
@@ -60,6 +61,7 @@ from bigtrain.objective.initial import InitialVariables
 from bigtrain.objective.model_variants import Variant
 from bigtrain.objective.new_rows import TrainedRows
 from bigtrain.objective.qk_clip import QkClip
+from bigtrain.objective.selection import Selection
 from bigtrain.objective.task_gradients import TASKS
 from bigtrain.objective.task_state import StateFns
 from bigtrain.objective.task_sum import Entry, TaskSum
@@ -79,6 +81,7 @@ class TaskLoss(NamedTuple):
   stats_fns: Sequence[LossFn]  # With activation statistics, by variant, if any.
   is_taught: bool  # Whether it gets the teacher.
   state_fns: StateFns | None  # None if the task has no state.
+  selection: Selection | None  # Chooses the examples; None to use all.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,6 +232,8 @@ class Objective:
     batch_size = self.config.input.batch_size
     if entry.has_input:
       batch_size = entry.part.input.batch_size
+    if loss.selection is not None:
+      batch_size = loss.selection.number
     if entry.optimizer is not None:
       own = several.members(self.config, self.params_spec)[entry.optimizer]
       trainable = jax.tree.map(lambda a, b: a and b, trainable, own)
@@ -248,7 +253,11 @@ class Objective:
       own_state = task_gradients.of_task(
         entry, state, loss.is_taught, task_state
       )
+      selected: Metrics = {}
+      if loss.selection is not None:
+        batch, selected = loss.selection(state, batch, variant)
       grads, sums, mutable = compute(own_state, batch)
+      sums = {**sums, **selected}
       if task_state is None:
         return grads, sums, mutable
       mutable = dict(mutable)
@@ -360,7 +369,16 @@ class Objective:
 
   def _metrics_spec(self, loss: TaskLoss) -> Metrics:
     # With activation statistics, all metrics of a log step.
-    return self._loss_spec([*loss.stats_fns, *loss.loss_fns][0], loss)[0]
+    spec = self._loss_spec([*loss.stats_fns, *loss.loss_fns][0], loss)[0]
+    if loss.selection is None:
+      return spec
+    batch_spec = loss.entry.view(self.batch_spec)
+    return {**spec, **loss.selection.metrics_spec(self._spec, batch_spec)}
+
+  @property
+  def _spec(self) -> TrainState:
+    """What losses use of the state, and the frozen variables."""
+    return {**self.variables_spec, **self.frozen_spec}
 
   def _logits_spec(self, loss: TaskLoss) -> Any:
     """The largest logits of attention that a loss returns; None if none."""
@@ -382,15 +400,19 @@ class Objective:
   def flops_per_step(self) -> int:
     """Model FLOPs of a step over all devices: the mean over what steps draw.
 
-    Of tasks that begin later, it is the mean over all steps.
+    Of tasks that begin later, it is the mean over all steps. Forward passes
+    that choose examples count once.
     """
     total = 0.0
     for loss in self.losses:
       of_steps = self.schedule.share(loss.entry.name)
       for batch_spec, share in self.rollout.drawn:
         args = self._loss_args(batch_spec, loss)
-        for variant, loss_fn in zip(self.variants, loss.loss_fns):
-          one = flops.step_flops(loss_fn, *args)
+        seen = loss.entry.view(batch_spec)
+        for i, variant in enumerate(self.variants):
+          one = flops.step_flops(loss.loss_fns[i], *args)
+          if loss.selection is not None:
+            one += loss.selection.flops(self._spec, seen, i)
           total += of_steps * variant.share * share * one
     return round(total)
 
@@ -398,7 +420,7 @@ class Objective:
     name = loss.entry.name
     options = {task_schedule.OPTIONS: {name: self.schedule.options(name)}}
     state = {**self.variables_spec, **options}
-    return task_gradients.loss_args(
+    args = task_gradients.loss_args(
       loss.entry,
       loss.is_taught,
       state,
@@ -407,6 +429,10 @@ class Objective:
       self.frozen_spec,
       self._task_specs.get(name),
     )
+    if loss.selection is None:
+      return args
+    seen = loss.entry.view(batch_spec)
+    return loss.selection.loss_args(args, self._spec, seen)
 
 
 def from_config(
@@ -441,8 +467,13 @@ def from_config(
   variants = model_variants.from_config(config, model)
   losses = []
   for entry in entries:
+    chosen = selection.from_config(
+      config, entry, [v.model for v in variants], teaching, batch_spec, mesh
+    )
+    # A teacher that chooses examples is not used by the loss.
+    is_taught = entry in taught and chosen is None
     losses.append(
-      _loss(config, entry, variants, teaching.model, entry in taught)
+      _loss(config, entry, variants, teaching.model, is_taught, chosen)
     )
   init = initial.variables_fn(task, model, batch_spec, seed)
   rules = initial.sharding_rules(config, init, model_module, model)
@@ -476,6 +507,7 @@ def _loss(
   variants: Sequence[Variant],
   teacher_model: Any,
   is_taught: bool,
+  chosen: Selection | None,
 ) -> TaskLoss:
   if not is_taught:
     teacher_model = None
@@ -488,7 +520,7 @@ def _loss(
     loss_fns.append(jax.jit(debugging.instrument(config, loss_fn)))
   stats_fns = activations.loss_fns(config, entry, variants, teacher_model)
   state_fns = task_state.of_task(entry, variants[0].model)
-  return TaskLoss(entry, loss_fns, stats_fns, is_taught, state_fns)
+  return TaskLoss(entry, loss_fns, stats_fns, is_taught, state_fns, chosen)
 
 
 def _variables_spec(

@@ -136,7 +136,8 @@ def _check_teacher(config: Config, task: Any, teacher: Any) -> None:
   if teacher is not None and not uses_teacher(task, teacher):
     raise ConfigError(
       f"config.teacher: config.task={name!r} does not use a teacher, or "
-      "several; 'distillation' and 'language_modeling' do."
+      "several; 'distillation' and 'language_modeling' do, and 'contrastive' "
+      "with config.select."
     )
 
 

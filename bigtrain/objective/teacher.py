@@ -44,7 +44,9 @@ def of_tasks(
   if len(entries) > 1:
     model = _stand_in(config)
     taught = [
-      x for x in entries if task_functions.uses_teacher(x.module, model)
+      x
+      for x in entries
+      if task_functions.uses_teacher(x.module, model) or x.part.get("select")
     ]
     if model is not None and not taught:
       raise ConfigError("config.teacher: no task of config.task uses it.")
@@ -99,7 +101,13 @@ def from_config(
     if f"{name}_image" in batch_spec:
       batch_spec = {**batch_spec, "image": batch_spec[f"{name}_image"]}
   init = initial.variables_fn(task, model, batch_spec, seed)
-  rules = initial.sharding_rules(config, init, module, model, part)
+  try:
+    rules = initial.sharding_rules(config, init, module, model, part)
+  except TypeError as e:
+    raise ConfigError(
+      f"{part.path}.model_name: {part['model_name']!r} does not take the "
+      f"inputs of the task's model. {e}"
+    ) from e
   spec = sharding.state_spec({"teacher": init.spec()}, mesh, rules)
   shardings = jax.tree.map(lambda x: x.sharding, spec["teacher"])
 

@@ -3,9 +3,10 @@
 Open mesh.py first: it makes the device mesh and names its axes. batches.py has
 the shardings of batches and the ambient mesh of a traced program, rules.py the
 layout of parameters and optimizer state, memory.py the optimizer state that
-stays in host memory, tensor.py the products of layers that are split over
-`tensor`, and absent.py devices that exist only for the compiler. Other packages
-use the names below, and may all import this one; it imports arrays and config.
+stays in host memory, chosen.py takes examples out of a batch, tensor.py has the
+products of layers that are split over `tensor`, and absent.py devices that
+exist only for the compiler. Other packages use the names below, and may all
+import this one; it imports arrays and config.
 """
 
 from bigtrain.sharding.absent import absent_devices
@@ -28,6 +29,7 @@ from bigtrain.sharding.batches import (
   splits,
   to_microbatches,
 )
+from bigtrain.sharding.chosen import take, take_everywhere
 from bigtrain.sharding.memory import (
   bytes_per_device,
   in_host,

@@ -7,8 +7,9 @@ padding.
 
 Optional are `vocab_sizes(model)` and `class_counts(model)`, with which the
 input refuses ids and labels that are too large; `init_state` and
-`update_state`, for memory beside the parameters; and `gradients_fn`: see
-docs/training.md. Open classification.py first. Tasks are loaded by name
+`update_state`, for memory beside the parameters; `gradients_fn`, see
+docs/training.md; and `select`, which chooses the examples to learn from, see
+objective/selection.py. Open classification.py first. Tasks are loaded by name
 (config/modules.py), and no other module imports them. They import losses, text,
 step and metrics, never models.
 """

@@ -17,15 +17,16 @@ the dict, and the methods that tasks/captioning.py names; its texts are captions
 that are padded with 0.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from bigtrain import metrics
+from bigtrain import metrics, sharding
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
-from bigtrain.losses import forward, pairwise
+from bigtrain.losses import forward, joint_selection, pairwise
 from bigtrain.tasks import captioning
 
 KINDS = ("sigmoid", "softmax")
@@ -79,6 +80,7 @@ def embeddings_loss_fn(
   kind: Literal["sigmoid", "softmax"] = "sigmoid",
   chunk: int = 1024,
   caption_weight: float = 0.0,
+  distill_weight: float = 0.0,
 ) -> Metrics:
   """Computes the loss of the whole global batch from its embeddings.
 
@@ -89,11 +91,14 @@ def embeddings_loss_fn(
     chunk: pairs of each image at a time, see losses/pairwise.py.
     caption_weight: weight of the mean cross-entropy of captions' tokens, which
       is added. CoCa has 2, with "softmax".
+    distill_weight: weight of the distance from the reference of config.select,
+      which is added (ACED, https://arxiv.org/abs/2411.18674).
 
   Returns:
     Metrics "loss"; "accuracy", the share of images that no other text scores
     higher with; the logits' "temperature" and, if sigmoid, "bias"; of captions
-    "token_accuracy" and both terms, "contrastive_loss" and "caption_loss".
+    "token_accuracy"; and each term of a sum, "contrastive_loss",
+    "caption_loss", "distill_loss".
   """
   check_choice("config.loss.kind", kind, KINDS)
   image_BE, text_BE = embeddings["image"], embeddings["text"]
@@ -121,10 +126,39 @@ def embeddings_loss_fn(
     name: metrics.pair(x_B, weight_B) for name, x_B in per_example.items()
   }
 
+  if "captions" in embeddings or "reference_image" in batch:
+    result["contrastive_loss"] = result["loss"]
+  if "reference_image" in batch:
+    distance_B = pairwise.distance(
+      scale * image_BE,
+      text_BE,
+      batch["reference_image"],
+      batch["reference_text"],
+      weight_B=weight_B,
+      chunk=chunk,
+    )
+    result["distill_loss"] = metrics.pair(distance_B, weight_B)
+    total, number = result["loss"]
+    result["loss"] = total + distill_weight * result["distill_loss"][0], number
+  elif isinstance(distill_weight, int | float) and distill_weight:
+    raise ConfigError(
+      f"config.loss.distill_weight={distill_weight}: expected config.select, "
+      "whose reference is the teacher."
+    )
+  _add_captions(result, embeddings, batch, caption_weight)
+  return result
+
+
+def _add_captions(
+  result: Metrics,
+  embeddings: dict[str, jax.Array],
+  batch: Batch,
+  caption_weight: float,
+) -> None:
+  """Adds a captioner's second term to the loss in `result`."""
   check_number("config.loss.caption_weight", caption_weight, least=0)
   if "captions" in embeddings:
     total, number = result["loss"]
-    result["contrastive_loss"] = total, number
     tokens = jnp.sum(captioning.token_weights(batch, batch["labels"], 0))
     captions = jnp.sum(embeddings["captions"])
     mean = captions / jnp.maximum(tokens, 1.0)
@@ -136,10 +170,97 @@ def embeddings_loss_fn(
       f"config.loss.caption_weight={caption_weight}: expected a model that "
       "writes captions, such as config.model_name='coca'."
     )
-  return result
 
 
 loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
+
+
+def select(
+  learner: Callable[[], tuple[Params, Any]],
+  reference: Callable[[], tuple[Params, Any]],
+  batch: Batch,
+  key: jax.Array,
+  *,
+  number: int,
+  kind: Literal["sigmoid", "softmax"] = "sigmoid",
+  distill_weight: Any = 0.0,
+  score: Literal["learnability", "easy_reference"] = "learnability",
+  chunks: int = 16,
+) -> tuple[jax.Array, Batch, Metrics]:
+  """Chooses the pairs to learn from, by JEST; see objective/selection.py.
+
+  Args:
+    learner, reference: return the parameters of a model, and what "embed" of
+      `predict_fns` makes of the batch.
+    number: number of pairs to choose.
+    kind, distill_weight: those of the loss.
+    score: what to choose by, see losses/joint_selection.py.
+    chunks: number of chunks in which the chosen pairs are drawn.
+
+  Returns:
+    The sorted numbers of the chosen pairs; features [B, ...] that the loss
+      needs besides those of the batch; and metrics: "score", the mean score of
+      a pair alone, "selected_score", that of the chosen ones, and
+      "reference_loss", the reference's loss of the chosen pairs.
+  """
+  if kind != "sigmoid":
+    raise ConfigError(
+      "config.select: expected config.loss.kind='sigmoid', a sum over pairs, "
+      f"got {kind!r}."
+    )
+  check_choice("config.select.score", score, joint_selection.SCORES)
+  check_number("config.select.chunks", chunks, least=1, whole=True)
+  if number % chunks:
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - chunks))
+    raise ConfigError(
+      f"config.select.chunks={chunks} does not divide the {number} chosen "
+      f"pairs; the nearest number that does is {nearest}."
+    )
+  of_reference = _pairs(*reference(), "config.teacher.model")
+  of_learner = None
+  if score == "learnability":
+    of_learner = _pairs(*learner(), "config.model")
+  weight_B = metrics.example_weights(batch, of_reference.image_BE)
+  chosen_n, score_B = joint_selection.select(
+    of_reference, of_learner, weight_B, key, number=number, chunks=chunks
+  )
+  image_nE, text_nE, weight_n, score_n = sharding.take(
+    (of_reference.image_BE, of_reference.text_BE, weight_B, score_B), chosen_n
+  )
+  loss_n, _ = pairwise.sigmoid(
+    image_nE,
+    text_nE,
+    of_reference.scale,
+    of_reference.bias,
+    weight_B=weight_n,
+  )
+  features = {}
+  if distill_weight:
+    features["reference_image"] = of_reference.scale * of_reference.image_BE
+    features["reference_text"] = of_reference.text_BE
+  result = {
+    "score": metrics.pair(score_B, weight_B),
+    "selected_score": metrics.pair(score_n, weight_n),
+    "reference_loss": metrics.pair(loss_n, weight_n),
+  }
+  return chosen_n, features, result
+
+
+def _pairs(
+  params: Params, embeddings: dict[str, jax.Array], key: str
+) -> joint_selection.Pairs:
+  if "b" not in params:
+    raise ConfigError(
+      f"{key}.bias_init: config.select needs the sigmoid loss's bias, such as "
+      "-10."
+    )
+  return joint_selection.Pairs(
+    embeddings["image"],
+    embeddings["text"],
+    jnp.exp(params["t"][0]),
+    params["b"][0],
+  )
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

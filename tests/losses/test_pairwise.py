@@ -163,3 +163,48 @@ def test_logits_that_are_not_finite_are_wrong(kind):
     assert not correct.any()
   _, correct = chunked(kind, image, image, SCALE, BIAS)
   assert correct.all()
+
+
+# Distances from a teacher, whose embeddings have another size.
+TEACHER_IMAGE, TEACHER_TEXT = 2 * RNG.normal(size=(2, B, 3)).astype(np.float32)
+
+
+def dense_distance(image, text, mask):
+  """Equation 3 of arXiv 2411.18674, over the examples that are no padding."""
+  real = np.flatnonzero(mask)
+  student = SCALE * image[real] @ text[real].T
+  teacher = TEACHER_IMAGE[real] @ TEACHER_TEXT[real].T
+  total = 0.0
+  for axis in (0, 1):
+    target = jax.nn.softmax(teacher, axis=axis)
+    total -= jnp.sum(target * jax.nn.log_softmax(student, axis=axis))
+  return total / 2
+
+
+@pytest.mark.parametrize(
+  ("place", "chunk", "mask"),
+  [("eight", 7, MASK), ("none", 5, np.ones(B, np.float32)), ("one", 99, MASK)],
+)
+def test_distances_and_gradients_equal_the_dense_formula(
+  place, chunk, mask, float64
+):
+  def total(image, text):
+    distance_B = pairwise.distance(
+      SCALE * image,
+      text,
+      jnp.asarray(TEACHER_IMAGE),
+      jnp.asarray(TEACHER_TEXT),
+      weight_B=jnp.asarray(mask),
+      chunk=chunk,
+    )
+    return jnp.sum(distance_B * mask)
+
+  args = IMAGE.astype(np.float64), TEXT.astype(np.float64)
+  with ambient_mesh(place):
+    value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(*args)
+  expected, expected_grads = jax.value_and_grad(
+    lambda *x: dense_distance(*x, mask), argnums=(0, 1)
+  )(*args)
+  assert float(value) == pytest.approx(float(expected), rel=1e-6)
+  for x, y in zip(grads, expected_grads):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)

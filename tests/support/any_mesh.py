@@ -62,6 +62,8 @@ def load(spec, *, vocab_size=None, packed=False, dropout=0.1, small=False):
   config["mesh"] = {}
   for key in ("grad_clip_norm", "ema", "lr_mults", "wd_mults", "microbatches"):
     config.pop(key, None)
+  if config.pop("select", None):  # See tests/objective/test_selection.py.
+    del config["teacher"]
   model = config["model"]
   models = [model[name] for name in ("image", "text") if name in model]
   models = models or [model]

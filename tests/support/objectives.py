@@ -30,16 +30,16 @@ def build(config, mesh):
   return objective.from_config(config, train_input, mesh, 0, units)
 
 
-def _draw(specs):
+def draw(specs):
   """The same numbers for the same names, whatever else is in the tree."""
 
-  def draw(name, x):
+  def of_leaf(name, x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return np.zeros(x.shape, x.dtype)
     rng = np.random.default_rng([*name.encode()])
     return 0.3 * rng.normal(size=x.shape)
 
-  return trees.map_with_names(draw, specs)
+  return trees.map_with_names(of_leaf, specs)
 
 
 def gradients(config, step=0, **sizes):
@@ -51,7 +51,7 @@ def gradients(config, step=0, **sizes):
     mesh = make_mesh(**(sizes or dict(fsdp=1)))
     with jax.set_mesh(mesh):
       one = build(config, mesh)
-      params = _draw(one.params_spec)
+      params = draw(one.params_spec)
       compute = one.gradients_fn(jax.tree.map(lambda _: True, params))
       batches = one.train_input.start(step, step + 1)
       batch = next(batches)
@@ -61,6 +61,7 @@ def gradients(config, step=0, **sizes):
         "step": jnp.int32(step),
         **one.hparams(step),
         **one.init_task_state(params),
+        **draw(one.frozen_spec),
       }
       grads, sums, _ = jax.jit(compute)(state, batch)
       return jax.device_get((dict(trees.flatten_with_names(grads)), sums))

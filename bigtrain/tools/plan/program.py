@@ -27,6 +27,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.main import train
 from bigtrain.objective import (
   building,
+  selection,
   task_functions,
   task_gradients,
   task_schedule,
@@ -249,7 +250,10 @@ def _model_flops(
   for entry in entries:
     if entry.name not in state.get(task_schedule.WEIGHTS, {"": 1.0}):
       continue
-    is_taught = entry in taught
+    chosen = selection.from_config(
+      run.config, entry, [model], teaching, batch_spec, run.mesh
+    )
+    is_taught = entry in taught and chosen is None
     loss_fn = task_functions.loss_fn(
       entry.part,
       entry.module,
@@ -263,6 +267,10 @@ def _model_flops(
     args = task_gradients.loss_args(
       entry, is_taught, state, batch_spec, run.mesh, frozen_spec, own_state
     )
+    if chosen is not None:
+      seen = {**state, **frozen_spec}, entry.view(batch_spec)
+      args = chosen.loss_args(args, *seen)
+      total += chosen.flops(*seen, 0)
     total += flops.step_flops(loss_fn, *args)
   return total
 
