@@ -177,7 +177,7 @@ def load(
   """Loads some arrays of a checkpoint, cast to the dtypes of `like`.
 
   Each part is read once, even if several devices of this process need it.
-  (jax's run_deserialization reads it for each, and caches up to 10 GB.)
+  (jax's run_deserialization reads it once per device, and caches up to 10 GB.)
 
   Args:
     directory, manifest: the checkpoint.
@@ -232,7 +232,7 @@ class _Cut(NamedTuple):
 
 
 class _Read(NamedTuple):
-  """A part of an array that is read at once."""
+  """A part of an array that is read in one request."""
 
   place: tuple[slice, ...]
   cuts: list[_Cut]
@@ -254,7 +254,7 @@ def _reads(spec: Any) -> list[_Read]:
   """The parts of an array that this process reads for its devices.
 
   It is a single part if the devices' shards together fill a box. Several shards
-  may have been saved in one file, which is then read only once.
+  may be in the same file, which is then read only once.
   """
   shape = tuple(spec.shape)
   devices_of: dict[_Bounds, list[Any]] = {}

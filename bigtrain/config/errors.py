@@ -30,7 +30,7 @@ class DataError(ConfigError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the nearest option, else lists them.
+  """Returns " Did you mean 'x'?" for the nearest option, or lists the options.
 
   >>> did_you_mean("learning_rat", ["learning_rate", "wd"])
   " Did you mean 'learning_rate'?"
@@ -91,12 +91,13 @@ def check_kwargs(
 ) -> None:
   """Checks keyword arguments of the config before the call `fn(**kwargs)`.
 
-  A name that `fn` does not have, a missing one without default, and a string
-  for a number or a boolean ("no" would be true) are errors.
+  It is an error if `fn` has no argument of that name, if an argument without a
+  default is missing, and if a number or boolean is given as a string ("no"
+  would be true).
 
   Args:
-    given: names of the arguments that the program passes itself; they are
-      unknown in a config.
+    given: names of the arguments that the program itself passes; a config must
+      not set them.
     others: further names that the hint may suggest.
   """
   if not isinstance(kwargs, Mapping):

@@ -27,7 +27,7 @@ def keys(prefix: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """The sizes by which lengths are converted; None if one is unknown."""
+  """The sizes by which lengths are converted; None if a size is unknown."""
 
   batch_size: int
   examples_per_epoch: int | None = None
@@ -67,9 +67,9 @@ def steps(
 ) -> int | None:
   """Reads the length f"{prefix}_{unit}", of any unit, in steps.
 
-  None counts as not given, so `total_epochs=None total_steps=100` changes the
-  unit. `default` is in steps. A plain dict loses the keys that are read, so
-  what remains can be passed on as keyword arguments.
+  A value of None counts as absent, so `total_epochs=None total_steps=100`
+  changes the unit. `default` is in steps. The keys that are read are removed
+  from a plain dict, so the rest can be passed on as keyword arguments.
   """
   path = path or getattr(cfg, "path", "config")
   given = {}
@@ -91,7 +91,7 @@ def steps(
 
 
 class Lengths(NamedTuple):
-  """The lengths of a run, in steps. Step s is the state after s updates."""
+  """The lengths of a run, in steps. Step s means the state after s updates."""
 
   units: Units
   total: int  # End of the schedules.

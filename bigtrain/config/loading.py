@@ -115,7 +115,7 @@ def override(config: Any, assignment: str) -> None:
 
   The value gets the type of the value that it replaces: `1e5` becomes an int,
   `1` a float, and a bare word a string; anything else must be a Python literal.
-  A new key is added. If nothing reads it, `Config.check_all_read` fails.
+  A new key is added; if nothing reads it, `Config.check_all_read` fails.
   """
   path, equals, text = assignment.partition("=")
   if not equals:

@@ -1,7 +1,8 @@
 """Imports the modules and functions that a config names.
 
 The file name is the registry: config.task="classification" is
-bigtrain/tasks/classification.py. A name with a dot is a module of the user's.
+bigtrain/tasks/classification.py. A name with a dot is the path of a user's
+module.
 """
 
 import importlib
@@ -55,7 +56,7 @@ def find_attribute(dotted: str, key: str) -> Any:
 
 
 def task_names(task: Any) -> str:
-  """The tasks in words, from the value of config.task."""
+  """The names of the tasks in a sentence, from the value of config.task."""
   if not isinstance(task, Mapping):
     return str(task)
   return " + ".join(str(part.get("type")) for part in task.values())

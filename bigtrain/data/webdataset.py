@@ -1,4 +1,4 @@
-"""Tar shards in the layout of the library webdataset.
+"""Tar files in the layout of the library webdataset.
 
   dict(type="webdataset", path="train-{000..127}.tar")
   dict(
@@ -7,9 +7,10 @@
     features={"image": "jpg;png", "label": "cls", "caption": "json/caption"},
   )
 
-The members of a sample are neighbours with the same name up to the first dot;
-the rest, in lower case, is the extension. `.cls`, `.class`, `.count`, `.index`,
-`.inx` and `.id` are integers, `.npy` an array, and all others bytes.
+The members of a sample are consecutive and have the same name up to the first
+dot; the rest of the name, in lower case, is the extension. `.cls`, `.class`,
+`.count`, `.index`, `.inx` and `.id` are integers, `.npy` an array, and all
+others bytes.
 """
 
 import io
@@ -39,8 +40,8 @@ class Source(row_files.Rows):
   Args:
     path: a file, a pattern such as "train-{000..127}.tar" or "train-*.tar", or
       a list of these; also URLs of objects in gs:// and s3://.
-    features: {feature: extension}. Of "jpg;png" the first that a sample has is
-      used, "json/caption" is a field of the .json, and "__key__" is the name of
+    features: {feature: extension}. "jpg;png" means the first of these that a
+      sample has, "json/caption" a field of the .json, and "__key__" the name of
       the sample. By default all extensions of the first sample and `__key__`;
       pictures are `image`, .cls is `label`, .txt is `text`, and others have the
       names of their extensions.

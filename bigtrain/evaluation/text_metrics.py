@@ -1,4 +1,4 @@
-"""Metrics that compare texts with one or several references each.
+"""Metrics that compare texts with their reference texts.
 
 exact, exact_match    fraction equal to a reference; the second one leaves out
                       surrounding space
@@ -211,7 +211,7 @@ def _is_about(sample: str, answer: str) -> bool:
 
 
 def _amount(text: str) -> float | None:
-  """A number, also one in percent."""
+  """The value of a number, which may be a percentage."""
   text = text.strip()
   if text.endswith("%"):
     number = _number(text[:-1])
@@ -285,7 +285,7 @@ def _spearman(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 
 
 def _correlation(name: str, *rows: np.ndarray) -> dict[str, float]:
-  """Pearson's correlation of two rows; NaN if one has only equal values."""
+  """Pearson's correlation of two vectors; NaN if one of them is constant."""
   with np.errstate(invalid="ignore", divide="ignore"):
     return {name: float(np.corrcoef(rows)[0, 1])}
 

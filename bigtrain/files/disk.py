@@ -1,4 +1,4 @@
-"""Local disks: errors about full ones, sizes as text, and syncing folders."""
+"""Local disks: errors about full disks, sizes as text, and syncing folders."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)  # No space, or no more of a quota.
 
 
 def is_full(error: BaseException | None) -> bool:
-  """Whether a full disk is the cause of an error."""
+  """Whether an error was caused by a full disk."""
   while error is not None:
     if getattr(error, "errno", None) in _FULL:
       return True
