@@ -27,11 +27,12 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
   - "raw": the same before them; for pictures, with the smallest and the largest
     value of a sample.
 
-  And where known; of several sources, the first that knows counts:
+  And the following where known. If several sources know, the first one counts.
 
   - "class_names": {feature: names by number}.
   - "tokenizer": its name and fingerprint.
-  - "first_example": pieces of a text, each with whether it has a loss.
+  - "first_example": pieces of a text, each with a flag for whether it has a
+    loss.
   - "end_ids": ids that end an answer.
   - "prompts": how to write a prompt as in training.
   """

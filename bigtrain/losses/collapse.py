@@ -1,4 +1,5 @@
-"""Signs that features collapse: the same for all images, or nearly so.
+"""Signs that features collapse, which means that all images get nearly the
+same.
 
 Legend: B batch, x any axes, D width of features, E width of vectors.
 """
@@ -24,17 +25,16 @@ def signs(
 ) -> Metrics:
   """Rank of features, distance of views and of images, without gradients.
 
-  "effective_rank" is the rank of the features over the batch; "view_distance"
-  the distance of vectors of two views of an image, "image_distance" of
-  different images. Only log steps have the rank, whose singular values take a
-  while.
+  "effective_rank" is the rank of the features over the batch, "view_distance"
+  the distance between the vectors of two views of an image, and
+  "image_distance" the distance between those of different images. Only log
+  steps have the rank, because its singular values take long to compute.
 
   Args:
     first_BxE, second_BxE: vectors of two views of each image. Any axes between
       the first and the last one are averaged over.
     log_step: whether the step is a log step.
-    others_BxE: vectors whose image distance counts; by default first and
-      second.
+    others_BxE: vectors for the image distance; by default first and second.
   """
   # Norms have no gradient at 0.
   first, second, features_BD, others_BxE = jax.lax.stop_gradient(
@@ -65,11 +65,11 @@ def signs(
 def problem(
   values: Mapping[str, float], vectors: str, features: str
 ) -> str | None:
-  """Says from a log entry why features have collapsed; None if they have not.
+  """Describes a collapse that a log entry shows; None if there is none.
 
   Args:
-    vectors: whose vectors "image_distance" compares, for the message.
-    features: whose features have the "effective_rank".
+    vectors: name of the vectors that "image_distance" compares, for the
+    message. features: name of the features that have the "effective_rank".
   """
   if values.get("effective_rank", 2.0) < 1.05:
     return f"{features} of all images are on one line"

@@ -1,4 +1,4 @@
-"""Applies a model: in a loss, to evaluate that loss, and for features."""
+"""Applies a model: within a loss, to evaluate a loss, and for features."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ def apply(
 ) -> tuple[Any, Variables]:
   """Returns (output, mutable collections); only training changes the latter.
 
-  Training also collects the largest logits of attention, of models that have
-  the field `attention_logits` set.
+  Training also collects the largest attention logits of models whose field
+  `attention_logits` is set.
   """
   if getattr(model, "attention_logits", False):
     collect = (*collect, "step_largest")
@@ -110,10 +110,10 @@ def whole_loss_fn(
 def layers_fn(
   model: Any, inputs: Callable[[Batch], Batch], default: str = "pre_logits"
 ) -> PredictFn:
-  """A predict function of features: of a layer, or a dict of several.
+  """A predict function for the features of a layer, or a dict of several.
 
-  A layer is a name in the dict that the model returns, or the name of one of
-  its modules, as in names of parameters: "Transformer/encoderblock_3".
+  A layer is named as in the dict that the model returns, or as in the names of
+  parameters: "Transformer/encoderblock_3".
   """
 
   def layers(
@@ -147,7 +147,7 @@ def layers_fn(
 
 
 def pixels(variables: Variables, batch: Batch) -> jax.Array:
-  """The image itself, [B, values], which features have to be better than."""
+  """The image itself, [B, values]: a baseline that features should beat."""
   del variables
   image = batch["image"]
   return image.reshape(len(image), -1).astype(jnp.float32)

@@ -108,7 +108,7 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def suffix_of(path: str) -> str:
-  """Returns what a file's name says of its format, such as ".jsonl"."""
+  """Returns the end of a file's name that says its format, such as ".jsonl"."""
   stem, suffix = os.path.splitext(path.lower())
   return os.path.splitext(stem)[1] if suffix in _COMPRESSIONS else suffix
 
@@ -261,7 +261,7 @@ def _parsed(line: bytes, where: Any) -> dict[str, Any] | DataError:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-  """Parses a line of JSON that is an object; else DataError, without place."""
+  """Parses a line of JSON that must be an object; errors name no place."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as e:

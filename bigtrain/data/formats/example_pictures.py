@@ -120,7 +120,7 @@ class ExamplePictures:
       self._pictures.check_expanded(coder, ids, self._sizes(row))
 
   def _is_native(self) -> bool:
-    """Whether the model gets patches of pictures in about their own size."""
+    """Whether the model gets patches of pictures that keep about their size."""
     layout = self._pictures.layout
     return layout is not None and layout["kind"] in picture_layouts.OF_PATCHES
 

@@ -157,7 +157,7 @@ def _fetch(urls: Sequence[str]) -> dict[str, bytes | None]:
 
 
 def _name(picture: Any) -> str | None:
-  """The path or URL of a picture, None for one that is given as a whole."""
+  """The path or URL of a picture; None if the row contains its bytes."""
   if isinstance(picture, Mapping):
     if picture.get("bytes") is not None:
       return None
