@@ -1,7 +1,7 @@
 """The command line of bigtrain.main, and the exit codes of a run.
 
-`run` is the frame around main's `train`: it parses the arguments, and turns the
-end of the run into an exit code and a last line on standard error.
+`run` wraps main's `train`: it parses the arguments, and turns the way in which
+the run ends into an exit code and a last line on standard error.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def _split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
   """Returns the changes of the config, as "KEY=VALUE", and the other words.
 
   absl cannot parse these flags, because the config's keys are not known yet. As
-  with absl's, a value follows an equals sign or a space.
+  in absl, a value follows an equals sign or a space.
   """
   changes, others = [], []
   remaining = iter(words)

@@ -3,7 +3,7 @@
 Legend: B batch, L length, D width, V vocabulary, C classes, K classes of a
 chunk, E width of the encoder, P patches.
 
-A batch has "image" [B, H, W, channels], "labels" int [B, L], a caption padded
+A batch has "image" [B, H, W, channels], "labels" int [B, L], captions padded
 with `pad_id`, and optionally "label_masks" [B, L], weights of the tokens. The
 model has the methods `states`, `encode`, `decode`, `begin` and `step` of
 models/cappa.py.
@@ -234,12 +234,12 @@ def caption(
 
   Args:
     eos_id: token that ends a caption; None if captions have no end.
-    pad_id: padding after the end. The model always reads 0 first.
-    max_len: longest caption in tokens; by default the model's.
-    method: "greedy", "beam" or "sample".
-    num_beams, length_penalty: for "beam", see decoding.beam_search.
-    temperature, top_k, top_p: for "sample", see decoding.sample.
-    seed: for "sample": a sample depends on it and on the image.
+    pad_id: padding after the end. The first token that the model reads is
+    always 0. max_len: longest caption in tokens; by default the model's.
+    method: "greedy", "beam" or "sample". num_beams, length_penalty: for "beam",
+    see decoding.beam_search. temperature, top_k, top_p: for "sample", see
+    decoding.sample. seed: for "sample": a sample depends on it and on the
+    image.
   """
   check_choice("caption.method", method, ("greedy", "beam", "sample"))
   max_len = max_len or model.max_len

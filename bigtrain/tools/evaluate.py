@@ -13,8 +13,9 @@ same devices its results equal the run's, bit for bit. (config.eval_only
 evaluates within main, which can also start from config.model_init.)
 
 --all_checkpoints evaluates each checkpoint, in order. --follow also waits for
-new ones until the run is finished, as a job beside it. Both append the results
-to metrics.jsonl in the output folder, and skip steps that are there already.
+new ones until the run is finished; start it as a separate job. Both append the
+results to metrics.jsonl in the output folder, and skip steps that are already
+there.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
@@ -86,8 +87,8 @@ def evaluate_all(
 ) -> Iterator[dict[str, Any]]:
   """Yields the results of each checkpoint for which `output` has none.
 
-  They are as those of `evaluate`. With `follow`, this waits for new checkpoints
-  until the run is finished.
+  The results are like those of `evaluate`. With `follow`, this waits for new
+  checkpoints until the run is finished.
   """
   workdir, output = _folders(workdir, output)
   config = _read_config(workdir, changes)
@@ -261,7 +262,7 @@ def _teacher(
   """The teacher of config.teacher, if an evaluation needs it.
 
   An evaluation needs it if its predict function exists only with a teacher. The
-  first such evaluation gives the shapes of the teacher's inputs.
+  shapes of the teacher's inputs are those of the first such evaluation.
   """
   no_teacher = teacher.Teacher(None, {}, dict)
   if not config.get("teacher"):
