@@ -4,7 +4,7 @@ Open objective.py first: `Objective`, the one object that main.py passes around.
 Its parts, in the order in which it builds them:
 
   building.py          the task and the model that a config names
-    published_sizes.py the model's sizes, from a published model's folder
+    published_sizes.py   the model's sizes, from a published model's folder
     logical_axes.py      names of axes in flax's way
   task_sum.py          several tasks: what each of them sees
     task_schedule.py     which tasks a step has, and their weights

@@ -1,10 +1,10 @@
 """The device mesh, which config.mesh describes by the sizes of its five axes.
 
   replica    copies of the training state
-  pipeline stages: groups of layers that each example passes in turn fsdp
-  parts of the training state; a layer is gathered when it is used sequence
-  parts of each example along its length tensor     parts of each layer: heads,
-  hidden widths, vocabularies
+  pipeline   stages: groups of layers that each example passes in turn
+  fsdp       parts of the training state; a layer is gathered when it is used
+  sequence   parts of each example along its length
+  tensor     parts of each layer: heads, hidden widths, vocabularies
 
 The batch is split over `replica` and `fsdp`, and outside the stages also over
 `pipeline`.

@@ -3,9 +3,9 @@
 Each tool builds a parser, adds its arguments with argparse's `add_argument`,
 and parses the words that follow its name:
 
-  Parser for tools that do without jax, such as `runs` JaxParser for the others:
-  it also accepts the flags of jax and absl and, for some tools, changes of the
-  config
+  Parser     for tools that do without jax, such as `runs`
+  JaxParser  for the others: it also accepts the flags of jax and absl and, for
+             some tools, changes of the config
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 `get` makes one from its description in a config:
 
-  "my_project.rewards.exact" a function of (texts, row) dict(command="python
-  judge.py") JSON lines in, a number a line out
+  "my_project.rewards.exact"             a function of (texts, row)
+  dict(command="python judge.py")        JSON lines in, one number per line out
   dict(url="http://localhost:8000/")     a JSON list in, a list of numbers out
 
 A function is called for each prompt, with all answers to the prompt, in another

@@ -6,9 +6,9 @@ which a head's largest logit was above tau, `factors` shrinks the head's
 projections so that it would have been tau. With gamma = min(1, tau / largest
 logit):
 
-  heads with own keys queries by gamma^alpha, keys by gamma^(1 - alpha) heads
-  that share keys queries by gamma latent attention       features without
-  rotation as with own keys; rotated
+  heads with own keys    queries by gamma^alpha, keys by gamma^(1 - alpha)
+  heads that share keys  queries by gamma
+  latent attention       features without rotation as with own keys; rotated
                          queries by gamma
 
 The paper shrinks each head separately, and leaves the rotated keys of latent
