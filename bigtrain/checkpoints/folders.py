@@ -238,6 +238,10 @@ def find_all(path: str) -> dict[int, str]:
   path = paths.absolute(path)
   try:
     inside = _names_at(path) if paths.is_remote(path) else os.listdir(path)
+  except NotADirectoryError as e:
+    raise ConfigError(
+      f"{path}: a file; expected a workdir or a checkpoint, which are folders."
+    ) from e
   except OSError as e:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
@@ -301,8 +305,8 @@ def check_writable(workdir: str) -> None:
     os.rmdir(probe + "1")
   except OSError as e:
     raise ConfigError(
-      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})"
-      f"{disk.room(e, workdir)}."
+      f"--workdir={workdir}: cannot write there: "
+      f"{disk.short_reason(e, workdir)}."
     ) from e
 
 

@@ -71,11 +71,14 @@ def resume(
       "over by itself: use another --workdir for that."
     )
   else:
+    older = "is 1 older checkpoint"
+    if len(directories) > 2:
+      older = f"are {len(directories) - 1} older checkpoints"
     advice = (
-      f"There are {len(directories) - 1} older ones: "
-      "config.ckpt_fallback=True resumes from the newest valid one."
+      f"There {older}: config.ckpt_fallback=True resumes from the newest valid "
+      "one."
     )
-  raise DamagedError(f"{first_damage} {advice}")
+  raise DamagedError(f"{first_damage.rstrip('.')}. {advice}")
 
 
 def clean(workdir: str) -> None:

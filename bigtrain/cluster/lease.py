@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError
-from bigtrain.files import objects, paths
+from bigtrain.files import disk, objects, paths
 
 FILE = "lease.json"
 
@@ -180,7 +180,8 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         return Lease(path, own, term_secs)
   except OSError as e:
     raise ConfigError(
-      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
+      f"--workdir={workdir}: cannot write there: "
+      f"{disk.short_reason(e, workdir)}."
     ) from e
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_number
 
-UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+UNITS = settings.UNITS
 
 # Steps between two log steps, and between two checkpoints, where a config does
 # not say.
@@ -84,8 +84,12 @@ def steps(
   if not given:
     return default
   if len(given) > 1:
-    both = " and ".join(f"{path}.{name}" for name in given)
-    raise ConfigError(f"{both}: give the length once, in one unit.")
+    names = [f"{path}.{name}" for name in given]
+    both = " and ".join(names)
+    raise ConfigError(
+      f"{both}: give the length once, in one unit; "
+      f"{names[0]}=None removes the first."
+    )
   ((name, (amount, unit)),) = given.items()
   return units.to_steps(amount, unit, f"{path}.{name}")
 

@@ -12,6 +12,15 @@ from typing import Any
 
 from bigtrain.config.errors import ConfigError, did_you_mean
 
+# What a module of each package is, in messages.
+_KINDS = {
+  "data": "data source",
+  "evaluators": "evaluator",
+  "hooks": "hook",
+  "models": "model",
+  "tasks": "task",
+}
+
 
 def module_names(kind: str) -> list[str]:
   """Returns the modules of a package, such as "tasks"."""
@@ -37,7 +46,7 @@ def find_module(kind: str, name: str, key: str) -> Any:
         " A module of your own has a dotted path, such as "
         "'my_project.my_module'."
       )
-    raise ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
+    raise ConfigError(f"{key}: unknown {_KINDS[kind]} {name!r}.{hint}")
   dotted = name if "." in name else f"bigtrain.{kind}.{name}"
   return _import(dotted, key)
 

@@ -24,7 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.arrays import dims
-from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  nearest_divisors,
+)
 from bigtrain.models.layers import (
   encoder,
   layer_dims,
@@ -499,9 +504,14 @@ class PatchEmbedding(nn.Module):
     h, w = height // p, width // q
     wrong = self.seqhw is not None and (h, w) != (self.seqhw, self.seqhw)
     if height % p or width % q or wrong:
+      key = "patch_size" if self.seqhw is None else "seqhw"
+      nearest = ""
+      if self.seqhw is None:
+        sizes = nearest_divisors(p, math.gcd(height, width))
+        nearest = f"; the nearest sizes that do: {sizes}"
       raise ConfigError(
-        f"config.model.{'seqhw' if self.seqhw else 'patch_size'}: patches of "
-        f"{p}x{q} pixels do not tile an image of {height}x{width}."
+        f"config.model.{key}: patches of {p}x{q} pixels do not tile an image "
+        f"of {height}x{width}{nearest}."
       )
     x = patches.cut(jnp.asarray(image, self.dtype), (p, q))
     x = x.reshape(B, h * w, -1)

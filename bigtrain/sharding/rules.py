@@ -43,6 +43,7 @@ from bigtrain.config.errors import (
   check_choice,
   check_kwargs,
   check_number,
+  nearest_divisors,
   regex,
 )
 from bigtrain.sharding import memory
@@ -278,23 +279,11 @@ def _dimension(axis: str, dim: int) -> Layout:
       raise ConfigError(
         f"dimension {at} of shape {shape} is {shape[at]}, which does not "
         f"divide by {by}; the nearest sizes that work: "
-        f"{_nearest_divisors(ways, shape[at])}"
+        f"{nearest_divisors(ways, shape[at])}"
       )
     return spec_of({**placed, at: axes}), ""
 
   return layout
-
-
-def _nearest_divisors(ways: int, size: int) -> str:
-  """The divisors of a dimension's size that are nearest to `ways`, as text.
-
-  >>> _nearest_divisors(4, 6), _nearest_divisors(3, 50257)
-  ('3 and 6', '1 and 29')
-  """
-  divisors = [n for n in range(1, size + 1) if size % n == 0]
-  below = [n for n in divisors if n < ways]
-  above = [n for n in divisors if n > ways]
-  return " and ".join(str(n) for n in below[-1:] + above[:1])
 
 
 def along(spec: PartitionSpec, shape: Shape, names: Sequence[Any]) -> Layout:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, nearest_divisors
 from bigtrain.models.layers import (
   attention_backends,
   attention_blockwise,
@@ -181,7 +181,8 @@ class Attention(nn.Module):
       D = x_or_y.shape[-1]
       if D % H:
         raise ConfigError(
-          f"config.model.num_heads: {H} does not divide the width {D}."
+          f"config.model.num_heads: {H} does not divide the width {D}; the "
+          f"nearest that do: {nearest_divisors(H, D)}."
         )
       K = D // H
     G = options.num_kv_heads or H

@@ -16,6 +16,7 @@ from bigtrain.config.errors import (
   check_choice,
   check_kwargs,
   check_number,
+  nearest_divisors,
 )
 from bigtrain.models.layers import attention_backends, remat
 
@@ -107,7 +108,8 @@ def filled(
   if "head_dim" not in values:
     if width % heads:
       raise ConfigError(
-        f"config.model.num_heads: {heads} does not divide the width {width}."
+        f"config.model.num_heads: {heads} does not divide the width {width}; "
+        f"the nearest that do: {nearest_divisors(heads, width)}."
       )
     values["head_dim"] = width // heads
   return {"mlp_dim": 4 * width, **values}
