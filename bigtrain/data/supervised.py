@@ -120,9 +120,10 @@ class Source:
       pictures of digits; or "digit_scenes", questions on one picture of two
       digits, some of which ask for boxes.
     split: split of built-in data: "train", "test" (every tenth question) or
-    "all". dataset: a published data set of pictures, in its original files:
-    dict(name=...) and arguments of formats/picture_sets.py. template: chat
-    template, by default the one in the tokenizer's folder: a
+      "all".
+    dataset: a published data set of pictures, in its original files:
+      dict(name=...) and arguments of formats/picture_sets.py.
+    template: chat template, by default the one in the tokenizer's folder: a
       name (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
     date: date for templates that print today's, such as "2026-01-31".
@@ -136,8 +137,8 @@ class Source:
     bos: whether the begin token precedes rows without a template; by default it
       does if the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
-    prefix: whether all tokens attend to the whole prompt, up to the first
-      token with a loss; with pack, only models.vision_language does.
+    prefix: whether all tokens attend to the whole prompt, up to the first token
+      with a loss; with pack, only models.vision_language does.
     rows: shape of the rows, as above; by default recognised by a row's fields.
     pictures: folder of a published model whose processor prepares pictures, or
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").

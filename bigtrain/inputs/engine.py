@@ -73,9 +73,10 @@ class Engine:
 
   Attributes:
     spec: {feature: (dtype, shape)} of an example, from the part with the
-    largest examples. specs: the same for each part. skipped: (key of the part,
-    index) of the examples that were replaced. id_limits: {feature: (number of
-    ids, whether negative ids are allowed)}.
+      largest examples.
+    specs: the same for each part.
+    skipped: (key of the part, index) of the examples that were replaced.
+    id_limits: {feature: (number of ids, whether negative ids are allowed)}.
   """
 
   def __init__(

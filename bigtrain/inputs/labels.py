@@ -30,8 +30,9 @@ def read(
 
   Args:
     names: a list, the name of a published set, or a text file with one per
-    line. kind: "class_names" or "prompts": the file beside this module that
-    contains the published sets.
+      line.
+    kind: "class_names" or "prompts": the file beside this module that contains
+      the published sets.
   """
   if isinstance(names, str):
     published = pathlib.Path(__file__).with_name(f"{kind}.json")

@@ -36,7 +36,7 @@ def crops(
     aspect: smallest and largest ratio of width to height.
     flip: whether half of the views are mirrored.
     contrast: largest relative change of contrast, and largest shift of the
-    values, of each view.
+      values, of each view.
   """
   height, width, channels = image.shape[1:]
 

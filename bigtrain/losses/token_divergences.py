@@ -70,8 +70,8 @@ def taught(
 
   Args:
     nll: weight of the cross-entropy. Whatever the weight, the cross-entropy is
-    `loss_BL` of the result. weights: the teachers' weights by name; by default
-    all are equal.
+      `loss_BL` of the result.
+    weights: the teachers' weights by name; by default all are equal.
   """
   key = "config.loss.distill"
   check_number(f"{key}.beta", beta, least=0, most=1)

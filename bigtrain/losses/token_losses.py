@@ -189,10 +189,10 @@ class TokenTask(NamedTuple):
         losses.cross_entropy.softmax_xent; 1e-4 is usual.
       load_balance: weight of Switch Transformers' load-balancing loss.
       load_balance_over: "layers" for the mean over the layers, or "all" for all
-      layers' tokens together. router_z: weight of the loss that keeps the
-      routers' logits small. mtp_weight: weight of the losses of
-      config.model.mtp. chunk: positions of each example at a time, see
-      losses.linear_xent.
+        layers' tokens together.
+      router_z: weight of the loss that keeps the routers' logits small.
+      mtp_weight: weight of the losses of config.model.mtp.
+      chunk: positions of each example at a time, see losses.linear_xent.
 
     Returns:
       (metrics "loss" in nats and "accuracy", with "loss_mask" the number of

@@ -52,8 +52,10 @@ def adafactor(
     clipping_threshold: largest root mean square of an update before these
       factors; None for no clipping.
     momentum: decay of the average of updates, without debiasing; None for no
-    average. dtype_momentum: dtype of the stored average. eps: added to squared
-    gradients. factored: whether second moments are factored at all.
+      average.
+    dtype_momentum: dtype of the stored average.
+    eps: added to squared gradients.
+    factored: whether second moments are factored at all.
   """
 
   def decay(t: jax.Array) -> jax.Array:

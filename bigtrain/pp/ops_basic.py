@@ -87,7 +87,7 @@ def vgg_value_range(
 
   Args:
     mean, std: values for each channel, on the scale of the input: 0 to 255 for
-    bytes.
+      bytes.
   """
   if len(mean) != len(std) or min(std, default=0) <= 0:
     raise ConfigError(

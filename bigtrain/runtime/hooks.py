@@ -43,7 +43,7 @@ class Hooks:
   Attributes:
     stopped: the decision that ended the run, now or before it was resumed.
     evaluations: evaluations that hooks have asked for and that have no results
-    yet.
+      yet.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):

@@ -115,8 +115,10 @@ class Programs:
 
     Args:
       name: name of the last program, which is the largest and the one in
-      reports. fn: the function. all_specs: specs of its arguments, for each
-      program. argnums: numbers of the arguments whose shapes or keys differ.
+        reports.
+      fn: the function.
+      all_specs: specs of its arguments, for each program.
+      argnums: numbers of the arguments whose shapes or keys differ.
       **options: arguments of `lower`.
     """
     if self.mode != "compiled" or len(all_specs) == 1:

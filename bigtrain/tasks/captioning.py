@@ -235,11 +235,12 @@ def caption(
   Args:
     eos_id: token that ends a caption; None if captions have no end.
     pad_id: padding after the end. The first token that the model reads is
-    always 0. max_len: longest caption in tokens; by default the model's.
-    method: "greedy", "beam" or "sample". num_beams, length_penalty: for "beam",
-    see decoding.beam_search. temperature, top_k, top_p: for "sample", see
-    decoding.sample. seed: for "sample": a sample depends on it and on the
-    image.
+      always 0.
+    max_len: longest caption in tokens; by default the model's.
+    method: "greedy", "beam" or "sample".
+    num_beams, length_penalty: for "beam", see decoding.beam_search.
+    temperature, top_k, top_p: for "sample", see decoding.sample.
+    seed: for "sample": a sample depends on it and on the image.
   """
   check_choice("caption.method", method, ("greedy", "beam", "sample"))
   max_len = max_len or model.max_len

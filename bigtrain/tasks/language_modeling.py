@@ -13,8 +13,8 @@ A batch has
     earlier ones (a prefix language model). Not with "segments".
   "image": optional float [B, height, width, 3], or [B, N, height, width, 3] for
     several, the pictures of models.vision_language; or ready-made patches,
-    float [B, N, P, values], of pictures of any shape. With these, "shapes": int
-    [B, N, 2], rows and columns of the patches of each.
+    float [B, N, P, values], of pictures of any shape. With these also
+  "shapes": int [B, N, 2], rows and columns of the patches of each.
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
     or with config.teacher (one, or several by name), the model learns the
@@ -131,7 +131,7 @@ def generate(
       time. Only for greedy decoding; gives the same tokens with fewer calls of
       the model.
     whole: whether to return all that decoding.sample returns, including
-    prompts.
+      prompts.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]

@@ -233,7 +233,7 @@ def of_processor(
   Args:
     values: contents of preprocessor_config.json.
     min_pixels, max_pixels: values in place of the processor's, for native
-    sizes.
+      sizes.
   """
   kind = str(values.get("image_processor_type", ""))
   size = values.get("size") or {}

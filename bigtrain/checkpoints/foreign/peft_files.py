@@ -543,7 +543,7 @@ def _joined_parts(
 
   Args:
     shares: whether all parts have the same A, which then becomes the matrix's
-    A.
+      A.
   """
   ranks = [len(x[A]) for x in factors]
   rank = ranks[0] if shares else sum(ranks)

@@ -105,8 +105,8 @@ class Attention(nn.Module):
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
       real_BL: bool, False for queries that are padding, for
-      attention_logits.record. cache: a cache of kv_cache.py. Keys and values of
-      y are written to it.
+        attention_logits.record.
+      cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
     *qkv, gate_BLHK = self._projections(x_BLD, y_BSD)

@@ -65,7 +65,7 @@ class LayerInputs(nn.Module):
     Args:
       x_BLD: the tokens' embeddings.
       fixed_BL: bool, True for tokens whose entries of the table are not
-      trained.
+        trained.
     """
     N, I = self.depth, self.dim
     D = x_BLD.shape[-1]
