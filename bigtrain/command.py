@@ -1,7 +1,7 @@
 """The command line of bigtrain.main, and the exit codes of a run.
 
-`run` is the frame around main's `train`: it parses the arguments, and turns the
-end of the run into an exit code and a last line on standard error.
+`run` wraps main's `train`: it parses the arguments, and turns the way in which
+the run ends into an exit code and a last line on standard error.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from absl import flags, logging
 
-from bigtrain.checkpoints import folders
+from bigtrain.checkpoints import folders, manifest
 from bigtrain.cluster import process
 from bigtrain.config import loading
 from bigtrain.config.errors import ConfigError
@@ -87,7 +87,7 @@ def _split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
   """Returns the changes of the config, as "KEY=VALUE", and the other words.
 
   absl cannot parse these flags, because the config's keys are not known yet. As
-  with absl's, a value follows an equals sign or a space.
+  in absl, a value follows an equals sign or a space.
   """
   changes, others = [], []
   remaining = iter(words)
@@ -170,10 +170,11 @@ def run(train: Callable[[Any, str | None], dict[str, Any]]) -> NoReturn:
     from bigtrain.step import guard
 
     # For these the last line is enough: a program that was refused before it
-    # ran out of memory, values that are not finite, and a full disk.
+    # ran out of memory, values that are not finite, a checkpoint whose files
+    # have changed, and a full disk.
     is_refused = isinstance(e, device_memory.OutOfMemory) and not e.__cause__
-    is_not_finite = isinstance(e, guard.NotFinite)
-    if not (is_refused or is_not_finite or disk.is_full(e)):
+    explains_itself = isinstance(e, guard.NotFinite | manifest.DamagedError)
+    if not (is_refused or explains_itself or disk.is_full(e)):
       with contextlib.suppress(OSError):  # As in _end.
         print(ending.users_frames(e, config), file=sys.stderr, end="")
         traceback.print_exc()

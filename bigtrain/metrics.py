@@ -4,7 +4,7 @@ A metric is a mean or one of the classes below. A mean is a tuple (sum, weight),
 which `pair` makes. Two metrics of the same kind merge into the metric of all
 their values, whether they come from microbatches, devices, hosts, padded
 batches or steps; means of means would not. A metric whose arrays are all zero
-has no values and changes nothing when it is merged.
+has no values, and merging it changes nothing.
 
 Each class has `of`, which makes a metric from an array; `merge`; and `value`,
 which turns several of them into a number, on the host and in float64.
@@ -220,8 +220,8 @@ class ArrayStats:
 class Largest:
   """The largest values of N arrays.
 
-  Results are "max", the largest of all, and "max/<name>" of each array. One
-  whose largest value is -inf has none, and no result.
+  Results are "max", the largest of all, and "max/<name>" of each array. An
+  array whose largest value is -inf counts as empty and has no result.
   """
 
   largest: Any  # float32 [N]; not relevant if the count is 0.
@@ -313,7 +313,7 @@ def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
     source: the function, for messages.
 
   Raises:
-    ConfigError: some are of no known kind, or "loss" is not a mean.
+    ConfigError: if a metric is of an unknown kind, or "loss" is not a mean.
   """
   if not isinstance(metrics, Mapping):
     raise ConfigError(
@@ -364,8 +364,8 @@ def top_k_hits(logits_BC: jax.Array, labels: jax.Array, k: int) -> jax.Array:
   """Returns whether a label of an example is among its k largest logits, [B].
 
   Labels are class numbers [B], or multi-hot [B, C]. Of two classes with equal
-  scores, the lower number comes first. Scores that are -inf, or not
-  `has_order`, have no hits.
+  scores, the lower number comes first. Scores that are -inf, or for which
+  `has_order` is False, have no hits.
   """
   score_Bk, best_Bk = jax.lax.top_k(logits_BC, k)
   if labels.ndim == 1:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from bigtrain import command
+from bigtrain.checkpoints import manifest
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.runtime import jax_flags, no_workdir
@@ -207,6 +208,17 @@ def test_an_error_ends_with_its_code_and_its_reason_in_the_last_line(
   assert (actual_code, out, err[-1]) == (code, "", last)
   # Only unexpected errors show a traceback.
   assert any("Traceback" in line for line in err) == (code == 1)
+
+
+def test_a_damaged_checkpoint_ends_in_one_line(file, monkeypatch, capsys):
+  def train(config, workdir):
+    raise manifest.DamagedError("w/checkpoints/00000008: array 'x' is damaged")
+
+  code, _, err = run(train, file, monkeypatch, capsys)
+  assert code == 1
+  assert err == [
+    "error: DamagedError: w/checkpoints/00000008: array 'x' is damaged"
+  ]
 
 
 def test_a_mistake_on_the_command_line_starts_no_training(

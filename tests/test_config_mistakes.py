@@ -71,7 +71,11 @@ MISSPELLED = [
   ({"keep_ckpt": 3}, r"config.keep_ckpt: .* mean 'keep_ckpts'"),
   ({"grad_clip_nrm": 1.0}, r"config.grad_clip_nrm: .* 'grad_clip_norm'"),
   ({"num_epochs": 3}, r"config.num_epochs: .* mean 'total_epochs'"),
-  ({"batch_size": 4}, r"config.batch_size: .* mean 'input.batch_size'"),
+  ({"batch_size": 4}, r"config.batch_size: .* mean 'config.input.batch_size'"),
+  ({"batch_siz": 4}, r"config.batch_siz: .* mean 'config.input.batch_size'"),
+  ({"warmup_percent": 4}, r"mean 'config.schedule.warmup_steps'"),
+  ({"learning_rate": 1.0}, r"config.learning_rate: .* mean 'lr'"),
+  ({"num_classes": 4}, r"classes: .* mean 'config.model.num_classes'"),
   # Required keys.
   (
     {"total_steps": None, "log_steps": 2},

@@ -1,16 +1,17 @@
 """Says which dimensions of a parameter are inputs, outputs, layers or experts.
 
-Optimizers, initializers, tensor parallelism and adapters need to know. A model
-describes its parameters once, in a function beside its Model:
+Optimizers, initializers, tensor parallelism and adapters all need this. A model
+describes its parameters once, in a function beside its Model class:
 
   def param_dims(model: Model) -> dims.Table:
     return {r".*/up/kernel": "D -> F", r".*/up/bias": "F"}
 
-A table maps regular expressions of whole names to a letter or a word for each
-dimension; the first that matches decides. "D -> H K" is a matrix with D inputs
-and H x K outputs, "F" a vector, and "E; D -> F" a stack of matrices, here of
-experts. If a parameter has more dimensions than that, the first ones are its
-layers. "E:fsdp; D -> F" splits the experts over the axis `fsdp` of the mesh.
+A table maps a regular expression, which has to match the whole name, to a
+letter or a word for each dimension. The first match decides. "D -> H K" is a
+matrix with D inputs and H x K outputs, "F" a vector, and "E; D -> F" a stack of
+matrices, here of experts. If a parameter has more dimensions than that, the
+first ones are its layers. "E:fsdp; D -> F" splits the experts over the axis
+`fsdp` of the mesh.
 
 Letters: D width of the model, H heads, G heads of keys and values, K width of a
 head, F hidden width, E experts, V vocabulary or classes. Other dimensions have
@@ -25,7 +26,7 @@ Table: TypeAlias = Mapping[str, str]
 
 
 class Dims(NamedTuple):
-  """Letters of a parameter's dimensions, without its layers."""
+  """The letters of a parameter's dimensions, not counting layers."""
 
   stack: tuple[str, ...]  # Of separate matrices, such as experts.
   inputs: tuple[str, ...]  # A vector has none.
@@ -80,5 +81,5 @@ def text(table: Table, name: str) -> str:
 
 
 def under(prefix: str, table: Table) -> dict[str, str]:
-  """Returns the table of a part of a model whose names begin with `prefix`."""
+  """Returns the table of a submodel, for names that begin with `prefix`."""
   return {f"{prefix}(?:{pattern})": text for pattern, text in table.items()}

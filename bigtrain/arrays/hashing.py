@@ -1,7 +1,7 @@
 """Permutations and random numbers without state, by hashing.
 
-Each result depends only on its arguments. What numpy's generators return would
-also depend on earlier draws.
+Each result depends only on the arguments. Draws from numpy's generators would
+also depend on the draws before them.
 """
 
 import math
@@ -50,10 +50,10 @@ def permute(
 ) -> np.ndarray:
   """Applies a pseudo-random permutation of [0, n) to `index`, int64 [B].
 
-  Each (seed, epoch) has its own; n is at most 2**62. Method: a Feistel network
-  over mixed-radix pairs (l, r), with index l * b + r and a * b just above n.
-  Results of n or more are permuted again until they fall below n (Black and
-  Rogaway, "Ciphers with arbitrary finite domains", 2002).
+  Each (seed, epoch) has a different permutation; n is at most 2**62. It is a
+  Feistel network over mixed-radix pairs (l, r), with index l * b + r and a * b
+  just above n. Results of n or more are permuted again until they fall below n
+  (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
   """
   index = np.asarray(index, np.int64)
   if index.size and (index.min() < 0 or index.max() >= n):
@@ -119,5 +119,5 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, n: int) -> int:
 
 
 def stream(seed: int, source: int) -> int:
-  """Returns the seed of one source, so that each has its own random order."""
+  """Returns the seed of one source, so that sources differ in their order."""
   return int(fold(seed, source))

@@ -18,7 +18,7 @@ _MARK = re.compile(r"model_flops_(\d+)_of_(\d+)")
 
 
 def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
-  """Marks the operations traced inside: only a part of their work is useful.
+  """Marks operations traced inside it: only a share of their work is useful.
 
   >>> with share(5, 8):  # A length of 5, padded to two chunks of 4.
   ...   pass
@@ -31,7 +31,7 @@ def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
 def counts_as(
   mathematics: int, computed: int
 ) -> contextlib.AbstractContextManager[Any]:
-  """Marks the operations traced inside: what their work counts as.
+  """Sets the number of FLOPs that the operations traced inside it count as.
 
   An attention kernel skips pairs that a mask hides, for instance, but model
   FLOPs count what the mathematics says.

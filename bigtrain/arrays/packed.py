@@ -1,4 +1,4 @@
-"""Arrays [B, L] of texts, of which several documents may share an example."""
+"""Operations on token arrays [B, L], in which examples may pack documents."""
 
 import jax
 import jax.numpy as jnp

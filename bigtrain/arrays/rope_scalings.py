@@ -1,8 +1,8 @@
 """Options of scaled rotary embeddings, by type.
 
-config.model.rope_scaling has them under these names (models/layers/positions.py
-computes with them), and so do, except for original_len, the `rope_parameters`
-of published models (models/published/rope_rules.py).
+These are the names in config.model.rope_scaling, which
+models/layers/positions.py uses. The `rope_parameters` of published models have
+the same names, except for original_len (models/published/rope_rules.py).
 """
 
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ def best_size(
 def without_padding(
   height: int, width: int, rows: int, columns: int
 ) -> tuple[int, int]:
-  """Rows and columns of patches that show a picture of these proportions."""
+  """Rows and columns of patches that show the picture rather than padding."""
   if width / height > columns / rows:
     shown = int(round(height * (columns / width), 7))
     return rows - (rows - shown) // 2 * 2, columns
@@ -42,7 +42,7 @@ def without_padding(
 
 
 def inside(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-  """A picture's size after resizing, in its proportions, into a larger one."""
+  """The picture's size after it is resized, undistorted, to fit into `size`."""
   scale_height, scale_width = size[0] / height, size[1] / width
   if scale_width < scale_height:
     return min(math.ceil(height * scale_width), size[0]), size[1]
@@ -56,7 +56,7 @@ def shrunk(
 
   Args:
     side: rows of patches in a tile.
-    limit: number of tiles whose patches are about as many as remain at most.
+    limit: about how many tiles' worth of patches may remain.
   """
   if limit is None:
     return rows, columns

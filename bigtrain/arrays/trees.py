@@ -44,7 +44,7 @@ def map_with_names(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 def from_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
   """Returns nested dicts of {name: leaf}.
 
-  A name below the name of another leaf is a ValueError.
+  Raises ValueError if one leaf's name is a parent of another's.
 
   >>> from_flat({"a/b": 1, "a/c": 2})
   {'a': {'b': 1, 'c': 2}}
@@ -80,7 +80,7 @@ def partition(tree: Tree, mask: Tree) -> tuple[Tree, Tree]:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-  """Joins two parts, as of `partition`; a leaf in both is a ValueError."""
+  """Joins the two parts of `partition`. A leaf in both raises a ValueError."""
   merged = dict(first)
   for key, value in second.items():
     if key not in merged:

@@ -7,9 +7,9 @@ local_checkpoints.py keeps more frequent checkpoints on the hosts.
 
 Where an array comes from: start.py chooses between the workdir's newest
 checkpoint, config.resume, config.model_init and the seed. restore.py loads a
-checkpoint under any mesh, warm_start.py maps the names in another model's file
-to the parameters, foreign_state.py does so for the optimizer's state, and
-foreign/ opens the files.
+checkpoint under any mesh, warm_start.py loads parameters from another model's
+file, foreign_state.py loads an optimizer state from one, and foreign/ opens the
+files.
 
 The main program, evaluations, hooks and tools may import this package; models,
 tasks, data and losses may not.

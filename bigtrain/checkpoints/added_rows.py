@@ -1,9 +1,9 @@
 """Rows of embedding and head for tokens that the file of model_init lacks.
 
-objective/new_rows.py decides which rows there are and writes that into
-config.model_init; warm_start.py loads the file's rows and puts the new ones
-behind them. The values of new rows are computed on the host, in float64 and in
-a fixed order, so they do not depend on the devices.
+objective/new_rows.py decides which rows are new and records that in
+config.model_init. warm_start.py loads the file's rows and appends the new ones.
+The values of new rows are computed on the host, in float64 and in a fixed
+order, so they do not depend on the devices.
 """
 
 import re
@@ -74,7 +74,7 @@ class AddedRows(NamedTuple):
 
 
 def extended(params: Any, rows: AddedRows, mesh: Mesh) -> Any:
-  """Parameters of a smaller vocabulary, with the new rows."""
+  """Adds the new rows to the parameters of a model with fewer tokens."""
   flat = dict(trees.flatten_with_names(params))
   new = {}
   for name, x in flat.items():
@@ -87,7 +87,7 @@ def extended(params: Any, rows: AddedRows, mesh: Mesh) -> Any:
 
 
 class WithAddedRows:
-  """An array of a file with the new rows, which is made where it is indexed."""
+  """A file's array with the new rows appended, computed as it is indexed."""
 
   def __init__(self, array: Any, name: str, rows: AddedRows):
     self._array, self._rows = array, rows

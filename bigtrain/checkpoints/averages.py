@@ -1,8 +1,8 @@
 """The parameters that result from training with a schedule-free optimizer.
 
-Such an optimizer (optim/wrappers.py) computes gradients at a point y, which the
-train state has as its parameters, and keeps the iterate z in its own state. The
-result of the training is the average x, with y = b1 * x + (1 - b1) * z.
+Such an optimizer (optim/wrappers.py) computes gradients at a point y, the
+parameters of the train state, and keeps the iterate z in the optimizer state.
+The result of the training is the average x, where y = b1 * x + (1 - b1) * z.
 
 `evaluation_form` computes x from a train state, `read` from the files of a
 checkpoint. Tools that do not use jax import this module.
@@ -20,7 +20,7 @@ _Z = "opt/z/"
 
 
 def averaged(names: Iterable[str]) -> dict[str, str]:
-  """{parameter: its iterate z}; {} unless the state is schedule-free."""
+  """{parameter: its iterate z}; {} for other optimizers."""
   names = set(names)
   if not names.issuperset(STATE):
     return {}
@@ -41,7 +41,7 @@ def read(
   manifest: Manifest,
   parts: Sequence[tuple[str, tuple[slice, ...]]],
 ) -> Iterator[Any]:
-  """`integrity.read` that gives averages for the parameters."""
+  """Like `integrity.read`, but returns the averages as the parameters."""
   iterates = averaged(manifest.arrays)
   if not iterates.keys() & {name for name, _ in parts}:
     yield from integrity.read(directory, manifest, parts)
@@ -57,7 +57,7 @@ def read(
 
 
 def evaluation_form(params: Any, opt: Any) -> Any:
-  """The averages of a schedule-free train state; else its parameters."""
+  """The averages of a schedule-free train state; otherwise the parameters."""
   import jax
 
   from bigtrain import sharding

@@ -1,7 +1,7 @@
 """Config keys and files that may change between two starts of a run.
 
 A change of any other key would change what the run learns, so it is refused
-unless config.allow_changes names it.
+unless config.allow_changes names the key.
 """
 
 import fnmatch
@@ -49,7 +49,7 @@ def _leaves(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_harmless(key: str) -> bool:
-  """Whether a change of a dotted key leaves what a run learns as it is."""
+  """Whether a change of a dotted key has no effect on what a run learns."""
   return any(
     fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
     for pattern in _HARMLESS
@@ -122,7 +122,7 @@ def check_files(
 
 
 def check_base(saved: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-  """Raises ConfigError if adapters have another base than in training."""
+  """Raises ConfigError if the adapters' base is not the one of training."""
   if saved and base and saved["digest"] != base["digest"]:
     raise ConfigError(
       "config.model_init: expected the base with which the adapters were "

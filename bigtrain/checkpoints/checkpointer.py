@@ -106,7 +106,7 @@ def _rounded(
 
 
 def _point(name: str) -> None:
-  """Marks a moment of a save. It does nothing; tests make it raise or kill."""
+  """Names a moment of a save. It does nothing; tests make it raise or kill."""
 
 
 @dataclasses.dataclass
@@ -132,8 +132,8 @@ class Checkpointer:
   calls raise its error: a run must not continue as if it had been saved.
 
   Attributes:
-    last_stall_secs: time for which the newest `save` blocked its caller.
-    last_write_secs: time that the newest committed save took.
+    last_stall_secs: how long the newest `save` blocked its caller.
+    last_write_secs: how long the newest committed save took.
     last_saved_step: its step.
   """
 
@@ -157,10 +157,10 @@ class Checkpointer:
         to the workdir (lease.Lease.check).
       keep: number of newest checkpoints to keep; with 0, nothing is saved.
       dtypes: config.ckpt_dtype.
-      keep_every_steps: checkpoints of its multiples are kept forever.
+      keep_every_steps: checkpoints at multiples of this step are kept forever.
       local: checkpoints on the hosts.
       config_digest: digest of the config, for the manifest.
-      timeout_secs: time that processes wait for each other in a save.
+      timeout_secs: how long processes wait for each other in a save.
     """
     self._workdir = workdir
     self._keep = check_number("config.keep_ckpts", keep, least=0, whole=True)
@@ -248,7 +248,8 @@ class Checkpointer:
   def due_locally(self, step: int) -> bool:
     """Whether to save `step` on the hosts; the same on all processes.
 
-    Not while a save to the workdir is in flight: the loop would wait for it.
+    False while a save to the workdir is in flight, because the loop would have
+    to wait for it.
     """
     if not self._keep or self._local is None or not self._local.due(step):
       return False
@@ -317,7 +318,7 @@ class Checkpointer:
         self._prune(job)
 
   def _write_arrays(self, job: _Job) -> None:
-    """Writes this process's pieces; process 0 also all arrays' metadata."""
+    """Writes this process's pieces; process 0 also writes the metadata."""
     if self._index == 0:
       folders.begin(job.tmp)
     # In an object store, `begin` removes an earlier attempt of the same name.
@@ -334,7 +335,7 @@ class Checkpointer:
   def _commit(
     self, job: _Job, partial_sums: list[dict[str, checksums.Sums]]
   ) -> None:
-    """Checks all files, and makes them a checkpoint; process 0 calls it.
+    """Checks all files and commits the checkpoint; process 0 calls it.
 
     Args:
       job: the save.

@@ -24,7 +24,7 @@ _ROW = 4096
 
 
 def add(sums: Iterable[Sums]) -> Sums:
-  """Sums of an array, from those of its parts."""
+  """The sums of an array, added up from the sums of its parts."""
   total, weighted = 0, 0
   for one in sums:
     total += one[0]
@@ -59,9 +59,9 @@ def of_part(data: np.ndarray, place: Place, shape: Sequence[int]) -> Sums:
 def _weighted(words: np.ndarray, strides: Sequence[int]) -> Sums:
   """Sums of words, and of words times positions, from 0 in the part.
 
-  A position is a sum of index times stride over the dimensions. So the weighted
-  sum is one of the first dimension plus one of the others, and each of these
-  needs only the sums of the words over the rest.
+  A position is the sum over dimensions of index times stride. So the weighted
+  sum splits into one term for the first dimension and one for the others. Each
+  term needs only sums of the words over the remaining dimensions.
   """
   if words.ndim == 1:
     return _of_vector(words, strides[0])

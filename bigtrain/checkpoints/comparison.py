@@ -1,8 +1,8 @@
 """Compares arrays on devices without gathering them.
 
-The processes exchange only checksums (device_checksums.py). All of them call
-`results` or `replicas` together, and get the same text: the first array that
-differs, with its devices and hosts, or "" if nothing differs.
+The processes exchange only checksums (device_checksums.py). They all call
+`results` or `replicas` together, and all get the same text, which names the
+first array that differs and its devices and hosts. It is "" if nothing differs.
 """
 
 import collections
@@ -104,7 +104,7 @@ def _exchange(shards: Iterable[_Shard]) -> list[_Shard]:
 
 
 def _minorities(shards: Iterable[_Shard]) -> list[_Shard]:
-  """Shards that differ from most copies of their part; all copies at a tie."""
+  """Shards that differ from most copies of their part; all copies in a tie."""
   by_part = collections.defaultdict(list)
   for shard in shards:
     by_part[shard.position, shard.place].append(shard)

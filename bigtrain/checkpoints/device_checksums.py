@@ -1,8 +1,8 @@
 """Checksums of arrays (checksums.py), computed on the devices that hold them.
 
-They are computed before an array is copied to the host, so that they reveal
-what changes in host memory or on the way to the disk. numpy sums the shards of
-CPU devices, so that nothing has to be compiled there.
+They are computed before an array is copied to the host, so they reveal
+corruption in host memory or on the way to disk. numpy sums the shards of CPU
+devices, so that nothing has to be compiled there.
 """
 
 import functools
@@ -26,7 +26,7 @@ DeviceSums = dict[str, dict[jax.Device, checksums.Sums]]
 def start(
   named: Iterable[tuple[str, Any]], *, compiled: bool = False
 ) -> Callable[[], DeviceSums]:
-  """Starts to sum the shards of jax's arrays, which may be donated afterwards.
+  """Starts to sum the shards of jax arrays, which may be donated afterwards.
 
   Args:
     named: (name, array) pairs; numpy arrays are left out.

@@ -59,8 +59,8 @@ def read(
 ) -> dict[str, Any] | None:
   """Returns the results of a run that has nothing left to do, else None.
 
-  It is None after a change of the config, and if the newest checkpoint is
-  damaged. All processes get the same result.
+  It is also None if the config has changed or the newest checkpoint is damaged.
+  All processes get the same result.
   """
   note = None
   if jax.process_index() == 0:

@@ -49,7 +49,7 @@ _SYNCS_AT_ONCE = 16  # Threads that sync folders.
 
 
 class Listing(NamedTuple):
-  """Content of a workdir's folder of checkpoints."""
+  """Contents of a workdir's folder of checkpoints."""
 
   # {step: directory}, ascending, of those with a manifest or arrays.
   checkpoints: dict[int, str]
@@ -149,7 +149,7 @@ def _list_objects(root: str, result: Listing) -> Listing:
 
 
 def _has_arrays(path: str) -> bool:
-  """Whether a directory is or was a checkpoint, not a user's own directory."""
+  """Whether a directory is or was a checkpoint, and not a user's."""
   return any(
     MANIFEST_FILE in files or METADATA_FILE in files
     for _, _, files in os.walk(path, onerror=_raise)
@@ -161,7 +161,7 @@ def _raise(error: OSError) -> None:
 
 
 def unreadable(error: OSError) -> CheckpointError:
-  """The error of a start that cannot find out which checkpoints there are."""
+  """The error of a run that cannot find out which checkpoints exist."""
   return CheckpointError(
     f"{error.filename}: cannot be read: {error.strerror}. Whether there are "
     "checkpoints to resume from is unknown, so nothing is started."
@@ -238,6 +238,10 @@ def find_all(path: str) -> dict[int, str]:
   path = paths.absolute(path)
   try:
     inside = _names_at(path) if paths.is_remote(path) else os.listdir(path)
+  except NotADirectoryError as e:
+    raise ConfigError(
+      f"{path}: a file; expected a workdir or a checkpoint, which are folders."
+    ) from e
   except OSError as e:
     raise CheckpointError(f"{path}: {e.strerror}.") from e
   if os.path.basename(path) == FOLDER:
@@ -301,8 +305,8 @@ def check_writable(workdir: str) -> None:
     os.rmdir(probe + "1")
   except OSError as e:
     raise ConfigError(
-      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})"
-      f"{disk.room(e, workdir)}."
+      f"--workdir={workdir}: cannot write there: "
+      f"{disk.short_reason(e, workdir)}."
     ) from e
 
 
@@ -320,8 +324,8 @@ def attempt(workdir: str, step: int, token: str) -> str:
 def begin(tmp: str) -> None:
   """Creates the directory of an attempt, unless another process has done so.
 
-  In an object store it removes what has the same names, so that all processes
-  must wait for it before they write.
+  In an object store it removes objects of the same names, so all processes must
+  wait for it before they write.
   """
   if paths.is_remote(tmp):
     objects.write(os.path.join(tmp, MANIFEST_FILE), None)
@@ -368,7 +372,7 @@ def commit(tmp: str, text: str, workdir: str, step: int, token: str) -> None:
 
 
 def retire(workdir: str, step: int, token: str) -> str:
-  """Renames a checkpoint so that it is none; returns the folder to discard."""
+  """Makes a folder no longer a checkpoint; returns the folder to discard."""
   path = os.path.join(folder(workdir), step_name(step))
   if paths.is_remote(path):
     objects.write(os.path.join(path, MANIFEST_FILE), None)
@@ -399,7 +403,7 @@ def remove_all(workdir: str) -> None:
 
 
 def clean(workdir: str) -> list[str]:
-  """Removes what interrupted saves and removals have left.
+  """Removes the remains of interrupted saves and removals.
 
   Only one job may call it. A checkpoint that was about to be replaced gets its
   name back if the replacement is missing.

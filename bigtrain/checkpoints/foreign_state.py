@@ -1,12 +1,12 @@
 """Loads optimizer states of T5X, Mesh TF and big_vision, for config.resume.
 
-Moments have the shapes of parameters, and are converted by the same rules of
-the model. Adafactor's moments of rows and columns lack dimensions. They are
+Moments have the shapes of parameters, so the model's rules for parameters also
+convert them. Adafactor's moments of rows and columns lack dimensions: they are
 first repeated to the parameter's shape, then converted, and then reduced to the
-dimensions that ours have.
+dimensions that our optimizer stores.
 
 The moments are in groups, one for each field of the optimizer's state, such as
-"opt/0/mu". `load` pairs the groups of the file with ours by their order.
+"opt/0/mu". `load` pairs the groups of the file with ours in order.
 """
 
 import itertools
@@ -119,7 +119,7 @@ def load(
 
 
 def _as_in_big_vision(arrays: Any, optimizer: Any, key: str) -> dict[str, Any]:
-  """Renames the arrays of a T5X checkpoint; those of others have these names.
+  """Gives the arrays of a T5X checkpoint the names that big_vision would.
 
   big_vision names moments by the number of their field in optax's state, such
   as "opt/1/Dense_0/kernel", and parameters "params/Dense_0/kernel".
@@ -143,7 +143,7 @@ def _as_in_big_vision(arrays: Any, optimizer: Any, key: str) -> dict[str, Any]:
 
 
 def _num_updates(opt: dict[str, Any], step: int, key: str) -> np.int32:
-  """The number of updates, which the file may have in several places."""
+  """The number of updates, which the file may store in several places."""
   counts = {int(x[()]) for x in opt.values() if x.dtype == np.int32}
   steps = counts | {step}
   if len(steps - {0}) != 1:
@@ -176,7 +176,7 @@ def _grouped(arrays: Any, params: Any) -> dict[str, dict[str, Any]]:
 def _split(name: str, params: Any) -> tuple[str, str]:
   """Splits the name of a moment into its group and its parameter.
 
-  Other state is a group of its own.
+  Anything else is a group by itself.
   """
   parts = name.split("/")
   for i in range(1, len(parts)):
@@ -245,11 +245,11 @@ def _reduced(pair: Any, shape: tuple[int, ...], *, last: bool) -> np.ndarray:
   """Removes repeated dimensions from moments of rows and columns.
 
   Args:
-    pair: both moments, in the parameter's shape.
-    shape: the shape to reach. Either of the pair may have it without its
-      repeated dimensions, because ours may call rows what they call columns.
-    last: for a square parameter both have it: whether to take the one that
-      loses the last dimensions.
+    pair: the moments of rows and of columns, in the parameter's shape.
+    shape: the shape to reach. Either of the pair may have it once its repeated
+      dimensions are removed, because our rows may be their columns.
+    last: for a square parameter, where both have it: whether to take the moment
+      that loses the last dimensions.
   """
   candidates: dict[tuple[int, ...], np.ndarray] = {}  # By the lost dimensions.
   for x in pair:

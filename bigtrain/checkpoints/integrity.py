@@ -49,9 +49,9 @@ _POLL_SECS = 0.25  # Between two calls of `check` while a write runs.
 def tensorstore_context(*, sync: bool = True) -> Any:
   """The tensorstore context of all reads and writes.
 
-  It has no cache, which would need as much memory as the checkpoint. It locks
-  no files, because some network file systems cannot, and every file has a
-  single writer. With `sync`, a write ends when the file and its directory are
+  It has no cache, because a cache would need as much memory as the checkpoint.
+  It does not lock files: some network file systems cannot, and every file has
+  only one writer. With `sync`, a write ends when the file and its directory are
   on disk.
   """
   import tensorstore as ts
@@ -68,7 +68,7 @@ def tensorstore_context(*, sync: bool = True) -> Any:
 
 
 def _finish(futures: Iterable[Any], check: Callable[[], Any]) -> None:
-  """Waits for all writes, also if one fails or `check` raises."""
+  """Waits for all writes, even if one fails or `check` raises."""
   futures = list(futures)
   try:
     for future in futures:
@@ -88,7 +88,7 @@ def write_metadata(
 ) -> None:
   """Writes the zarr.json of each array.
 
-  tensorstore would do so itself, but would first look for one.
+  tensorstore would do so itself, but only after looking for an existing one.
   """
   import tensorstore as ts
 
@@ -175,7 +175,7 @@ class Problem(NamedTuple):
 def inspect(
   directory: str, manifest: Manifest, names: Iterable[str] | None = None
 ) -> list[Problem]:
-  """Checks names, sizes and metadata of arrays, by default of all."""
+  """Checks the names, sizes and metadata of arrays, by default all of them."""
   problems = []
   names = list(manifest.arrays if names is None else names)
   try:
@@ -193,7 +193,7 @@ def _inspect_objects(
 ) -> list[Problem]:
   """`inspect` for object stores, with few requests.
 
-  It does not check sizes: no crash leaves half an object.
+  It does not check sizes, because a crash never leaves half an object.
   """
   problems = []
   existing = set(objects.below(directory))
@@ -273,7 +273,7 @@ def read(
 def read_each(
   directory: str, manifest: Manifest, parts: Iterable[Part]
 ) -> Iterator[tuple[Part, np.ndarray | ValueError]]:
-  """Like `read`, but yields (part, values or the error in their place)."""
+  """Like `read`, but yields (part, values or an error)."""
   import tensorstore as ts
 
   name: str = ""

@@ -4,23 +4,24 @@
   FOLDER/RUN/0/stored                  newest step in the workdir
 
 Each process writes all shards of its devices to its own host, without waiting
-for the disk. That is faster than the workdir, and can be done more often.
-"shards" in a manifest's `writer` lists the shards with the devices' checksums.
+for the disk. That is faster than a save to the workdir, so it can be done more
+often. "shards" in a manifest's `writer` lists the shards and the checksums that
+the devices computed.
 
-At a start, all processes agree on the newest step whose shards the hosts have
-together. They send each other the files that some lack, and restore it like any
-other checkpoint. If there is no such step, or if the workdir has a newer one,
-the run starts from the workdir.
+When a run starts, all processes agree on the newest step for which the hosts
+together have every shard. They send each other the files that some lack, and
+restore the step like any other checkpoint. If there is no such step, or the
+workdir has a newer one, the run starts from the workdir.
 
-A local checkpoint may be from a past that the run has abandoned, for instance
-by a rollback. So each start has a random token, which its checkpoints carry.
-local_ckpts.json in the workdir has, for each token, the last step that belongs
-to the run's past; null is for the newest start:
+A local checkpoint may belong to a past that the run has abandoned, for instance
+by a rollback. So each start draws a random token, which its checkpoints carry.
+local_ckpts.json in the workdir has, for each token, the last step that still
+belongs to the run's past; the newest start has null:
 
   {"5e1f9c2e": 150, "9ab3d7c1": null}
 
-If the workdir lacks the step in the file "stored", somebody removed it in order
-to go back, and the local checkpoints are not used either.
+If the workdir lacks the step in the file "stored", somebody removed it to go
+back to an earlier one, and the local checkpoints are not used either.
 """
 
 import contextlib
@@ -73,7 +74,7 @@ Shards = Mapping[Key, checksums.Sums]
 
 
 class Saved(NamedTuple):
-  """A checkpoint on this host, with the shards that it should have."""
+  """A checkpoint on this host, and the shards that it should have."""
 
   directory: str
   manifest: Manifest
@@ -111,7 +112,7 @@ def from_config(
 
 
 def forget(workdir: str) -> None:
-  """Removes the record: no local checkpoint is of this run's past any more."""
+  """Removes local_ckpts.json, so that no local checkpoint is used any more."""
   paths.remove(os.path.join(workdir, RECORD))
 
 
@@ -150,10 +151,10 @@ class LocalCheckpoints:
   def restore(
     self, stored: int | None, like: Any
   ) -> tuple[Any, Manifest] | None:
-    """Restores the newest step that the processes have together.
+    """Restores the newest step that is complete on the hosts together.
 
     Args:
-      stored: the newest step in the workdir, if it has any.
+      stored: the newest step in the workdir, if there is one.
       like: specs of the state.
 
     Returns: the state and the manifest, or None if there is no complete step
@@ -243,7 +244,7 @@ class LocalCheckpoints:
     return manifest
 
   def _complete(self, manifest: Manifest, token: str, like: Any) -> bool:
-    """Gives every process the shards that it needs of a step.
+    """Gives every process the shards of a step that it needs.
 
     Returns: whether all processes now have them, the same on all.
     """
@@ -297,7 +298,7 @@ class LocalCheckpoints:
       manifest, token: the checkpoint.
       addresses: the processes' servers.
       sources: {process: shards to get from it}.
-      shards: all shards that this process then has.
+      shards: all shards that this process has afterwards.
     """
     saved = self._saved.get((manifest.step, token))
     try:
@@ -450,7 +451,7 @@ def _write_manifest(directory: str, manifest: Manifest, shards: Shards) -> None:
 
 
 def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
-  """Reads a checkpoint; returns its shards that have the devices' checksums."""
+  """Reads a checkpoint; returns the shards whose checksums are right."""
   arrays = saved.manifest.arrays
   parts = [
     (name, tuple(slice(*bounds) for bounds in place))
@@ -472,7 +473,7 @@ def _intact(saved: Saved) -> dict[Key, checksums.Sums]:
 
 
 def _needed(like: Any) -> Iterable[Key]:
-  """The shards that this process's devices hold, each once."""
+  """The shards that this process's devices hold, without duplicates."""
   keys: dict[Key, None] = {}
   for name, spec in trees.flatten_with_names(like):
     shape = tuple(spec.shape)
@@ -483,7 +484,7 @@ def _needed(like: Any) -> Iterable[Key]:
 
 
 def _files(key: Key, arrays: Mapping[str, Array]) -> Iterable[str]:
-  """The files with a part of a shard."""
+  """The files that contain a part of a shard."""
   name, place = key
   for file, index in arrays[name].chunks():
     if all(s.start < hi and lo < s.stop for s, (lo, hi) in zip(index, place)):
@@ -496,7 +497,7 @@ def _key(name: str, place: Iterable[Iterable[int]]) -> Key:
 
 
 def _any_error(own: str) -> bool:
-  """Whether any process has an error; all of them log it."""
+  """Whether any process has an error, which all processes then log."""
   errors = process.gather(own)
   for index, error in enumerate(errors):
     if error:
@@ -518,7 +519,7 @@ def _remove(path: str) -> None:
 
 
 def _host() -> str:
-  """Identifies this host until it is started again."""
+  """Identifies this host until it reboots."""
   boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
   return socket.gethostname() + (boot.read_text() if boot.exists() else "")
 

@@ -8,10 +8,9 @@ A checkpoint is a directory with a valid manifest:
            manifest.json                     written last
 
 The manifest has the SHA-256 of each zarr.json and of itself, and each chunk has
-a crc32c. So files that are missing, truncated, changed or of another run are
+a crc32c. So files that are missing, truncated, changed or from another run are
 detected before they are used. The checksum of an array's values is computed on
-the devices (checksums.py), and therefore also reveals what changed in host
-memory.
+the devices (checksums.py), so it also reveals corruption in host memory.
 
 The files are those that jax.experimental.array_serialization writes for the
 same tensorstore spec. This module does not use jax.
@@ -73,7 +72,7 @@ class CheckpointError(Exception):
 
 
 class DamagedError(CheckpointError):
-  """A checkpoint whose files are not as they were written."""
+  """A checkpoint whose files have changed since they were written."""
 
 
 def dtype_of(name: str) -> np.dtype:
@@ -333,7 +332,7 @@ class Manifest:
 def _near_divisor(n: int, most: int) -> int:
   """The largest divisor of n up to `most`, or the next larger one.
 
-  The larger one is for sizes such as a prime, whose chunks would be tiny.
+  The larger one avoids tiny chunks for sizes such as primes.
   """
   divisor = next(d for d in range(most, 0, -1) if n % d == 0)
   if 8 * divisor >= most:
@@ -357,7 +356,7 @@ def _metadata(
 def check_names(names: Iterable[str]) -> None:
   """Raises CheckpointError for names that are not safe as paths.
 
-  A name below another would mix the files of two arrays.
+  A name that is another's parent would mix the files of two arrays.
   """
   seen: set[str] = set()
   for name in names:

@@ -8,7 +8,7 @@ import collections
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,11 +71,14 @@ def resume(
       "over by itself: use another --workdir for that."
     )
   else:
+    older = "is 1 older checkpoint"
+    if len(directories) > 2:
+      older = f"are {len(directories) - 1} older checkpoints"
     advice = (
-      f"There are {len(directories) - 1} older ones: "
-      "config.ckpt_fallback=True resumes from the newest valid one."
+      f"There {older}: config.ckpt_fallback=True resumes from the newest valid "
+      "one."
     )
-  raise DamagedError(f"{first_damage} {advice}")
+  raise DamagedError(f"{first_damage.rstrip('.')}. {advice}")
 
 
 def clean(workdir: str) -> None:
@@ -150,20 +153,25 @@ def check_fits(
     if name not in specs:
       lines.append(f"extra: {name}: expected nothing, found {saved[name]}")
   if lines:
-    kinds = collections.Counter(line.split(":")[0] for line in lines)
-    total = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    hint = ""
-    if any(re.match(r"shape: opt/.*/v_(row|col)/", line) for line in lines):
-      hint = (
-        " Adafactor now sees the matrices of layers (docs/optimizers.md). To "
-        "go on as before, set config.optimizer.view='parameters' and "
-        "config.allow_changes='optimizer.view'."
-      )
-    raise MismatchError(
-      "\n".join(lines) + f"\n{directory}: its model or optimizer is not the "
-      f"config's: {total} (listed above). Use another --workdir, or "
-      f"config.model_init to load the parameters only.{hint}"
+    raise _mismatch(directory, lines)
+
+
+def _mismatch(directory: str, lines: Sequence[str]) -> MismatchError:
+  """The error that lists all differences, a line "KIND: ..." for each."""
+  kinds = collections.Counter(line.split(":")[0] for line in lines)
+  total = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+  hint = ""
+  if any(re.match(r"shape: opt/.*/v_(row|col)/", line) for line in lines):
+    hint = (
+      " Adafactor now sees the matrices of layers (docs/optimizers.md). To go "
+      "on as before, set config.optimizer.view='parameters' and "
+      "config.allow_changes='optimizer.view'."
     )
+  return MismatchError(
+    "\n".join(lines) + f"\n{directory}: its model or optimizer is not the "
+    f"config's: {total} (listed above). Use another --workdir, or "
+    f"config.model_init to load the parameters only.{hint}"
+  )
 
 
 def load(
@@ -177,7 +185,7 @@ def load(
   """Loads some arrays of a checkpoint, cast to the dtypes of `like`.
 
   Each part is read once, even if several devices of this process need it.
-  (jax's run_deserialization reads it for each, and caches up to 10 GB.)
+  (jax's run_deserialization reads it once per device, and caches up to 10 GB.)
 
   Args:
     directory, manifest: the checkpoint.
@@ -190,51 +198,57 @@ def load(
     if problems:
       more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
       raise DamagedError(f"{directory}: damaged: {problems[0]}{more}.")
+
+  # What to read, and the values, which arrive in this order, one at a time.
   reads = [(name, read) for name in sources for read in _reads(like[name])]
   values = integrity.read(
     directory, manifest, [(sources[name], read.place) for name, read in reads]
   )
+
+  # Each value is checked, cast, and cut into the shards of its devices.
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
   sums: dict[str, list[checksums.Sums]] = {}
   for (name, read), value in zip(reads, values):
-    sharding = sharding_of(like[name])
+    spec, sharding = like[name], sharding_of(like[name])
     if sharding.is_fully_addressable:  # This process reads the whole array.
-      one = checksums.of_part(value, read.place, like[name].shape)
-      sums.setdefault(name, []).append(one)
-    value = value.astype(like[name].dtype, copy=False)
-    shards[name] += jax.device_put(
-      [value[cut.part] for cut in read.cuts],
-      [
-        jax.sharding.SingleDeviceSharding(
-          cut.device, memory_kind=sharding.memory_kind
-        )
-        for cut in read.cuts
-      ],
-    )
+      sums_of_value = checksums.of_part(value, read.place, spec.shape)
+      sums.setdefault(name, []).append(sums_of_value)
+    value = value.astype(spec.dtype, copy=False)
+    pieces = [value[cut.part] for cut in read.cuts]
+    shards[name] += jax.device_put(pieces, _placements(read, sharding))
   for name, parts in sums.items():
     integrity.check_sums(directory, manifest, sources[name], parts)
-  return {
-    name: jax.make_array_from_single_device_arrays(
-      tuple(like[name].shape),
-      sharding_of(like[name]),
-      shards[name],
-      dtype=like[name].dtype,
+
+  arrays = {}
+  for name in sources:
+    spec = like[name]
+    arrays[name] = jax.make_array_from_single_device_arrays(
+      tuple(spec.shape), sharding_of(spec), shards[name], dtype=spec.dtype
     )
-    for name in sources
-  }
+  return arrays
+
+
+def _placements(read: "_Read", sharding: Any) -> list[jax.sharding.Sharding]:
+  """For each cut of a read, its device in the memory that `sharding` names."""
+  kind = sharding.memory_kind
+  placements: list[jax.sharding.Sharding] = []
+  for cut in read.cuts:
+    one = jax.sharding.SingleDeviceSharding(cut.device, memory_kind=kind)
+    placements.append(one)
+  return placements
 
 
 class _Cut(NamedTuple):
-  """A device's part of an array that was read."""
+  """A device's share of what is read."""
 
-  part: tuple[slice, ...]
+  part: tuple[slice, ...]  # Its index in the values of the read.
   device: Any
 
 
 class _Read(NamedTuple):
-  """A part of an array that is read at once."""
+  """A part of an array that is read in one request."""
 
-  place: tuple[slice, ...]
+  place: tuple[slice, ...]  # Its index in the array.
   cuts: list[_Cut]
 
 
@@ -254,33 +268,48 @@ def _reads(spec: Any) -> list[_Read]:
   """The parts of an array that this process reads for its devices.
 
   It is a single part if the devices' shards together fill a box. Several shards
-  may have been saved in one file, which is then read only once.
+  may be in the same file, which is then read only once.
   """
   shape = tuple(spec.shape)
+  # The distinct shards, and the devices that hold each.
   devices_of: dict[_Bounds, list[Any]] = {}
   index_of = sharding_of(spec).addressable_devices_indices_map(shape)
   for device, index in index_of.items():
-    devices_of.setdefault(checksums.bounds(index, shape), []).append(device)
+    shard = checksums.bounds(index, shape)
+    devices_of.setdefault(shard, []).append(device)
 
-  # The smallest box that contains all shards.
-  box = tuple(
-    (min(start for start, _ in bounds), max(stop for _, stop in bounds))
-    for bounds in zip(*devices_of)  # Of all shards in one dimension.
-  )
-  size = sum(_size(bounds) for bounds in devices_of)
-  if _size(box) == size and size * spec.dtype.itemsize <= _WHOLE_BYTES:
-    cuts = []
-    for bounds, devices in devices_of.items():
-      part = tuple(
-        slice(start - origin, stop - origin)
-        for (start, stop), (origin, _) in zip(bounds, box)
-      )
-      cuts += [_Cut(part, device) for device in devices]
-    return [_Read(_as_slices(box), cuts)]
-  return [
-    _Read(_as_slices(bounds), [_Cut((), device) for device in devices])
-    for bounds, devices in devices_of.items()
-  ]
+  box = _smallest_box(devices_of)
+  size = sum(_size(shard) for shard in devices_of)
+  fills_box = _size(box) == size
+  if not fills_box or size * spec.dtype.itemsize > _WHOLE_BYTES:
+    reads = []
+    for shard, devices in devices_of.items():
+      cuts = [_Cut((), device) for device in devices]
+      reads.append(_Read(_as_slices(shard), cuts))
+    return reads
+
+  cuts = []
+  for shard, devices in devices_of.items():
+    part = _relative_to(box, shard)
+    cuts += [_Cut(part, device) for device in devices]
+  return [_Read(_as_slices(box), cuts)]
+
+
+def _smallest_box(shards: Iterable[_Bounds]) -> _Bounds:
+  """The bounds of the smallest box that contains all shards."""
+  box = []
+  for bounds_in_dimension in zip(*shards):
+    starts, stops = zip(*bounds_in_dimension)
+    box.append((min(starts), max(stops)))
+  return tuple(box)
+
+
+def _relative_to(box: _Bounds, shard: _Bounds) -> tuple[slice, ...]:
+  """The index of a shard within the values of a box."""
+  index = []
+  for (start, stop), (origin, _) in zip(shard, box):
+    index.append(slice(start - origin, stop - origin))
+  return tuple(index)
 
 
 def _as_slices(bounds: _Bounds) -> tuple[slice, ...]:

@@ -51,7 +51,7 @@ class _Plan(NamedTuple):
 
 
 class Snapshots:
-  """Takes snapshots of a train state, again and again."""
+  """Takes snapshots of a train state, as often as asked."""
 
   def __init__(self, *, all_shards: bool = False) -> None:
     """With `all_shards`, snapshots have every shard of this process's devices.
@@ -114,7 +114,7 @@ def sums_by_name(
 
 
 def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
-  """Copies with the devices' DMA engines, to pinned memory if they have any."""
+  """Copies with the devices' DMA engines, to pinned memory if there is any."""
   arrays = [x for x in shards if isinstance(x, jax.Array)]
   devices = [next(iter(x.devices())) for x in arrays]
   kinds = {m.kind for d in devices for m in d.addressable_memories()}
@@ -136,7 +136,7 @@ def _copy_to_host(shards: Sequence[Any]) -> list[Any]:
 
 
 def _shard(x: Any, number: int) -> Any:
-  """The addressable shard of an array with a number; a numpy array itself."""
+  """The addressable shard with this number; of a numpy array, the array."""
   if not isinstance(x, jax.Array):
     return x
   if number and x.is_fully_replicated:  # addressable_data returns shard 0.
@@ -198,8 +198,8 @@ def _own_pieces(
 ) -> list[tuple[int, Piece]]:
   """(number of the addressable shard, piece) pairs of this process.
 
-  First the shards of the chosen replica. With `all_shards`, then one shard of
-  each other part of the array that this process's devices hold.
+  The shards of the chosen replica come first. With `all_shards` they are
+  followed by one shard of every other part that this process's devices hold.
   """
   written = []
   written_places = set()
@@ -232,7 +232,7 @@ def _check(named: Sequence[tuple[str, Any]]) -> None:
 
 
 class _Holder(NamedTuple):
-  """A device, and its part of an array."""
+  """A device and the part of an array that it holds."""
 
   place: tuple[slice, ...]
   device: jax.Device
@@ -241,7 +241,7 @@ class _Holder(NamedTuple):
 def _replicas(x: jax.Array) -> list[list[_Holder]]:
   """The replicas of an array: devices that together hold each part once.
 
-  They are numbered as jax numbers `replica_id` of shards.
+  They are numbered like the `replica_id` of jax's shards.
   """
   num_seen: dict[Any, int] = {}  # By the start of a part.
   replicas: list[list[_Holder]] = []

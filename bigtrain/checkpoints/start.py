@@ -2,8 +2,8 @@
 
 1. The newest valid checkpoint of this run, on the hosts (local_checkpoints.py)
    or in the workdir.
-2. config.resume: the full state of another run, which may be one of T5X, Mesh
-   TF or big_vision.
+2. config.resume: the full state of another run, also one of T5X, Mesh TF or
+   big_vision.
 3. config.model_init: parameters only.
 4. The seed.
 """
@@ -42,7 +42,7 @@ class StartOptions(NamedTuple):
   fallback: bool
 
   def check(self, workdir: str, module: Any, model: Any) -> "StartOptions":
-    """Compares published weights with the model if a run starts with them."""
+    """If a run starts with published weights, compares them with the model."""
     if self.model_init and not self.resume and folders.newest(workdir) is None:
       warm_start.check_published(self.model_init, module, model)
     return self
@@ -103,9 +103,9 @@ def start(
     fingerprints: {input file: fingerprint of its content}.
     lower: lowers a function, and returns a function that compiles it.
     local: the hosts' checkpoints, if config.local_ckpt_* is set.
-    from_local: whether the run may start from them. A rollback may not: which
-      batches it skips must not depend on them.
-    base: digest of the adapters' base, which has to equal the checkpoint's.
+    from_local: whether the run may start from them. A rollback may not, because
+      the batches that it skips must not depend on local checkpoints.
+    base: digest of the adapters' base, which must be the one in the checkpoint.
     begin: changes a new state of adapters, in place of loading model_init.
     init_tasks: parameters -> {"tasks": states of tasks}, such as teachers,
       which begin as the parameters that were loaded.
@@ -161,7 +161,7 @@ def start(
 def _new_tasks(
   state: Any, state_spec: Any, init_tasks: Callable[[Any], Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-  """The states of tasks, which may begin as the parameters."""
+  """The initial states of tasks, which may be copies of the parameters."""
   shardings = jax.tree.map(lambda x: x.sharding, state_spec["tasks"])
   make = jax.jit(init_tasks, out_shardings={"tasks": shardings})
   return make(state["params"])
@@ -287,8 +287,9 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
   Returns: {"params": variables} and, if the run averages its parameters,
     {"ema": variables}. Each has the parameters under "params", the mutable
     collections, and the frozen variables of a teacher or of the adapters' base.
-    A task whose state has a teacher adds "teacher", or of several tasks
-    "NAME/teacher": the parameters, with the teacher's in place of its own.
+    If a task's state contains a teacher, there is also "teacher"
+    ("NAME/teacher" if there are several tasks): the same variables, with the
+    teacher's parameters in place of the model's.
   """
   opt = state.get("opt", {})
   weights = {"params": averages.evaluation_form(state["params"], opt)}
@@ -302,7 +303,7 @@ def evaluated(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _teachers(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Parameters of the model, and of teachers in the state of tasks."""
+  """The parameters of the model, and of teachers in the states of tasks."""
   params = dict(trees.flatten_with_names(state["params"]))
   tasks = state.get("tasks", {})
   found = {"teacher": tasks}

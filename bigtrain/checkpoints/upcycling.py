@@ -2,10 +2,10 @@
 
 config.model_init.upcycle loads a dense model's parameters into one with experts
 (Komatsuzaki et al., https://arxiv.org/abs/2212.05055). Each expert begins as a
-copy of the MLP in its layer, the router at random, and everything else as in
-the file. Experts may get noise, or as in Drop-Upcycling
-(https://arxiv.org/abs/2502.19261) new values for a part of their hidden units.
-These numbers depend neither on the devices nor on the run's seed.
+copy of the MLP in its layer, the router is initialised at random, and
+everything else is loaded from the file. Experts may get noise or, as in
+Drop-Upcycling (https://arxiv.org/abs/2502.19261), new values for some of their
+hidden units. These numbers depend neither on the devices nor on the run's seed.
 
 Axes: N stacked layers, E experts, D model width, F hidden width.
 """
@@ -64,7 +64,7 @@ class Upcycling(NamedTuple):
     return result
 
   def experts(self, names: Mapping[str, Any]) -> dict[str, str]:
-    """{array of experts: array of the dense model}."""
+    """{array of experts: array of the dense model that is copied}."""
     return {n: dense_name(n) for n in names if _EXPERTS.fullmatch(n)}
 
   def new(self, names: Mapping[str, Any]) -> list[str]:
@@ -128,9 +128,9 @@ def describe_start(model: Any, options: Upcycling) -> str:
 
 
 def differences(model: Any, options: Upcycling) -> list[str]:
-  """Why the model does not begin as the function that the dense one computes.
+  """Reasons why the new model's outputs differ from the dense model's.
 
-  If nothing is listed, it does: all experts are equal, and the weights of a
+  With none they are the same: all experts are equal, and the weights of a
   token's experts add up to 1.
   """
   moe = model.moe
@@ -155,7 +155,7 @@ def differences(model: Any, options: Upcycling) -> list[str]:
 
 
 class ExpertsOfMlp:
-  """Experts that are copies of an MLP's array, made where it is indexed."""
+  """Experts that are copies of an MLP's array, computed as they are indexed."""
 
   def __init__(self, array: Any, name: str, num_experts: int, how: Upcycling):
     match = _EXPERTS.fullmatch(name)
@@ -196,7 +196,7 @@ class ExpertsOfMlp:
     return np.asarray(self._array[(*index, *[slice(None)] * rest)])
 
   def _changed(self, mlp: np.ndarray, layer: int, experts: slice) -> np.ndarray:
-    """Experts of a layer, with noise and new hidden units."""
+    """The experts of a layer, with noise and new hidden units."""
     how, result = self._how, []
     mlp = mlp.astype(self.dtype)
     mean, deviation = mlp.mean(dtype=np.float64), mlp.std(dtype=np.float64)

@@ -1,10 +1,9 @@
 """Loads parameters from elsewhere: config.model_init, and config.resume.
 
-`load_params` does it in steps: it opens the file (foreign/), renames its
-arrays, lets the model convert them if they do not fit, compares the names and
-shapes with the model's, refuses what the config does not allow, and puts the
-rest on the devices. A table with each name of the file and of the model is
-logged.
+`load_params` opens the file (foreign/), renames its arrays, lets the model
+convert them if they do not fit, compares their names and shapes with the
+model's, refuses differences that the config does not allow, and puts the arrays
+on the devices. It logs a table of all names in the file and in the model.
 
 Nothing is padded, cut or left out unless the config allows it by name. A
 model's own rules, such as the resampling of position embeddings, are in its
@@ -55,7 +54,7 @@ _REFUSED = ("missing", "reshaped", "unused", "retyped")
 
 
 class Line(NamedTuple):
-  """A line of the table: what became of an array.
+  """A line of the table: an array and what became of it.
 
   The status is one of:
     loaded, cast        taken from the file; cast to the model's dtype
@@ -175,7 +174,7 @@ def load_params(
 
 
 class _Changes(NamedTuple):
-  """Specs of the model, and of the file before rows and experts are added."""
+  """Specs of the model, and of the arrays that a smaller model's file has."""
 
   model: Mapping[str, Any]  # The model's specs by name.
   dense: Mapping[str, Any]  # The same, with MLPs in place of upcycled experts.
@@ -186,7 +185,7 @@ class _Changes(NamedTuple):
   def derive(
     self, lines: Sequence[Line], absent: Collection[str]
   ) -> tuple[list[Line], dict[str, Derived]]:
-    """The lines of, and functions for, arrays that are computed from others.
+    """The arrays that are computed from others: their lines and functions.
 
     Args:
       lines: one for each array `in_file`.
@@ -210,7 +209,7 @@ class _Changes(NamedTuple):
     return lines, derived
 
   def fresh(self, names: Collection[str]) -> set[str]:
-    """The model's arrays that begin at random; `names` are those in_file."""
+    """The model's arrays that begin at random; `names` are the file's."""
     result = {*names} & {*self.model}
     if self.how:
       experts = self.how.experts(self.model)
@@ -337,10 +336,10 @@ def _load_parts(
   module: Any,
   key: str,
 ) -> dict[str, Any]:
-  """`load_variables`, each part of the model from its own source.
+  """Like `load_variables`, with a separate source for each part of the model.
 
-  Arrays of no part keep their fresh initialisation, as `allow_missing` has to
-  say.
+  Arrays outside the parts keep their initial values, which `allow_missing` must
+  permit.
   """
   sources = _read_parts(spec, module, key)
   initial = functools.cache(init)
@@ -417,7 +416,7 @@ def load_state(
 
 
 def table(lines: Sequence[Line]) -> str:
-  """The lines by status, and the number of each status."""
+  """The lines sorted by status, and the number of lines of each status."""
   counts = collections.Counter(line.status for line in lines)
   order = list(counts)
   width = max([len(line.name) for line in lines], default=0)
@@ -468,9 +467,9 @@ def check_published(
 ) -> None:
   """Compares the config.json of published weights with the model.
 
-  It has what the arrays do not show: the number of heads, the base of rotary
-  embeddings, the activation. Fields that the arrays' shapes do show may differ
-  if the config has an `allow_...` list of arrays; `load_params` judges these.
+  It says what the shapes of arrays cannot: the number of heads, the base of
+  rotary embeddings, the activation. Fields that follow from shapes may differ
+  if the config has an `allow_...` list of arrays, which `load_params` applies.
 
   Args:
     spec: config.model_init.
@@ -581,7 +580,7 @@ def _replaced(
 def _compare(
   available: Mapping[str, Any], specs: Mapping[str, Any], converted: set[str]
 ) -> list[Line]:
-  """A line for each array of the model, and each other one of the file."""
+  """A line for each array of the model, and for each that only the file has."""
   lines = []
   for name, spec in specs.items():
     if name not in available:
@@ -646,7 +645,7 @@ def _with_extended(
   specs: Mapping[str, Any],
   text: str,
 ) -> list[Line]:
-  """The lines, where arrays of these `names` have new rows."""
+  """Marks the lines of the arrays `names` as extended by new rows."""
   return [
     Line("extended", line.name, f"{describe(specs[line.name])}, {text}")
     if line.name in names
@@ -661,7 +660,7 @@ def _with_experts(
   derived: Mapping[str, Derived],
   specs: Mapping[str, Any],
 ) -> list[Line]:
-  """The lines, where MLPs become experts, and lines of the routers."""
+  """Replaces the lines of MLPs by those of experts, and adds the routers."""
   experts = {own.source: name for name, own in derived.items()}
   result = []
   for line in lines:
@@ -698,8 +697,8 @@ def _refusal(refused: Sequence[Line], source: Source, key: str) -> ConfigError:
 def place(value: Any, spec: Any) -> jax.Array:
   """Puts an array on the devices of a spec.
 
-  If the value is mapped from a file, or assembled from parts of it, only the
-  shards of this process's devices are read, and only here.
+  If the value is mapped from a file or assembled from parts of one, this is
+  where it is read, and only the shards of this process's devices are.
   """
   return jax.make_array_from_callback(
     tuple(value.shape),

@@ -1,13 +1,13 @@
 """The channel between the processes of a job.
 
 Every process has one TCP connection to process 0 (hub.py). A separate thread
-serves it without jax's runtime, so that it works while the main thread waits in
+serves it without jax's runtime, so it works even while the main thread waits in
 a collective for a process that is gone. Messages are lines of JSON.
 
 The channel has four uses:
 
   exchanges   `gather`, `broadcast`, `require_equal` and `Event`. An exchange
-              has a topic, its name and number, and consists of posts.
+              has a topic (a name and a number) and consists of posts.
   health      heartbeats with each process's progress. A process that is silent
               or disconnects ends the job; stragglers are logged.
   failures    `fail` makes process 0 end all processes with one reason.
@@ -51,8 +51,8 @@ class JobError(RuntimeError):
 class Channel:
   """This process's end of the channel. Until it joins a job, it is alone.
 
-  All processes make the exchanges of one name in the same order, and no two
-  threads use the same name. Values are JSON.
+  All processes make the exchanges with a given name in the same order, and no
+  two threads use the same name. Values are JSON.
   """
 
   def __init__(self) -> None:
@@ -319,7 +319,7 @@ class Channel:
       self._send(kind="post", topic=topic, what=what, value=value, to=to)
 
   def _store(self, topic: _Topic, what: str, index: int, value: Any) -> None:
-    """Keeps a post for `_wait`; an exchange that is over needs none."""
+    """Keeps a post for `_wait`, unless its exchange is over."""
     name, number = topic
     with self._condition:
       if topic in self._posts or number >= self._num_exchanges[name]:
@@ -343,21 +343,21 @@ class Channel:
       self._posts.pop(topic, None)
 
   def report_phase(self, phase: str, step: int) -> None:
-    """Tells process 0, with the next heartbeat, what this process does."""
+    """Tells process 0, with the next heartbeat, what this process is doing."""
     self._progress |= dict(phase=phase, step=step, on_device=False)
     self._phase_began = time.monotonic()
 
   def host_work_done(self) -> None:
-    """Ends the host's part of a step, whose time shows the stragglers."""
+    """Ends the host's part of a step, which is timed to find stragglers."""
     self._progress["on_device"] = True
     self._progress["host_secs"] += time.monotonic() - self._phase_began
 
   def on_hang(self, report: Callable[[], Any]) -> None:
-    """Calls `report` before the end if any process of the job hangs."""
+    """Registers `report`, which is called before the end if a process hangs."""
     self._on_hang = report
 
   def on_abrupt_end(self, release: Callable[[], None]) -> None:
-    """Calls `release` if another process makes this one end."""
+    """Registers `release`, to be called if another process ends this one."""
     self._on_abrupt_end.append(release)
 
   def _obey(self, message: dict[str, Any]) -> None:
@@ -387,9 +387,10 @@ class Channel:
   def should_end(self) -> bool:
     """Whether all processes end at this call, because one of them got a signal.
 
-    All processes call it equally often, and get the same answer from their n-th
-    call. After a signal, a call blocks until all processes have said how many
-    calls they have begun; all end at the first call that none has begun.
+    All processes call it equally often, and their n-th calls return the same
+    answer. After a signal, a call blocks until all processes have reported how
+    many calls they have begun. They all end at the first call that none has
+    begun.
     """
     with self._condition:
       self._num_calls += 1
@@ -410,7 +411,7 @@ class Channel:
 
     It returns only if process 0 does not answer within `answer_secs`. After a
     `hang`, all processes write their stacks, and the reason names the process
-    that is behind the others.
+    that has fallen behind.
     """
     self.failed = True
     if code == hub.EXIT_LOST and not hang:
@@ -439,14 +440,14 @@ class Event:
     self._succeeded = False
 
   def wait_for_first(self) -> None:
-    """Waits until process 0 calls this, too; process 0 does not wait."""
+    """Waits until process 0 calls this too; process 0 itself does not wait."""
     if self._channel.index == 0:
       self._channel._post(self._topic, "begun", True)
     else:
       self._wait("begun", [0])
 
   def done(self, result: Any = None) -> None:
-    """Tells process 0 the result of this process's part."""
+    """Sends process 0 the result of this process's part."""
     self._channel._post(self._topic, "done", result, to=0)
 
   def wait_for_all(self) -> list[Any]:
@@ -477,7 +478,7 @@ class Event:
     self._channel._forget(self._topic)
 
   def _wait(self, what: str, indices: Iterable[int]) -> list[Any]:
-    """Waits for a kind of post from some processes; returns the values."""
+    """Waits for posts of one kind from some processes; returns the values."""
     if self._succeeded:
       return []
     keys = [(what, index) for index in indices]

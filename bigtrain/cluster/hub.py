@@ -1,9 +1,9 @@
 """Process 0's end of the channel (channel.py).
 
 The hub listens on the job's port until all processes have connected, and then
-leaves the port to jax. It passes messages on, collects the values of a gather,
-and watches the processes: those that are lost end the job, and those that are
-slow are logged.
+releases the port for jax. It passes messages on, collects the values of a
+gather, and watches the processes: losing one ends the job, and slow ones are
+logged.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class Hub:
     writer.close()
 
   def _admit(self, member: Member, count: int) -> bool:
-    """Adds a process, unless it does not belong to this job."""
+    """Adds a process if it belongs to this job."""
     other = self._members.get(member.index)
     if count != self._count:
       self._refuse(
@@ -143,7 +143,7 @@ class Hub:
     return True
 
   def _refuse(self, problem: str) -> None:
-    """Gives up waiting, for the first problem."""
+    """Gives up waiting; the first problem is the one that is reported."""
     if not self._problem:
       self._problem = problem
       self._send_all({"kind": "problem", "reason": problem})
@@ -231,7 +231,7 @@ class Hub:
     )
 
   def _end(self, code: int, reason: str, hang: bool = False) -> None:
-    """Tells all processes to end; the first reason counts."""
+    """Tells all processes to end; only the first reason is used."""
     if not self._ended:
       self._ended = True
       end = {"kind": "end", "code": code, "reason": reason, "hang": hang}

@@ -1,8 +1,8 @@
 """Detects which launcher started this process, and its place in the job.
 
 `detect` looks for these, in this order: flags or environment variables that the
-user has set; Slurm's srun; Open MPI's or another mpirun; a Cloud TPU slice, or
-several of them.
+user has set; Slurm's srun; mpirun of Open MPI or another MPI; one or several
+Cloud TPU slices.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def detect(
 
 
 def _from_user(env: Mapping[str, str], ranks: _Ranks | None) -> Place | None:
-  """The place from variables that the user has set, at least in part."""
+  """The place, if the user has set at least some of its variables."""
   # Kubernetes numbers the pods of an indexed job.
   defaults = {"JAX_PROCESS_ID": env.get("JOB_COMPLETION_INDEX", "")}
   if ranks is not None:
@@ -145,7 +145,7 @@ def _mpi_ranks(env: Mapping[str, str]) -> _Ranks | None:
 
 
 def _from_ranks(env: Mapping[str, str], ranks: _Ranks) -> Place:
-  """The place, from only the launcher's variables."""
+  """The place, from the launcher's variables alone."""
   host = ""
   number = (
     0  # Chooses the port, so that two jobs on a host have different ones.

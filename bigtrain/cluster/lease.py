@@ -1,15 +1,16 @@
 """The lease of a workdir, lease.json, so that one job at a time writes to it.
 
 The lease names the job that holds the workdir, and a thread of that job renews
-it. Another job takes it over if the holder is dead. On the same machine, that
-means that its process is gone (boot, process number and start time together
-identify a process for ever); on another machine, that the lease is not renewed.
-Should a job take over by mistake, `check` raises in the job that lost the
-lease, and every commit of a checkpoint calls `check` before.
+it. Another job takes it over if the holder is dead. On the same machine, the
+holder is dead if its process is gone (boot, process number and start time
+together identify a process for ever). On another machine, it is dead if the
+lease is not renewed. Should a job take over by mistake, `check` raises in the
+job that lost the lease, and `check` is called before every commit of a
+checkpoint.
 
-In a file system the lease is created by a hard link, which succeeds for only
-one of several jobs. In an object store it is created by a write that depends on
-the version that was read.
+In a file system the lease is created by a hard link, which only one of several
+jobs can make. In an object store it is created by a write that succeeds only if
+the object still has the version that was read.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 
 from bigtrain.cluster import process
 from bigtrain.config.errors import ConfigError
-from bigtrain.files import objects, paths
+from bigtrain.files import disk, objects, paths
 
 FILE = "lease.json"
 
@@ -44,7 +45,7 @@ class LeaseLostError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-  """The job that holds a workdir; the content of lease.json."""
+  """The job that holds a workdir: the contents of lease.json."""
 
   token: str  # Random; identifies this lease.
   host: str
@@ -65,7 +66,7 @@ class Holder:
 
 
 def _machine() -> str:
-  """Identifies this machine, until it is started again, and the container."""
+  """Identifies this machine, until it reboots, and this container."""
   try:
     with open("/proc/sys/kernel/random/boot_id") as file:
       return file.read().strip() + " " + os.readlink("/proc/self/ns/pid")
@@ -74,7 +75,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> int:
-  """Start of a process in clock ticks since boot; 0 if it does not exist."""
+  """Start time of a process in clock ticks since boot; 0 if there is none."""
   try:
     with open(f"/proc/{pid}/stat") as file:
       # The second field is the command's name and may contain spaces.
@@ -143,7 +144,7 @@ class Lease:
 def hold(workdir: str) -> Iterator[Callable[[], None] | None]:
   """Holds a workdir's lease inside a `with` block.
 
-  Only process 0 does so, and yields `Lease.check`; the others yield None.
+  Only process 0 holds it, and yields `Lease.check`; the others yield None.
   """
   import jax
 
@@ -179,7 +180,8 @@ def acquire(workdir: str, term_secs: float = TERM_SECS) -> Lease:
         return Lease(path, own, term_secs)
   except OSError as e:
     raise ConfigError(
-      f"--workdir={workdir}: cannot write there: {e.strerror} ({e.filename})."
+      f"--workdir={workdir}: cannot write there: "
+      f"{disk.short_reason(e, workdir)}."
     ) from e
 
 
@@ -207,7 +209,7 @@ def _create(path: str, holder: Holder) -> bool:
 
 
 def _replace(path: str, holder: Holder) -> None:
-  """Writes a lease over the one that this job holds or has claimed."""
+  """Overwrites the lease, which this job holds or has claimed."""
   if not paths.is_remote(path):
     with paths.replacing(path) as file:
       file.write(_text(holder))
@@ -220,7 +222,7 @@ def _replace(path: str, holder: Holder) -> None:
 
 
 def _link(tmp: str, path: str) -> None:
-  """Gives a file another name. One of several jobs succeeds, also on NFS."""
+  """Gives a file another name. Only one of several jobs can, even on NFS."""
   try:
     os.link(tmp, path)
   except OSError as e:
@@ -256,7 +258,7 @@ def _parse(content: bytes | None) -> Holder | None:
 def _take_over(path: str, own: Holder, term_secs: float) -> bool:
   """Replaces the lease of a dead job by `own`.
 
-  Returns: False if the lease has changed meanwhile.
+  Returns: False if the lease has changed in the meantime.
 
   Raises:
     ConfigError: if the other job is alive.
@@ -311,9 +313,9 @@ def _replace_file(
 
 
 def _watch(path: str, holder: Holder | None, term_secs: float) -> bool:
-  """Waits until a lease has not been renewed for a term.
+  """Waits until a lease has gone without renewal for a whole term.
 
-  Returns: False if it was removed meanwhile.
+  Returns: False if it was removed in the meantime.
 
   Raises:
     ConfigError: if it was renewed, so that the other job is alive.

@@ -1,10 +1,10 @@
 """This process and its job: signals, exit codes, joining other processes.
 
-The program imports this first and calls `catch_signals`. So signals are caught
-before the slow imports begin; this module imports jax only in its functions.
-`join_job` connects the processes of a job; afterwards `gather`, `broadcast` and
-`event` exchange values between them, and `preempted` says when they end after a
-signal.
+The program imports this module first and calls `catch_signals`, so that signals
+are caught before the slow imports begin. For the same reason this module
+imports jax only inside its functions. `join_job` connects the processes of a
+job. Afterwards `gather`, `broadcast` and `event` exchange values between them,
+and `preempted` tells them when to end after a signal.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ on_abrupt_end = job.on_abrupt_end
 
 
 class Preempted(Exception):
-  """A signal ended the run. If there was a state to save, it is saved."""
+  """A signal ended the run. The state, if there was one, has been saved."""
 
 
 def num_cores() -> int:
@@ -121,7 +121,7 @@ def profile_requested() -> bool:
 def check_preempted() -> None:
   """Raises Preempted after a signal, where there is nothing to save.
 
-  It does not do so once the processes of a job end together (`preempted`).
+  It does nothing once the processes of a job end together (see `preempted`).
   """
   if _signals and not (_agrees_on_end and job.joined):
     raise Preempted(f"{signal.Signals(_signals[0]).name} received")
@@ -204,7 +204,7 @@ def _start_jax(place: "launchers.Place", times: hub.Times) -> None:
 def _join_running(times: hub.Times) -> None:
   """Joins the channel of a job whose jax.distributed is initialized already.
 
-  Process 0 opens a port, and tells its addresses to the others through jax.
+  Process 0 opens a port, and sends its addresses to the others through jax.
   """
   import jax
   import numpy as np
@@ -271,8 +271,9 @@ def end_job(code: int, reason: str, *, hang: bool = False) -> None:
 class Background:
   """Runs a function in a thread.
 
-  While C++ code runs in the main thread, Python cannot handle signals. So what
-  may take minutes in C++ runs in a thread, and the main one waits in `result`.
+  While C++ code runs in the main thread, Python cannot handle signals. So C++
+  calls that may take minutes run in a thread, and the main thread waits in
+  `result`.
   """
 
   def __init__(self, fn: Callable[[], Any], name: str = "background"):

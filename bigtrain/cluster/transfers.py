@@ -1,8 +1,8 @@
 """Sends files between the processes of a job, over TCP.
 
-A process serves a folder (`Server`), and passes its address on through the
-channel. Other processes send the job's secret and names of files (`fetch`), and
-receive the size and content of each.
+A process serves a folder (`Server`), and sends its address to the others
+through the channel. They send the job's secret and names of files (`fetch`),
+and receive each file's size and contents.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class Server:
   """Serves the files below a folder until `close`.
 
   Attributes:
-    address: argument of `fetch`; it can be passed on as JSON.
+    address: argument of `fetch`, which can be sent as JSON.
   """
 
   def __init__(self, folder: str):
@@ -66,7 +66,7 @@ class Server:
 
 
 def fetch(address: Sequence[Any], names: Sequence[str], folder: str) -> None:
-  """Receives files of another process's folder into a folder of this one."""
+  """Copies files from another process's folder into a local folder."""
   host, port = address[0] or process.job.first_host, address[1]
   with (
     socket.create_connection((host, port), _LIMIT_SECS) as connection,

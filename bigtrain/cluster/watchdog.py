@@ -1,9 +1,9 @@
 """Ends a process that hangs, and reports where it hangs.
 
-A thread checks that no phase takes longer than its limit, and no step much
-longer than the steps before; otherwise it writes the stacks of all threads to
-the workdir and ends the process with code 1. If native code holds the
-interpreter's lock, a timer in C does the same a minute later.
+A thread checks that no phase exceeds its time limit, and that no step takes
+much longer than the steps before it. Otherwise it writes the stacks of all
+threads to the workdir and ends the process with code 1. If native code holds
+the interpreter's lock, a timer in C does the same a minute later.
 """
 
 import collections
@@ -93,12 +93,12 @@ class Watchdog:
     process.report_phase(phase, step)
 
   def beat(self) -> None:
-    """Gives the phase its whole limit again, after a batch of it."""
+    """Restarts the phase's time limit, after each batch of the phase."""
     phase, step, _ = self._phase
     self._phase = (phase, step, time.monotonic())
 
   def close(self) -> None:
-    """Ends the watch, and removes the file if nothing was written."""
+    """Stops watching, and removes the file if nothing was written."""
     if self._limits and not self._closed.is_set():
       self._closed.set()
       self._thread.join()
@@ -145,7 +145,7 @@ class Watchdog:
       return sys.__stderr__
 
   def _clear(self) -> None:
-    """Removes empty files that killed processes of this host have left."""
+    """Removes empty files left by killed processes of this host."""
     prefix = f"stacks-{socket.gethostname()}-"
     for name in os.listdir(self._folder):
       pid = name.removeprefix(prefix).removesuffix(".txt")

@@ -9,7 +9,7 @@ _choices: dict[str, dict[str, dict[str, str]]] = {}
 
 
 def note_choice(key: str, case: str, value: str, reason: str) -> bool:
-  """Records a choice; returns whether it is new, and so worth a log line."""
+  """Records a choice; returns whether it is new and should be logged."""
   cases = _choices.setdefault(key, {})
   entry = {"choice": value, "reason": reason}
   is_new = cases.get(case) != entry

@@ -19,6 +19,13 @@ from typing import Any
 _WORDS_WITHOUT_STRINGS = {"class", "bool", "int", "float", "None", "NoneType"}
 # Options that a hint without a near one lists.
 _NUM_LISTED = 20
+# Names of options in other programs, whose letters say nothing about ours.
+_OTHER_NAMES = {
+  "gradient_accumulation_steps": "microbatches",
+  "learning_rate": "lr",
+  "max_grad_norm": "grad_clip_norm",
+  "weight_decay": "wd",
+}
 
 
 class ConfigError(Exception):
@@ -30,7 +37,7 @@ class DataError(ConfigError):
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-  """Returns " Did you mean 'x'?" for the nearest option, else lists them.
+  """Returns " Did you mean 'x'?" for the nearest option, or lists the options.
 
   >>> did_you_mean("learning_rat", ["learning_rate", "wd"])
   " Did you mean 'learning_rate'?"
@@ -43,13 +50,15 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
     return f" Did you mean {nearest!r}?"
   listed = ", ".join(options[:_NUM_LISTED])
   if len(options) > _NUM_LISTED:
-    listed += ", ..."
+    listed += f" and {len(options) - _NUM_LISTED} more"
   return f" There are: {listed}."
 
 
 def _nearest(name: str, options: Sequence[str]) -> str | None:
   by_lower_case = {option.lower(): option for option in options}
   typed = name.lower()
+  if _OTHER_NAMES.get(typed) in options:
+    return _OTHER_NAMES[typed]
   # Other programs call the length of a run "max_steps" or "epochs".
   total = "total_" + re.sub("^(num|max)_", "", typed)
   for option in by_lower_case:
@@ -91,12 +100,13 @@ def check_kwargs(
 ) -> None:
   """Checks keyword arguments of the config before the call `fn(**kwargs)`.
 
-  A name that `fn` does not have, a missing one without default, and a string
-  for a number or a boolean ("no" would be true) are errors.
+  It is an error if `fn` has no argument of that name, if an argument without a
+  default is missing, and if a number or boolean is given as a string ("no"
+  would be true).
 
   Args:
-    given: names of the arguments that the program passes itself; they are
-      unknown in a config.
+    given: names of the arguments that the program itself passes; a config must
+      not set them.
     others: further names that the hint may suggest.
   """
   if not isinstance(kwargs, Mapping):
@@ -162,6 +172,18 @@ def check_number(
   bounds = [f"{words} {n}" for words, n in limits.items() if n is not None]
   expected = f"{kind} {' and '.join(bounds)}".rstrip()
   raise error(f"{path}: expected {expected}, got {value!r}.")
+
+
+def nearest_divisors(number: int, size: int) -> str:
+  """The divisors of `size` that are nearest to `number`, as text.
+
+  >>> nearest_divisors(4, 6), nearest_divisors(3, 50257)
+  ('3 and 6', '1 and 29')
+  """
+  divisors = [n for n in range(1, size + 1) if size % n == 0]
+  below = [n for n in divisors if n < number]
+  above = [n for n in divisors if n > number]
+  return " and ".join(str(n) for n in below[-1:] + above[:1])
 
 
 def regex(key: str, pattern: Any) -> re.Pattern[str]:

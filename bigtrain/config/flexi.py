@@ -2,8 +2,8 @@
 
   config.flexi = dict(patch_size=dict(values=[16, 32], weights=[1, 3]))
 
-Each step has one value of each name, such as FlexiViT's patch size. The values
-are static, so the program is compiled once for each combination.
+Each step uses one value for each name, such as FlexiViT's patch size. The
+values are static, so the program is compiled once for each combination.
 """
 
 import itertools

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, check_number
 
-UNITS = ("steps", "epochs", "examples", "tokens", "percent")
+UNITS = settings.UNITS
 
 # Steps between two log steps, and between two checkpoints, where a config does
 # not say.
@@ -27,7 +27,7 @@ def keys(prefix: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """The sizes by which lengths are converted; None if one is unknown."""
+  """The sizes by which lengths are converted; None if a size is unknown."""
 
   batch_size: int
   examples_per_epoch: int | None = None
@@ -67,9 +67,9 @@ def steps(
 ) -> int | None:
   """Reads the length f"{prefix}_{unit}", of any unit, in steps.
 
-  None counts as not given, so `total_epochs=None total_steps=100` changes the
-  unit. `default` is in steps. A plain dict loses the keys that are read, so
-  what remains can be passed on as keyword arguments.
+  A value of None counts as absent, so `total_epochs=None total_steps=100`
+  changes the unit. `default` is in steps. The keys that are read are removed
+  from a plain dict, so the rest can be passed on as keyword arguments.
   """
   path = path or getattr(cfg, "path", "config")
   given = {}
@@ -84,14 +84,18 @@ def steps(
   if not given:
     return default
   if len(given) > 1:
-    both = " and ".join(f"{path}.{name}" for name in given)
-    raise ConfigError(f"{both}: give the length once, in one unit.")
+    names = [f"{path}.{name}" for name in given]
+    both = " and ".join(names)
+    raise ConfigError(
+      f"{both}: give the length once, in one unit; "
+      f"{names[0]}=None removes the first."
+    )
   ((name, (amount, unit)),) = given.items()
   return units.to_steps(amount, unit, f"{path}.{name}")
 
 
 class Lengths(NamedTuple):
-  """The lengths of a run, in steps. Step s is the state after s updates."""
+  """The lengths of a run, in steps. Step s means the state after s updates."""
 
   units: Units
   total: int  # End of the schedules.

@@ -114,8 +114,9 @@ def override(config: Any, assignment: str) -> None:
   """Applies "a.b.c=value" in place, to a dict or a ConfigDict.
 
   The value gets the type of the value that it replaces: `1e5` becomes an int,
-  `1` a float, and a bare word a string; anything else must be a Python literal.
-  A new key is added. If nothing reads it, `Config.check_all_read` fails.
+  `1` a float, and a bare word a string; anything else must be a Python literal,
+  which may contain dict(a=1).
+  A new key is added; if nothing reads it, `Config.check_all_read` fails.
   """
   path, equals, text = assignment.partition("=")
   if not equals:
@@ -134,9 +135,27 @@ def override(config: Any, assignment: str) -> None:
   node[last] = plain(_typed(text, plain(node.get(last)), f"--config.{path}"))
 
 
+def _without_calls(expression: ast.Expression) -> ast.Expression:
+  """Replaces dict(a=1), as configs write it, by the literal {"a": 1}."""
+
+  class Replace(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+      self.generic_visit(node)
+      is_dict = isinstance(node.func, ast.Name) and node.func.id == "dict"
+      names = [keyword.arg for keyword in node.keywords]
+      if not is_dict or node.args or None in names:
+        return node
+      keys: list[Any] = [ast.Constant(name) for name in names]
+      return ast.Dict(keys, [keyword.value for keyword in node.keywords])
+
+  return Replace().visit(expression)
+
+
 def _typed(text: str, old: Any, where: str) -> Any:
   try:
-    value = ast.literal_eval(text)
+    value = ast.literal_eval(
+      _without_calls(ast.parse(text.lstrip(" \t"), mode="eval"))
+    )
   except (ValueError, SyntaxError, TypeError):
     value = text
   if text.lower() in ("true", "false"):

@@ -1,7 +1,8 @@
 """Imports the modules and functions that a config names.
 
 The file name is the registry: config.task="classification" is
-bigtrain/tasks/classification.py. A name with a dot is a module of the user's.
+bigtrain/tasks/classification.py. A name with a dot is the path of a user's
+module.
 """
 
 import importlib
@@ -10,6 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.config.errors import ConfigError, did_you_mean
+
+# What a module of each package is, in messages.
+_KINDS = {
+  "data": "data source",
+  "evaluators": "evaluator",
+  "hooks": "hook",
+  "models": "model",
+  "tasks": "task",
+}
 
 
 def module_names(kind: str) -> list[str]:
@@ -36,7 +46,7 @@ def find_module(kind: str, name: str, key: str) -> Any:
         " A module of your own has a dotted path, such as "
         "'my_project.my_module'."
       )
-    raise ConfigError(f"{key}: no {kind} module {name!r}.{hint}")
+    raise ConfigError(f"{key}: unknown {_KINDS[kind]} {name!r}.{hint}")
   dotted = name if "." in name else f"bigtrain.{kind}.{name}"
   return _import(dotted, key)
 
@@ -55,7 +65,7 @@ def find_attribute(dotted: str, key: str) -> Any:
 
 
 def task_names(task: Any) -> str:
-  """The tasks in words, from the value of config.task."""
+  """The names of the tasks in a sentence, from the value of config.task."""
   if not isinstance(task, Mapping):
     return str(task)
   return " + ".join(str(part.get("type")) for part in task.values())

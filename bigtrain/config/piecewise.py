@@ -1,8 +1,8 @@
-"""Numbers that change during a run, such as weights of sources and of losses.
+"""Numbers that change during a run, such as weights of sources or losses.
 
 A config gives a constant, or a dict of values at ascending points of the run:
-dict(at_percent=[0, 80, 100], values=[1, 1, 4], shape="linear"). The points have
-any of the units of config/lengths.py.
+dict(at_percent=[0, 80, 100], values=[1, 1, 4], shape="linear"). The points may
+have any unit of config/lengths.py.
 """
 
 import bisect
@@ -40,7 +40,7 @@ class Piecewise(NamedTuple):
 
 
 def is_schedule(value: Any) -> bool:
-  """Whether an option is a number by step, rather than a dict of options."""
+  """Whether a dict is a number by step, rather than options."""
   return isinstance(value, Mapping) and any(
     f"at_{unit}" in value for unit in lengths.UNITS
   )
@@ -54,12 +54,12 @@ def read(
   shapes: tuple[str, ...] = SHAPES,
   **limits: Any,
 ) -> Piecewise:
-  """Reads a number or the dict of one, at location `key` of the config.
+  """Reads a constant number or a dict of values, at `key` of the config.
 
   Args:
     shapes: allowed shapes.
     **limits: limits of a constant, as arguments of check_number; values of a
-      dict are at least 0, and not all of them are 0.
+      dict must be at least 0, and not all 0.
   """
   if not isinstance(value, Mapping):
     return Piecewise((0,), (float(check_number(key, value, **limits)),))

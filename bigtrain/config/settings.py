@@ -8,7 +8,7 @@ for each key that nothing has read, with the nearest name that was.
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bigtrain.config.errors import ConfigError, check_number, did_you_mean
@@ -19,6 +19,8 @@ _MEANT_AS_BOOLEANS = ("true", "false", "yes", "no", "on", "off")
 # How similar a key must be to a missing one to be called its misspelling. The
 # names of two keys of the program, such as log_steps and total_steps, are less.
 _SIMILAR = 0.75
+# Units of lengths, the last words of keys such as log_steps; see lengths.py.
+UNITS = ("steps", "epochs", "examples", "tokens", "percent")
 
 
 class Config:
@@ -119,21 +121,63 @@ class Config:
 
   def unread(self) -> list[str]:
     """Returns a line for every key that was never read, at any depth."""
+    return self._unread(self._known_keys())
+
+  def _unread(self, known: set[str]) -> list[str]:
     lines = []
     for key, value in self._data.items():
       if key not in self._names_read:
-        # --config.batch_size instead of --config.input.batch_size: the nearest
-        # name is then the same key further down.
-        deeper = [k for k in flatten(self._data) if k.endswith(f".{key}")]
-        if deeper:
-          nearest = min(deeper, key=lambda name: name.count("."))
-          hint = did_you_mean(nearest, [nearest])
-        else:
-          hint = did_you_mean(key, self._names_read)
+        siblings = self._names_read
+        # --config.batch_size in place of --config.input.batch_size: the key
+        # that was meant may be anywhere in the config.
+        elsewhere = _nearest_elsewhere(key, siblings, known)
+        hint = f" Did you mean {elsewhere!r}?"
+        if not elsewhere:
+          hint = did_you_mean(key, siblings)
         lines.append(f"{self.path}.{key}: unknown key.{hint}")
       elif isinstance(value, dict) and key not in self._read_as_kwargs:
-        lines += self.get(key).unread()
+        lines += self.get(key)._unread(known)
     return lines
+
+  def _known_keys(self) -> set[str]:
+    """Whole names of the keys, at any depth, that the program knows."""
+    keys = {f"{self.path}.{name}" for name in self._names_read}
+    for name in self._read_as_kwargs:
+      options = self._data.get(name)
+      if isinstance(options, Mapping):
+        keys |= {*flatten(options, f"{self.path}.{name}.")}
+    for child in self._children.values():
+      keys |= child._known_keys()
+    return keys
+
+
+def _nearest_elsewhere(
+  key: str, siblings: Iterable[str], known: Iterable[str]
+) -> str | None:
+  """The whole name of the known key that is most similar to `key`.
+
+  None if no name is similar, or if one beside `key` is as similar.
+  """
+  best, best_similarity = None, _SIMILAR
+  for name in siblings:
+    if (similarity := _similarity(key, name)) >= best_similarity:
+      best_similarity = similarity
+  # The shallowest of several: config.input.x rather than config.evals.val.x.
+  for name in sorted(known, key=lambda name: (name.count("."), name)):
+    similarity = _similarity(key, name.rpartition(".")[2])
+    if similarity > best_similarity:
+      best, best_similarity = name, similarity
+  return best
+
+
+def _similarity(typed: str, name: str) -> float:
+  """How similar two keys are, from 0 to 1."""
+  length, _, unit = typed.rpartition("_")
+  other_length, _, other_unit = name.rpartition("_")
+  if length == other_length and {unit, other_unit} <= {*UNITS}:
+    # The same length in another unit, such as warmup_steps and warmup_percent.
+    return 1.0 if unit == other_unit else 0.99
+  return difflib.SequenceMatcher(None, typed.lower(), name.lower()).ratio()
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

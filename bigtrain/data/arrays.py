@@ -33,7 +33,7 @@ class Source:
       [8, 8, 1] with values 0 to 16, and `label`.
     arrays: features by name, for notebooks.
     keys: names of the arrays to use; all by default.
-    split: split of the digits: "train", "test" (a fifth, fixed by
+    split: split of the digits: "train", "test" (a fifth, chosen by
       `split_seed`) or "all", optionally with a slice.
     slice: slice of the examples, such as "[:90%]" or "[1000:]".
     split_seed: seed of the digits' splits.

@@ -1,10 +1,10 @@
-"""Arrow files, such as the data sets that Hugging Face's `datasets` saves.
+"""Arrow files, such as data sets saved by Hugging Face's `datasets`.
 
   dict(type="arrow", path="my_set", split="train")
   dict(type="arrow", path="my_set/train/*.arrow", columns=("image", "label"))
 
-Columns become features as for type="parquet". Files are mapped into memory, so
-any row is read directly.
+Columns become features as with type="parquet". Files are mapped into memory, so
+any row can be read directly.
 """
 
 import glob
@@ -26,8 +26,8 @@ class Source(arrow_columns.Rows):
   """The rows of saved data sets, or of other Arrow files.
 
   Args:
-    path: a folder written by `save_to_disk` or from the cache of `datasets`, a
-      file, a pattern such as "*.arrow", or a list of these.
+    path: a folder written by `save_to_disk` or taken from the cache of
+      `datasets`, a file, a pattern such as "*.arrow", or a list of these.
     split: split of a folder with several.
     columns: names of the columns to use; all by default.
     slice: slice of the rows, such as "[:99%]".
@@ -63,7 +63,7 @@ class Source(arrow_columns.Rows):
 
 
 def scan_rows(path: str) -> np.ndarray:
-  """Returns 0, the number of rows, and the size, as `Rows` expects."""
+  """Returns 0, the number of rows, and the size in bytes, as `Rows` expects."""
   return np.asarray([0, _read(path).num_rows, os.path.getsize(path)], np.int64)
 
 

@@ -2,10 +2,10 @@
 
 dict(type="digit_pairs", split="train", length=50_000, margin=1)
 
-`questions` are rows of data/supervised.py on them, with two pictures each, and
-`scenes` rows with one picture of both digits, whose answers may be boxes.
+For data/supervised.py, `questions` yields rows with two pictures each, and
+`scenes` rows with one picture of two digits, whose answers may be boxes.
 
-Example i shows the ordered pair of classes i % 100; a hash of i selects the
+Example i shows the ordered pair of classes i % 100. A hash of i selects the
 digits of these classes and their positions in the two halves of the picture.
 """
 
@@ -44,10 +44,10 @@ class Source:
 
   Features: `image` uint8 [8 + 2 m, 16 + 4 m, 1] with values 0 to 16, `text`
   such as "a seven left of a three", `left`, `right` and `label` (10 left +
-  right). With `boxes` also `boxes` float32 [2, 4], [top, left, bottom, right]
-  of the left and the right digit, in shares of the picture, and `box_texts`
-  [2], such as "a seven". With `wrong_captions` also `is_right`, 1.0 if the text
-  is that of the picture, else 0.0.
+  right). With `boxes`, also `boxes` float32 [2, 4], which is [top, left,
+  bottom, right] of the left and the right digit as shares of the picture, and
+  `box_texts` [2], such as "a seven". With `wrong_captions`, also `is_right`, 1.0
+  if the text is that of the picture, else 0.0.
 
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a
@@ -56,7 +56,7 @@ class Source:
     margin: m, in pixels: how far a digit may be from the centre of its half.
     seed: seed of the pairs.
     split_seed: seed of the digits' splits.
-    boxes: whether there are boxes.
+    boxes: whether to add the boxes.
     wrong_captions: share of the examples with the text of another pair of
       classes, as in data from the web.
   """
@@ -163,7 +163,7 @@ class Source:
 def questions(
   split: str, preferences: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields (place, row): a question on two pictures, of a digit each.
+  """Yields (place, row): a question on two pictures of one digit each.
 
   Digits for training are shifted by up to a pixel in each direction.
   """
@@ -189,7 +189,7 @@ def scenes(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
   """Yields (place, row): a question on a picture of two digits.
 
-  The digits are at random places of their halves of the picture, uint8 [10,
+  The digits are at random places in their halves of the picture, uint8 [10,
   20]. A third of the questions asks for the box around a digit's ink, as
   "<loc0307><loc0051><loc0921><loc0358> seven": the top, left, bottom and right
   edges, as in text/box_texts.py.
@@ -249,7 +249,7 @@ def _gray(pixels: np.ndarray) -> np.ndarray:
 
 
 def _box(pixels: np.ndarray, side: int) -> str:
-  """The box around the ink of a half of a picture, in PaliGemma's format."""
+  """The box around the ink in one half of a picture, in PaliGemma's format."""
   height, width = pixels.shape
   half = width // 2
   ink = pixels[:, side * half : (side + 1) * half] > 0

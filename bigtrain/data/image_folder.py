@@ -27,8 +27,8 @@ class Source:
     classes: file with one class name per line, in the order of the labels; any
       other folder is an error. By default the classes are the sorted names of
       the folders.
-    slice: slice of the images, such as "[:99%]", in a fixed random order. A
-      slice of the sorted images would leave out classes.
+    slice: slice of the images, such as "[:99%]". It applies to a fixed random
+      order, because a slice of the sorted images would leave out classes.
   """
 
   spec = {
@@ -77,7 +77,7 @@ class Source:
     return {"label": _class_list(path, classes)[0]}
 
   def _images(self, class_name: str) -> tuple[list[str], set[str]]:
-    """Returns the images of a class, and what is hidden, below `path`."""
+    """Returns the images of a class below `path`, and the hidden files."""
     images = []
     top = os.path.join(self._path, class_name)
     for folder, _, names in os.walk(top, followlinks=True):

@@ -1,4 +1,4 @@
-"""JSON lines; each line is an object and an example.
+"""JSON lines. Each line is a JSON object, which is one example.
 
   dict(type="jsonl", path="captions.jsonl", image_key="file")
 
@@ -24,8 +24,8 @@ class Source(row_files.Rows):
     path: a file, a pattern such as "data/*.jsonl", whose matches are sorted, or
       a list of these.
     image_key: name of the image field, for the feature `image` (encoded bytes).
-    image_is: content of that field: "path", relative to the folder of the jsonl
-      file, or "base64".
+    image_is: what that field contains: "path", a path relative to the folder of
+      the jsonl file, or "base64".
     fields: names of the fields to use; the default is all of the first line.
     slice: slice of the lines, such as "[:99%]".
   """

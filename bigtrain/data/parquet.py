@@ -8,7 +8,8 @@ column, a struct of `bytes` and `path`, becomes the image's encoded bytes; the
 fields of any other struct become features such as "captions/text".
 
 Row groups are decoded as a whole. If the data set is larger than `cache_bytes`
-and read in random order, set `unpack_to`: its files give access to single rows.
+and read in random order, set `unpack_to`, whose files give access to single
+rows.
 """
 
 import os

@@ -3,10 +3,10 @@
   dict(type="prompts", path="math.jsonl", tokenizer="models/Qwen3-0.6B",
        length=512, rewards="my_project.rewards.exact")
 
-The files are as for data/supervised.py, but only `prompt`, a text or a list of
-messages, and `tools` are tokenized; the judges of answers get the whole row
-(data/formats/judges.py). With the option `tools`, a function answers the tool
-calls of the model, and the model then continues (data/formats/toolbox.py).
+The files are those of data/supervised.py, but only `prompt`, a text or a list
+of messages, and `tools` are tokenized. The judges of answers get the whole row
+(data/formats/judges.py). With the option `tools`, a function answers the
+model's tool calls, and the model then continues (data/formats/toolbox.py).
 Features: `prompt` int32 [length], padded with 0; `prompt_length` int32; with
 `pictures`, `image` float32 [N, height, width, 3] as in data/supervised.py; with
 `prefix`, int32 `prefix`, the prompt's length.
@@ -46,17 +46,18 @@ class Source(supervised.Source):
       takes too long; a metric counts them. By default, such a failure ends the
       run.
     tools: dotted path of a function of (call, row) that answers the tool calls
-      of the model, with call = dict(name=..., arguments=...), by a text or what
-      becomes JSON. Prompts then have to be conversations.
-    tool_calls: format of the calls, a name of tool_calls.PARSERS or the dotted
-      path of a function from a text to a list of such calls.
-    max_turns: largest number of an answer's turns; calls in the last turn are
+      of the model. A call is dict(name=..., arguments=...), and the answer a
+      text or a value that is converted to JSON. Prompts then have to be
+      conversations.
+    tool_calls: format of the calls: a name in tool_calls.PARSERS, or the dotted
+      path of a function that maps a text to a list of such calls.
+    max_turns: largest number of turns in an answer; calls in the last turn are
       not answered.
-    failed_tool: what becomes of an error of `tools`: a "message" to the model,
-      or the end ("stop") of the run.
-    workers: number of processes in which functions are called, the calls of
-      several answers at the same time.
-    **options: path, name and others of data/supervised.py.
+    failed_tool: what an error of `tools` leads to: a "message" to the model, or
+      the end of the run ("stop").
+    workers: number of processes that call the functions, for several answers at
+      the same time.
+    **options: path, name and other options of data/supervised.py.
   """
 
   _extra = 0  # A prompt has no target after it.
@@ -194,7 +195,7 @@ class Source(supervised.Source):
     """Returns the rewards of G answers to each of B prompts.
 
     Args:
-      indices: of the prompts, [B].
+      indices: indices of the prompts, [B].
       batch: "targets" [B, G, L] and "loss_mask" [B, G, L], which is 0 where the
         target is not part of the answer.
       messages: with tools, the messages of each answer, [B][G].

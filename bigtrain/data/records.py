@@ -4,8 +4,8 @@
   dict(type="records", path="train-*.tfrecord", features=("image", "label"))
 
 A record is a tf.train.Example. Its strings become bytes, integers int64 and
-other numbers float32; a list is a scalar if it has one value in each of the
-first records.
+other numbers float32. A list becomes a scalar if it has one value in each of
+the first records.
 """
 
 import os

@@ -4,29 +4,30 @@
        length=2048, pack=True)
 
 A file is .jsonl, .json (an array or lines), .parquet or .txt (one text), also
-as .gz or .zst. The fields of a row say its shape, or `rows` does:
+as .gz or .zst. The shape of a row is recognised by its fields, or given by
+`rows`:
 
 - "messages": `messages`, a list of dict(role=..., content=...), which a chat
   template writes (bigtrain/text/chat.py); with `tools` if there are any.
 - "sharegpt": `conversations`, a list of dict(from=..., value=...).
 - "prompt_completion": `prompt` and `completion`, two texts or two lists of
-  messages; or several right completions, which count as one example together.
-- "alpaca": `instruction`, `input` and `output`, as Alpaca's published prompt
-  and its answer; "alpaca_chat": as a question and an answer.
+  messages; or several right completions, which together count as one example.
+- "alpaca": `instruction`, `input` and `output`, which become Alpaca's published
+  prompt and its answer; with "alpaca_chat", a question and an answer.
 - "text": `text`, all of which has a loss.
-- Beside these `images`, or parts {"type": "image", "path": ...} of messages:
-  the pictures of a row, with `pictures=`; see formats/row_pictures.py.
+- With the option `pictures`, rows may also have pictures: `images`, or parts
+  {"type": "image", "path": ...} of messages; see formats/row_pictures.py.
 
 With `preferences=True`:
 
-- "preference": `chosen` and `rejected`, two completions, after `prompt` or as
-  conversations of their own.
+- "preference": `chosen` and `rejected`, two completions of `prompt` or two
+  whole conversations.
 - "unpaired": `label`, whether a `completion` of `prompt` is wanted.
 
-Any row may have `weight`, the weight of its loss, and conversations `system`, a
-system prompt. data/formats/row_shapes.py has the details. All rows are read and
-checked before the first step, and their tokens are kept in the user's cache
-folder.
+Any row may have `weight`, the weight of its loss, and a conversation may have
+`system`, a system prompt. data/formats/row_shapes.py has the details. All rows
+are read and checked before the first step, and their tokens are kept in the
+user's cache folder.
 
 The features of an example, with L = `length`:
 
@@ -43,9 +44,9 @@ The features of an example, with L = `length`:
 - `masks=True`: `mask_runs` int32 [R] and `mask_size` int32 [2], the right mask
   of a data set's row, see text/coco_masks.py.
 - `image` float32 [N, height, width, 3] with `pictures`: the pictures of
-  its rows in order, and zeros up to the largest number N of an example. Of
-  models that see a picture in about its own size, `image` is [N, P, values],
-  patches and zeros behind them, and `shapes` int32 [N, 2] their numbers of rows
+  its rows in order, and zeros up to the largest number N of an example. For
+  models that see a picture in roughly its own size, `image` is [N, P, values],
+  patches followed by zeros, and `shapes` int32 [N, 2] has their numbers of rows
   and columns.
 
 For encoder-decoders, with S, L = `length`: `inputs` int32 [S], `targets` int32
@@ -114,37 +115,40 @@ class Source:
       dict(path=..., new_tokens=[...], new_special_tokens=[...]).
     length: tokens of an example; for encoder-decoders (inputs, targets).
     path: a file, a pattern, a folder of files of one kind, or a list of these.
-    name: "pydoc", what the functions of Python's library are for;
+    name: built-in data: "pydoc", questions about functions of Python's library;
       "arithmetic", additions of numbers below 100; "digits", questions on two
-      pictures of digits; or "digit_scenes", on one of both, also their boxes.
-    split: split of these: "train", "test" (every tenth question) or "all".
-    dataset: a published data set of pictures, in its own files: dict(name=...)
-      and arguments of formats/picture_sets.py.
+      pictures of digits; or "digit_scenes", questions on one picture of two
+      digits, some of which ask for boxes.
+    split: split of built-in data: "train", "test" (every tenth question) or
+      "all".
+    dataset: a published data set of pictures, in its original files:
+      dict(name=...) and arguments of formats/picture_sets.py.
     template: chat template, by default the one in the tokenizer's folder: a
       name (`chat.NAMES`), a file or a folder.
     variables: values for the template, such as dict(enable_thinking=False).
     date: date for templates that print today's, such as "2026-01-31".
     loss: which tokens of a conversation have a loss: the answers of the
       "assistant", the "last" of them, or "all".
-    allow_special: whether messages may spell special tokens, such as "</s>",
-      which then become these tokens. Plain texts spell them as text, except the
-      tokenizer's new_special_tokens.
+    allow_special: whether messages may contain special tokens, such as "</s>",
+      which then become these tokens. In plain texts they remain text, except
+      for the tokenizer's new_special_tokens.
     ignore_fields: fields of messages that are left out, such as ["name",
       "tool_calls.id"]. Others that the template does not write are refused.
-    bos: whether the begin token precedes rows without a template; by default if
-      the tokenizer adds it.
+    bos: whether the begin token precedes rows without a template; by default it
+      does if the tokenizer adds it.
     pack: whether rows share examples (best fit, planned from their lengths).
-    prefix: whether all tokens attend to the whole prompt, up to the first
-      token with a loss; with pack, only models.vision_language does.
-    rows: shape of the rows, as above; by default that whose fields a row has.
+    prefix: whether all tokens attend to the whole prompt, up to the first token
+      with a loss; with pack, only models.vision_language does.
+    rows: shape of the rows, as above; by default recognised by a row's fields.
     pictures: folder of a published model whose processor prepares pictures, or
       a dict of text/pictures.py, such as dict(tokens=64, pp="resize(64)").
     references: whether examples are prompts, with their answers as references
-      for evaluators.generate. A row with several answers is several examples;
-      with a number, it is one example with at most that many references.
-    masks: whether the right masks of "coco_segmentation" are features.
-    preferences: whether rows have two answers, or a judgement of one. In pydoc,
-      the rejected answer is a later sentence of the same documentation.
+      for evaluators.generate. With True, a row with several answers becomes
+      several examples; with a number, it becomes one example with at most that
+      many references.
+    masks: whether the reference masks of "coco_segmentation" are features.
+    preferences: whether rows have two answers, or a judgement of one answer. In
+      pydoc, the rejected answer is a later sentence of the same docstring.
     too_long: what happens to rows longer than `length`: "error", "drop", or cut
       at the "left" or the "right".
     skip_errors: number of rows that may be refused and left out; the log counts
@@ -396,7 +400,7 @@ class Source:
         self._first = np.append(begins, len(self._kept))
 
   def _spans_of(self, rows: np.ndarray) -> np.ndarray:
-    """Returns [rows, 2 (parts), 2 (start, stop)]; decoders have one part."""
+    """Returns [rows, parts, 2 (start and stop)]: 2 parts, or 1 for decoders."""
     return self._rows.spans(rows, self._pairs)
 
   def _check_cut(self, row: int, start: int, stop: int) -> None:
@@ -414,7 +418,7 @@ class Source:
       ) from e
 
   def _log_labels(self) -> None:
-    """Warns of judgements that KTO's default weights do not suit."""
+    """Warns if KTO's default weights do not suit the judgements."""
     if not self._is_judged:
       return
     labels = self._rows.label[self._kept]
@@ -602,7 +606,7 @@ class Source:
     segment: int,
     item: int,
   ) -> None:
-    """Writes a row into an example, behind its `ends`, which move on."""
+    """Writes a row into an example at `ends`, and moves these on."""
     parts = [self._rows.read(*span) for span in self._spans[item].tolist()]
     if self._references:
       ((ids, trained),) = parts

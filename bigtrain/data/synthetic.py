@@ -1,4 +1,4 @@
-"""Random examples of declared types and shapes, for benchmarks without data.
+"""Random examples with declared types and shapes, for benchmarks without data.
 
   dict(type="synthetic", features={"tokens": "int32[1024] < 50257",
                                    "targets": "int32[1024] < 50257"})

@@ -4,11 +4,11 @@
   dict(type="text", name="pydoc", split="train", length=256)
 
 Byte b is token b + 3, as in the tokenizer "bytes" (0 is padding, 1 begins a
-text, 2 ends one); the vocabulary has 259 tokens. Features, L = `length`:
+text, 2 ends one), so the vocabulary has 259 tokens. Features, L = `length`:
 
 - `tokens` int32 [L] and `targets` int32 [L], the next byte of each. The first
   byte of a file has the begin token as context.
-- `loss_mask` float32 [L]: 0 for padding; left out with last="drop".
+- `loss_mask` float32 [L]: 0 for padding; absent with last="drop".
 - `num_bytes` float32: number of targets.
 """
 

@@ -137,7 +137,7 @@ def _class_names(features: Any) -> dict[str, list[str]]:
 
 
 def _flat(features: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns nested features by names such as "objects/label"."""
+  """Flattens nested features; names are like "objects/label"."""
   flat: dict[str, Any] = {}
   for name, value in features.items():
     if isinstance(value, dict):

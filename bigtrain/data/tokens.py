@@ -6,11 +6,11 @@
 formats/token_files.py lists the formats. Features of a window:
 
 - `tokens` int32 [L] and `targets` int32 [L], the next token of each. If
-  documents end in `eos_id`, it is also the context of the first token of the
-  next document; otherwise a document's first token is not a target.
-- `loss_mask` float32 [L]: 0 for padding. With packing or segments instead
-  `segments` int32 [L], number of the document from 1, 0 for padding, and
-  `positions` int32 [L], position in the document from 0.
+  documents end in `eos_id`, this id is also the context of the next document's
+  first token; otherwise a document's first token is not a target.
+- `loss_mask` float32 [L]: 0 for padding. With packing or segments there are
+  instead `segments` int32 [L], the number of the document from 1 (0 for
+  padding), and `positions` int32 [L], the position in the document from 0.
 - `num_bytes` float32: estimated bytes of text of the targets, from the average
   bytes per token in the manifest.
 """
@@ -41,7 +41,7 @@ class Source:
     stride: tokens between the starts of windows, by default `length`.
     last: "pad" or "drop", for the last window if it is incomplete.
     vocab_size: exclusive upper bound of the ids, by default the manifest's.
-    tokenizer: "bytes" or a path; must be the tokenizer in the manifest.
+    tokenizer: "bytes" or a path; must be the tokenizer named in the manifest.
     slice: slice of the windows, such as "[:99%]".
   """
 

@@ -1,4 +1,4 @@
-"""Tar shards in the layout of the library webdataset.
+"""Tar files in the layout of the library webdataset.
 
   dict(type="webdataset", path="train-{000..127}.tar")
   dict(
@@ -7,9 +7,10 @@
     features={"image": "jpg;png", "label": "cls", "caption": "json/caption"},
   )
 
-The members of a sample are neighbours with the same name up to the first dot;
-the rest, in lower case, is the extension. `.cls`, `.class`, `.count`, `.index`,
-`.inx` and `.id` are integers, `.npy` an array, and all others bytes.
+The members of a sample are consecutive and have the same name up to the first
+dot; the rest of the name, in lower case, is the extension. `.cls`, `.class`,
+`.count`, `.index`, `.inx` and `.id` are integers, `.npy` an array, and all
+others bytes.
 """
 
 import io
@@ -39,8 +40,8 @@ class Source(row_files.Rows):
   Args:
     path: a file, a pattern such as "train-{000..127}.tar" or "train-*.tar", or
       a list of these; also URLs of objects in gs:// and s3://.
-    features: {feature: extension}. Of "jpg;png" the first that a sample has is
-      used, "json/caption" is a field of the .json, and "__key__" is the name of
+    features: {feature: extension}. "jpg;png" means the first of these that a
+      sample has, "json/caption" a field of the .json, and "__key__" the name of
       the sample. By default all extensions of the first sample and `__key__`;
       pictures are `image`, .cls is `label`, .txt is `text`, and others have the
       names of their extensions.
@@ -66,33 +67,41 @@ class Source(row_files.Rows):
     if index is not None:
       index = files.local_path(index, "webdataset: index")
     self._reader = files.Reader()
+
+    # The index of each tar file: its samples, and where their members are.
     packed = files.offsets(self._paths, tar_files.scan_members, index)
-    shards = [tar_files.load(each) for each in packed]
-    hidden = {
-      f"{path}: {name}"
-      for path, shard in zip(self._paths, shards)
-      for name in shard.hidden
-    }
-    files.log_hidden(hidden, "webdataset")
-    self._keys = [shard.keys for shard in shards]
+    indexes = [tar_files.load(each) for each in packed]
+    self._log_hidden_members(indexes)
+    self._keys = [tar.keys for tar in indexes]
     counts = [len(keys) for keys in self._keys]
     checksums = [zlib.crc32(each.tobytes()) for each in packed]
     self._open("webdataset", path, counts, checksums, slice)
-    first = next(shard for shard in shards if len(shard.keys))
-    self._extensions = {x for shard in shards for x in shard.extensions}
-    features = _default(first) if features is None else features
-    # {feature: (extensions, function of the data, None for bytes)}.
-    self._parsers = {name: _parser(x) for name, x in features.items()}
-    # {extensions: where their member is in each sample of all files, as
-    # (start, size, checksum)}.
-    self._members = {
-      name: np.concatenate([shard.rows(name.split(";")) for shard in shards])
-      for name in dict.fromkeys(name for name, _ in self._parsers.values())
-      if name != _KEY
-    }
+
+    # The extensions to read, and how each becomes a feature.
+    self._extensions: set[str] = set()
+    for tar in indexes:
+      self._extensions.update(tar.extensions)
+    if features is None:
+      first_with_samples = next(tar for tar in indexes if len(tar.keys))
+      features = _default_features(first_with_samples)
+    # {feature: (extensions such as "jpg;png", parser or None for bytes)}.
+    self._parsers = {name: _parser(text) for name, text in features.items()}
+    # {extensions: (start, size, checksum) of their member in each sample of all
+    # files, int64 [samples, 3]}. Two features may read the same member.
+    self._members: dict[str, np.ndarray] = {}
+    for extensions, _ in self._parsers.values():
+      if extensions != _KEY and extensions not in self._members:
+        rows = [tar.rows(extensions.split(";")) for tar in indexes]
+        self._members[extensions] = np.concatenate(rows)
     if not self._members:
       raise ConfigError("webdataset: features: expected an extension.")
     self.spec = self._infer(self._sample(), features, "features")
+
+  def _log_hidden_members(self, indexes: Sequence[tar_files.Index]) -> None:
+    hidden = set()
+    for path, tar in zip(self._paths, indexes):
+      hidden |= {f"{path}: {name}" for name in tar.hidden}
+    files.log_hidden(hidden, "webdataset")
 
   def where(self, index: int) -> str:
     ((shard, sample),) = self._places([index])
@@ -101,54 +110,80 @@ class Source(row_files.Rows):
 
   def _rows(self, indices: np.ndarray) -> list[dict[str, Any]]:
     at = np.asarray(indices) + self._start
+    # (start, size, checksum) of all members: int64 [B, members, 3].
     tables = np.stack([rows[at] for rows in self._members.values()], 1)
     for i, member in np.argwhere(tables[..., 0] < 0):
       name = [*self._members][member]
       hint = did_you_mean(name, self._extensions)
       raise DataError(f"{self.where(indices[i])}: it has no .{name}.{hint}")
-    places, rows = self._places(indices), tables.tolist()
-    contents = self._reader.read_all(
-      [(self._paths[x], tar_files.parts(y)) for (x, _), y in zip(places, rows)]
-    )
+
+    # All samples are read at once: in an object store, at the same time.
+    places = self._places(indices)
+    ranges = []
+    for (tar, _), table in zip(places, tables.tolist()):
+      ranges.append((self._paths[tar], tar_files.parts(table)))
+    contents = self._reader.read_all(ranges)
+
     result = []
     for i, (content, version) in enumerate(contents):
-      shard, sample = places[i]
+      tar, sample = places[i]
       if version:
-        self._check_stamp(indices[i], shard, version.hex())
-      key = self._keys[shard][sample]
-      result.append(self._at(indices[i], self._row, content, rows[i], key))
+        self._check_stamp(indices[i], tar, version.hex())
+      key = self._keys[tar][sample]
+      table = tables[i].tolist()
+      result.append(self._at(indices[i], self._row, content, table, key))
     return result
 
   def _row(
     self, contents: list[bytes], table: list[list[int]], key: bytes
   ) -> dict[str, Any]:
+    """Parses one sample; `table` says where its members are in the tar file."""
     members = tar_files.members(contents, table)
-    data = {**dict(zip(self._members, members)), _KEY: bytes(key)}
+    data = dict(zip(self._members, members))
+    data[_KEY] = bytes(key)
     row: dict[str, Any] = {}
     for name, (member, parse) in self._parsers.items():
       try:
         row[name] = parse(data[member]) if parse else data[member]
-      except (ValueError, KeyError) as e:
-        problem = f"no field {e}" if type(e) is KeyError else files.one_line(e)
-        raise DataError(f".{member}: {problem}.") from e
+      except KeyError as e:  # Of the fields in a .json.
+        raise DataError(f".{member}: no field {e}.") from e
+      except ValueError as e:
+        raise DataError(f".{member}: {files.one_line(e)}.") from e
     return row
 
 
-def _default(first: tar_files.Index) -> dict[str, str]:
-  of_extension = {x: n for n, text in _KNOWN.items() for x in text.split(";")}
+def _default_features(tar: tar_files.Index) -> dict[str, str]:
+  """Features for all extensions of a tar file's first sample, and its key."""
+  known = {}
+  for name, extensions in _KNOWN.items():
+    for extension in extensions.split(";"):
+      known[extension] = name, extensions
   result = {}
-  for number in first.members[first.members[:, 0] == 0, 1]:
-    extension = first.extensions[number]
-    name = of_extension.get(extension, extension)
-    result[name] = _KNOWN.get(name, extension)
+  is_in_first_sample = tar.members[:, 0] == 0
+  for number in tar.members[is_in_first_sample, 1]:
+    extension = tar.extensions[number]
+    name, extensions = known.get(extension, (extension, extension))
+    result[name] = extensions
   return {**result, _KEY: _KEY}
 
 
-def _parser(extension: str) -> tuple[str, Callable[[bytes], Any] | None]:
-  member, _, field = extension.partition("/")
+def _parser(text: str) -> tuple[str, Callable[[bytes], Any] | None]:
+  """Returns (extensions of the member, its parser or None for bytes).
+
+  Args:
+    text: a value of the option `features`, such as "jpg;png" or "json/caption".
+  """
+  member, _, field = text.partition("/")
   last = member.rpartition(".")[2]
+
+  def json_field(data: bytes) -> Any:
+    return documents.json_object(data)[field]
+
+  def array(data: bytes) -> np.ndarray:
+    return files.load_array(io.BytesIO(data))
+
   if field:
-    return member, lambda data: documents.json_object(data)[field]
+    return member, json_field
   if last == "npy":
-    return member, lambda data: files.load_array(io.BytesIO(data))
+    return member, array
   return member, int if last in _INTEGERS else None

@@ -1,7 +1,8 @@
 """Metrics of boxes: mean IoU, and COCO's average precision.
 
-Boxes of one label in one picture are matched one to one: each predicted box, in
-the order of the scores, gets the reference with the largest IoU that is left.
+Boxes with the same label in the same picture are matched one to one: in order
+of their scores, each predicted box gets the unmatched reference box with the
+largest IoU.
 """
 
 import collections
@@ -29,7 +30,7 @@ class _Found(NamedTuple):
 
 
 def mean_iou(samples: Sequence[Boxes], references: Sequence[Boxes]) -> float:
-  """Mean over the reference boxes of the IoU with their match, 0 without.
+  """Mean IoU of the reference boxes with their matches; 0 if unmatched.
 
   NaN if there is no reference box.
   """
@@ -52,13 +53,13 @@ def average_precision(
 ) -> float:
   """Mean of the labels' average precisions at a threshold of the IoU.
 
-  As pycocotools computes it: precision, made to fall with the recall, at 101
-  values of the recall. Labels without a reference do not count. Boxes of equal
-  scores, as all have without `scores`, count together.
+  Computed as in pycocotools: precision, made monotonic, is averaged over 101
+  values of recall. Labels without a reference do not count. Boxes with equal
+  scores count together; without `scores`, all scores are equal.
 
   Args:
     samples: predicted boxes of each picture.
-    references: right boxes of each picture.
+    references: reference boxes of each picture.
     threshold: smallest IoU of a match.
     scores: confidences of the predicted boxes.
   """
@@ -112,7 +113,7 @@ def _matches(
 
 
 def _area_below(found: _Found, number: int) -> float:
-  """The average precision of a label that has `number` references."""
+  """The average precision of a label with `number` reference boxes."""
   order = np.argsort(-found.score, kind="stable")
   score, right = found.score[order], np.cumsum(found.is_right[order])
   # The curve has a point for each score, after all boxes that have it.

@@ -1,7 +1,7 @@
-"""Evaluations of a config: checked at the start, built when first due.
+"""The evaluations of a config: checked at the start, built when first due.
 
 `from_config` checks all entries of config.evals and returns an `Evaluation` for
-each. Its `build` later makes the evaluator, a class of a module in
+each. Its `build` later makes the evaluator, an instance of a class in
 bigtrain/evaluators, which gets `Batches` of its data and a `Context`.
 bigtrain/evaluators/__init__.py describes an evaluator. The functions at the end
 of this file are for evaluators' own checks.
@@ -55,7 +55,7 @@ COUNT: dict[str, Any] = dict(least=1, whole=True)
 
 
 class Context(NamedTuple):
-  """The evaluation's name and location, and its run."""
+  """The evaluation's name and its place in the config, and facts of the run."""
 
   name: str
   workdir: str  # "" without a run.
@@ -136,7 +136,7 @@ class Batches:
     return result
 
   def map(self, fn: PredictFn) -> Callable[[Variables], list[Any]]:
-    """As `each`, but returns the results of all batches together."""
+    """Like `each`, but returns the results of all batches together."""
     run = self.each(fn)
     return lambda variables: list(run(variables))
 
@@ -158,7 +158,7 @@ class Batches:
     return run
 
   def collect(self, fn: PredictFn) -> Callable[[Variables], Any]:
-    """As `map`, but joins arrays [B, ...] to [N, ...], without the padding."""
+    """Like `map`, but joins arrays [B, ...] into [N, ...], without padding."""
 
     def with_mask(variables: Variables, batch: Batch) -> tuple[Any, jax.Array]:
       return fn(variables, batch), batch["_mask"]
@@ -176,7 +176,7 @@ class Batches:
 def compile_fn(
   context: Context, fn: PredictFn, batch_spec: Any, out_shardings: Any = None
 ) -> Callable[[Variables, Batch], Any]:
-  """Compiles fn(variables, batch); by default each device gets its results."""
+  """Compiles fn(variables, batch); by default every device gets the results."""
 
   def fn_of_features(variables: Variables, batch: Batch) -> Any:
     return fn(variables, Features(batch, context.path))
@@ -196,10 +196,10 @@ def compile_fn(
 def in_flight(
   calls: Iterable[Any], number: int, context: Context
 ) -> Iterator[Any]:
-  """Results of calls on the host, in order; `number` is that of the calls.
+  """Yields the results of `number` calls on the host, in order.
 
-  A few calls are ahead, which keeps the device busy. The results of all of them
-  could fill its memory.
+  A few calls run ahead to keep the device busy; not all of them, because their
+  results could fill its memory.
   """
   waiting: collections.deque[Any] = collections.deque()
   for i, result in enumerate(calls):
@@ -297,7 +297,7 @@ def _predict_fn(
 ) -> PredictFn:
   """The predict function that an entry names, with the entry's options.
 
-  Of several names, the function returns a dict with the result of each.
+  If the entry names several, the function returns a dict of their results.
   """
   if not isinstance(name, str):
     check_keys(f"{path}.pred_kw", options, name)
@@ -403,7 +403,7 @@ def _check_exists(data: Any, key: str) -> None:
 def check_class_names(
   options: Mapping[str, Any], context: Context, label_key: str = "labels"
 ) -> None:
-  """Checks that class numbers mean the same as in training, where known."""
+  """Checks, where it can, that class numbers mean the same as in training."""
   names = context.class_names
   training = names.get(label_key, names.get("labels"))
   if training and "data" in options and not options.get("trust_class_numbers"):

@@ -30,7 +30,7 @@ Examples = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Splits(Batches):
-  """Training examples, and test examples, which are preprocessed alike."""
+  """Training examples and test examples, preprocessed in the same way."""
 
   test_data: Mapping[str, Any]  # Source of the test examples.
   # Name of the labels: int [B], or [B, H, W] of pixels; negative for none.
@@ -50,8 +50,8 @@ class Splits(Batches):
   ) -> Callable[[Variables, int], dict[str, float]]:
     """Returns the `run` of an evaluator: scores of the labelled examples.
 
-    The predict function returns features [B, ...], or a dict of them with an
-    entry per layer; then the results are "<layer>/<metric>".
+    The predict function returns features [B, ...], or a dict with the features
+    of each layer. With a dict, the results are named "<layer>/<metric>".
     """
 
     def outputs(variables: Variables, batch: Batch) -> Any:
@@ -88,7 +88,7 @@ class Splits(Batches):
   def _labelled_examples(
     self, features: Any, labels: np.ndarray
   ) -> dict[str, Examples]:
-    """Features and labels of the examples that have one, by layer."""
+    """Features and labels of the labelled examples, by layer."""
     has_label_N = (labels >= 0).reshape(len(labels), -1).any(1)
     if not has_label_N.any():
       raise DataError(f"{self.context.path}: no example has a label.")
@@ -139,9 +139,10 @@ def in_chunks(
   """Compiles fn(examples, *others), to call it on chunks of many examples.
 
   The examples are host arrays [N, ...], and so are the results. The function
-  gets about `chunk_size` examples at a time, split over the devices, and all of
-  the other arguments. If the returned function has an argument `static`, which
-  is not an array, it is the last argument of fn.
+  gets about `chunk_size` examples at a time, split over the devices, and the
+  other arguments as they are. If the returned function is called with an
+  argument `static`, which is not an array, this becomes the last argument of
+  fn.
   """
   ways = sharding.batch_ways(mesh)
   replicated = sharding.replicated(mesh)

@@ -12,9 +12,9 @@ import numpy as np
 class Moments:
   """Mean and covariance of vectors that come in batches, in float64.
 
-  Batches of any size give the same result to rounding: each is centred on its
-  own mean before it is merged (Chan, Golub and LeVeque 1983), so that no digits
-  are lost if the mean is large.
+  The result depends on the sizes of the batches only by rounding. Each batch is
+  centred on its own mean before it is merged (Chan, Golub and LeVeque 1983), so
+  no digits are lost if the mean is large.
   """
 
   def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Moments:
 
   @property
   def covariance_DD(self) -> np.ndarray:
-    """The unbiased covariance, of N - 1 degrees of freedom."""
+    """The unbiased covariance, with N - 1 degrees of freedom."""
     return self._squares_DD / (self.number - 1)
 
 

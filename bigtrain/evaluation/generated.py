@@ -1,8 +1,8 @@
 """Batches of samples that a predict function makes.
 
-It gets a batch of numbers, "_index" [B], one for each sample. The noise and the
-class of a sample depend only on its number, so the samples are the same on any
-mesh and with any batch size.
+The function gets a batch of numbers, "_index" [B], one for each sample. A
+sample's noise and class depend only on its number, so samples are the same on
+any mesh and with any batch size.
 
 Legend: B batch.
 """
@@ -44,7 +44,7 @@ class Generated:
     )
 
   def batches(self, variables: Variables) -> Iterator[tuple[Any, int]]:
-    """Yields (samples [B, ...] on the devices, number of them that count)."""
+    """Yields (samples [B, ...] on the devices, number of valid samples)."""
     for start in range(0, self.number, self.batch_size):
       samples = self._call(variables, {"_index": self._numbers(start)})
       yield samples, min(self.batch_size, self.number - start)

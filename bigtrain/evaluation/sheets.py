@@ -19,10 +19,10 @@ Boxes = Mapping[str, Sequence[Sequence[float]]]
 def of_texts(
   images: np.ndarray, texts: Sequence[str], is_wrong: Sequence[bool]
 ) -> np.ndarray:
-  """`draw`, where wrong texts are red.
+  """Like `draw`, with wrong texts in red.
 
-  Boxes in texts (text/box_texts.py) are drawn into their picture, and their
-  label stays in the text.
+  Boxes in texts (text/box_texts.py) are drawn into the picture; only their
+  labels remain in the text.
   """
   return draw(
     images,

@@ -1,4 +1,4 @@
-"""Metrics that compare texts with one or several references each.
+"""Metrics that compare texts with their reference texts.
 
 exact, exact_match    fraction equal to a reference; the second one leaves out
                       surrounding space
@@ -20,6 +20,7 @@ rouge                 F-measures of rouge1, rouge2 and rougeL, with stemming,
 
 import collections
 import importlib.util
+import itertools
 import math
 import re
 import string
@@ -133,29 +134,43 @@ _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def _vqa(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
+  """Accuracy by the answers of several people, ten in VQA v2.
+
+  An answer is right if three people gave it, and partly right if fewer did. The
+  people are compared with each other by the same rule, so each person's answer
+  is left out once, and the score is the mean.
+  """
   scores = []
   for sample, answers in zip(samples, references):
     given = _vqa_answer(sample)
-    equal = [_vqa_answer(answer) == given for answer in answers]
-    if len(equal) == 1:
-      scores.append(float(equal[0]))
+    agrees = [_vqa_answer(answer) == given for answer in answers]
+    if len(agrees) == 1:
+      scores.append(float(agrees[0]))
       continue
-    # Each person's answer is left out once.
-    rest = [sum(equal) - own for own in equal]
-    scores.append(float(np.mean([min(1.0, n / 3) for n in rest])))
+    without_one = []
+    for own in agrees:
+      others = sum(agrees) - own
+      without_one.append(min(1.0, others / 3))
+    scores.append(float(np.mean(without_one)))
   return {"vqa": float(np.mean(scores))}
 
 
 def _vqa_answer(text: str) -> str:
+  """An answer in VQA's normal form: digits, no articles, no punctuation."""
   text = text.replace("\n", " ").replace("\t", " ").strip()
   has_decimal_comma = re.search(r"\d,\d", text) is not None
   for mark in _PUNCTUATION:
-    apart = f"{mark} " in text or f" {mark}" in text or has_decimal_comma
-    text = text.replace(mark, "" if apart else " ")
-  text = re.sub(r"\.(?!\d)", "", text)
-  words = [_VQA_NUMBERS_TO.get(x, x) for x in text.lower().split()]
-  words = [x for x in words if x not in _ARTICLES]
-  return " ".join(_CONTRACTIONS.get(x, x) for x in words)
+    # As in the official script, a mark between two letters becomes a space.
+    is_beside_space = f"{mark} " in text or f" {mark}" in text
+    without_space = is_beside_space or has_decimal_comma
+    text = text.replace(mark, "" if without_space else " ")
+  text = re.sub(r"\.(?!\d)", "", text)  # Not in decimal numbers.
+  words = []
+  for word in text.lower().split():
+    word = _VQA_NUMBERS_TO.get(word, word)
+    if word not in _ARTICLES:
+      words.append(_CONTRACTIONS.get(word, word))
+  return " ".join(words)
 
 
 # Below this similarity, an answer of DocVQA counts as wrong.
@@ -183,12 +198,17 @@ def _similarity(a: str, b: str) -> float:
 
 def _edit_distance(a: str, b: str) -> int:
   """Levenshtein distance: fewest insertions, deletions and replacements."""
-  row = [*range(len(b) + 1)]
-  for i, x in enumerate(a, start=1):
-    above, row = row, [i]
-    for j, y in enumerate(b, start=1):
-      row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (x != y)))
-  return row[-1]
+  # distances[j] is that of the letters of `a` so far and the first j of `b`.
+  distances = list(range(len(b) + 1))
+  for i, letter in enumerate(a, start=1):
+    before = distances
+    distances = [i]
+    for j, other in enumerate(b, start=1):
+      deleted = before[j] + 1
+      inserted = distances[j - 1] + 1
+      replaced = before[j - 1] + (letter != other)
+      distances.append(min(deleted, inserted, replaced))
+  return distances[-1]
 
 
 # Relative error that ChartQA allows (Masry et al. 2022, arXiv 2203.10244).
@@ -211,7 +231,7 @@ def _is_about(sample: str, answer: str) -> bool:
 
 
 def _amount(text: str) -> float | None:
-  """A number, also one in percent."""
+  """The value of a number, which may be a percentage."""
   text = text.strip()
   if text.endswith("%"):
     number = _number(text[:-1])
@@ -221,19 +241,18 @@ def _amount(text: str) -> float | None:
 
 def _boxes(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   given, right = _labels(samples, references)
-  args = (
-    [box_texts.read(text) for text in given],
-    [box_texts.read(x) for x in right],
-  )
-  by_threshold = [
-    detection.average_precision(*args, threshold)
-    for threshold in detection.THRESHOLDS.tolist()
-  ]
+  predicted = [box_texts.read(text) for text in given]
+  expected = [box_texts.read(text) for text in right]
+  # Thresholds of the IoU from 0.5 to 0.95, in steps of 0.05.
+  precisions = []
+  for threshold in detection.THRESHOLDS.tolist():
+    precision = detection.average_precision(predicted, expected, threshold)
+    precisions.append(precision)
   return {
-    "box_iou": detection.mean_iou(*args),
-    "box_ap": float(np.mean(by_threshold)),
-    "box_ap50": by_threshold[0],
-    "box_ap75": by_threshold[5],
+    "box_iou": detection.mean_iou(predicted, expected),
+    "box_ap": float(np.mean(precisions)),
+    "box_ap50": precisions[0],
+    "box_ap75": precisions[5],
   }
 
 
@@ -252,8 +271,9 @@ def _f1(first: Texts, second: Texts) -> float:
 
 def _labels(samples: Texts, references: Sequence[Texts]) -> list[list[str]]:
   """Samples and their first references, without surrounding space."""
-  firsts = [texts[0] if texts else "" for texts in references]
-  return [[text.strip() for text in texts] for texts in (samples, firsts)]
+  given = [sample.strip() for sample in samples]
+  right = [texts[0].strip() if texts else "" for texts in references]
+  return [given, right]
 
 
 def _accuracy(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
@@ -269,7 +289,8 @@ def _matthews(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   counts_CC = np.zeros((len(index), len(index)))  # Right class, given class.
   for right_label, given_label in zip(right, given):
     counts_CC[index[right_label], index[given_label]] += 1
-  right_C, given_C, total = counts_CC.sum(1), counts_CC.sum(0), len(given)
+  right_C, given_C = counts_CC.sum(1), counts_CC.sum(0)
+  total = len(given)
   covariance = total * np.trace(counts_CC) - right_C @ given_C
   variances = (total**2 - right_C @ right_C) * (total**2 - given_C @ given_C)
   value = covariance / math.sqrt(variances) if variances else 0.0
@@ -285,7 +306,7 @@ def _spearman(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 
 
 def _correlation(name: str, *rows: np.ndarray) -> dict[str, float]:
-  """Pearson's correlation of two rows; NaN if one has only equal values."""
+  """Pearson's correlation of two vectors; NaN if one of them is constant."""
   with np.errstate(invalid="ignore", divide="ignore"):
     return {name: float(np.corrcoef(rows)[0, 1])}
 
@@ -293,7 +314,9 @@ def _correlation(name: str, *rows: np.ndarray) -> dict[str, float]:
 def _ranks(values: np.ndarray) -> np.ndarray:
   """Ranks from 1. Equal values get the mean of their ranks."""
   _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-  return (np.cumsum(counts) - (counts - 1) / 2)[index]
+  last_ranks = np.cumsum(counts)
+  mean_ranks = last_ranks - (counts - 1) / 2
+  return mean_ranks[index]
 
 
 def _values(samples: Texts, references: Sequence[Texts]) -> list[np.ndarray]:
@@ -321,11 +344,10 @@ def _number(text: str) -> float | None:
 def _bleu(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
   import sacrebleu
 
-  # sacrebleu wants a list of all first references, one of all second ones, ...
-  most = max(len(texts) for texts in references)
-  streams: Any = []
-  for i in range(most):
-    streams.append([x[i] if i < len(x) else None for x in references])
+  # sacrebleu wants a list of all first references, one of all second ones, and
+  # so on, with None where a sample has fewer.
+  by_number: Any = itertools.zip_longest(*references)
+  streams = [list(texts) for texts in by_number]
   return {"bleu": float(sacrebleu.corpus_bleu(list(samples), streams).score)}
 
 
@@ -337,9 +359,13 @@ def _cider(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
     kept = "".join(c if c.isalnum() else " " for c in text.lower())
     return " ".join(kept.split())
 
-  gold = {i: [clean(t) for t in texts] for i, texts in enumerate(references)}
-  candidates = {i: [clean(sample)] for i, sample in enumerate(samples)}
-  return {"cider": float(Cider().compute_score(gold, candidates)[0])}
+  gold = {}
+  candidates = {}
+  for i, (sample, texts) in enumerate(zip(samples, references)):
+    gold[i] = [clean(text) for text in texts]
+    candidates[i] = [clean(sample)]
+  score, _ = Cider().compute_score(gold, candidates)
+  return {"cider": float(score)}
 
 
 def _rouge(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
@@ -347,14 +373,12 @@ def _rouge(samples: Texts, references: Sequence[Texts]) -> dict[str, float]:
 
   names = ["rouge1", "rouge2", "rougeL"]
   scorer = rouge_scorer.RougeScorer(names, use_stemmer=True)
-  scores = [
-    scorer.score_multi(list(texts), sample)
-    for sample, texts in zip(samples, references)
-  ]
-  return {
-    name: float(np.mean([score[name].fmeasure for score in scores]))
-    for name in names
-  }
+  scores: dict[str, list[float]] = {name: [] for name in names}
+  for sample, texts in zip(samples, references):
+    best = scorer.score_multi(list(texts), sample)
+    for name in names:
+      scores[name].append(best[name].fmeasure)
+  return {name: float(np.mean(values)) for name, values in scores.items()}
 
 
 _METRICS = {

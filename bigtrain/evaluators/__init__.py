@@ -7,9 +7,8 @@ never import a task or a model: they get a predict function.
     def __init__(self, predict_fn, batches, context, **options): ...
     def run(self, variables, step) -> {name of a metric: value}
 
-`__init__` compiles in the background while the run trains. Its arguments are
-those of the following that it has as parameters, and the options of the
-config's entry:
+`__init__` compiles in the background while the run trains. It gets the options
+of the config's entry, and whichever of these it has as parameters:
 
   predict_fn   (variables, batch, **options) -> anything; `pred` names it
   batches      the evaluation set, see evaluations.Batches; its options are

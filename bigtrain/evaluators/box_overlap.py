@@ -1,4 +1,4 @@
-"""Compares predicted boxes with the right ones, by their overlap.
+"""Compares predicted boxes with the reference boxes, by their overlap.
 
 Legend: B batch, N examples.
 """
@@ -43,16 +43,16 @@ def overlap(box_B4: jax.Array, other_B4: jax.Array) -> jax.Array:
 
 
 class Evaluator:
-  """Mean overlap "iou", and "acc@0.5", the share of boxes with at least that.
+  """Mean overlap "iou", and "acc@0.5", the share of overlaps of at least 0.5.
 
-  The picture boxes/<name>-<step>.png shows images with the right box, green,
-  and the predicted one, red.
+  The picture boxes/<name>-<step>.png shows images with the reference box in
+  green and the predicted box in red.
 
   Args:
     predict_fn: (variables, batch) -> boxes [B, 4]: top, left, bottom, right, in
       shares of the image.
-    target_key: name of the right boxes; an example with NaN does not count.
-    thresholds: least overlaps of boxes that count as right.
+    target_key: name of the reference boxes; an example with NaN does not count.
+    thresholds: smallest overlaps of a box that counts as right.
     image_key: name of the images for the picture, in any range of values.
     num_images: number of images in the picture; 0 for no picture.
   """
@@ -108,7 +108,7 @@ class Evaluator:
 def _sheet(
   image: np.ndarray, target: np.ndarray, box: np.ndarray
 ) -> np.ndarray:
-  """Images with their right boxes, green, and the predicted ones, red."""
+  """Images with the reference boxes in green and the predicted ones in red."""
   number = len(image)
   boxes: list[sheets.Boxes] = [
     {"tab:green": [target[i]], "tab:red": [box[i]]} for i in range(number)

@@ -29,8 +29,8 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Writes captions to the table <workdir>/captions/<name>-<step>.jsonl.
 
-  The picture <name>-<step>.png shows images with their captions, which are red
-  if they equal no reference.
+  The picture <name>-<step>.png shows images with their captions, in red if they
+  equal no reference.
 
   Args:
     predict_fn: (variables, batch, eos_id=...) -> tokens int [B, L].

@@ -22,8 +22,8 @@ class Evaluator:
 
   Without a reference, the features of different layers or predict functions are
   compared with one another. With a reference, each of them is compared with
-  each of the reference's. The result is named "a:b" after the two, or "cka" if
-  they have no names. It is NaN if features are not finite.
+  each of the reference's. A result is named "a:b" after the two features, or
+  "cka" if they have no names. It is NaN if features are not finite.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...], or a dict of them.

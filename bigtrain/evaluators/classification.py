@@ -40,7 +40,7 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Accuracy "acc", "top5_acc", ..., and "loss" over a data set.
+  """Accuracy "acc", "top5_acc", ... and "loss" over a data set.
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C].

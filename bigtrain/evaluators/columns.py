@@ -16,7 +16,7 @@ from bigtrain.files import paths
 
 
 class Evaluator:
-  """Writes the features of the batch, and outputs: arrays [B, ...] by name."""
+  """Writes the batch's features and the outputs, arrays [B, ...] by name."""
 
   def __init__(self, predict_fn: PredictFn, batches: Batches):
     def columns(variables: Variables, batch: Batch) -> dict[str, jax.Array]:

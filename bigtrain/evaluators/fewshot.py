@@ -39,15 +39,15 @@ LIMITS = {
 class Evaluator:
   """Accuracy "{k}shot" of probes that are fitted to k examples of each class.
 
-  It is the mean over the seeds, and "{k}shot_std" the standard deviation. If
-  there are several penalties, a probe uses the one that is best on training
-  examples other than its shots; "{k}shot_l2" is their median. A prediction from
-  features that are not finite is never right.
+  It is the mean over the seeds; "{k}shot_std" is the standard deviation. If
+  there are several penalties, a probe uses the one that does best on training
+  examples other than its shots; "{k}shot_l2" is the median of the chosen ones.
+  A prediction from features that are not finite counts as wrong.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...], or a dict of them; then
       the results are "<layer>/5shot".
-    shots: values of k; of a smaller class, all examples are used.
+    shots: values of k; a class with fewer examples contributes all of them.
     l2: penalties on the squared weights, summed over the shots.
     seeds: number of times that the shots are drawn.
   """

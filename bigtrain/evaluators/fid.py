@@ -9,11 +9,11 @@ from bigtrain.evaluation.evaluations import Batches
 
 
 class Evaluator:
-  """Frechet distance "fid" between normal distributions of two sets' features.
+  """Frechet distance "fid" between Gaussians fitted to two sets of features.
 
-  It is the FID of the literature if the features are those of its Inception
-  network. It is NaN if features are not finite. `sample_fid` compares samples
-  of a generator with images.
+  It is the FID of the literature if the features come from the literature's
+  Inception network. It is NaN if features are not finite. `sample_fid` compares
+  samples of a generator with images.
 
   Args:
     predict_fn: (variables, batch) -> features [B, ...], or a dict of them; then

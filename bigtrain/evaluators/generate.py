@@ -37,10 +37,10 @@ class Evaluator:
     predict_fn: (variables, batch) -> generated tokens, int [B, T].
     tokenizer: tokenizer of all texts, see text/tokenizers.py.
     prompt_key: name of the prompts' tokens, int [B, L].
-    reference_key: name of the right answers' tokens, int [B, L] or [B, R, L];
-      metrics need it.
-    metrics: names of text metrics, or dotted paths of functions of your own,
-      see evaluation/text_metrics.py.
+    reference_key: name of the reference answers' tokens, int [B, L] or [B, R,
+      L]; metrics need it.
+    metrics: names of text metrics, or dotted paths of your own functions, see
+      evaluation/text_metrics.py.
     image_key: name of the prompts' pictures, for the picture
       <name>-<step>.png of the first `num_images` with prompts and answers.
     num_images: number of examples in the picture.

@@ -27,12 +27,12 @@ class Evaluator:
   """Accuracy "20nn_acc", "20nn_top5_acc", ... of the neighbours' votes.
 
   The weight of a vote is exp(cosine / temperature), as in DINO (arXiv
-  2104.14294). Training examples with features that are not finite do not vote,
-  and the prediction for such a test example is never right.
+  2104.14294). Training examples whose features are not finite do not vote, and
+  the prediction for such a test example counts as wrong.
 
   Args:
     k: numbers of neighbours.
-    temperature: with a lower temperature, the nearest ones count more.
+    temperature: the lower it is, the more the nearest neighbours count.
     top_k: a prediction is right if the class is among this many classes with
       the most votes.
   """

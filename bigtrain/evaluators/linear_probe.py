@@ -44,11 +44,11 @@ class Evaluator:
   scikit-learn. If there are several penalties, "l2" is the one that is best on
   a held-out tenth of the training examples; the final fit uses all of them.
 
-  For segmentation, labels are of pixels, [B, H, W], and features of patches:
-  [B, h, w, D], or [B, P, D] if the patches form a square. A patch learns the
-  class of the pixel at its centre, and its logits are resized bilinearly to
-  pixels. The results are "miou", the mean over all classes that occur, and
-  "acc" of pixels.
+  For segmentation, there is a label for each pixel, [B, H, W], and a feature
+  vector for each patch: [B, h, w, D], or [B, P, D] if the patches form a
+  square. A patch is trained with the class of the pixel at its centre, and the
+  logits are resized bilinearly to pixels. The results are "miou", the mean over
+  all classes that occur, and the "acc" of pixels.
 
   Args:
     l2: penalties.
@@ -142,7 +142,7 @@ class Evaluator:
       def shared(flat: np.ndarray, ended: bool) -> Any:
         """Weights of process 0, and whether its fit has ended.
 
-        Processes that each ran L-BFGS could round differently and part ways.
+        If each process ran L-BFGS, rounding could make them diverge.
         """
         both = flat.reshape(start.shape).astype(np.float32), np.int32(ended)
         return jax.device_get(multihost_utils.broadcast_one_to_all(both))
@@ -219,7 +219,8 @@ def _objective(
 ) -> jax.Array:
   """The loss per labelled example, a scale that suits L-BFGS's tolerances.
 
-  It is computed slice by slice: logits of all examples would need much memory.
+  It is computed slice by slice, because the logits of all examples would need
+  much memory.
   """
 
   @jax.checkpoint

@@ -1,4 +1,4 @@
-"""Compares generated masks with the right ones, by their overlap.
+"""Compares generated masks with the reference masks, by their overlap.
 
   dict(type="mask_overlap", pred="generate", pred_kw=dict(max_new=64, eos_id=1),
        tokenizer="models/paligemma2-3b-mix-224",
@@ -34,7 +34,7 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Mean IoU of masks, "miou", and the share of "invalid" answers.
 
-  All masks of an answer count together, in the pixels of the whole picture. As
+  The masks of an answer are merged into one, in pixels of the whole picture. As
   in PaliGemma's evaluation, an answer without 16 codes after a box has IoU 0.
 
   Args:

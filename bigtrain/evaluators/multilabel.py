@@ -26,11 +26,11 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 class Evaluator:
   """Metrics over a data set, from 0 to 1, as scikit-learn defines them.
 
-  "mAP" is the mean average precision of the classes with an example, and "auc"
-  the mean area under the ROC curve of the classes with examples and
-  counterexamples. "precision", "recall" and "f1" are means over all classes,
-  where 0 / 0 is 0. "precision_micro" and so on are over all pairs of an example
-  and a class.
+  "mAP" is the mean average precision over the classes that have an example, and
+  "auc" the mean area under the ROC curve over those that also have a
+  counterexample. "precision", "recall" and "f1" are means over all classes,
+  where 0 / 0 is 0. "precision_micro" and so on are computed over all pairs of
+  example and class.
 
   Args:
     predict_fn: (variables, batch) -> logits [B, C] of independent labels.
@@ -105,8 +105,8 @@ class Evaluator:
 def average_precision_and_auc(
   scores_N: np.ndarray, labels_N: np.ndarray
 ) -> tuple[float, float]:
-  """Both for one class. AUC is NaN without a counterexample, both are without
-  an example.
+  """Both for one class. Both are NaN without an example, AUC also without a
+  counterexample.
   """
   order = np.argsort(-scores_N, kind="stable")
   scores_N, labels_N = scores_N[order], labels_N[order]

@@ -16,8 +16,9 @@ class Evaluator:
   """ "perplexity" = exp(sum of losses / tokens), and "bits_per_byte" of text.
 
   Args:
-    predict_fn: (variables, batch) -> {name: (sum, weight)}, with the "loss" in
-      nats and the number of tokens, and perhaps "bytes", those of their text.
+    predict_fn: (variables, batch) -> {name: (sum, weight)}, with "loss", the
+      loss in nats and the number of tokens, and perhaps "bytes", the bytes of
+      their text.
   """
 
   def __init__(self, predict_fn: PredictFn, batches: evaluations.Batches):

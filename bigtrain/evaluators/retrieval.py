@@ -21,10 +21,10 @@ LIMITS = {"at": evaluations.COUNT}
 class Evaluator:
   """Recall at k, "img2txt_recall@1", "txt2img_recall@1", ...
 
-  This is the fraction of images with one of their texts among the k best texts,
-  and of texts with their image among the k best images. A wrong answer with the
-  same score as a right one ranks before it. An answer with a score that is not
-  finite is never right.
+  The fraction of images with one of their texts among the k best texts, and of
+  texts with their image among the k best images. A wrong answer that ties with
+  a right one ranks before it. An answer whose score is not finite counts as
+  wrong.
 
   Args:
     predict_fn: (variables, batch) -> {"image": [B, E], "text": [B, E]}; "text"
@@ -32,8 +32,8 @@ class Evaluator:
     batches: "image", and tokens "labels", [B, L] or [B, n, L], with zeros for
       no text.
     at: values of k.
-    id_key: name of the images' numbers, int [B], if several examples have the
-      same image.
+    id_key: name of the images' numbers, int [B], if several examples may have
+      the same image.
   """
 
   def __init__(

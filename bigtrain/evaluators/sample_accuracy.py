@@ -23,16 +23,16 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Share "acc" of the samples to which a classifier gives their class.
+  """Share "acc" of the samples that a classifier assigns to the right class.
 
   Sample i has the class i modulo `num_classes`. "acc_worst_class" is the share
-  in the class where it is lowest.
+  in the class with the lowest one.
 
   Args:
     predict_fn: (variables, {"_index"}) -> images [B, ...] from -1 to 1.
     model: options of inference/seeing.py: the path of the classifier, and what
       it expects.
-    num_classes: number of classes, with the same numbers in both models.
+    num_classes: number of classes, which both models number alike.
     num_samples: number of samples.
     batch_size: global; by default as in training.
   """

@@ -19,11 +19,11 @@ def check(options: Mapping[str, Any], context: Context, path: str) -> None:
 
 
 class Evaluator:
-  """Frechet distance "fid" of samples from the images of `data`.
+  """Frechet distance "fid" between samples and the images of `data`.
 
-  Means and covariances are summed up in float64, so memory does not grow with
-  the numbers of images. It is the FID of the literature only with the features
-  of its Inception network.
+  Means and covariances are accumulated in float64, so memory does not grow with
+  the number of images. It is the FID of the literature only with features of
+  the literature's Inception network.
 
   Args:
     predict_fn: (variables, {"_index"}) -> images [B, ...] from -1 to 1.

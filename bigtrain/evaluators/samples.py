@@ -22,8 +22,8 @@ class Evaluator:
     num_samples: number of samples. Sample i has the class i modulo the number
       of classes.
     columns: number of samples in a row of the picture.
-    zoom: number of rows and columns that a pixel fills in the picture.
-    files: whether each sample is also a file, in the workdir's
+    zoom: width and height of a sample's pixel, in pixels of the picture.
+    files: whether to write each sample to a file too, in the workdir's
       samples/<name>-<step>.
     batch_size: global; by default as in training.
   """

@@ -1,4 +1,4 @@
-"""Classifies images by the likelihood of each class name as the caption.
+"""Classifies images by how likely each class name is as the caption.
 
 Legend: B batch, C classes, L length.
 """

@@ -1,4 +1,4 @@
-"""Classifies images by the most similar embedding of a class name.
+"""Classifies images by the class name whose embedding is most similar.
 
 As in CLIP (arXiv 2103.00020), the embedding of a class is the mean over several
 prompts with its name.

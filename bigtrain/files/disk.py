@@ -1,7 +1,8 @@
-"""Local disks: errors about full ones, sizes as text, and syncing folders."""
+"""Local disks: errors about full disks, sizes as text, and syncing folders."""
 
 import errno
 import os
+import re
 import shutil
 
 from bigtrain.files import paths
@@ -10,7 +11,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)  # No space, or no more of a quota.
 
 
 def is_full(error: BaseException | None) -> bool:
-  """Whether a full disk is the cause of an error."""
+  """Whether an error was caused by a full disk."""
   while error is not None:
     if getattr(error, "errno", None) in _FULL:
       return True
@@ -43,7 +44,18 @@ def reason(error: BaseException, path: str) -> str:
   text = str(error) or type(error).__name__
   if isinstance(error, OSError) and error.filename:
     text = f"{error.filename}: {error.strerror}"
+  for code in _FULL:
+    # tensorstore writes the file twice, with its own names of the operations.
+    file = re.search('"([^"]+)"', text)
+    if os.strerror(code) in text and file:
+      text = f"{file.group(1)}: {os.strerror(code)}"
   return text + room(error, path)
+
+
+def short_reason(error: OSError, path: str) -> str:
+  """Like `reason`, but the error comes first, and then the file, if any."""
+  at = f" ({error.filename})" if error.filename else ""
+  return f"{error.strerror}{at}{room(error, path)}"
 
 
 def room(error: BaseException, path: str) -> str:

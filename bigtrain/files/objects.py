@@ -9,7 +9,7 @@ The clients are tensorstore's. Callers rely on these properties:
 - Objects cannot be appended to or renamed, and there are no folders.
 
 All failures are OSErrors that name the URL. If a store does not answer, the
-first request fails after a minute, and later ones after seconds.
+first request fails after a minute, and later requests within seconds.
 """
 
 import errno
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Version(NamedTuple):
-  """An object at some moment."""
+  """The contents of an object at some moment."""
 
   content: bytes | None  # None if it does not exist.
   generation: bytes  # Identifies the version.
@@ -246,7 +246,7 @@ def write(
     path: URL of the object.
     content: its new content.
     instead_of: the version to replace; another one stays as it is.
-    hasty: whether to fail soon if the store does not answer.
+    hasty: whether to give up soon if the store does not answer.
 
   Returns: False if the object has another version than `instead_of`.
   """

@@ -3,8 +3,8 @@
 Paths are strings, which os.path.join joins. A path with "://" is a URL of an
 object store (objects.py); any other path is local.
 
-Objects are written as a whole. So a file that grows, such as a log, is written
-locally and uploaded from time to time (`Mirror`).
+An object can only be written as a whole. So a file that grows, such as a log,
+is written locally and uploaded from time to time (`Mirror`).
 """
 
 import contextlib
@@ -31,9 +31,9 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-  """The absolute path of a path as typed by a user; "~" is expanded.
+  """The absolute path of a path that a user typed; "~" is expanded.
 
-  "link/.." is the parent of the link's target, as for the operating system.
+  As in the operating system, "link/.." is the parent of the link's target.
   """
   path = os.fspath(path)
   if is_remote(path):
@@ -130,7 +130,7 @@ class Mirror:
   """A local file that grows, and is uploaded if `path` is in an object store.
 
   Attributes:
-    path: where the file finally is.
+    path: where the file ends up.
     local: the file to write to.
   """
 
@@ -154,7 +154,7 @@ class Mirror:
     return stat.st_size, stat.st_mtime_ns
 
   def push(self, *, soon: bool = False) -> None:
-    """Uploads the file if it has changed; with `soon`, perhaps later."""
+    """Uploads the file if it has changed; with `soon`, possibly later."""
     if self.local == self.path or self._state() == self._pushed:
       return
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Hooks: code that runs between the steps of training if a config names it.
+"""Hooks: code that a config can name to run it between training steps.
 
 Open early_stopping.py first. bigtrain.runtime.hooks finds these modules by
 name, or a user's class by its dotted path, and calls the hooks. No other module

@@ -17,9 +17,9 @@ from bigtrain.runtime.hook_context import Context, WatchedMetric, sign
 class Hook:
   """Keeps the checkpoint of the step with the best value of a metric.
 
-  An evaluated state is saved even if no checkpoint was due. For a metric of
-  training, only steps with a checkpoint count. The earlier one of two equal
-  values is kept. <workdir>/best_<name of the hook>.json has the step.
+  An evaluated state is saved even if no checkpoint was due. For a training
+  metric, only steps with a checkpoint count. Of two equal values, the earlier
+  one is kept. <workdir>/best_<name of the hook>.json names the step.
 
   Args:
     metric: name as in metrics.jsonl, such as "val/acc".

@@ -20,7 +20,7 @@ class Hook:
   Args:
     metric: name as in metrics.jsonl, such as "val/loss".
     mode: "min" if smaller is better, "max" if larger is better.
-    patience: number of newest values that are compared, at least 2.
+    patience: number of recent values that are compared, at least 2.
     atol: absolute tolerance, in the metric's unit, at least 0.
     rtol: tolerance relative to the previous value, at least 0.
   """

@@ -20,13 +20,13 @@ _REMOTE_POLL_SECS = 60.0
 
 
 class Hook:
-  """Writes a trace of some steps to <workdir>/profile, for xprof and others.
+  """Writes a trace of some steps to <workdir>/profile, for xprof and the like.
 
   Create the file <workdir>/profile.request, or send the signal SIGUSR2 to one
   process, to trace the next steps of a running job. Every run has such a hook.
-  At the end of a trace, and when a device is out of memory, the hook writes
-  memory-<process>.prof for pprof: the arrays on the devices, with their sizes
-  and the code that made them.
+  At the end of a trace, and when a device runs out of memory, the hook writes
+  memory-<process>.prof for pprof. It lists the arrays on the devices, with
+  their sizes and the code that made them.
 
   Args:
     start: first step of the trace, counted from 1; None: on request only.

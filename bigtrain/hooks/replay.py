@@ -1,4 +1,4 @@
-"""Computes some steps twice, and compares every bit of the results."""
+"""Computes some steps twice and compares the results bit by bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ class Hook:
   XLA_FLAGS=--xla_gpu_deterministic_ops=true.
 
   Args:
-    every_steps: number of steps between two replays. A replay costs the time of
-      a step, and memory for a second state.
+    every_steps: number of steps between two replays. A replay takes as long as
+      a step, and needs memory for a second state.
     policy: "stop", or "rollback" to continue from the newest checkpoint.
   """
 

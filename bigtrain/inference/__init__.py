@@ -2,6 +2,6 @@
 
 load.py and predictor.py are the interface. saved.py reads a checkpoint, ops.py
 finds the preprocessing ops for new pictures and texts, preprocessing.py runs
-them, and serving.py exports a model. Nothing of the training loop is imported
-here, and only tools import this package.
+them, and serving.py exports a model. This package imports nothing of the
+training loop, and only tools import it.
 """

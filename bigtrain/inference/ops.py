@@ -1,19 +1,20 @@
 """Finds the preprocessing ops and the tokenizer for new pictures and texts.
 
-A run has several lists of ops: of its training data and of each evaluation. For
-pictures, this takes the first of these that makes an image without random
-numbers:
+A run has several lists of ops: one for its training data and one for each
+evaluation. For pictures, this module uses the first of these that makes an
+image without random numbers:
 
   1. the argument `pp`;
   2. `pp` of the evaluation that the argument `evaluation` names;
-  3. `pp` of any evaluation in config.evals, in the order of their names, but
-     first of those whose `pred` is the predict function that will be called;
+  3. `pp` of any evaluation in config.evals: first those whose `pred` is the
+     predict function that will be called, then the others, each in the order of
+     their names;
   4. `pp` of config.input.
 
-For texts, it takes the argument `pp_text`, or `pp_text` of an evaluation, or
-the ops that make tokens in the `pp` of an evaluation or of config.input.
+For texts, it uses the argument `pp_text`, or `pp_text` of an evaluation, or the
+ops that make tokens in the `pp` of an evaluation or of config.input.
 
-Only the ops that the image or the tokens depend on will run: new data need no
+Only the ops that the image or the tokens depend on are run, so new data need no
 labels.
 """
 
@@ -40,7 +41,7 @@ class Overrides(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """The ops that make one feature from one feature of the data."""
+  """The ops that compute one feature from a single feature of the data."""
 
   feature: str
   key: str  # Location in the config, or the name of an argument.
@@ -67,7 +68,7 @@ def find(
 ) -> Chain:
   """Returns the ops for a feature.
 
-  `option` is "pp" or "pp_text", and `given` the user's value of it.
+  `option` is "pp" or "pp_text", and `given` is the user's value for it.
   """
   if given is not None:
     specs = [(option, given)]
@@ -112,7 +113,7 @@ def _candidates(
   evaluation: str | None,
   option: str,
 ) -> Iterator[tuple[str, str]]:
-  """Yields (location in the config, ops), the best first."""
+  """Yields (location in the config, ops), best candidate first."""
   evals = config.get("evals") or {}
   if evaluation is not None:
     problem = "the run has no evaluation"
@@ -198,7 +199,7 @@ def tokenizer(
 
 
 def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
-  """The tokenizer that a config names; older checkpoints do not note it."""
+  """The tokenizer that a config names; older checkpoints do not record it."""
   data = config.get("input", {}).get("data", {})
   if data.get("tokenizer"):
     return {"name": tokenizers.name_of(*tokenizers.parse(data["tokenizer"]))}
@@ -213,7 +214,7 @@ def _tokenizer_of(config: Mapping[str, Any]) -> dict[str, str] | None:
 def with_tokenizer(
   config: Mapping[str, Any], data: Mapping[str, Any], path: str
 ) -> dict[str, Any]:
-  """The config with another path of the tokenizer, also inside ops."""
+  """The config with the tokenizer's path replaced, also inside ops."""
   name = (data.get("tokenizer") or {}).get("name", "")
   old = tokenizers.parse(name)[0] if name else ""
 

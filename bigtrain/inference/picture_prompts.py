@@ -1,7 +1,7 @@
-"""Prompts with pictures, as features of a model that reads both.
+"""Turns prompts with pictures into features for a model that reads both.
 
 A prompt is dict(text=..., images=[...]), or dict(messages=..., images=[...])
-for a conversation. A picture is what `Predictor.predict` takes.
+for a conversation. A picture is anything that `Predictor.predict` accepts.
 
 Legend: B batch, N pictures of a prompt, H height, W width.
 """
@@ -73,8 +73,8 @@ class PicturePrompts:
   ) -> dict[str, np.ndarray]:
     """The pictures of prompts: "image", perhaps "shapes"; or nothing.
 
-    "image" is float32 [B, N, H, W, 3] or [B, N, patches, values], zeros where a
-    prompt has fewer pictures.
+    "image" is float32 [B, N, H, W, 3] or [B, N, patches, values], with zeros
+    where a prompt has fewer pictures.
     """
     rows = [
       self._pixels([_raw(x) for x in images_of(prompt)]) for prompt in prompts
@@ -83,7 +83,7 @@ class PicturePrompts:
 
 
 def images_of(prompt: Mapping[str, Any]) -> list[Any]:
-  """The pictures of a prompt, a list or one."""
+  """The pictures of a prompt, as a list."""
   given = prompt.get("images")
   if given is None:
     return []

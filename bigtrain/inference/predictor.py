@@ -2,9 +2,9 @@
 
 `bigtrain.load` makes one. Which methods a model has depends on the names of its
 task's predict functions (`Predictor.can`). All methods work in the same way:
-preprocess pictures or texts into features, `run` a predict function on batches
-of them, and turn its arrays into dicts. `run` also calls the predict functions
-of a user's own task.
+they preprocess pictures or texts into features, `run` a predict function on
+batches of features, and turn the resulting arrays into dicts. `run` can also
+call the predict functions of a user's own task.
 
 Legend: B batch, C classes, E embedding, L length.
 """
@@ -45,8 +45,9 @@ _SHORTEST_LENGTH = 16
 class Predictor:
   """A trained model with its parameters, preprocessing and tokenizer.
 
-  `batch_size` is the largest number of examples at a time, over all devices; it
-  is rounded up to a multiple of the devices that split a batch.
+  `batch_size` is the largest number of examples processed at a time, on all
+  devices together. It is rounded up to a multiple of the number of devices that
+  split a batch.
   """
 
   def __init__(
@@ -138,7 +139,7 @@ class Predictor:
 
   @property
   def can(self) -> list[str]:
-    """Names of the methods that the model's task allows."""
+    """Names of the methods that the model's task supports."""
     fns = {*self._fns}
     # Published encoders have no classes.
     has_head = getattr(self.model, "num_classes", 1) is not None
@@ -180,9 +181,9 @@ class Predictor:
     )
 
   def predict(self, inputs: Any, **options: Any) -> Any:
-    """Predicts what the model was trained for, by `default_method`.
+    """Predicts what the model was trained to predict, with `default_method`.
 
-    The inputs are a picture or text, or a list of them. A picture is a path,
+    The input is a picture or a text, or a list of them. A picture is a path,
     the bytes of a file, an array [H, W, C] or [H, W], or a PIL image. Returns a
     dict, or a list of them: {"label", "index", "score", "top"}, {"caption"},
     {"embedding"} or {"text"}.
@@ -192,7 +193,7 @@ class Predictor:
   def _map(
     self, inputs: Any, is_one: bool, call: Callable[[Sequence[Any]], list[Any]]
   ) -> Any:
-    """Calls a function of a batch on one input, or on batches of several."""
+    """Calls a function of batches on a single input, or on a list of inputs."""
     if is_one:
       return call([inputs])[0]
     items = list(inputs)
@@ -204,9 +205,9 @@ class Predictor:
   def classify(self, pictures: Any, top_k: int = 5) -> Any:
     """Returns the most likely class of each picture, or of each text.
 
-    It is {"label": name, "index": class number, "score": probability, "top":
-    the `top_k` best, as such dicts}. The probabilities add up to 1, unless the
-    model was trained with the loss sigmoid_xent.
+    Each result is {"label": name, "index": class number, "score": probability,
+    "top": the `top_k` best classes, as dicts of this kind}. The probabilities
+    add up to 1, unless the model was trained with the loss sigmoid_xent.
     """
     self._require("classify")
 
@@ -231,8 +232,8 @@ class Predictor:
   def caption(self, pictures: Any, **options: Any) -> Any:
     """Returns {"caption": text} for each picture.
 
-    The options go to the predict function. The defaults are `pred_kw` of the
-    run's evaluation that uses it.
+    The options are passed to the predict function. Their defaults are the
+    `pred_kw` of the run's evaluation that uses this function.
     """
     self._require("caption")
     tokenizer = self.need_tokenizer()
@@ -283,11 +284,11 @@ class Predictor:
     prompts: Sequence[str] = ("{}",),
     top_k: int = 5,
   ) -> Any:
-    """Returns which of the given names fit each picture best, as `classify`.
+    """Returns which of the given names fit each picture best, like `classify`.
 
-    The names may be the path of a file with one name per line; by default they
-    are those of an evaluation of the run. `prompts` are texts with a {} for the
-    name; a captioner uses the first one.
+    `class_names` may also be the path of a file with one name per line; by
+    default the names are those of an evaluation of the run. `prompts` are texts
+    with a {} for the name; a captioner uses the first one.
     """
     self._require("zero_shot")
     if class_names is None:
@@ -314,7 +315,7 @@ class Predictor:
   def _class_embeddings(
     self, texts_by_prompt: Sequence[Sequence[str]]
   ) -> np.ndarray:
-    """The mean over the prompts of each class, of length 1."""
+    """For each class, the mean over its prompts, scaled to length 1."""
     by_prompt = []
     for texts in texts_by_prompt:
       by_prompt.append([x["embedding"] for x in self.embed_texts(list(texts))])
@@ -339,9 +340,10 @@ class Predictor:
     For a model that reads pictures a text may also be dict(text=...,
     images=[...]), or dict(messages=..., images=[...]) for a conversation.
     With `scores=True` it also has the values of `score`, for the text up to its
-    end token. The options go to the predict function: for example max_new=100
-    (max_len for a sequence-to-sequence model), temperature=0.8 and seed=1. A
-    published model's folder has defaults; otherwise decoding is greedy.
+    end token. The options are passed to the predict function: for example
+    max_new=100 (max_len for a sequence-to-sequence model), temperature=0.8 and
+    seed=1. A published model's folder has defaults; otherwise decoding is
+    greedy.
     """
     self._require("generate")
     tokenizer = self.need_tokenizer()
@@ -406,8 +408,8 @@ class Predictor:
     """Returns {"text": answer} for each conversation.
 
     A conversation is a list of {"role": "user", "content": "..."}. `template`
-    names another chat template, as in `text.chat.get`; the options go to
-    `generate`.
+    names another chat template, as in `text.chat.get`; the options are passed
+    to `generate`.
     """
     tokenizer = self.need_tokenizer()
     ids_of = functools.partial(
@@ -440,9 +442,9 @@ class Predictor:
   def score_ids(
     self, pairs: Sequence[tuple[Any, Any]], max_length: int | None = None
   ) -> list[dict[str, Any]]:
-    """`score` of pairs of token ids.
+    """Like `score`, for pairs of token ids.
 
-    Of a pair longer than `max_length`, only the end is used.
+    If a pair is longer than `max_length`, only its end is used.
     """
     max_length = max_length or getattr(self.model, "max_len", None)
     examples = [self._scored_example(*pair, max_length) for pair in pairs]
@@ -534,12 +536,12 @@ class Predictor:
 
     Args:
       pred: name of the predict function.
-      features: arrays [B, ...] by name, as after preprocessing.
+      features: arrays [B, ...] by name, already preprocessed.
       fixed: features that all examples share, without an axis B.
       **options: options of the predict function.
 
     Returns:
-      Its results for all examples: a tree of arrays [B, ...].
+      The function's results for all examples: a tree of arrays [B, ...].
     """
     fn = self._compile(pred, options)
     arrays = {name: np.asarray(x) for name, x in features.items()}
@@ -574,7 +576,8 @@ class Predictor:
   ) -> dict[str, Any]:
     """Splits a batch over the devices, padded with copies of the last example.
 
-    Each device gets a power of two of examples, so that few programs compile.
+    The number of examples per device is a power of two, so that only a few
+    programs are compiled.
     """
     per_device = -(-number // self._ways)
     size = self._ways * (1 << (per_device - 1).bit_length())

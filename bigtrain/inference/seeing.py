@@ -1,7 +1,8 @@
-"""A model in a folder that looks at the images of another one.
+"""A saved model that looks at the images made by another model.
 
-Evaluators compare images, or count how many are recognised, by the features or
-the classes of such a model: a run's workdir, an export, or a published folder.
+Evaluators use its features to compare images, or its classes to count how many
+images it recognises. The model may be a run's workdir, an export, or the folder
+of a published model.
 
 Legend: B batch, C channels.
 """
@@ -26,8 +27,8 @@ _COLOURS = 255
 class Model:
   """The predict function of a saved model, for images from -1 to 1.
 
-  Images get the 256 levels of files. Then they have values from 0 to 1, are
-  resized, and normalised with `mean` and `std`.
+  Images are first rounded to the 256 levels of image files. Then they are
+  scaled to values from 0 to 1, resized, and normalised with `mean` and `std`.
 
   Args:
     key: where the config has these options, for messages.
@@ -36,7 +37,7 @@ class Model:
     pred_kw: its options, such as dict(layer="encoded", pool=True).
     step: step of a workdir's checkpoint; by default the newest one.
     weights: "params" or "ema".
-    size: rows and columns that the model expects; by default those it gets.
+    size: rows and columns that the model expects; by default no resizing.
     channels: number of channels; grey images are repeated.
     mean: of pixels, one for each channel or for all.
     std: likewise; by default, the model gets values from -1 to 1.

@@ -1,7 +1,7 @@
 """Exports a predict function, to serve it without this program.
 
-The file holds the function and its parameters: as ONNX, written by the library
-jax2onnx, or as StableHLO, which only jax is needed to run:
+The file holds the function and its parameters. It is either ONNX, written by
+the library jax2onnx, or StableHLO, which needs only jax to run:
 
   from jax import export
   exported = export.deserialize(open("model.stablehlo", "rb").read())
@@ -116,8 +116,9 @@ def export(
 def _onnx(fn: Any, specs: dict[str, jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
   """Returns (the content of the file, specs of the outputs).
 
-  jax2onnx replaces whole functions of jax.numpy and flax by operators of ONNX,
-  but does not support all of their arguments. So it gets the traced primitives.
+  jax2onnx replaces whole functions of jax.numpy and flax by ONNX operators, but
+  does not support all of their arguments. So it is given the traced primitives
+  instead.
   """
   jax2onnx = import_package("jax2onnx", "onnx", "'bigtrain[onnx]'")
   traced, outputs = jax.make_jaxpr(fn, return_shape=True)(specs)
@@ -143,7 +144,7 @@ def _about_data(checkpoint: saved.Saved) -> dict[str, Any]:
 
 
 class _Recorded(Features):
-  """Features that note which of them are read."""
+  """A dict of features that records which of them are read."""
 
   def __init__(self, batch: Mapping[str, Any], read: set[str]):
     super().__init__(batch, "export")

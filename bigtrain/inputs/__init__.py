@@ -6,7 +6,7 @@ preprocessing (`bigtrain.pp`), finds sources (`bigtrain.data`) by name, and
 never imports a task, a model or an evaluator. Inference needs only `labels` and
 `named_features`.
 
-In this package, an example is what a source holds, and a row is a place in the
-batch: row r of step s has one example. Rows are numbered from the start of the
-run, s * batch_size + r, in `order`.
+In this package, sources hold examples, and a row is a place in the batch: row r
+of step s has one example. `order` numbers the rows from the start of the run: s
+* batch_size + r.
 """

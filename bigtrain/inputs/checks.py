@@ -1,9 +1,9 @@
 """Checks that a model's tables have an entry for every token id and class.
 
-A device does not refuse an id beyond the end of a table: the result is NaN, or
-the embedding of another token. So these checks run on the host. `check_parts`
-runs once, on what sources and ops say about their ids; `find_invalid` runs on
-the batches.
+A device does not refuse an id beyond the end of a table: it returns NaN, or the
+embedding of another token. So the host checks ids. `check_parts` runs once, and
+checks what sources and ops declare about their ids; `find_invalid` runs on the
+batches.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +21,7 @@ Spec = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def sizes(op: Op, source: Any) -> dict[str, int]:
-  """Returns {feature: largest id + 1}, as far as ops or the source know it."""
+  """Returns {feature: largest id + 1}, where the ops or the source know it."""
   source_sizes = getattr(source, "vocab_sizes", {})
   known = {
     name: source_sizes[original]

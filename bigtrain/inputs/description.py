@@ -27,11 +27,12 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
   - "raw": the same before them; for pictures, with the smallest and the largest
     value of a sample.
 
-  And where known; of several sources, the first that knows counts:
+  And the following where known. If several sources know, the first one counts.
 
   - "class_names": {feature: names by number}.
   - "tokenizer": its name and fingerprint.
-  - "first_example": pieces of a text, each with whether it has a loss.
+  - "first_example": pieces of a text, each with a flag for whether it has a
+    loss.
   - "end_ids": ids that end an answer.
   - "prompts": how to write a prompt as in training.
   """
@@ -41,24 +42,44 @@ def describe(parts: Sequence[Part], spec: Spec) -> dict[str, Any]:
     },
     "raw": _raw(parts[0].source),
   }
+  # Each part adds only what earlier ones did not know.
+  for part in parts:
+    for name, value in _of_part(part).items():
+      result.setdefault(name, value)
+  class_names = _class_names(parts, spec)
+  if class_names:
+    result["class_names"] = class_names
+  return result
+
+
+def _of_part(part: Part) -> dict[str, Any]:
+  """What the ops and the source of one part know, apart from class names."""
+  result: dict[str, Any] = {}
+  tokenizer = registry.tokenizer(part.ops)
+  if tokenizer is None:
+    tokenizer = getattr(part.source, "tokenizer", None)
+  if tokenizer:
+    name, fingerprint = tokenizer
+    result["tokenizer"] = dict(name=name, fingerprint=fingerprint)
+  if hasattr(part.source, "first_example"):
+    result["first_example"] = part.source.first_example()
+  for name in ("end_ids", "prompts"):
+    value = getattr(part.source, name, None)
+    if value:
+      result[name] = value
+  return result
+
+
+def _class_names(parts: Sequence[Part], spec: Spec) -> dict[str, list[str]]:
+  """{feature: names by number}, each from the first part that knows them."""
   class_names: dict[str, list[str]] = {}
   for part in parts:
     source_names = getattr(part.source, "class_names", {})
     for feature in spec:
-      if names := labels.of_feature(part.ops, source_names, feature):
+      names = labels.of_feature(part.ops, source_names, feature)
+      if names:
         class_names.setdefault(feature, names)
-    source_tokenizer = getattr(part.source, "tokenizer", None)
-    if tokenizer := registry.tokenizer(part.ops) or source_tokenizer:
-      name, fingerprint = tokenizer
-      result.setdefault("tokenizer", dict(name=name, fingerprint=fingerprint))
-    if hasattr(part.source, "first_example"):
-      result.setdefault("first_example", part.source.first_example())
-    for name in ("end_ids", "prompts"):
-      if value := getattr(part.source, name, None):
-        result.setdefault(name, value)
-  if class_names:
-    result["class_names"] = class_names
-  return result
+  return class_names
 
 
 def _raw(source: Any) -> dict[str, list[Any]]:
@@ -73,7 +94,8 @@ def _raw(source: Any) -> dict[str, list[Any]]:
       sample = np.sort(hashing.permute(sample, len(source), seed=0))
       # A damaged example is not an error here: the engine may skip it.
       with contextlib.suppress(DataError, OSError, ValueError):
-        values = [np.asarray(x) for x in source.read(sample)[name]]
-        lowest = float(min(x.min() for x in values))
-        result[name] += [lowest, float(max(x.max() for x in values))]
+        pictures = [np.asarray(x) for x in source.read(sample)[name]]
+        lowest = min(picture.min() for picture in pictures)
+        highest = max(picture.max() for picture in pictures)
+        result[name] += [float(lowest), float(highest)]
   return result

@@ -1,13 +1,13 @@
 """Engines make this host's share of each batch: they read examples and run ops.
 
-There are two: `NumpyEngine`, and `TfEngine` of tf_engine.py, for ops that need
+There are two: `NumpyEngine`, and `TfEngine` in tf_engine.py for ops that need
 tensorflow. Both run the same ops on the same examples with the same random
 numbers, so they differ only in speed.
 
-`Engine`, their base class, checks the batches and handles examples that cannot
-be used. When a batch fails, its examples are made again, one by one, to find
-the one that fails. If config.input.skip_errors allows it, that example is
-replaced by another, and the engine starts again at this step.
+`Engine`, their base class, checks the batches and handles unusable examples.
+When a batch fails, its examples are made again, one by one, to find the one at
+fault. If config.input.skip_errors allows it, that example is replaced by
+another, and the engine starts again at this step.
 """
 
 import collections
@@ -45,7 +45,7 @@ _MAX_ATTEMPTS = 100
 
 
 class Part(NamedTuple):
-  """A source of a mixture, with its ops."""
+  """One source of a mixture, with its ops."""
 
   key: str  # Location in the config, such as "config.input.mixture.web".
   source: Any  # As data/__init__.py describes it.
@@ -62,20 +62,21 @@ class Part(NamedTuple):
 
 
 class Stopped(Exception):
-  """The batch is no longer needed, because the run ends."""
+  """Raised when a batch is no longer needed, because the run ends."""
 
 
 class Engine:
   """Makes this host's share of the batch of any step.
 
-  In its methods, k is the number of a part, and u are the random numbers of the
-  ops, float32 [B, draws].
+  In its methods, k is the number of a part, and u holds the ops' random
+  numbers, float32 [B, draws].
 
   Attributes:
-    spec: {feature: (dtype, shape)} of an example, of the part with the largest.
+    spec: {feature: (dtype, shape)} of an example, from the part with the
+      largest examples.
     specs: the same for each part.
     skipped: (key of the part, index) of the examples that were replaced.
-    id_limits: {feature: (number of ids, whether negative ones are allowed)}.
+    id_limits: {feature: (number of ids, whether negative ids are allowed)}.
   """
 
   def __init__(
@@ -167,7 +168,7 @@ class Engine:
     raise NotImplementedError
 
   def _feature_types(self, k: int) -> FeatureTypes:
-    """Returns what the ops of a part make."""
+    """Returns the features that the ops of a part make."""
     raise NotImplementedError
 
   # Methods that an engine may override, to run a single example.
@@ -300,7 +301,7 @@ class Engine:
     self._replacements = {step: replacements}
 
   def _checked(self, batch: Batch, step: int) -> Batch:
-    """Returns a batch with the dtypes of the spec; shapes and ids must fit."""
+    """Checks shapes and ids of a batch; returns it with the spec's dtypes."""
     result = {}
     k = int(self._plan(step, 0, 1).source[0])  # They have equal specs.
     for name, (dtype, shape) in self.specs[k].items():
@@ -338,7 +339,7 @@ def _narrowed(
 
 
 def public_features(features: Mapping[str, Any]) -> dict[str, Any]:
-  """Leaves out names with "_": what ops keep for later ops."""
+  """Leaves out names that begin with "_", which ops use for later ops."""
   return {k: v for k, v in features.items() if not k.startswith("_")}
 
 
@@ -371,7 +372,7 @@ def _num_values(spec: Spec) -> int:
 
 
 def _check_equal(specs: Sequence[Spec], parts: Sequence[Part]) -> None:
-  """Checks that each source has the features of the first, for equal draws."""
+  """Checks that for equal draws all sources have the first one's features."""
   for spec, part in zip(specs, parts):
     first_spec = specs[part.drawn]
     for name in sorted({*spec, *first_spec}):

@@ -1,8 +1,8 @@
 """Class names: reading them, writing prompts with them, comparing them.
 
-A source that numbers its own classes, such as image_folder, may number them
-differently for training and for an evaluation, whose metrics would then be
-wrong without an error. So `check_same` compares the names of both.
+A source that numbers classes itself, such as image_folder, may number them
+differently for training and for an evaluation. The metrics would then be wrong
+without an error, so `check_same` compares the names of both.
 """
 
 import json
@@ -29,9 +29,10 @@ def read(
   """Returns class names, or prompts, without surrounding spaces.
 
   Args:
-    names: a list, the name of a published set, or a text file, one a line.
-    kind: "class_names" or "prompts", the file beside this module that has the
-      published sets.
+    names: a list, the name of a published set, or a text file with one per
+      line.
+    kind: "class_names" or "prompts": the file beside this module that contains
+      the published sets.
   """
   if isinstance(names, str):
     published = pathlib.Path(__file__).with_name(f"{kind}.json")
@@ -119,7 +120,7 @@ def of_source(
   feature: str,
   key: str,
 ) -> list[str] | None:
-  """Like `of_feature`, for a source of the config that is not opened."""
+  """Like `of_feature`, for a source in the config, which is not opened."""
   module, arguments = sources.find_source(data, f"{key}.data")
   read_names: Any = getattr(module.Source, "read_class_names", lambda **_: {})
   with sources.at(f"{key}.data"):
@@ -129,11 +130,11 @@ def of_source(
 
 
 def check_order(names: Sequence[str], own: Sequence[str], key: str) -> None:
-  """Checks that a user's names are not in another order than the data's.
+  """Checks that a user's names are in the same order as the data's.
 
-  Names may differ: "Egyptian Mau", or a longer description, can stand for the
-  class that the data call "egyptian_mau". But the same names in another order
-  are a mistake.
+  The names may differ: "Egyptian Mau", or a longer description, can stand for
+  the class that the data call "egyptian_mau". But the same names in a different
+  order are a mistake.
   """
   if len(names) != len(own):
     raise ConfigError(f"{key}: {len(names)} names for {len(own)} classes.")

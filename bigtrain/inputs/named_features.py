@@ -1,4 +1,4 @@
-"""A batch as tasks and evaluators see it: a missing feature is an error."""
+"""A batch for tasks and evaluators, in which a missing feature is an error."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the log says once about the data of an input."""
+"""Notices about the data of an input, each of which is logged once."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,20 +1,21 @@
-"""The order of the examples: which example any row of the run has.
+"""The order of the examples: which example is in which row of the run.
 
 Row r of step s is global row g = s * batch_size + r. Two pure functions map g
-to an example, and they take as long for the last step as for the first:
+to an example, in constant time for any step:
 
-1. `Schedule.locate`: the source in the mixture, and the position, which is the
-   number of earlier rows with examples of that source.
-2. `hashing.permute`: the example at that position. The epoch is the number of
-   complete passes over the source, and each epoch has its own permutation.
+1. `Schedule.locate` gives the source in the mixture and the position, which is
+   the number of earlier rows with examples of that source.
+2. `hashing.permute` gives the example at that position. The epoch is the number
+   of complete passes over the source, and each epoch has a different
+   permutation.
 
 So each host computes only its own rows, and a resumed run continues at any step
 without reading earlier steps.
 
-The weights of a mixture may change at given rows. The rows with the same
-weights are a stage. A stage is cut into blocks with a fixed number of rows of
-each source, in a random order within the block, and ends with one smaller
-block. The rows before each stage are counted once, in integers.
+The weights of a mixture may change at given rows. Consecutive rows with the
+same weights form a stage. A stage is cut into blocks with a fixed number of
+rows from each source, in random order within the block, and ends with one
+smaller block. The rows before each stage are counted once, in integers.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ _ROW = 1 << 40
 def block_counts(
   weights: Sequence[float], rows: int | None = None
 ) -> np.ndarray | None:
-  """Returns the rows per block of each source, proportional to the weights.
+  """Returns the rows per block from each source, proportional to the weights.
 
   Shares are rounded by the largest-remainder method. A block has 4096 rows,
   doubled until every share is within 1% of its weight. Returns None if it would
@@ -77,8 +78,8 @@ def apportion(
 ) -> tuple[list[int], list[int]]:
   """Splits rows by the weights; returns (rows, rows owed) of each source.
 
-  What rounding takes from a source is owed to it in the next call, in units of
-  2**-40 rows, so errors do not add up. A source of weight 0 gets no rows.
+  What a source loses by rounding is owed to it in the next call, in units of
+  2**-40 rows, so errors do not accumulate. A source of weight 0 gets no rows.
   """
   # Exact fractions and integers, so that all hosts agree.
   total = sum(map(fractions.Fraction, weights))
@@ -101,7 +102,7 @@ def apportion(
 
 
 class Order(NamedTuple):
-  """The examples of some rows of a batch, [B] each."""
+  """The examples in some rows of a batch; arrays [B]."""
 
   # int32: number of the source in the mixture. If steps draw from several ops
   # (Schedule.by_step): source * number of these ops + number of the step's ops.
@@ -124,7 +125,7 @@ class _Segment(NamedTuple):
 
 
 def _segments(stages: Sequence[tuple[int, Sequence[float]]]) -> list[_Segment]:
-  """Cuts stages, (first row, weights) each, into segments."""
+  """Cuts stages (first row, weights) into segments."""
   segments: list[_Segment] = []
   num_blocks, before = 0, np.zeros(len(stages[0][1]), np.int64)
   owed = [0] * len(before)

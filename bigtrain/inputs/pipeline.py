@@ -1,16 +1,16 @@
 """Makes the batches for training, as global arrays on the mesh.
 
-How a batch is made, for the rows that this host's devices hold:
+How a batch is made, for the rows that are on this host's devices:
 
-1. `transfer.Placement` has the rows of this host.
+1. `transfer.Placement` says which rows belong to this host.
 2. `order.Schedule` gives the example of each row: source, index, epoch.
 3. The source, a module of data/, reads these examples.
 4. An `engine.Engine` runs the ops of config.input.pp on them.
-5. `transfer.Prefetch`, a thread, puts the batch onto the devices, a few steps
+5. `transfer.Prefetch`, a thread, puts the batch onto the devices a few steps
    before it is needed.
 
-Nothing is kept from one step to the next, so a checkpoint needs no state of the
-input.
+Nothing is kept from one step to the next, so checkpoints contain no state of
+the input.
 """
 
 import threading
@@ -53,7 +53,7 @@ class Input:
   Attributes:
     num_examples: examples of an epoch, or of the evaluation set.
     spec: {feature: ShapeDtypeStruct of the global array}.
-    fingerprint: digest of the data, without their preprocessing.
+    fingerprint: digest of the data, regardless of their preprocessing.
     vocab_sizes: {feature: largest id + 1}, where known.
   """
 
@@ -106,12 +106,11 @@ class TrainInput(Input):
   """The batch of any step of training. Made by `make_train`.
 
   Attributes:
-    drawn: the batches that steps may have, with the share of the steps that
-      has each: [(spec as in `Input`, share)].
+    drawn: the kinds of batches that steps may have, and the share of the steps
+      that have each: [(spec as in `Input`, share)].
     tokens_per_example: padding included; None without tokens.
     tokenizers: (name, fingerprint) of the tokenizers of sources and ops.
-    fingerprints: {path: digest} of files that a resumed run refuses if they
-      have changed.
+    fingerprints: {path: digest} of files that must not change before a resume.
     of_tasks: inputs of single tasks, by the prefix of their features.
     saved: fields of `HostState` in checkpoints.
   """
@@ -149,7 +148,7 @@ class TrainInput(Input):
     }
 
   def add(self, prefix: str, task_input: "TaskInput") -> None:
-    """Adds the input of a task; its features get the prefix in the batch."""
+    """Adds the input of a task, whose features get the prefix in the batch."""
     self.of_tasks[prefix] = task_input
     own = task_input.input
     named = {f"{prefix}{name}": x for name, x in own.spec.items()}
@@ -220,7 +219,7 @@ class TrainInput(Input):
   ) -> Prefetch | JoinedBatches:
     """Yields the batches [first_step, last_step), until `close`.
 
-    `ahead` is the number of batches that rollbacks have skipped: step s has the
+    `ahead` is the number of batches that rollbacks have skipped: step s uses
     batch s + ahead.
     """
 
@@ -238,7 +237,7 @@ class TrainInput(Input):
 
 
 class TaskInput(NamedTuple):
-  """An input of one task alone, which begins with the task."""
+  """An input that only one task uses, and that begins when the task does."""
 
   input: TrainInput
   first_step: int
@@ -281,8 +280,9 @@ def make_train(
   """Makes the training input from config.input; docs/config.md has the keys.
 
   Args:
-    run: the whole config. It has the length of the run, for weights that change
-      at percentages of it, and the published model whose tokenizer must match.
+    run: the whole config. It gives the length of the run, for weights that
+      change at percentages of it, and the published model whose tokenizer must
+      match.
   """
   batch_size = cfg.batch_size
   sharding.check_batch(batch_size, mesh, f"{cfg.path}.batch_size")
@@ -373,7 +373,7 @@ def _make_parts(
   seed: int,
   pp_modules: Sequence[str],
 ) -> list[Part]:
-  """Opens each source, with the ops for each of the values that steps draw."""
+  """Opens each source, with the ops for every value that steps may draw."""
   cache = cfg.get("cache", "none")
   check_choice(f"{cfg.path}.cache", cache, ("none", "raw"))
   parts = []
@@ -427,9 +427,9 @@ def make_engine(
 def tokens_per_example(specs: Sequence[checks.Spec]) -> int | None:
   """Returns the number of tokens of an example, padding included.
 
-  Those are the `tokens` [L], or else the `inputs` and `targets`; captions of
-  pictures do not count. Returns None if examples have none, or different
-  numbers.
+  These are the `tokens` [L], or else the `inputs` and `targets`; captions of
+  pictures do not count. Returns None if examples have no tokens, or differ in
+  their number.
   """
   numbers = set()
   for spec in specs:

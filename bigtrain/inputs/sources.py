@@ -84,8 +84,8 @@ def draws(
 ) -> list[tuple[dict[str, Any], float]]:
   """Returns the values that steps draw for {name} in the ops, and their shares.
 
-  With `pp="decode|resize({size})"`, config.input.flexi.size has the sizes. See
-  `flexi.draws`.
+  With `pp="decode|resize({size})"`, the sizes are in config.input.flexi.size.
+  See `flexi.draws`.
   """
   specs = " ".join(str(entry["pp"]) for entry in entries_by_key.values())
   names = re.findall(r"{(\w+)}", specs)

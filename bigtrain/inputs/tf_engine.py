@@ -31,7 +31,7 @@ _CALLS_PER_THREAD = 4
 
 
 class TfEngine(engine.Engine):
-  """Reads records in Python, many per call; the rest is a tf.data graph."""
+  """Reads records in Python, many per call; a tf.data graph does the rest."""
 
   def __init__(self, parts: Sequence[Part], *args: Any, **kwargs: Any):
     self._codecs = [_Codec(part.source.spec, part.op.draws) for part in parts]
@@ -170,7 +170,7 @@ class TfEngine(engine.Engine):
 
 
 def _parsed(source: Any, features: dict[str, Any]) -> dict[str, Any]:
-  """Parses records, for sources such as tfds that do so in the graph."""
+  """Parses records, for sources such as tfds that parse in the graph."""
   return source.parse(features) if hasattr(source, "parse") else features
 
 
@@ -180,7 +180,7 @@ class _Codec:
   Features of varying shape are serialized. tf.data's unbatch (2.21) crashes on
   tensors without elements, so empty arrays are serialized too, and there is
   always at least one random number. `signature` has the TensorSpecs of one
-  example: those of the random numbers, then of the features.
+  example: first the random numbers, then the features.
   """
 
   def __init__(self, spec: dict[str, tuple[Any, Any]], draws: int):

@@ -77,12 +77,12 @@ class Placement:
   def put_all(
     self, batches: Generator[Mapping[str, np.ndarray], None, None]
   ) -> Iterator[dict[str, jax.Array]]:
-    """Puts each batch; closes the generator in the end."""
+    """Puts each batch onto the devices; finally closes the generator."""
     with contextlib.closing(batches):
       yield from map(self.put, batches)
 
   def spec(self, example: Spec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the global arrays of a batch of such examples."""
+    """Returns specs of the global arrays of a batch of such examples."""
     return {
       name: jax.ShapeDtypeStruct((self.batch_size, *shape), dtype)
       for name, (dtype, shape) in example.items()
@@ -92,8 +92,8 @@ class Placement:
 class _Shared:
   """State that the thread and the `Prefetch` share.
 
-  The thread has no reference to the `Prefetch`, which could otherwise not be
-  garbage-collected while the thread runs.
+  The thread has no reference to the `Prefetch`, because the `Prefetch` could
+  then not be garbage-collected while the thread runs.
   """
 
   def __init__(self, depth: int, stopping: threading.Event):
@@ -109,9 +109,10 @@ class _Shared:
 class Prefetch:
   """Iterates over `make()` in a background thread, up to `depth` items ahead.
 
-  `next` raises an error of the thread, after the items that were made before.
-  The thread ends with `close`, with the last reference to this object, or with
-  the program. `stopping` is then set, so that a slow iterator can end early.
+  If the thread fails, `next` first returns the items that were made before and
+  then raises the error. The thread ends with `close`, with the last reference
+  to this object, or with the program. `stopping` is set then, so that a slow
+  iterator can end early.
   """
 
   def __init__(
@@ -156,8 +157,8 @@ class JoinedBatches:
   """Batches of a run, joined with batches of tasks that have their own input.
 
   Args:
-    batches: the run's.
-    others: {prefix of the features: (first step, batches from it on)}.
+    batches: the run's batches.
+    others: {prefix of the features: (first step, batches from that step on)}.
     first_step: number of the first batch of the run.
   """
 

@@ -1,7 +1,7 @@
 """Compares the tokenizers of an input with that of config.model_init.
 
-A model knows the ids of the tokenizer it was trained with. The tokenizers of a
-later run may have more tokens, after these and with the same ids before them.
+A model knows the ids of the tokenizer it was trained with. The tokenizer of a
+later run may add tokens after these, but must not change their ids.
 """
 
 import contextlib
@@ -85,8 +85,8 @@ def new_tokens(used: Sequence[Used], own: Used | None) -> NewTokens | None:
 
   Args:
     used: the tokenizers of the input.
-    own: the tokenizer of model_init, if it is known. Without it, the new
-      tokens are those that the config adds to a tokenizer's file.
+    own: the tokenizer of model_init, if known. Without it, the new tokens are
+      those that the config adds to a tokenizer's file.
   """
   old_tokenizer = None
   if own is not None:

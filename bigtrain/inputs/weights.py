@@ -4,7 +4,8 @@ A weight is a number, or a dict of weights at ascending points of the run, such
 as dict(at_percent=[0, 80, 100], values=[1, 1, 4]); docs/config.md has its keys.
 
 `order.Schedule` needs weights that are constant over many rows. So a linear
-change is cut into up to 256 stages of whole steps, each with its mean weight.
+change is cut into up to 256 stages of whole steps, each with the mean weight of
+its steps.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Log-probabilities of several answers to each prompt.
 
-A batch may have "image" and "shapes", pictures of the prompts as in language
-modeling, and "prefix" int [B, K], the number of tokens that see each other.
+A batch may have "image" and "shapes", the prompts' pictures as in language
+modeling, and "prefix" int [B, K], the number of leading tokens that see each
+other.
 
 Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
 """
@@ -46,13 +47,14 @@ def log_probs(
   chunk: int | None,
   temperature: float = 1.0,
 ) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
-  """Returns log-probabilities without a gradient, and how to add it.
+  """Returns log-probabilities without a gradient, and a function that adds it.
 
-  The first are those of "targets", [B, K, L], and 0 where "loss_mask" is. With
-  a gradient, all logits would exist at once. So the caller differentiates its
-  loss with respect to the log-probabilities, and the second result, (loss, that
-  gradient) -> loss, makes weights of the tokens' losses from it, which
-  losses/linear_xent.py needs in the forward pass.
+  The log-probabilities are those of "targets", [B, K, L], and 0 where
+  "loss_mask" is 0. If they had a gradient, all logits would have to exist at
+  once, because losses/linear_xent.py needs the weights of the tokens' losses in
+  the forward pass. So the caller differentiates its loss with respect to the
+  log-probabilities, and calls the second result, (loss, this gradient) -> loss,
+  which uses the gradient as these weights.
   """
   mask_BKL = batch["loss_mask"] != 0
   _, out = model.apply(variables, **inputs(batch), head=False, train=False)
@@ -83,7 +85,7 @@ def reference(
 ) -> tuple[Any, Variables]:
   """(model, variables) of the reference that an option needs.
 
-  `given` says that the batch has the reference's log-probabilities.
+  `given` says whether the batch has the reference's log-probabilities.
   """
   if teacher is not None:
     return teacher, variables["teacher"]

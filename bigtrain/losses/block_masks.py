@@ -1,8 +1,8 @@
-"""Rectangles of patches to predict, and the rest, from which to predict them.
+"""Rectangles of patches to predict, and the context to predict them from.
 
 I-JEPA's masks (https://arxiv.org/abs/2301.08243): some target blocks, and a
-large context block without the patches of the targets. They are drawn from the
-key of each example, so they depend only on the step and the example.
+large context block without the targets' patches. They are drawn from the key of
+each example, so they depend only on the step and the example.
 
 Legend: B batch, P patches of a grid, N target blocks, T patches of the largest
 target, K patches of the largest context.
@@ -47,14 +47,14 @@ def draw(
     keys_B: key of each example.
     grid: rows and columns of patches.
     num_targets: N. The targets of an image have the same size.
-    target_area: least and largest share of the patches in a target.
-    target_aspect: least and largest ratio of a target's height and width.
-    context_area: the same share of the context block, a square, before the
-      patches of the targets are taken out of it.
-    max_context: largest share of the patches in a context. Of a larger one,
-      random patches are left out.
-    min_context: least number of patches in a context. If fewer would remain,
-      it keeps those of the last target, or of several.
+    target_area: smallest and largest share of the patches in a target.
+    target_aspect: smallest and largest ratio of a target's height and width.
+    context_area: the same for the context block, a square, before the targets'
+      patches are removed from it.
+    max_context: largest share of the patches in a context. Random patches are
+      removed from a larger one.
+    min_context: smallest number of patches in a context. If fewer would remain,
+      it keeps the patches of the last target, or of the last few.
   """
   P = math.prod(grid)
   _check(num_targets, target_area, context_area, max_context, min_context, P)

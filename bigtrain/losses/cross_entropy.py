@@ -28,14 +28,14 @@ def softmax_xent(
 
   Args:
     label_smoothing_over: "all" spreads that share of the label evenly over all
-      C classes, its own among them (Szegedy et al. 2016,
+      C classes, including the label's own (Szegedy et al. 2016,
       arxiv.org/abs/1512.00567); "others" over the C - 1 other classes, as in
       big_vision and T5X.
     z_loss: weight of logsumexp(logits) ** 2, which keeps logits from drifting
       (Chowdhery et al. 2022, arxiv.org/abs/2204.02311, section 5).
     axis_name: axis of a shard_map over which the classes of the logits are
-      split. The labels are class numbers, of all classes. Devices exchange a
-      few numbers for each loss.
+      split. Labels are then class numbers, counted over all classes. Devices
+      exchange a few numbers per loss.
   """
   check_choice(
     "config.loss.label_smoothing_over", label_smoothing_over, SMOOTHING_OVER
@@ -101,7 +101,7 @@ def sigmoid_xent(
 
 
 def _are_classes(logits: jax.Array, labels: jax.Array) -> bool:
-  """Whether labels are class numbers, and not probabilities."""
+  """Whether labels are class numbers rather than probabilities."""
   if labels.shape == logits.shape:
     return False
   integers = jnp.issubdtype(labels.dtype, jnp.integer)

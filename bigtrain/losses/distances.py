@@ -1,4 +1,4 @@
-"""Distances between the logits of a student and of its teacher.
+"""Distances between the logits of a student and those of its teacher.
 
 From Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et al.
 2021 (arxiv.org/abs/2106.05237). Axes: B batch, C classes.
@@ -58,7 +58,7 @@ def distance(
 
 
 def agreement(student_BC: jax.Array, teacher_BC: jax.Array) -> jax.Array:
-  """Whether both have the same best class; False for a teacher without one."""
+  """Whether both have the same best class; False if the teacher has none."""
   best_B = jnp.argmax(teacher_BC, axis=-1)
   hits_B = metrics.top_k_hits(student_BC, best_B, 1)
   return hits_B & metrics.has_order(teacher_BC)

@@ -42,8 +42,8 @@ def velocity_to(
 ) -> jax.Array:
   """The velocity that leads from z at a time to an image.
 
-  Near t = 1 the division would magnify every error, so 1 - t counts as no less
-  than `least_noise` there.
+  Near t = 1 the division would magnify every error, so 1 - t is replaced by
+  `least_noise` if it is smaller.
   """
   t = time_B.reshape(-1, *[1] * (image.ndim - 1))
   return (image - z) / jnp.maximum(1 - t, least_noise)
@@ -57,9 +57,9 @@ def guided(
 ) -> Velocity:
   """Classifier-free guidance (arXiv 2207.12598) within an interval of times.
 
-  There the velocity is v0 + scale * (v1 - v0), of v1 with and v0 without the
-  class; elsewhere it is v1 (arXiv 2404.07724). The interval is open, except
-  that it contains 0 if it begins there.
+  Within it the velocity is v0 + scale * (v1 - v0), where v1 is the velocity
+  with the class and v0 without; elsewhere it is v1 (arXiv 2404.07724). The
+  interval is open, except that it contains 0 if it begins there.
   """
   if scale == 1:
     return with_class
@@ -83,8 +83,8 @@ def integrate(
 ) -> jax.Array:
   """Follows a velocity from t = 0 to 1, in steps of equal length.
 
-  "euler" calls it once in each step. "heun" averages the velocities at both
-  ends of a step, except in the last step, which ends without noise.
+  "euler" computes it once per step. "heun" averages the velocities at both ends
+  of a step, except in the last step, at whose end there is no noise.
   """
   ends = jnp.linspace(0.0, 1.0, steps + 1)
 

@@ -1,4 +1,4 @@
-"""Applies a model: in a loss, to evaluate that loss, and for features."""
+"""Applies a model: within a loss, to evaluate a loss, and for features."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,23 +23,30 @@ def apply(
 ) -> tuple[Any, Variables]:
   """Returns (output, mutable collections); only training changes the latter.
 
-  Training also collects the largest logits of attention, of models that have
-  the field `attention_logits` set.
+  Training also collects the largest attention logits of models whose field
+  `attention_logits` is set.
+
+  Args:
+    rng: key of dropout; not used unless `train`.
+    collect: names of further collections that the model writes in training.
   """
+  names = [name for name in variables if name != "params"]
+  if not train:
+    out, _ = model.apply(
+      variables, *args, train=False, rngs=None, mutable=[], **kwargs
+    )
+    return out, {name: variables[name] for name in names}
   if getattr(model, "attention_logits", False):
     collect = (*collect, "step_largest")
-  mutable = [name for name in variables if name != "params"]
   out, new = model.apply(
     variables,
     *args,
-    train=train,
-    rngs={"dropout": rng} if train else None,
-    mutable=[*mutable, *collect] if train else [],
+    train=True,
+    rngs={"dropout": rng},
+    mutable=[*names, *collect],
     **kwargs,
   )
-  if train:
-    return out, dict(new)
-  return out, {name: variables[name] for name in mutable}
+  return out, dict(new)
 
 
 def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
@@ -61,9 +68,10 @@ def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:
 def whole_loss_fn(
   embed_fn: Callable[..., Any], embeddings_loss_fn: Callable[..., Any]
 ) -> Any:
-  """The loss_fn of both halves, see objective.gradients.TwoPassLoss.
+  """A loss_fn that calls both halves, see objective.gradients.TwoPassLoss.
 
-  The second half of a task with state returns (metrics, task_sums).
+  Each half gets those of the loss's options that it has as parameters. The
+  second half returns its metrics; in a task with state, (metrics, task_sums).
   """
   embed_parameters = inspect.signature(embed_fn).parameters
   loss_parameters = inspect.signature(embeddings_loss_fn).parameters
@@ -77,32 +85,34 @@ def whole_loss_fn(
     train: bool,
     **options: Any,
   ) -> tuple[Metrics, Variables]:
-    first = {k: x for k, x in options.items() if k in embed_parameters}
-    second = {
-      k: x
-      for k, x in {**options, "model": model}.items()
-      if k in loss_parameters
-    }
-    z, mutable = embed_fn(
-      variables, batch, rng, model=model, train=train, **first
+    embed_options, loss_options = {}, {}
+    for name, value in options.items():
+      if name in embed_parameters:
+        embed_options[name] = value
+      if name in loss_parameters:
+        loss_options[name] = value
+    if "model" in loss_parameters:
+      loss_options["model"] = model
+    embeddings, mutable = embed_fn(
+      variables, batch, rng, model=model, train=train, **embed_options
     )
+    # With adapters, the parameters are in two collections.
     params = trees.merge(variables["params"], variables.get("base", {}))
-    result = embeddings_loss_fn(params, z, batch, **second)
-    if not isinstance(result, tuple):
-      return result, mutable
-    loss_metrics, sums = result
-    return loss_metrics, {**mutable, "task_sums": sums}
+    returned = embeddings_loss_fn(params, embeddings, batch, **loss_options)
+    if not isinstance(returned, tuple):
+      return returned, mutable
+    loss_metrics, task_sums = returned
+    return loss_metrics, {**mutable, "task_sums": task_sums}
 
+  # Its signature has the options of both halves, so that a wrong option in the
+  # config is refused by name.
   result: Any = loss_fn
-  loss_options = [
-    parameter
-    for parameter in loss_parameters.values()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    and parameter.name not in embed_parameters
-  ]
-  result.__signature__ = inspect.Signature(
-    [*embed_parameters.values(), *loss_options]
-  )
+  parameters = [*embed_parameters.values()]
+  for parameter in loss_parameters.values():
+    is_option = parameter.kind is parameter.KEYWORD_ONLY
+    if is_option and parameter.name not in embed_parameters:
+      parameters.append(parameter)
+  result.__signature__ = inspect.Signature(parameters)
   result.__doc__ = embeddings_loss_fn.__doc__
   return result
 
@@ -110,10 +120,10 @@ def whole_loss_fn(
 def layers_fn(
   model: Any, inputs: Callable[[Batch], Batch], default: str = "pre_logits"
 ) -> PredictFn:
-  """A predict function of features: of a layer, or a dict of several.
+  """A predict function for the features of a layer, or a dict of several.
 
-  A layer is a name in the dict that the model returns, or the name of one of
-  its modules, as in names of parameters: "Transformer/encoderblock_3".
+  A layer is named as in the dict that the model returns, or as in the names of
+  parameters: "Transformer/encoderblock_3".
   """
 
   def layers(
@@ -130,9 +140,12 @@ def layers_fn(
       capture_intermediates=True,
       mutable=["intermediates"],
     )
+    # flax names a module's results "<module>/__call__/<number>..."; the first
+    # array stands for the module.
     features: dict[str, jax.Array] = {}
     for name, x in trees.flatten_with_names(states["intermediates"]):
       features.setdefault(name.partition("/__call__/")[0], x)
+    # A model returns a dict, or a tuple that ends with one.
     features |= out if isinstance(out, dict) else out[-1]
 
     def feature(name: str) -> jax.Array:
@@ -147,7 +160,7 @@ def layers_fn(
 
 
 def pixels(variables: Variables, batch: Batch) -> jax.Array:
-  """The image itself, [B, values], which features have to be better than."""
+  """The image itself, [B, values]: a baseline that features should beat."""
   del variables
   image = batch["image"]
   return image.reshape(len(image), -1).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""Gram anchoring: similarities of patches, as another model has them.
+"""Gram anchoring: keeps the similarities of patches like another model's.
 
-From DINOv3, https://arxiv.org/abs/2508.10104, section 4. Late in training the
-features of patches lose their place. A Gram matrix has the cosines of all pairs
-of patches of an image; the student's is pulled to that of an earlier teacher,
-while the features themselves may change.
+From DINOv3, https://arxiv.org/abs/2508.10104, section 4. Late in training, the
+features of patches become less local. A Gram matrix has the cosines of all
+pairs of patches of an image. The loss pulls the student's matrix towards that
+of an earlier teacher, while the features themselves may change.
 
 Legend: N images, P patches, D width.
 """

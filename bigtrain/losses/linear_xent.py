@@ -1,8 +1,9 @@
 """Softmax cross-entropy from hidden states, without storing all logits.
 
 `linear_softmax_xent` splits the batch over a mesh (`_over_mesh`), and on each
-device the positions into chunks (`_in_chunks`). A chunk's logits exist once, in
-the forward pass, which also computes the gradients (`_one_chunk`).
+device the positions into chunks (`_in_chunks`). A chunk's logits are computed
+only once, in the forward pass, which also computes the gradients
+(`_one_chunk`).
 
 Axes: B batch, L length, D width, V vocabulary, K chunk of L.
 """
@@ -58,14 +59,14 @@ def linear_softmax_xent(
 
   Args:
     targets_BL: token ids, valid in padding too, where the weight is 0.
-    chunk: positions of each example at a time, which need not divide L. 0 is
-      all of them, None is `default_chunk`.
+    chunk: positions of each example at a time, which need not divide L. 0 means
+      all of them, None means `default_chunk`.
     dtype: dtype of the products' operands; by default the hidden states'.
       Results are float32; devices sum the kernel's gradient in this dtype.
     softcap: logits x become softcap * tanh(x / softcap).
     mesh: the mesh that the batch is split over, evenly; by default that of
-      jax.set_mesh. The kernel is gathered once and its gradient summed over
-      devices once; XLA alone would do both for each chunk.
+      jax.set_mesh. The kernel is gathered once, and its gradient summed over
+      devices once; left to itself, XLA would do both for each chunk.
   """
   if chunk is not None:
     check_number("config.loss.chunk", chunk, least=0, whole=True)
@@ -188,7 +189,7 @@ def _over_mesh(
 
 
 def default_chunk(batch_size: int, length: int, vocab_size: int) -> int:
-  """Positions at a time, so that a chunk has at most 2 ** 26 logits (256 MiB).
+  """Positions per chunk, so that a chunk has at most 2 ** 26 logits (256 MiB).
 
   >>> default_chunk(8, 64, 32_000), default_chunk(64, 64, 262_144)
   (64, 4)
@@ -233,8 +234,8 @@ def _is_largest(
 ) -> jax.Array:
   """Returns argmax(logits) == classes, or False where a logit is NaN.
 
-  The first of equal logits is the largest. XLA on TPUs needs another pass over
-  the logits for an argmax, and none for these sums.
+  Of equal logits, the first counts as the largest. On TPUs, XLA needs another
+  pass over the logits for an argmax, but not for these sums.
   """
   top = cross_entropy.largest(logits, axis_name)[..., None]
   earlier = cross_entropy.class_numbers(logits, axis_name) < classes[..., None]

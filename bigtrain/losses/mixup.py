@@ -1,4 +1,4 @@
-"""Mixup and CutMix: a model is applied to blends of two examples of a batch."""
+"""Mixup and CutMix: applies a model to blends of two examples of a batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ class Mix(NamedTuple):
   """A blend of each image with its neighbour in the batch.
 
   Mixup (arXiv 1710.09412) blends all pixels. CutMix (arXiv 1905.04899) puts a
-  box of the neighbour into the image, whose area is 1 - share before it is
-  clipped.
+  box of the neighbour into the image. The box has the area 1 - share before it
+  is clipped.
   """
 
   share: jax.Array  # Of the image itself; in mixup at least 0.5.
@@ -37,7 +37,7 @@ class Mix(NamedTuple):
     return jnp.where(self.is_cut, outside_HW, self.share)[..., None]
 
   def images(self, image: jax.Array) -> jax.Array:
-    """Blends images (B, H, W, C), at any resolution in the same way."""
+    """Blends images (B, H, W, C), in the same way at any resolution."""
     weight = self.weights(image)
     mixed = weight * image + (1 - weight) * jnp.roll(image, 1, axis=0)
     return mixed.astype(image.dtype)
@@ -65,7 +65,8 @@ def apply(
     options: mixup_alpha, cutmix_alpha and cutmix_prob; alphas of 0 turn it off.
 
   Returns:
-    (output, images that it saw, their blend or None, new mutable collections).
+    (output, the images that the model saw, their blend or None, new mutable
+    collections).
   """
   mixup_alpha, cutmix_alpha, cutmix_prob = options
   check_number("config.loss.mixup_alpha", mixup_alpha, least=0)
@@ -99,7 +100,8 @@ def draw(
   def beta(key: jax.Array, a: float) -> jax.Array:
     """Beta(a, a), as the shares of two draws from Gamma(a).
 
-    jax.random.beta draws the same, with 1,300 more instructions.
+    jax.random.beta draws from the same distribution, with 1,300 more
+    instructions.
     """
     return jax.nn.softmax(gammas(jax.random.split(key), a))
 

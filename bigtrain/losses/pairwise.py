@@ -1,7 +1,7 @@
-"""Losses over all pairs of a global batch: of images and texts, or of views.
+"""Losses over all pairs in a global batch: of images and texts, or of views.
 
-The logits of all pairs are a matrix. A device computes the rows of its own
-examples (embeddings of one side), and goes through the columns (all embeddings
+The logits of all pairs form a matrix. A device computes the rows of its own
+examples (embeddings of one side). It goes through the columns (all embeddings
 of the other side) in chunks, so that only b x K logits exist at a time.
 
 Axes: B global batch, b examples of one device, m columns of an example, C all
@@ -69,9 +69,9 @@ def softmax(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes CLIP's loss of each example, arXiv 2103.00020.
 
-  That is the mean of two cross-entropies: of its image among all texts and of
-  its text among all images. Negatives are texts that belong to no image. The
-  other arguments and the results are those of `sigmoid`.
+  The mean of two cross-entropies: of the image among all texts, and of the text
+  among all images. Negatives are texts that belong to no image. The other
+  arguments and the results are those of `sigmoid`.
   """
 
   def one_direction(rows_BE: jax.Array, *columns: jax.Array) -> Any:
@@ -99,14 +99,14 @@ def cross_entropy(
   chunk: int = 1024,
   without_own: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Cross-entropy of each row among all columns, of which one matches it.
+  """Cross-entropy of each row over all columns, one of which matches it.
 
   Args:
-    columns_BmE: m columns of each example, of which the first matches its row.
+    columns_BmE: m columns of each example, the first of which matches its row.
     without_own: whether the other columns of a row's own example are left out.
 
   Returns:
-    (loss_B, correct_B), as `sigmoid`.
+    (loss_B, correct_B), like `sigmoid`.
   """
 
   def chunk_fn(
@@ -142,8 +142,8 @@ def nt_xent(
 ) -> tuple[jax.Array, jax.Array]:
   """SimCLR's loss of each example, arXiv 2002.05709.
 
-  That is the mean of the cross-entropies of both views. A view has to find the
-  other one of its image among both views of all images, without itself. The
+  The mean of the cross-entropies of both views. A view has to find the other
+  view of its image among both views of all images, excluding itself. The
   results are those of `sigmoid`.
   """
 
@@ -258,8 +258,8 @@ def _over_chunks(
 ) -> dict[str, jax.Array]:
   """Returns the values of `chunk_fn` for each chunk of columns, [chunks, B].
 
-  A row has m columns, of which the first matches it. Adds "right" and "wrong",
-  the largest logits of matching and other columns.
+  A row has m columns, the first of which matches it. Adds "right" and "wrong",
+  the largest logits of matching and of other columns.
   """
   check_number("config.loss.chunk", chunk, least=1, whole=True)
   if weight_B is None:
@@ -310,7 +310,7 @@ def _scan_chunks(
   scale: jax.Array,
   bias: jax.Array,
 ) -> dict[str, jax.Array]:
-  """The values of this device's rows, numbered by their example."""
+  """The values of this device's rows; rows are numbered by their example."""
   m = columns_BmE.shape[1]
   columns_CE = columns_BmE.reshape(-1, columns_BmE.shape[-1])
   C = len(columns_CE)

@@ -2,8 +2,9 @@
 
 A pair has a chosen and a rejected answer, in that order, along an axis of size
 2. Methods with a reference compare each answer's log-probability with that of a
-frozen model. Each loss is a function of Pairs and Options; the tables after
-them have their names in configs. Constants are those of TRL's trainers.
+frozen model. Each loss is a function of Pairs and Options. The tables after the
+functions give them their names in configs. Constants are those of TRL's
+trainers.
 
 Axes: B pairs.
 """
@@ -45,7 +46,7 @@ class Options(NamedTuple):
   undesirable: float = 1.0  # Weight of its rejected ones.
 
   def smoothed(self, x_B: jax.Array) -> jax.Array:
-    """Cross-entropy of the logit that the chosen answer is the better one."""
+    """Cross-entropy of the logit that says the chosen answer is better."""
     e = self.label_smoothing
     return -(1 - e) * _log_sigmoid(x_B) - e * _log_sigmoid(-x_B)
 

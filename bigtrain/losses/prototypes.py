@@ -15,11 +15,11 @@ _EPS = 1e-8
 def sinkhorn(
   logits_NK: jax.Array, weight_N: jax.Array, rounds: int = 3
 ) -> jax.Array:
-  """Assignments [N, K] that use all prototypes alike (Sinkhorn-Knopp).
+  """Assignments [N, K] that use all prototypes equally (Sinkhorn-Knopp).
 
   Each row adds up to 1, and each column to about N / K (Caron et al. 2020,
-  arXiv 2006.09882; 3 rounds as in DINOv2, arXiv 2304.07193). Computed with
-  logarithms, so that low temperatures do not overflow.
+  arXiv 2006.09882; 3 rounds as in DINOv2, arXiv 2304.07193). It is computed
+  with logarithms, so that low temperatures do not overflow.
   """
   log_weight_N1 = jnp.log(weight_N)[:, None]  # -inf for padding.
   log_q_NK = logits_NK.astype(jnp.float32)
@@ -32,7 +32,7 @@ def sinkhorn(
 
 
 def cross_entropy(target_NK: jax.Array, logits_NK: jax.Array) -> jax.Array:
-  """Cross-entropy [N] of logits with assignments, in nats."""
+  """Cross-entropy [N] of logits and assignments, in nats."""
   log_p_NK = jax.nn.log_softmax(logits_NK.astype(jnp.float32), axis=-1)
   return -jnp.sum(target_NK * log_p_NK, axis=-1)
 
@@ -70,7 +70,7 @@ def used(target_NK: jax.Array, weight_N: jax.Array) -> jax.Array:
 def effective_rank(x_ND: jax.Array, weight_N: jax.Array) -> jax.Array:
   """exp of the entropy of the normalised singular values of centred features.
 
-  Between 1, all on a line, and D (Roy and Vetterli 2007).
+  It is between 1, if all are on a line, and D (Roy and Vetterli 2007).
   """
   x_ND = x_ND.astype(jnp.float32)
   share_N1 = (weight_N / jnp.maximum(jnp.sum(weight_N), 1.0))[:, None]

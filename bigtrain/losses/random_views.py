@@ -32,10 +32,11 @@ def crops(
   Args:
     keys_B: key of each example.
     number: V.
-    area: least and largest share of the image's area.
-    aspect: least and largest ratio of width and height.
+    area: smallest and largest share of the image's area.
+    aspect: smallest and largest ratio of width to height.
     flip: whether half of the views are mirrored.
-    contrast: each view is multiplied by a factor, and shifted, of at most this.
+    contrast: largest relative change of contrast, and largest shift of the
+      values, of each view.
   """
   height, width, channels = image.shape[1:]
 
@@ -70,7 +71,7 @@ def crops(
 
 
 def folded(keys_B: jax.Array, number: int) -> jax.Array:
-  """Other keys for another use."""
+  """Different keys, for another use."""
   return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, number)
 
 
@@ -92,7 +93,7 @@ def two(
 
 
 def example(batch: Batch) -> jax.Array:
-  """Images of the size of a batch's, to initialise or to evaluate a model."""
+  """Images as large as those of a batch, to initialise or evaluate a model."""
   if "image" not in batch and "views" in batch:
     return batch["views"][:, 0]
   return batch["image"]

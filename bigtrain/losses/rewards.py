@@ -1,9 +1,9 @@
 """Losses of answers with rewards: GRPO and its relatives.
 
-A loss compares the present probabilities of an answer with those it had when it
-was drawn. If an update follows its rollout directly, this ratio is 1 and there
-is nothing to clip. Later updates of the same rollout clip it, so that the
-policy stays near the one that drew the answers.
+A loss compares the current probabilities of an answer with those at the time
+when it was drawn. In the first update after a rollout, this ratio is 1 and
+there is nothing to clip. Later updates with the same rollout clip the ratio, so
+that the policy stays close to the one that drew the answers.
 
 Axes: B prompts; G answers to a prompt; L tokens of an answer; R ratios of an
 answer, one for each token (L) or one for all (1).
@@ -69,9 +69,9 @@ def loss(
   """Returns (sum, weight) of the loss over prompts with weights.
 
   Args:
-    old_BGL: log-probabilities of the answers when they were drawn; None if no
-      update came since then.
-    bounds: of the ratio to these, see `ratio_bounds`.
+    old_BGL: log-probabilities of the answers when they were drawn; None if
+      there has been no update since.
+    bounds: bounds of the ratio to the old probabilities, see `ratio_bounds`.
     beta: weight of the divergence from the reference. In RLOO it is the weight
       of an answer's log-ratio, which is subtracted from its reward.
   """
@@ -156,7 +156,7 @@ def _ratios(
 ) -> jax.Array:
   """Returns the ratios of probabilities, [B, G, R].
 
-  RLOO has the ratio of whole answers, and GSPO its geometric mean over tokens.
+  RLOO uses the ratio of whole answers, GSPO its geometric mean over tokens.
   """
   log_ratio_BGL = log_prob_BGL - drawn_BGL
   if kind not in ("rloo", "gspo"):

@@ -1,6 +1,6 @@
 """Models that a loss learns from: one, or several by name with weights.
 
-Also the step of a teacher that follows the student.
+This module also updates a teacher that follows the student.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +31,7 @@ def by_name(
 def weights_of(
   names: Collection[str], weights: Mapping[str, float] | None, key: str
 ) -> Mapping[str, float]:
-  """The teachers' weights in a config; by default all have the same."""
+  """The teachers' weights in a config; by default all are equal."""
   weights = weights or dict.fromkeys(names, 1 / len(names))
   if {*weights} != {*names}:
     raise ConfigError(

@@ -1,7 +1,7 @@
 """Divergences of a student's next-token predictions from its teachers'.
 
-The logits of all models exist for a chunk of positions at a time, so a Teacher
-is a pair: arrays [B, L, ...], and a function from a chunk of them to logits.
+Logits exist only for a chunk of positions at a time, so a Teacher is a pair:
+arrays [B, L, ...], and a function that maps a chunk of them to logits.
 
 Axes: B batch, L length, K chunk of L, D width, V vocabulary, k likely tokens.
 """
@@ -37,7 +37,7 @@ def divergence(
 ) -> jax.Array:
   """Generalized Jensen-Shannon divergence of logits [..., V], in nats.
 
-  arXiv 2306.13649: beta 0 is the forward, 1 the reverse Kullback-Leibler
+  arXiv 2306.13649: beta 0 gives the forward and 1 the reverse Kullback-Leibler
   divergence. It is not multiplied by the squared temperature.
   """
   s = jax.nn.log_softmax(student / temperature)
@@ -69,8 +69,9 @@ def taught(
   """The loss of (hidden states, targets, weights), see losses/linear_xent.py.
 
   Args:
-    nll: weight of the cross-entropy, which is `loss_BL` of the result anyway.
-    weights: the teachers' weights by name; by default all have the same.
+    nll: weight of the cross-entropy. Whatever the weight, the cross-entropy is
+      `loss_BL` of the result.
+    weights: the teachers' weights by name; by default all are equal.
   """
   key = "config.loss.distill"
   check_number(f"{key}.beta", beta, least=0, most=1)

@@ -39,10 +39,11 @@ class ModelLosses(NamedTuple):
   further: Sequence[Metrics] = ()
 
   def with_further(self, metrics: Metrics, weight: float) -> Metrics:
-    """Adds to metrics the mean loss of the modules, times a weight.
+    """Adds the mean loss of the modules, times a weight, to metrics.
 
-    It is divided by the number of targets of the next token, as in equation 24
-    of DeepSeek V3 (arXiv 2412.19437): a module lacks a document's last ones.
+    It is divided by the number of next-token targets, as in equation 24 of
+    DeepSeek V3 (arXiv 2412.19437), although a module has no targets at the end
+    of a document.
     """
     check_number("config.loss.mtp_weight", weight, least=0)
     if not self.further:
@@ -60,13 +61,13 @@ class ModelLosses(NamedTuple):
     router_z: float,
     load_balance_over: str = "layers",
   ) -> Metrics:
-    """Returns the metrics, with losses and statistics of experts if any.
+    """Returns the metrics, with the losses and statistics of any experts.
 
-    "loss" then has both of these terms, and "nll" is the loss without them:
+    Two terms are added to "loss", and "nll" is the loss without them:
     "load_balance", the loss of Switch Transformers (arXiv 2101.03961, equation
-    4), either the mean of all "layers" or that of "all" layers' tokens
-    together, and "router_z", that of ST-MoE (arXiv 2202.08906, equation 5). The
-    first is a product of two means, which depends on the number of
+    4), either averaged over the "layers" or computed from "all" layers' tokens
+    together; and "router_z", the loss of ST-MoE (arXiv 2202.08906, equation 5).
+    The first is a product of two means, so it depends on the number of
     microbatches.
     """
     key = "config.loss.load_balance_over"
@@ -112,7 +113,7 @@ def model_losses(
   """Applies a model without its head, and then the loss of a head.
 
   Args:
-    head: by default `head_losses`, which gets the options.
+    head: the loss; by default `head_losses`, which gets the options.
   """
   (_, out), mutable = forward.apply(
     model, variables, rng, train, **inputs, head=False, collect=("step_sums",)
@@ -153,7 +154,7 @@ def _losses_ahead(
 
 
 class TokenTask(NamedTuple):
-  """Functions that tasks on text have in common."""
+  """The functions that tasks on text have in common."""
 
   inputs: Callable[[Batch], Batch]  # The model's arguments.
   weights: Callable[[Batch], jax.Array]  # The targets', [B, L].
@@ -181,13 +182,14 @@ class TokenTask(NamedTuple):
 
     Args:
       distill: beta, temperature, nll and weights of token_divergences.taught,
-        whose loss replaces the cross-entropy where there is a teacher.
+        whose loss replaces the cross-entropy if there is a teacher.
       label_smoothing: share of a target that is spread over the vocabulary.
       label_smoothing_over: "all" of it or the "others".
       z_loss: weight of the squared log of the softmax's denominator, see
         losses.cross_entropy.softmax_xent; 1e-4 is usual.
       load_balance: weight of Switch Transformers' load-balancing loss.
-      load_balance_over: "layers", its mean over them, or the tokens of "all".
+      load_balance_over: "layers" for the mean over the layers, or "all" for all
+        layers' tokens together.
       router_z: weight of the loss that keeps the routers' logits small.
       mtp_weight: weight of the losses of config.model.mtp.
       chunk: positions of each example at a time, see losses.linear_xent.

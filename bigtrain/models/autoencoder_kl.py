@@ -1,8 +1,8 @@
 """The autoencoder of latent diffusion (arXiv 2112.10752), as in diffusers.
 
-An encoder turns an image into the mean and the deviation of latents, on a grid
-with fewer rows and columns; a decoder turns latents into an image. It is the
-first stage of Stable Diffusion, of DiT and of SiT. Modules have the names of
+An encoder turns an image into the mean and the standard deviation of latents,
+on a grid with fewer rows and columns; a decoder turns latents into an image. It
+is the first stage of Stable Diffusion, DiT and SiT. Modules are named as in
 diffusers' AutoencoderKL.
 
 Axes: B batch, H rows, W columns, C channels, P positions of the grid.
@@ -53,7 +53,7 @@ _HARMLESS = ("force_upcast", "out_channels", "sample_size")
 
 
 class Model(nn.Module, kw_only=True):
-  """The autoencoder, by default of the sizes of Stable Diffusion 1 and 2."""
+  """The autoencoder, by default with the sizes of Stable Diffusion 1 and 2."""
 
   channels: int = 3  # Of images.
   latent_channels: int = 4  # Of latents.
@@ -150,7 +150,7 @@ def _norm(sizes: Options, name: str) -> nn.GroupNorm:
 
 
 class Encoder(nn.Module):
-  """Means and log-variances of latents, side by side, of images."""
+  """Maps images to means and log-variances of latents, concatenated."""
 
   sizes: Options
 
@@ -178,7 +178,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Images of latents."""
+  """Maps latents to images."""
 
   sizes: Options
 
@@ -199,7 +199,7 @@ class Decoder(nn.Module):
 
 
 def middle(sizes: Options, width: int, x: jax.Array) -> jax.Array:
-  """Called in the encoder and the decoder."""
+  """The blocks at the lowest resolution, in the encoder and the decoder."""
   x = Resnet(sizes, width, name="mid_block_resnets_0")(x)
   if sizes.middle_attention:
     x = Attention(sizes, name="mid_block_attentions_0")(x)
@@ -207,7 +207,7 @@ def middle(sizes: Options, width: int, x: jax.Array) -> jax.Array:
 
 
 class Resnet(nn.Module):
-  """Two convolutions with norms, around which a sum leads."""
+  """A residual block: two convolutions with norms."""
 
   sizes: Options
   width: int

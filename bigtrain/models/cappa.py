@@ -1,8 +1,8 @@
 """Image captioner with parallel prediction (CapPa), arxiv.org/abs/2306.07915.
 
-A ViT encodes the image, a transformer decoder with cross-attention reads the
-caption: in order (Cap), where attention is causal; or in parallel, where the
-inputs are mask tokens and all positions see each other.
+A ViT encodes the image, and a transformer decoder with cross-attention predicts
+the caption: either token by token (Cap), with causal attention; or in parallel,
+where the inputs are mask tokens and all positions see each other.
 
 Axes: B batch, P patches, E width of the encoder, L length of a text, D width
 of the decoder, H heads, K head width, V vocabulary.
@@ -36,7 +36,7 @@ from bigtrain.models.published import blocks, conversions
 class States(NamedTuple):
   """Factors of the logits, which are hidden @ kernel + bias.
 
-  A loss that never forms all logits at once needs them.
+  They are for losses that never form all logits at once.
   """
 
   hidden_BLD: jax.Array
@@ -51,7 +51,8 @@ class States(NamedTuple):
 class Writer(nn.Module):
   """Methods of models whose `decoder` writes texts about encoded images.
 
-  Such a model has fields decoder_width, decoder_depth and so on, as Captioner.
+  Such a model has the fields decoder_width, decoder_depth and so on, like
+  Captioner.
   """
 
   # CapPa has a mask token, with the id V.
@@ -61,7 +62,7 @@ class Writer(nn.Module):
 
   @property
   def output_size(self) -> int:
-    """V, the number of tokens that the decoder can write."""
+    """V, the number of different tokens that the decoder can write."""
     return self.vocab_size
 
   @nn.nowrap
@@ -135,8 +136,8 @@ class Writer(nn.Module):
   ) -> tuple[jax.Array, Any]:
     """Returns (float32 logits (B, V) of the token at `position`, new caches).
 
-    `token_B` come before it, 0 at first. B may be a multiple of the number of
-    images.
+    `token_B` are the tokens before that position, 0 for the first one. B may be
+    a multiple of the number of images.
     """
     of_decoder, of_text = caches
     x = token_B[:, None]
@@ -170,8 +171,8 @@ class Writer(nn.Module):
     Args:
       text: int (B, L), L up to max_len.
       parallel_B: bool, whether an example is predicted in parallel.
-      masked_BL: bool, whether the input of a position is the mask token in such
-        an example, or the token itself; all masked if None.
+      masked_BL: bool, whether the input of a position in such an example is the
+        mask token rather than the token itself; None masks all positions.
       real_BP: bool, False for patches that are padding; by default all True.
     """
     tokens_BL, L = self.tokens_before(text), text.shape[1]
@@ -276,7 +277,7 @@ class Model(Captioner):
 
 
 def encoder_of(model: Captioner, **kwargs: Any) -> vit.Model:
-  """The ViT, which has all of its fields from the captioner."""
+  """The ViT, all of whose fields come from the captioner."""
   fields = (
     "variant",
     "patch_size",
@@ -299,7 +300,7 @@ def from_published(
   *,
   posemb_align: str = "centers",
 ) -> dict[str, np.ndarray]:
-  """Reads the released CapPa, and files of our own."""
+  """Reads the released CapPa, and this program's own files."""
   flat = conversions.normalise(flat)
   image_encoder = vit.from_published(
     conversions.below("encoder/", flat),

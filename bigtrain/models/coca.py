@@ -1,11 +1,12 @@
 """Contrastive captioner (CoCa), https://arxiv.org/abs/2205.01917.
 
-Learned queries pool the patches of a ViT. A causal decoder reads a text and,
-after it, a class token, which gives the text's embedding; the decoder of
-captions continues from its states, and attends to the pooled image.
+Learned queries pool the patches of a ViT. A causal decoder reads a text
+followed by a class token, whose output is the text's embedding. The decoder of
+captions continues from the first decoder's states, and attends to the pooled
+image.
 
 Axes: B batch, P patches, N queries, L length of a text, D width of the decoders
-and of what is pooled, E embedding, V vocabulary.
+and of the pooled image, E embedding, V vocabulary.
 """
 
 import functools
@@ -25,7 +26,7 @@ POOLS = ("cascade", "parallel")
 
 
 class Model(cappa.Captioner):
-  """CoCa. 0 is the padding of texts, and the token before the first."""
+  """CoCa. Texts are padded with 0, which is also the token before the first."""
 
   # Depth of the decoder that reads texts; by default decoder_depth.
   text_depth: int = options.DERIVED
@@ -127,7 +128,8 @@ class Model(cappa.Captioner):
   def _read(self, text: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
     """States of the tokens before a text's (B, L, D), and of the class (B, D).
 
-    The first token and the class token, at the two ends, are never padding.
+    The tokens at the two ends, the first and the class token, are never
+    padding.
     """
     ends = (0, 0), (1, 1)
     real_BS = jnp.pad(text[:, :-1] != 0, ends, constant_values=True)

@@ -1,9 +1,10 @@
 """A ViT with the heads of SimCLR and MoCo v3.
 
-The losses compare images with each other, and the heads' norms are over the
-global batch. So a call gives features as a `vit` does, and the tasks apply the
-heads to those of all images: `model.project` and `model.predict`. The ViT's
-parameters have the names of models/vit.py, so that a `vit` can start from them.
+The losses compare images with each other, and the heads' norms are computed
+over the global batch. So a call returns features like a `vit`, and the tasks
+apply the heads, `model.project` and `model.predict`, to the features of all
+images. The ViT's parameters have the names of models/vit.py, so that a `vit`
+can start from them.
 
 Axes: N samples, D width, E width of the heads' results.
 """
@@ -48,7 +49,7 @@ class Model(vit.Model):
   def __call__(
     self, image: jax.Array, *, train: bool = False, **others: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As of a ViT."""
+    """Like a ViT's."""
     x, out = super().__call__(image, train=train, **others)
     if self.is_initializing():
       z, weight_N = out["head_input"], jnp.ones(len(image))

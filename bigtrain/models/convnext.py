@@ -4,7 +4,7 @@ Version 1 is https://arxiv.org/abs/2201.03545; version 2,
 https://arxiv.org/abs/2301.00808, has global response norms in its MLPs.
 
 XLA's depthwise convolution is slow on CPUs, and its gradient on meshes. The
-functions between Model and Block replace it.
+functions between Model and Block compute it in other ways.
 
 Axes: B batch, H rows, W columns, D channels, F hidden, C classes, T taps of a
 kernel.
@@ -99,7 +99,8 @@ class Model(nn.Module):
 def _by_device(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
   """A depthwise convolution, on each device by itself.
 
-  On a mesh XLA would add up a kernel's gradient over equal examples.
+  On a mesh, XLA would add up the gradient of the kernel over devices that have
+  the same examples, and return a multiple of it.
   """
 
   def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -123,7 +124,7 @@ def _by_device(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
 def _depthwise(conv: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
   """A convolution of each channel; on CPUs a sum over T taps.
 
-  XLA's takes 6 to 40 times as long there, forward and backward.
+  XLA's own convolution takes 6 to 40 times as long there, forward and backward.
   """
   return jax.lax.platform_dependent(x, kernel, cpu=_shifted, default=conv)
 
@@ -172,7 +173,7 @@ def _shifted_gradients(
 
 
 def _shifts(x: jax.Array, kernel: jax.Array) -> Callable[[Any], jax.Array]:
-  """A function from the number of a tap to the image that it sees."""
+  """A function that maps the number of a tap to the image that the tap sees."""
   h, w = kernel.shape[:2]
   rows, columns = (h // 2, h // 2), (w // 2, w // 2)
   x_float32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -7,8 +7,9 @@ The model is an embedding, blocks (layers/causal_block.py, run by
 layers/stack.py) and a head. Kernels multiply from the right:
 blocks/attention/query/kernel is (D, H, K).
 
-The module has the model first, then the checks of its fields, and last the
-names of its parameters and their conversion from and to published files.
+This module begins with the model, followed by the checks of its fields, and
+ends with the names of its parameters and their conversion from and to published
+files.
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -240,19 +241,19 @@ class Model(nn.Module):
     Args:
       tokens: int (B, L) token ids. Ids outside the vocabulary give NaN.
       segments: int (B, L), document of each token, 0 for padding; documents do
-        not see each other. None for one document per example.
+        not see each other. None means one document per example.
       positions: int (B, L), or (B, L, 3) with rope_axes; by default from 0 on
         in each document.
       real: bool (B, L), False for padding, which experts leave out; by default
-        that of segment 0. A cache of texts that end in padding needs it.
+        segment 0 is padding. A cache of texts that end in padding needs it.
       prefix: int (B,), number of leading tokens that all tokens attend to, even
-        tokens before them. Not with segments or a window.
-      inserted: embeddings (B, L, D), and bool (B, L): where they replace the
-        tokens' own embeddings.
+        earlier ones. Not with segments or a window.
+      inserted: embeddings (B, L, D), and bool (B, L), which says where they
+        replace the embeddings of the tokens.
       added: (B, n, L, D), added to the stream after each of the first n layers.
-      groups: groups of the tokens and of the positions that they may see.
-      cache: keys and values of earlier tokens, from `init_cache`; the call
-        adds its own, and experts drop no token. Not with segments.
+      groups: groups of the tokens, and of the positions that they may see.
+      cache: keys and values of earlier tokens, from `init_cache`. The call adds
+        those of its tokens, and experts drop no token. Not with segments.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
@@ -300,7 +301,7 @@ class Model(nn.Module):
 
   @nn.nowrap
   def _own_head(self, init: Any) -> dict[str, Any]:
-    """The parameters of the head that are not the embedding, as "head"."""
+    """The parameters of the head other than the embedding, as "head"."""
     V, D = self.vocab_size, self.width
     kernel = None if self.tied_head else (D, V)
     bias = (V,) if "head" in self.use_bias else None
@@ -336,7 +337,7 @@ class Model(nn.Module):
     real: jax.Array | None,
     train: bool,
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
-    """Hidden states of each module, and `stats` with its layer's added."""
+    """Hidden states of each module, and `stats` including their layers'."""
     modules = self.mtp_modules(name="mtp")
     tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
@@ -362,7 +363,7 @@ class Model(nn.Module):
     return hidden, stats and {**stats, "by_layer": by_layer}
 
   def pooled(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> jax.Array:
-    """Features (B, D) of whole texts, by `config.model.pool`."""
+    """Features (B, D) of whole texts, pooled as `config.model.pool` says."""
     real_BL = jnp.full(x_BLD.shape[:2], True) if real_BL is None else real_BL
     if self.pool == "mean":
       weight_BL = real_BL / jnp.maximum(jnp.sum(real_BL, 1, keepdims=True), 1)
@@ -427,7 +428,7 @@ class Model(nn.Module):
     return module(tokens, x_BLD, None if inserted is None else inserted[1])
 
   def _with_noise(self, x_BLD: jax.Array, real: jax.Array | None) -> jax.Array:
-    """NEFTune: uniform noise that is smaller for longer texts."""
+    """NEFTune: uniform noise, which is smaller for longer texts."""
     B, L, D = x_BLD.shape
     length_B = jnp.full(B, L) if real is None else jnp.sum(real, axis=1)
     bound_B = self.neftune / jnp.sqrt(jnp.maximum(length_B, 1) * D)
@@ -493,7 +494,7 @@ class Model(nn.Module):
     return (x_BLD, None if cache is None else cache.after_call()), stats
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
-    """The matrix (D, V) that gives logits, with their multiplier."""
+    """The matrix (D, V) that computes logits, including their multiplier."""
     if self.num_classes is not None:
       raise ConfigError(
         f"config.model.num_classes={self.num_classes}: expected None for a "
@@ -573,10 +574,11 @@ class Model(nn.Module):
     """Applies a module of `mtp` to positions from `start` on.
 
     Args:
-      ahead_BL: the tokens `number + 1` places behind these positions.
+      ahead_BL: the tokens `number + 1` places after these positions.
 
     Returns:
-      (its hidden states, which `logits` and the next module read; new cache).
+      (its hidden states, which `logits` and the next module read; the new
+      cache).
     """
     own = {
       name: tree["mtp"] for name, tree in variables.items() if "mtp" in tree
@@ -619,7 +621,7 @@ def _check_layer_inputs(model: Model) -> None:
 
 
 def _check_last_layer(model: Model) -> None:
-  """Modules of `mtp` have a block like the last layer's."""
+  """Checks that modules of `mtp` can have a block like the last layer's."""
   last = layer_kinds.of_model(model).of_all(model.depth)[-1]
   if model.mtp and (model.layer_inputs is not None or last.view is not None):
     raise ConfigError(
@@ -650,7 +652,7 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
 def positions_of(
   L: int, start: jax.Array | int, segments: jax.Array | None
 ) -> jax.Array:
-  """Number of each token in its document: (B or 1, L)."""
+  """Position of each token in its document: (B or 1, L)."""
   positions_BL = start + jnp.arange(L)[None]
   if segments is not None:
     positions_BL = positions_BL - _document_ends(segments)[0]
@@ -682,7 +684,7 @@ def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _read(model: Model) -> None:
-  """Checks the fields, and sets those that have several spellings."""
+  """Checks the fields, and sets those that can be written in several ways."""
   sizes = ["vocab_size", "width", "depth", "num_heads", "num_kv_heads"]
   sizes += ["head_dim", "mlp_dim"]
   for name in ("max_len", "window", "chunk", "num_classes"):

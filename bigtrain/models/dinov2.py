@@ -1,9 +1,9 @@
 """A ViT with the heads of DINO, https://arxiv.org/abs/2104.14294, and DINOv2.
 
-A head maps tokens to unit vectors, and its prototypes are unit vectors too; one
-head is for class tokens, another, if any, for patches (iBOT, arXiv 2111.07832).
-The ViT's parameters have the names of models/vit.py, so that a `vit` can start
-from them.
+A head maps tokens to unit vectors, and its prototypes are unit vectors too. One
+head is for class tokens; an optional second one is for patches (iBOT, arXiv
+2111.07832). The ViT's parameters have the names of models/vit.py, so that a
+`vit` can start from them.
 
 Axes: B batch, P patches, M chosen patches, E width of the heads' results, K
 prototypes.
@@ -23,7 +23,7 @@ from bigtrain.models.layers import heads
 
 
 class Model(vit.Model):
-  """A ViT; with `heads` also their results."""
+  """A ViT, which with `heads` also returns the heads' results."""
 
   pool_type: str = "tok"  # No other: the loss reads the class token.
   mask_token: bool = True  # No other: it replaces the masked patches.
@@ -53,7 +53,7 @@ class Model(vit.Model):
     train: bool = False,
     **others: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As of a ViT, and with `heads` "class_z" (B, E), "patch_z" (B, M, E).
+    """Like a ViT's; with `heads` also "class_z" (B, E), "patch_z" (B, M, E).
 
     Args:
       chosen_BM: int, the patches that go through the head of patches.
@@ -66,7 +66,7 @@ class Model(vit.Model):
     return x, out
 
   def views(self, image: jax.Array, **others: Any) -> dict[str, jax.Array]:
-    """The results with `heads`, as the task calls any model that has them."""
+    """The results with `heads`; the task calls this of any model with heads."""
     return self(image, heads=True, **others)[1]
 
 
@@ -76,7 +76,8 @@ def with_heads(
   """Adds "class_z" and "patch_z" to a ViT's dict; for use in compact methods.
 
   `model` has the fields num_prototypes, patch_prototypes, head_hidden and
-  head_out. Prototypes are made here, and the task's loss multiplies with them.
+  head_out. Prototypes are created here, but only the task's loss multiplies
+  with them.
   """
   out = dict(out)
   if not model.num_prototypes:
@@ -117,7 +118,7 @@ class Head(nn.Module):
 
 
 class Prototypes(nn.Module):
-  """Prototypes (E, K); only their directions count."""
+  """Prototypes (E, K), of which only the directions matter."""
 
   number: int
   width: int

@@ -1,12 +1,12 @@
 """Diffusion transformer: a ViT that denoises images, or latents of images.
 
-JiT (https://arxiv.org/abs/2511.13720) works on pixels: it predicts the image,
-with large patches that a bottleneck embeds, rotary positions, and tokens of the
-class beside those of the image. DiT (https://arxiv.org/abs/2212.09748) and SiT
-(https://arxiv.org/abs/2401.08740) work on latents of an autoencoder and predict
-the velocity. All of them are fields of one model.
+JiT (https://arxiv.org/abs/2511.13720) works on pixels and predicts the image.
+It has large patches that a bottleneck embeds, rotary positions, and tokens of
+the class beside those of the image. DiT (https://arxiv.org/abs/2212.09748) and
+SiT (https://arxiv.org/abs/2401.08740) work on latents of an autoencoder and
+predict the velocity. All of these are options of one model.
 
-Time t goes from 0, noise, to 1, the image: z = t x + (1 - t) e. The task that
+Time t goes from 0 (noise) to 1 (the image): z = t x + (1 - t) e. The task that
 trains this model is tasks/flow_matching.py.
 
 Axes: B batch, P patches, L length (P, after the class tokens), D model width.
@@ -71,7 +71,7 @@ _TIME_FEATURES, _TIME_PERIOD = 256, 10_000.0
 
 
 class Model(nn.Module, kw_only=True):
-  """The transformer. Fields without a default may come from the variant."""
+  """The transformer. Fields that are None may come from the variant."""
 
   image_size: int  # Rows and columns of an image, or of its latents.
   channels: int = 3  # Of an image, or of its latents.
@@ -164,13 +164,13 @@ class Model(nn.Module, kw_only=True):
     """Predicts the image, or the velocity, of images with noise.
 
     Args:
-      image: (B, rows, columns, channels), with noise. Initialisation needs no
-        more than B: it may be the image of latents.
-      time_B: from 0, noise, to 1; by default 0.
+      image: (B, rows, columns, channels), with noise. Only B matters for
+        initialisation, where it may be an image in place of latents.
+      time_B: from 0 (noise) to 1; by default 0.
       labels_B: class numbers; `num_classes` for no class, which is the default.
 
     Returns:
-      (float32, of the shape of the images or latents; {"encoded": (B, P, D)}).
+      (float32, in the shape of the images or latents; {"encoded": (B, P, D)}).
     """
     if self.is_initializing():
       image = jnp.zeros((len(image), *self.shape))
@@ -215,7 +215,7 @@ class Model(nn.Module, kw_only=True):
 
   @property
   def _first_part(self) -> int:
-    """Number of blocks that do not see the class tokens."""
+    """Number of leading blocks that do not see the class tokens."""
     return self.class_tokens_at if self.class_tokens else self.depth
 
   def _time(self, time_B: jax.Array) -> jax.Array:
@@ -251,7 +251,7 @@ class Model(nn.Module, kw_only=True):
     c_BD: jax.Array,
     train: bool,
   ) -> jax.Array:
-    """The blocks from number `start` to before `stop`, as a stack."""
+    """The blocks from number `start` up to `stop`, exclusive, as a stack."""
     if start == stop:
       return x_BLD
     rope = None

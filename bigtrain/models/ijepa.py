@@ -1,9 +1,9 @@
 """I-JEPA, https://arxiv.org/abs/2301.08243: a ViT and a predictor of features.
 
 The ViT sees some of the patches of an image. From their features, a narrow
-transformer predicts those of other blocks of patches. The ViT's parameters have
-the names of models/vit.py, so that a `vit` can start from them; the predictor's
-begin with "predictor/".
+transformer predicts the features of other blocks of patches. The ViT's
+parameters have the names of models/vit.py, so that a `vit` can start from them;
+the predictor's begin with "predictor/".
 
 Axes: B batch, P patches, K patches that the ViT sees, N blocks, T patches of a
 block, D width, E width of the predictor.
@@ -22,7 +22,7 @@ from bigtrain.models.layers import encoder, masks, options, positions
 
 
 class Model(vit.Model):
-  """I-JEPA. Without `target_BNT` of its call, it is a ViT."""
+  """I-JEPA. If it is called without `target_BNT`, it is a ViT."""
 
   posemb: str = "sincos2d"  # No other: blocks have positions of any image.
   predictor_width: int = 384  # E; only training uses the predictor.
@@ -62,11 +62,11 @@ class Model(vit.Model):
     train: bool = False,
     **others: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As of a ViT; with `target_BNT` also "predicted", float32 (B, N, T, D).
+    """Like a ViT's; with `target_BNT` also "predicted", float32 (B, N, T, D).
 
     Args:
       target_BNT: int, the patches of each block. Needs `kept_BK`.
-      real_BNT: bool, False for those that are padding.
+      real_BNT: bool, False for patches that are padding.
     """
     p, q = self.patch_size  # type: ignore[misc]
     grid = image.shape[1] // p, image.shape[2] // q
@@ -109,8 +109,8 @@ class Model(vit.Model):
 class Predictor(nn.Module):
   """Predicts the features of blocks of patches from those of other patches.
 
-  Each block is predicted by itself: it sees the context and its own mask
-  tokens, whose positions say which patches it has.
+  Each block is predicted independently: it sees the context and its own mask
+  tokens, whose positions say which patches the block has.
   """
 
   options: encoder.Options

@@ -25,7 +25,7 @@ from bigtrain.models.layers import (
 
 
 class Model(vit.Model):
-  """MAE. Without `kept_BK` of its call, it is a ViT."""
+  """MAE. If it is called without `kept_BK`, it is a ViT."""
 
   pool_type: str = "tok"  # No other: the decoder reads the class token.
   decoder_width: int = 512  # Width of the decoder, which only training uses.
@@ -56,7 +56,7 @@ class Model(vit.Model):
     train: bool = False,
     **others: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """As of a ViT; with `kept_BK` also "pixels", float32 (B, P, patch)."""
+    """Like a ViT's; with `kept_BK` also "pixels", float32 (B, P, patch)."""
     num_patches = len(self.patches(image[:1])[0])
     if self.is_initializing():  # Only then the decoder's parameters are made.
       shape = (len(image), num_patches)

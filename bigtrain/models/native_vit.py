@@ -2,9 +2,9 @@
 
 Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (2502.13923) and
 Qwen3-VL (2511.21631). Pictures are cut into patches of several frames; a still
-picture repeats its only one. The patches are in order of squares of `merge` x
-`merge`, so that a projector joins or averages the features of a square by a
-reshape. Positions are rotary in two axes, by rows and columns. Beside them,
+picture repeats its only frame. The patches are in order of squares of `merge` x
+`merge`, so that a projector can join or average the features of a square by a
+reshape. Positions are rotary in two axes, by rows and columns. In addition,
 Qwen3-VL interpolates a table (`posemb_grid`), and Gemma 4 adds an embedding of
 the row and one of the column (`posemb_sides`). Blocks are in layers/encoder.py.
 
@@ -41,7 +41,7 @@ READY = ("squares", "rows")
 
 
 class Model(encoder.Fields):
-  """The tower. It has no head: its results are features of patches."""
+  """The tower. It has no head: it returns features of patches."""
 
   patch_size: int = 16  # Height and width of a patch in pixels.
   frames: int = 2  # T.
@@ -134,12 +134,12 @@ class Model(encoder.Fields):
     """Returns (features (B, P, D), {"encoded": the same, "taps": ...}).
 
     Args:
-      image: float (B, height, width, C), or ready patches (B, P, values) as
-        transformers' processor makes them, see READY; one frame is enough.
-      shapes: int (B, 2), numbers of rows and columns of ready patches; further
-        patches are padding.
+      image: float (B, height, width, C), or ready-made patches (B, P, values)
+        like those of transformers' processor, see READY; one frame is enough.
+      shapes: int (B, 2), numbers of rows and columns of ready-made patches;
+        further patches are padding.
 
-    The features are square by square too; "taps" is (B, layers, P, D).
+    The features are ordered square by square too; "taps" is (B, layers, P, D).
     """
     grid = None
     if image.ndim == 4:
@@ -294,7 +294,7 @@ def _interpolated(
   def ends(
     places_BP: jax.Array, sizes_B: jax.Array, n: int
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The entries before and after each place, and the share of the second."""
+    """The entries before and after each place, and the weight of the second."""
     step_B1 = (n - 1) / jnp.maximum(sizes_B - 1, 1)[:, None]
     at_BP = places_BP * step_B1
     first_BP = jnp.clip(jnp.floor(at_BP).astype(jnp.int32), 0, n - 1)
@@ -332,7 +332,7 @@ def _rotation(
 def _in_squares(
   image_BPV: jax.Array, shapes_B2: jax.Array, merge: int
 ) -> jax.Array:
-  """Patches that are row by row, square by square; padding has no order."""
+  """Reorders patches from row by row to square by square; padding may move."""
   P = image_BPV.shape[1]
   place = _places(shapes_B2, P, merge)
   number_BP = place.row_BP * shapes_B2[:, 1:] + place.column_BP

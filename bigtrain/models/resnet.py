@@ -2,9 +2,9 @@
 
 Version 1 is https://arxiv.org/abs/1512.03385 in the variant v1.5, with strides
 in the 3x3 convolutions; version 2 normalises before each convolution,
-https://arxiv.org/abs/1603.05027. Running means and variances, of the whole
-global batch, are in the mutable collection "batch_stats". BiT,
-https://arxiv.org/abs/1912.11370, has group norms and standardised kernels.
+https://arxiv.org/abs/1603.05027. BiT, https://arxiv.org/abs/1912.11370, has
+group norms and standardised kernels. The running means and variances, computed
+over the global batch, are in the mutable collection "batch_stats".
 
 Axes: B batch, H rows, W columns, D channels, C classes.
 """
@@ -33,7 +33,7 @@ VERSIONS = (1, 2)
 
 
 class Norm(NamedTuple):
-  """The arithmetic behind a value of config.model.norm."""
+  """What a value of config.model.norm stands for."""
 
   epsilon: float  # Added to the variance in norms.
   # For standardised kernels: added to the standard deviation, and to the
@@ -236,7 +236,7 @@ class BlockV2(_Block):
 def from_published(
   flat: Mapping[str, np.ndarray], like: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-  """Reads the BiTs of big_vision, of the paper's release, and transformers."""
+  """Reads BiTs of big_vision, of the paper's release, and of transformers."""
   flat = conversions.normalise(flat)
   converted = stage_families.load(stage_families.BIT, flat, like)
   if converted is not None:

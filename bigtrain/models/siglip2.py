@@ -1,10 +1,10 @@
 """SigLIP 2: two towers, LocCa's decoder, and the heads of self-distillation.
 
 Tschannen et al. 2025, https://arxiv.org/abs/2502.14786. The towers are those of
-models/two_towers.py, with the same names, so that a `two_towers` starts from
-them once training is over. The decoder (https://arxiv.org/abs/2403.19596) reads
-the image tower before pooling, and writes tokens of text and locations. The
-heads are DINO's, on the pooled image and on patches.
+models/two_towers.py, with the same names, so that a `two_towers` model can
+start from them. The decoder (https://arxiv.org/abs/2403.19596) reads the image
+tower before pooling, and writes tokens of text and locations. The heads are
+DINO's, one for the pooled image and one for patches.
 
 Axes: B batch, P patches, M chosen patches, L length of a text, E embedding,
 N texts.
@@ -23,7 +23,7 @@ from bigtrain.models.layers import layer_dims, options
 
 
 class Model(two_towers.Model, cappa.Writer):
-  """Both towers, the decoder and the heads. The text's padding is 0."""
+  """Both towers, the decoder and the heads. Texts are padded with 0."""
 
   max_len: int = 64  # Largest number of tokens of the decoder's texts.
   # Number of tokens of the decoder after those of the text tower. A box has
@@ -98,7 +98,7 @@ class Model(two_towers.Model, cappa.Writer):
     train: bool = False,
     **parallel: jax.Array | None,
   ) -> cappa.States:
-    """Factors of the logits of N texts for each image, of B N texts in all."""
+    """Factors of the logits of B N texts: N for each image."""
     encoded_BPE = self.encode(image, shapes=shapes, train=train)["encoded"]
     real_BP = None
     if shapes is not None:

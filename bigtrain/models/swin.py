@@ -2,7 +2,7 @@
 
 Version 1 is https://arxiv.org/abs/2103.14030; version 2,
 https://arxiv.org/abs/2111.09883, compares queries and keys by their cosines,
-computes biases of positions by an MLP, and has norms after the branches.
+computes position biases with an MLP, and has norms after the branches.
 
 Axes: B batch, R rows, C columns, N windows, L positions in a window, S those
 attended to, D channels, H heads, K head width, T offsets in a window.
@@ -122,7 +122,7 @@ class Model(nn.Module):
     return x, out
 
   def _merge(self, x_BRCD: jax.Array, stage: int) -> jax.Array:
-    """Joins 2 x 2 patches, first those of a column: half of 4 D channels."""
+    """Joins 2 x 2 patches, column by column, and halves the 4 D channels."""
     pad = [(0, size % 2) for size in x_BRCD.shape[1:3]]
     x = jnp.pad(x_BRCD, [(0, 0), *pad, (0, 0)])
     D = x.shape[-1]
@@ -226,7 +226,7 @@ class Block(nn.Module):
     return _dense(D, axis=(-2, -1), dtype=self.dtype, name="out")(x)
 
   def _bias_HLS(self) -> jax.Array:
-    """Float32 biases by the offset of two positions in a window."""
+    """Float32 biases that depend on the offset of two positions in a window."""
     H, w = self.num_heads, self.side
     # Offsets along one axis: from -(window - 1) to window - 1.
     num = 2 * (self.window if self.version == 1 else w) - 1
@@ -248,7 +248,7 @@ class Block(nn.Module):
 
 
 def _direction(x: jax.Array) -> jax.Array:
-  """Vectors of length 1; those of zeros stay zeros."""
+  """Vectors scaled to length 1; zero vectors stay zero."""
   x = x.astype(jnp.float32)
   square = jnp.sum(jnp.square(x), -1, keepdims=True)
   return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

@@ -3,8 +3,8 @@
 https://arxiv.org/abs/1910.10683. Version 1.0 has ReLUs, and one embedding table
 for inputs, targets and (scaled) logits. Version 1.1 has gated GELUs and a
 separate head. With experts in every second layer it is a Switch Transformer,
-https://arxiv.org/abs/2101.03961. The decoder's first input is 0, the id of
-padding. The stacks are in layers/t5_stack.py.
+https://arxiv.org/abs/2101.03961. The decoder's first input is 0, which is also
+the id of padding. The stacks are in layers/t5_stack.py.
 
 Axes: B batch, L length of targets, S length of inputs, D model width, H heads,
 K head width, F hidden width, N layers, V vocabulary.
@@ -167,11 +167,12 @@ class Model(nn.Module):
         give NaN.
       targets: int (B, L) token ids, padded with 0.
       inputs_segments: int (B, S), document of each token, 0 for padding;
-        documents do not see each other. None for one document per example.
+        documents do not see each other. None means one document per example.
       targets_segments: int (B, L), the same for targets; both or neither.
       real: bool (B, L), False for targets that no loss depends on. Experts
-        leave them out, and all inputs of an example without other targets. By
-        default, segment 0, or without segments the padding at the end.
+        leave these out, and also all inputs of an example that has only such
+        targets. By default, these are the targets of segment 0 or, without
+        segments, the padding at the end.
 
     Returns:
       (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
@@ -214,7 +215,7 @@ class Model(nn.Module):
 
   @nn.nowrap
   def _mean_of_stacks(self, encoder: Any, decoder: Any) -> Any:
-    """Weighted by layers: the stacks may have different depths."""
+    """A mean weighted by layers, because the stacks may differ in depth."""
     if encoder is None:
       return None
 

@@ -1,9 +1,9 @@
 """Transformer encoder of token ids: text towers of SigLIP and CLIP, and BERT.
 
 Every position attends to every other, padding included, as in SigLIP
-(https://arxiv.org/abs/2303.15343) and LiT (2111.07991), or with `causal` only
-to earlier ones, as in CLIP (2103.00020). With `post_norm` and the fields after
-it, the model is a BERT (1810.04805) or RoBERTa (1907.11692).
+(https://arxiv.org/abs/2303.15343) and LiT (2111.07991). With `causal` it
+attends only to earlier ones, as in CLIP (2103.00020). With `post_norm` and the
+fields after it, the model is a BERT (1810.04805) or RoBERTa (1907.11692).
 
 Axes: B batch, L length, D model width, C outputs, V vocabulary.
 """
@@ -148,7 +148,8 @@ def from_published(
 ) -> dict[str, np.ndarray]:
   """Converts a text tower of the SigLIP or LiT releases, or a BERT.
 
-  Some add two position embeddings. Other text lengths are not resampled.
+  Some of them add two position embeddings. These are not resampled to other
+  text lengths.
   """
   converted = bert_families.load(flat, like, DIMS)
   if converted is not None:

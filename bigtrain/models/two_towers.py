@@ -1,7 +1,7 @@
 """Two towers that embed images and texts on the same sphere.
 
-For SigLIP, https://arxiv.org/abs/2303.15343, LiT, 2111.07991, and CLIP,
-2103.00020. Parameters are named as in the released SigLIP and LiT files.
+For SigLIP (https://arxiv.org/abs/2303.15343), LiT (2111.07991) and CLIP
+(2103.00020). Parameters are named as in the released SigLIP and LiT files.
 
 Axes: B batch, E embedding.
 """
@@ -84,7 +84,8 @@ class Model(nn.Module):
   ) -> tuple[jax.Array | None, jax.Array | None, dict[str, jax.Array]]:
     """Embeds images (B, height, width, channels), texts (B, L), or both.
 
-    Images may come in ready patches, with `shapes` (B, 2): see models.vit.
+    Images may be given as ready-made patches, with `shapes` (B, 2): see
+    models.vit.
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
@@ -217,7 +218,7 @@ _OF_TRAINING = (
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Fields of which two models with the same function have the same values."""
+  """The fields in a canonical form: equal for models that compute the same."""
   out_dim = values.get("out_dim")
   pair = (out_dim,) * 2 if isinstance(out_dim, int) else tuple(out_dim or ())
   result = {

@@ -1,11 +1,12 @@
 """Vision Transformer, https://arxiv.org/abs/2010.11929.
 
-Pooling is an average by default. Also here: 2D sine-cosine position embeddings
-(https://arxiv.org/abs/2205.01580), attention pooling and larger sizes
-(https://arxiv.org/abs/2106.04560), So400m (https://arxiv.org/abs/2305.13035).
-The fields of Model make it a CLIP, SigLIP, DINOv2, DINOv3, BEiT, MAE or
-MLP-Mixer. The blocks are in layers/encoder.py; what surrounds them is here:
-patches, positions, class token and registers, pooling, head.
+By default, features are averaged over patches. There are also 2D sine-cosine
+position embeddings (https://arxiv.org/abs/2205.01580), attention pooling and
+larger sizes (https://arxiv.org/abs/2106.04560), and So400m
+(https://arxiv.org/abs/2305.13035). The fields of Model make it a CLIP, SigLIP,
+DINOv2, DINOv3, BEiT, MAE or MLP-Mixer. The blocks are in layers/encoder.py.
+Everything around them is here: patches, positions, class token and registers,
+pooling, and head.
 
 Axes: B batch, P patches, L length (P, after a class token and registers), D
 model width, H heads, C classes.
@@ -23,7 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain.arrays import dims
-from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  nearest_divisors,
+)
 from bigtrain.models.layers import (
   encoder,
   layer_dims,
@@ -186,20 +192,20 @@ class Model(encoder.Fields):
     """Classifies images (B, height, width, channels).
 
     Args:
-      image: or ready patches (B, P, height * width * channels of a patch), row
-        by row, for images of several shapes (NaFlex).
-      shapes: int (B, 2), numbers of rows and columns of ready patches; further
-        patches are padding.
+      image: images, or ready-made patches (B, P, height * width * channels of a
+        patch), row by row, for images of several shapes (NaFlex).
+      shapes: int (B, 2), numbers of rows and columns of ready-made patches;
+        further patches are padding.
       kept_BK: int (B, K), the patches to see, as in MAE; by default all.
-      real_BK: bool (B, K), False for those of `kept_BK` that are padding.
+      real_BK: bool (B, K), False for entries of `kept_BK` that are padding.
       masked_BP: bool (B, P), patches that the mask token replaces, as in BEiT.
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D); with feature_layer "prefix", the same of class token
-      and registers; "head_input" (B, D), pooled; and "pre_logits" (B, D) or
-      (B, rep_size)). With pool_type "none" the last two and the logits are per
-      patch: (B, P, ...).
+      "encoded" (B, P, D); with feature_layer also "prefix", the same for class
+      token and registers; "head_input" (B, D), pooled; and "pre_logits" (B, D)
+      or (B, rep_size)). With pool_type "none" the last two and the logits are
+      per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width,
@@ -427,8 +433,8 @@ class Model(encoder.Fields):
 class Rope(NamedTuple):
   """config.model.rope, see positions.grid_rotation.
 
-  All but `theta` change the coordinates of the patches in training, by random
-  numbers for each step.
+  All options but `theta` change the patches' coordinates in training, by random
+  numbers drawn for each step.
   """
 
   theta: float = 100.0  # Base of the wavelengths.
@@ -481,7 +487,7 @@ class PatchEmbedding(nn.Module):
   ) -> tuple[jax.Array, tuple[int, int] | None]:
     """Returns embeddings (B, P, D), and the grid's rows and columns.
 
-    Ready patches have no grid: None.
+    Ready-made patches have no grid: None.
     """
     p, q = self.patch_size
     if image.ndim == 3:
@@ -498,9 +504,14 @@ class PatchEmbedding(nn.Module):
     h, w = height // p, width // q
     wrong = self.seqhw is not None and (h, w) != (self.seqhw, self.seqhw)
     if height % p or width % q or wrong:
+      key = "patch_size" if self.seqhw is None else "seqhw"
+      nearest = ""
+      if self.seqhw is None:
+        sizes = nearest_divisors(p, math.gcd(height, width))
+        nearest = f"; the nearest sizes that do: {sizes}"
       raise ConfigError(
-        f"config.model.{'seqhw' if self.seqhw else 'patch_size'}: patches of "
-        f"{p}x{q} pixels do not tile an image of {height}x{width}."
+        f"config.model.{key}: patches of {p}x{q} pixels do not tile an image "
+        f"of {height}x{width}{nearest}."
       )
     x = patches.cut(jnp.asarray(image, self.dtype), (p, q))
     x = x.reshape(B, h * w, -1)
@@ -538,7 +549,7 @@ def _resized_kernel(kernel: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def sizes(model: Any, names: Sequence[str], example: str) -> dict[str, Any]:
-  """Sizes that the fields of a model give, or its variant, or other sizes."""
+  """The sizes of a model: from its fields, its variant, or other sizes."""
   known = {} if model.variant is None else variant_sizes(model.variant)
   for name in names:
     given = getattr(model, name)
@@ -594,7 +605,8 @@ def from_published(
   """Reads the AugReg and big_vision releases, and vit_families.py's layouts.
 
   If the shape of the head differs, as after fine-tuning, a pre-logits layer
-  that the model lacks is dropped. Otherwise it stays, for the caller to list.
+  that the model lacks is dropped. Otherwise it is returned, so that the caller
+  can list it.
   """
   flat = conversions.normalise(flat)
   converted = vit_families.load(flat, like, DIMS)
@@ -623,7 +635,7 @@ def from_published(
 def _fit_posemb(
   flat: dict[str, np.ndarray], shape: tuple[int, int, int], align: str
 ) -> None:
-  """Resamples position embeddings in `flat` to the grid of a shape."""
+  """Resamples the position embeddings in `flat` to the grid of a shape."""
   posemb_1PD = flat["pos_embedding"]
   if posemb_1PD.shape == shape or posemb_1PD.shape[::2] != shape[::2]:
     return

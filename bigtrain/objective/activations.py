@@ -1,8 +1,8 @@
 """Statistics of activations in log entries: config.activation_stats.
 
-A log step computes its loss once more, without gradients, and records what the
-modules return whose names match the regular expression. Without the key the
-program of a step does not change.
+A log step computes its loss once more, without gradients, and records the
+outputs of the modules whose names match the regular expression. Without the
+key, the program of a step does not change.
 
 `_Recorder` replaces the model: it intercepts the calls of flax modules and
 stores statistics in a separate collection, so that they come out of scans and
@@ -56,7 +56,7 @@ def loss_fns(
 
 
 class _Recorder:
-  """Stands for a model, and records the first result of each module."""
+  """Takes a model's place, and records the first output of each module."""
 
   def __init__(self, model: nn.Module, pattern: re.Pattern[str]):
     self._model = model

@@ -1,8 +1,8 @@
 """The frozen base of a run with config.adapters; see models/layers/lora.py.
 
-Every start loads it from config.model_init, like a teacher, and quantizes it if
-the config says so. Checkpoints have only a digest of its arrays, by which they
-refuse another base. Without config.adapters a run has an empty `Base`.
+Every start loads the base from config.model_init, like a teacher, and quantizes
+it if the config says so. Checkpoints only have a digest of its arrays, so that
+a different base is refused. Without config.adapters a run has an empty `Base`.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class Base:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """Identification of the base in checkpoints; known once it is loaded."""
+    """The record of the base in checkpoints; known once the base is loaded."""
     return self._loaded.saved
 
   def load(self) -> dict[str, Any]:
@@ -66,11 +66,11 @@ class Base:
     return {"base": self._loaded.base}
 
   def begin(self, state: TrainState) -> None:
-    """Adds to a new state what the base's source has for it.
+    """Adds values from the base's source to a new state.
 
-    These are the arrays that train in full, mutable collections, for DoRA the
-    magnitudes, which begin as the norms of the base's kernels, and the rows of
-    trained tokens.
+    These are the arrays that train in full, mutable collections, the rows of
+    trained tokens, and for DoRA the magnitudes, which begin as the norms of the
+    base's kernels.
     """
     others = dict(self._loaded.others)
     in_full = dict(trees.flatten_with_names(others.pop("params", {})))
@@ -112,7 +112,7 @@ def from_config(
   like = {"params": params, **state_spec.get("mutable", {})}
 
   def fresh() -> dict[str, Any]:
-    """Initial values of all that, for arrays that the source may lack."""
+    """Initial values of these arrays, for those that the source may lack."""
     others = variables()
     base = lora.unquantized(variables.base())
     params = trees.merge(base, lora.in_full(others.pop("params")))
@@ -143,7 +143,7 @@ def load(
 
   Args:
     like: {"params": specs of all arrays but adapters, mutable collections}.
-    place: shardings of the base as it is kept.
+    place: shardings of the base in the form in which it is kept.
   """
   variables = warm_start.load_variables(
     source, like, init=init, module=module, key=KEY
@@ -175,7 +175,7 @@ def about(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(named: Sequence[tuple[str, jax.Array]]) -> str:
-  """A hash of arrays and their names, however devices share them."""
+  """A hash of arrays and their names, which does not depend on their layout."""
   by_device = device_checksums.start(named)()
   own = {}  # The sum over this process's shards, each shard counted once.
   for name, x in named:

@@ -1,21 +1,21 @@
 """Gradients of a task's loss over the global batch, whole or in microbatches.
 
 The loss is the sum of all microbatches' sums divided by the sum of all their
-weights. Padding, the number of microbatches and the number of devices therefore
-change the result by rounding only.
+weights. Therefore padding and the numbers of microbatches and devices change
+the result only by rounding.
 
 `of_task` makes the gradients of one task, by `make` or the task's own
 `gradients_fn`. task_gradients.py adds these up for several tasks, and `of_step`
-draws a variant of the model for each step. Most losses add up over microbatches
-(`_accumulate`); one that needs the whole batch at once, such as a contrastive
-loss, takes two passes (`_in_two_passes`).
+draws a variant of the model for each step. Most losses are sums over
+microbatches (`_accumulate`). A loss that needs the whole batch at once, such as
+a contrastive loss, takes two passes (`_in_two_passes`).
 
 Mutable collections, such as batch statistics, pass from one microbatch to the
 next. The collection "step_sums", which a model writes in training, is added up
 instead: at the end of the step the model's `end_of_step(mutable, step_sums)`
 returns the collections of the next step. "task_sums", which the loss of a task
-with state returns, is added up too, see task_state.py. Of "step_largest", the
-largest logits of attention, the gradients return the maximum.
+with state returns, is added up too, see task_state.py. "step_largest", the
+largest logits of attention, is merged by taking the maximum.
 """
 
 import inspect
@@ -177,7 +177,7 @@ def of_step(
 
 
 def split_sums(mutable: Variables) -> tuple[Variables, Variables]:
-  """Mutable collections, and apart from them sums and maxima over a step."""
+  """Splits off the sums and maxima over a step from the mutable collections."""
   others = dict(mutable)
   summed = (_STEP_SUMS, TASK_SUMS, STEP_LARGEST)
   sums = {name: others.pop(name) for name in summed if name in others}
@@ -209,7 +209,7 @@ def _no_sums(sums: Variables) -> Variables:
 def loss_args(
   state: TrainState, batch: Batch, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-  """Specs of a loss_fn's arguments, as the update has them.
+  """Specs of a loss_fn's arguments, as they are in the update.
 
   With equal specs, a jitted loss is traced once for gradients, metrics and
   FLOPs. `state` has the specs of frozen variables too.
@@ -233,15 +233,15 @@ def make(
 
   It returns the float32 gradients of the mean loss with respect to the
   trainable parameters, the metrics summed over the batch, and the new mutable
-  collections. Beside the train state, its `state` may hold "seed", from which
+  collections. Besides the train state, its `state` may hold "seed", from which
   each step, microbatch and example gets a key, and the entries frozen.NAMES,
-  which the loss's variables also have.
+  which become part of the loss's variables.
 
   Args:
     loss_fn: its batch has "_keys" [B], see `keys.with_keys`.
     trainable: tree of bools; frozen parameters (False) have no gradient.
     microbatches: their number.
-    two_pass: used for several microbatches if the loss needs the whole batch.
+    two_pass: used with several microbatches if the loss needs the whole batch.
   """
 
   def gradients(state: Any, batch: Batch) -> _Result:
@@ -295,7 +295,7 @@ def make(
 def _with_activations(
   compute: GradientsFn, record: GradientsFn, mesh: Mesh
 ) -> GradientsFn:
-  """Adds the metric "activation" in log steps; in others it is zero."""
+  """Adds the metric "activation", which is zero except in log steps."""
 
   def gradients(state: Any, batch: Batch) -> _Result:
     grads, sums, mutable = compute(state, batch)
@@ -323,7 +323,7 @@ def _accumulate(
   number: int,
   mesh: Mesh,
 ) -> _Result:
-  """The sums of what `of_microbatch` returns, one microbatch after another."""
+  """Sums the results of `of_microbatch`, one microbatch after another."""
   numbers = jnp.arange(number)
   parts = microbatching.split(batch, number, mesh)
 
@@ -430,7 +430,7 @@ def _in_two_passes(
 def _loss_factor(
   loss_scale: jax.Array | None, sums: Metrics
 ) -> jax.Array | float:
-  """Factor of the loss's sum that keeps float16 gradients from vanishing."""
+  """Factor of the loss that keeps float16 gradients from underflowing."""
   if loss_scale is None:
     return 1.0
   # The scale is for gradients of a mean, so that it fits any batch size.
@@ -439,7 +439,7 @@ def _loss_factor(
 
 
 def _unscaled(grads: Any, factor: jax.Array | float) -> Any:
-  """Float32 gradients of the loss itself."""
+  """Float32 gradients of the loss without the factor."""
   grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
   if isinstance(factor, float):  # The factor without a loss scale is 1.
     return grads

@@ -1,8 +1,9 @@
 """A model's variables before the first step, and how they are laid out.
 
-`variables_fn` draws them from the seed. `sharding_rules` collects what decides
-their layout on the mesh, and that of their optimizer state: names of axes that
-the model gives in flax's way, config.sharding, and the model's `param_dims`.
+`variables_fn` draws them from the seed. `sharding_rules` collects everything
+that decides the layout of the variables and their optimizer state on the mesh:
+axis names that the model gives in flax's way, config.sharding, and the model's
+`param_dims`.
 """
 
 import re
@@ -38,11 +39,11 @@ class InitialVariables:
     self._seed = keys.seed_word(seed)
 
   def boxed_spec(self) -> Variables:
-    """Shapes of all variables, the base included, with their boxes."""
+    """Shapes of all variables, including the base, in their boxes."""
     return jax.eval_shape(self._boxed, self._seed)
 
   def __call__(self, seed: jax.Array | int | None = None) -> Variables:
-    """The variables without boxes and base; config.seed is the default."""
+    """The variables without boxes and base; the default seed is config.seed."""
     variables = self._unboxed(seed)
     return {name: x for name, x in variables.items() if name != "base"}
 
@@ -65,7 +66,7 @@ class InitialVariables:
 
 
 def unboxed(variables: Any) -> Any:
-  """The arrays without the boxes in which flax keeps names of axes."""
+  """The arrays, taken out of the boxes in which flax keeps names of axes."""
   # Under a mesh, a box's own unbox constrains its value to the names in it.
   return meta.map_axis_meta(
     lambda box: unboxed(box.value if hasattr(box, "value") else box.unbox()),
@@ -78,8 +79,9 @@ def variables_fn(
 ) -> InitialVariables:
   """Initial parameters and mutable collections; the model sees zeros.
 
-  Several tasks may each need other parts of the model. Flax draws a parameter
-  from the seed and its name, so a part has the same values for all of them.
+  Several tasks may need different parts of the model. Flax draws a parameter
+  from the seed and its name, so a part gets the same values whichever task
+  needs it.
   """
 
   def init(seed: jax.Array) -> dict[str, Any]:
@@ -119,8 +121,8 @@ def sharding_rules(
 
   Args:
     module, model: the model's module and the model itself.
-    part: the part of the config with the model's logical_axes, which is
-      config.teacher for a teacher; the config itself by default.
+    part: the part of the config with the model's logical_axes: config.teacher
+      for a teacher, and by default the config itself.
   """
   part = part or config
   boxed = variables.boxed_spec()

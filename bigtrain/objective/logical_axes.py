@@ -1,6 +1,6 @@
-"""config.logical_axes: the axes of the mesh for the axes that flax names.
+"""config.logical_axes: maps axes that flax names to axes of the mesh.
 
-A model of the user's own may name the axes of its arrays in flax's way
+A user's model may name the axes of its arrays in flax's way
 (nn.with_logical_partitioning, nn.with_logical_constraint). These rules say
 which axes of the mesh split them. A name without a rule is an error.
 """
@@ -21,7 +21,7 @@ from bigtrain.models.layers import options
 def logical_axes(config: settings.Config) -> tuple[tuple[str, Any], ...]:
   """Reads config.logical_axes as flax's rules: (name, axes of the mesh).
 
-  It is a dict or a list of pairs. If two names of one array want the same axis
+  It is a dict or a list of pairs. If two names in an array map to the same axis
   of the mesh, the first gets it.
   """
   key = f"{config.path}.logical_axes"
@@ -59,8 +59,8 @@ def no_rule(
 class _Unknown:
   """First of flax's rules: raises ConfigError for a name without a rule.
 
-  Flax compares it with the names of a constraint, and by itself would take a
-  name without a rule for None.
+  Flax compares it with the names of a constraint. By default, flax would treat
+  a name without a rule as None.
   """
 
   def __init__(self, key: str, rules: Iterable[tuple[str, Any]]):
@@ -85,7 +85,7 @@ def no_logical_axes() -> contextlib.AbstractContextManager[None]:
 def with_rules(
   cls: type[nn.Module], key: str, rules: tuple[tuple[str, Any], ...]
 ) -> type[nn.Module]:
-  """A subclass whose methods set flax's rules, which are kept by thread."""
+  """A subclass whose methods set flax's rules, which are thread-local."""
   unknown: Any = _Unknown(key, rules)
   with_check = [(unknown, None), *rules]
 

@@ -1,7 +1,7 @@
-"""Microbatches: how many, and the global batch cut into them and joined again.
+"""Microbatches: their number, and how a global batch is cut into them.
 
 config.microbatches is their number, config.microbatch_examples their size over
-all devices; at most one of the two is given.
+all devices. At most one of the two may be given.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def read(config: Config, batch_size: int, mesh: Mesh) -> int:
 
 
 def check(batch_size: int, number: int, mesh: Mesh) -> None:
-  """Raises ConfigError unless each device has as many of each microbatch."""
+  """Raises ConfigError if microbatches cannot be split evenly over devices."""
   check_number("config.microbatches", number, least=1, whole=True)
   ways = sharding.batch_ways(mesh)
   if batch_size % (number * ways):
@@ -62,7 +62,7 @@ def check(batch_size: int, number: int, mesh: Mesh) -> None:
 def split(batch: Any, number: int, mesh: Mesh) -> Any:
   """[B, ...] as [number, B / number, ...]; example i is in i % number.
 
-  Interleaved, because then each device keeps its own examples: contiguous
+  They are interleaved so that each device keeps its own examples; contiguous
   microbatches would move most of the batch between devices.
   """
   layout = NamedSharding(mesh, PartitionSpec(None, sharding.batch_axes(mesh)))

@@ -1,4 +1,4 @@
-"""Variants of one model, of which each step draws one: config.flexi.
+"""Variants of one model, one of which each step draws: config.flexi.
 
 config.flexi = dict(seqhw=dict(values=(8, 16), weights=(1, 2))) draws a field of
 the model for each step, as FlexiViT does (https://arxiv.org/abs/2212.08013).
@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 
 def from_config(config: Config, model: Any) -> list[Variant]:
-  """The models that steps draw from, by default only `model`."""
+  """The models that steps draw from; by default only `model`."""
   if not config.get("flexi"):
     return [Variant("", model)]
   variants = []

@@ -1,10 +1,10 @@
 """New tokens: a model with a larger vocabulary than config.model_init.
 
 `with_new_rows` compares the model, the tokenizers of the input and model_init.
-If there are more tokens than rows, it enlarges config.model.vocab_size, and
-writes into config.model_init which rows are new; checkpoints/added_rows.py
-makes them when the file is loaded. With config.new_rows.train="rows", gradients
-and updates of all other rows of these arrays are 0 (`TrainedRows`).
+If there are more tokens than rows, it enlarges config.model.vocab_size and
+records in config.model_init which rows are new; checkpoints/added_rows.py makes
+them when the file is loaded. With config.new_rows.train="rows", gradients and
+updates of all other rows of these arrays are 0 (`TrainedRows`).
 """
 
 import re
@@ -54,7 +54,7 @@ class _Source(NamedTuple):
   tokenizer: vocabulary.Used | None
 
   def has_all(self, used: Sequence[vocabulary.Used]) -> bool:
-    """Whether all these tokenizers are its own."""
+    """Whether all these tokenizers are the one of model_init."""
     return self.tokenizer is not None and all(
       fingerprint == self.tokenizer[1] for _, fingerprint in used
     )
@@ -180,7 +180,7 @@ def _source(source: warm_start.Source, module: Any) -> _Source | None:
 
 
 def _check_teacher(config: settings.Config, size: int) -> None:
-  """Refuses a reference that does not know the new tokens."""
+  """Refuses a reference model that does not know the new tokens."""
   teacher = config.get("teacher")
   if not isinstance(teacher, settings.Config) or "model_name" not in teacher:
     return
@@ -194,7 +194,7 @@ def _check_teacher(config: settings.Config, size: int) -> None:
 
 
 def _num_ids(task: Any, model: Any, train_input: TrainInput) -> int:
-  """Largest id of the input + 1, as far as it is known."""
+  """Largest id of the input + 1, if known."""
   limits = task_functions.vocab_sizes(task, model)
   sizes = [
     train_input.vocab_sizes.get(name, 0)
@@ -225,7 +225,7 @@ def _replaced(
   train: str,
   model: Any,
 ) -> settings.Config:
-  """The config with all that later parts read of the new rows."""
+  """The config, with everything that later stages read about the new rows."""
   source = {"path": source} if isinstance(source, str) else source
   plain = config.to_dict()
   values: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _beside_adapters(
 ) -> dict[str, Any]:
   """config.adapters in which new rows train, or the arrays that have them.
 
-  Arrays that the config trains by itself, or adapts, stay as they are.
+  Arrays that the config already trains or adapts are left alone.
   """
   options = lora.read(adapters)
   own = [*options.targets, *options.train]
@@ -272,7 +272,7 @@ def _beside_adapters(
 
 
 class TrainedRows(NamedTuple):
-  """Rows that train, of arrays whose other rows stay as they are."""
+  """The rows that train, in arrays whose other rows do not change."""
 
   # {array: (axis of its rows, first row that trains)}; empty if all train.
   first: Mapping[str, tuple[int, int]] = {}

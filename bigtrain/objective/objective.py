@@ -1,9 +1,9 @@
 """The objective of a run: everything that the program knows about learning.
 
-A config names one task or several, a model, and perhaps a teacher, adapters of
+A config names one or several tasks, a model, and perhaps a teacher, adapters of
 a frozen base, or fields of the model that each step draws. Here they become one
-object, from which main takes initial variables, gradients, and functions that
-predict:
+object, which gives main the initial variables, the gradients, and the predict
+functions:
 
   objective = from_config(config, train_input, mesh, seed, units)
   variables = objective.init(seed)
@@ -121,7 +121,7 @@ class Objective:
 
   @functools.cached_property
   def trained_rows(self) -> TrainedRows:
-    """Rows of embedding and head that train, if the others do not."""
+    """Rows of embedding and head that train, if only some do."""
     return new_rows.trained_rows(self.config, self.params_spec)
 
   @functools.cached_property
@@ -162,7 +162,7 @@ class Objective:
 
   @property
   def batch_spec(self) -> Any:
-    """The batch of an update; the largest, if steps draw its size."""
+    """The batch of an update; the largest one, if steps draw its size."""
     return self.rollout.spec
 
   def step_specs(
@@ -298,7 +298,7 @@ class Objective:
     return by_name
 
   def _task_state(self, loss: TaskLoss, state: Any) -> Any:
-    """A task's state in a step; in its first step it is new."""
+    """A task's state in a step; in the task's first step it is new."""
     if loss.state_fns is None:
       return None
     name, init = loss.entry.name, loss.state_fns.init
@@ -341,7 +341,7 @@ class Objective:
 
   @functools.cached_property
   def checks(self) -> dict[str, Callable[[Mapping[str, float]], str | None]]:
-    """The tasks' functions of a log entry that say why to stop, by task."""
+    """Functions that look at a log entry and say why to stop, by task."""
     return {
       loss.entry.name: functools.partial(check, **options)
       for loss in self.losses
@@ -400,8 +400,8 @@ class Objective:
   def flops_per_step(self) -> int:
     """Model FLOPs of a step over all devices: the mean over what steps draw.
 
-    Of tasks that begin later, it is the mean over all steps. Forward passes
-    that choose examples count once.
+    For tasks that begin later, it is still the mean over all steps. Forward
+    passes that choose examples count once.
     """
     total = 0.0
     for loss in self.losses:
@@ -444,11 +444,11 @@ def from_config(
 ) -> Objective:
   """Builds what config.task, config.model_name and their like describe.
 
-  The input learns which ids the model takes, and refuses others.
+  The input is told which ids the model accepts, and refuses others.
 
   Raises:
-    ConfigError: an unknown module, a wrong option, or a teacher that no task
-      uses. Nothing is compiled yet.
+    ConfigError: for an unknown module, a wrong option, or a teacher that no
+      task uses. Nothing is compiled yet.
   """
   task = building.task(config)
   entries = task_sum.entries(task, config)

@@ -1,7 +1,7 @@
-"""What a run takes from the folder of a published model, besides its arrays.
+"""What a run reads from the folder of a published model, besides arrays.
 
-These are the sizes, in place of config.model.published, and the name of its
-layout, in which the run's model is exported.
+It reads the sizes, which replace config.model.published, and the name of the
+layout in which the run's model will be exported.
 """
 
 import json
@@ -62,7 +62,7 @@ def with_published_sizes(config: settings.Config) -> settings.Config:
 def layout_of(config: Mapping[str, Any]) -> str | None:
   """The model_type of the published model that a run began with, if any.
 
-  The run may have begun with another run, which began with a folder.
+  The run may have begun with another run that began with a folder.
   """
   if config.get(LAYOUT):
     return str(config[LAYOUT])

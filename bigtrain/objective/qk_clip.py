@@ -1,10 +1,11 @@
-"""Query-key clipping: config.qk_clip, and the logits of attention in rows.
+"""Query-key clipping: config.qk_clip, and attention logits in log entries.
 
   config.qk_clip = dict(tau=100.0, alpha=0.5)
 
-With Muon it is MuonClip, but it works with any optimizer. `from_config` makes
-the model report the largest logits of a step, see attention_logits.py, and
-gradients.py merges them. `QkClip` then changes the updates of chain.py.
+Together with Muon this is MuonClip, but it works with any optimizer.
+`from_config` makes the model report the largest logits of a step, see
+attention_logits.py, and gradients.py merges them. `QkClip` then changes the
+updates of chain.py.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class QkClip(NamedTuple):
   alpha: float = 0.5
 
   def clipped(self, updates: Params, params: Params, logits: Any) -> Params:
-    """The updates after which the projections of clipped heads are smaller.
+    """Changes the updates so that the projections of clipped heads shrink.
 
     Args:
       updates: updates of the optimizer, which are added to the parameters.
@@ -49,7 +50,7 @@ class QkClip(NamedTuple):
 
 
 def from_config(config: Config, model: Any) -> tuple[QkClip | None, Any]:
-  """(options or None, the model, which then reports its logits)."""
+  """(options or None, the model, which reports its logits if needed)."""
   if config.get("qk_clip") is None:
     return None, model
   options = config.kwargs("qk_clip")
@@ -83,7 +84,7 @@ def _check_model(model: Any, name: str) -> None:
 
 
 def row_metrics(logits: Any) -> Metrics:
-  """{"attention_logit": ...} of the largest logits of a step; {} of None."""
+  """{"attention_logit": ...} from the largest logits of a step; {} for None."""
   if logits is None:
     return {}
   by_layer = attention_logits.by_layer(logits)

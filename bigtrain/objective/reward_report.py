@@ -1,7 +1,7 @@
 """Log entries about a batch of judged answers.
 
-The rewards of all processes: quantiles and a histogram; and two answers, the
-best and the worst one, as a table with prompts.
+They have quantiles and a histogram of the rewards of all processes, and a table
+with the best and the worst answer and their prompts.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,8 @@ _TEXTS = ("tokens", "targets", "loss_mask")
 class RewardReport:
   """Makes the values of log entries.
 
-  The devices begin with a call; what it returns fetches their results.
+  A call starts the work on the devices; the function that it returns fetches
+  the results.
   """
 
   def __init__(self, train_input: TrainInput, mesh: Mesh):

@@ -1,19 +1,20 @@
 """Rollouts: batches that are made with the weights of the step.
 
 A task may have `rollout(variables, batch, rng, *, model, eos_ids, **options)`,
-which makes the batch of an update from the input's, on all devices; its options
-are those of config.loss. For reinforcement learning it writes several answers
-to each prompt. Then the sources judge the answers, on the host that has read
-their prompts: `judge(indices, batch)` returns float32 [B, G] for the names
-JUDGED. Where a function answers the model's tool calls, answers have
-several turns (turns.py).
+which makes the batch of an update from the input's batch, on all devices; its
+options are those of config.loss. For reinforcement learning it writes several
+answers to each prompt. Then the sources judge the answers, on the host that has
+read their prompts: `judge(indices, batch)` returns float32 [B, G] for the names
+JUDGED. If a function answers the model's tool calls, answers have several turns
+(turns.py).
 
 With config.rollouts, several updates share a set of rollouts. A set has the
 answers to the prompts of `minibatches` batches of the input, written with the
-weights at its start. The updates use one of these batches each, in their order,
-and go through all of them `iterations` times. Their batches have the feature
-"old_log_probs", which the task's `score` computes when the answers are written.
-Checkpoints contain the set, because the weights that wrote it are gone.
+weights at the start of the set. Each update uses one of these batches, in
+order, and together they go through all of them `iterations` times. Their
+batches have the feature "old_log_probs", which the task's `score` computes when
+the answers are written. Checkpoints contain the set, because the weights that
+wrote it are gone.
 
 Random numbers depend only on the seed and the step, so a resumed run makes the
 same batches.
@@ -58,7 +59,7 @@ _SCORED = ("tokens", "targets", "loss_mask", *turns.OF_PROMPTS)
 class Rollout:
   """Makes the batches of updates; without a task's rollout, the input's.
 
-  Steps count the batches of updates, those that rollbacks skip included.
+  Steps count the batches of updates, including those that rollbacks skip.
 
   Attributes:
     exists: whether the task has a rollout.
@@ -185,7 +186,7 @@ class Rollout:
 
   @property
   def saved(self) -> dict[str, Any]:
-    """The current set's entries in a checkpoint; see `saved_spec`."""
+    """The entries of the current set in a checkpoint; see `saved_spec`."""
     if not self.saved_spec:
       return {}
     number = jax.device_put(np.int32(self._number), self._replicated)
@@ -195,7 +196,7 @@ class Rollout:
   # The batches of updates.
 
   def input_step(self, step: int) -> int:
-    """The number of the input's batch that a step uses."""
+    """The number of the input batch that a step uses."""
     number, update = divmod(step, self._updates)
     return number * self._minibatches + update % self._minibatches
 
@@ -265,7 +266,7 @@ class Rollout:
   ) -> Iterator[Batch]:
     """Makes the batches of a step and the next one, to look for an error.
 
-    If the set is not at hand, other weights write its answers.
+    If the set is no longer available, the current weights write its answers.
     """
     for each in (step, step + 1):
       number, update = divmod(each, self._updates)
@@ -297,7 +298,7 @@ class Rollout:
     return batches[update % self._minibatches]
 
   def _write(self, variables: Variables, batch: Batch, step: int) -> Batch:
-    """Writes and judges the answers to the input's batch of a number."""
+    """Writes and judges the answers to the input batch with this number."""
     number = jax.device_put(np.int32(step), self._replicated)
     made = self._make(variables, batch, number)
     messages = None

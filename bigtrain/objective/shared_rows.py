@@ -1,9 +1,9 @@
-"""Rows of a batch that several processes have.
+"""Rows of a batch that several processes have in common.
 
 If an example is split over processes, as with `tensor`, each of them has its
 row. Only one of them may call a judge or a tool: a second call would double the
 cost, and might return something else. So a row belongs to the first process
-that has it, which tells the others its results.
+that has it, and this process sends the results to the others.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from bigtrain.inputs.transfer import Placement
 
 
 class SharedRows:
-  """Whose rows are whose.
+  """Which process owns which rows.
 
   Attributes:
     own: whether each of this process's rows belongs to it, bool [rows].

@@ -23,9 +23,9 @@ _EPS = 1e-12
 def from_config(
   config: Config, compute: GradientsFn, trainable: Any
 ) -> GradientsFn:
-  """`compute`, or two calls of it with config.gsam.
+  """Returns `compute`; with config.gsam, a function that calls it twice.
 
-  The state of the function has the hparam "lr" too, see optim.recipe.
+  The state of that function also has the hparam "lr", see optim.recipe.
   """
   if not config.get("gsam"):
     return compute

@@ -1,7 +1,8 @@
 """The functions of a task, bound to the model and the options of a config.
 
-A task is a module of pure functions, see bigtrain/tasks. Here its `loss_fn`
-gets config.loss, its `predict_fns` get the model, and both may get a teacher.
+A task is a module of pure functions, see bigtrain/tasks. This module passes
+config.loss to its `loss_fn`, the model to its `predict_fns`, and a teacher to
+both if there is one.
 """
 
 import inspect
@@ -34,7 +35,7 @@ _GIVEN = (
 
 
 def vocab_sizes(task: Any, model: Any) -> dict[str, int]:
-  """Returns {feature of a batch: number of ids that the model takes}.
+  """Returns {feature of a batch: number of ids that the model accepts}.
 
   The number is a ClassCount where the ids are class numbers.
   """
@@ -58,7 +59,7 @@ def loss_fn(
     config: has the options as "loss": the whole config, or with several tasks
       the part of this one.
     teacher: a model, or several as a dict by name; None without config.teacher.
-    input_key: where the config has the input, for messages.
+    input_key: location of the input in the config, for messages.
   """
   options = config.kwargs("loss")
   key = f"{config.path}.loss"
@@ -99,9 +100,9 @@ def fixed_options(config: Config) -> dict[str, Any]:
 def split_task(
   variables: Variables, fn: Callable[..., Any]
 ) -> tuple[Variables, dict[str, Any]]:
-  """The model's variables, and what else of a step's state a function takes.
+  """Splits a step's state into the model's variables and other arguments.
 
-  These are options that follow a schedule, and the task's state.
+  The other arguments are options that follow a schedule and the task's state.
   """
   variables = dict(variables)
   changing: Mapping[str, Any] = variables.pop(TASK, {})
@@ -113,7 +114,7 @@ def split_task(
 
 
 def uses_teacher(task: Any, teacher: Any) -> bool:
-  """Whether the task's loss takes the teacher, or several of them."""
+  """Whether the task's loss has an argument for one or several teachers."""
   # With several teachers, a task has `weights` or a list of what to distill.
   several = isinstance(teacher, dict)
   expected = {"distill", "weights"} if several else {"teacher"}

@@ -2,10 +2,10 @@
 
 The loss of a step is the sum of each task's mean loss times its weight. Its
 gradient is the sum of the tasks' gradients, which are computed one after the
-other, each in its own microbatches: so only one task's activations are in
+other, each in its own microbatches. So only one task's activations are in
 memory at a time, and each loss is divided by its own total weight. If two tasks
-of one microbatch call the model with the same inputs, XLA sees equal
-operations and runs them once; in loops over layers or microbatches it does not.
+call the model with the same inputs, XLA recognises equal operations and runs
+them once, except in loops over layers or microbatches.
 """
 
 import inspect
@@ -58,8 +58,8 @@ class Summand(NamedTuple):
 def add_up(summands: Sequence[Summand], trainable: Any) -> GradientsFn:
   """The gradients of a step: its tasks' gradients, times their weights.
 
-  A step has the tasks for which its hparams have a weight. A parameter that
-  none of them trains has a gradient of zero.
+  A step has the tasks for which its hparams contain a weight. A parameter that
+  no task trains has a gradient of zero.
   """
 
   def compute(state: Any, batch: Batch) -> tuple[Params, Metrics, Variables]:
@@ -109,7 +109,7 @@ def named(
 ) -> Metrics:
   """Metrics under the task's name.
 
-  Those of a task that not every step has are left out of other log entries.
+  Metrics of a task that not every step has are omitted from entries without it.
   """
   result = {entry.metric(name): x for name, x in sums.items()}
   if not is_occasional:
@@ -121,10 +121,10 @@ def named(
 def of_task(
   entry: Entry, state: Any, is_taught: bool, task_state: Any = None
 ) -> Any:
-  """The state of a step as the loss of one task gets it.
+  """The state of a step, in the form that one task's loss expects.
 
   Args:
-    is_taught: whether the loss takes the teacher.
+    is_taught: whether the loss uses the teacher.
     task_state: the task's own state, if it has one.
   """
   state = dict(state)

@@ -2,11 +2,11 @@
 
 Each task of a sum has a weight, and may begin at a later step (`from_steps`,
 `from_percent` and so on), or belong to one of several optimizers that take
-turns. A step's hparams hold the weights of exactly those
-tasks that it has. So each set of tasks has its own program, and before a task
-begins, the steps run the very program of a run without it: the task costs
-neither time nor activations, and no bit of the state depends on it. A branch
-inside one program (jax.lax.cond) would let XLA fuse the other tasks otherwise.
+turns. A step's hparams hold the weights of exactly the tasks that the step has.
+So each set of tasks has its own program, and until a task begins, steps run
+exactly the program of a run without it: the task costs neither time nor memory,
+and no bit of the state depends on it. With a branch in one program
+(jax.lax.cond), XLA might fuse the other tasks differently.
 
 Options of a loss may follow a schedule too, such as a teacher's momentum:
 config.loss.momentum = dict(at_percent=[0, 100], values=[0.99, 1.0]).
@@ -66,7 +66,7 @@ class Schedule:
     return self._task(name).first_step
 
   def is_occasional(self, name: str) -> bool:
-    """Whether there are steps without the task."""
+    """Whether some steps do not have the task."""
     task = self._task(name)
     return task.first_step > 0 or len(task.places) < task.cycle
 
@@ -94,7 +94,7 @@ class Schedule:
     }
 
   def hparams(self, step: int) -> dict[str, Any]:
-    """The scalars of a step; {} for a task without any."""
+    """The scalars of a step; {} if there are none."""
     result: dict[str, Any] = {}
     present = [task for task in self._tasks if self._has(task, step)]
     if self._is_sum:

@@ -1,21 +1,22 @@
 """State of a task: teachers that follow the student, centres, queues.
 
-A task that needs state besides the parameters defines it as a tree of arrays,
-and how a step changes it:
+A task that needs state besides the parameters defines a tree of arrays and how
+a step changes it:
 
   def init_state(params, *, model, **options): ...
   def update_state(state, *, params, sums, model, **options): ...
 
 Each function gets the keyword arguments that it names. `options` are options of
-the loss, which may follow a schedule; `params` are all parameters, at the start
-or after the update. The loss gets the tree as its argument `state`. Among its
-mutable collections it may return "task_sums", a tree that is added up over the
-microbatches of a step, such as the sum of a teacher's outputs; `update_state`
-gets it as `sums`.
+the loss, which may follow a schedule. `params` are all parameters: the initial
+ones, or those after the update. The loss gets the tree as its argument `state`.
+Among its mutable collections, the loss may return "task_sums", a tree that is
+added up over the microbatches of a step, such as the sum of a teacher's
+outputs; `update_state` gets it as `sums`.
 
-The train state has the trees as "tasks", by the names of several tasks. They
-are sharded, saved and restored like parameters. If a task begins later, its
-state is initialised again at its first step, from the parameters of that step.
+The train state has the trees in "tasks", by name if there are several tasks.
+They are sharded, saved and restored like parameters. If a task begins later,
+its state is initialised again at its first step, from the parameters of that
+step.
 """
 
 import inspect
@@ -46,7 +47,7 @@ class StateFns(NamedTuple):
 
 
 def option_names(task: Any) -> set[str]:
-  """Options of the loss that other functions of the task name."""
+  """Options of the loss that the task's other functions have as arguments."""
   names: set[str] = set()
   for function in _FUNCTIONS:
     if hasattr(task, function):

@@ -5,9 +5,9 @@
     pairs=dict(type="contrastive", weight=0.5, from_percent=80),
   )
 
-Each task sees the batch, with `features` renamed or left out, or the batch of
-an `input` of its own. A `TaskSum` has the functions of a task's module, so that
-code that initialises a model or predicts with it need not know of the sum.
+Each task sees the batch, with `features` renamed or left out, or the batch of a
+separate `input`. A `TaskSum` has the functions of a task's module, so that code
+that initialises a model or predicts with it need not know about the sum.
 task_schedule.py says which tasks a step has, and task_gradients.py adds up
 their gradients.
 """
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
         )
 
   def named_as_in_batch(self, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Values by the task's features, by the names in the batch of a step."""
+    """Renames keys from the task's names of features to those in the batch."""
     if self.has_input:
       prefix = feature_prefix(self.name)
       return {f"{prefix}{name}": x for name, x in sizes.items()}
@@ -98,12 +98,12 @@ class Entry(NamedTuple):
 
 
 def feature_prefix(name: str) -> str:
-  """Prefix of the names of features from a task's own input."""
+  """Prefix of the names of features that come from a task's own input."""
   return f"{name}/"
 
 
 def add_sizes(sizes: dict[str, int], others: Mapping[str, int]) -> None:
-  """Adds vocabulary sizes; where both have one, the smaller one counts."""
+  """Merges vocabulary sizes; where both have one, the smaller one counts."""
   for name, size in others.items():
     if name not in sizes or size < sizes[name]:
       sizes[name] = size
@@ -221,7 +221,7 @@ def check(
 
 
 def entries(task: Any, config: Config) -> Sequence[Entry]:
-  """The tasks of a run, whether it has one or several."""
+  """The tasks of a run, one or several."""
   if isinstance(task, TaskSum):
     return task.entries
   return [Entry("", task, config)]

@@ -1,9 +1,9 @@
 """A teacher: a second model that steps and evaluations use but never train.
 
-config.teacher names it as a config names its model: model_name, model and
+config.teacher names it as a config names its model: with model_name, model and
 model_init. Several teachers are a dict by name, and so are their models and
 variables. With ema=True, the teacher is the average of the student in the train
-state, and has no variables of its own.
+state, and has no separate variables.
 
 config.sharding splits the variables over the devices, under the names
 "teacher/params/...". They are not part of the train state: every start loads

@@ -1,4 +1,4 @@
-"""Adapters after training: with their base or another one, merged, exported.
+"""Adapters after training: used with a base, merged into it, or exported.
 
 Tools and inference use these functions on checkpoints of runs with
 config.adapters (see frozen_base.py for the run itself). PEFT's format is in
@@ -122,7 +122,7 @@ def base_of(
 def merged(
   config: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """{name: array} of a plain model that computes the same."""
+  """{name: array} of a model without adapters that computes the same."""
   layers = Adapted.of(config).model.adapters
   params = traverse_util.flatten_dict(variables["params"], sep="/")
   base = lora.unquantized(variables["base"])
@@ -185,8 +185,8 @@ def read_peft(
 ) -> Read:
   """Reads adapters of PEFT's files for a model with this base.
 
-  They may change the model: with a trained head, a language model classifies,
-  and a head that was the table of embeddings may part from it.
+  They may change the model: with a trained head, a language model becomes a
+  classifier, and a head that was tied to the embedding table may be untied.
   """
   file = peft_files.open_folder(folder)
   flat = dict(traverse_util.flatten_dict(base, sep="/"))
@@ -235,7 +235,7 @@ def _with_head(
 def _parts_head(file: peft_files.File) -> bool:
   """Whether the adapters untie a tied model: only the head or table has one.
 
-  PEFT keeps the two equal on request, and if only some tokens are trained.
+  PEFT keeps the two equal on request, or if only some tokens are trained.
   """
   if file.config.get("ensure_weight_tying"):
     return False
@@ -247,7 +247,7 @@ def _parts_head(file: peft_files.File) -> bool:
 def _check_frozen(
   file: peft_files.File, layout: Published, base: Mapping[str, Any]
 ) -> None:
-  """Weights that PEFT writes although they are frozen have to be the base's."""
+  """Checks that frozen weights that PEFT has written are those of the base."""
   tensors = {layout.name_of(tensor): tensor for tensor in layout.tensors}
   for name, value in file.frozen.items():
     if name not in tensors:
@@ -276,7 +276,7 @@ def _read_in_full(
 ) -> dict[str, Any]:
   """The parameters that the file has in full, by name.
 
-  Of stacked layers, those that PEFT did not train are the base's.
+  In stacked layers, those that PEFT did not train come from the base.
   """
   given = dict(file.in_full)
   if file.config.get("ensure_weight_tying") and "head/kernel" not in base:

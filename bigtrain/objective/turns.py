@@ -1,9 +1,9 @@
 """Answers of several turns, between which a function answers tool calls.
 
-The task's `rollout` writes the first turn. Then, on the host that has read
-a prompt, its source answers the calls in turns, `replies([(index, ids, whether
-it is the last turn), ...])`, and on the devices `next_turn` of the task
-continues all texts that go on. What the source has added has no loss. A text
+The task's `rollout` writes the first turn. Then, on the host that has read a
+prompt, the prompt's source answers the calls in turns, `replies([(index, ids,
+whether it is the last turn), ...])`, and on the devices the task's `next_turn`
+continues all texts that go on. Text that the source adds has no loss. A text
 that has no room for the results of its calls ends before them, and counts as
 truncated.
 
@@ -140,7 +140,7 @@ class _Texts:
   """Prompts with their answers so far.
 
   Attributes:
-    messages: of each answer so far.
+    messages: messages of each answer so far.
   """
 
   def __init__(
@@ -178,21 +178,21 @@ class _Texts:
     self._goes_on_BG[np.setdiff1d(np.arange(len(self.messages)), rows)] = False
 
   def open_places(self, rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Returns (b, g) of the texts of these prompts that go on."""
+    """Returns (b, g) of those texts of these prompts that go on."""
     return [
       (b, g) for b in rows for g in np.flatnonzero(self._goes_on_BG[b]).tolist()
     ]
 
   def turn(self, b: int, g: int) -> np.ndarray:
-    """Returns the ids of the turn at hand."""
+    """Returns the ids of the current turn."""
     return self._text_BGT[b, g, self._start_BG[b, g] : self._stop_BG[b, g]]
 
   def is_cut(self, b: int, g: int) -> bool:
-    """Whether the turn at hand has no end; then its calls are incomplete."""
+    """Whether the current turn has no end, so that its calls are incomplete."""
     return bool(self._truncated_BG[b, g])
 
   def add_reply(self, b: int, g: int, reply: Any) -> None:
-    """Adds a source's reply to the turn at hand, or ends the text."""
+    """Adds a source's reply to the current turn, or ends the text."""
     self._goes_on_BG[b, g] = False
     if reply.ids is None:
       self.messages[b][g] += reply.messages

@@ -40,8 +40,8 @@ def adafactor(
   """Builds Adafactor as in T5X; without matrices in the views, as in optax.
 
   Args:
-    views: by name of the parameters. Where the rows of a view are None, the
-      two largest dimensions of each array are its rows and columns.
+    views: views of the parameters, by name. Where the rows of a view are None,
+      the two largest dimensions of each array are its rows and columns.
     min_dim_size_to_factor: matrices with fewer rows or columns keep a full
       second moment.
     decay_rate: the second moment of update t (from 1) decays by
@@ -51,7 +51,8 @@ def adafactor(
       parameter's root mean square, at least 0.001.
     clipping_threshold: largest root mean square of an update before these
       factors; None for no clipping.
-    momentum: decay of the average of updates, not debiased; None for none.
+    momentum: decay of the average of updates, without debiasing; None for no
+      average.
     dtype_momentum: dtype of the stored average.
     eps: added to squared gradients.
     factored: whether second moments are factored at all.
@@ -121,7 +122,7 @@ def big_vision_adafactor(
 
 
 def _factors(view: View, shape: tuple[int, ...], least: float) -> _Factors:
-  """The dimensions to factor: those of the smaller side first, as in optax."""
+  """The dimensions to factor, the smaller side first, as in optax."""
   rows, columns = view.rows, view.columns
   if rows is None:  # The view does not say: take the two largest.
     if len(columns) < 2:
@@ -249,7 +250,7 @@ def _divide(
 
 
 def _unzip(leaves: list[tuple[Any, ...]], like: Any, number: int) -> list[Any]:
-  """From a list of tuples to a tree for each element of the tuples."""
+  """Turns a list of tuples into one tree for each element of the tuples."""
   structure = jax.tree.structure(like)
   return [
     jax.tree.unflatten(structure, [leaf[i] for leaf in leaves])

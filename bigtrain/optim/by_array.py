@@ -1,6 +1,6 @@
 """Maps an optimizer over stacked layers, or over the matrices of arrays.
 
-LAMB and LARS divide an array's update by its norm. In a stack of layers that
+LAMB and LARS divide an array's update by its norm. In a stack of layers, this
 has to be the norm of each layer. So parameters are grouped by the shape of
 their stacks, each group is "folded" to [stack, array], and the optimizer is
 vmapped over the dimensions of the stack.
@@ -125,7 +125,7 @@ def _one(spec: Any, view: View) -> jax.ShapeDtypeStruct:
 
 
 def _shared(tx: optax.GradientTransformation, state: Any, key: str) -> set[str]:
-  """Names of state that belongs to no parameter, such as counts."""
+  """Names of state that does not belong to a parameter, such as counts."""
   shared = dict(trees.flatten_with_names(jax.eval_shape(tx.init, {})))
   for name, spec in shared.items():
     if jnp.issubdtype(spec.dtype, jnp.floating):

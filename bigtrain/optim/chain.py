@@ -15,13 +15,14 @@ gradient g of a parameter p passes through these stages, in this order:
 
 Weight decay is decoupled from the learning rate, but not from the schedule
 (Loshchilov and Hutter 2019, arxiv.org/abs/1711.05101, algorithm 2; the
-published ViT recipes mean this by wd). The AdamW of optax and PyTorch also
-multiplies it by the learning rate: wd_coupling="lr" does that, lr_mult
-included. docs/config.md lists all keys. Several optimizers, each with its own
+published ViT recipes mean this by wd). AdamW in optax and PyTorch also
+multiplies it by the learning rate; wd_coupling="lr" does that too, including
+lr_mult. docs/config.md lists all keys. Several optimizers, each with its own
 parameters and stages, are joined by several.py.
 
 Stages that would change nothing are not traced. With hundreds of parameters and
-several operations for each, tracing them would take seconds at the start.
+several operations for each, tracing them would add seconds to the start-up
+time.
 """
 
 import functools
@@ -68,7 +69,7 @@ def make(
 ) -> Optimizer:
   """Makes the optimizer of a config, for parameters of these shapes.
 
-  With config.optimizers there are several, which look like one.
+  With config.optimizers there are several, which are joined into one.
 
   Args:
     mask: sets the updates of rows that do not train to 0.
@@ -186,8 +187,8 @@ def _last_stages(
 ) -> optax.GradientTransformationExtraArgs:
   """Stages 5 and 6 and their wrapper.
 
-  They are created again in each trace, because optax takes the learning rate
-  when it creates an optimizer, and here that is a traced scalar of `hparams`.
+  They are created again in each trace: optax needs the learning rate when it
+  creates an optimizer, and here the rate is a traced scalar in `hparams`.
   """
   base = _base_optimizer(recipe, hparams)
 

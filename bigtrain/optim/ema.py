@@ -48,7 +48,7 @@ def from_config(cfg: Config, units: Units) -> Ema | None:
 
 
 def power_of(width: float) -> float:
-  """The power g of an average with weights t^g whose relative width is given.
+  """The power g of an average with weights t^g that has a given relative width.
 
   The width is the standard deviation of t under these weights, as a share of
   the run: sqrt((g + 1) / ((g + 2)^2 (g + 3))), arXiv 2312.02696, appendix C.2.
@@ -68,9 +68,9 @@ def update(
 ) -> Any:
   """Averages the parameters after an update.
 
-  Before `start_step` the average is a copy of the parameters. After it the
+  Before `start_step` the average is a copy of the parameters. After that, the
   decay warms up as (1 + t) / (10 + t), so that the average soon forgets the
-  parameters with which it began.
+  parameters that it started from.
   """
   t = jnp.asarray(step - start_step, jnp.float32)
   warm = jnp.minimum(decay, (1 + t) / (10 + jnp.maximum(t, 0)))

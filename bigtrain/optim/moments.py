@@ -1,10 +1,10 @@
-"""Optimizer moments that are stored in bfloat16, with float32 arithmetic.
+"""Optimizer moments that are stored in bfloat16 and updated in float32.
 
 Moments are running averages of gradients or of their squares, one number for
 each element of a parameter. Other state stays in float32.
 
 With a decay of 0.999 a second moment shrinks by at most 0.1% a step, which is
-less than half of bfloat16's last bit. Rounded to nearest, it would never
+less than half of bfloat16's last bit. If rounded to nearest, it would never
 shrink. Stochastic rounding chooses the upper or the lower neighbour at random,
 so that the expected value is exact (Gupta et al. 2015,
 arxiv.org/abs/1502.02551, section 3).

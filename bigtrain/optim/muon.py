@@ -1,13 +1,13 @@
 """Muon: momentum, made orthogonal by Newton-Schulz iterations.
 
-Its numbers are those of optax.contrib.muon, whose iterations it calls; what is
-new here is the layout. A matrix that is split over devices by rows or columns
-would cost a sum over the devices in each iteration, and each device would
-multiply whole squares. Instead, matrices of one shape, of all layers and
+It computes the same numbers as optax.contrib.muon, whose iterations it calls.
+Only the layout differs. If a matrix were split over devices by rows or columns,
+each iteration would need a sum over the devices, and each device would multiply
+whole square matrices. Instead, matrices of one shape, of all layers and
 experts, form a stack; the stack is split over all devices, each of which makes
 whole matrices orthogonal; and the results go back to the parameters' layout.
-That is the layout of Muon's authors (arXiv 2502.16982, section 2.3), without
-their gather: a matrix travels to one device, not to all of them.
+That is the layout of Muon's authors (arXiv 2502.16982, section 2.3) without
+their gather: a matrix is sent to one device rather than to all of them.
 
 Axes: M matrices of m rows and n columns, with m <= n.
 """
@@ -217,9 +217,9 @@ class _Shape(NamedTuple):
   def scale(self, consistent_rms: float | None) -> float:
     """Factor of the matrices, from their shape.
 
-    Every orthogonal matrix then has the same root mean square (arXiv
-    2502.16982, section 2.2), or by default maps vectors of the same size to
-    such.
+    With `consistent_rms`, every orthogonal matrix has the same root mean square
+    (arXiv 2502.16982, section 2.2). By default, matrices with more outputs than
+    inputs map vectors to vectors of the same root mean square.
     """
     fan_in, fan_out = self.fans
     if consistent_rms is not None:
@@ -228,7 +228,7 @@ class _Shape(NamedTuple):
 
   @property
   def _order(self) -> tuple[int, ...]:
-    """Dimensions of a stack [M, m, n], before they are joined."""
+    """The order of dimensions in a stack [M, m, n], before they are joined."""
     fan_in, fan_out = self.fans
     if fan_in > fan_out:  # The iterations commute with a transposition.
       return (*self.stack, *self.outputs, *self.inputs)
@@ -252,8 +252,8 @@ def by_matrix(
 ) -> dict[str, jax.Array]:
   """Applies a function of one matrix to all of them, split over all devices.
 
-  Matrices of one shape are computed together, whichever arrays they are in, so
-  that few devices are idle.
+  Matrices of the same shape are computed together, even if they are in
+  different arrays, so that few devices are idle.
   """
   shapes = {n: _Shape.of(x.shape, matrices[n]) for n, x in arrays.items()}
   groups: dict[Any, list[str]] = {}
@@ -294,9 +294,10 @@ def _of_stack(
 def _layouts(axes: Sequence[str]) -> list[PartitionSpec]:
   """Layouts of [rounds, matrices, m, n], from the parameters' to by matrix.
 
-  Every replica has the parameters, so it takes its matrices without a transfer;
-  only those travel to whole devices. Back again, they travel as parts of
-  matrices, and only then to the other replicas. XLA finds neither by itself.
+  Every replica has the parameters, so it selects its matrices without a
+  transfer, and only these are sent to whole devices. On the way back, parts of
+  matrices are sent first, and only then to the other replicas. XLA finds
+  neither by itself.
   """
   if not axes:
     return []
@@ -311,7 +312,7 @@ def _layouts(axes: Sequence[str]) -> list[PartitionSpec]:
 def _split(number: int) -> tuple[int, tuple[str, ...]]:
   """(ways, axes of the mesh) over which a number of matrices is split.
 
-  The fewest matrices for the busiest device, and then the fewest ways.
+  Minimises the matrices of the busiest device, and then the number of ways.
   """
   mesh = jax.sharding.get_abstract_mesh()
   sizes = {axis: n for axis, n in mesh.shape.items() if n > 1}
@@ -332,7 +333,7 @@ def _split(number: int) -> tuple[int, tuple[str, ...]]:
 def _laid_out_as(like: jax.Array, x: jax.Array) -> jax.Array:
   """Gives x the layout of an array of the same shape.
 
-  jax 0.12 has no function for it. There the layout of x follows from that of
+  jax 0.12 has no function for this; there the layout of x follows from that of
   the parameters, to which it is added.
   """
   name = "jax.experimental.shard_alike"

@@ -1,9 +1,10 @@
 """The base optimizer that config.optimizer names.
 
-It is an optimizer of optax, optax.contrib, adafactor.py or muon.py, or the
-user's own by dotted path. The base optimizer gives the direction of an update:
-chain.py applies learning rate, weight decay and schedule. The tables at the top
-say what is special about single optimizers; `base_optimizer` builds one.
+It is an optimizer of optax, optax.contrib, adafactor.py or muon.py, or a user's
+optimizer given by its dotted path. The base optimizer computes the direction of
+an update; chain.py applies learning rate, weight decay and schedule. The tables
+at the top list the peculiarities of single optimizers; `base_optimizer` builds
+an optimizer.
 """
 
 import functools

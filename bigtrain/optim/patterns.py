@@ -70,7 +70,7 @@ def first_match(
 
 
 def _nearest(regex: str, names: Sequence[str]) -> str:
-  """A hint: the name nearest to the regex's first word that is in no name."""
+  """A hint: the name that is nearest to the first unknown word of the regex."""
   parts = {part for name in names for part in name.split("/")}
   for word in re.findall(r"[a-zA-Z]\w*", re.sub(r"\\.", " ", regex)):
     if not any(word in part for part in parts):

@@ -1,7 +1,7 @@
 """Reads everything that the config says about the optimizer.
 
-`read` checks the keys and returns a `Recipe`, with settings by parameter. The
-stages of chain.py use nothing else.
+`read` checks the keys and returns a `Recipe` with the settings of each
+parameter, which is all that the stages of chain.py use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +61,8 @@ class Recipe(NamedTuple):
     """Learning rate and weight decay of the update after `step` updates.
 
     Returns: {"lr": {schedule: value}, "wd": {schedule: value}}, without the
-      parameters' multipliers. A single schedule is named "lr", and each of
-      several "lr/<regex>". With a wrapper there is also "next_lr", because
+      parameters' multipliers. A single schedule is named "lr"; several are
+      named "lr/<regex>". With a wrapper there is also "next_lr", because
       wrappers count updates from 1.
     """
     result: dict[str, dict[str, np.float32]] = {"lr": {}, "wd": {}}
@@ -224,7 +224,7 @@ def _multipliers(
 def _clip_norms(
   cfg: Config, names: Sequence[str]
 ) -> list[tuple[set[str], float]]:
-  """Reads grad_clip_groups, and grad_clip_norm as a group of everything."""
+  """Reads grad_clip_groups, and grad_clip_norm as a group of all parameters."""
   key = "grad_clip_groups"
   pairs = read_pairs(cfg, key, (int, float), "largest norm")
   for regex, norm in pairs:

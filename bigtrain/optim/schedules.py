@@ -34,10 +34,11 @@ warmup_percent, and so on. stair_epochs=[30, 60, 80] is a list of lengths.
 
 A piece is the dict of a schedule and its length, such as length_percent=10. An
 optional `scale` multiplies its values. Lengths in percent inside a piece are
-relative to the piece. The last piece has no length: it lasts until the end.
+relative to the length of the piece. The last piece has no length: it lasts
+until the end of the run.
 
-`make` builds a schedule from its dict. The functions that are named after the
-decay types make only the decay.
+`make` builds a schedule from its dict. The functions named after the decay
+types make only the decay.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ Schedule = Callable[[int], float]
 
 
 class _At(NamedTuple):
-  """A moment of the run, as a decay sees it."""
+  """A moment of the run, in the form that decays use."""
 
   step: int
   since: int  # Steps since the end of the warm-up; 0 before.
@@ -124,7 +125,7 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
 
   Args:
     stair: lengths at which the factor changes.
-    mults: the factor from each of them on.
+    mults: the factor from each of these lengths on.
   """
   factors = [1.0, *mults]
   return lambda at: factors[sum(at.step >= step for step in stair)]
@@ -133,7 +134,7 @@ def _stair(*, stair: list[int], mults: list[float]) -> _Decay:
 def _wsd(
   total: int, *, decay: int, shape: str = "linear", end: float = 0.0
 ) -> _Decay:
-  """1, and a decay in the last steps.
+  """Constant at 1, with a decay in the last steps.
 
   Args:
     total: length of the run in steps.
@@ -167,8 +168,8 @@ def _one_cycle(
 
   Args:
     total: length of the run in steps.
-    peak: length after which the factor is 1; by default 30 percent of the run
-      less a step.
+    peak: length after which the factor is 1; by default 30 percent of the run,
+      minus one step.
     div_factor: 1 over the factor at step 0.
     final_div_factor: factor at step 0 over the factor in the last step.
   """
@@ -239,7 +240,7 @@ def make(
 def _user_function(
   dotted: str, options: Mapping[str, Any], path: str
 ) -> _Decay:
-  """The decay of a function that a dotted path names."""
+  """The decay computed by a function that a dotted path names."""
   key = f"{path}.decay_type"
   fn = find_attribute(dotted, key)
   if not callable(fn):

@@ -1,4 +1,4 @@
-"""Several optimizers, each of its own parameters: config.optimizers.
+"""Several optimizers, each for its own parameters: config.optimizers.
 
   adam = dict(name="adam", b1=0.0)
   config.optimizers = dict(
@@ -12,7 +12,7 @@ parameter belongs to exactly one of them.
 
 With `steps` they take turns: here five steps train the critic, the next one the
 generator. An optimizer without `steps` is part of every step. In the steps of
-the others its parameters and its state, such as Adam's count, stay as they are.
+the others, its parameters and its state, such as Adam's count, do not change.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ _OF_ONE = ("optimizer", "lr", "wd", "schedule")
 
 
 class Turns(NamedTuple):
-  """Whose steps are whose: the optimizer of each step of a cycle."""
+  """Which optimizer each step of a cycle belongs to."""
 
   cycle: tuple[str, ...] = ()  # () if nobody takes turns.
 
@@ -87,7 +87,7 @@ def _parts(config: Config) -> dict[str, Config]:
 
 
 def members(config: Config, params_shapes: Any) -> dict[str, Any]:
-  """Trees of bools, whether an optimizer has a parameter, by its name."""
+  """{optimizer: tree of bools that says which parameters it has}."""
   names = trees.names(params_shapes)
   owners: dict[str, list[str]] = {name: [] for name in names}
   for optimizer, part in _parts(config).items():
@@ -230,7 +230,7 @@ def _joined(
 def _in_turn(
   advance: Callable[[], Any], state: Any, step: Any, turns: Turns, name: str
 ) -> Any:
-  """`advance` in the steps of an optimizer; in others, updates of zero."""
+  """Calls `advance` in an optimizer's steps; in others, updates are zero."""
   places = turns.places(name)
   if len(places) == turns.length:
     return advance()

@@ -43,10 +43,10 @@ class View(NamedTuple):
   heads: tuple[int, ...] = ()
 
   def by_head(self) -> "View":
-    """The view in which each head has a matrix of its own.
+    """The view in which each head has a separate matrix.
 
-    It is the same where no rows or no columns would be left, as in a gate with
-    a single number for each head.
+    The view does not change if no rows or no columns would be left, as in a
+    gate with a single number for each head.
     """
     rows = tuple(dim for dim in self.rows or () if dim not in self.heads)
     columns = tuple(dim for dim in self.columns if dim not in self.heads)
@@ -87,7 +87,7 @@ def _view(
   hidden: bool,
   heads: tuple[int, ...],
 ) -> View:
-  """A view whose first dimensions are the stack, and the next the rows."""
+  """A view whose first dimensions are the stack, followed by the rows."""
   all_dims = tuple(range(len(shape)))
   rows = all_dims[stack : stack + num_rows]
   columns = all_dims[stack + num_rows :]

@@ -1,6 +1,7 @@
 """Optimizers around another optimizer, config.optimizer.base_optimizer.
 
-A wrapper acts on whole updates, which include learning rate and weight decay:
+A wrapper acts on complete updates, which include learning rate and weight
+decay:
 
   schedule_free      averages in place of a decaying schedule (Defazio et al.
                      2024, arxiv.org/abs/2405.15682)

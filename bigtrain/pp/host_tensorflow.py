@@ -1,4 +1,4 @@
-"""tensorflow as a library for the host, without access to accelerators.
+"""Imports tensorflow as a library for the host, without access to accelerators.
 
 `tf` is the module tensorflow, imported when it is first used.
 """
@@ -16,7 +16,7 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 @functools.cache
 def load() -> Any:
-  """Imports tensorflow and hides the accelerators, which are jax's, from it."""
+  """Imports tensorflow and hides the accelerators from it, which jax uses."""
   # Its C++ code also prints the errors that it raises, in five lines for a
   # damaged picture, and messages about its build and threads that end. jax sets
   # the level to 1; another one is the user's.
@@ -52,7 +52,7 @@ def _unquoted(line: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-  """Returns the message of an error of an op, without tensorflow's details."""
+  """Returns the message of an op's error without tensorflow's details."""
   text = getattr(error, "message", None) or str(error)
   _, asserted, shown = text.partition("to be true. Summarized data: ")
   if asserted:  # Outside a graph, an Assert shows the repr of strings.

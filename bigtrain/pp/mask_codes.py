@@ -9,8 +9,8 @@ vae-oid.npz, have PyTorch's names and axes:
 - decoder.0, a convolution; decoder.2 and 3, blocks; decoder.4, 6, 8 and 10,
   transposed convolutions of stride 2; decoder.12, a convolution to one channel.
 
-A block adds convolutions net.0, net.2 and net.4 to its input. ReLU follows all
-convolutions but the last one of a block and of a half.
+A block adds convolutions net.0, net.2 and net.4 to its input. ReLU follows
+every convolution except the last of a block, of the encoder and of the decoder.
 
 Axes: N masks, H height, W width, C and D channels, K width of a code; O output
 and I input pixels of a side.
@@ -48,7 +48,7 @@ class Coder:
     }
 
   def encode(self, mask_HW: np.ndarray, box: box_texts.Box) -> list[int]:
-    """Returns the codes of what a mask is inside of a box."""
+    """Returns the codes of the part of a mask that is inside a box."""
     H, W = mask_HW.shape
     edges = (box.top * H, box.left * W, box.bottom * H, box.right * W)
     top, left, bottom, right = (int(np.round(x)) for x in edges)
@@ -125,7 +125,7 @@ def _relu(x: np.ndarray) -> np.ndarray:
 
 
 def resized(mask_HW: np.ndarray, size: Sequence[int]) -> np.ndarray:
-  """Resizes values bilinearly, as averages where it becomes smaller."""
+  """Resizes values bilinearly, averaging them where the size shrinks."""
   rows_OI, columns_OI = (
     pillow.weights(old, new, "bilinear").astype(np.float32)
     for old, new in zip(mask_HW.shape, size)
@@ -150,7 +150,7 @@ def paste(mask_HW: np.ndarray, box: box_texts.Box, into: np.ndarray) -> None:
 def decoded(
   coder: Coder, text: str, size: tuple[int, int]
 ) -> tuple[np.ndarray, int]:
-  """The masks of a text together, bool [H, W], and the number without codes."""
+  """The union of a text's masks, bool [H, W], and the number without codes."""
   result = np.zeros(size, bool)
   masks = mask_texts.read(text)
   valid = [mask for mask in masks if mask is not None]

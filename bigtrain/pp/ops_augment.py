@@ -83,7 +83,7 @@ def blur(
 
   Args:
     kernel: number of pixels that it averages in each direction, odd.
-    edges: outside of the image, its edge is "continued" or "mirrored".
+    edges: whether edges are "continued" or "mirrored" outside the image.
   """
   offset = tf.range(kernel) - kernel // 2
   weight = tf.exp(-((tf.cast(offset, tf.float32) / sigma) ** 2) / 2)
@@ -111,13 +111,13 @@ def color_jitter(
 ) -> Op:
   """Changes brightness, contrast, saturation and hue in a random order.
 
-  Each by the formula of torchvision's ColorJitter, whose arguments are the
-  first three strengths and `hue`.
+  Each change uses the formula of torchvision's ColorJitter, whose arguments are
+  the first three strengths and `hue`.
 
   Args:
     strength: the factor of the brightness is between 1 - strength and
       1 + strength.
-    contrast, saturation: the same of these; by default as `strength`.
+    contrast, saturation: the same for these; by default `strength`.
     hue: largest shift of the hue, in turns of the colour wheel.
     prob: probability that an image is changed.
   """
@@ -157,7 +157,7 @@ def color_jitter(
 def _with_probability(
   prob: float, change: randaug.Operator, draws: int
 ) -> randaug.Operator:
-  """Changes an image with a probability; the draw after the others decides."""
+  """Changes an image with a probability; an additional draw decides."""
 
   def maybe(image: Any, u: Any) -> Any:
     return tf.cond(u[draws] < prob, lambda: change(image, u), lambda: image)
@@ -210,7 +210,7 @@ def gaussian_blur(
 
   Args:
     prob: probability that an image is blurred.
-    sigma: least and largest width of the Gaussian, in pixels.
+    sigma: smallest and largest width of the Gaussian, in pixels.
     kernel: height and width of the window that it averages, odd.
   """
   check_number("argument 'prob'", prob, least=0, most=1)
@@ -235,7 +235,7 @@ def solarize(
   key: str = "image",
   key_result: str | None = None,
 ) -> Op:
-  """Inverts the bytes from a threshold on, with a probability.
+  """With a probability, inverts all bytes that are at least a threshold.
 
   Args:
     prob: probability that an image is changed.

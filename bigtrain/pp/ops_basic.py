@@ -86,7 +86,8 @@ def vgg_value_range(
   The defaults are the RGB statistics of ImageNet.
 
   Args:
-    mean, std: of each channel, on the scale of the input: 0 to 255 for bytes.
+    mean, std: values for each channel, on the scale of the input: 0 to 255 for
+      bytes.
   """
   if len(mean) != len(std) or min(std, default=0) <= 0:
     raise ConfigError(
@@ -219,7 +220,7 @@ def random_background(
 ) -> Op:
   """Puts random pixels behind an image [..., H, W, C], as float32.
 
-  Each value is the larger one of the image's and of a number that is uniform
+  Each value is the maximum of the image's value and a uniform random number
   between 0 and `most`: digits become those of "mnist-back-rand" (Larochelle et
   al. 2007, "An empirical evaluation of deep architectures on problems with many
   factors of variation").
@@ -256,7 +257,7 @@ def _integer(u: Any, stop: Any) -> Any:
 
 
 def _with_room(height: Any, width: Any, size: tuple[int, int], op: str) -> Any:
-  """Returns the height if the window fits into the image; else an error."""
+  """Returns the height if the window fits into the image; otherwise raises."""
   message = (
     f"preprocessing op {op} cannot cut {size[0]}x{size[1]} pixels out of an "
     "image of height and width"
@@ -340,7 +341,8 @@ def _select(keys: tuple[str, ...], fn: Callable[[Any], Any]) -> Op:
 def stack(*keys: str, key_result: str) -> Op:
   """Stacks features of equal shape on a new first axis, and drops them.
 
-  For instance the views of an image for losses that compare them.
+  It is used, for instance, for the views of an image in losses that compare
+  them.
   """
   if not keys:
     raise ConfigError("expected the names of features, got none.")

@@ -72,7 +72,8 @@ def decode(
   """Decodes bytes (JPEG, PNG, GIF, BMP, WebP) to uint8 [H, W, channels].
 
   Pillow decodes TIFF, AVIF and, with pillow-heif, HEIC. Grey and CMYK images
-  become RGB, transparency is dropped, and an animation gives its first frame.
+  become RGB, transparency is dropped, and only the first frame of an animation
+  is used.
 
   Args:
     channels: 3 for RGB, 1 for grey.
@@ -80,8 +81,8 @@ def decode(
       timm and transformers see. False is the fast transform of
       tensorflow, which big_vision uses: of two photographs, its pixels differ
       by 1.0 and 1.3 levels of 255 on average, and by 18 at most.
-    exif: whether to turn pictures as the camera says. A TIFF is always turned,
-      as by Pillow.
+    exif: whether to rotate pictures as their EXIF data say. A TIFF is always
+      rotated, as in Pillow.
   """
   decoding = Decoding(channels, precise, exif)
 
@@ -110,7 +111,7 @@ def decoded(encoded: Any, decoding: Decoding) -> Any:
 
 
 def _as_stored(encoded: Any, decoding: Decoding) -> Any:
-  """Decodes a picture without turning it, except where Pillow decodes it."""
+  """Decodes a picture without rotating it, except where Pillow decodes it."""
   channels, precise, exif = decoding
 
   def by_pillow(data: bytes) -> tuple[np.ndarray, bytes]:
@@ -241,7 +242,7 @@ def resize(
     method: interpolation method.
     antialias: whether to widen the kernel when the image shrinks; `area` and
       `nearest` ignore it.
-    cut_off: whether integers lose their fraction, as in big_vision, which makes
+    cut_off: whether integers are truncated, as in big_vision, which makes
       images half a level darker on average. By default they are rounded.
   """
   target = pair(size)
@@ -337,11 +338,11 @@ def published(
     precise: whether resized pixels equal Pillow's bit for bit; otherwise some
       differ by one level of 255.
     min_pixels, max_pixels: area of pictures, in place of the folder's, for
-      models that see them in about their own size. These get patches, and
-      rows and columns of patches as the feature "shapes"; models that see tiles
-      get these.
-    several: whether the picture is one of several in a row, which have no tiles
-      in LLaVA-OneVision.
+      models that see pictures in roughly their own size. Such models get
+      patches, and the rows and columns of patches as the feature "shapes";
+      models that see tiles get tiles.
+    several: whether the row has several pictures; LLaVA-OneVision does not cut
+      these into tiles.
   """
   values, path = _read_published(paths.absolute(folder))
   if str(values.get("image_processor_type")).startswith("Llava"):

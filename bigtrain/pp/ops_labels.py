@@ -26,8 +26,8 @@ def onehot(
 ) -> Op:
   """Converts integer labels to float32 vectors [depth].
 
-  A negative label means no label: its vector is `off` throughout, and a list of
-  labels ignores it. A label of `depth` or more is an error.
+  A negative label means no label: its vector is `off` everywhere, and in a list
+  of labels it is ignored. A label of `depth` or more is an error.
 
   Args:
     depth: number of classes, the length of the vectors.
@@ -165,7 +165,7 @@ def _read(path: str, sep: str | None) -> list[tuple[str, int]]:
 
 
 def _on_tensors(table: dict[Any, int], message: str) -> Any:
-  """Returns the lookup for tensors, in a table that the first call builds."""
+  """Returns the lookup for tensors; the first call builds its table."""
   tables: list[Any] = []
   absent = min(table.values()) - 1  # Marks unknown names.
 

@@ -4,8 +4,8 @@ A box is [top, left, bottom, right], each a share of the image's side from 0 to
 1. As tokens it is four ids, in this order: id first_location + b is the share
 b / (num_bins - 1). PaliGemma's `<loc0000>` to `<loc1023>` mean the same.
 
-An image has a caption, and boxes with a text each. Its three sequences, each
-padded to max_len and ended by the end of a text:
+An image has a caption, and boxes with a text each. It has three sequences, each
+of which ends with the end token and is padded to max_len:
 
   cap    "cap:"   caption
   aref   "aref:"  text of a box, then the box
@@ -83,7 +83,7 @@ class _Writer:
     return (self._first + bins(box, self.num_bins)).tolist()
 
   def text(self, text: Any, name: str) -> list[int]:
-    """Ids of a text, of one at least."""
+    """Ids of a text, which must have at least one."""
     if isinstance(text, np.ndarray):  # Of a tensor without dimensions.
       text = text.item()
     try:
@@ -136,13 +136,13 @@ def locca(
 ) -> Op:
   """Makes LocCa's sequences of an image: int32 [T, L], with masks.
 
-  One box is chosen at random for all of them. Without any box, their sequences
-  are padding. The masks, `<key_result>_masks` uint8 [T, L], are 1 where a token
-  is to be predicted: after the prefix.
+  One box is chosen at random for all sequences. If the image has no box, the
+  sequences of boxes are padding. The masks, `<key_result>_masks` uint8 [T, L],
+  are 1 where a token is to be predicted, which is after the prefix.
 
   Args:
     first_location: id of the first location, such as the tokenizer's size.
-    model: tokenizer, as of `tokenize`.
+    model: tokenizer, as for `tokenize`.
     max_len: L. A longer text is cut; a box and the end always fit.
     num_bins: number of locations along a side.
     tasks: the sequences to make, of "cap", "aref" and "gcap".

@@ -1,7 +1,7 @@
-"""What tensorflow does not know of picture files: orientations, other formats.
+"""Picture files beyond what tensorflow reads: orientations, more formats.
 
 Cameras store a picture as the sensor saw it, with a number in the file's EXIF
-data that says how to turn it. `orientation` reads that number. Pillow decodes
+data that says how to rotate it. `orientation` reads that number. Pillow decodes
 the formats that tensorflow does not: TIFF, AVIF, and HEIC with pillow-heif.
 """
 
@@ -47,7 +47,7 @@ _BRANDS = {
 
 
 def pillow_format(encoded: bytes) -> str:
-  """Returns the name of a format that Pillow decodes, or "" of others."""
+  """Returns the name of a format that Pillow decodes, or "" for others."""
   if encoded[:4] in TIFF:
     return "TIFF"
   if encoded[4:8] == b"ftyp":
@@ -58,7 +58,7 @@ def pillow_format(encoded: bytes) -> str:
 def orientation(encoded: bytes) -> int:
   """Returns the orientation of a file, 1 to 8; 1 if it says nothing.
 
-  That of a TIFF counts as 1, because decoding turns it.
+  A TIFF counts as 1, because decoding rotates it.
   """
   if encoded[:2] == b"\xff\xd8":
     value = _of_jpeg(encoded)

@@ -1,6 +1,6 @@
 """Resizing as Pillow does it, to the last bit.
 
-Pillow adds up whole numbers: weights are multiples of 2^-22, and each of the
+Pillow uses integer arithmetic: weights are multiples of 2^-22, and each of the
 two passes rounds to bytes. So pixels are the same on every processor.
 
 Axes: H height, W width, C channels; O output rows, I input rows.
@@ -40,7 +40,7 @@ _FILTERS = {
 def resize(
   image_HWC: np.ndarray, size: tuple[int, int], method: str
 ) -> np.ndarray:
-  """Returns uint8 of a size."""
+  """Returns the image resized, as uint8."""
   new = [int(n) for n in size]
   image = np.asarray(image_HWC)
   rows_lost, columns_lost = (old - n for old, n in zip(image.shape, new))
@@ -63,7 +63,7 @@ def _first_axis(image: np.ndarray, size: int, method: str) -> np.ndarray:
 
 
 def _weights(old: int, new: int, method: str) -> np.ndarray:
-  """Whole numbers, as float64 [new, old]."""
+  """Weights as whole numbers, float64 [new, old]."""
   exact = weights(old, new, method) * (1 << _BITS)
   return np.trunc(exact + np.copysign(0.5, exact))
 

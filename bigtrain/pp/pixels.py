@@ -1,4 +1,4 @@
-"""The pixels of single pictures, by ops, outside of an input's engine."""
+"""Applies ops to single pictures, outside of an input's engine."""
 
 import concurrent.futures
 import os
@@ -32,7 +32,7 @@ class Pixels:
   """Makes the pixels of pictures that are bytes of files, or arrays.
 
   `pp` begins with the op after `decode`, which applies only to bytes. If a row
-  has several pictures, the ops `pp_several` apply instead, if there are any.
+  has several pictures, `pp_several` is used instead, if it is set.
   """
 
   def __init__(self, pp: str, pp_several: str = ""):
@@ -122,8 +122,8 @@ def features(
   Raises DataError if pictures of one size are expected and are not.
 
   Args:
-    round_to: numbers of patches and of tiles are multiples of it, so that a
-      model is compiled for fewer shapes.
+    round_to: the numbers of patches and tiles are rounded up to multiples of
+      it, so that a model is compiled for fewer shapes.
   """
   pictures = [picture for row in rows for picture in row]
   most = max(sum(picture.num_places for picture in row) for row in rows)

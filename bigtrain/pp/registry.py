@@ -11,7 +11,7 @@ A missing feature, or an unsupported type or rank, raises ConfigError. An
 unusable value, such as an unknown label, raises DataError on numpy arrays and
 tf.errors.InvalidArgumentError on tensors; both messages show the value.
 
-A new op is a factory, registered under its name in specs. It checks as much as
+To add an op, register a factory under the op's name. It should check as much as
 possible before there is data:
 
   @registry.register("scale")

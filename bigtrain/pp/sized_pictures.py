@@ -1,7 +1,7 @@
 """Pixels of pictures whose size decides what a model sees.
 
-text/picture_layouts.py has the sizes. Pixels equal those of Hugging Face's
-transformers with Pillow, in every bit.
+text/picture_layouts.py computes the sizes. Pixels equal those of Hugging Face's
+transformers with Pillow, bit for bit.
 
 Axes: H height, W width, P patches, C channels, T frames.
 """
@@ -21,7 +21,7 @@ _RESAMPLES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
 
 
 class Processor(NamedTuple):
-  """Makes what a model sees of a picture."""
+  """Converts a picture to the input of a model."""
 
   layout: picture_layouts.Layout
   method: str  # Of resizing.
@@ -94,7 +94,7 @@ class Processor(NamedTuple):
   def _views(
     self, image_HWC: np.ndarray, layout: picture_layouts.Views
   ) -> np.ndarray:
-    """The whole picture and its tiles, if any; without them it is padded."""
+    """The whole picture and its tiles, if any; without tiles it is padded."""
     tile = layout.tile
     height, width = image_HWC.shape[:2]
     if not layout.has_tiles(2 if self.several else 1):
@@ -115,7 +115,7 @@ class Processor(NamedTuple):
 
 
 def _padded(image_HWC: np.ndarray, size: Any, color: Any) -> np.ndarray:
-  """The image in the middle of a larger one."""
+  """The image, centred in a larger one."""
   H, W = image_HWC.shape[:2]
   result = np.empty((*size, image_HWC.shape[2]), image_HWC.dtype)
   result[:] = color

@@ -12,9 +12,9 @@ Every second of a run belongs to one account:
   down       from the last sign of life to a restart; the run had no devices
              then, so this is not in `device_hours`
 
-The loop never waits for the device to take a time. A thread waits for each step
-that is logged and notes when it completed (`completes`); `figures` then books
-the time up to that moment.
+The loop never waits for the device to measure time. A thread waits for each
+logged step and notes when it completed (`completes`); `figures` then assigns
+the time up to that moment to the accounts.
 """
 
 import concurrent.futures
@@ -123,7 +123,7 @@ class Chrono:
 
   @contextlib.contextmanager
   def account(self, name: str) -> Iterator[None]:
-    """Puts the time inside the context, but not in an inner one, into `name`.
+    """Adds the time inside the context, except that of inner ones, to `name`.
 
     Wait for the last step before entering the context: otherwise the rest of
     that step counts as the context's time.
@@ -146,7 +146,7 @@ class Chrono:
     self._write_secs += secs or 0.0
 
   def completes(self, step: int, wait: Callable[[], Any]) -> None:
-    """Notes in a thread when `wait` returns: then the step was complete."""
+    """Notes, in a thread, when `wait` returns and the step is complete."""
     completion: concurrent.futures.Future[float] = concurrent.futures.Future()
     self._completions[step] = completion
 
@@ -223,8 +223,8 @@ class Chrono:
   ) -> None:
     """Continues the accounts of an earlier process, saved by `state`.
 
-    From the save to `last_alive`, the Unix time of that process's last sign of
-    life, time was `lost`; from then to the start of this process the run was
+    The time from the save to `last_alive`, the Unix time of that process's last
+    sign of life, is `lost`; from then to the start of this process, the run was
     `down`.
     """
     if state is None:
@@ -263,7 +263,7 @@ class Chrono:
     return rates
 
   def _eta_secs(self, step: int) -> float:
-    """Seconds left, if evaluations and saves go on to take their share."""
+    """Seconds left, if evaluations and saves keep their share of the time."""
     num_steps = sum(number for number, _ in self._recent)
     step_secs = sum(secs for _, secs in self._recent) / num_steps
     busy_secs = self._accounts["step"] + self._accounts["data_wait"]
@@ -272,7 +272,7 @@ class Chrono:
     return max(0, last - step) * step_secs * (1 + pause_secs / busy_secs)
 
   def _totals(self, now: float) -> dict[str, float]:
-    """Figures of the whole run, and checkpoint times since the last call."""
+    """Figures about the whole run, and checkpoint times since the last call."""
     figures = {
       "ckpt_stall_secs": self._stall_secs,
       "ckpt_write_secs": self._write_secs,

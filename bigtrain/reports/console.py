@@ -4,8 +4,8 @@ On a terminal a bar stays on the last line, below the log messages. A notebook
 shows a bar and a table of the newest log entries. A log file gets one line for
 each log entry, through absl.
 
-Which metrics fit into such a line is decided by their names: FIGURES and
-PREFIXES list those that are not the task's own metrics.
+Such a line shows the task's own metrics, which are all except those that
+FIGURES and PREFIXES list.
 """
 
 import atexit
@@ -94,8 +94,8 @@ _REFRESHES_PER_SEC = 4
 class Console:
   """Shows the progress of process 0; methods are thread-safe and never wait.
 
-  With `bar=None` there is a bar in a notebook, and if standard error is a
-  terminal that can move its cursor.
+  With `bar=None` there is a bar in notebooks, and on terminals that can move
+  the cursor.
   """
 
   def __init__(

@@ -40,7 +40,7 @@ def message(results: Mapping[str, Any], workdir: str | None) -> str:
 def users_frames(error: Exception, config: Mapping[str, Any]) -> str:
   """The part of an error's traceback that is in the user's own modules.
 
-  Those are the modules that the config names by dotted paths. Returns "" if the
+  These are the modules that the config names by dotted paths. Returns "" if the
   error has no frame in them.
   """
   keys = {}  # {file of a module: the config key that names it}.

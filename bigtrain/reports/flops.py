@@ -1,18 +1,18 @@
 """Counts model FLOPs of a function's jaxpr, and lists the devices' peaks.
 
-Counted are matrix products, convolutions and attention; a multiply-add counts
-as 2. Elementwise work, reductions and look-ups are not: published model FLOPs
-leave them out. Model FLOPs count the mathematics, not the implementation:
-recomputation, padding and empty slots of experts do not count
-(arrays/model_flops.py). Causal attention counts as the full square, as in
-PaLM (appendix B); a window of w positions counts min(w, L) keys per query.
+Matrix products, convolutions and attention are counted; a multiply-add counts
+as 2. Elementwise operations, reductions and look-ups are not, because published
+model FLOPs leave them out. Model FLOPs count the mathematics, not the
+implementation: recomputation, padding and empty slots of experts do not count
+(arrays/model_flops.py). Causal attention counts as the full square, as in PaLM
+(appendix B); a window of w positions counts min(w, L) keys per query.
 
 MFU (model FLOPs utilisation, PaLM, https://arxiv.org/abs/2204.02311) is
 
   3 x forward FLOPs x steps / (seconds x devices x peak FLOP/s of a device)
 
-The factor 3 is one product forward and two backward; it assumes that every
-parameter is trained.
+The factor 3 stands for one product in the forward pass and two in the backward
+pass. It assumes that every parameter is trained.
 """
 
 import fractions
@@ -225,7 +225,7 @@ def read_peak_flops(config: Config, device: Any) -> float | None:
 def peak_flops(device: Any) -> float | None:
   """Returns the dense peak bfloat16 FLOP/s of a device.
 
-  None for CPUs, slices of a GPU (MIG) and kinds that the table lacks.
+  None for CPUs, slices of a GPU (MIG), and kinds that are not in the table.
   """
   kind = device if isinstance(device, str) else device.device_kind
   for pattern, peak_tflops in _PEAK_TFLOPS.items():

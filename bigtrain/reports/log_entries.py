@@ -3,11 +3,11 @@
 The file has one JSON object per log step: `{"step": 100, "loss": 0.7, ...}`.
 Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity".
 
-A line is appended with one write. Evaluation results are added to the last line
-by overwriting its closing brace. So a kill can only cut off what was being
+A line is appended with a single write. Evaluation results are added to the last
+line by overwriting its closing brace. So a kill can only cut off what was being
 added, and a restart recovers the rest. Files in object stores cannot be
-appended to: there the whole file is uploaded at every `sync`, and sometimes in
-between for those who read it.
+appended to, so the whole file is uploaded at every `sync`, and sometimes in
+between for readers.
 """
 
 import json
@@ -29,7 +29,7 @@ class WriteError(Exception):
 
 
 def read(workdir: str) -> list[Entry]:
-  """Reads metrics.jsonl, without an incomplete last line and damaged lines."""
+  """Reads metrics.jsonl, skipping damaged lines and an incomplete last line."""
   path = os.path.join(workdir, FILE_NAME)
   try:
     lines, cut_line = _split(paths.read_bytes(path))
@@ -136,7 +136,7 @@ class EntryFile:
       line = line[written:]
 
   def _insert(self, entry: Entry) -> None:
-    """Rewrites the file with an entry in its place."""
+    """Rewrites the file with an entry inserted in its place."""
     with open(self._local, "rb") as file:
       entries = [_parse(line) for line in file.read().splitlines()]
     by_step: dict[int, Entry] = {e["step"]: e for e in entries if e}

@@ -1,14 +1,14 @@
 """Loggers: dashboards that show the log entries of a run.
 
 A logger is a metric writer: an object with the methods of clu's
-`metric_writers.MetricWriter`, as T5X, Scenic and many other projects have them.
-So a writer that a user already has plugs in by its dotted path:
+`metric_writers.MetricWriter`, which T5X, Scenic and many other projects use. So
+a user can plug in an existing writer by its dotted path:
 
   config.loggers = dict(mine=dict(type="my_project.Writer", verbose=True))
 
-It is a metric writer by its methods only, and not by its base class: importing
-clu's package of writers loads tensorflow and needs tensorboard. The program's
-own writers are in tensorboard.py and trackers.py.
+Only the methods matter, not the base class, because importing clu's package of
+writers loads tensorflow and needs tensorboard. The program's own writers are in
+tensorboard.py and trackers.py.
 
 `from_config` finds and checks the loggers of a config. Each then gets a thread
 (writers.py), in which a `Feed` opens the writer and passes log entries to it.

@@ -1,8 +1,8 @@
 """Images, texts, tables and histograms in log entries.
 
-The results of an evaluator, and the metrics of a task, may have these values
-beside numbers. Each is written to a file of its own, by default
-media/<metric>/<step>.<suffix> in the workdir, and its log entry in
+The results of an evaluator and the metrics of a task may contain these values
+as well as numbers. Each is written to a separate file, by default
+media/<metric>/<step>.<suffix> in the workdir, and the log entry in
 metrics.jsonl has the file's path. Loggers get it as a `MediaArray` or a
 `MediaText`, and reports read the file with `read`.
 """
@@ -164,10 +164,10 @@ def save_file(folder: str, path: str, value: Any) -> None:
 
 
 class MediaArray(np.ndarray):
-  """An array for a logger, which also carries what the array cannot say.
+  """An array for a logger, together with what the array cannot say.
 
   `media` is the `Image` with its caption or the `metrics.Histogram` with its
-  counts; `path` is that of its file in the workdir.
+  counts; `path` is the path of its file in the workdir.
   """
 
   media: Any
@@ -207,8 +207,9 @@ _MAX_SAMPLES = 10_000
 def histogram_array(histogram: Any, path: str) -> tuple[MediaArray, int]:
   """Returns (values with the histogram's counts, number of buckets).
 
-  Metric writers count values themselves. So each bin becomes `count` copies of
-  its middle, and a histogram with as many buckets then has the same counts.
+  Metric writers count the values themselves. So each bin becomes `count` copies
+  of its centre, and a histogram with the same number of buckets has the same
+  counts.
   """
   counts = np.asarray(histogram.counts, np.float64)
   edges = histogram.edges

@@ -73,7 +73,7 @@ def moments(params: Params, mesh: Mesh) -> dict[str, Any]:
 
 
 def facts(params: Params, trainable: Any) -> dict[str, int]:
-  """Numbers for run.json; param_bytes are those of one copy."""
+  """Numbers for run.json; param_bytes is the size of one copy."""
   num_params, num_trained, num_bytes = 0, 0, 0
   flags = jax.tree.leaves(trainable)
   for leaf, is_trained in zip(jax.tree.leaves(params), flags):
@@ -151,7 +151,7 @@ def _row(name: str, leaf: Any, trained: bool, roles: str = "") -> _Row:
 
 
 def _axes(leaf: Any) -> str:
-  """Mesh axes of each dimension, such as "fsdp -"; "" if none is split."""
+  """The mesh axes of each dimension, such as "fsdp -"; "" if none is split."""
   spec = getattr(getattr(leaf, "sharding", None), "spec", ())
   if not any(spec):
     return ""

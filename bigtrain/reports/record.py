@@ -61,7 +61,7 @@ def topology(mesh: Mesh) -> str:
 
 
 def summary(config: Mapping[str, Any], units: Units) -> list[str]:
-  """A config in three lines: its model, its data, and how it trains."""
+  """A summary of a config in three lines: model, data and training."""
   data = config["input"].get("data") or config["input"].get("mixture", {})
   examples = units.examples_per_epoch
   size = f"; {examples:,} examples" if examples else ""
@@ -82,7 +82,7 @@ def log_summary(config: Mapping[str, Any], units: Units) -> None:
 
 
 def _words(options: Mapping[str, Any]) -> str:
-  """Options as "a=1, b=2", cut after a line's length."""
+  """Options as "a=1, b=2", cut to the length of a line."""
   words = [f"{k}={v}" for k, v in options.items() if v is not None]
   return textwrap.shorten(", ".join(words), 100, placeholder=" ...")
 
@@ -167,7 +167,7 @@ def start(
 ) -> Callable[[], None]:
   """Returns a function that writes the files of a run's start.
 
-  The function can run in any thread, also after the state has been donated.
+  The function can run in any thread, even after the state has been donated.
 
   Args:
     origin: where the state comes from, such as "from scratch".

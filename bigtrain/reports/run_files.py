@@ -1,7 +1,7 @@
 """Reads and writes config.json, run.json and other JSON files of a run.
 
-Tools that only look at runs import this module, which does without jax;
-record.py says what a run writes.
+Tools that only look at runs import this module, which does not import jax.
+record.py defines what a run writes.
 """
 
 import json

@@ -15,11 +15,12 @@ from bigtrain.reports.media import MediaArray
 class TensorBoard:
   """Writes event files to workdir/tensorboard.
 
-  TensorBoard hides what earlier files show from `first_step` on: a resumed run
-  writes those steps again.
+  TensorBoard hides entries of earlier files from `first_step` on, because a
+  resumed run writes those steps again.
 
-  This uses the layer below tensorboardX's SummaryWriter, whose thread dies
-  silently when the disk is full; its queue then blocks forever.
+  This uses the layer below tensorboardX's SummaryWriter. The SummaryWriter's
+  own thread dies silently when the disk is full, and its queue then blocks
+  forever.
   """
 
   def __init__(self, workdir: str, first_step: int):

@@ -25,7 +25,7 @@ from bigtrain.reports.media import MediaArray, MediaText
 class _Tracker:
   """A run of W&B or of trackio, whose libraries have the same interface.
 
-  Not a run before `write_hparams`: the libraries want the config at its start.
+  The run starts in `write_hparams`, because the libraries need the config then.
   """
 
   def __init__(self, library: Any, **options: Any):
@@ -136,7 +136,7 @@ class Trackio(_Tracker):
 
 
 def _cells(table: media.Table) -> list[list[Any]]:
-  """A table's values; lists become text, since a column has one type."""
+  """The values of a table. Lists become text, because a column has one type."""
 
   def cell(value: Any) -> Any:
     return "; ".join(map(str, value)) if isinstance(value, list) else value

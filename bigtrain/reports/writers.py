@@ -2,8 +2,8 @@
 
 A background thread of process 0 writes metrics.jsonl (log_entries.py) and the
 files that its entries name (media.py). If it fails, the run fails. Each logger
-(loggers.py) has a thread of its own; a logger that fails or hangs is turned
-off, and the run continues.
+(loggers.py) has a separate thread; a logger that fails or hangs is turned off,
+and the run continues.
 """
 
 import functools
@@ -87,7 +87,7 @@ class Writers:
   ) -> None:
     """Queues an entry: "step", and numbers, strings, bools or None by name.
 
-    `shown` are the media that the entry has paths of (`media.split`).
+    `shown` are the media whose paths the entry contains (`media.split`).
     """
     if self._thread:
       self.check()

@@ -1,7 +1,7 @@
 """Options of XLA that the program sets on each platform.
 
 An option is in OURS only if the platform's compiler makes better programs with
-it; the comment beside it has the figure. docs/benchmarks.md lists these
+it; the comment beside it says by how much. docs/benchmarks.md lists these
 figures, and `make bench ARGS=compilers` measures them again.
 config.compiler_options overrides and adds options; the value None removes one.
 """

@@ -42,8 +42,8 @@ class Transfers(NamedTuple):
 def instrument(config: Config, loss_fn: Callable[..., Any]) -> Any:
   """With config.debug_shapes, logs shapes when the loss is first traced.
 
-  They are those of the batch, of the arguments and results of every flax module
-  in the order of their calls, and of the metrics.
+  It logs the shapes of the batch, of the arguments and results of every flax
+  module in the order of their calls, and of the metrics.
   """
   if not config.get("debug_shapes", False):
     return loss_fn

@@ -1,4 +1,4 @@
-"""Memory of the devices: errors about programs that need more than there is.
+"""Device memory: errors about programs that need more than a device has.
 
 A compiled program knows how much memory it needs. If a device has less, `check`
 ends the run before its first step. If a device runs out of memory later,
@@ -33,7 +33,7 @@ class OutOfMemory(RuntimeError):
 
 
 def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
-  """Memory of a device that programs may use; None if it is unknown."""
+  """The memory of a device that programs may use; None if unknown."""
   given = config.get("device_memory_bytes")
   if given is not None:
     key = "config.device_memory_bytes"
@@ -48,8 +48,8 @@ def limit_bytes(config: settings.Config, mesh: Mesh) -> int | None:
 def memory_bytes(program: jax.stages.Compiled) -> dict[str, int]:
   """Memory of a compiled program on each device; {} if it is unknown.
 
-  alias_bytes are of buffers that arguments and outputs share. The host_*_bytes
-  are in host memory, and the others do not include them.
+  alias_bytes is the size of buffers that arguments and outputs share. The
+  host_*_bytes are in host memory, and the others do not include them.
   """
   analysis = program.memory_analysis()
   if analysis is None:
@@ -77,7 +77,7 @@ def needed_bytes(memory: Mapping[str, int], by_peak: bool = False) -> int:
 
   Args:
     memory: result of `memory_bytes`.
-    by_peak: whether the peak counts, as on TPUs, whose compiler plans the place
+    by_peak: whether to use the peak, as on TPUs, whose compiler plans the place
       of each buffer. Other backends allocate all temporary memory at once.
   """
   if by_peak:
@@ -140,7 +140,7 @@ def _needed(memory: Mapping[str, int]) -> int:
 
 
 def _sizes(update: jax.stages.Compiled, limit: int | None) -> str:
-  """Text for messages: the update's memory, by part of the state."""
+  """Text for messages: the memory of the update, by part of the state."""
   memory = memory_bytes(update)
   arguments = zip(update.args_info[0], update.input_shardings[0])
   # The update's arguments are state, running metrics, batch, ...
@@ -174,7 +174,7 @@ def _on_device(infos: Any, shardings: Any) -> int:
 def _advice(limit: int | None) -> str:
   """The tools.plan command that finds settings that fit.
 
-  It has the --config flags of this process.
+  It repeats the --config flags of this process.
   """
   words = iter(sys.argv[1:])
   config = [

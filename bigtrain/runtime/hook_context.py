@@ -1,6 +1,6 @@
 """What a hook sees of the run, and what it can ask for.
 
-Each hook gets a `Context`. All contexts share one `Run`, which has the present
+Each hook gets a `Context`. All contexts share one `Run`, which has the current
 state and collects the requests; hooks.py carries them out.
 """
 
@@ -143,12 +143,12 @@ class Context:
     self._run.scalars |= {f"{self.name}/{k}": v for k, v in scalars.items()}
 
   def request_save(self) -> None:
-    """Asks for a checkpoint of the present state."""
+    """Asks for a checkpoint of the current state."""
     self._check_asks()
     self._run.save = True
 
   def request_evaluation(self, *names: str) -> None:
-    """Asks for evaluations of the present state, by default for all."""
+    """Asks for evaluations of the current state, by default all of them."""
     self._check_asks()
     for name in names:
       check_choice(
@@ -157,7 +157,7 @@ class Context:
     self._run.asked_evaluations |= set(names or self._run.evaluations)
 
   def stop(self, reason: str, *, failure: bool = False) -> None:
-    """Asks to end the run. The first call counts, or the first failure."""
+    """Asks to end the run. The first failure counts, or else the first call."""
     self._check_asks()
     if self._run.stop is None or (failure and not self._run.stop.failure):
       self._run.stop = Stop(f"hook {self.name!r}: {reason}", failure)
@@ -226,6 +226,6 @@ class WatchedMetric:
 
 
 def sign(mode: str, path: str) -> float:
-  """Factor that makes a decrease the gain: 1 for mode "min", -1 for "max"."""
+  """Factor that turns gains into decreases: 1 for mode "min", -1 for "max"."""
   mode = check_choice(path, mode, ("min", "max"))
   return 1.0 if mode == "min" else -1.0

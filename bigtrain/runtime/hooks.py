@@ -42,7 +42,8 @@ class Hooks:
 
   Attributes:
     stopped: the decision that ended the run, now or before it was resumed.
-    evaluations: those that hooks have asked for and that have no results yet.
+    evaluations: evaluations that hooks have asked for and that have no results
+      yet.
   """
 
   def __init__(self, hooks: Mapping[str, Any], run: Run, digest: str = ""):
@@ -204,7 +205,7 @@ class Hooks:
     Args:
       saved: the result of `state`; {} for a new run.
       step, state: the step and the train state with which the run starts.
-      frozen: variables beside the state, of a teacher or of adapters' base.
+      frozen: variables outside the state: a teacher's, or the adapters' base.
     """
     self._run.step, self._run.state = step, state
     self._run.frozen = frozen or {}
@@ -230,7 +231,7 @@ def from_config(
   evaluations: Iterable[Any] = (),
   checks: task_checks.Checks | None = None,
 ) -> Hooks:
-  """Builds the hooks of config.hooks, and one for the checks of tasks."""
+  """Builds the hooks of config.hooks, and a hook for the checks of tasks."""
   names = [evaluation.name for evaluation in evaluations]
   run = Run(workdir, config.to_dict(), mesh, predict_fns or {}, names)
   hooks = {}

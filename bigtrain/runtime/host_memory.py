@@ -17,11 +17,11 @@ def keep_freed() -> bool:
   """Makes glibc's malloc keep freed blocks below 2 GiB; False if it cannot.
 
   By default malloc maps and unmaps large blocks one by one. XLA's CPU backend
-  allocates its temporaries again in every step, so every step would fault in
-  all pages, which takes a quarter to a third of its time (docs/benchmarks.md).
-  Only malloc's main arena holds blocks above 64 MiB, and only for the main
-  thread, so programs run in that thread. Call this before the first use of
-  devices.
+  allocates its temporaries again in every step, so every step would have to
+  fault in all pages, which takes a quarter to a third of the step's time
+  (docs/benchmarks.md). Only malloc's main arena holds blocks above 64 MiB, and
+  only for the main thread, so programs run in that thread. Call this before the
+  first use of devices.
   """
   jax_flags.default("jax_cpu_enable_async_dispatch", False)
   if not sys.platform.startswith("linux"):

@@ -1,6 +1,6 @@
 """Training in a notebook or at Python's prompt: messages and Ctrl-C.
 
-When a run has ended, the handlers of signals and logs are those from before.
+After a run, the handlers of signals and logs are the same as before it.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def session() -> Iterator[None]:
 def _interrupts() -> Iterator[list[int]]:
   """Makes Ctrl-C ask for the end of the run; yields the signals of the run.
 
-  It replaces only Python's own handler, which notebooks and scripts have.
+  It replaces only Python's default handler, which notebooks and scripts use.
   """
   is_main = threading.current_thread() is threading.main_thread()
   default = signal.default_int_handler

@@ -3,8 +3,8 @@
   --jax_debug_nans --jax_log_compiles --verbosity=-1 --log_dir=logs
 
 Every option of `jax.config` is a flag with the same name, and so are the flags
-of absl's logging. The values go to jax and absl. Options that this program sets
-itself (`default`) keep the value of the command line.
+of absl's logging. The values are passed to jax and absl. For options that this
+program also sets itself (`default`), the command line wins.
 """
 
 import functools
@@ -69,7 +69,7 @@ def apply(values: flags.FlagValues) -> None:
 
 
 def take(words: Sequence[str]) -> list[str]:
-  """Applies the flags among the words; returns the other words."""
+  """Applies the flags among the words of a command line; returns the others."""
   values = flags.FlagValues()
   values.set_gnu_getopt(True)
   define(values)

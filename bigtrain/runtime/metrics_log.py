@@ -71,7 +71,7 @@ class MetricsLog:
   ) -> None:
     """Keeps the metrics of a log step until `flush`.
 
-    `report` then returns further values of the entry.
+    `report` then returns additional values for the entry.
     """
     self._queued = step, sums, self.hooks.take_scalars(), report
 
@@ -102,7 +102,7 @@ class MetricsLog:
     self._write({"step": step, **named})
 
   def _write(self, entry: dict[str, Any]) -> None:
-    """Passes a log entry on; images and the like go only to the writers."""
+    """Passes a log entry on; images and other media only go to the writers."""
     scalars, shown = media.split(entry)
     self.newest.update(scalars)
     self.writer.write(scalars, shown)

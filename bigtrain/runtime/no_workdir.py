@@ -15,7 +15,7 @@ _PREFIXES = ("ckpt_", "keep_ckpt", "local_ckpt", "save_at_start")
 
 @contextlib.contextmanager
 def folder(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
-  """(the config of a run that saves nothing, a folder that is removed)."""
+  """(the config of a run that saves nothing, a temporary folder)."""
   config = plain(config)
   unused = [
     key for key, value in config.items() if value and key.startswith(_PREFIXES)

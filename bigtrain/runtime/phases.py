@@ -36,8 +36,8 @@ class Phases:
   def __call__(self, name: str, step: int, detail: str = "") -> Iterator[None]:
     """Enters a phase for a `with` block, and then returns to the one before.
 
-    Wait for dispatched steps before the block. Inside it, their time would
-    count as that of the phase.
+    Wait for dispatched steps before the block; otherwise their time would count
+    as the phase's.
     """
     if name not in _PHASES:
       raise ValueError(f"phase {name!r}: expected one of {', '.join(_PHASES)}")
@@ -91,7 +91,7 @@ def from_run(
   """The phases of a run, with a console and a clock of its own.
 
   Args:
-    about_input: arguments of `Chrono` that the input knows.
+    about_input: arguments of `Chrono` that describe the input.
     flops_per_step: model FLOPs of a step, over all devices.
   """
   clock = Chrono(

@@ -2,7 +2,7 @@
 
 `Programs.lower` traces a function, which needs the interpreter and the ambient
 mesh of its thread. It returns a function that compiles the program. Compilation
-runs in C++ and may take minutes, so it runs in another thread (`Builder`, or
+happens in C++ and may take minutes, so it runs in another thread (`Builder`, or
 process.Background). Identical programs, such as the steps of two evaluations
 that differ only in their data, are compiled once.
 """
@@ -30,7 +30,7 @@ _this_thread = threading.local()
 
 @functools.cache
 def _count_cache_hits() -> None:
-  """Counts the programs that jax reads from its cache, in each thread."""
+  """Counts the programs that jax reads from its cache, for each thread."""
 
   def listen(event: str, **details: Any) -> None:
     if event == "/jax/compilation_cache/cache_hits":
@@ -114,7 +114,8 @@ class Programs:
     """`lower` for arguments of several shapes, each with its own program.
 
     Args:
-      name: name of the last program, the largest, which counts in reports.
+      name: name of the last program, which is the largest and the one in
+        reports.
       fn: the function.
       all_specs: specs of its arguments, for each program.
       argnums: numbers of the arguments whose shapes or keys differ.
@@ -175,7 +176,7 @@ class Programs:
     return program
 
   def explained(self, error: Exception, name: str = "") -> Exception:
-    """Makes an OutOfMemory of jax's errors about memory; others stay.
+    """Converts jax's errors about memory to OutOfMemory; keeps other errors.
 
     Args:
       error: the error.
@@ -261,9 +262,9 @@ def _eager(fn: Callable[..., Any], out_shardings: Any) -> Program:
 class Builder:
   """Calls functions in the background, one after the other.
 
-  They compile programs, for instance, and must not communicate with other
-  processes. Each is called once, by the first `start` or `get` of its name.
-  `close` does not wait for a running one.
+  The functions compile programs, for instance, and must not communicate with
+  other processes. Each is called once, by the first `start` or `get` of its
+  name. `close` does not wait for a running function.
   """
 
   def __init__(self, builds: Mapping[str, Callable[[], Any]], mesh: Mesh):

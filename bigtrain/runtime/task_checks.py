@@ -1,4 +1,4 @@
-"""Ends a run whose task says, from a log entry, that it has failed."""
+"""Ends a run whose task says that it has failed, judging by a log entry."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _PATIENCE = 3
 
 
 class TaskChecks:
-  """A hook that each run has whose task has a function `problem`."""
+  """A hook that is added to runs whose task has a function `problem`."""
 
   def __init__(self, checks: Checks, context: Context):
     self._checks = checks

@@ -2,8 +2,8 @@
 
 Open mesh.py first: it makes the device mesh and names its axes. batches.py has
 the shardings of batches and the ambient mesh of a traced program, rules.py the
-layout of parameters and optimizer state, memory.py the optimizer state that
-stays in host memory, chosen.py takes examples out of a batch, tensor.py has the
+layout of parameters and optimizer state, memory.py the placement of optimizer
+state in host memory, chosen.py takes examples out of a batch, tensor.py has the
 products of layers that are split over `tensor`, and absent.py devices that
 exist only for the compiler. Other packages use the names below, and may all
 import this one; it imports arrays and config.

@@ -1,7 +1,7 @@
 """Absent devices: descriptions of TPUs and GPUs to compile programs for.
 
 XLA's compilers for TPUs (package libtpu) and for NVIDIA's GPUs (jax's CUDA
-plugin) run on any machine; they need no device. tools.plan compiles for absent
+plugin) run on any machine and need no device. tools.plan compiles for absent
 devices to estimate memory and time.
 """
 
@@ -126,11 +126,12 @@ def tell_cudnn(description: str) -> None:
 
 
 def _wraps(sizes: Sequence[int]) -> tuple[bool, ...]:
-  """Whether the ends of each dimension of a TPU slice have a link.
+  """For each dimension of a TPU slice, whether its ends are linked.
 
-  Slices of three dimensions have it if they consist of cubes of 4 x 4 x 4 chips
-  (v4, v5p, Ironwood), and those of two (v5e, v6e) in a dimension of 16 chips.
-  Without such links XLA replaces a gather over 64 chips by an all-reduce.
+  They are in three-dimensional slices that consist of cubes of 4 x 4 x 4 chips
+  (v4, v5p, Ironwood), and in dimensions of 16 chips of two-dimensional slices
+  (v5e, v6e). Without such links XLA replaces a gather over 64 chips by an
+  all-reduce.
   """
   if len(sizes) == 3:
     return (all(size % 4 == 0 for size in sizes),) * 3

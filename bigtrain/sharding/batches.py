@@ -4,9 +4,9 @@ Dimension 0 of a batch is split over `replica`, `fsdp` and `pipeline`. The
 devices of one `sequence` or `tensor` group hold the same examples. Inside a
 stage of a pipeline, dimension 0 of a microbatch is split only over `fsdp`.
 
-The functions for the host take the mesh as an argument. Those for models use
-the ambient mesh, which jax.set_mesh sets while a program is traced. Without an
-ambient mesh they do nothing, and so models also run on one device.
+The functions for the host get the mesh as an argument. Those for models use the
+ambient mesh, which jax.set_mesh sets while a program is traced. Without an
+ambient mesh they do nothing, so models also run on a single device.
 """
 
 import math
@@ -46,7 +46,7 @@ def batch(mesh: Mesh) -> NamedSharding:
 
 
 def batch_ways(mesh: Mesh | AbstractMesh) -> int:
-  """Number of parts that a batch is split into."""
+  """Number of parts into which a batch is split."""
   return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
@@ -77,7 +77,7 @@ def _num_pipelines() -> int:
 def to_microbatches(x: jax.Array, schedule: Schedule) -> jax.Array:
   """Reshapes [B, ...] to [microbatches, examples, ...].
 
-  The microbatches are split over the stages. No example leaves its device.
+  The microbatches are split over the stages, and no example leaves its device.
   """
   num = schedule.microbatches
   x = x.reshape(_num_pipelines(), num, -1, *x.shape[1:])
@@ -129,7 +129,8 @@ def check_batch(batch_size: int, mesh: Mesh, key: str) -> None:
 def ambient(batch_size: int) -> AbstractMesh | None:
   """The ambient mesh if it splits a batch of this size.
 
-  None without one, inside a shard_map, and for batches that do not divide.
+  None without an ambient mesh, inside a shard_map, and for batches that do not
+  divide.
   """
   mesh = jax.sharding.get_abstract_mesh()
   has_batch_axes = set(BATCH_AXES) <= set(mesh.axis_names)
@@ -162,8 +163,8 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
   Args:
     fn: the kernel.
     *args: arrays whose first dimension is the batch; some may be None.
-    by_heads: number of leading arguments that have heads as dimension 2. They
-      and the result are split over `tensor` as well, if all heads divide.
+    by_heads: number of leading arguments whose dimension 2 is heads. They and
+      the result are also split over `tensor`, if all numbers of heads divide.
   """
   mesh = ambient(args[0].shape[0])
   if mesh is None:
@@ -185,7 +186,7 @@ def split_batch(fn: Callable[..., Any], *args: Any, by_heads: int = 0) -> Any:
 
 
 def splits(batch_size: int) -> bool:
-  """Whether `split_batch` splits the batch, or does not need to."""
+  """Whether `split_batch` can split the batch, or does not need to."""
   mesh = jax.sharding.get_abstract_mesh()
   no_need = mesh.empty or mesh.size == 1 or _in_shard_map(mesh)
   return no_need or ambient(batch_size) is not None
@@ -194,7 +195,7 @@ def splits(batch_size: int) -> bool:
 def device() -> tuple[str, str]:
   """Platform and kind of the devices, such as ("gpu", "NVIDIA H100 80GB HBM3").
 
-  Of the ambient mesh if there is one: its devices may be absent ones.
+  With an ambient mesh, they are those of its devices, which may be absent.
   """
   abstract = jax.sharding.get_abstract_mesh().abstract_device
   if abstract is not None:

@@ -37,7 +37,7 @@ def read_opt_memory(config: Config) -> OptMemory:
 
 
 def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
-  """Sets the kind of memory in the shardings of the optimizer's state."""
+  """Sets the memory kind in the shardings of the optimizer's state."""
   for kind in {kind for _, kind in pairs} - {"device"}:
     # A device of this process: others cannot say what memory they have. There
     # is none if all devices are absent.
@@ -75,7 +75,7 @@ def placed(shapes: Any, shardings: Any, mesh: Mesh, pairs: OptMemory) -> Any:
 
 
 def in_host(x: Any) -> bool:
-  """Whether an array, or a traced one, is in host memory."""
+  """Whether an array, which may be traced, is in host memory."""
   return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 

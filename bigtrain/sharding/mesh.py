@@ -12,8 +12,8 @@ The batch is split over `replica` and `fsdp`, and outside the stages also over
 `make_mesh` has three steps: it fills in the size that is -1, groups the devices
 by slice, and arranges them in an array. A slice is a set of devices connected
 by a fast network: a slice of TPUs, or one server with GPUs. The axes are listed
-from the one that sends least to the one that sends most, and they are spread
-over the slices in this order: `replica` first, `tensor` last.
+in order of how much they send, least first, and are spread over the slices in
+this order: `replica` first, `tensor` last.
 """
 
 import math
@@ -58,8 +58,8 @@ _MICROBATCHES_PER_STAGE = 4
 class Schedule(NamedTuple):
   """The schedule of a pipeline.
 
-  In each of `rounds`, every microbatch passes all stages; each round applies
-  other layers (a circular pipeline).
+  In each of `rounds`, every microbatch passes through all stages; each round
+  applies different layers (a circular pipeline).
   """
 
   stages: int
@@ -71,8 +71,8 @@ class Schedule(NamedTuple):
   def split(self, examples: int) -> "Schedule | None":
     """The schedule, with a number of microbatches that suits the examples.
 
-    That is the largest number that divides the examples, up to `microbatches`,
-    and by default up to four for each stage. None if the examples do not divide
+    This is the largest number that divides the examples, up to `microbatches`
+    or, by default, up to four per stage. None if the examples do not divide
     among the stages.
     """
     limit = self.microbatches or _MICROBATCHES_PER_STAGE * self.stages
@@ -127,13 +127,14 @@ def make_mesh(
   Args:
     replica: number of copies of the sharded state.
     fsdp, sequence, tensor, pipeline: see the module.
-    pipeline_rounds: number of times that an example passes the stages, each
-      time through other layers.
+    pipeline_rounds: number of times that an example passes through the stages,
+      each time through different layers.
     pipeline_microbatches: number of microbatches that are in the pipeline
       together, a multiple of the number of stages; 0 for four times the number
       of stages, or less if the batch is small.
-    slices: expected number of TPU slices or GPU servers. By default the number
-      that the devices report. Simulated devices form this many slices.
+    slices: expected number of TPU slices or GPU servers; by default the number
+      that the devices report. Simulated devices are grouped into this many
+      slices.
     devices: by default all devices of the job.
   """
   devices = jax.devices() if devices is None else list(devices)
@@ -226,7 +227,7 @@ def _suggestion(sizes: Mapping[str, int], num_devices: int) -> str:
 
 
 def _slice_of(device: Any) -> int:
-  """Number of the TPU slice or of the server that a device is in."""
+  """The number of the TPU slice or server that a device is in."""
   # On GPUs, slice_index is the number of the server.
   number = getattr(device, "slice_index", None)
   if number is not None:
@@ -264,8 +265,8 @@ def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
   """Arranges the devices of all slices in an array with the mesh's shape.
 
   Each axis is a product of an outer factor, over the slices, and an inner one,
-  within a slice. The first axes get the slices, as far as their sizes and the
-  number of slices have common factors.
+  within a slice. The first axes are spread over the slices, as far as their
+  sizes and the number of slices have common factors.
   """
   outer = []
   remaining = len(groups)
@@ -287,7 +288,7 @@ def arranged(groups: Sequence[Sequence[Any]], shape: Sequence[int]) -> Any:
 
 
 def _within_slice(devices: Sequence[Any], shape: Sequence[int]) -> Any:
-  """An array of devices; on TPUs its neighbours are near in the torus."""
+  """An array of devices; on TPUs, neighbours in it are near in the torus."""
   # Devices of several slices are not in one torus.
   one_torus = len({_slice_of(device) for device in devices}) == 1
   if devices[0].platform == "tpu" and one_torus:
@@ -305,8 +306,8 @@ def _within_slice(devices: Sequence[Any], shape: Sequence[int]) -> Any:
 def crossing(grid: Any, groups: Sequence[Sequence[Any]]) -> dict[str, int]:
   """The axes that cross slices, and how many.
 
-  Returns: {axis: largest number of slices that one group of the axis is in}, of
-    the axes for which it is more than 1.
+  Returns: {axis: largest number of slices that one group of the axis spans},
+    for the axes where it is more than 1.
   """
   slice_of = {}
   for number, group in enumerate(groups):

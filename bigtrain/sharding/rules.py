@@ -16,13 +16,13 @@ model's description of its parameters (arrays/dims.py) says which dimension they
 split, and "fsdp" chooses among the other dimensions. `tensor` splits attention
 by heads, MLPs and experts by hidden units, embeddings and output layers by
 tokens or classes. A layout that names a dimension for one of these axes, or
-"replicated", overrides the model's description. Of the kernels of experts,
-"fsdp" splits the experts or else the rows, if they divide.
+"replicated", overrides the model's description. In kernels of experts, "fsdp"
+splits the experts or else the rows, if they divide.
 
 `place` applies the model's description. `state_shardings` then applies the
 rules to the names and shapes of the whole state, before anything compiles, and
-collects all arrays that do not divide into one error. The parts of this file:
-the state, the layouts, their texts, the model's description.
+reports all arrays that do not divide in one error. This file has four parts:
+the state, the layouts, parsing their texts, and the model's description.
 """
 
 import ast
@@ -43,6 +43,7 @@ from bigtrain.config.errors import (
   check_choice,
   check_kwargs,
   check_number,
+  nearest_divisors,
   regex,
 )
 from bigtrain.sharding import memory
@@ -169,9 +170,9 @@ def _over_replica(
 ) -> PartitionSpec:
   """Splits an array of the optimizer over `replica` too, if it divides.
 
-  The dimension over `fsdp` comes first: there a device's part of the moments
-  lies within its part of the parameters. Then the largest, and the last of
-  equal ones.
+  It prefers the dimension that is split over `fsdp`, because a device's part of
+  the moments then lies within its part of the parameters; otherwise the largest
+  dimension, and the last of equal ones.
   """
   ways = mesh.shape["replica"]
   placed = _axes_by_dim(spec)
@@ -248,7 +249,7 @@ def _fsdp(dim: int | None = None, *, min_size: int = _MIN_SIZE) -> Layout:
 def largest_free(shape: Shape, ways: int, placed: Placed) -> int | None:
   """The largest dimension that no axis splits and that `ways` divides.
 
-  Those that are placed without axes come first, in their order.
+  Dimensions that are placed without axes come first, in their order.
   """
   free = [
     dim
@@ -278,23 +279,11 @@ def _dimension(axis: str, dim: int) -> Layout:
       raise ConfigError(
         f"dimension {at} of shape {shape} is {shape[at]}, which does not "
         f"divide by {by}; the nearest sizes that work: "
-        f"{_nearest_divisors(ways, shape[at])}"
+        f"{nearest_divisors(ways, shape[at])}"
       )
     return spec_of({**placed, at: axes}), ""
 
   return layout
-
-
-def _nearest_divisors(ways: int, size: int) -> str:
-  """The divisors of a dimension's size next to `ways`, as a text.
-
-  >>> _nearest_divisors(4, 6), _nearest_divisors(3, 50257)
-  ('3 and 6', '1 and 29')
-  """
-  divisors = [n for n in range(1, size + 1) if size % n == 0]
-  below = [n for n in divisors if n < ways]
-  above = [n for n in divisors if n > ways]
-  return " and ".join(str(n) for n in below[-1:] + above[:1])
 
 
 def along(spec: PartitionSpec, shape: Shape, names: Sequence[Any]) -> Layout:
@@ -414,7 +403,7 @@ def _parse_layout(text: str, key: str) -> Layout:
 
 
 def _in_turn(layouts: Sequence[Layout], named_axes: set[str]) -> Layout:
-  """Applies several layouts, each to what those before it have placed.
+  """Applies several layouts one after the other.
 
   Args:
     layouts: layouts that always return a result.
@@ -456,7 +445,7 @@ _SPLIT_BY_TENSOR = {"H": True, "F": True, "G": False, "V": False}
 
 
 class _Split(NamedTuple):
-  """The dimension that an axis splits, and whether it has to divide."""
+  """The dimension that an axis splits, and whether it must divide evenly."""
 
   dim: int
   required: bool

@@ -1,18 +1,18 @@
 """Tensor parallelism: matrix products whose kernels are split over `tensor`.
 
-A block of a transformer has two products in a row, such as query and output of
-an attention. As in Megatron-LM (https://arxiv.org/abs/1909.08053), `columns`
-does the first one, whose kernel is split by its outputs (heads or hidden
-units), and `rows` the second, whose kernel is split by its inputs. Between
-blocks, the residual stream is split over the length (`stream`, as in
+A block of a transformer has two products in a row, such as the query and output
+projections of attention. As in Megatron-LM (https://arxiv.org/abs/1909.08053),
+`columns` does the first one, whose kernel is split by its outputs (heads or
+hidden units), and `rows` the second, whose kernel is split by its inputs.
+Between blocks, the residual stream is split over the length (`stream`, as in
 https://arxiv.org/abs/2205.05198). So the devices of a `tensor` group
 communicate twice in each block: `columns` gathers the stream, and `rows` adds
 up the parts of its output and scatters the sum over the length. The backward
 pass does the same in the other direction.
 
 The gathered stream is held as an array with an axis T of copies, one on each
-device of the group. Products over T send nothing, nor do their gradients.
-`lookup` does the same for tables of embeddings.
+device of the group. Products over T need no communication, and neither do their
+gradients. `lookup` does the same for embedding tables.
 
 Axes: B batch, L length, D model width, F inputs of a device in the second
 product, V entries of a table, T devices of a `tensor` group.
@@ -51,9 +51,9 @@ def columns(x_BLD: jax.Array) -> DotGeneral | None:
   """Returns a dot_general of x with kernels that are split by their outputs.
 
   A kernel (D, outputs, ...) gives [B, L, outputs, ...]. If the outputs do not
-  divide, as a few heads of keys and values may not, each is repeated, and there
-  are `heads_in_parts(outputs)` of them. None if `tensor` does not split the
-  layer.
+  divide, which may happen with few heads of keys and values, each is repeated,
+  and there are `heads_in_parts(outputs)` of them. Returns None if `tensor` does
+  not split the layer.
   """
   mesh = batches.ambient(x_BLD.shape[0])
   ways = tensor_ways(x_BLD.shape[0])
@@ -112,7 +112,7 @@ def rows(batch_size: int) -> DotGeneral | None:
 
 
 def by_heads(x: jax.Array, dim: int) -> jax.Array:
-  """Constrains the batch, and the heads of dimension `dim` if they divide."""
+  """Constrains the batch, and dimension `dim`, the heads, if it divides."""
   ways = tensor_ways(x.shape[0])
   if ways == 1 or x.shape[dim] % ways:
     return batches.over_batch(x)
@@ -206,9 +206,9 @@ def lookup(table_VD: jax.Array, ids_BL: jax.Array, dtype: Any) -> jax.Array:
     exchange  each device looks up the tokens of the whole `fsdp` group in its
               columns of the table, and the group exchanges the results
 
-  The exchange sends less if a device has fewer tokens than the table. Gradients
-  take the same way back, in `dtype`; those of equal tokens are added up in
-  float32.
+  The exchange sends less if a device has fewer tokens than the table has rows.
+  Gradients are sent back the same way, in `dtype`; those of equal tokens are
+  added up in float32.
   """
   mesh = batches.ambient(ids_BL.shape[0])
   if mesh is None or mesh.size == 1:

@@ -5,5 +5,5 @@ It uses loss_scale.py, for float16, and spikes.py, which finds steps whose loss
 is far above the mean. norms.py computes norms for log steps, and
 running_metrics.py merges metrics until the next log step. keys.py makes the
 random keys of a step, and frozen.py names the variables that no step changes.
-main.py puts these together in update_fn.
+main.py combines these in update_fn.
 """

@@ -1,6 +1,6 @@
 """Variables that steps use and never train: a teacher's, and adapters' base.
 
-They are beside the train state, because checkpoints do not have them.
+They are not part of the train state, because checkpoints leave them out.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ def variables(state: Mapping[str, Any]) -> dict[str, Variables]:
   """The frozen variables of a state, by NAMES.
 
   A teacher can be the moving average of the trained model itself. Its entry in
-  the state is then empty, and this fills it with the state's "ema". Several
-  teachers are a dict by name, of which each may be the average.
+  the state is then empty, and this function fills it with the state's "ema".
+  Several teachers are a dict by name, and any of them may be the average.
   """
   names = (*NAMES, TASK)
   result = {name: state[name] for name in names if name in state}

@@ -12,8 +12,8 @@ was, and config.nonfinite decides what follows:
   "skip"  The step counts as skipped and training continues, until more than
           config.max_nonfinite steps were skipped.
 
-If gradients overflow under a loss scale that can still shrink, the step changes
-only the scale, under any policy.
+If gradients overflow and the loss scale can still shrink, the step only changes
+the scale, whatever the policy.
 
 On the device, `Guard.judge` decides about a step, and `Guard.run` makes the new
 state or keeps the old one. The host reads the running metrics some steps later:
@@ -80,7 +80,7 @@ class Rollback(Exception):
   def add_to(self, rollbacks: "list[Rollback]") -> None:
     """Appends this one to the run's rollbacks.
 
-    Raises its error if there were too many for the same reason already.
+    Raises its error if there have already been too many for the same reason.
     """
     same_reason = [r for r in rollbacks if type(r.error) is type(self.error)]
     if self._most is not None and len(same_reason) >= self._most:
@@ -131,7 +131,7 @@ class Guard(NamedTuple):
     Args:
       state: the state before the step.
       running: the running metrics before the step.
-      loss, grad_norm: of the step.
+      loss, grad_norm: those of the step.
     """
     may_shrink: Any = False
     if self.loss_scale:
@@ -173,7 +173,7 @@ class Guard(NamedTuple):
     """Returns the new state and norms after a good step, else the old state.
 
     After a step that is skipped or overflows, the old state still gets the next
-    step number, so that the next batch follows, and the new loss scale.
+    step number, so that the next batch is used, and the new loss scale.
 
     Args:
       verdict: result of `judge`.
@@ -318,8 +318,8 @@ def explain(
 ) -> NotFinite:
   """Finds why a step was not finite, by computing it again.
 
-  It also computes the next batch on the same state. If that is not finite
-  either, the cause is not in this batch, and skipping it would not help.
+  It also computes a step with the next batch on the same state. If that is not
+  finite either, this batch is not the cause, and skipping it would not help.
 
   Args:
     step: number of the bad step.
@@ -328,7 +328,7 @@ def explain(
     train_input: the training data.
     gradients: (state, batch) -> gradients, metrics and mutable variables.
     rollout: the objective's, which makes the batches.
-    variables: what it writes answers with.
+    variables: the variables with which the rollout writes answers.
 
   Returns: the error to raise.
   """
@@ -396,7 +396,7 @@ def _advice(found: Mapping[str, Any], next_is_good: bool | None) -> str:
 def _is_good(
   inspect: Callable[[Any, Any], Any], state: Any, batches: Any
 ) -> bool | None:
-  """Whether a step of the next batch is finite; None if it cannot be made."""
+  """Whether a step with the next batch is finite; None if there is no batch."""
   try:
     batch = next(batches)
   except ConfigError:

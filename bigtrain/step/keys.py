@@ -1,7 +1,7 @@
 """Random keys of a run and of its steps.
 
-They are functions of the seed and the step, so that no state stores a key and a
-resumed run draws the same numbers.
+They are functions of the seed and the step, so no key is stored, and a resumed
+run draws the same numbers.
 """
 
 from typing import Any
@@ -33,7 +33,8 @@ def init_key(seed: jax.Array | int) -> jax.Array:
 def with_keys(batch: Batch, rng: jax.Array) -> dict[str, Any]:
   """Adds "_keys" [B], a key for each example.
 
-  So random numbers do not depend on how the batch is split into microbatches.
+  This way random numbers do not depend on how the batch is split into
+  microbatches.
   """
   batch_size = jax.tree.leaves(batch)[0].shape[0]
   fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -3,8 +3,8 @@
 float16 has no numbers below 6e-8, and many gradients are smaller. So the loss
 is multiplied by a scale before backpropagation, and the gradients are divided
 by it in float32. If gradients overflow, the scale is halved and the step
-changes nothing else. After some number of steps without an overflow the scale
-doubles (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+changes nothing else. After a number of steps without an overflow, the scale is
+doubled (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 """
 
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ DETAILS = ("none", "global", "per_param", "per_param_mean")
 )
 @dataclasses.dataclass(frozen=True)
 class NamedScalars:
-  """Scalars by name, in one array: each output costs a program microseconds."""
+  """Scalars by name, in one array, because every output costs microseconds."""
 
   names: tuple[str, ...]
   values: Any

@@ -148,7 +148,7 @@ def _newest_norms(
 def row(running: RunningMetrics) -> dict[str, Any]:
   """The log entry of the steps so far.
 
-  It has no means if all the steps were skipped.
+  It has no means if all steps were skipped.
   """
   sums = running["sums"]
   values: dict[str, Any] = {}

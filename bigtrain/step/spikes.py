@@ -5,8 +5,8 @@
 A step is a spike if its loss or its gradient norm is more than `z` standard
 deviations above the mean. Mean and variance are exponential averages over
 about `window` steps; the first `window` steps of a run are never spikes. A
-spike enters the averages only up to the limit, so that one spike does
-not hide another, and a level that stays high becomes normal after some steps.
+spike enters the averages only up to the limit, so that one spike does not hide
+the next, but a level that stays high becomes normal after some steps.
 
   "warn"  The spike is reported, and the state advances as usual.
   "skip"  The state stays as it was, and training continues with the next batch.
@@ -35,7 +35,7 @@ Statistics = dict[str, Any]
 
 
 class Spike(RuntimeError):
-  """A spike that rolls the run back, or the one too many that ends it."""
+  """A spike that rolls the run back, or that ends it as one too many."""
 
 
 class Spikes(NamedTuple):
@@ -72,7 +72,7 @@ class Spikes(NamedTuple):
     Args:
       statistics: those of the steps before.
       step, loss, grad_norm: of the step.
-      counts: whether the step is in the averages at all, and can be a spike.
+      counts: whether the step enters the averages and can be a spike at all.
     """
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
     mean, variance = statistics["values"][:2]

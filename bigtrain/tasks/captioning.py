@@ -3,7 +3,7 @@
 Legend: B batch, L length, D width, V vocabulary, C classes, K classes of a
 chunk, E width of the encoder, P patches.
 
-A batch has "image" [B, H, W, channels], "labels" int [B, L], a caption padded
+A batch has "image" [B, H, W, channels], "labels" int [B, L], captions padded
 with `pad_id`, and optionally "label_masks" [B, L], weights of the tokens. The
 model has the methods `states`, `encode`, `decode`, `begin` and `step` of
 models/cappa.py.
@@ -234,7 +234,8 @@ def caption(
 
   Args:
     eos_id: token that ends a caption; None if captions have no end.
-    pad_id: padding after the end. The model always reads 0 first.
+    pad_id: padding after the end. The first token that the model reads is
+      always 0.
     max_len: longest caption in tokens; by default the model's.
     method: "greedy", "beam" or "sample".
     num_beams, length_penalty: for "beam", see decoding.beam_search.

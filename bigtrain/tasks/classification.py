@@ -1,12 +1,12 @@
-"""Classification of images or texts, with one or several labels for each.
+"""Classification of images or texts, with one or several labels per example.
 
 Legend: B batch, H height, W width, L length, C classes.
 
 A batch has "image" [B, H, W, 3] floats and "labels": int [B], or one-hot or
 multi-hot [B, C], or float [B] for a regression. With "shapes" [B, 2], "image"
-has ready patches, see models.vit. Texts are "tokens" int [B, L], with -1 for
-padding, for a decoder with config.model.num_classes; or "text" int [B, L] for a
-text_transformer, optionally with "types" [B, L], the kinds of its tokens.
+has ready-made patches, see models.vit. Texts are "tokens" int [B, L], with -1
+for padding, for a decoder with config.model.num_classes; or "text" int [B, L]
+for a text_transformer, optionally with "types" [B, L], the kinds of its tokens.
 """
 
 import functools
@@ -74,8 +74,8 @@ def loss_fn(
     label_smoothing: share of the label that is spread over the classes.
     label_smoothing_over: "all" classes or, with softmax_xent, the "others".
     mixup_alpha: parameter of mixup's beta distribution; 0 turns mixup off.
-    cutmix_alpha: the same of CutMix.
-    cutmix_prob: share of the batches with CutMix, if both are on.
+    cutmix_alpha: the same for CutMix.
+    cutmix_prob: share of the batches that use CutMix, if both are on.
   """
   check_choice("config.loss.kind", kind, (*_LOSSES, "squared_error"))
   (logits_BC, _), image, mix, mutable = mixup.apply(

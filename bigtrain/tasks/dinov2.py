@@ -3,10 +3,10 @@
 The teacher is a moving average of the student. It sees two large crops of an
 image; the student sees these and several small crops, and learns to predict how
 the teacher assigns each large crop to prototypes (arXiv 2104.14294). If patches
-are masked for the student, it also predicts the teacher's assignment of these
+are masked for the student, it also predicts how the teacher assigns these
 patches (iBOT, arXiv 2111.07832). DINOv2 (arXiv 2304.07193) computes the
-assignments by Sinkhorn-Knopp and spreads features apart by KoLeo, both over the
-global batch. In its last phase, DINOv3 (arXiv 2508.10104) keeps the
+assignments with Sinkhorn-Knopp and spreads features apart with KoLeo, both over
+the global batch. In its last phase, DINOv3 (arXiv 2508.10104) keeps the
 similarities between patches close to those of an earlier teacher: Gram
 anchoring.
 
@@ -18,8 +18,9 @@ crops made by the input: "large_crops" [B, G, ...], "small_crops" [B, S, ...],
 and "gram_crops" [B, G, ...], the large crops as the Gram teacher sees them. The
 model is models/dinov2.py, or another one with the method `views`.
 
-SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop: the student
-sees it with masked patches, and predicts its class token from the small crops.
+SigLIP 2 (arXiv 2502.14786, models/siglip2.py) has one large crop, which the
+student sees with masked patches, and whose class token it predicts from the
+small crops.
 """
 
 import functools
@@ -60,7 +61,7 @@ def inputs(batch: Batch) -> Batch:
 def init_state(
   params: Params, *, model: Any, teacher: str = ".*", gram_weight: Any = None
 ) -> dict[str, Any]:
-  """The state at the start.
+  """The initial state.
 
   Args:
     teacher: regular expression of the parameters that the teacher copies, for
@@ -98,8 +99,9 @@ def update_state(
     momentum: of the teacher; published recipes let it rise to 1.
     centre_momentum: of the centres, which centering="mean" subtracts.
     gram_copies: number of times that the teacher has been copied to the Gram
-      teacher. A schedule of it copies whenever it reaches the next whole
-      number. At 0, the Gram teacher has the initial parameters.
+      teacher. It usually follows a schedule; whenever it reaches the next whole
+      number, the teacher is copied. At 0, the Gram teacher has the initial
+      parameters.
   """
   mean = jax.tree.map(
     lambda total, old: total[0] / jnp.maximum(total[1], 1.0),
@@ -161,16 +163,16 @@ def embed_fn(
     num_small: S; by default 8, or the number that the batch has.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
-    large_area, small_area: least and largest share of the image.
+    large_area, small_area: smallest and largest share of the image.
     flip: whether crops are mirrored at random.
     contrast: largest change of a crop's contrast and brightness.
     mask_prob: share of the large crops with masked patches.
-    mask_ratio: least and largest share of their patches that is masked.
-    gram_weight: weight of Gram anchoring; None for a run without it. It costs
-      nothing in steps in which the weight is 0.
+    mask_ratio: smallest and largest share of their patches that is masked.
+    gram_weight: weight of Gram anchoring; None for a run without it. Steps in
+      which the weight is 0 do not compute it.
     gram_size: side of the large crops as the Gram teacher sees them, a multiple
-      of `large_size`; its features are resized to the student's grid. Ready
-      crops come with "gram_crops" instead.
+      of `large_size`; its features are resized to the student's grid. Crops
+      that the input makes come with "gram_crops" instead.
   """
   large_crops = functools.partial(
     _large_crops, batch, num_large, area=large_area, flip=flip
@@ -221,7 +223,7 @@ def _of_large(
   weight_NM: jax.Array | None,
   by_example: Callable[[jax.Array], jax.Array],
 ) -> dict[str, jax.Array]:
-  """Features of the large crops by the student (`out`) and the teacher."""
+  """Features of the large crops, from the student (`out`) and the teacher."""
   taught = jax.lax.stop_gradient(dict(taught))
   result = {
     "student_BGE": out["class_z"],
@@ -305,7 +307,7 @@ def _gram_crops(
   """The large crops as the Gram teacher sees them, without changes of contrast.
 
   Args:
-    again: makes the same crops again, if they are not ready.
+    again: makes the same crops again, if the batch does not have them.
   """
   if "large_crops" not in batch:
     return again()
@@ -536,7 +538,7 @@ def _patch_loss(
   student_temperature: float,
   assign: Any,
 ) -> tuple[jax.Array, Any]:
-  """The loss of masked patches [B], and the sum of the teacher's logits."""
+  """The loss of the masked patches [B], and the sum of the teacher's logits."""
   weight_BGM = embeddings["weight_BGM"] * weight_B[:, None, None]
   weight_N = (weight_BGM > 0).astype(jnp.float32).reshape(-1)
   teacher_NE = embeddings["teacher_BGME"]
@@ -589,7 +591,7 @@ def _diagnosis(
 def problem(
   values: Mapping[str, float], *, model: Any, stop_on_collapse: bool = True
 ) -> str | None:
-  """The reason why features have collapsed, from the metrics of a log entry."""
+  """Describes a collapse of features that a log entry shows."""
   if not stop_on_collapse or "teacher_entropy" not in values:
     return None
   most = float(jnp.log(model.num_prototypes))

@@ -1,7 +1,7 @@
 """Distillation: a student learns the class probabilities of its teachers.
 
-As in Beyer et al. 2021, arxiv.org/abs/2106.05237: all models see the same
-mixed images, and the loss is a distance of their logits alone. `config.teacher`
+As in Beyer et al. 2021, arxiv.org/abs/2106.05237, all models see the same mixed
+images, and the loss is only a distance between their logits. `config.teacher`
 is one teacher, or several by name; they are not trained. With ema=True and
 `label_weight` it is a mean teacher, arxiv.org/abs/1703.01780.
 
@@ -10,8 +10,8 @@ Legend: B batch, H height, W width, C classes.
 A batch has "image" [B, H, W, 3] floats and optionally "labels", int [B] or
 one-hot [B, C], which only metrics and `label_weight` use; an example without a
 label has zeros. The teacher sees "teacher_image" if there is one, or
-"NAME_image" if its name is NAME: for instance the same view at another
-resolution. It is blended like the student's image. "shapes" belong to the
+"NAME_image" if its name is NAME: for instance the same view at a different
+resolution. This image is blended like the student's. "shapes" belong to the
 student's image, see models.vit.
 """
 
@@ -57,7 +57,7 @@ def loss_fn(
   """Computes the distance between student and teacher.
 
   Args:
-    variables: the student's, and the teacher's as the entry "teacher".
+    variables: the student's variables, with the teacher's as entry "teacher".
     distance: "kl", "hard", "l2", "euclidean" or "logsoftmax_euclidean"; see
       losses/distances.py.
     temperature: used by "kl".
@@ -158,7 +158,8 @@ def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
   """Functions for evaluators: the student's "logits" and "pre_logits".
 
   With a teacher (None for inference) there are also "loss" and
-  "teacher_logits", which with several teachers are of their mean probabilities.
+  "teacher_logits". With several teachers, these are the logits of their mean
+  probabilities.
   """
 
   def logits(variables: Variables, batch: Batch) -> jax.Array:

@@ -1,6 +1,6 @@
 """Flow matching: learns the velocity that leads from noise to images.
 
-A batch has "image" [B, rows, columns, channels], of values from -1 to 1, and
+A batch has "image" [B, rows, columns, channels], with values from -1 to 1, and
 "labels", int [B], if the model has classes. The model is models/dit.py. With
 config.model.latents, an autoencoder in config.teacher encodes the images, and
 the flow leads to its latents.
@@ -50,10 +50,10 @@ def loss_fn(
     teacher: the autoencoder of config.teacher, for models of latents.
     times: how times are drawn: "logit_normal", the sigmoid of a normal
       variable, or "uniform".
-    time_mean: mean of that variable; a lower one means more noise.
+    time_mean: mean of that variable; a lower mean gives more noise.
     time_std: its standard deviation.
-    class_drop: share of the examples whose class is hidden in training, which
-      guidance needs.
+    class_drop: share of the examples whose class is hidden in training, as
+      guidance requires.
   """
   check_choice("config.loss.times", times, flows.TIMES)
   check_number("config.loss.time_std", time_std, above=0)
@@ -135,7 +135,7 @@ def _velocity(
 
 
 def predict_fns(model: Any, teacher: Any = None) -> dict[str, PredictFn]:
-  """ "samples" makes images, "encoded" are features of images without noise."""
+  """ "samples" makes images; "encoded" returns features of noiseless images."""
 
   def samples(
     variables: Variables,

@@ -1,8 +1,8 @@
 """I-JEPA: predicts the features of blocks of an image from the rest of it.
 
 A teacher, the average of the student, sees the whole image. The student sees a
-large block of patches without those of some target blocks, and a predictor
-makes the teacher's features of the targets from the student's
+large block of patches, excluding those of some target blocks. From its
+features, a predictor predicts the teacher's features of the targets
 (https://arxiv.org/abs/2301.08243). No pixels are predicted, and there are no
 augmentations.
 
@@ -10,8 +10,8 @@ Legend: B batch, P patches, K patches of the context, N target blocks, T patches
 of a block, D width.
 
 A batch has "image" [B, H, W, channels]. The model is models/ijepa.py. Examples
-are independent, so microbatches change nothing but the effective rank, which is
-that of a microbatch.
+are independent, so microbatches only change the metric "effective_rank", which
+is computed for each microbatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def loss_fn(
 
   Args:
     num_targets, target_area, target_aspect, context_area, max_context,
-      min_context: of the masks, see losses/block_masks.py.
+      min_context: options of the masks, see losses/block_masks.py.
     distance: "smooth_l1", or "l2", the squared difference.
   """
   check_choice("config.loss.distance", distance, ("smooth_l1", "l2"))
@@ -122,7 +122,7 @@ def loss_fn(
 
 
 def _normalised(x_BPD: jax.Array) -> jax.Array:
-  """Features of mean 0 and variance 1, each patch by itself."""
+  """Features normalised to mean 0 and variance 1, for each patch separately."""
   x_BPD = x_BPD.astype(jnp.float32)
   mean_BP1 = jnp.mean(x_BPD, -1, keepdims=True)
   variance_BP1 = jnp.var(x_BPD, -1, keepdims=True)
@@ -144,7 +144,7 @@ def _unit(x: jax.Array) -> jax.Array:
 def problem(
   values: Mapping[str, float], *, stop_on_collapse: bool = True
 ) -> str | None:
-  """Says why features have collapsed, from the metrics of a log entry."""
+  """Describes a collapse of features that a log entry shows."""
   if not stop_on_collapse:
     return None
   teachers = "the teacher's features"

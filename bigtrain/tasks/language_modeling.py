@@ -9,11 +9,11 @@ A batch has
   "positions": optional with "segments": [B, L], places in the document.
   "loss_mask": optional [B, L], 0 for targets without a loss. Tokens before a
     target with a loss are its context, as a prompt is; others are padding.
-  "prefix": optional int [B], number of leading tokens that all tokens see, also
-    those before them (a prefix language model). Not with "segments".
+  "prefix": optional int [B], number of leading tokens that all tokens see, even
+    earlier ones (a prefix language model). Not with "segments".
   "image": optional float [B, height, width, 3], or [B, N, height, width, 3] for
-    several, the pictures of models.vision_language; or ready patches, float
-    [B, N, P, values], of pictures of any shape. With these,
+    several, the pictures of models.vision_language; or ready-made patches,
+    float [B, N, P, values], of pictures of any shape. With these also
   "shapes": int [B, N, 2], rows and columns of the patches of each.
   "num_bytes": optional [B], bytes of the targets' text.
   "teacher_ids", "teacher_logits": optional [B, L, k], from `likely`. With them,
@@ -78,7 +78,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
 def exact(
   variables: Variables, batch: Batch, *, model: Any, chunk: int | None = None
 ) -> Metrics:
-  """Share of the examples whose answer greedy decoding gives."""
+  """Share of the examples whose answer greedy decoding reproduces."""
   scores = _TASK.score(variables, batch, model=model, chunk=chunk)
   weight_B = metrics.example_weights(batch, batch["tokens"])
   return {"exact": metrics.pair(scores["greedy"], weight_B)}
@@ -116,10 +116,10 @@ def generate(
   """Continues prompts by int32 [B, max_new], with a cache of keys and values.
 
   Args:
-    batch: "tokens" [B, L], prompts padded at the end with `pad_id`. With
-      "prefix", whatever it holds, all tokens see the whole prompt. "image" are
-      its pictures; a prompt does not end with an image token. "sample" int32
-      [B] is optional, and distinguishes samples of the same prompt.
+    batch: "tokens" [B, L], prompts padded at the end with `pad_id`. If there is
+      a "prefix", whatever its values, all tokens see the whole prompt. "image"
+      has the prompt's pictures; a prompt must not end with an image token. The
+      optional "sample" int32 [B] distinguishes samples of the same prompt.
     max_new: largest number of new tokens.
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
@@ -128,8 +128,10 @@ def generate(
       greedy. A sample depends only on the seed and the prompt.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
     drafts: number of tokens that the modules of config.model.mtp draft at a
-      time, for greedy decoding: fewer calls of the model, and the same tokens.
-    whole: whether to return what decoding.sample does, prompts included.
+      time. Only for greedy decoding; gives the same tokens with fewer calls of
+      the model.
+    whole: whether to return all that decoding.sample returns, including
+      prompts.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]
@@ -175,7 +177,7 @@ def generate(
 
 
 def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:
-  """Arguments of the model besides the tokens of prompts."""
+  """Arguments of the model for prompts, besides the tokens."""
   options = {"prefix": length_B} if "prefix" in batch else {}
   return options | {name: batch[name] for name in PICTURES if name in batch}
 
@@ -277,7 +279,7 @@ def _with_drafts(
 
 
 def _sample_ids(batch: Batch, real_BL: jax.Array) -> jax.Array:
-  """Seeds of samples, whatever the order and padding of the prompts."""
+  """Seeds of samples, independent of the order and padding of the prompts."""
   prompt_BL = batch["tokens"]
   # The multipliers are those of xxHash32.
   words_BL = (prompt_BL.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)

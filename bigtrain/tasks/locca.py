@@ -4,11 +4,11 @@ See https://arxiv.org/abs/2403.19596.
 
 Legend: B batch, N texts of an image, L length, V vocabulary.
 
-A batch has "image" [B, H, W, channels], and from the op `locca` "locca" int
-[B, N, L], sequences, and "locca_masks" [B, N, L], 1 for tokens to predict. The
-first sequence may be the caption, which is predicted in parallel for a share of
-the images. With "shapes" [B, 2], "image" has ready patches, see models.vit. The
-model has the methods `states`, `encode`, `begin` and `step` of
+A batch has "image" [B, H, W, channels] and, from the op `locca`, sequences
+"locca" int [B, N, L] and "locca_masks" [B, N, L], 1 for tokens to predict. The
+first sequence may be the caption, which is predicted in parallel for some of
+the images. With "shapes" [B, 2], "image" has ready-made patches, see
+models.vit. The model has the methods `states`, `encode`, `begin` and `step` of
 models/siglip2.py.
 """
 
@@ -164,7 +164,7 @@ def answer(
 
   Args:
     batch: "image", and "prompt" int [B, L] of the op `locca_question`.
-    max_len: longest answer; by default as far as the model's max_len.
+    max_len: longest answer; by default limited only by the model's max_len.
   """
   if "shapes" in batch:
     raise ConfigError(

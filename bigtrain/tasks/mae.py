@@ -3,7 +3,7 @@
 Legend: B batch, P patches, K patches that are seen, V values of a patch, D
 width.
 
-A batch has "image" [B, H, W, channels]; "noise" [B, P], if it is there, decides
+A batch has "image" [B, H, W, channels]. Optionally, "noise" [B, P] decides
 which patches are seen: those with the smallest numbers. The model is
 models/mae.py. The loss is from https://arxiv.org/abs/2111.06377: the mean
 squared error of the hidden patches, whose pixels are normalised per patch.
@@ -92,16 +92,16 @@ def _std_over_batch(x_BD: jax.Array, weight_B: jax.Array) -> jax.Array:
 def problem(
   values: Mapping[str, float], *, stop_on_collapse: bool = True
 ) -> str | None:
-  """Says why features have collapsed, from the metrics of a log entry."""
+  """Describes a collapse of features that a log entry shows."""
   if stop_on_collapse and values.get("feature_std", 1.0) < 1e-3:
     return "the class token's features of all images are equal"
   return None
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  """ "pre_logits", features of whole images; "reconstruction" of the hidden.
+  """ "pre_logits", features of whole images, and "reconstruction".
 
-  "pixels" are the image itself, for comparison.
+  "pixels" returns the image itself, for comparison.
   """
 
   def reconstruction(

@@ -1,11 +1,10 @@
-"""MoCo v3: an average of the student makes the keys of contrastive learning.
+"""MoCo v3: contrastive learning whose keys come from an average of the student.
 
 See https://arxiv.org/abs/2104.02057. From one view of an image, the student has
-to find the teacher's projection of the other view among all images of the
-global batch, and the same with the views exchanged. There is no queue. The
-heads' norms are over all images of a view. So the loss consists of two
-functions, see objective/gradients.py, and meshes and microbatches change it
-only by rounding.
+to find the teacher's projection of the other view among those of all images in
+the global batch, and vice versa. There is no queue. The heads' norms are
+computed over all images of a view. So the loss consists of two functions, see
+objective/gradients.py, and meshes and microbatches change it only by rounding.
 
 Legend: B batch, D width of features, E width of the heads' results.
 
@@ -69,7 +68,7 @@ def embed_fn(
 
   Args:
     view_size: side of the views; by default the image's.
-    view_area: least and largest share of the image in a view.
+    view_area: smallest and largest share of the image in a view.
     flip: whether views are mirrored at random.
     contrast: largest change of a view's contrast and brightness.
   """
@@ -102,8 +101,8 @@ def embeddings_loss_fn(
   """The loss of the global batch, from its features.
 
   Args:
-    temperature: divides the cosines; the loss is multiplied by twice it, so
-      that its gradients do not depend on it as much.
+    temperature: divides the cosines. The loss is multiplied by twice the
+      temperature, so that its gradients depend less on the temperature.
     chunk: pairs of each view at a time, see losses/pairwise.py.
   """
   check_number("config.loss.temperature", temperature, above=0)
@@ -143,7 +142,7 @@ loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 def problem(
   values: Mapping[str, float], *, stop_on_collapse: bool = True
 ) -> str | None:
-  """Says why features have collapsed, from the metrics of a log entry."""
+  """Describes a collapse of features that a log entry shows."""
   if not stop_on_collapse:
     return None
   return collapse.problem(

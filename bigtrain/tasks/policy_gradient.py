@@ -1,15 +1,15 @@
 """Learns from the rewards of answers that the model writes: GRPO and others.
 
 The losses are in losses/rewards.py. Answers are written with the weights of the
-step (objective/rollouts.py). The reference that `beta` needs is config.teacher,
-or with config.adapters the base. Dropout is off.
+step (objective/rollouts.py). The reference model for `beta` is config.teacher
+or, with config.adapters, the base. Dropout is off.
 
 Axes: B prompts; G answers to a prompt; P, L, T tokens; X = B x G.
 
 A batch of the input has "prompt" int [B, P], padded at the end, and
 "prompt_length" int [B]. For some models it also has pictures, "image" and
-"shapes", as in language modeling, and "prefix" int [B], the number of tokens
-that see each other. From these `rollout` makes
+"shapes", as in language modeling, and "prefix" int [B], the number of leading
+tokens that see each other. From these, `rollout` makes
   "tokens", "targets": int [B, G, L], prompt and answer; the token after each.
   "loss_mask": [B, G, L], 1 for the targets in the answer.
   "log_probs": float32 [B, G, L], of these targets when they were drawn.
@@ -189,7 +189,8 @@ def loss_fn(
   """Computes a loss of losses/rewards.py, which describes `kind` and `beta`.
 
   Metrics are means over answers and prompts, except "log_prob_difference", the
-  largest one between sampler and loss. For `chunk` see losses.linear_xent.
+  largest difference between sampler and loss. For `chunk` see
+  losses.linear_xent.
 
   Args:
     epsilon, epsilon_high: bounds of the ratio of probabilities if several

@@ -1,9 +1,9 @@
 """Learns which answers are preferred, from pairs or judgements: DPO and others.
 
-The losses are in losses/preferences.py. If a loss needs a reference, it is the
-first of these that exists: the feature "reference", config.teacher, the base of
-config.adapters. Dropout is off, so that both models agree at the start. With
-kind="reward", a model with config.model.num_classes=1 learns rewards.
+The losses are in losses/preferences.py. If a loss needs a reference model, it
+is the first of these that exists: the feature "reference", config.teacher, the
+base of config.adapters. Dropout is off, so that both models agree at the start.
+With kind="reward", a model with config.model.num_classes=1 learns rewards.
 
 Axes: B batch, L length; 2 for the chosen and the rejected answer; K answers per
 example, 2 in pairs and 1 in judgements.
@@ -12,9 +12,9 @@ A batch of pairs has
   "tokens", "targets": int [B, 2, L], prompt and answer; the token after each.
   "loss_mask": [B, 2, L], for the targets in the answer the weight of the pair.
     KTO's answers may be absent, with a mask of 0.
-  "reference": optional float [B, 2], log-probabilities of the answers by a
-    reference, computed before.
-  "margin": optional float [B], least difference of the rewards.
+  "reference": optional float [B, 2], log-probabilities of the answers under a
+    reference model, computed in advance.
+  "margin": optional float [B], smallest difference of the rewards.
   "image", "shapes", "prefix": optional, see losses/answers.py.
 A batch of judgements, for kind="kto", has
   "tokens", "targets", "loss_mask": as above, [B, 1, L].
@@ -145,7 +145,7 @@ def _checked_kind(kind: str | None, batch: Batch) -> str:
 
 
 def _as_pairs(x_BK: jax.Array, batch: Batch) -> jax.Array:
-  """Values of answers as [B, 2]; a judgement has 0 in the other column."""
+  """Values of answers as [B, 2]; judgements have 0 in the other column."""
   if "label" not in batch:
     return x_BK
   is_own_B2 = batch["label"][:, None] == jnp.array([1, 0])
@@ -232,8 +232,8 @@ def _judged_metrics(
 ) -> Metrics:
   """Metrics of judgements, means over the wanted or the unwanted answers.
 
-  "kl" is KTO's reference point, as a log-ratio. For "accuracy", a reward is
-  right if it is above this point, or below for an answer that is not wanted.
+  "kl" is KTO's reference point, as a log-ratio. For "accuracy", the reward of a
+  wanted answer should be above this point, and that of an unwanted one below.
   """
   kl = jnp.maximum(drift, 0.0)
   point = beta * kl
@@ -259,7 +259,7 @@ def _judged_metrics(
 
 
 def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
-  """Rewards of all answers, float32 [B, K], of their whole texts."""
+  """Rewards of all answers, float32 [B, K], computed from their whole texts."""
   if getattr(model, "num_classes", None) != 1:
     raise ConfigError(
       "config.loss.kind='reward': expected config.model.num_classes=1."

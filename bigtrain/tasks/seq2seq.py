@@ -6,8 +6,8 @@ A batch has
   "inputs", "targets": int [B, S] and [B, L], padded with 0.
   "inputs_segments", "targets_segments": only packed: [B, S] and [B, L], each
     token's document, 0 for padding. Models use distances, not positions.
-  "loss_mask": optional [B, L], weights of the targets, in place of their ids:
-    0 for padding and for targets without a loss.
+  "loss_mask": optional [B, L], weights of the targets: 0 for padding and for
+    targets without a loss. By default, ids of 0 are padding.
   "num_bytes": optional [B], bytes of the targets' text.
 """
 
@@ -78,7 +78,7 @@ def generate(
     batch: "inputs" [B, S], not packed.
     max_len: largest number of tokens, including the end.
     eos_id: token or tokens that end targets.
-    num_beams: hypotheses of a beam search, see decoding.beam_search; 1 samples.
+    num_beams: number of hypotheses, see decoding.beam_search; 1 means sampling.
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the inputs.

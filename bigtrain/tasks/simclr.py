@@ -1,14 +1,15 @@
-"""SimCLR: the other view of an image, among the views of all images.
+"""SimCLR: finds the other view of an image among the views of all images.
 
 https://arxiv.org/abs/2002.05709. Negatives are all other images of the global
-batch, and the projection head's norm is over both views of all of them. So the
-loss is in two halves, see objective/gradients.py: features of each image, and
-the loss of the batch. Microbatches and meshes change it by rounding only.
+batch, and the norm of the projection head is computed over both views of all
+images. So the loss consists of two functions, see objective/gradients.py:
+features of each image, and the loss of the batch. Microbatches and meshes
+change it only by rounding.
 
 Legend: B batch, D width of features, E width of the projections.
 
 A batch has "image" [B, H, W, channels], of which two views are made on the
-devices, or ready ones: "views" [B, 2, ...]. The model is
+devices, or ready-made "views" [B, 2, ...]. The model is
 models/contrastive_vit.py.
 """
 
@@ -44,7 +45,7 @@ def embed_fn(
 
   Args:
     view_size: side of the views; by default the image's.
-    view_area: least and largest share of the image in a view.
+    view_area: smallest and largest share of the image in a view.
     flip: whether views are mirrored at random.
     contrast: largest change of a view's contrast and brightness.
   """
@@ -104,7 +105,7 @@ loss_fn = forward.whole_loss_fn(embed_fn, embeddings_loss_fn)
 def problem(
   values: Mapping[str, float], *, stop_on_collapse: bool = True
 ) -> str | None:
-  """Says why features have collapsed, from the metrics of a log entry."""
+  """Describes a collapse of features that a log entry shows."""
   if not stop_on_collapse:
     return None
   return collapse.problem(

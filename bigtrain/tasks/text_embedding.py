@@ -1,4 +1,4 @@
-"""Embeddings of texts: a query is near its answer, and far from all others.
+"""Text embeddings: a query is near its answer and far from all others.
 
 Axes: B batch, L length, n wrong answers of a query, E embedding.
 
@@ -79,13 +79,13 @@ def embeddings_loss_fn(
 
   Args:
     temperature: divides the cosines.
-    widths: numbers of leading entries that are embeddings by themselves
-      (arXiv 2205.13147), whose losses are added up; by default all entries.
+    widths: numbers of leading entries that form embeddings by themselves (arXiv
+      2205.13147); their losses are added up. By default, all entries.
     chunk: pairs of each query at a time, see losses/pairwise.py.
 
   Returns:
-    Metrics "loss", and "accuracy" by the last width: the share of queries
-    with no other answer nearer.
+    Metrics "loss", and "accuracy" at the last width: the share of queries to
+    which no other answer is nearer.
   """
   check_number("config.loss.temperature", temperature, above=0)
   B, E = embeddings["query"].shape

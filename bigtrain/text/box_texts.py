@@ -2,8 +2,8 @@
 
   <loc0341><loc0085><loc0938><loc0426> cat ; <loc...> dog
 
-A box has its top, left, bottom and right edges, each as round(1023 x) of its
-place x in the picture, from 0 to 1.
+A box is given by its top, left, bottom and right edges. An edge at position x
+of the picture, from 0 to 1, is written as round(1023 x).
 
 Qwen3-VL writes JSON, with left, top, right and bottom from 0 to 1000:
 
@@ -64,7 +64,7 @@ def read(text: str) -> list[Box]:
 
 
 def read_with_rest(text: str) -> list[tuple[Box, str]]:
-  """Returns boxes without labels, and the text after each, up to the next."""
+  """Returns boxes without labels, each with the text up to the next box."""
   result = []
   matches = [*_BOX.finditer(text)]
   ends = [match.start() for match in matches[1:]] + [len(text)]
@@ -88,7 +88,7 @@ def _read_json(text: str) -> list[Box]:
 
 
 def without(text: str) -> str:
-  """The text without its boxes; their labels stay."""
+  """The text without its boxes, but with their labels."""
   return _BOX.sub("", text)
 
 

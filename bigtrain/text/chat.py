@@ -1,11 +1,11 @@
-"""Chat templates: they write a conversation as the text that a model knows.
+"""Chat templates, which write a conversation in the format that a model knows.
 
   template = chat.get(None, "some/published/model")  # The folder's own.
   template = chat.get("chatml", "tokenizer.json")
   template.render([{"role": "user", "content": "Hello"}])
 
-A template is jinja2, which runs in jinja2's sandbox with the functions that
-transformers offers to templates. `supervised` returns the tokens of a
+A template is written in jinja2. It runs in jinja2's sandbox, with the functions
+that transformers provides to templates. `supervised` returns the tokens of a
 conversation, and which of them a model learns to write.
 """
 
@@ -89,8 +89,8 @@ class Template:
       reads.
       tools: JSON schemas of functions.
       add_generation_prompt: whether the text ends where an answer begins.
-      now: clock for templates that print the date. With None they use the
-        date that is written in them, if they have one.
+      now: clock for templates that print the date. With None they print the
+        date that is written in them, if there is one.
       **variables: other variables of the template, such as
         enable_thinking=False.
     """
@@ -124,10 +124,11 @@ def supervised(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the ids of a conversation, int32 [n], and which have a loss.
 
-  An answer is what it adds to the ids of its prompt, its end included. The
-  prompt is the conversation before it, as the model will be asked later. So the
-  prompt must be a prefix of the whole conversation's ids; it is not if a
-  template drops the thoughts of earlier answers.
+  An answer consists of the ids that it adds to its prompt, including its end.
+  The prompt is the conversation before the answer, in the form in which the
+  model will be asked later. So the prompt's ids must be a prefix of the whole
+  conversation's ids, which fails if a template drops the thoughts of earlier
+  answers.
 
   Args:
     loss: "assistant" for all answers, "last" for the last one, "all" for every
@@ -136,8 +137,8 @@ def supervised(
     **options: options of `Template.render`.
 
   Raises:
-    DataError: the ids do not begin with the prompt's, or an answer has no end
-      token.
+    DataError: if the ids do not begin with the prompt's, or an answer has no
+      end token.
   """
 
   def ids_of(stop: int, prompt: bool = False) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Masks of COCO's annotations: polygons and run-length codes.
 
-Runs count down the columns, zeros first: a list of their lengths, or
-pycocotools' text of them, in which a number has 5 bits in each character,
-lowest first, and from the fourth on is the difference to the number two before.
+Runs go down the columns and begin with zeros. They are given as a list of
+lengths, or as pycocotools' text: each character has 5 bits of a number, lowest
+bits first, and from the fourth number on, each is the difference to the one two
+places before.
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def decode(value: Any, size: tuple[int, int], where: Any) -> np.ndarray:
 
 
 def runs(mask: np.ndarray) -> np.ndarray:
-  """The run lengths of a mask, int32; zeros behind them change nothing."""
+  """The run lengths of a mask, int32. Trailing zeros do not matter."""
   flat = np.concatenate([[False], mask.T.reshape(-1)])
   starts = np.flatnonzero(np.diff(flat))
   return np.diff([0, *starts, mask.size]).astype(np.int32)
@@ -78,7 +79,7 @@ def _counts(text: str | bytes) -> list[int]:
 
 
 def _inside(points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-  """The pixels whose centres are inside of a polygon of (x, y)."""
+  """The pixels whose centres are inside a polygon of points (x, y)."""
   height, width = size
   x1, y1 = points.T
   x2, y2 = np.roll(x1, -1), np.roll(y1, -1)

@@ -8,11 +8,11 @@ cache)`. It reads the tokens at `position` (an int32 scalar) and returns logits
 for the tokens at `position + 1`. The cache is a tree of arrays whose first axis
 is the batch.
 
-Prompts of different lengths are in one batch. So at a position, one example may
-still read its prompt while another already writes. Examples of length 0 are
-padding and stay empty. The loops stop when every example has ended. `start` is
-the first position passed to step_fn: 0, or after a prefill of the cache, the
-length of the shortest prompt minus 1.
+A batch may have prompts of different lengths. So at a given position, one
+example may still be reading its prompt while another already writes. Examples
+of length 0 are padding and stay empty. The loops stop when every example has
+ended. `start` is the first position passed to step_fn: 0 or, after a prefill of
+the cache, the length of the shortest prompt minus 1.
 
 `generate` calls `sample`, which is also greedy decoding, or `beam_search`.
 """
@@ -40,11 +40,11 @@ class Rules(NamedTuple):
   """Rules that change the scores of the next token, as in transformers.
 
   Attributes:
-    repetition_penalty: makes tokens less likely that are in the text already,
-      prompt included. Positive logits are divided by it, negative ones
+    repetition_penalty: makes tokens that are already in the text, including the
+      prompt, less likely. Positive logits are divided by it, negative ones
       multiplied (https://arxiv.org/abs/1909.05858, section 4.1).
-    no_repeat_ngram_size: length of sequences that may not occur twice, prompt
-      included; 0 for no limit.
+    no_repeat_ngram_size: length of sequences that may not occur twice, even in
+      the prompt; 0 for no limit.
     min_new: minimum number of new tokens before a token that ends the text.
   """
 
@@ -68,8 +68,8 @@ class Rules(NamedTuple):
     """Returns the scores of the token after `position`, float32.
 
     Args:
-      text_BL: prompt and new tokens together; what is behind `position` does
-        not count.
+      text_BL: prompt and new tokens together; anything after `position` is
+        ignored.
       num_new_B: new tokens so far; negative within the prompt.
       ends: the tokens that end a text.
     """
@@ -185,8 +185,9 @@ def eos_ids(eos_id: EosId) -> tuple[int, ...]:
 def row_hashes(values_BN: jax.Array, factor: int = 1) -> jax.Array:
   """Returns a hash of each example's values, uint32 [B], for `sample`'s ids_B.
 
-  With these ids, what is drawn for a prompt does not depend on its place in the
-  batch. Zeros at the end of the values, padding, do not change the hash.
+  With these ids, the draws for a prompt do not depend on its place in the
+  batch. Zeros at the end of the values, which are padding, do not change the
+  hash.
   """
   place_N = jnp.arange(values_BN.shape[1], dtype=jnp.uint32) * 2 + 1
   mixed_BN = (values_BN ^ (values_BN >> 15)) * jnp.uint32(factor) * place_N
@@ -362,14 +363,14 @@ def beam_search(
   Hypotheses are ranked by log-likelihood / ((5 + n) / 6) ** length_penalty for
   n generated tokens, eos included (https://arxiv.org/abs/1609.08144, section
   7). As in T5X, each step takes the 2 * num_beams best candidates: those that
-  end are finished, and the num_beams best others go on. An example is done when
-  no unfinished hypothesis can beat its best finished one. With one beam this is
-  greedy decoding, except that a text may also end where the eos is the second
-  likeliest token.
+  end are finished, and the num_beams best of the others continue. An example is
+  done when no unfinished hypothesis can beat its best finished one. With one
+  beam this is greedy decoding, except that a text may also end where the eos is
+  the second likeliest token.
 
   Returns:
     The new tokens of the best hypothesis, int32 [B, max_new], and its score,
-    [B]. It is finished, or has the largest length.
+    [B]. The hypothesis is finished, or has the largest length.
   """
   check_number("max_new", max_new, least=1, whole=True)
   check_number("num_beams", num_beams, least=1, whole=True)

@@ -2,7 +2,7 @@
 
   <loc0341><loc0085><loc0938><loc0426><seg004>...<seg127> cat ; <loc...> dog
 
-A box, as in box_texts.py, and 16 codes of what the mask is inside of it; see
+A box, as in box_texts.py, followed by 16 codes of the mask inside the box; see
 pp/mask_codes.py.
 """
 
@@ -18,7 +18,7 @@ _CODES = re.compile(rf"\s*((?:<seg\d{{3}}>){{{NUM_CODES}}})(?!<seg)")
 
 
 class Mask(NamedTuple):
-  """A mask as codes, inside of a box."""
+  """A mask inside a box, as codes."""
 
   box: box_texts.Box
   codes: tuple[int, ...]

@@ -1,12 +1,13 @@
 """Messages in a form that a chat template writes in full.
 
-Templates skip the fields that they do not know, such as tool calls, and some
-write what is not text in Python's spelling: `None`, or `[{'type': 'text', ...`.
-A model would learn that. `readable` finds a form of each message that the
-template writes as text, and refuses the conversation if there is none.
+Templates skip fields that they do not know, such as tool calls, and some write
+values that are not text in Python's notation: `None`, or `[{'type': 'text',
+...`. A model would learn to write that. `readable` finds a form of each message
+that the template writes as text, and refuses the conversation if there is none.
 
-Whether a template writes a value is found by rendering the conversation again
-with another value in its place: equal texts mean that it does not.
+To find out whether a template writes a value, the conversation is rendered
+again with a different value in its place. If the text stays the same, the
+template does not write the value.
 """
 
 import json
@@ -50,8 +51,8 @@ def readable(
     **options: options of `chat.Template.render`.
 
   Raises:
-    DataError: a content is not text, or the template does not write a field.
-    ConfigError: the template refuses the conversation.
+    DataError: if a content is not text, or the template does not write a field.
+    ConfigError: if the template refuses the conversation.
   """
   _check_messages(messages)
   given = [_without(message, ignore_fields) for message in messages]
@@ -69,7 +70,7 @@ def readable(
 
 
 class _Conversation:
-  """Messages that are brought into a form of the template one by one."""
+  """A conversation, whose messages are converted one by one for a template."""
 
   def __init__(
     self,
@@ -89,7 +90,7 @@ class _Conversation:
     ]
 
   def is_plain(self) -> bool:
-    """Whether messages have nothing but a role and a text."""
+    """Whether messages have only a role and a text."""
     return all(
       isinstance(message.get("content"), str)
       and message.keys() <= set(_OWN_FIELDS)
@@ -99,8 +100,8 @@ class _Conversation:
   def has_all_contents(self) -> bool:
     """Whether the contents appear in the text, one after the other.
 
-    This needs no second rendering. False says nothing: templates may change a
-    content a little.
+    This needs no second rendering. False proves nothing, because templates may
+    change a content slightly.
     """
     text = self._render(self.messages)
     at = 0
@@ -115,8 +116,8 @@ class _Conversation:
   def settle(self, number: int) -> list[_Path]:
     """Sets a message's first form that the template writes in full.
 
-    If there is none, sets the form of which it drops the least. Returns the
-    paths of the values that it drops.
+    If there is none, sets the form of which the template drops the least.
+    Returns the paths of the dropped values.
     """
     best: tuple[dict[str, Any], list[_Path]] | None = None
     for form in _forms(self._given[number]):
@@ -150,7 +151,7 @@ class _Conversation:
       return None
 
   def _texts(self, number: int, message: dict[str, Any]) -> list[str | None]:
-    """Returns the texts up to a message and of all, with it replaced.
+    """Returns the texts up to a message and of all messages, with it replaced.
 
     Templates may leave out a field once the conversation continues, as they do
     with thoughts. `chat.supervised` decides whether that is allowed.
@@ -176,7 +177,7 @@ class _Conversation:
     return False
 
   def _check_spelling(self, number: int, texts: Sequence[str | None]) -> None:
-    """Refuses fields that the template writes in Python's spelling."""
+    """Refuses fields that the template writes in Python's notation."""
     text = texts[-1] or texts[0] or ""
     for path, value in _containers(self.messages[number]):
       spelled = str(value)
@@ -259,7 +260,7 @@ def _check_messages(messages: Any) -> None:
 def _without(
   message: chat.Message, ignore_fields: Collection[str]
 ) -> dict[str, Any]:
-  """Returns a message without ignored fields, and without those that are null.
+  """Returns a message without ignored fields and null fields.
 
   Parquet files have null for each field that a message or a part does not have.
   """
@@ -368,7 +369,7 @@ def _is_dict(value: Any) -> bool:
 
 
 def _is_quoted(message: Mapping[str, Any], text: str) -> bool:
-  """Whether a text has arguments that are JSON as a string of JSON."""
+  """Whether a text has JSON arguments inside a JSON string."""
   return any(
     json.dumps(arguments, ensure_ascii=False) in text
     for arguments in _json_arguments(message)
@@ -466,7 +467,7 @@ def _changed(value: Any, path: _Path) -> Any:
 
 
 def _spells_none(text: str | None, marked: str | None) -> bool:
-  """Whether a text has "None" or "null" where another one has `_UNREAD`."""
+  """Whether a text has "None" or "null" where the other text has `_UNREAD`."""
   if text is None or marked is None or _UNREAD not in marked:
     return False
   spellings = [

@@ -1,10 +1,11 @@
 """Pictures whose size decides what the model sees, and how many image tokens.
 
-`Native`: Qwen's models see a picture in about its own size, as a grid of
-patches. `Fitted`: so does Gemma 4, as large as a number of tokens allows.
-`Tiles`: Idefics 3 and SmolVLM cut a large picture into tiles, and see all of it
-once more in a tile's size. `Views`: LLaVA-NeXT and OneVision do so too, in one
-of a few sizes. pp/sized_pictures.py makes the pixels.
+`Native`: Qwen's models see a picture in roughly its own size, as a grid of
+patches. `Fitted`: Gemma 4 also sees a grid of patches, as large as a number of
+tokens allows. `Tiles`: Idefics 3 and SmolVLM cut a large picture into tiles,
+and also see the whole picture in the size of a tile. `Views`: LLaVA-NeXT and
+OneVision do the same, after resizing the picture to one of a few sizes.
+pp/sized_pictures.py makes the pixels.
 """
 
 import math
@@ -64,7 +65,7 @@ class Native(NamedTuple):
 
 
 class Tiles(NamedTuple):
-  """Square tiles in rows, and the whole picture behind them."""
+  """Square tiles in rows, followed by the whole picture."""
 
   longest_edge: int | None  # To which the picture is resized first.
   tile: int  # Side of a tile in pixels.
@@ -130,7 +131,7 @@ class Tiles(NamedTuple):
 
 
 class Fitted(NamedTuple):
-  """A grid of patches with a largest number of tokens; it keeps proportions."""
+  """A grid of patches that keeps proportions within a number of tokens."""
 
   patch_size: int  # Of one patch, in pixels.
   merge: int  # Side of the squares of patches that become a token.
@@ -231,7 +232,8 @@ def of_processor(
 
   Args:
     values: contents of preprocessor_config.json.
-    min_pixels, max_pixels: in place of the processor's, for native sizes.
+    min_pixels, max_pixels: values in place of the processor's, for native
+      sizes.
   """
   kind = str(values.get("image_processor_type", ""))
   size = values.get("size") or {}

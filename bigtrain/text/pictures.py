@@ -1,7 +1,7 @@
 """Pictures in texts: placeholders, and the image tokens of a model.
 
-A prompt says where its pictures stand by a placeholder such as "<image>". In
-the ids, each picture has a fixed number of image tokens, whose embeddings a
+A prompt marks the places of its pictures with a placeholder such as "<image>".
+In the ids, each picture has a fixed number of image tokens, whose embeddings a
 model of models/vision_language.py replaces. `of_folder` reads all of this from
 a published model's folder.
 """
@@ -50,7 +50,7 @@ class Pictures(NamedTuple):
   pp_several: str = ""
 
   def key(self) -> str:
-    """Identifies it: as in older versions, if they could express it."""
+    """Identifies the format; the same as in older versions where possible."""
     newer = {"layout": None, "unplaced": "", "pp_several": ""}
     fields = [
       f"{name}={x!r}"
@@ -123,7 +123,7 @@ class Pictures(NamedTuple):
   ) -> str:
     """Returns a prompt with a placeholder for each picture.
 
-    Pictures that a text does not place come at its beginning.
+    Pictures without a placeholder come at the beginning.
     """
     present = text.count(self.placeholder)
     if present not in (0, number):
@@ -147,8 +147,8 @@ class Pictures(NamedTuple):
     """Returns the ids of a text with placeholders.
 
     Args:
-      special: whether texts that spell special tokens become these. Always, if
-        the image token is one of the tokenizer's.
+      special: whether special tokens that a text spells out become tokens. They
+        always do if the image token is one of the tokenizer's.
     """
     if self.token < tokenizer.vocab_size:
       one = tokenizer.spell([self.token]) * self.tokens
@@ -168,8 +168,8 @@ class Pictures(NamedTuple):
   ) -> list[dict[str, Any]]:
     """Returns messages in which {"type": "image"} marks each picture.
 
-    For templates without such parts, the placeholder marks it. Pictures that no
-    message places come at the beginning of the first message.
+    For templates without such parts, the placeholder marks a picture. Pictures
+    that no message places come at the beginning of the first message.
     """
     if not isinstance(messages, list | tuple):
       return messages  # Which `messages.readable` refuses.

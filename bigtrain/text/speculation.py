@@ -1,9 +1,10 @@
 """Greedy decoding that reads several drafted tokens at once.
 
 A cheap model drafts the next K tokens, and the large one reads them in one
-call (https://arxiv.org/abs/2211.17192). It keeps those that it would have
-chosen itself, so the text equals that of greedy decoding. All texts of a batch
-advance together, by as many tokens as are right in each of them.
+call (https://arxiv.org/abs/2211.17192). The large model keeps the tokens that
+it would have chosen itself, so the text equals that of greedy decoding. All
+texts of a batch advance together, by the number of tokens that are right in
+every text.
 
 Axes: B batch, K drafts, W = K + 1 tokens of a call, L length with K more places
 for drafts, V vocabulary.

@@ -28,8 +28,8 @@ def write(spec: tokenizers.Spec, out: str) -> None:
   """Writes the files of a tokenizer into a folder, with its new tokens.
 
   Args:
-    spec: argument of `tokenizers.get`; its file must be there.
-    out: the folder; other files in it stay.
+    spec: argument of `tokenizers.get`, whose file must exist.
+    out: the folder; other files in it are left alone.
   """
   path, new = tokenizers.parse(spec)
   source = paths.absolute(path)

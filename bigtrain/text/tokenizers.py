@@ -138,7 +138,7 @@ def is_folder(path: object) -> bool:
 def get(spec: Spec) -> Tokenizer:
   """Returns the tokenizer "bytes", or the one of a file or folder.
 
-  It is loaded once, and again if the file has changed.
+  It is loaded once, and loaded again if the file has changed.
   """
   path_or_name, new = parse(spec)
   if path_or_name == "bytes":
@@ -200,7 +200,7 @@ def has_new_tokens(spec: Any) -> bool:
 
 
 def moved(name: str, spec: Spec) -> Spec:
-  """Returns the tokenizer `name` at a new path; its new tokens stay."""
+  """Returns the tokenizer `name` at a new path; it keeps its new tokens."""
   path, new = parse(spec)
   return spec if any(new) else name_of(path, parse(name)[1])
 
@@ -428,7 +428,7 @@ def declared_special_tokens(folder: str) -> dict[str, str | None]:
   """Returns special tokens by name, such as {"bos_token": "<s>"}.
 
   They are in the files that transformers writes beside a tokenizer. None means
-  that the folder says that there is no such token.
+  that, according to the folder, there is no such token.
   """
   declared: dict[str, str | None] = {}
   for name in ("special_tokens_map.json", "tokenizer_config.json"):

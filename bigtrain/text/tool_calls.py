@@ -1,9 +1,9 @@
-"""Tool calls in a model's answers, and the text that brings it the results.
+"""Tool calls in a model's answers, and the text that returns the results.
 
 A parser finds the calls in an answer. `Continuation` returns the ids that a
 chat template puts between an answer and the next one: the results of its calls,
 and the start of the next answer. An answer keeps the ids that the model has
-drawn, even if the template would write it differently.
+drawn, even if the template would write the answer differently.
 """
 
 import json
@@ -171,7 +171,7 @@ def _plain(calls: Sequence[Call], results: Sequence[str]) -> _Form:
 
 
 def _with_ids(calls: Sequence[Call], results: Sequence[str]) -> _Form:
-  """Messages for templates that match results to calls by their ids."""
+  """Messages for templates that match results to calls by id."""
   made = [
     {
       "id": f"call{i:05d}",  # Mistral's want nine letters and digits.

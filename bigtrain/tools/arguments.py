@@ -9,15 +9,59 @@ and parses the words that follow its name:
 """
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from bigtrain.config.errors import ConfigError, did_you_mean
 
 _CONFIG_PREFIX = "--config."
+# argparse's message about a value that is not among an argument's choices.
+_INVALID_CHOICE = re.compile(
+  r"argument ([^:]*): invalid choice: '(.*)' \(choose from (.*)\)"
+)
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+  """A parser whose errors are ConfigErrors, in place of a page about usage.
+
+  `exits.in_one_line` prints one line for them.
+  """
+
+  def error(self, message: str) -> NoReturn:
+    if wrong := _INVALID_CHOICE.fullmatch(message):
+      name, value, listed = wrong.groups()
+      choices = [choice.strip("'") for choice in listed.split(", ")]
+      message = f"{name}: unknown {value!r}.{did_you_mean(value, choices)}"
+    raise ConfigError(message)
+
+  def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    parsed, unknown = self.parse_known_args(args, namespace)
+    if unknown:
+      self.refuse(unknown[0])
+    return parsed
+
+  def refuse(self, word: str, others: Iterable[str] = ()) -> NoReturn:
+    """Raises the error for an argument that the tool does not have.
+
+    Args:
+      others: names, besides the tool's options, that the hint may suggest.
+    """
+    name = word.partition("=")[0]
+    options = list(self._option_string_actions)
+    # A tool with commands, such as `checkpoint`, has one parser for each.
+    for action in self._actions:
+      if isinstance(action, argparse._SubParsersAction):
+        for command in action.choices.values():
+          options += command._option_string_actions
+    hint = did_you_mean(name, [*options, *others])
+    if "mean" not in hint:
+      # No name is similar. List the tool's options only.
+      hint = did_you_mean(name, options)
+    raise ConfigError(f"{word!r}: unknown argument.{hint}")
+
+
+class Parser(OneLineParser):
   """A parser whose --help begins with the docstring of the tool."""
 
   def __init__(self, tool: str, doc: str | None, **options: Any):
@@ -32,8 +76,7 @@ class Parser(argparse.ArgumentParser):
 class JaxParser(Parser):
   """A parser that also handles flags of jax and absl, and --config.KEY=VALUE.
 
-  runtime/jax_flags.py has the flags. Errors are ConfigErrors, for which
-  `exits.in_one_line` prints one line.
+  runtime/jax_flags.py has the flags.
   """
 
   def __init__(self, tool: str, doc: str | None, *, changes_config: bool):
@@ -43,9 +86,6 @@ class JaxParser(Parser):
     # An abbreviated option could be a misspelled flag of jax.
     super().__init__(tool, doc, epilog=epilog, allow_abbrev=False)
     self._changes_config = changes_config
-
-  def error(self, message: str) -> NoReturn:
-    raise ConfigError(message)
 
   def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the arguments, and changes of the config as "KEY=VALUE"."""
@@ -68,13 +108,7 @@ class JaxParser(Parser):
       )
     args, unknown = self.parse_known_args(jax_flags.take(words))
     if unknown:
-      name = unknown[0].partition("=")[0]
-      options = list(self._option_string_actions)
-      hint = did_you_mean(name, [*options, *jax_flags.names()])
-      if "mean" not in hint:
-        # No name is similar. List the tool's options, not jax's hundreds.
-        hint = did_you_mean(name, options)
-      raise ConfigError(f"{unknown[0]!r}: unknown argument.{hint}")
+      self.refuse(unknown[0], jax_flags.names())
     return args, changes
 
 

@@ -148,7 +148,7 @@ def _report(problems: Mapping[str, Sequence[integrity.Problem]]) -> int:
 def _parser() -> arguments.Parser:
   parser = arguments.Parser("checkpoint", __doc__)
   commands = parser.add_subparsers(
-    dest="command", required=True, parser_class=argparse.ArgumentParser
+    dest="command", required=True, parser_class=arguments.OneLineParser
   )
 
   def add(

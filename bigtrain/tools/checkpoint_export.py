@@ -358,7 +358,7 @@ def _copy_companions(
   """Copies the tokenizer of the folder in config.model_init, if it is a folder.
 
   The chat template and the tokens that end an answer come from the run. Returns
-  the keys of the folder's config.json that stay: the ids of special tokens, and
+  the keys of the folder's config.json to keep: the ids of special tokens, and
   timm's preprocessing of pictures.
   """
   host = manifest.host_state
@@ -435,7 +435,7 @@ def _files(
 def _built(
   read: _Read, tensor: Tensor, full_names: Mapping[str, str]
 ) -> np.ndarray:
-  """A published array, from the slices of ours that it consists of."""
+  """A published array, assembled from slices of our arrays."""
   slices = [(full_names[name], index) for name, index in tensor.parts]
   value = tensor.build(list(read(slices)))
   if tuple(value.shape) != tuple(tensor.shape):

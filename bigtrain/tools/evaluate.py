@@ -13,8 +13,9 @@ same devices its results equal the run's, bit for bit. (config.eval_only
 evaluates within main, which can also start from config.model_init.)
 
 --all_checkpoints evaluates each checkpoint, in order. --follow also waits for
-new ones until the run is finished, as a job beside it. Both append the results
-to metrics.jsonl in the output folder, and skip steps that are there already.
+new ones until the run is finished; start it as a separate job. Both append the
+results to metrics.jsonl in the output folder, and skip steps that are already
+there.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.
 """
@@ -70,11 +71,11 @@ def evaluate(
   write.
   """
   workdir, output = _folders(workdir, output)
-  config = _read_config(workdir, changes)
+  config, added = _read_config(workdir, changes)
   if evals is not None:
     config = settings.Config({**config.to_dict(), "evals": dict(evals)})
   directory = folders.find_named(workdir, step, "--workdir")
-  evaluate_checkpoint = _evaluator(config, directory, output)
+  evaluate_checkpoint = _evaluator(config, directory, output, added)
   return evaluate_checkpoint(directory)
 
 
@@ -86,11 +87,11 @@ def evaluate_all(
 ) -> Iterator[dict[str, Any]]:
   """Yields the results of each checkpoint for which `output` has none.
 
-  They are as those of `evaluate`. With `follow`, this waits for new checkpoints
-  until the run is finished.
+  The results are like those of `evaluate`. With `follow`, this waits for new
+  checkpoints until the run is finished.
   """
   workdir, output = _folders(workdir, output)
-  config = _read_config(workdir, changes)
+  config, added = _read_config(workdir, changes)
   if not follow and not folders.steps(workdir):
     raise ConfigError(f"--workdir={workdir}: there are no checkpoints.")
   done = {results["step"] for results in log_entries.read(output)}
@@ -111,7 +112,7 @@ def evaluate_all(
     try:
       directory = folders.find(workdir, step)
       if evaluate_checkpoint is None:
-        evaluate_checkpoint = _evaluator(config, directory, output)
+        evaluate_checkpoint = _evaluator(config, directory, output, added)
       results = evaluate_checkpoint(directory)
     except (CheckpointError, OSError):
       # The run removes old checkpoints, as config.keep_ckpts says.
@@ -144,7 +145,7 @@ def _folders(workdir: str, output: str) -> tuple[str, str]:
 
 
 def _evaluator(
-  config: settings.Config, directory: str, output: str
+  config: settings.Config, directory: str, output: str, added: Sequence[str]
 ) -> Callable[[str], dict[str, Any]]:
   """Returns a function from a checkpoint's directory to its results.
 
@@ -188,6 +189,7 @@ def _evaluator(
     )
     if not enabled:
       raise ConfigError("config.evals: empty; expected evaluations.")
+    _check_added(config, added)
     frozen |= teaching.load()
     evaluators = [(evaluation, evaluation.build()) for evaluation in enabled]
 
@@ -211,15 +213,34 @@ def _evaluator(
   return evaluate_checkpoint
 
 
-def _read_config(workdir: str, changes: Sequence[str]) -> settings.Config:
+def _read_config(
+  workdir: str, changes: Sequence[str]
+) -> tuple[settings.Config, list[str]]:
+  """Returns the changed config, and the keys that the changes have added."""
   plain = run_files.read_config(workdir, "--workdir=")
+  known = settings.flatten(plain)
+  added = []
   for change in changes:
     loading.override(plain, change)
+    key = change.partition("=")[0]
+    if key not in known:
+      added.append(f"config.{key}")
   # Schedules are ignored here: without training data, epochs have no length.
   for entry in (plain.get("evals") or {}).values():
     for unit in lengths.UNITS:
       entry.pop(f"log_{unit}", None)
-  return settings.Config(plain)
+  return settings.Config(plain), added
+
+
+def _check_added(config: settings.Config, added: Sequence[str]) -> None:
+  """Refuses keys that the command line adds and that nothing reads.
+
+  Of the run's own keys, many are not read here: they are for training.
+  """
+  for line in config.unread():
+    unread = line.partition(":")[0]
+    if any(f"{key}.".startswith(f"{unread}.") for key in added):
+      raise ConfigError(line)
 
 
 def _state_spec(
@@ -261,7 +282,7 @@ def _teacher(
   """The teacher of config.teacher, if an evaluation needs it.
 
   An evaluation needs it if its predict function exists only with a teacher. The
-  first such evaluation gives the shapes of the teacher's inputs.
+  shapes of the teacher's inputs are those of the first such evaluation.
   """
   no_teacher = teacher.Teacher(None, {}, dict)
   if not config.get("teacher"):

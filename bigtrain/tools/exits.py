@@ -18,11 +18,11 @@ def in_one_line(*failures: type[Exception]) -> Callable[..., Any]:
   """Decorates a tool's `main`, which returns the exit code.
 
   A user's mistake ends the tool with code 2, a failure with 1, and Ctrl-C with
-  130, each with one line in place of a traceback. A closed pipe, as `| head`
-  leaves it, ends the tool with 0. Other exceptions pass.
+  130, each with one line in place of a traceback. A closed pipe, as in `|
+  head`, ends the tool with 0. Other exceptions are not caught.
 
   Args:
-    *failures: exceptions that are failures, besides OSError and
+    *failures: exceptions that count as failures, besides OSError and
       CheckpointError.
   """
 

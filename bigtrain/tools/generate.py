@@ -8,10 +8,10 @@
       --image=street.jpg --prompt="caption en"
 
 The text is printed while it is generated; with pictures, once it is complete.
-It is decoded as by bigtrain.load: as the generation_config.json of a published
-folder says, else greedily; a line on stderr says how. The config in the
-checkpoint defines the model. When the text reaches the model's context length,
-generation continues with the second half of the context.
+Decoding is as in bigtrain.load: it follows the generation_config.json of a
+published folder, and is greedy without one; a line on stderr says which. The
+config in the checkpoint defines the model. When the text reaches the model's
+context length, generation continues with the second half of the context.
 """
 
 import functools
@@ -54,8 +54,9 @@ def generate(
 ) -> Iterator[str]:
   """Yields the text that follows a prompt, piece by piece.
 
-  A beam search, and a prompt with pictures, yield all of it at its end. See
-  the command line for the arguments; `given` are the options of sampling.
+  With beam search or a prompt with pictures, it yields the whole text at the
+  end. See the command line for the arguments; `given` has the options of
+  sampling.
   """
   check_choice("--prefix", prefix, saved.WEIGHTS)
   checkpoint = saved.find(path, step, "--workdir or --model")
@@ -151,8 +152,8 @@ def _options(
 ) -> tuple[dict[str, Any], decoding.Rules]:
   """Returns the options of `decoding.choose`, and the repetition rules.
 
-  Each option is the one that is given, else the one that is saved with the
-  model, else a default.
+  Each option is the one given, else the one saved with the model, else a
+  default.
   """
   options = {
     "temperature": 0.0,
@@ -260,8 +261,8 @@ def _sample(
   """Yields tokens that follow `ids`.
 
   `read` fills the cache with the text so far, and `write` adds a token. Legend:
-  a leading 1 is the batch of one text, L the length of the context, N of prompt
-  and new tokens.
+  a leading 1 is the batch of one text, L the length of the context, N the
+  number of prompt and new tokens.
   """
   size = len(ids) + max_new  # Of the cache.
   if model.max_len is not None:
@@ -382,7 +383,8 @@ def _parser() -> arguments.JaxParser:
 def _add_sampling_arguments(parser: arguments.Parser) -> None:
   """Adds options without defaults: `_options` has those.
 
-  What a published model's folder or a run's config says comes before them.
+  The folder of a published model, or a run's config, takes precedence over the
+  defaults.
   """
   parser.add_argument(
     "--temperature",

@@ -1,4 +1,4 @@
-"""Writes a GGUF file, as llama.cpp reads it, as a published model's folder.
+"""Converts a GGUF file, as used by llama.cpp, to a published model's folder.
 
   pip install 'bigtrain[gguf,text]'
   python -m bigtrain.tools.gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
@@ -7,7 +7,7 @@
 
 Quantised arrays are dequantised by the package gguf. The file's metadata become
 config.json, tokenizer.json and the chat template. Only the architecture llama
-is read, which Mistral and SmolLM2 use too.
+is supported, which Mistral and SmolLM2 use too.
 
 Exit codes: 0; 2 for a wrong argument or without the package gguf.
 """

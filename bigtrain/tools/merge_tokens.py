@@ -3,9 +3,9 @@
   python -m bigtrain.tools.merge_tokens news/tokens books/tokens \\
       --output=corpus/tokens --min_tokens=64 --unique --shuffle=0
 
-Training does not need this: a config can mix folders, and each epoch has its
-own order. Use it to leave out documents that should not be trained on, or for
-other programs, which read in sequence. All folders must have the same
+Training does not need this: a config can mix folders, and each epoch has a
+different order. Use it to leave out documents that should not be trained on, or
+for other programs, which read in sequence. All folders must have the same
 tokenizer. The tool needs 24 bytes of memory for each document, and about 100
 with --unique.
 

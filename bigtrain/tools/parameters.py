@@ -5,8 +5,8 @@
 
 It prints a line for each trained parameter: its name, where * stands for the
 numbers of blocks that are alike, its shape, the number of its values, its
-largest learning rate and its weight decay. Then it prints how many values train
-and how many stay as they are. The data is opened; nothing is compiled or
+largest learning rate and its weight decay. Then it prints how many values are
+trained and how many are frozen. The data is opened, but nothing is compiled or
 written.
 
 Exit codes: 0; 2 for a mistake in the config or the arguments; 1 otherwise.

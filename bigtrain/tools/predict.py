@@ -8,12 +8,12 @@
 Pictures are classified, captioned or embedded, depending on what the run was
 trained for. Texts are continued or answered. The output has a line for each
 file, as JSON or CSV, with the path, the step of the checkpoint, and the result
-or, for a file that cannot be read, "error". Each line of a .jsonl file has a
-line of its own in the output, with path:line as its path and the input as
-"row". --method=score gives the log-likelihoods of given answers.
+or, for a file that cannot be read, "error". For a .jsonl file, the output has a
+line for each of its lines, with path:line as the path and the input as "row".
+--method=score gives the log-likelihoods of given answers.
 
-The same command, run again, skips what is already in the output. The complete
-output is the same as without the interruption.
+If you run the same command again, it skips what is already in the output. The
+complete output is the same as without an interruption.
 
 Exit codes: 0; 1 if files cannot be read, or for a damaged checkpoint; 2 for a
 wrong argument.

@@ -19,7 +19,7 @@ def test_did_you_mean_lists_the_options_if_none_is_near():
   assert did_you_mean("zzz", ["b", "a"]) == " There are: a, b."
   assert did_you_mean("zzz", []) == ""
   many = did_you_mean("zzz", [f"n{i:02}" for i in range(30)])
-  assert "n19" in many and "n20" not in many and many.endswith("...")
+  assert "n19" in many and "n20" not in many and many.endswith(" and 10 more.")
 
 
 def test_did_you_mean_ignores_case():
@@ -363,6 +363,18 @@ def test_override_of_nested_keys():
   loading.override(config, "model.width=32")
   loading.override(config, "mesh.fsdp=2")
   assert config["model"] == {"width": 32} and config["mesh"] == {"fsdp": 2}
+
+
+def test_override_accepts_dicts_as_configs_write_them():
+  config = {}
+  loading.override(config, "data=dict(type='arrays', of=[dict(a=1), (2,)])")
+  loading.override(config, "new= dict()")
+  loading.override(config, "text=dict(a=print(1))")  # Calls are never made.
+  assert config == {
+    "data": {"type": "arrays", "of": [{"a": 1}, (2,)]},
+    "new": {},
+    "text": "dict(a=print(1))",
+  }
 
 
 @pytest.mark.parametrize(

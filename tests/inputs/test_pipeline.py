@@ -233,7 +233,7 @@ def test_errors_in_mixtures_name_the_key(change, message):
   [
     ({"batch_size": 12}, "batch_size=12 does not divide among 8 devices"),
     ({"batch_size": 0}, "whole number at least 1"),
-    ({"data": {"type": "array"}}, "no data module 'array'.*'arrays'"),
+    ({"data": {"type": "array"}}, "unknown data source 'array'.*'arrays'"),
     ({"data": {"name": "digits"}}, "input.data.type: missing"),
     ({"data": {"type": "bigtrain.arrays.hashing"}}, "the module has no Source"),
     (

@@ -176,11 +176,21 @@ def test_an_export_is_not_overwritten_by_accident(workdir, tmp_path, capsys):
   assert out.read_bytes()[:2] == b"PK"
 
 
-@pytest.mark.parametrize("arguments", [[], ["shew"], ["show"]])
-def test_missing_arguments_print_the_usage(arguments, capsys):
-  with pytest.raises(SystemExit) as e:
-    tool.main(arguments)
-  assert e.value.code == 2 and "usage:" in capsys.readouterr().err
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ([], "the following arguments are required: command"),
+    (["shew"], "command: unknown 'shew'. Did you mean 'show'?"),
+    (["show"], "the following arguments are required: path"),
+    (["show", "x", "--dpth=1"], "unknown argument. Did you mean '--depth'?"),
+    (["export", "x", "y", "--format=hff"], "--format: unknown 'hff'. Did you"),
+    (["show", __file__], "a file; expected a workdir or a checkpoint"),
+  ],
+)
+def test_wrong_arguments_end_in_one_line(arguments, message, capsys):
+  assert tool.main(arguments) == 2
+  err = capsys.readouterr().err
+  assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 def test_a_closed_pipe_is_not_an_error(saved):

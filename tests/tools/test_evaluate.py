@@ -26,6 +26,9 @@ def test_files_of_the_run_are_not_overwritten(picture_run, tmp_path):
   new = run / "evaluate" / "predictions" / own.name
   assert len(np.load(new)["predictions"]) == 2
   new.unlink()
+  # A key that the run does not have and that nothing reads is misspelled.
+  with pytest.raises(ConfigError, match=r"mean 'config\.input\.batch_size'"):
+    evaluate.evaluate(str(run), changes=("batch_siz=2",))
   words = [f"--workdir={run}", f"--output={tmp_path / 'out'}"]
   assert evaluate.main(words) == 0
   new = tmp_path / "out" / "predictions" / own.name

@@ -4,14 +4,15 @@ big_vision   NAME.bv-000001000/params~img~head~kernel/.zarray ...
              jax's GlobalAsyncCheckpointManager writes a folder for each array;
              "~" is in place of "/". The file NAME.bv-LAST names the newest.
 T5X          MODEL_DIR/checkpoint_1000/checkpoint, and target.encoder...kernel/
-             The file has the tree of the state in flax's msgpack format, with
-             small arrays themselves and tensorstore specs of the others.
+             The file has the tree of the state in flax's msgpack format. It
+             contains small arrays, and tensorstore specs of the others.
 Orbax        MODEL_DIR/checkpoint_1000/state/target.encoder...kernel/.zarray
-             T5X's other way; "." is in place of "/". Such folders are inside a
-             database since 2023: MODEL_DIR/checkpoint_1000/state/manifest.ocdbt
+             T5X's other format; "." is in place of "/". Since 2023 such folders
+             are inside a database:
+             MODEL_DIR/checkpoint_1000/state/manifest.ocdbt
 Mesh TF      MODEL_DIR/model.ckpt-1000.index, and model.ckpt-1000.data-...
              T5's checkpoints before T5X, one array for each variable and slot.
-             Here they are in the trees of T5X, under their own names.
+             They are returned as trees like those of T5X, with Mesh TF's names.
 
 The arrays are zarr of version 2; see google-research/big_vision, utils.py, and
 google-research/t5x, checkpoints.py and checkpoint_importer.py.
@@ -50,7 +51,7 @@ _T5X_SLOTS = dict(vr="v_col", vc="v_row", v="v", m="m")
 
 
 class Stored:
-  """An array in a file, which is read when it is indexed."""
+  """An array in a file, read when it is indexed."""
 
   def __init__(
     self, read: Callable[[Any], Any], shape: Sequence[int], dtype: Any
@@ -75,7 +76,7 @@ class Folder(NamedTuple):
 
 
 def find(path: str, step: int | None = None) -> str | None:
-  """The folder or file of a checkpoint; None if there is none of these kinds.
+  """The path of a checkpoint of one of these programs; None if there is none.
 
   Args:
     path: big_vision's NAME.bv or one of its folders; a model directory of T5X,
@@ -165,7 +166,7 @@ def _folder(*path: str) -> dict[str, Any]:
 
 
 def _open(place: Mapping[str, Any], dtype: Any = None) -> Stored:
-  """Opens a zarr array, whose bits may be those of another dtype."""
+  """Opens a zarr array, whose bits may stand for another dtype."""
   import tensorstore as ts
 
   kvstore = ts.KvStore.open(place).result()
@@ -219,7 +220,7 @@ def _open_t5x(file: str) -> Folder:
 
 
 def _collect(node: Any, name: str, folder: str, arrays: dict[str, Any]) -> None:
-  """Adds the arrays of a tree, which it has itself or as tensorstore specs."""
+  """Adds the arrays of a tree, some of which are tensorstore specs."""
   if isinstance(node, Mapping) and {"driver", "kvstore"} <= node.keys():
     inside = node["kvstore"].get("path") or node.get("path", "")
     path = os.path.normpath(os.path.join(folder, inside))

@@ -3,7 +3,7 @@
 `open_file` returns the specs of the arrays and a function that reads them. If
 the file contains more than parameters, only the tree `prefix` and the model's
 mutable collections are read. Pickled objects are never loaded, because loading
-runs code.
+them would run code.
 """
 
 import functools
@@ -146,7 +146,7 @@ def _open_checkpoint(
 
 
 def _of_arrays(arrays: Mapping[str, Any], step: int = 0) -> File:
-  """A file whose arrays are open already."""
+  """A `File` of arrays that are open already."""
   specs = {
     name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()
   }

@@ -14,9 +14,10 @@ layout:
   .base_layer.bias                  of a module with an adapter, if biases train
 
 peft_modules.py finds our kernels in each module. On writing, a module of
-several kernels gets one adapter. If they have the same A, as when they were
-read from such a module, it is theirs; otherwise its rank is the sum of theirs.
-On reading, each kernel gets its part of the module's adapter.
+several kernels gets one adapter. If all kernels have the same A, as they do
+when they were read from such a module, the adapter has this A; otherwise its
+rank is the sum of their ranks. On reading, each kernel gets its part of the
+module's adapter.
 
 Axes: I inputs, O outputs, R rank, E experts.
 """
@@ -88,12 +89,12 @@ _PLAIN: dict[str, Any] = dict(
 
 
 def is_folder(path: str) -> bool:
-  """Whether a folder has PEFT's adapters."""
+  """Whether a folder contains PEFT's adapters."""
   return os.path.isfile(os.path.join(path, CONFIG))
 
 
 class File(NamedTuple):
-  """The content of a folder, by names without `base_model.model.`"""
+  """The contents of a folder; its names lack the prefix `base_model.model.`"""
 
   folder: str
   config: Mapping[str, Any]
@@ -120,7 +121,7 @@ class File(NamedTuple):
 
 
 def open_folder(folder: str) -> File:
-  """Reads a folder, and refuses methods that we do not compute."""
+  """Reads a folder, and refuses methods that this program does not support."""
   with open(os.path.join(folder, CONFIG)) as file:
     config = json.load(file)
   for name, value in _PLAIN.items():
@@ -163,7 +164,7 @@ def open_folder(folder: str) -> File:
 def read(
   file: File, published: Published
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Returns config.adapters, and its parameters that are factors, by name."""
+  """Returns config.adapters, and the factors of the adapters by name."""
   modules = _by_name_in_file(file, published)
   unknown = set(file.factors) - set(modules)
   if file.config.get("ensure_weight_tying"):
@@ -214,7 +215,7 @@ def _by_name_in_file(file: File, published: Published) -> dict[str, Module]:
   """{name of a module in the file: the module}.
 
   PEFT wraps a module once for each of its adapted parameters, the first one
-  innermost. Each wrapper but the outermost adds ".base_layer" to the name.
+  innermost. Every wrapper except the outermost adds ".base_layer" to the name.
   """
   targets = file.config.get("target_parameters") or ()
   plain: dict[str, Module] = {}
@@ -321,8 +322,8 @@ def _stacked(
 ) -> tuple[dict[str, np.ndarray], float]:
   """Stacks the adapters of a kernel; layers without one get zeros.
 
-  Returns: {factor: array}, and the scale of the first layer. The others' B,
-    and biases, are multiplied accordingly.
+  Returns: {factor: array}, and the scale of the first layer. B and the biases
+    of the other layers are multiplied accordingly.
   """
   shape = published.shape(kernel)
   stack = shape.stack
@@ -479,8 +480,8 @@ def _joined(
 ) -> tuple[dict[str, np.ndarray], int, float]:
   """Joins the adapters of a module: (its factors, rank, scale).
 
-  The files have one scale for a module, the first part's. The others'
-  matrices B are multiplied accordingly.
+  The files have one scale per module: that of the first part. B of the other
+  parts is multiplied accordingly.
   """
   if run.options.dora and len(adapted) < len(module.parts):
     raise ConfigError(
@@ -541,7 +542,8 @@ def _joined_parts(
   """The factors of a matrix that joins the outputs of several parts.
 
   Args:
-    shares: whether all parts have the same A, which is then A of the matrix.
+    shares: whether all parts have the same A, which then becomes the matrix's
+      A.
   """
   ranks = [len(x[A]) for x in factors]
   rank = ranks[0] if shares else sum(ranks)
@@ -568,7 +570,7 @@ def _write_rows(
   arrays: dict[str, np.ndarray],
   unwritten: set[str],
 ) -> dict[str, Any]:
-  """Adds the embeddings of the only tokens that were trained."""
+  """Adds the trained rows of tables in which only some tokens were trained."""
   indices = {}
   for module in modules:
     name = f"{layer_of(module.parts[0].kernel)}/{ROWS}"
@@ -588,7 +590,7 @@ def _write_in_full(
   unwritten: set[str],
   adapted: set[str],
 ) -> dict[str, Any]:
-  """Adds what trained in full: whole modules, or biases.
+  """Adds whole modules that were trained without adapters, or biases.
 
   Args:
     adapted: names of the modules with an adapter.
@@ -640,7 +642,7 @@ def _last(module: str) -> str:
 def _short(module: str) -> str:
   """A name by which PEFT finds one module to save.
 
-  PEFT saves all modules whose names end with it: "norm" would be each norm.
+  PEFT saves all modules whose names end with it: "norm" would match every norm.
   """
   last = _last(module)
   unique = (HEAD, "score", "classifier", "embed_tokens", "wte")
@@ -653,7 +655,7 @@ def _config(
   modules: Sequence[Module],
   options: Options,
 ) -> dict[str, Any]:
-  """The content of adapter_config.json, without what trained in full."""
+  """The contents of adapter_config.json, except modules_to_save and bias."""
   adapted = [module for module in modules if module.full_name in ranks]
   others = [module for module in modules if module.full_name not in ranks]
   rank, alpha = 1, 1.0

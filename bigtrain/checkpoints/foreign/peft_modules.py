@@ -1,13 +1,13 @@
 """The modules of a published layout that PEFT adapts, and our kernels in them.
 
-A module may consist of several kernels of ours, as GPT-2's c_attn does of
-query, key and value, and the order of its inputs and outputs may differ. So
-each `Module` lists its parts.
+A module may consist of several of our kernels: GPT-2's c_attn, for instance, is
+query, key and value in one. Its inputs and outputs may also be in a different
+order. So each `Module` lists its parts.
 
-transformers has the experts of a layer in two parameters, gate_up_proj and
-down_proj of a module `experts`, whatever the layout of the files. PEFT adapts
-such parameters by its option target_parameters, and routers as well. Before
-transformers 5, each expert had modules of its own; such adapters can be read.
+transformers keeps the experts of a layer in two parameters of a module
+`experts`, gate_up_proj and down_proj, whatever the layout of the files. PEFT
+adapts such parameters, and routers, by its option target_parameters. Before
+transformers 5, each expert had separate modules; such adapters can be read.
 
 Axes: I inputs, O outputs, E experts.
 """
@@ -34,7 +34,7 @@ _ROUTERS = {
 
 
 class Part(NamedTuple):
-  """A kernel of ours that is a module, or a part of one."""
+  """One of our kernels, which is a module or a part of one."""
 
   kernel: str
   stack: tuple[int, ...]  # Index among layers and experts.
@@ -149,8 +149,9 @@ class Published(NamedTuple):
     """Finds the inputs and outputs of each kernel in a module.
 
     The layout can build a module's array from our kernels. Here it builds two
-    arrays from kernels whose elements are the numbers of their inputs and of
-    their outputs. Of experts, the first one is looked at.
+    arrays: one from kernels whose elements are the numbers of their inputs, and
+    one from kernels whose elements are the numbers of their outputs. For
+    experts, the first one stands for all.
     """
     rows: list[np.ndarray] = []
     columns: list[np.ndarray] = []

@@ -1,7 +1,7 @@
 """Reads and writes .safetensors files without holding them in memory.
 
-The safetensors library checks headers and writes files. This module maps the
-arrays from the file, because the library would copy whole arrays.
+The safetensors library checks headers and writes files. This module maps arrays
+from the file itself, because the library would copy whole arrays.
 """
 
 import json
@@ -116,7 +116,7 @@ def write(
     path: the file.
     specs: {name: (shape, name of the dtype)}.
     arrays: the arrays, in the same order.
-    metadata: texts for the header.
+    metadata: strings for the header.
   """
   for name, (_, dtype) in specs.items():
     if dtype not in _DTYPES.values():

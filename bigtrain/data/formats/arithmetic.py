@@ -1,4 +1,4 @@
-"""Additions of numbers below 100, such as "47+38=" and "85"."""
+"""Additions of numbers below 100: "47+38=", with the answer "85"."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,8 @@
 """Turns columns of Arrow tables into features, for Parquet and Arrow files.
 
 A column of numbers, strings, bytes or lists of these is a feature. A struct of
-`bytes` and `path` is an image; the fields of any other struct are features of
-their own, such as "captions/text".
+`bytes` and `path` is an image; the fields of any other struct become separate
+features, such as "captions/text".
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def import_pyarrow() -> Any:
 
 @contextlib.contextmanager
 def errors(what: str, error: type[Exception] = DataError) -> Iterator[Any]:
-  """Yields pyarrow; its errors and the system's become `error`."""
+  """Yields pyarrow; its errors and the operating system's become `error`."""
   pa = import_pyarrow()
   try:
     yield pa

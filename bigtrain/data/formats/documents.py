@@ -1,9 +1,9 @@
-"""Reads documents from plain text, JSON and Parquet, also compressed.
+"""Reads documents from plain text, JSON and Parquet files, also compressed.
 
 For tokenizing, a corpus is cut into parts that processes read independently:
 whole files, byte ranges of large files of lines, and row groups of Parquet
-files. `rows` reads a file as a whole: JSON lines, an array in JSON, a Parquet
-file, or a text.
+files. `rows` reads a whole file: JSON lines, a JSON array, a Parquet file, or a
+text.
 """
 
 import glob
@@ -62,7 +62,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
   """Cuts a file into parts of at most `most_bytes`, if its format allows it.
 
   Args:
-    format: one of FORMATS, or "auto" for the one that the suffix says.
+    format: one of FORMATS, or "auto" to go by the suffix.
   """
   compression = _COMPRESSIONS.get(os.path.splitext(path)[1], "")
   if format == "auto":
@@ -86,7 +86,7 @@ def parts(path: str, format: str, most_bytes: int) -> list[Part]:
 
 
 def read(part: Part, key: str) -> Iterator[str | DataError]:
-  """Yields the documents of a part; an error in the place of an invalid one.
+  """Yields the documents of a part; an error takes the place of an invalid one.
 
   Texts may be empty; blank lines are skipped. Raises DataError if the rest of
   the file cannot be read.
@@ -108,7 +108,7 @@ def read(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def suffix_of(path: str) -> str:
-  """Returns what a file's name says of its format, such as ".jsonl"."""
+  """Returns the end of a file's name that says its format, such as ".jsonl"."""
   stem, suffix = os.path.splitext(path.lower())
   return os.path.splitext(stem)[1] if suffix in _COMPRESSIONS else suffix
 
@@ -146,7 +146,7 @@ def _names_below(folder: str) -> list[str] | None:
 
 
 def _files_of(folder: str, names: Sequence[str], key: str) -> list[str]:
-  """Returns the files with rows in a folder, which must be of one kind."""
+  """Returns the files with rows in a folder, which must all be of one kind."""
   visible, hidden = files.split_hidden(names)
   files.log_hidden(hidden, key)
   by_suffix: dict[str, list[str]] = {}
@@ -261,7 +261,7 @@ def _parsed(line: bytes, where: Any) -> dict[str, Any] | DataError:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-  """Parses a line of JSON that is an object; else DataError, without place."""
+  """Parses a line of JSON that must be an object; errors name no place."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as e:
@@ -406,7 +406,7 @@ def _read_rows(part: Part, key: str) -> Iterator[str | DataError]:
 
 
 def grouped(file_parts: Sequence[Part], most_bytes: int) -> list[list[Part]]:
-  """Groups consecutive parts up to `most_bytes`; a larger part is one group."""
+  """Groups consecutive parts up to `most_bytes`; a larger part is a group."""
   groups: list[list[Part]] = []
   size = most_bytes
   for part in file_parts:

@@ -1,9 +1,9 @@
 """The pictures of examples: their number, sizes and features.
 
 `image` is float32 [N, height, width, 3] for pictures or tiles of one size, and
-[N, P, values] for patches of pictures that keep about their own size; `shapes`
-then says where each picture's patches, or its tiles, belong. N and P are the
-largest of any example, and zeros fill the rest.
+[N, P, values] for patches of pictures that roughly keep their size; `shapes`
+then has the rows and columns of each picture's patches or tiles. N and P are
+the largest of any example; smaller ones are filled with zeros.
 """
 
 import math
@@ -104,7 +104,7 @@ class ExamplePictures:
       raise DataError(f"{self._rows.where(row)}: {e}") from e
 
   def check_same(self, rows: Sequence[int]) -> None:
-    """Refuses answers to one prompt that have different pictures."""
+    """Refuses answers to the same prompt that have different pictures."""
     first, *others = (self._rows.pictures(row) for row in rows)
     if any(pictures != first for pictures in others):
       where = self._rows.where(rows[0])
@@ -113,14 +113,14 @@ class ExamplePictures:
   def check_whole(
     self, row: int, ids: np.ndarray, coder: tokenizers.Tokenizer
   ) -> None:
-    """Raises DataError if the ids of a cut row lack some of its pictures."""
+    """Raises DataError if a row was cut and lost some of its pictures."""
     if self._pictures.layout is None:
       self._pictures.check(ids, len(self._rows.pictures(row)))
     else:
       self._pictures.check_expanded(coder, ids, self._sizes(row))
 
   def _is_native(self) -> bool:
-    """Whether the model gets patches of pictures in about their own size."""
+    """Whether the model gets patches of pictures that keep about their size."""
     layout = self._pictures.layout
     return layout is not None and layout["kind"] in picture_layouts.OF_PATCHES
 
@@ -144,7 +144,7 @@ class ExamplePictures:
     )
 
   def _num_tiles(self, row: int) -> int:
-    """Number of tiles of a row's pictures, and one for each whole picture."""
+    """Number of tiles of a row's pictures, plus one for each whole picture."""
     layout = self._layout()
     sizes = self._sizes(row)
     if isinstance(layout, picture_layouts.Views):

@@ -1,9 +1,10 @@
 """Random access to many files: finding them, open handles, cached offsets.
 
 `find` returns the files of a path or pattern. `Reader` reads any byte range of
-any file. `offsets` scans a file once for where its records are, and keeps the
-result in the user's cache folder, under a hash of the file's path and stamp:
-its size and modification time, or an object's generation.
+any file. `offsets` scans a file once to find its records, and keeps their
+offsets in the user's cache folder, under a hash of the file's path and stamp.
+The stamp is the size and modification time of a file, or the generation of an
+object.
 """
 
 import collections
@@ -40,13 +41,13 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 class Cache:
   """An LRU cache of values such as open files. Thread-safe.
 
-  If several threads need a value, one loads it and the others wait.
+  If several threads need the same value, one loads it and the others wait.
 
   Args:
     load: load(key) returns (value, its size).
     capacity: limit of the sum of sizes. The latest value stays even if it is
       larger.
-    on_reload: is called when a value that was evicted is loaded again.
+    on_reload: called when a value that was evicted is loaded again.
   """
 
   def __init__(
@@ -145,8 +146,8 @@ class Reader:
         each other: from an object store, they are read in one request.
 
     Returns:
-      For each entry, ([content], version). The version of an object is its
-      generation, that of a local file is b"".
+      For each entry, ([contents], version). The version of an object is its
+      generation; that of a local file is b"".
     """
     spans = [
       (path, min(parts)[0], sum(max(parts)) - min(parts)[0])
@@ -170,7 +171,7 @@ class Reader:
 
 
 def stamp(path: str) -> str:
-  """Returns what changes when the file does."""
+  """Returns a value that changes whenever the file does."""
   try:
     if paths.is_remote(path):
       (version,) = stores.read_ranges([(path, 0, 0)])
@@ -208,8 +209,8 @@ def as_list(path: Any, key: str) -> list[Any]:
 def find(path: Any, key: str, remote: bool = False) -> list[str]:
   """Returns absolute paths of a file, a pattern (sorted), or a list of them.
 
-  In a pattern, "{000..127}" and "{a,b}" are as in a shell, and as there, hidden
-  files match only where the pattern names them.
+  In a pattern, "{000..127}" and "{a,b}" work as in a shell. As in a shell, too,
+  hidden files match only if the pattern names them.
   """
   files: list[str] = []
   for entry in as_list(path, key):
@@ -267,8 +268,8 @@ def split_hidden(
 
   Systems and editors leave files in users' folders that are not data, such as
   ".DS_Store", "._photo.png" and ".ipynb_checkpoints/photo-checkpoint.png". A
-  hidden folder counts as one. A name of the pattern that is hidden itself, such
-  as "Thumbs.db" or ".*", asks for files of this name.
+  hidden folder is reported as one entry. If the pattern itself has a hidden
+  name, such as "Thumbs.db" or ".*", files of this name are not left out.
   """
   asked = [part for part in pattern.split("/") if _is_hidden(part)]
   visible: list[str] = []
@@ -323,12 +324,12 @@ def line_number(path: str, offset: int) -> int:
 
 
 def load_array(file: IO[bytes]) -> np.ndarray:
-  """Reads an array that numpy has saved; as np.load, but safe in threads.
+  """Reads an array that numpy has saved. Unlike np.load, safe in threads.
 
   numpy parses the header with `ast`. In Python 3.11, two threads that parse at
   the same time can fail with "SystemError: AST constructor recursion depth
-  mismatch", because jax's callback of the garbage collector lets the other
-  thread run.
+  mismatch", because jax's garbage collection callback lets the other thread
+  run.
   """
   with _PARSES_HEADER:
     return np.load(file, allow_pickle=False)
@@ -349,7 +350,7 @@ def offsets(
 
   Args:
     scan: returns int64, such as the offsets of N records and the file's size,
-      [N + 1]. Its name is part of the key of the cache.
+      [N + 1]. The function's name is part of the cache's key.
     folder: folder of the cache, also in an object store; by default the user's
       cache folder.
   """
@@ -418,7 +419,7 @@ def digest(*parts: object) -> str:
 
 
 def objects(rows: Sequence[Any]) -> np.ndarray:
-  """Returns an object array [B], even if the rows are sequences."""
+  """Returns an array of objects [B], even if the values are sequences."""
   array = np.empty(len(rows), object)
   for i, row in enumerate(rows):
     array[i] = row

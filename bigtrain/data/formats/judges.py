@@ -3,19 +3,20 @@
 `get` makes one from its description in a config:
 
   "my_project.rewards.exact"             a function of (texts, row)
-  dict(command="python judge.py")        JSON lines in, a number a line out
+  dict(command="python judge.py")        JSON lines in, one number per line out
   dict(url="http://localhost:8000/")     a JSON list in, a list of numbers out
 
-A function is called for each prompt, with all answers to it, in another process
-(reward_worker.py). A command or an address is called once for all prompts that
-this process has in a batch. Each answer is a JSON object with
+A function is called for each prompt, with all answers to the prompt, in another
+process (reward_worker.py). A command or an address is called once for all of
+this process's prompts in a batch. Each answer is a JSON object with
 
   "answer"    its text; with tools, the text of the last turn
   "row"       the row of its prompt
   "messages"  with tools, all messages after the prompt
 
-Every call has a time limit, and what it starts is killed after it. So a judge
-that hangs delays a step by `time_limit` for each try, and no more.
+Every call has a time limit, after which everything that the call has started is
+killed. So a judge that hangs delays a step by `time_limit` per try, and no
+more.
 """
 
 import base64
@@ -153,7 +154,7 @@ def _address(
 
 
 def _with_environment(value: Any, key: str) -> str:
-  """Fills in variables such as $TOKEN, so that secrets are in no config."""
+  """Fills in variables such as $TOKEN, so that configs contain no secrets."""
   if not isinstance(value, str):
     raise ConfigError(f"{key}: expected a text, got {value!r}.")
   for braced, plain in re.findall(r"\$(?:\{(\w+)\}|(\w+))", value):
@@ -265,7 +266,7 @@ def _is_finite(value: Any) -> bool:
 
 @dataclasses.dataclass
 class _Program:
-  """Runs a command: a JSON object a line in, a number a line out."""
+  """Runs a command: one JSON object per line in, one number per line out."""
 
   words: Sequence[str]
   secs: float
@@ -355,7 +356,7 @@ def _json(value: Any) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-  """The JSON of values that rows may have: pictures, dates and others."""
+  """Converts values that rows may have, such as pictures and dates, to JSON."""
   if isinstance(value, bytes | bytearray):
     return base64.b64encode(value).decode()
   return value.tolist() if isinstance(value, np.ndarray) else str(value)

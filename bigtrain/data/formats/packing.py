@@ -16,10 +16,10 @@ def first_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Packs items into bins: longest first, each into the first bin with room.
 
-  First-fit decreasing (Johnson, 1973), at most 11/9 of the optimal number of
-  bins plus a constant. All items of one size are placed at once, so ten million
-  documents take seconds. Returns (items int64 [N], first int64 [bins + 1]): bin
-  b holds items[first[b] : first[b + 1]], in ascending order.
+  First-fit decreasing (Johnson, 1973) needs at most 11/9 of the optimal number
+  of bins plus a constant. All items of one size are placed at once, so ten
+  million documents take seconds. Returns (items int64 [N], first int64 [bins +
+  1]): bin b holds items[first[b] : first[b + 1]], in ascending order.
   """
   sizes = np.asarray(sizes, np.int64)
   if not sizes.size:
@@ -48,9 +48,8 @@ def best_fit(
   """Packs items into bins: largest first, each into the fullest bin with room.
 
   An item has K sizes, int [N, K], such as its inputs and its targets, and a bin
-  has a capacity for each; no item is larger than a bin. How full a bin is
-  depends on the size that fills the bins fastest. Returns the same as
-  `first_fit`.
+  has a capacity for each; no item is larger than a bin. The size that fills the
+  bins fastest decides how full a bin is. Returns the same as `first_fit`.
   """
   fill = np.sum(sizes, axis=0) / np.asarray(capacity)
   fastest_first = np.argsort(-fill, kind="stable")
@@ -113,7 +112,8 @@ class _OpenBins:
   def _split(self, i: int, size: int, number: int) -> np.ndarray:
     """Places items that fill only a part of run i, which becomes three runs.
 
-    Those are the bins that are full, one bin with the rest, and untouched bins.
+    These are bins that are full, one bin that gets the rest, and untouched
+    bins.
     """
     start, count, room = self._start[i], self._count[i], self._room[i]
     each = room // size

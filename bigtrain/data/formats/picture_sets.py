@@ -1,4 +1,4 @@
-"""Published data sets of pictures, from their own files, as rows of texts.
+"""Reads published data sets of pictures, from their own files, as rows.
 
   dict(type="supervised", dataset=dict(name="coco_captions",
        path="coco/annotations/captions_train2017.json",
@@ -12,11 +12,11 @@ Prompts and answers are in PaliGemma's formats (Beyer et al. 2024, arXiv
 - "coco_segmentation": "segment cat", and boxes with masks as in
   text/mask_texts.py.
 - "vqa_v2": "answer en is it raining?" and an answer.
-- "questions": the same of a table, JSON or Parquet, such as those of DocVQA,
-  InfographicVQA, TextVQA and ChartQA.
+- "questions": the same from a table, JSON or Parquet, such as the tables of
+  DocVQA, InfographicVQA, TextVQA and ChartQA.
 
-Where people answer a question differently, each answer becomes a row, weighted
-by the share of people who gave it; or one row has all answers.
+Where people answered a question differently, each answer becomes a row,
+weighted by the share of people who gave it; or one row has all answers.
 """
 
 import collections
@@ -49,7 +49,7 @@ _SEPARATOR = " ; "
 
 
 class Set(NamedTuple):
-  """A data set: what `token_rows.cached` needs of it."""
+  """A data set, in the form that `token_rows.cached` needs."""
 
   inputs: list[str]  # Files.
   rows_of: Callable[[str], _Rows]
@@ -100,9 +100,9 @@ def open_set(
 
   Args:
     spec: its name, and arguments of the function in _SETS that reads it.
-    first: whether the model itself ends prompts with a line break, as
+    first: whether the model itself ends prompts with a line break, like
       PaliGemma.
-    together: whether all answers to a prompt are one row.
+    together: whether all answers to a prompt form one row.
     mask_coder: pp/mask_codes.load.
   """
   if not isinstance(spec, Mapping) or "name" not in spec:
@@ -154,7 +154,7 @@ def _coco_detection(
   """Boxes of COCO: instances_train2017.json.
 
   Args:
-    per: whether a row asks for all classes of its picture or for one.
+    per: whether a row asks for all classes in its picture or for one.
     boxes: PaliGemma's format, or Qwen3-VL's.
   """
   check_choice("dataset.per", per, ("picture", "class"))
@@ -233,7 +233,7 @@ def _coco_segmentation(
 
 
 class _Object(NamedTuple):
-  """An object of a picture."""
+  """An object in a picture."""
 
   box: box_texts.Box
   mask: np.ndarray  # Bool [height, width].
@@ -403,7 +403,7 @@ def _coco(path: str, kind: str, fields: Sequence[str]) -> _Coco:
 
 
 def _whole(annotations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Annotations of single objects; those of crowds are left out."""
+  """Annotations of single objects; crowds are left out."""
   return [x for x in annotations if not x.get("iscrowd")]
 
 
@@ -437,7 +437,7 @@ def _grouped(
 
 
 def _object(path: str, expected: str, keys: Sequence[str]) -> dict[str, Any]:
-  """Reads an object in JSON that has lists below some keys."""
+  """Reads a JSON object that must have lists at some keys."""
   content = documents.json_value(path)
   names = ", ".join(keys)
   if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""Questions about Python's own library: what is this function for?
+"""Questions about Python's standard library: what is this function for?
 
 A prompt is the name and the signature of a function, a class or a method; the
 answer is the first sentence of its documentation.
@@ -34,8 +34,8 @@ def rows(
 ) -> Iterator[tuple[str, dict[str, str]]]:
   """Yields (place, row) of one of SPLITS; "test" is every tenth row.
 
-  With `preferences`, only rows that have a second, worse answer: a later
-  sentence of the same docstring, which describes a detail.
+  With `preferences`, only rows with a second, worse answer: a later sentence of
+  the same docstring, which describes a detail.
   """
   fields = _PAIR if preferences else _ROW
   questions = sorted(_questions())

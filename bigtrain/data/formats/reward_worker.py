@@ -3,9 +3,9 @@
 Users' functions judge answers or act as a model's tools. If one blocks or
 crashes, only its process ends, and the next call starts a new one.
 
-The functions below, `numbers_of` and the like, run in the other process. They
-turn what a user's function returns into plain values, so that this process
-needs none of its libraries.
+The functions below, such as `numbers_of`, run in the other process. They turn
+the result of a user's function into plain values, so this process does not need
+the user's libraries.
 """
 
 import concurrent.futures
@@ -34,7 +34,7 @@ class Failure(NamedTuple):
 
 
 class Workers:
-  """Several processes for calls at the same time."""
+  """Several processes, for several calls at the same time."""
 
   def __init__(self, number: int):
     self._number = number
@@ -45,11 +45,11 @@ class Workers:
   def __call__(
     self, function: Callable[..., Any], *args: Any, secs: float
   ) -> Any:
-    """Returns what one of this module's functions returns, or a Failure.
+    """Returns the result of one of this module's functions, or a Failure.
 
     Args:
-      args: what pickle can write.
-      secs: time limit of the call, without the import of a user's module.
+      args: values that pickle can write.
+      secs: time limit of the call; importing a user's module does not count.
     """
     worker = self._free.get()
     try:
@@ -60,7 +60,7 @@ class Workers:
   def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yields results in the order of the items, which may call `self`.
 
-    An error ends it; calls that have not begun are not made.
+    After an error, calls that have not begun are not made.
     """
     if self._number == 1:
       yield from map(function, items)
@@ -126,7 +126,7 @@ def serve() -> None:
 
 
 class Told(Exception):
-  """An error whose message says everything."""
+  """An error whose message needs no traceback."""
 
 
 def numbers_of(
@@ -140,7 +140,7 @@ def numbers_of(
 
 
 def text_of(dotted: str, call: Any, row: Any, *, secs: float) -> str:
-  """Calls a tool; what it returns is a text or becomes JSON."""
+  """Calls a tool; its result is a text, or is converted to JSON."""
   fn = _load(dotted)
   _limit(secs)
   result = fn(call, row)

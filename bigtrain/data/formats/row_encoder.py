@@ -1,9 +1,8 @@
 """Token ids of the rows of data/supervised.py, with the ids that have a loss.
 
-`Encoder` turns a plain row, which row_shapes.py makes, into ids: a conversation
-by a chat template, a prompt and its completion by joining the two.
-`encode_all` does this for all answers of a row as it is in a file, and
-`checked_rows` reads these.
+`Encoder` turns a plain row, made by row_shapes.py, into ids: it applies a chat
+template to a conversation, and joins a prompt and its completion. `encode_all`
+does this for all answers of a row of a file, and `checked_rows` reads the rows.
 """
 
 import datetime
@@ -38,7 +37,7 @@ class Encoder:
     key: digest of the options that the ids depend on.
     bos: whether the begin token precedes rows without a template.
     has_template: whether there is a chat template.
-    ignore_fields: sorted names of the fields that messages lose.
+    ignore_fields: sorted names of the fields that are removed from messages.
   """
 
   def __init__(
@@ -121,7 +120,7 @@ class Encoder:
     return result._replace(weight=float(weight), label=label)
 
   def _with_pictures(self, row: Row, kept: Sequence[bytes]) -> Row:
-    """A row with its pictures, and all of their image tokens."""
+    """A row with its pictures, and the image tokens for all of them."""
     pictures = self._pictures
     assert pictures is not None
     if pictures.layout is None:
@@ -290,7 +289,7 @@ def with_folder(
 def pieces(
   tokenizer: tokenizers.Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> list[tuple[str, bool]]:
-  """Returns a text in pieces: (text, whether it has a loss)."""
+  """Returns a text as a list of pieces (text, whether it has a loss)."""
   cuts = np.flatnonzero(np.diff(trained)) + 1
   return [
     (tokenizer.spell(piece), bool(has_loss[0]))

@@ -1,7 +1,7 @@
 """Base of the sources whose files have rows, such as JSON lines and Parquet.
 
-A row has values as in JSON. The first rows determine the type and shape of each
-feature, and later rows must match them.
+The values of a row are those of JSON. The first rows determine the type and
+shape of each feature, and later rows must match them.
 """
 
 import functools
@@ -92,7 +92,7 @@ class Rows:
     return np.arange(min(_NUM_SAMPLED, self._length))
 
   def _sample(self) -> list[Mapping[str, Any]]:
-    """Returns the first rows without those that are damaged."""
+    """Returns the first rows, leaving out damaged ones."""
 
     def load(index: int) -> Any:
       try:
@@ -170,7 +170,7 @@ class Rows:
       raise DataError(f"image {name!r}: {e}.") from e
 
   def _at(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls fn(*args); a DataError gets the place of the example."""
+    """Calls fn(*args), and adds the place of the example to a DataError."""
     try:
       return fn(*args)
     except DataError as e:

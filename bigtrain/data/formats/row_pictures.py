@@ -1,4 +1,4 @@
-"""The pictures of rows: where a row has them, and their bytes.
+"""The pictures of rows: where to find them in a row, and their bytes.
 
 A row has `images`, a list, or `image`, one; or they are parts of its messages,
 {"type": "image", "path": ...}. A picture is a path, relative to the row's file,
@@ -82,12 +82,12 @@ def of_row(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _parts(row: Mapping[str, Any]) -> list[Any]:
-  """The pictures that messages place, in their order."""
+  """The pictures in messages, in order."""
   return [part for _, part in _all_parts(row) if pictures.is_image(part)]
 
 
 def _all_parts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  """Yields (place, part) of the contents of messages."""
+  """Yields (place, part) for the parts of the contents of messages."""
   for field in ("messages", "prompt", "completion", "chosen", "rejected"):
     messages = row.get(field)
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
@@ -157,7 +157,7 @@ def _fetch(urls: Sequence[str]) -> dict[str, bytes | None]:
 
 
 def _name(picture: Any) -> str | None:
-  """The path or URL of a picture, None for one that is given as a whole."""
+  """The path or URL of a picture; None if the row contains its bytes."""
   if isinstance(picture, Mapping):
     if picture.get("bytes") is not None:
       return None
@@ -169,7 +169,7 @@ def _name(picture: Any) -> str | None:
 
 
 def _place(name: str, folder: str) -> str:
-  """The path or URL of a picture of rows in a folder."""
+  """The path or URL of a picture, for rows in a folder."""
   name = name.removeprefix("file://")
   if paths.is_remote(name):
     return paths.absolute(name)
@@ -196,18 +196,18 @@ def _source(part: Mapping[str, Any]) -> list[Any]:
 
 
 def size_of(kept: bytes) -> tuple[int, int]:
-  """Height and width of a picture that is kept with its size."""
+  """Height and width of a picture that was stored with its size."""
   _, height, width = _SIZE.unpack_from(kept)
   return height, width
 
 
 def encoded(picture: Any, row: Mapping[str, Any], sized: bool = False) -> bytes:
-  """Returns what is kept of a picture: its path, or its bytes.
+  """Returns what to store of a picture: its path, or its bytes.
 
   Raises DataError if the file is missing, truncated, or not a picture.
 
   Args:
-    sized: whether its height and width are kept too.
+    sized: whether to store its height and width too.
   """
   content, kept = _content(picture, row)
   if not sized:
@@ -222,7 +222,7 @@ def encoded(picture: Any, row: Mapping[str, Any], sized: bool = False) -> bytes:
 def _content(
   picture: Any, row: Mapping[str, Any]
 ) -> tuple[bytes | np.ndarray, bytes]:
-  """Returns (the bytes or pixels of a picture, what is kept of it)."""
+  """Returns (the bytes or pixels of a picture, what to store of it)."""
   name = _name(picture)
   if name is not None:
     folder: Folder = row.get(FOLDER, Folder(""))

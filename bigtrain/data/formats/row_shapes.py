@@ -1,15 +1,15 @@
-"""The shapes of rows that other programs write, and how each is read.
+"""The shapes of rows that other programs write, and readers for each shape.
 
   reader = row_shapes.Reader("sharegpt", preferences=False, has_template=True)
   reader.read({"conversations": [...]}).rows  # [{"messages": [...]}]
 
 A row becomes one or more plain rows, which row_encoder.py encodes. A plain row
-has `messages`, or `prompt` and `completion`, or `text`; and, where the row has
-them, `tools` and `weight`. A pair of answers becomes two plain rows, of which
-the first has the chosen answer. A judgement becomes one with a `label`.
+has `messages`, or `prompt` and `completion`, or `text`; and also `tools` and
+`weight` if the row has them. A pair of answers becomes two plain rows, the
+chosen answer first. A judgement becomes one plain row with a `label`.
 
-The config names the shape, or it is the only one whose fields the row has. A
-row that has the fields of several shapes is refused.
+The config names the shape; otherwise it is recognised by its fields. A row that
+has the fields of several shapes is refused.
 """
 
 import collections
@@ -95,9 +95,9 @@ class Reader:
     Args:
       rows: a name in SHAPES, or None to recognise the shape of each row.
       preferences: whether rows have two answers or judgements.
-      has_template: whether there is a chat template. Rows that are recognised
-        as Alpaca's then become conversations.
-      repeats: whether an answer that a row has twice counts twice.
+      has_template: whether there is a chat template. If so, rows that are
+        recognised as Alpaca's become conversations.
+      repeats: whether an answer that occurs twice in a row counts twice.
     """
     if rows is not None:
       check_choice("supervised: rows", rows, SHAPES)
@@ -123,7 +123,7 @@ class Reader:
     self._roles = collections.defaultdict[str, set[str]](set)
 
   def read(self, row: Any) -> Shaped:
-    """Returns the plain rows of a row; raises DataError without its place."""
+    """Returns the plain rows of a row; a DataError does not name the place."""
     if not isinstance(row, Mapping):
       raise DataError(f"expected an object, got {type(row).__name__}.")
     nulls = {key for key, value in row.items() if value is None}
@@ -159,7 +159,7 @@ class Reader:
       self._labels[label] += 1
 
   def counts(self) -> dict[str, Any]:
-    """Returns what was counted: a summary, and numbers of rows by shape."""
+    """Returns the counts: a summary, and the number of rows of each shape."""
     return {"summary": self.summary(), "forms": dict(self._forms)}
 
   def summary(self) -> str:
@@ -241,7 +241,7 @@ class Reader:
 
 
 def _form_of(name: str, row: _Row) -> str:
-  """Returns the name of a shape, or of a form that is read since it has one."""
+  """Returns the name of a shape, or of a variant that has a separate name."""
   asks = any(field in row for field in ("prompt", "input", "conversations"))
   if name == "preference" and not asks:
     return "preference without prompt"
@@ -380,7 +380,7 @@ _OLD_FORMS = ("messages", "prompt_completion", "text", "preference")
 def new_forms(counts: Mapping[str, Any]) -> list[str]:
   """Returns the shapes that the fingerprint of a source names.
 
-  Those that were known before the others have no name there, so that older runs
+  The first shapes that were supported are not named, so that runs of that time
   can be continued.
   """
   return [name for name in counts["forms"] if name not in _OLD_FORMS]
@@ -412,7 +412,7 @@ def _label_field(row: _Row) -> str | None:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns a row with the names of fields that its shape has."""
+  """Returns a row with its fields renamed to those of its shape."""
   for other, name in _OTHER_NAMES.items():
     if name not in row and isinstance(row.get(other), list):
       row[name] = row.pop(other)
@@ -487,8 +487,8 @@ def _turns(value: Any, field: str, strict: bool = False) -> Any:
   """Returns turns of ShareGPT as messages; messages stay as they are.
 
   Args:
-    strict: whether turns that say nothing are refused, and speakers of
-      messages may have ShareGPT's names.
+    strict: whether empty turns are refused, and messages may use ShareGPT's
+      names of roles.
   """
   if isinstance(value, Mapping):
     value = [value]
@@ -535,7 +535,7 @@ def _message(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _calls(value: Any, where: str) -> dict[str, Any]:
-  """Returns the tool calls that a turn of `function_call` spells as JSON."""
+  """Returns the tool calls that a `function_call` turn contains as JSON."""
   try:
     calls = json.loads(value) if isinstance(value, str) else value
   except ValueError as e:
@@ -695,7 +695,7 @@ def _says(message: Any, text: str) -> bool:
 
 
 def _common_messages(first: Sequence[Any], second: Sequence[Any]) -> int:
-  """Returns the number of messages that both share; an answer is left over."""
+  """Returns the number of messages that both begin with, leaving an answer."""
   pairs = itertools.takewhile(
     lambda pair: pair[0] == pair[1], zip(first, second)
   )
@@ -720,13 +720,13 @@ def _common_text(first: str, second: str) -> str:
 
 
 def _in_word(letter: str) -> bool:
-  """Whether a letter belongs to a word that spaces separate from others."""
+  """Whether a letter is of a script that puts spaces between words."""
   is_wide = unicodedata.east_asian_width(letter) in "WF"
   return letter in "'\u2019" or (letter.isalnum() and not is_wide)
 
 
 def _of_openai(row: _Row) -> dict[str, Any]:
-  """Returns a pair of OpenAI's preference files with the names of TRL's."""
+  """Renames the fields of a pair from OpenAI's preference files to TRL's."""
   asked = row.get("input")
   if not isinstance(asked, Mapping) or "messages" not in asked:
     raise DataError(f"input: expected dict(messages=...), got {_short(asked)}.")

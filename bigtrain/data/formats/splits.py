@@ -30,7 +30,7 @@ def split_name(text: str, key: str) -> tuple[str, str]:
 
 
 def choose(text: str, splits: Mapping[str, Any], key: str) -> tuple[Any, str]:
-  """Returns (the split's value, its slice) of "train[:80%]"."""
+  """Returns (the value for the split, the slice) of "train[:80%]"."""
   name, part = split_name(text, key)
   check_choice(key, name, splits)
   return splits[name], part

@@ -1,12 +1,12 @@
-"""Finds the samples of tar files, as the library webdataset groups them.
+"""Finds the samples of tar files, grouped as in the library webdataset.
 
-Neighbours whose names are equal up to the first dot are one sample, and the
-rest of the name is the extension. Other members are left out: folders, links,
-hidden files, and names without a dot.
+Consecutive members whose names are equal up to the first dot form a sample; the
+rest of the name is the extension. Folders, links, hidden files, and names
+without a dot are left out.
 
 A file is scanned once for an index of its samples. The index has a checksum of
-each member's header and last bytes, so a later read notices if the file has
-changed.
+each member's header and last bytes, so that a later read detects if the file
+has changed.
 """
 
 import io
@@ -39,7 +39,8 @@ class Index(NamedTuple):
   def rows(self, extensions: Sequence[str]) -> np.ndarray:
     """Returns (start, size, checksum) of a member of each sample, int64 [N, 3].
 
-    It is the first of these extensions that the sample has; else all are -1.
+    The member is that of the first extension that the sample has; if it has
+    none, the values are -1.
     """
     rows = np.full((len(self.keys), 3), -1, np.int64)
     for extension in reversed(extensions):
@@ -143,7 +144,7 @@ def _members(path: str, f: Any) -> Iterator[tuple[str, int, int]]:
 def parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
   """Returns (start, size) of the bytes to read for rows of `Index.rows`.
 
-  Those are the header and the data of each member. They are read separately,
+  These are the header and the data of each member. They are read separately,
   because cutting the data out of a larger read would copy it.
   """
   result = []
@@ -156,7 +157,7 @@ def parts(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 def members(
   contents: Sequence[bytes], rows: Sequence[Sequence[int]]
 ) -> list[bytes]:
-  """Returns the data of rows of `Index.rows`, from the contents of `parts`."""
+  """Returns the data for rows of `Index.rows`, from the contents of `parts`."""
   headers, result = contents[::2], list(contents[1::2])
   for header, data, (_, _, checksum) in zip(headers, result, rows):
     if zlib.crc32(data[-HEADER:], zlib.crc32(header)) != checksum:

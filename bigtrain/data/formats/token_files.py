@@ -1,7 +1,7 @@
 """Token files: the formats of bigtrain and of other programs.
 
 - A folder made by `python -m bigtrain.tools.tokenize`: manifest.json, and for
-  each shard plain ids (00000.bin) and document ends (00000.ends.npy).
+  each shard plain ids (00000.bin) and the ends of documents (00000.ends.npy).
 - nanoGPT: plain ids without a header (.bin).
 - llm.c: a header of 256 int32 with the number of ids, then plain ids (.bin).
 - Megatron: plain ids (.bin) and an index of sequences (.idx).
@@ -62,7 +62,7 @@ class Shard:
 def open_shards(
   path: str | Sequence[str], dtype: str | None
 ) -> tuple[list[Shard], dict[str, Any] | None]:
-  """Opens the files of a path, and the manifest if it is one of our folders."""
+  """Opens the files of a path, and the manifest if bigtrain made the folder."""
   if dtype is not None:
     check_choice("tokens: dtype", dtype, _DTYPES)
   if isinstance(path, str | os.PathLike):
@@ -266,9 +266,9 @@ def _load_ends(path: str, size: int) -> Callable[[], np.ndarray]:
 
 
 def ends_by_id(shard: Shard, eos_id: int) -> np.ndarray:
-  """Returns the document ends of a shard, by the id that ends a document.
+  """Finds the ends of documents in a shard, by the id that ends a document.
 
-  Ids after the last `eos_id` are one more document.
+  Ids after the last `eos_id` form another document.
   """
 
   def scan(path: str) -> np.ndarray:

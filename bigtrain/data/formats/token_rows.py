@@ -1,11 +1,11 @@
-"""Keeps the token ids of rows of any length, and which ids have a loss.
+"""Stores the token ids of rows of any length, and which ids have a loss.
 
-The ids are made once, in a pass over all rows, and kept in the user's cache
+The ids are made once, in a pass over all rows, and stored in the user's cache
 folder, under a hash of the files' paths, sizes and modification times and of
-the options that the ids depend on. Two files have them: STEM.ids, the ids of
-all rows one after the other, and STEM.npz, the start and weight of each row,
-and what the pass has counted. Rows with pictures have a third, STEM.pictures,
-with their paths or their bytes.
+the options that the ids depend on. There are two files: STEM.ids has the ids of
+all rows one after the other, and STEM.npz the start and weight of each row and
+the counts of the pass. If rows have pictures, a third file, STEM.pictures, has
+their paths or their bytes.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class Rows:
   Attributes:
     weight: weights of the rows' losses, float32 [rows].
     label: whether answers are wanted, int8 [rows], see `Row`.
-    counts: what the pass has counted, with "refused", messages of rows that
-      were left out, and "num_refused".
+    counts: the counts of the pass, with "num_refused", the number of rows that
+      were left out, and "refused", messages about them.
     digest: hash of the files' names and sizes, and of the options.
   """
 
@@ -73,8 +73,8 @@ class Rows:
   def spans(self, rows: np.ndarray, pairs: bool) -> np.ndarray:
     """Returns (start, stop) of the ids of rows, int64 [rows, 1, 2].
 
-    With `pairs`, there is one for the prompt and one for the answer, [rows, 2,
-    2].
+    With `pairs`, there is a span for the prompt and one for the answer, [rows,
+    2, 2].
     """
     start, stop = self._starts[rows], self._starts[rows + 1]
     if not pairs:
@@ -97,14 +97,14 @@ class Rows:
     return [bytes(self._encoded[starts[i] : starts[i + 1]]) for i in numbers]
 
   def first_of_each(self, rows: np.ndarray) -> np.ndarray:
-    """Indices in `rows` where an entry of a file begins; several may follow."""
+    """Indices in `rows` at which an entry of a file begins."""
     file = np.searchsorted(self._ends, rows, side="right")
     number = self._number[rows]
     is_new = (np.diff(file) != 0) | (np.diff(number) != 0)
     return np.flatnonzero(np.append(len(rows) > 0, is_new))
 
   def entry(self, row: int) -> tuple[str, int]:
-    """The input that a row comes from, and its number there."""
+    """The input that a row comes from, and the row's number in this input."""
     file = int(np.searchsorted(self._ends, row, side="right"))
     return self._inputs[file], int(self._number[row])
 
@@ -124,12 +124,12 @@ def cached(
   """Returns the ids of rows, made now or for an earlier run.
 
   Args:
-    encode: encode(row, its place) makes the ids of a row, which may be several
-      rows, such as two answers; or raises DataError.
+    encode: encode(row, its place) makes the ids of a row. It may return several
+      rows, such as those of two answers, or raise DataError.
     key: hash of everything that `encode` depends on.
     inputs: files, or names of other inputs.
     rows_of: rows_of(input) yields (place, row).
-    count: returns what `encode` has counted, as JSON.
+    count: returns the counts of `encode`, as JSON.
     skip_errors: number of rows that may be left out because of a DataError.
   """
   sizes: list[tuple[str, int | str | None]] = []

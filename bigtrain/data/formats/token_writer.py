@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
 def write_shard(
   folder: str, name: str, documents: Iterable[str | DataError], recipe: Recipe
 ) -> dict[str, Any]:
-  """Tokenizes documents into one shard; returns the content of the .json file.
+  """Tokenizes documents into a shard; returns the contents of its .json file.
 
   Invalid documents are errors. Empty ones are skipped.
   """

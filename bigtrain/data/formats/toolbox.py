@@ -1,7 +1,7 @@
 """A user's function that answers a model's tool calls, turn by turn.
 
-`Toolbox.reply` gets the ids of a turn. If they contain calls, it makes these
-calls, and returns the text that the model then continues: the results, as the
+`Toolbox.reply` gets the ids of a turn. If they contain calls, it makes the
+calls and returns the text from which the model continues: the results, as the
 chat template writes them, and the start of the next answer.
 """
 
@@ -36,7 +36,7 @@ class Reply(NamedTuple):
   Attributes:
     messages: the turn, and the results of its calls.
     ids: the text up to the model's next turn; None if this was the last one.
-    num_calls, num_failed: number of calls, and of those that failed.
+    num_calls, num_failed: number of calls, and of failed calls.
   """
 
   messages: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
 
 @dataclasses.dataclass
 class Toolbox:
-  """The function `tools` of data/prompts.py, and the format of its calls."""
+  """The function `tools` of data/prompts.py, and the format of tool calls."""
 
   tools: str
   parser: str
@@ -79,14 +79,14 @@ class Toolbox:
     )
 
   def reply(self, row: Any, ids: np.ndarray, is_last: bool) -> Reply:
-    """Answers the calls in the ids of a turn, of which the last ends it.
+    """Answers the calls in the ids of a turn; the last id ends the turn.
 
     Args:
       row: the row of the prompt.
-      is_last: whether no further turn may follow; then no call is made.
+      is_last: whether no further turn may follow; if so, no call is made.
 
     Raises:
-      DataError: a call failed, with failed_tool="stop".
+      DataError: if a call failed, with failed_tool="stop".
     """
     spoken = ids[~np.isin(ids, self.end_ids)]
     text = self.tokenizer.spell(spoken)

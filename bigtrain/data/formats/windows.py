@@ -1,15 +1,16 @@
 """Cuts arrays of token ids into windows of a fixed length.
 
-The arrays are called shards. A window consists of pieces: runs of consecutive
-target tokens of one shard. The context of a piece's first target is the token
-before it. A plan maps the number of a window to its pieces. There are three:
+The arrays are called shards. A window consists of pieces, which are runs of
+consecutive target tokens in one shard. The context of a piece's first target is
+the token before it. A plan maps the number of a window to its pieces. There are
+three plans:
 
 - `Stream`: windows ignore where documents begin and end.
 - `Masked`: the same windows, but no token has another document as context.
 - `Documents`: windows of whole documents, one or several of them.
 
-In every plan, each token that has a context is a target exactly once (without
-overlap by `stride`). `fill` reads the tokens of the pieces.
+In every plan, each token that has a context is a target exactly once, unless
+`stride` makes windows overlap. `fill` reads the tokens of the pieces.
 
 Legend: B windows of a batch, L tokens of a window, N pieces.
 """
@@ -79,8 +80,8 @@ class Stream:
 class Documents:
   """Windows of whole documents; documents longer than a window are split.
 
-  `starts` has for each shard the starts of its documents, int64, ascending, and
-  then its number of tokens. If `packed`, documents may share a window.
+  For each shard, `starts` has the starts of its documents, int64, ascending,
+  followed by its number of tokens. If `packed`, documents may share a window.
   """
 
   def __init__(
@@ -213,7 +214,7 @@ def fill(
     tokens_of: returns the tokens of a shard.
     start_id: the start token, context of the first target of a fresh piece.
     segments: whether to add the features `segments` and `positions`.
-    shift: added to what the shards contain, to get ids.
+    shift: number to add to the shards' contents to get ids.
   """
   tokens = np.zeros(shape, np.int32)
   targets = np.zeros(shape, np.int32)

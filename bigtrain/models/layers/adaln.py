@@ -1,9 +1,10 @@
-"""Blocks that a vector per example modulates: adaLN-Zero.
+"""Blocks that are modulated by one vector per example: adaLN-Zero.
 
-https://arxiv.org/abs/2212.09748, section 3.2. A vector c, of a time and a
-class, shifts and scales what each norm returns, and multiplies what each branch
-adds to the stream. These numbers are a linear function of silu(c) that starts
-at zero, so that each block starts as the identity.
+https://arxiv.org/abs/2212.09748, section 3.2. A vector c, made from a time and
+a class, shifts and scales the output of each norm, and multiplies the output of
+each branch before it is added to the stream. The shifts, scales and factors are
+a linear function of silu(c) that starts at zero, so each block starts as the
+identity.
 
 Axes: B batch, L length, D model width.
 """
@@ -36,7 +37,7 @@ class Options(NamedTuple):
 
 
 class Norm(nn.Module):
-  """A norm with its shift and scale, and further vectors made from c."""
+  """A norm with a shift and a scale, and further vectors made from c."""
 
   options: Options
   num_vectors: int  # Made from c; shift and scale are the first two.
@@ -47,7 +48,7 @@ class Norm(nn.Module):
   ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns (the modulated norm of x, the vectors that are left, (B, 1, D)).
 
-    In the order of DiT's code: shift, scale, gate, and again.
+    The order is that of DiT's code: shift, scale, gate, and so on.
     """
     options, D = self.options, x_BLD.shape[-1]
     zeros = nn.initializers.zeros

@@ -2,8 +2,8 @@
 
 `Attention` is the layer: projections, norms and rotations of queries and keys,
 the cache, `attend`, and the last projection. `attend` chooses a backend
-(attention_backends.py) and calls it, on a mesh with an axis `sequence` through
-attention_split.py.
+(attention_backends.py) and calls it; on a mesh with an axis `sequence`, it does
+so through attention_split.py.
 
 Axes: B batch, L length, S length attended to, D model width, H heads, G heads
 of keys and values, R = H / G, K head width, which values may not have.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from bigtrain import sharding
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, nearest_divisors
 from bigtrain.models.layers import (
   attention_backends,
   attention_blockwise,
@@ -101,10 +101,11 @@ class Attention(nn.Module):
 
     Args:
       x_BLD: stream of the queries; None to write keys and values only. It may
-        have n examples for each of y's: n successive ones share it.
+        have n examples for each of y's: then n successive ones share one of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
-      real_BL: bool, False for queries of padding, for attention_logits.record.
+      real_BL: bool, False for queries that are padding, for
+        attention_logits.record.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
@@ -170,7 +171,8 @@ class Attention(nn.Module):
   ) -> tuple[Any, Any, Any, Any]:
     """Queries of x (B, L, H, K), keys and values of y (B, S, G, K), a gate.
 
-    The gate is of x as the queries are. An array that is not needed is None.
+    The gate, like the queries, is computed from x. Arrays that are not needed
+    are None.
     """
     options = self.options
     H, K = options.num_heads, options.head_dim
@@ -179,7 +181,8 @@ class Attention(nn.Module):
       D = x_or_y.shape[-1]
       if D % H:
         raise ConfigError(
-          f"config.model.num_heads: {H} does not divide the width {D}."
+          f"config.model.num_heads: {H} does not divide the width {D}; the "
+          f"nearest that do: {nearest_divisors(H, D)}."
         )
       K = D // H
     G = options.num_kv_heads or H
@@ -300,13 +303,13 @@ def attend(
   softcap: float | None = None,
   backend: str = "auto",
 ) -> jax.Array:
-  """Means of values, weighted by the float32 softmax of queries' scores.
+  """Means of values, weighted by the float32 softmax of the scores.
 
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K] for heads in groups. There may
-      be n examples for each of the keys': n successive ones share it.
+      be n examples for each example of the keys, which n successive ones share.
     v_BSGK: values, whose width may differ from the keys'; the result has it.
-    start: number of the first query's position, if the keys come from a cache.
+    start: position of the first query, if the keys come from a cache.
     bias, sinks_H: see attention_inputs.Inputs.
   """
   q, k_BSGK, v_BSGK = checkpoint_name((q, k_BSGK, v_BSGK), remat.INNER)
@@ -389,10 +392,10 @@ def _attend_by(
 def wants_bias_by_distance(
   options: Options, x_BLD: jax.Array, mask: masks.Mask
 ) -> bool:
-  """Whether self-attention needs its bias by distance, not as a matrix.
+  """Whether self-attention needs its bias by distance rather than as a matrix.
 
-  A matrix of biases is as large as one of scores, which backends other than
-  "xla" avoid.
+  A matrix of biases is as large as a matrix of scores, which backends other
+  than "xla" avoid.
   """
   B, L, _ = x_BLD.shape
   if options.backend == "xla" or L == 1:

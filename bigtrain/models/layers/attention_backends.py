@@ -2,12 +2,13 @@
 
 "xla" multiplies all queries with all keys, "blockwise" block by block, in plain
 JAX. "ring" does the same, while the devices that share an example pass its keys
-and values around a ring. The others are kernels: "splash" of jax's Pallas
-library for TPUs, NVIDIA's "cudnn" and those of the package "tokamax" for GPUs.
+and values around a ring. The others are kernels: "splash", from jax's Pallas
+library, for TPUs; NVIDIA's "cudnn" and those of the package "tokamax" for GPUs.
 
-The table at the end has two functions for each backend: why it cannot compute a
-call, and why it is the best for one. `choose` goes through it from top to
-bottom. The log and run.json have its reasons.
+The table at the end has two functions for each backend: one says why it cannot
+compute a call, the other why it is the best one for a call. `choose` goes
+through the table from top to bottom. Its reasons are in the log and in
+run.json.
 """
 
 import importlib.util
@@ -119,7 +120,7 @@ class Backend(NamedTuple):
 
 
 def choose(name: str, call: Call) -> str:
-  """Returns the backend of that name or, for "auto", the best; logs it."""
+  """Returns the backend with this name or, for "auto", the best; logs it."""
   unsupported = {
     other: backend.unsupported_because(call)
     for other, backend in _BACKENDS.items()
@@ -193,7 +194,7 @@ def _tokamax_unsupported_because(call: Call) -> str | None:
 
 
 def _inputs_unsupported_because(call: Call) -> str | None:
-  """Why kernels of GPUs cannot; their masks and biases are matrices."""
+  """Why GPU kernels cannot compute a call; their masks are matrices."""
   if call.sinks:
     return "its softmax has no sinks"
   if call.bias:

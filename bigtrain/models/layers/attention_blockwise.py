@@ -1,13 +1,14 @@
 """Attention block by block, in plain JAX, exact and in memory linear in length.
 
-Scores of a block of queries and a block of keys exist at a time, as in
-FlashAttention, https://arxiv.org/abs/2205.14135. The backward pass computes
-them again from the output and the logarithm of the softmax's denominator.
-Pairs of blocks are left out if the causal order masks all of their scores.
+Only the scores of one block of queries with one block of keys exist at a time,
+as in FlashAttention, https://arxiv.org/abs/2205.14135. The backward pass
+computes them again, from the output and the logarithm of the softmax's
+denominator. Pairs of blocks are left out if the causal order masks all of their
+scores.
 
-A Schedule has steps, each with some Blocks: here one step with all keys, and in
-a ring (attention_split.py) one for the keys of each device. Pair by pair, the
-forward pass adds values to Sums, the backward pass adds to Gradients.
+A Schedule has steps, each with some Blocks: here a single step with all keys,
+and in a ring (attention_split.py) one step for the keys of each device. Pair by
+pair, the forward pass adds to Sums and the backward pass to Gradients.
 
 Axes: see attention_inputs.py; N blocks of A queries, M blocks of C positions.
 """
@@ -56,7 +57,7 @@ def largest_scores(
 ) -> jax.Array:
   """Largest score of each query, float32 (B, L, G, R), without a gradient.
 
-  It is far below zero for queries that see nothing.
+  It is a large negative number for queries that see nothing.
   """
   L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
   block = largest_block()
@@ -192,7 +193,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """Steps in which a device computes its blocks; here all of them in one."""
+  """The steps in which a device computes its blocks; here a single step."""
 
   static: Static
 
@@ -255,9 +256,9 @@ def _from_blocks(x_N: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _by_pair(bias_GRT: jax.Array, static: Static) -> jax.Array:
-  """Biases (G, R, A, C) of the distances c - a: rows that shift by one.
+  """Biases (G, R, A, C) for the distances c - a; rows are shifted by one.
 
-  Without a gather: A copies of a row of T, read as rows of T - 1.
+  This needs no gather: A copies of a row of T are read as rows of T - 1.
   """
   A, C = static.block_q, static.block_k
   G, R, T = bias_GRT.shape

@@ -12,7 +12,7 @@ from bigtrain.models.layers import masks
 
 
 class Inputs(NamedTuple):
-  """Arguments of an attention; a tree of arrays."""
+  """The arguments of an attention backend, as a tree of arrays."""
 
   q: jax.Array  # (B, L, G, R, K).
   k_BSGK: jax.Array

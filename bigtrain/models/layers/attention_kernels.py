@@ -1,8 +1,8 @@
-"""Attention by kernels: Splash for TPUs; cuDNN's and tokamax's for GPUs.
+"""Attention by kernels: Splash for TPUs, cuDNN and tokamax for GPUs.
 
 Splash, of jax's Pallas library, leaves out blocks of keys that a mask hides.
 Lengths are padded to whole blocks. Documents and padding are segments: a query
-attends to the positions with its own number. A Splash kernel is for one
+attends only to positions in its own segment. A Splash kernel is for one
 example, with its mask (`_splash_kernel`); `_call_splash` applies it to a batch.
 
 The kernels for GPUs get masks other than causal order as a matrix
@@ -139,7 +139,7 @@ def attend_rows_by_splash(
 def _call_splash(
   kernel: Any, inputs: Inputs, sizes: tuple[int, int], counted: int
 ) -> jax.Array:
-  """Calls an example's kernel with each example; the queries are scaled."""
+  """Calls the kernel for each example, with scaled queries."""
   q, k, v, mask, _, sinks_GR = inputs
   B, L, G, R, K = q.shape
   S = k.shape[1]
@@ -162,7 +162,7 @@ def _call_splash(
 
 
 def _block_size(length: int) -> int:
-  """Size of blocks that pads a length by at most an eighth, or of one block."""
+  """Block size that pads a length by at most an eighth, or a single block."""
   size = _BLOCK
   while size > _LANES and _padded(length, size) > max(
     length * 9 // 8, _padded(length, _LANES)

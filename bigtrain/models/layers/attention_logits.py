@@ -12,13 +12,13 @@ logit):
                          queries by gamma
 
 The paper shrinks each head separately, and leaves the rotated keys of latent
-attention untouched, because all heads share them. It says nothing of grouped
-queries. Here the same rule decides: keys that several heads share stay as they
-are, so a large logit of one head does not change the others.
+attention untouched, because all heads share them. It says nothing about grouped
+queries. Here they follow the same rule: keys that several heads share stay as
+they are, so that a large logit of one head does not change the others.
 
-`record` computes the largest logits. No kernel for attention returns them, so
-they are one more product of queries and keys, in blocks: a seventh of what
-attention computes in a training step, and in memory linear in the length.
+`record` computes the largest logits. No attention kernel returns them, so they
+need another product of queries and keys, computed in blocks. It costs a seventh
+of the FLOPs of attention in a training step, and memory linear in the length.
 
 Axes: B batch, L length, S length attended to, H heads, G heads of keys and
 values, R = H / G, K head width; of latent attention N features of a query or
@@ -60,8 +60,8 @@ def record(
 ) -> None:
   """Stores the largest logit of each head, (H,), if it is asked for.
 
-  Logits of padding do not count, nor do those that the mask hides. A cap of
-  the scores is left out.
+  Logits of padding and masked logits do not count. A cap on the scores is not
+  applied.
 
   Args:
     q: queries [B, L, H, K], or [B, L, G, R, K].

@@ -1,11 +1,11 @@
 """Attention of examples whose positions are split over the axis `sequence`.
 
-Each of n devices has a run of an example's queries, keys and values. Keys and
-values are gathered, or pass from device to device in a ring, as in Ring
-Attention, https://arxiv.org/abs/2310.01889. If attention is causal, later
-queries see more positions, and the last device would have the most work. So
-devices exchange parts of their queries first, and in a ring of their keys as
-well: of 2 n parts, device i takes i and 2 n - 1 - i, which makes their work
+Each of n devices has a contiguous part of an example's queries, keys and
+values. Keys and values are gathered, or pass from device to device in a ring,
+as in Ring Attention, https://arxiv.org/abs/2310.01889. In causal attention
+later queries see more positions, so the last device would have the most work.
+Devices therefore exchange parts of their queries first, and in a ring also of
+their keys: of 2 n parts, device i gets i and 2 n - 1 - i, which makes the work
 equal.
 
 `attend` makes a Plan (which blocks, in which order), pads the inputs to it, and
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 class Tables(NamedTuple):
   """A plan's blocks on each device. The lists have an entry for each step.
 
-  All keys are there in the only step, or those of one device in each of n.
+  There is one step with all keys, or n steps with the keys of one device each.
   """
 
   rows: np.ndarray  # Int [n, N], number of the first query of each block.
@@ -109,7 +109,7 @@ def plan_of(
 
 
 def _blocks(length: int, parts: int) -> tuple[int, int]:
-  """Size of a block, and the length of `parts` with whole blocks each."""
+  """The size of a block, and the length padded to whole blocks in each part."""
   largest = attention_blockwise.largest_block()
   part = math.ceil(length / parts)
   number = math.ceil(part / largest)
@@ -163,7 +163,7 @@ def _firsts(plan: Plan, length: int, block: int) -> np.ndarray:
 def _filled(
   pairs: np.ndarray, number: int, shape: tuple[int, int]
 ) -> np.ndarray:
-  """Adds masked pairs of blocks, which change nothing, up to a number."""
+  """Pads to a number of pairs of blocks; the added ones are fully masked."""
   if len(pairs) == number:
     return pairs
   masked = np.ones(shape, bool)
@@ -216,7 +216,7 @@ def attend(
 
 
 def largest_scores(inputs: Inputs, *, scale: float) -> jax.Array:
-  """See attention_blockwise.largest_scores; of a causal attention."""
+  """Like attention_blockwise.largest_scores, for causal attention."""
   mask = inputs.mask
   L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
   mesh: Any = sharding.ambient(len(inputs.q))
@@ -238,7 +238,7 @@ def largest_scores(inputs: Inputs, *, scale: float) -> jax.Array:
 def _split(
   plan: Plan, compute: Callable[[Inputs], jax.Array], inputs: Inputs
 ) -> jax.Array:
-  """Calls `compute` on each device, with the whole of the mask: it is small."""
+  """Calls `compute` on each device, with the whole mask, which is small."""
   B, L, G = inputs.q.shape[:3]
   S = inputs.k_BSGK.shape[1]
   mesh: Any = sharding.ambient(B)
@@ -373,7 +373,7 @@ def _swapped(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _exchanged(x: jax.Array) -> jax.Array:
-  """An early and a late part of dimension 1 in place of a run."""
+  """Replaces a contiguous part of dimension 1 by an early and a late part."""
   to_first, to_second = _owners(jax.lax.axis_size(AXIS))
   first, second = jnp.split(x, 2, axis=1)
   # An even part is early on devices with an even number, late on the others.
@@ -395,7 +395,7 @@ def _exchanged_back(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule(attention_blockwise.Schedule):
-  """All keys in one step, or a step for each device of a ring."""
+  """A single step with all keys, or a step for each device of a ring."""
 
   plan: Plan
 
@@ -425,7 +425,7 @@ class _Schedule(attention_blockwise.Schedule):
     )
 
     def of_blocks(firsts: jax.Array, size: int) -> Any:
-      """Takes the entries of a mask for this device's blocks."""
+      """The entries of a mask for this device's blocks."""
       numbers = (firsts[:, None] + jnp.arange(size)).reshape(-1)
       return functools.partial(jnp.take, indices=numbers, axis=1)
 

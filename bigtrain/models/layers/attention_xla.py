@@ -1,7 +1,7 @@
 """Attention with a matrix of all scores, which XLA compiles.
 
-`attend` is the general case. `_attend_in_half`, for dtypes of 16 bits and plain
-attention, has a custom backward pass that stores no float32 scores.
+`attend` is the general case. `_attend_in_half`, for plain attention in 16 bits,
+has a custom backward pass that stores no float32 scores.
 
 Axes: see attention_inputs.py.
 """
@@ -25,7 +25,7 @@ _MASKED = -1e30
 def attend(
   inputs: Inputs, start: Any, *, scale: float, softcap: float | None
 ) -> jax.Array:
-  """Returns means of values, (B, L, G, R, K) up to a reshape."""
+  """Returns means of values, (B, L, G, R, K) or the same with heads joined."""
   q_BLGRK, k_BSGK, v_BSGK, mask, bias, sinks_GR = inputs
   _, L, G, R, _ = q_BLGRK.shape
   S = k_BSGK.shape[1]
@@ -106,7 +106,7 @@ class _Static(NamedTuple):
   def einsum(
     self, subscripts: str, x: jax.Array, y: jax.Array, dtype: Any = None
   ) -> jax.Array:
-    """A product; positions outside of a window are not model FLOPs."""
+    """A product; positions outside a window do not count as model FLOPs."""
     with model_flops.counts_as(self.reach, self.positions):
       return jnp.einsum(subscripts, x, y, preferred_element_type=dtype)
 
@@ -147,7 +147,8 @@ def sinks_gradient(
 ) -> jax.Array | None:
   """Gradient of sinks, with axes x of H, or of G and R.
 
-  `mean_BxL` is the mean of the gradients of a query's weights, by the weights.
+  `mean_BxL` is the mean of the gradients of a query's weights, weighted by
+  these.
   """
   if sinks is None:
     return None

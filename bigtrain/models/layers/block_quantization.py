@@ -1,8 +1,8 @@
 """Frozen kernels in 8 or 4 bits, with one scale for each block of values.
 
 "int8" divides a block's values by their largest absolute value into 255 steps.
-"nf4" has 16 values, quantiles of the normal distribution, two to a byte (QLoRA,
-https://arxiv.org/abs/2305.14314).
+"nf4" has 16 values, which are quantiles of the normal distribution, and packs
+two of them in a byte (QLoRA, https://arxiv.org/abs/2305.14314).
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ NF4 = np.array(
 )
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-  """An array, or a stack of arrays of one `shape` with a leading axis."""
+  """An array, or a stack of arrays of the same `shape` with a leading axis."""
 
   codes: Any  # int8 [values], or uint8 [values / 2]; whole blocks.
   scale: Any  # float32 [blocks], or these in turn quantized.
@@ -49,7 +49,7 @@ class Quantized:
   block: int = BLOCK
 
   def dequantized(self) -> jax.Array:
-    """The array in float32; inside a loop over a stack, that of one layer."""
+    """The array in float32; inside a loop over a stack, the current layer's."""
     scale = self.scale
     if isinstance(scale, Quantized):
       scale = scale.dequantized()
@@ -70,7 +70,7 @@ def quantize(
   """Quantizes an array, or each array of a stack.
 
   Args:
-    double: whether scales become int8 too, double quantization.
+    double: whether the scales are quantized to int8 too (double quantization).
     stacked: number of leading axes that number arrays; 0 or 1.
   """
   if stacked:

@@ -1,4 +1,4 @@
-"""The decoder of captioners: a transformer, with cross-attention or without.
+"""The decoder of captioners: a transformer with or without cross-attention.
 
 Submodules are named as in the published CapPa checkpoints.
 
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Token embeddings, blocks and, after cross-attention, norm and logits."""
+  """Token embeddings and blocks; with cross-attention also norm and logits."""
 
   options: Options
   num_embeddings: int  # Number of rows of the embedding table.
@@ -129,11 +129,11 @@ class Decoder(nn.Module):
     start: Any = 0,
     train: bool = False,
   ) -> tuple[Any, kv_cache.Cache | None]:
-    """Reads texts; or, with a cache, their next positions or the source.
+    """Reads texts or, with a cache, their next positions or the source.
 
     Args:
       tokens: int (B, L), or the states (B, L, D) of another decoder.
-      last_11D: an embedding that follows the tokens'.
+      last_11D: an embedding that is appended to the tokens' embeddings.
       source_mask: which patches are seen, such as all but padding.
 
     Returns:

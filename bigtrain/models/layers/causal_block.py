@@ -1,7 +1,8 @@
 """The block of decoder-only language models.
 
-Options has all differences between layers of one model: layer_kinds.py makes
-them. What layers of a kind share, such as rotary tables, they find by index.
+Options has everything in which layers of a model can differ; layer_kinds.py
+makes them. Things that layers of a kind share, such as rotary tables, are in
+tuples, to which the options have indices.
 
 Axes: B batch, L length, D model width, N layers, I features of a layer's input.
 """
@@ -38,7 +39,7 @@ NORMS_AT = ("pre", "post", "sandwich")
 
 
 class Options(NamedTuple):
-  """Options of a block: fields of models.decoder.Model, and of its kind."""
+  """Options of a block: fields of models.decoder.Model, changed by its kind."""
 
   depth: int
   num_heads: int
@@ -89,7 +90,7 @@ class Options(NamedTuple):
   drops_view: bool  # Whether no later layer reads it.
 
   def hidden_units(self) -> int:
-    """Number of hidden units that a token uses, with gates."""
+    """Number of hidden units that a token uses, gates included."""
     units = self.mlp_dim
     if self.moe is not None:
       dense = units if self.moe.beside_mlp else 0
@@ -146,7 +147,7 @@ class Block(nn.Module):
       return x_BLD if options.norm_at == "post" else normed(x_BLD, name)
 
     def add(x_BLD: jax.Array, y_BLD: jax.Array, name: str) -> jax.Array:
-      """The stream, with the result of a branch."""
+      """The stream plus the output of a branch."""
       if options.norm_at != "pre":
         y_BLD = normed(y_BLD, name)
       return add_branch(x_BLD, y_BLD)
@@ -295,7 +296,7 @@ def _with_added(
 
 
 def _layer_scalar(block: nn.Module) -> jax.Array:
-  """A factor of published models that is not trained, (1,)."""
+  """A factor (1,) in published models, which is not trained."""
   scalar_1 = block.param("layer_scalar", nn.initializers.ones, (1,))
   return jax.lax.stop_gradient(scalar_1)
 
@@ -329,7 +330,7 @@ def _mlp_beside_experts(
 
 
 def norm(options: Any, width: int, name: str) -> nn.Module:
-  """The norm of a block's Options, or of a decoder."""
+  """The norm that the Options of a block, or a decoder, ask for."""
   eps, dtype, offset = options.norm_eps, options.dtype, options.norm_offset
   scaled = options.norm_scaled
   if options.norm == "rmsnorm":

@@ -15,10 +15,10 @@ def convolved(
   """[B, L, ...], in the dtype of the product.
 
   Args:
-    joined: the inputs [B, W - 1 + L, ...], with W - 1 that come before them.
+    joined: the inputs [B, W - 1 + L, ...], which include the W - 1 before them.
     kernel: [W, ...].
-    places_BL: number of each position within its document, so that documents
-      do not see each other; None for one document.
+    places_BL: position within the document, so that documents do not see each
+      other; None for one document.
   """
   W = kernel.shape[0]
   L = joined.shape[1] - (W - 1)
@@ -41,17 +41,17 @@ def with_last_inputs(
   read_B: jax.Array,
   start: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Joins inputs with those before them, which a cache has.
+  """Joins inputs with the ones before them, which are in a cache.
 
   Args:
     inputs: [B, L, ...], from position `start` on.
     last: the W inputs before them [B, W, ...].
-    read_B: number of positions of each text that were read by calls with
-      several: a call with one token does not read these again.
+    read_B: number of positions of each text that calls with several tokens have
+      read; a call with one token does not read these again.
 
   Returns:
-    (inputs with the W - 1 before them; the new last ones; for a call with one
-    token, whether it is new in each text).
+    (inputs with the W - 1 before them; the new last inputs; for a call with one
+    token, whether the token is new in each text).
   """
   W, L = last.shape[1], inputs.shape[1]
   ones = (1,) * (last.ndim - 2)

@@ -1,7 +1,8 @@
 """Linear layers that clip their inputs and outputs, as in Gemma 4's tower.
 
-The bounds belong to a published model, which found them for quantisation. They
-are parameters so that files contain them, but they are not trained.
+The bounds come with a published model, where they were determined for
+quantisation. They are parameters so that files contain them, but they are not
+trained.
 """
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 
 class Bounds(nn.Module):
-  """The four bounds of a linear layer, each (1,); infinite at first."""
+  """The four bounds of a linear layer, each (1,); initially infinite."""
 
   @nn.compact
   def __call__(self) -> dict[str, jax.Array]:
@@ -32,7 +33,7 @@ def apply(layer: nn.Module, x: jax.Array, is_clipped: bool) -> jax.Array:
   """Applies a layer of the calling module to x, with bounds if it has any.
 
   Args:
-    is_clipped: whether it has bounds, in the module {name of the layer}_bounds.
+    is_clipped: whether the layer has bounds, in the module {its name}_bounds.
   """
   if not is_clipped:
     return layer(x)

@@ -1,8 +1,8 @@
 """The gated delta rule, https://arxiv.org/abs/2412.06464.
 
 Each head has a state S of K x V numbers, a memory of values by their keys. At
-each position it decays, then moves the value that it has for the key towards
-the new one, and is read with the query:
+each position the state decays, the value that it holds for the key moves
+towards the new value, and the query reads the state:
 
   S = exp(log_decay) S
   S = S + k (beta (v - S^T k))^T
@@ -13,11 +13,12 @@ of the state depend on each other through a triangular system,
 
   (I + A) u = beta (v - S^T k decayed from the start of the chunk)
 
-whose inverse does not depend on the state. So the inverses of all chunks come
-first, and a loop over the chunks carries the state. `over_devices` does the
-same for texts whose positions are split over the axis `sequence`. `step` reads
-one token. The decay may also differ between the channels of a key, as in Kimi
-Linear: delta_rule_channels.py has what is different within chunks.
+whose inverse does not depend on the state. So the inverses of all chunks are
+computed first, and a loop over the chunks then carries the state.
+`over_devices` does the same for texts whose positions are split over the axis
+`sequence`. `step` reads one token. The decay may also differ between the
+channels of a key, as in Kimi Linear; delta_rule_channels.py has the computation
+within chunks for that case.
 
 Axes: B batch, L length, N chunks, C positions of a chunk, J the same for keys,
 G heads of queries and keys, R heads of values for each of them, K width of
@@ -39,7 +40,7 @@ CHUNK = 64
 
 
 class Inputs(NamedTuple):
-  """Queries, keys and values, and what happens to the state; float32."""
+  """Queries, keys and values, and how they change the state; float32."""
 
   q_BLGK: jax.Array
   k_BLGK: jax.Array
@@ -90,7 +91,8 @@ def step(
 ) -> tuple[jax.Array, jax.Array]:
   """Reads one token: returns (output [B, 1, G, R, V], new state).
 
-  Where `writes_B` is False, the state has the token already, and stays.
+  Where `writes_B` is False, the state contains the token already, and does not
+  change.
   """
   q, k, v, log_decay, beta = (x[:, 0] for x in inputs[:5])
   decay = jnp.exp(log_decay)
@@ -119,9 +121,9 @@ def chunked(
 def over_devices(inputs: Inputs, axis: str) -> jax.Array:
   """Inside a shard_map: the outputs [B, L, G, R, V] of each device's positions.
 
-  The state after a device's positions is M S + T, for a state S before them. So
-  every device first finds its M and T. They are gathered, and give each device
-  the state that its own positions begin with.
+  If the state is S before a device's positions, it is M S + T after them. So
+  every device first computes its M and T. These are gathered, and give each
+  device the state at the beginning of its positions.
   """
   L = inputs.q_BLGK.shape[1]
   padded, size = _in_whole_chunks(inputs)

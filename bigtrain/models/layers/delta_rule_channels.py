@@ -3,16 +3,16 @@
 https://arxiv.org/abs/2510.26692 calls it Kimi Delta Attention. delta_rule.py
 has the recurrence, and the loop over chunks.
 
-Between two positions i and j of a chunk, the product of two keys has another
-decay in each channel:
+Between two positions i and j of a chunk, the product of two keys has a
+different decay in each channel:
 
   sum over k of x[i, k] y[j, k] exp(s[i, k] - s[j, k])
 
-with s the sums of the logarithms of decays. An array of all i, j and k would be
-too large, and exp(-s[j, k]) alone overflows. So the chunk is halved again and
-again: if m is the last position of the first half, i is after it and j is not,
-then exp(s[i] - s[m]) and exp(s[m] - s[j]) are at most 1, and the product of two
-matrices does the rest.
+where s has the sums of the logarithms of decays. An array of all i, j and k
+would be too large, and exp(-s[j, k]) alone overflows. So the chunk is halved
+repeatedly. Let m be the last position of the first half. If i is after m and j
+is not, then exp(s[i] - s[m]) and exp(s[m] - s[j]) are at most 1, and a product
+of two matrices does the rest.
 
 Axes: as in delta_rule.py.
 """

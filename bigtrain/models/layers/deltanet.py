@@ -2,9 +2,10 @@
 
 https://arxiv.org/abs/2412.06464, as in Qwen3-Next, Qwen 3.5 and OLMo Hybrid;
 with a decay for each channel of the keys, as in Kimi Linear, arXiv 2510.26692.
-Queries, keys and values pass a short causal convolution, depthwise and followed
-by SiLU. delta_rule.py has the recurrence. Its output is normalized by head and
-multiplied by a gate. Memory and time per token do not grow with the text.
+Queries, keys and values pass through a short causal convolution, which is
+depthwise and followed by SiLU. delta_rule.py has the recurrence. Its output is
+normalized per head and multiplied by a gate. Memory and time per token do not
+grow with the text.
 
 Documents of a packed example do not affect each other: the state and the
 convolution are reset at the start of each document.
@@ -136,7 +137,7 @@ class DeltaNet(nn.Module):
 
     Args:
       segments_BL: int, number of each position's document; not with a cache.
-      real_BL: bool, False for padding, which changes no state.
+      real_BL: bool, False for padding, which does not change the state.
       start: number of the first position, with a cache; None for 0.
     """
     options = self.options
@@ -353,7 +354,7 @@ def _rule_inputs(
   beta_BLGR: jax.Array,
   places_BL: jax.Array | None,
 ) -> delta_rule.Inputs:
-  """Splits the convolution's output; queries and keys get a length of 1."""
+  """Splits the convolution's output; scales queries and keys to length 1."""
   K, V = options.key_dim, options.value_dim
   y_BLGC = y_BLGC.astype(jnp.promote_types(y_BLGC.dtype, jnp.float32))
   q, k, v = jnp.split(y_BLGC, (K, 2 * K), axis=-1)

@@ -1,8 +1,8 @@
 """The encoder of ViTs and of text towers.
 
-Parameters are named as in the published ViT checkpoints. `dtype` is that of
-matrix products and of the activations between layers; parameters, statistics of
-layer norms and softmaxes are always float32.
+Parameters are named as in the published ViT checkpoints. `dtype` is the dtype
+of matrix products and of the activations between layers. Parameters, statistics
+of layer norms, and softmaxes are always float32.
 
 Axes: B batch, L length, S length attended to, D model width, N layers.
 """
@@ -32,7 +32,7 @@ NORMS = ("layernorm", "rmsnorm")
 
 
 class Fields(nn.Module, kw_only=True):
-  """Fields of models with an encoder. Sizes default to the variant's."""
+  """Fields of models with an encoder. By default, sizes are the variant's."""
 
   variant: str | None = None  # Of a ViT, such as "B", or "B/16" with patches.
   width: int = options.DERIVED  # D.
@@ -87,7 +87,7 @@ class Options(NamedTuple):
 def of_fields(
   model: Fields, name: str, final_norm: bool, **others: Any
 ) -> "Encoder":
-  """The encoder of a model; `others` are options that are not its fields."""
+  """The encoder of a model; `others` are options besides the model's fields."""
   return Encoder(
     layer_options(model, **others),
     depth=model.depth,
@@ -248,7 +248,8 @@ def drop_path(
 ) -> jax.Array:
   """Stochastic depth (https://arxiv.org/abs/1603.09382), drawn per example.
 
-  `rescale` divides what is kept by its probability, so that the mean stays.
+  `rescale` divides what is kept by its probability, so that the mean does not
+  change.
   """
   keep_rate = 1.0 - rate
   kept_B = jax.random.bernoulli(key, keep_rate, x_BLD.shape[:1])

@@ -1,4 +1,4 @@
-"""Heads of self-supervision, with a norm over the global batch.
+"""Heads for self-supervised learning, with norms over the global batch.
 
 Axes: N samples of the global batch, D width, F hidden width.
 """

@@ -1,4 +1,4 @@
-"""Kernels: their initial values, and a module that only holds one."""
+"""Kernels: their initial values, and a module that only holds a kernel."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def initializer(std: float | None) -> Any:
 class Kernel(nn.Module):
   """Parameters "kernel" and "bias", which the caller multiplies itself.
 
-  One whose shape is None is left out.
+  A parameter whose shape is None is left out.
   """
 
   kernel: tuple[int, ...] | None
@@ -36,8 +36,8 @@ class Kernel(nn.Module):
 def product(x: jax.Array, kernel: jax.Array, _: Any, **options: Any) -> Any:
   """dot_general of a dense layer, as one product of matrices.
 
-  With x [B, L, D], XLA on CPUs takes up to four times as long for the gradient
-  of a kernel (D, F) as with x [B L, D].
+  On CPUs, XLA takes up to four times as long for the gradient of a kernel (D,
+  F) if x is [B, L, D] as it does if x is [B L, D].
   """
   rows = x.reshape(-1, len(kernel))
   last_with_first = (((1,), (0,)), ((), ()))

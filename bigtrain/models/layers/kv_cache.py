@@ -1,10 +1,10 @@
 """The key-value cache of decoding.
 
-A Cache holds the keys and values of all positions, a Ring the last S of them,
-for layers with a window. Both have `extend`, which writes the keys and values
-of a call and returns a View: what its queries attend to. Caches is the whole
-model's: one Cache or Ring for each kind of layer, or for recurrent ones the
-States of recurrent_cache.py.
+A Cache holds the keys and values of all positions. A Ring, for layers with a
+window, holds only the last S of them. Both have `extend`, which writes the keys
+and values of a call and returns a View, to which its queries attend. Caches is
+the cache of the whole model: a Cache or Ring for each kind of layer, or for
+recurrent layers the States of recurrent_cache.py.
 
 Axes: B batch, L length, S positions in a cache, N layers, G heads of keys and
 values, K head width.
@@ -33,7 +33,7 @@ class View(NamedTuple):
   start: Any
 
   def layer(self, layer: Any) -> tuple[jax.Array, jax.Array]:
-    """The keys and values, as a cache that is not extended."""
+    """The keys and values of another layer, as a cache that is not extended."""
     del layer
     return self.k_BSGK, self.v_BSGK
 
@@ -79,8 +79,9 @@ class Ring(NamedTuple):
   """Keys and values of the last S positions; p is in place p modulo S.
 
   One call reads the prompts of a batch. The calls after it read one token of
-  every text, from the end of the shortest prompt on. Of these, a longer prompt
-  has been read already: such tokens, before `read_B`, are not written again.
+  every text, starting at the end of the shortest prompt. Tokens of longer
+  prompts, those before `read_B`, have been read already and are not written
+  again.
   """
 
   k_BNSGK: jax.Array
@@ -158,7 +159,7 @@ def _put(
   start: Any,
   is_new_B: jax.Array | None = None,
 ) -> jax.Array:
-  """Writes a layer's keys or values; where `is_new_B` is False, nothing."""
+  """Writes a layer's keys or values where `is_new_B` is True."""
   new = new_BLGK[:, None].astype(all_BNSGK.dtype)
   at = (0, layer, start, 0, 0)
   if is_new_B is not None:
@@ -233,7 +234,7 @@ class Caches:
   def reading(self, start: Any, L: int, real_BL: jax.Array | None) -> "Caches":
     """Before a call: notes how far it reads each text.
 
-    That is up to the last True of `real_BL`, by default all L.
+    That is up to the last True in `real_BL`, or by default all L positions.
     """
     if L == 1:
       return self
@@ -267,8 +268,8 @@ def of_layers(
 
   Args:
     kind_N: index of each layer's kind; None for layers without a cache.
-    write_once: whether tokens of a prompt that are read again, one by one, are
-      not written again.
+    write_once: whether prompt tokens that are read again, one by one, are left
+      as they are.
     whole: whether layers with a window keep all positions too.
   """
   sizes = [length] * len(kinds)

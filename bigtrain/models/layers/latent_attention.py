@@ -1,14 +1,15 @@
 """Multi-head latent attention, of DeepSeek V2 (arXiv 2405.04434).
 
-Keys and values of all heads are products of one short vector for each token,
-the latent. A rotary embedding does not commute with that product, so a few
-features of the keys carry the positions instead: they come from the stream, and
-all heads share them. Queries may have their own latent.
+Keys and values of all heads are computed from one short vector per token, the
+latent, by a matrix product. A rotary embedding does not commute with that
+product, so positions enter through a few separate features of the keys: they
+come from the stream, and all heads share them. Queries may have their own
+latent.
 
 The first pass over a text makes keys and values from the latents
 (`_keys_and_values`).
-Generation caches only latents and rotated features, and multiplies queries and
-outputs with the kernel instead of the whole cache (`_absorbed`).
+Generation caches only latents and rotated features. It multiplies the queries
+and outputs, instead of the whole cache, with the kernel (`_absorbed`).
 
 Axes: B batch, L length, S length attended to, D model width, H heads, Q width
 of the queries' latent, C width of the latent, N features of a query or key

@@ -1,8 +1,8 @@
-"""Dimensions of the parameters that models share: those of their layers.
+"""Dimensions of the parameters of layers, which models share.
 
-The first pattern that matches a name decides, so a model's own table comes
-before LAYERS in its `param_dims`. bigtrain/arrays/dims.py explains the notation
-and the letters.
+The first pattern that matches a name decides, so a model's `param_dims` puts
+its own table before LAYERS. bigtrain/arrays/dims.py explains the notation and
+the letters.
 """
 
 from bigtrain.arrays import dims

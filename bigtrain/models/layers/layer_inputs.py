@@ -1,7 +1,7 @@
 """Inputs of layers besides the stream: per-layer embeddings, as in Gemma 4.
 
-Every layer has a small embedding of each token. A projection of the token's
-embedding in the stream is added to it. The last branch of a block gates these
+Every layer has a small embedding of each token, to which a projection of the
+token's embedding in the stream is added. The last branch of a block gates these
 inputs and adds them to the stream (causal_block.py).
 
 Axes: B batch, L length, D model width, N layers, I features of a layer's input,
@@ -64,7 +64,8 @@ class LayerInputs(nn.Module):
 
     Args:
       x_BLD: the tokens' embeddings.
-      fixed_BL: bool, where the table is not trained.
+      fixed_BL: bool, True for tokens whose entries of the table are not
+        trained.
     """
     N, I = self.depth, self.dim
     D = x_BLD.shape[-1]

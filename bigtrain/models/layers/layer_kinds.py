@@ -4,9 +4,9 @@
 
 A kind overrides some of the model's fields, `layers` names the kinds of one
 period, and `first_layers` those before the first period. This module checks
-these fields, and `of_model` returns the options of each layer's block. What
-several layers can share (rotary tables, query scales, caches) is in tuples, and
-a block's options have indices into them.
+these fields, and `of_model` returns the options of each layer's block. Things
+that several layers can share (rotary tables, query scales, caches) are in
+tuples, and a block's options have indices into the tuples.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ FIELDS = (
 
 
 class Layers(NamedTuple):
-  """Options of all layers, and what they share."""
+  """Options of all layers, and the things that they share."""
 
   first: tuple[causal_block.Options, ...]  # Options of the leading layers.
   # Options of the layers that repeat after them.
@@ -120,7 +120,7 @@ class Layers(NamedTuple):
     return [block.moe for block in (*self.period, *self.first) if block.moe]
 
   def without_drops(self) -> "Layers":
-    """The same layers, whose experts serve all choices."""
+    """The same layers, but with experts that serve all choices."""
 
     def without(
       blocks: tuple[causal_block.Options, ...],
@@ -172,7 +172,7 @@ def of_model(model: Any) -> Layers:
   caches: list[kv_cache.Kind | recurrent_cache.Kind] = []
 
   def index(shared: list[Any], value: Any) -> int | None:
-    """Index of a value among the shared ones, which get it if it is new."""
+    """Index of a value among the shared ones; a new value is added."""
     if value is None:
       return None
     if value not in shared:
@@ -180,7 +180,7 @@ def of_model(model: Any) -> Layers:
     return shared.index(value)
 
   def block(kind: str | None) -> causal_block.Options:
-    """Options of the layers of a kind; None for the model's own fields."""
+    """Options of the layers of a kind; None means the model's own fields."""
     key = "config.model"
     values = {field: getattr(model, field) for field in FIELDS}
     if kind is not None:
@@ -378,7 +378,7 @@ def _check_chunk(values: Mapping[str, Any], key: str) -> None:
 
 
 def _check_latents(model: Any, values: Mapping[str, Any], key: str) -> None:
-  """Checks what latent attention determines or does not compute."""
+  """Checks the fields that latent attention determines or does not support."""
   expected = {
     "head_dim": values["mla"].head_dim,
     "num_kv_heads": values["num_heads"],

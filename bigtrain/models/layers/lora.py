@@ -10,18 +10,19 @@
 A layer computes x W + s (x A) B, with s = alpha / rank (LoRA,
 https://arxiv.org/abs/2106.09685) or alpha / sqrt(rank) (`rslora`, 2312.03732).
 `dora` scales each output to a learned norm (2402.09353). A dense layer never
-forms W + s A B, so W needs no gradient. Heads, experts and the table of
-embeddings, whose products no flax layer computes, use the merged kernel.
+forms W + s A B, so W needs no gradient. Heads, experts and the embedding table,
+which are not flax layers, use the merged kernel.
 
-The collection "params" has lora_a (inputs, rank), lora_b (rank, outputs), with
-`dora` lora_magnitude (outputs) and with `lora_bias` lora_bias (outputs) in
-place of the kernel, with any dimensions of layers and experts in front. Of an
-embedding or a head whose `tokens` train alone it has lora_rows (tokens,
-width). "base" has all other parameters.
+In place of the kernel, the collection "params" has lora_a (inputs, rank) and
+lora_b (rank, outputs), with `dora` also lora_magnitude (outputs) and with
+`lora_bias` lora_bias (outputs), each preceded by any dimensions of layers and
+experts. For an embedding or a head of which only some `tokens` are trained, it
+has lora_rows (tokens, width). All other parameters are in the collection
+"base".
 
 `adapted` wraps a model's class: its `init` splits the parameters into the two
 collections, and its `apply` intercepts the layers that have an adapter. Both
-are methods of `Layers`. The functions at the end are the arithmetic.
+are methods of `Layers`. The functions at the end do the arithmetic.
 """
 
 import functools
@@ -105,19 +106,19 @@ class Options(NamedTuple):
     return alpha / (math.sqrt(rank) if self.rslora else rank)
 
   def tokens_of(self, name: str) -> tuple[int, ...]:
-    """Ids of the tokens of a table or a head that are trained."""
+    """Ids of the tokens that are trained in a table or a head."""
     if isinstance(self.tokens, Mapping):
       return tuple(self.tokens.get(name, ()))
     return tuple(self.tokens) if name == _TABLE else ()
 
 
 def is_table(name: str) -> bool:
-  """Whether a parameter is the embedding, which is not a kernel."""
+  """Whether a parameter is an embedding table rather than a kernel."""
   return name.split("/")[-1] == _TABLE
 
 
 def layer_of(name: str) -> str:
-  """Name below which the factors of a kernel, or of a table, are.
+  """Name of the module that has the factors of a kernel or of a table.
 
   >>> layer_of("blocks/mlp/up/kernel"), layer_of("token_embedding")
   ('blocks/mlp/up', 'token_embedding_adapter')
@@ -257,12 +258,12 @@ def adapted(
 
 
 def reference(variables: Mapping[str, Any]) -> dict[str, Any]:
-  """The variables with adapters off: the model before its training."""
+  """The variables with adapters turned off: the model before training."""
   return {**variables, "params": {}}
 
 
 def in_full(params: Any) -> Any:
-  """The parameters that train in full, without the adapters' factors."""
+  """The parameters that train in full, excluding the adapters' factors."""
   flat = traverse_util.flatten_dict(params, sep="/")
   return trees.from_flat(
     {name: x for name, x in flat.items() if name.split("/")[-1] not in FACTORS}
@@ -270,7 +271,7 @@ def in_full(params: Any) -> Any:
 
 
 def unquantized(base: Any) -> Any:
-  """A dequantized base, of arrays or of ShapeDtypeStructs."""
+  """The base, dequantized; its leaves are arrays or ShapeDtypeStructs."""
 
   def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
@@ -289,14 +290,14 @@ def unquantized(base: Any) -> Any:
 
 
 def check(model: nn.Module) -> None:
-  """After tracing: raises an error if a layer does not use its adapter."""
+  """Call after tracing: raises an error if a layer does not use its adapter."""
   layers = getattr(model, "adapters", None)
   if layers is not None:
     layers.check()
 
 
 def with_factors(table: dims.Table) -> dict[str, str]:
-  """Returns the kernels' dimensions and, beside them, their factors'.
+  """Returns the dimensions of kernels, and those of their factors.
 
   >>> with_factors({".*/up/kernel": "D -> F"})[".*/up/lora_b"]
   'rank -> F'
@@ -335,7 +336,7 @@ class Layers:
   def split(
     self, params: Any, table: dims.Table, rng: jax.Array
   ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what trains: adapters and parameters in full, the base)."""
+    """(what trains, which is adapters and parameters in full; the base)."""
     flat = traverse_util.flatten_dict(params, sep="/")
     kernels = [name for name in flat if name.split("/")[-1] == _KERNEL]
     tables = [name for name in flat if is_table(name)]
@@ -394,9 +395,9 @@ class Layers:
     field: str,
     others: Sequence[str] = (),
   ) -> set[str]:
-    """Names that match; each regular expression has to match one.
+    """The names that match. Each regular expression has to match a name.
 
-    One that matches none of them may match `others`.
+    An expression that matches none of `names` may match one of `others`.
     """
     result: set[str] = set()
     for regex in regexes:
@@ -437,10 +438,10 @@ class Layers:
     )
 
   def with_values_of_base(self, params: Any, base: Any) -> Any:
-    """Sets what begins as the base has it.
+    """Sets the adapters' parameters that begin with values of the base.
 
-    These are DoRA's magnitudes, the norms of the base with the adapters, and
-    the embeddings of the trained tokens.
+    These are DoRA's magnitudes, which are the norms of the base with the
+    adapters, and the embeddings of the trained tokens.
     """
     flat = traverse_util.flatten_dict(params, sep="/")
     flat_base = traverse_util.flatten_dict(unquantized(base), sep="/")
@@ -460,7 +461,7 @@ class Layers:
   def _factors(
     self, name: str, kernel: jax.Array, table: dims.Table, key: jax.Array
   ) -> dict[str, jax.Array]:
-    """Initial factors. A B is 0, so that a model begins as its base."""
+    """Initial factors. The product A B is 0, so a model begins as its base."""
     shape = Shape.of(name, kernel.shape, table)
     rank = self.options.kernel_rank(name)
     # As in PEFT: PyTorch's kaiming_uniform_ with a = sqrt(5).
@@ -479,7 +480,7 @@ class Layers:
     return factors
 
   def scaled(self, params: Any) -> Any:
-    """Multiplies A and biases by their scales; equal layers share a trace."""
+    """Multiplies A and biases by their scales; equal layers are traced once."""
 
     def scale(name: str, x: jax.Array) -> jax.Array:
       layer, _, last = name.rpartition("/")
@@ -626,14 +627,14 @@ class Layers:
 
 
 def _below(tree: Mapping[str, Any], parts: Sequence[str]) -> Any:
-  """The part of a tree below keys, {} if there is none."""
+  """The subtree below some keys, or {} if there is none."""
   for part in parts:
     tree = tree.get(part, {})
   return tree
 
 
 def _replaced(tree: Any, parts: Sequence[str], new: Any) -> Any:
-  """A tree with another value below the keys `parts`."""
+  """A copy of a tree with another value below the keys `parts`."""
   if not parts:
     return new
   first, *rest = parts
@@ -689,7 +690,8 @@ class Shape(NamedTuple):
 def _times_b(low: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
   """low @ B, with a gradient of B that transposes the narrow `low`.
 
-  jax transposes the wide gradient of the outputs: a tenth of a step on CPUs.
+  jax would transpose the wide gradient of the outputs, which takes a tenth of a
+  step on CPUs.
   """
 
   @jax.custom_vjp

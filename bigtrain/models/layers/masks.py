@@ -48,13 +48,13 @@ class Mask:
 
   @property
   def in_order(self) -> bool:
-    """Whether no query attends to any later position."""
+    """Whether queries never attend to later positions."""
     return self.causal and self.prefix_B is None and self.groups_BL is None
 
   def reach(self, length: int) -> int:
     """Number of positions that model FLOPs count for a query.
 
-    A causal order does not halve it, as is usual; a window limits it.
+    As usual, a causal order does not halve it, but a window limits it.
     """
     return min(self.window or length, length) if self.causal else length
 
@@ -106,7 +106,7 @@ class Mask:
 
 
 class Groups(NamedTuple):
-  """Tokens that see later ones of their group; see Mask."""
+  """Tokens that also see later tokens of their group; see Mask."""
 
   of_BL: jax.Array
   of_BS: jax.Array
@@ -144,8 +144,8 @@ def in_chunks(
   Args:
     queries: of shape [B, L, ...].
     start: number of the first query in its text.
-    first: its number among the positions that it may attend to; None if both
-      begin together. See kv_cache.View.
+    first: the first query's index among the positions that it may attend to;
+      None if both begin together. See kv_cache.View.
   """
   B, L = queries.shape[:2]
   if first is not None and not mask.causal:
@@ -174,7 +174,7 @@ def in_chunks(
 
 
 def places_in_documents(segments_BL: jax.Array) -> jax.Array:
-  """Number of each position within its document."""
+  """The number of each position within its document."""
   index_L = jnp.arange(segments_BL.shape[1])
   differs_BL = segments_BL[:, 1:] != segments_BL[:, :-1]
   starts_BL = jnp.where(jnp.pad(differs_BL, ((0, 0), (1, 0))), index_L, 0)

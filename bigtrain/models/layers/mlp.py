@@ -19,7 +19,7 @@ from bigtrain.models.layers import clipping, kernels, options, remat
 
 
 class Kind(NamedTuple):
-  """The function between an MLP's two products."""
+  """The function between the two matrix products of an MLP."""
 
   activation: Callable[[jax.Array], jax.Array]
   # Whether the activation of another product multiplies the hidden units,

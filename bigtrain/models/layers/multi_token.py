@@ -1,11 +1,11 @@
 """Multi-token prediction, as in DeepSeek V3 (arXiv 2412.19437, section 2.2).
 
 After the stack, module d predicts the token d further than the model does. It
-reads the hidden states of the module before it, or of the model, and the
-embeddings of the tokens d ahead; one block follows. Embedding and head are the
-model's. In training, each module adds a loss (losses/token_losses.py). In
-generation, modules draft tokens that the model then checks
-(text/speculation.py).
+reads the hidden states of the module before it (the first one, those of the
+model) and the embeddings of the tokens d ahead, and applies one block.
+Embedding and head are the model's. In training, each module adds a loss
+(losses/token_losses.py). In generation, modules draft tokens that the model
+then checks (text/speculation.py).
 
 Axes: B batch, L length, D model width.
 """

@@ -1,8 +1,8 @@
 """Reading the fields of models, which are keys of config.model.
 
-Sizes come from the config or from a variant (`take_variant`, `filled`), checks
-name the config key in their messages (`check_sizes`, `check_fields`), and
-dicts of options become named tuples (`read_tuple`).
+`take_variant` and `filled` take sizes from the config or a variant.
+`check_sizes` and `check_fields` name the config key in their messages.
+`read_tuple` converts dicts of options to named tuples.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from bigtrain.config.errors import (
   check_choice,
   check_kwargs,
   check_number,
+  nearest_divisors,
 )
 from bigtrain.models.layers import attention_backends, remat
 
@@ -33,7 +34,7 @@ def set_fields(model: Any, values: Mapping[str, Any]) -> None:
 
 
 def take_variant(model: Any, variants: Mapping[str, Mapping[str, Any]]) -> None:
-  """Sets the fields that are None as config.model.variant says, if any."""
+  """Sets the fields that are None to the values of config.model.variant."""
   if model.variant is not None:
     check_choice("config.model.variant", model.variant, variants)
     sizes = {}
@@ -89,7 +90,8 @@ def filled(
 ) -> dict[str, Any]:
   """Values of a language model's fields.
 
-  A field's value is the config's, else the variant's, else derived from others.
+  A field's value comes from the config, else from the variant, else from other
+  fields.
   """
   variant = model.variant or default
   check_choice("config.model.variant", variant, variants)
@@ -106,7 +108,8 @@ def filled(
   if "head_dim" not in values:
     if width % heads:
       raise ConfigError(
-        f"config.model.num_heads: {heads} does not divide the width {width}."
+        f"config.model.num_heads: {heads} does not divide the width {width}; "
+        f"the nearest that do: {nearest_divisors(heads, width)}."
       )
     values["head_dim"] = width // heads
   return {"mlp_dim": 4 * width, **values}
@@ -115,7 +118,7 @@ def filled(
 def read_tuple(
   cls: Any, given: Any, key: str, **limits: Mapping[str, Any]
 ) -> Any:
-  """Reads a dict of options as a named tuple. One that is read stays, or None.
+  """Reads a dict of options as a named tuple; keeps named tuples and None.
 
   `limits` are the arguments of check_number, by option. An option whose default
   is None may be None.
@@ -150,7 +153,7 @@ def read_names(
 
 @contextlib.contextmanager
 def naming(key: str) -> Iterator[None]:
-  """Names a part of a model in errors, in place of config.model."""
+  """Makes errors name a part of a model, in place of config.model."""
   try:
     yield
   except ConfigError as e:

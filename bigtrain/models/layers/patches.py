@@ -12,7 +12,7 @@ import jax
 def cut(x_BHWC: jax.Array, size: tuple[int, ...]) -> jax.Array:
   """Cuts images into whole patches (B, rows, columns, pixels x C).
 
-  Pixels at the right and the bottom that fill no patch are left out.
+  Pixels at the right and the bottom that do not fill a patch are left out.
   """
   B, H, W, C = x_BHWC.shape
   p, q = size
@@ -30,7 +30,7 @@ def join(x_BhwV: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def conv(width: int, side: int, **options: Any) -> nn.Conv:
-  """A convolution of patches, as one matrix product.
+  """A convolution over patches, as a single matrix product.
 
   XLA's own convolution takes twice as long on CPUs.
   """

@@ -64,7 +64,7 @@ class Rope(NamedTuple):
   axis_Q: tuple[int, ...] | None = None
 
   def by_length(self) -> int | None:
-    """Length above which texts have other frequencies, if any."""
+    """Length above which texts have different frequencies, if there is one."""
     if self.scaling and self.scaling["type"] == "longrope":
       return self.scaling["original_len"]
     return None
@@ -119,12 +119,12 @@ def frequencies(
   """Angles per position (dims / 2) by which rotary embeddings rotate features.
 
   Lower frequencies let a model read longer texts than it was trained on.
-  "linear" (https://arxiv.org/abs/2306.15595) divides all of them by a factor,
-  "llama3" (https://arxiv.org/abs/2407.21783) and "yarn"
-  (https://arxiv.org/abs/2309.00071) those with few rotations in `original_len`
-  positions. "longrope" (https://arxiv.org/abs/2402.13753) has a divisor for
-  each, and others for `long` texts. "proportional" (Gemma 4) has zeros in place
-  of all but the highest ones.
+  "linear" (https://arxiv.org/abs/2306.15595) divides all frequencies by a
+  factor. "llama3" (https://arxiv.org/abs/2407.21783) and "yarn"
+  (https://arxiv.org/abs/2309.00071) divide those with few rotations in
+  `original_len` positions. "longrope" (https://arxiv.org/abs/2402.13753) has a
+  divisor for each frequency, and different ones for `long` texts.
+  "proportional" (Gemma 4) sets all but the highest frequencies to zero.
   """
   omega_Q = theta ** -(np.arange(0, dims, 2) / dims)
   kept_Q = np.zeros_like(omega_Q)  # 1 where the frequency stays as it is.
@@ -152,7 +152,7 @@ def frequencies(
 def _kept_by_yarn(
   dims: int, theta: float, scaling: Mapping[str, Any]
 ) -> np.ndarray:
-  """Share of each original frequency: 1 up to an index, then falling to 0."""
+  """Weight of each original frequency: 1 up to an index, then falling to 0."""
 
   def index(rotations: float) -> float:
     """Index of the frequency that rotates this often in `original_len`."""
@@ -276,7 +276,7 @@ def read_axes(given: Any, key: str, dims: int) -> Axes | None:
 
 
 class QueryScale(NamedTuple):
-  """Factor of queries that grows beyond the length of a model's training."""
+  """Factor of queries, which grows beyond the length used in training."""
 
   beta: float  # Growth per natural logarithm of the length.
   original_len: int  # Length of training, in tokens.
@@ -329,7 +329,7 @@ def rotate(x_BLHK: jax.Array, by: Rotation) -> jax.Array:
 def distance_buckets(num_buckets: int, max_distance: int) -> np.ndarray:
   """Bucket of each distance from 0 to max_distance, as in T5.
 
-  The first half of the buckets have one distance each; the others grow
+  The buckets of the first half have one distance each; the others grow
   exponentially.
   """
   exact = num_buckets // 2
@@ -395,7 +395,7 @@ class GridBias(nn.Module):
   """BEiT's learned bias by the offset of two patches in a grid.
 
   https://arxiv.org/abs/2106.08254. Three more entries are for the class token:
-  as a query, as a key, and to itself. The parameter "table" is (T, H).
+  as a query, as a key, and with itself. The parameter "table" is (T, H).
   """
 
   num_heads: int
@@ -427,8 +427,8 @@ def grid_rotation(
 ) -> Rotation:
   """Rotary embeddings of a grid of patches, as in DINOv3 (arXiv 2508.10104).
 
-  Half of the angles follow the rows, half the columns. Coordinates go from -1
-  to 1 over the image; in training, they change by `factor_2` and `shift_2`. The
+  Half of the angles depend on the row, half on the column. Coordinates go from
+  -1 to 1 over the image; in training, `factor_2` and `shift_2` change them. The
   `prefix` tokens before the patches are not rotated.
   """
   centers = [(np.arange(n) + 0.5) / n * 2 - 1 for n in grid]
@@ -447,8 +447,8 @@ def axial_rotation(
 ) -> Rotation:
   """Rotary embeddings of a grid of patches, as in EVA-02 (arXiv 2303.11331).
 
-  The first half of a head's features follow the rows, the other half the
-  columns, with wavelengths from 2 pi to almost 2 pi theta patches. The `prefix`
+  The first half of a head's features depend on the row, the other half on the
+  column, with wavelengths from 2 pi to almost 2 pi theta patches. The `prefix`
   tokens before the patches are not rotated.
   """
   omega = theta ** -np.arange(0, 1, 4 / head_dim)
@@ -467,7 +467,7 @@ def resized_grid(
   """A grid of embeddings, resized bilinearly for each image: (B, P, D)."""
 
   def weights(places_BP: jax.Array, sizes_B: jax.Array, n: int) -> jax.Array:
-    """Share of each of n entries in each place: (B, P, n)."""
+    """Weight of each of n entries in each place: (B, P, n)."""
     scale_B11 = (n / sizes_B)[:, None, None]
     centers_BP1 = (places_BP[..., None] + 0.5) * scale_B11 - 0.5
     distance_BPn = jnp.abs(centers_BP1 - jnp.arange(n))

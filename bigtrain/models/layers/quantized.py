@@ -2,21 +2,22 @@
 
   config.quantize = [(".*/mlp/.*", "fp8"), (".*", "int8")]
 
-Regular expressions match whole names of modules without the numbers of blocks,
-such as "blocks/attention/query". The first match decides, and None in place of
-a dtype keeps a layer's precision. Dense layers called head, pre_logits, router
-or shared_gate match only a regular expression that contains their name. Other
-products are never quantized.
+Regular expressions match the whole name of a module without the numbers of
+blocks, such as "blocks/attention/query". The first match decides. None in place
+of a dtype keeps a layer's precision. Dense layers called head, pre_logits,
+router or shared_gate only match a regular expression that contains their name.
+Products outside dense layers are never quantized.
 
 Parameters, their gradients and the results of products keep their dtype. Scales
-are the largest absolute values: one for each token of activations and of their
-gradients, one for each output of a kernel. Each product x W has three steps:
+are the largest absolute values: one for each token of the activations and of
+their gradients, and one for each output of a kernel. Each product x W has three
+steps:
 
   forward               x and W in int8, or in fp8 with 4 bits of exponent
   gradient of x         the same W; the gradient in int8, or in fp8 with 5 bits
   gradient of W         the quantized x, and the gradient as it is
 
-The gradient in the last step stays as it is, as in AQT (Abdolrashidi et al.
+The gradient in the last step is not quantized, as in AQT (Abdolrashidi et al.
 2021, github.com/google/aqt, config_v4): scales over tokens would depend on the
 number of microbatches. Qwix (github.com/google/qwix) does the arithmetic.
 """
@@ -65,7 +66,7 @@ def model(cls: type[nn.Module], rules: Any, key: str) -> type[nn.Module]:
 
 
 def check(model: nn.Module) -> None:
-  """After tracing: raises an error if a rule is not used."""
+  """Call after tracing: raises an error if a rule is not used."""
   layers = getattr(model, "quantized_layers", None)
   if layers is not None:
     layers.check()

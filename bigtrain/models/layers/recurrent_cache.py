@@ -1,9 +1,9 @@
 """The cache of recurrent layers: their state, and the last inputs of a
 convolution.
 
-Unlike keys and values, which have a place for each position, a state cannot
-take a token back. So a token that was read already, of a longer prompt in the
-batch, must not be read again: see `read_B` in kv_cache.Ring.
+Keys and values have a place for each position, but a state cannot take a token
+back. So a token of a longer prompt in the batch that was read already must not
+be read again: see `read_B` in kv_cache.Ring.
 
 Axes: B batch, N layers, W positions of a convolution, G heads of keys, R heads
 of values for each, K width of keys, V width of values, C channels of a head of
@@ -19,7 +19,7 @@ from bigtrain import sharding
 
 
 class States(NamedTuple):
-  """States of all layers of a kind: a loop updates the arrays."""
+  """States of all layers of a kind; a loop updates the arrays."""
 
   # The last W inputs of the convolution, the last token's included.
   inputs_BNWGC: jax.Array

@@ -1,6 +1,7 @@
 """Rematerialisation: which results of a block the backward pass keeps.
 
-The other results are computed again, which trades time for memory.
+The backward pass computes the other results again, which saves memory and costs
+time.
 """
 
 import re
@@ -70,7 +71,7 @@ def block_class(
 
   Args:
     scan: whether the block is the body of a loop.
-    train: index of that argument in the block's call; self is 0.
+    train: index of the argument `train` in the block's call; self is 0.
   """
   keeps = policy(policy_name, scan)
   if keeps is not None:

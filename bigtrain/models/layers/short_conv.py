@@ -1,9 +1,9 @@
 """A short convolution between two gates: a layer in place of attention.
 
-As in LFM2 (arXiv 2511.23404): the gated input passes a depthwise causal
-convolution over the last few positions, and a second gate multiplies its
-output. Both gates are linear in the layer's input. Documents of a packed
-example do not see each other.
+As in LFM2 (arXiv 2511.23404): the gated input passes through a depthwise causal
+convolution over the last few positions, whose output is multiplied by a second
+gate. Both gates are linear in the layer's input. Documents of a packed example
+do not see each other.
 
 Axes: B batch, L length, D model width, W positions of the convolution.
 """
@@ -34,7 +34,7 @@ class Options(NamedTuple):
   bias: bool = False  # Of the projections and of the convolution.
 
   def cache(self, width: int) -> recurrent_cache.Kind:
-    """The cache of a model of this width: W inputs, and no state."""
+    """The cache for a model of this width: W inputs, and no state."""
     return recurrent_cache.Kind(1, self.width, (1, 0, width))
 
 

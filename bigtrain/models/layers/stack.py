@@ -1,6 +1,6 @@
 """Runs a stack of blocks, unrolled or as a loop.
 
-All blocks may be alike, or they repeat with a period, for example if every
+All blocks may be alike, or they may repeat with a period, for example if every
 second block has experts in place of its MLP. A few layers may come before the
 first period, and the last period may be incomplete. With `first` = (a,), a
 period (b, c) and a depth of 6 the layers are a b c b c b.
@@ -8,8 +8,8 @@ period (b, c) and a depth of 6 the layers are a b c b c b.
 Unrolled, the parameters are blocks_0, blocks_1, ... With `scan` and one kind of
 block they are one `blocks`, whose arrays have a leading axis of layers. With
 `scan` and a period they are blocks/0, blocks/1, ..., one for each place in the
-period. Layers outside of whole periods are never in the loop and keep their
-names, as blocks_0. All of these layouts have the same initial values.
+period. Layers outside of whole periods are never in the loop and keep names
+like blocks_0. All of these layouts have the same initial values.
 
 `run` is the only entry. The loop over whole periods is one of three: `_scan`,
 flax's own; `_scan_turns`, if rematerialisation distinguishes several periods;
@@ -56,8 +56,8 @@ def run(
     block: class that is constructed with options and called with (carry, number
       of the layer, *shared), and returns (carry, report or None).
     kinds: options of the blocks of one period.
-    carry: activations, or a tuple of them, in generation the cache or else
-      None, and perhaps arrays of the first layers that the loop only reads.
+    carry: activations, or a tuple of activations, the cache in generation (else
+      None), and perhaps arrays of the first layers that the loop only reads.
     shared: arguments of all blocks; the last is `train`.
     scan: whether to compile one period and loop over it.
     first: options of the blocks before the first period.
@@ -118,7 +118,7 @@ def run(
 
 
 class _Layers(NamedTuple):
-  """Options of a stack's layers: the first ones, then whole periods, a rest."""
+  """Options of a stack's layers: first layers, whole periods, and a rest."""
 
   first: tuple[Any, ...]
   period: tuple[Any, ...]
@@ -174,7 +174,7 @@ class _Loop(NamedTuple):
     return self.layers.first_of_loop + periods * len(self.layers.period)
 
   def period(self, number: int) -> tuple[type[nn.Module], tuple[Any, ...]]:
-    """Class and arguments of a period; of its block, if it has only one."""
+    """Class and arguments of a period, or of its block if it has only one."""
     options = self.layers.period
     start = self.layers.first_of_loop + number * len(options)
     blocks = tuple(
@@ -238,8 +238,8 @@ def _turns(
 def _periods_per_turn(layers: _Layers, policy_every: int) -> int:
   """Number of periods in a turn of the loop, so that all turns are alike.
 
-  With a period of 2 layers and a policy of every third one, the layers repeat
-  after 6, which are 3 periods.
+  For example, with a period of 2 layers and a policy for every third layer, the
+  layers repeat after 6, which is 3 periods.
   """
   period = len(layers.period)
   return math.lcm(policy_every, period) // period
@@ -262,7 +262,7 @@ def _check_turns(
 
 
 def _scan(loop: _Loop, carry: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
-  """The loop, one period in each turn."""
+  """The loop, with one period per turn."""
   period_class, args = loop.period(0)
   looped = nn.scan(
     period_class,
@@ -359,7 +359,7 @@ def _scan_stages(
 
 
 def _is_copy(leaf: jax.Array, x_BLD: jax.Array) -> bool:
-  """Whether it is copies of the stream, (B, number, L, D)."""
+  """Whether an array has copies of the stream, (B, number, L, D)."""
   shape = (*leaf.shape[:1], *leaf.shape[2:])
   return leaf.ndim == 4 and shape == x_BLD.shape and leaf.dtype == x_BLD.dtype
 
@@ -396,10 +396,10 @@ def _init(
   carry: Any,
   shared: tuple[Any, ...],
 ) -> None:
-  """Draws the parameters of all layers, which do not run.
+  """Draws the parameters of all layers, without running them.
 
-  A layer's output has the shape of its input, and what comes after the stack
-  needs no more than that to draw its own parameters.
+  A layer's output has the shape of its input, and later modules need only this
+  shape to draw their own parameters.
 
   Layers that are alike share one compiled initialiser, which loops over them:
   compiling the random numbers of each layer takes far longer than drawing them.

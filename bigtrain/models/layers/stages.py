@@ -1,16 +1,17 @@
 """A loop over layers as a pipeline over the mesh's axis `pipeline`.
 
-With P stages and R rounds, the layers are R x P parts of k, and stage s has the
-parts r P + s of all rounds r. The M microbatches of a batch follow each other
-through the stages, and come back to the first one in the next round. In each of
-R M + P - 1 ticks, every stage runs one part on one microbatch and sends the
-result on; in P - 1 of them a stage is idle (Huang et al. 2019,
+With P stages and R rounds, the layers are split into R x P parts of k layers,
+and stage s has the parts r P + s of all rounds r. The M microbatches of a batch
+follow each other through the stages, and return to the first stage for the next
+round. In each of R M + P - 1 ticks, every stage runs one part on one microbatch
+and sends the result on; in P - 1 of them a stage is idle (Huang et al. 2019,
 https://arxiv.org/abs/1811.06965; rounds: https://arxiv.org/abs/2104.04473).
 
-Microbatches before their next round wait in a ring over all stages. A stage has
-n = M / P of its places, and each tick moves one of them to the stage before. At
-first, place j of stage s has the microbatch that enters in tick s n + j. Inputs
-and outputs are split over the stages as the batch is outside of them.
+Microbatches that wait for their next round are in a ring over all stages. A
+stage has n = M / P places of the ring, and each tick moves one of them to the
+stage before. At first, place j of stage s has the microbatch that enters in
+tick s n + j. Inputs and outputs are split over the stages like the batch
+outside the pipeline.
 
 Axes: B batch, b a microbatch's examples on a replica, and the letters above.
 """
@@ -54,14 +55,14 @@ def run(
 
   Args:
     layer: called in a loop.
-    merge: makes one report out of all microbatches' reports, stacked.
+    merge: makes one report from the stacked reports of all microbatches.
     variables: arrays [N, ...] for the layers.
     shared: arguments of all layers; arrays [B, ...] in them, but not in the
       first `common` ones, are split into microbatches.
     schedule: for this batch.
     policy: which results of a layer the backward pass keeps.
 
-  Each replica runs by itself, so that gradients are summed over them once.
+  Each replica runs by itself, so that gradients are summed over replicas once.
   """
   depth = len(jax.tree.leaves(variables)[0])
   num_parts = schedule.stages * schedule.rounds
@@ -169,7 +170,7 @@ def _run_part(
 
 
 def _merged(name: str, y: jax.Array) -> jax.Array:
-  """A sum or a maximum over the microbatches; names tell which."""
+  """A sum or a maximum over the microbatches, depending on the name."""
   if name.endswith("largest"):
     return jnp.max(y, axis=0)
   return jnp.sum(y, axis=0)
@@ -252,9 +253,10 @@ def _moved(x: jax.Array, by: int) -> jax.Array:
 def _of_rounds(w: jax.Array, stage: jax.Array, R: int) -> jax.Array:
   """A stage's layers, [R, k, ...], in the order of its rounds.
 
-  The mesh gives stage s the consecutive parts s R to s R + R - 1. It needs the
-  parts r P + s instead. They move in R permutations: in each, every stage sends
-  one of its parts to the stage of that part, and no two send to the same one.
+  The mesh gives stage s the consecutive parts s R to s R + R - 1, but it needs
+  the parts r P + s. They move in R permutations: in each, every stage sends one
+  of its parts to the stage that needs it, and no two stages send to the same
+  one.
   """
   P = jax.lax.axis_size(_AXIS)
   w = w.reshape(R, -1, *w.shape[1:])

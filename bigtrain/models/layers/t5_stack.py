@@ -1,7 +1,7 @@
 """The blocks and stacks of T5 (https://arxiv.org/abs/1910.10683).
 
-Positions enter as biases of scores by distance, which all layers of a stack
-share. Scores are not divided by the root of the head width.
+Positions enter as biases of the scores, which depend on distance and are shared
+by all layers of a stack. Scores are not divided by the root of the head width.
 
 Axes: B batch, L length, S length attended to, D model width, H heads.
 """
@@ -51,7 +51,7 @@ class Options(NamedTuple):
 
 
 def _attention(options: Options, width: int) -> attention.Options:
-  """Initial queries are smaller, in place of the missing scale of scores."""
+  """An attention layer. Small initial queries make up for unscaled scores."""
   H, K = options.num_heads, options.head_dim
   return attention.Options(
     num_heads=H,
@@ -78,7 +78,7 @@ def _mlp(options: Options, width: int) -> mlp.Options:
 
 
 class DecodingState(NamedTuple):
-  """State of decoding, of all layers; the batch comes first."""
+  """The state of decoding for all layers; the batch axis comes first."""
 
   past: kv_cache.Cache  # Keys and values of the targets until now.
   source: kv_cache.Cache  # Keys and values of the encoded inputs.
@@ -160,7 +160,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-  """The blocks of an encoder, where positions see later ones, or a decoder."""
+  """The blocks of a decoder, or of an encoder, where all positions are seen."""
 
   options: Options
   two_sided: bool

@@ -1,15 +1,17 @@
 """Embeddings of pictures that are cut into tiles: LLaVA-NeXT and OneVision.
 
-A picture is several views: all of it in a tile's size, and behind it the tiles,
-if there are any. The text has the tokens of the first view; then, row by row,
-those of all tiles together, without the padding around the picture and with a
-learned token at the end of each row. A picture without tiles ends with one such
-token. See https://llava-vl.github.io/blog/2024-01-30-llava-next and LLaVA-
-OneVision (https://arxiv.org/abs/2408.03326).
+A picture is several views: the whole picture in the size of a tile, followed by
+the tiles, if there are any. The text has the tokens of the first view, followed
+row by row by those of all tiles together, without the padding around the
+picture and with a learned token at the end of each row. A picture without tiles
+ends with one such token. See
+https://llava-vl.github.io/blog/2024-01-30-llava-next and LLaVA- OneVision
+(https://arxiv.org/abs/2408.03326).
 
-A layout [B, N, 4] says what the N views of an example are. For the first view
-of a picture it has rows and columns of its tiles, and rows and columns of their
-patches that show the picture; zeros for tiles, and where there is no picture.
+A layout [B, N, 4] describes the N views of an example. For the first view of a
+picture it has the rows and columns of tiles, and the rows and columns of the
+tiles' patches that show the picture. It is zero for tiles, and where there is
+no picture.
 
 Axes: B batch, N views, T tokens of a view, L length, D width of the decoder.
 """
@@ -123,7 +125,7 @@ class Views(NamedTuple):
     row_BL: jax.Array,
     column_BL: jax.Array,
   ) -> list[tuple[jax.Array, jax.Array]]:
-    """Patches behind the first view, and the share of each, bilinear."""
+    """Patches after the first view, and their weights in the interpolation."""
     h, w = self.side
     ends = []
     for axis, (number_BL, side) in enumerate(((row_BL, h), (column_BL, w))):
@@ -148,7 +150,7 @@ class Views(NamedTuple):
     return result
 
   def _interpolates(self) -> bool:
-    """Whether any picture may have more patches than it may keep."""
+    """Whether any picture may have more patches than the limit."""
     h, w = self.side
     return any(
       tile_grids.shrunk(rows * h, columns * w, h, self.options.limit)
@@ -173,8 +175,9 @@ class Views(NamedTuple):
   def _guessed(self, is_image_BL: jax.Array) -> jax.Array:
     """Layouts by the number of image tokens of each example.
 
-    The first of these that fits: N pictures without tiles; one picture with N -
-    1 tiles; fewer pictures without tiles; one picture with fewer tiles.
+    It is the first of these that fits: N pictures without tiles; one picture
+    with N - 1 tiles; fewer pictures without tiles; one picture with fewer
+    tiles.
     """
     h, w = self.side
     T = h * w

@@ -12,8 +12,8 @@ def unit_inverse(lower: jax.Array) -> jax.Array:
 
   By blocks: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']], with
   the inverses A' and B'. No intermediate number is large unless the result is.
-  The product of all I + (-lower)^(2^i) takes as few steps. But if all keys of a
-  chunk are equal, its powers are as large as 1e18, and cancel each other.
+  The product of all I + (-lower)^(2^i) takes as few steps, but if all keys of a
+  chunk are equal, its powers are as large as 1e18 and cancel each other.
   """
   size = lower.shape[-1]
   identity = jnp.eye(size, dtype=lower.dtype)

@@ -1,11 +1,11 @@
 """The time of a step on a TPU, by its compiler's own estimate.
 
 The compiler writes into the text how many cycles it expects each operation to
-take. Transfers have no cycles: here, each takes the time that the hardware's
-bandwidth gives, one after the other. An asynchronous transfer runs behind the
-operations between its start and its end; only the rest of it is exposed, that
-is, the step waits for it. The compiler does not know the cycles of kernels
-(Pallas), so the result has their number instead.
+take. Transfers have no cycles: each is assumed to take the time that follows
+from the hardware's bandwidth, one after the other. An asynchronous transfer
+overlaps with the operations between its start and its end. Only the rest is
+exposed, which means that the step waits for it. The compiler does not know the
+cycles of Pallas kernels, so the result has their number instead.
 """
 
 import collections

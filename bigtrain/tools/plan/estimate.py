@@ -4,9 +4,9 @@
   network    = sum over collectives of hardware.seconds
   step       = the larger of both with perfect overlap, else their sum
 
-"Facts" are what is known about the program on one mesh: from program.py, which
-compiles it, from search.py, which has formulae for memory, or from
-`extrapolate` here. `from_facts` adds the estimates to them.
+"Facts" are what is known about the program on one mesh. They come from
+program.py, which compiles it, from search.py, which has formulae for memory, or
+from `extrapolate` here. `from_facts` adds the estimates to them.
 """
 
 import collections

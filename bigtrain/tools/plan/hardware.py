@@ -5,8 +5,8 @@ reports/flops.py. Bandwidths are in bytes per second and in one direction. (Data
 sheets state the sum of both directions for NVLink and the TPUs' interconnect,
 and bits per second for networks.)
 
-`seconds` is the time of a collective, `topology` what the compiler of the
-planned hardware asks for.
+`seconds` is the time of a collective. `topology` is the description of the
+hardware that its compiler needs.
 """
 
 import math

@@ -56,7 +56,7 @@ def mesh(
 
 
 def batch_ways(mesh: Mapping[str, int]) -> int:
-  """Number of parts of a batch: devices of other axes share the examples."""
+  """Number of parts of a batch; devices along other axes share examples."""
   return mesh["replica"] * mesh["pipeline"] * mesh["fsdp"]
 
 

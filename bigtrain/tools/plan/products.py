@@ -1,8 +1,7 @@
 """The matrix products of a program, from the text of the GPU's compiler.
 
-That compiler estimates no times, but its text has every product that a step
-runs, whatever the model asked for. If a product of experts became dense, for
-instance, it shows here.
+This compiler does not estimate times, but its text has every product that a
+step really runs. It shows, for instance, if a product of experts became dense.
 """
 
 import collections

@@ -2,9 +2,9 @@
 
 Every mesh that divides the devices, the batch and the model is estimated by
 formula: its traffic as in formulae.py, its memory and FLOPs as below. The best
-five are then compiled, as far as the time allows. Each compiled program also
-corrects the temporary memory and the FLOPs of the candidates that are not
-compiled, because the formulae are rough.
+five are then compiled, as far as time allows. Because the formulae are rough,
+each compiled program is also used to correct the temporary memory and the FLOPs
+of the candidates that are not compiled.
 
   state       (params + opt) / (fsdp x tensor), and the gradients in float32
   kept        bytes that the backward pass needs of each layer
@@ -163,8 +163,8 @@ def _meshes(
 ) -> Iterator[dict[str, int]]:
   """Yields the sizes of all axes.
 
-  `tensor`, `sequence` and `pipeline` stay at 1 for models whose traffic over
-  them no formula tells.
+  `tensor`, `sequence` and `pipeline` stay at 1 for models for whose traffic
+  over them there is no formula.
   """
   # `tensor` and `sequence` send in every layer, so they stay within a domain.
   max_size = min(_MAX_AXIS_SIZE, target.domain)
