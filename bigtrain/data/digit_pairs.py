@@ -46,8 +46,8 @@ class Source:
   such as "a seven left of a three", `left`, `right` and `label` (10 left +
   right). With `boxes`, also `boxes` float32 [2, 4], which is [top, left,
   bottom, right] of the left and the right digit as shares of the picture, and
-  `box_texts` [2], such as "a seven". With `wrong_captions`, also `is_right`, 1.0
-  if the text is that of the picture, else 0.0.
+  `box_texts` [2], such as "a seven". With `wrong_captions`, also `is_right`,
+  which is 1.0 if the text is that of the picture, else 0.0.
 
   Args:
     split: "train", "test" (with other digits) or "all", optionally with a
