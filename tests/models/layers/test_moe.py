@@ -172,7 +172,9 @@ def gradients_of_rows(rows, width, hidden):
 
   def total(x, weights):
     real = np.ones((1, rows), bool)
-    y = moe_dispatch.dropless(x, routing, weights, experts, real, None)
+    y, _ = moe_dispatch.dropless(
+      x, routing, weights, experts, real, axis=None, buffer_factor=1.0
+    )
     return jnp.sum(jnp.sin(y))
 
   x = np.ones((1, rows, width), np.float32)

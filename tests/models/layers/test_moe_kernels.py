@@ -12,7 +12,7 @@ from bigtrain.models.layers import moe_experts
 
 
 def interpret(monkeypatch):
-  monkeypatch.setattr(moe_experts._Tiles, "rows", lambda *_: 8)
+  monkeypatch.setattr(moe_experts, "tile_rows", lambda *_: 8)
   monkeypatch.setattr(moe_experts, "_columns", lambda width: 16)
   monkeypatch.setattr(moe_experts, "_INTERPRET", True)
   monkeypatch.setattr(moe_experts, "by_kernels", lambda batch_size: True)
