@@ -44,6 +44,10 @@ class Exchange(NamedTuple):
   buffer_factor: float
   varying: tuple[str, ...]  # Axes whose devices compute different things.
 
+  def without_kernels(self) -> "Exchange":
+    """For rare rounds: each kernel takes seconds to compile."""
+    return self._replace(experts=self.experts._replace(kernels=False))
+
   def served(
     self,
     x_tD: jax.Array,
@@ -214,6 +218,7 @@ def _with_further_rounds(
   plan: _Plan,
 ) -> jax.Array:
   """Adds the results of the rounds after the first."""
+  exchange = exchange.without_kernels()
 
   def add(number: jax.Array, y_KD: jax.Array) -> jax.Array:
     return y_KD + _one_round(
@@ -243,6 +248,7 @@ def _in_rounds_backward(
   exchange: Exchange, sizes: _Sizes, kept: Any, grad_KD: jax.Array
 ) -> tuple[Any, ...]:
   backward, x_KD, weights, bits_KB, plan = kept
+  exchange = exchange.without_kernels()
 
   def add(number: jax.Array, grads: Any) -> Any:
     one = functools.partial(_one_round, exchange, sizes, bits_KB, plan, number)
