@@ -12,7 +12,7 @@ from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
-from bigtrain.models.layers import layer_dims, mlp, moe
+from bigtrain.models.layers import layer_dims, mlp, moe, moe_exchange
 from bigtrain.tools.plan import collectives, hlo
 
 B, L, D, F, E = 8, 8, 16, 24, 8
@@ -190,6 +190,30 @@ def test_full_buffers_take_further_rounds(skew, factor, rounds):
   sizes = dict(replica=2, fsdp=4)
   options = dict(axis="fsdp", buffer_factor=factor, skew=skew)
   assert check(sizes, **options) == rounds
+
+
+def documented_exchange(x, out, begin, size, to, received, *, axis_name):
+  """jax.lax.ragged_all_to_all, as its documentation describes it."""
+  n, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+  x, begin, size, to = jax.lax.all_gather((x, begin, size, to), axis_name)
+  own = len(received) // n
+  rows = jnp.arange(len(out))
+  for i in range(len(received)):
+    sender, slot = i // own, me * own + i % own
+    offset = rows - to[sender, slot]
+    inside = (offset >= 0) & (offset < received[i])
+    inside &= received[i] == size[sender, slot]
+    row = jnp.take(x[sender], begin[sender, slot] + offset, axis=0, mode="clip")
+    out = jnp.where(inside[:, None], row, out)
+  return out
+
+
+def test_arguments_of_the_ragged_exchange(monkeypatch):
+  one_device((("skew", "two"),))
+  monkeypatch.setattr(moe_exchange, "_RAGGED", ("cpu",))
+  monkeypatch.setattr(jax.lax, "ragged_all_to_all", documented_exchange)
+  options = dict(axis="fsdp", buffer_factor=0.5, skew="two")
+  assert check(dict(replica=2, fsdp=4), **options) == 2
 
 
 @pytest.mark.slow
