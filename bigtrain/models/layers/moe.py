@@ -209,6 +209,11 @@ def read(
         key,
         moe.serve,
       )
+  if moe.axis is None and "buffer_factor" in given:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
+      f"{key}.axis='fsdp'; without one no tokens are exchanged."
+    )
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
     check_choice(f"{key}.axis", moe.axis, axes)
