@@ -121,7 +121,7 @@ RECIPES = {
     ),
     tiny="mixtral_mu",
     loss=dict(load_balance=0.01, router_z=0.001),
-    # Experts on an axis would need room for all tokens of eight devices.
+    # With so few experts it is cheaper to gather them than to send tokens.
     mesh=dict(replica=1, fsdp=-1),
   ),
   "qwen3_0_6b": Recipe(

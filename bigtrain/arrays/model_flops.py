@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 _MARK = re.compile(r"model_flops_(\d+)_of_(\d+)")
+_RARE = "model_flops_rare"
 
 
 def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
@@ -41,12 +42,24 @@ def counts_as(
   return jax.named_scope(f"model_flops_{mathematics}_of_{computed}")
 
 
+def rare() -> contextlib.AbstractContextManager[Any]:
+  """Marks operations that hardly any step runs: they count as none."""
+  return jax.named_scope(_RARE)
+
+
+def is_rare(name: str) -> bool:
+  """Whether a name stack, or the text of a compiled operation, has the mark."""
+  return _RARE in name
+
+
 def useful_share(name_stack: str) -> fractions.Fraction:
   """Returns the product of the marks in an operation's name stack.
 
   >>> useful_share("jvp(decoder/model_flops_5_of_8)")
   Fraction(5, 8)
   """
+  if is_rare(name_stack):
+    return fractions.Fraction(0)
   marks: Iterable[Any] = _MARK.findall(name_stack)
   if "transpose(" in name_stack:
     marks = set(marks)  # Backward passes have the names of their scopes twice.

@@ -92,9 +92,11 @@ class ModelLosses(NamedTuple):
         result[f"experts/{name}"] = (value * weight, weight)
     loads = jnp.stack([layer["load"] for layer in by_layer.values()])
     result["experts/peak"] = metrics.Loads(loads * weight, tuple(by_layer))
-    biases = [layer["bias"] for layer in by_layer.values() if "bias" in layer]
-    if biases:
-      result["experts/max_bias"] = metrics.Max.of(jnp.stack(biases))
+    for name in ("bias", "rounds"):
+      of_layers = [layer[name] for layer in by_layer.values() if name in layer]
+      if of_layers:
+        largest = metrics.Max.of(jnp.stack(of_layers))
+        result[f"experts/max_{name}"] = largest
     return result
 
 

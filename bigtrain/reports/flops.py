@@ -44,7 +44,11 @@ def forward_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 def executed_flops(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
   """Counts all FLOPs of a call, padding and recomputation included."""
   jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
-  return round(_flops(jaxpr, lambda name_stack: fractions.Fraction(1)))
+
+  def share(name_stack: str) -> fractions.Fraction:
+    return fractions.Fraction(0 if model_flops.is_rare(name_stack) else 1)
+
+  return round(_flops(jaxpr, share))
 
 
 def step_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
@@ -75,6 +79,8 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
     return max(_flops(branch, share) for branch in params["branches"])
   if name == "jit" and not eqn.outvars:
     return 0  # Recomputation of which nothing is used; XLA removes it.
+  if model_flops.is_rare(str(eqn.source_info.name_stack)):
+    return 0
   inner = sum(_flops(j, share) for j in nested(params))
   if not inner:
     return 0

@@ -204,6 +204,14 @@ def _changed_logits(**options):
   return *(np.asarray(a != b) for a, b in zip(old, new)), before
 
 
+def test_some_options_of_a_variants_experts_may_change():
+  model = functools.partial(decoder.Model, variant="deepseek_mu", vocab_size=8)
+  of_variant = model().moe
+  assert model(moe=dict(axis="fsdp")).moe == of_variant._replace(axis="fsdp")
+  whole = model(moe=dict(num_experts=4)).moe
+  assert whole.num_experts == 4 and whole.score == "softmax"
+
+
 @pytest.mark.parametrize(
   "name",
   cases.quick(

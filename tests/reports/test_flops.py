@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from bigtrain import sharding
+from bigtrain.arrays import model_flops
 from bigtrain.models import cappa, decoder, resnet, t5, two_towers, vit
 from bigtrain.models.layers import attention as attention_layer
 from bigtrain.models.layers import masks
@@ -545,6 +546,17 @@ def test_executed_flops_include_padding_and_empty_slots():
     for count in (flops.forward_flops, flops.executed_flops)
   ]
   assert counts == [decoder_count(B, L), decoder_count(B, L) + 2 * B * D * V]
+
+
+def test_rare_operations_count_as_none():
+  def f(x):
+    y = x @ x
+    with model_flops.rare():
+      return jax.lax.while_loop(lambda y: y[0, 0] < 0, lambda y: y @ x, y)
+
+  x = np.ones((3, 3), np.float32)
+  for count in (flops.forward_flops, flops.executed_flops):
+    assert count(f, x) == 2 * 3**3
 
 
 def test_mfu_by_hand():

@@ -512,6 +512,37 @@ def test_a_layer_that_is_out_of_balance_is_named(scan):
   assert values["experts/max_bias"] == 3
 
 
+def test_rounds_of_an_exchange_are_reported():
+  experts = decoder.Model(
+    variant="llama",
+    vocab_size=V,
+    width=8,
+    depth=2,
+    num_heads=2,
+    mlp_dim=8,
+    scan=True,
+    moe=dict(
+      num_experts=4,
+      top_k=1,
+      score="sigmoid",
+      selection_bias=True,
+      axis="fsdp",
+      buffer_factor=0.1,
+    ),
+  )
+  batch = texts(rows=8)
+  with jax.set_mesh(sharding.make_mesh(fsdp=4, devices=jax.devices()[:4])):
+    variables = jax.jit(experts.init)(jax.random.key(0), batch["tokens"])
+    # The tokens of the second layer all choose the first expert.
+    bias = variables["router_state"]["blocks"]["moe"]
+    bias["selection_bias"] = bias["selection_bias"].at[1, 0].set(3.0)
+    loss_fn = functools.partial(task.loss_fn, model=experts, train=False)
+    pairs, _ = jax.jit(lambda v, b: loss_fn(v, b, None))(variables, batch)
+    values = metrics.host_values([pairs])
+  most = values["experts/max_rounds"]
+  assert most > 1 and 1 <= values["experts/rounds"] < most
+
+
 @pytest.mark.parametrize(
   "num_beams", [pytest.param(1, marks=pytest.mark.slow), 3]
 )

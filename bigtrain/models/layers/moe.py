@@ -59,6 +59,7 @@ _LIMITS: dict[str, dict[str, Any]] = dict(
   dropout=dict(least=0, below=1),
   router_init_std=dict(least=0),
   bias_rate=dict(least=0),
+  buffer_factor=dict(above=0),
   capacity_factor=dict(above=0),
   eval_capacity_factor=dict(above=0),
   scale=dict(above=0),
@@ -92,6 +93,9 @@ class Options(NamedTuple):
   routing: str = "token_choice"
   # Axis of the mesh that whole experts are split over, if any.
   axis: str | None = None
+  # With an axis and no capacity: rows of a device's buffer, as a multiple of
+  # its even share of the choices. More rows take further rounds.
+  buffer_factor: float = 1.5
   every: int = 1  # With 2, every second layer has experts, and so on.
   # An expert accepts up to this times L * top_k / E tokens of an example; None
   # for all. With expert choice it has exactly as many; None is 1.
@@ -205,6 +209,11 @@ def read(
         key,
         moe.serve,
       )
+  if moe.axis is None and "buffer_factor" in given:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
+      f"{key}.axis='fsdp'; without one no tokens are exchanged."
+    )
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
     check_choice(f"{key}.axis", moe.axis, axes)
@@ -346,9 +355,10 @@ class Moe(nn.Module):
       "router_z", the unweighted losses of Switch and ST-MoE; "load" [E] and
       "score" [E], each expert's share of choices and mean score, which add up
       to 1; "dropped", the share of choices beyond the capacity; "entropy" in
-      nats; "bias", the largest selection bias, if there are any; with expert
-      choice "left_behind", the share of tokens that no expert chose; in a stage
-      of a pipeline "tokens", for `merged`).
+      nats; "bias", the largest selection bias, if there are any; "rounds" of
+      the exchange, if there is one without drops; with expert choice
+      "left_behind", the share of tokens that no expert chose; in a stage of a
+      pipeline "tokens", for `merged`).
     """
     options, expert = self.options, self.expert
     if real_BL is None:
@@ -376,9 +386,17 @@ class Moe(nn.Module):
     factor = options.factor(train)
     if factor is None:
       dropped = jnp.zeros(())
-      y_BLD = moe_dispatch.dropless(
-        x_BLD, routing, weights, experts, real_BL, options.axis
+      y_BLD, rounds = moe_dispatch.dropless(
+        x_BLD,
+        routing,
+        weights,
+        experts,
+        real_BL,
+        axis=options.axis,
+        buffer_factor=options.buffer_factor,
       )
+      if rounds is not None:
+        stats["rounds"] = rounds.astype(jnp.float32)
     else:
       y_BLD, dropped = moe_dispatch.with_capacity(
         x_BLD,
@@ -527,7 +545,7 @@ def merged(reports: Any) -> Any:
 def of_layers(
   stats: Any, layers: Sequence[int], *, stacked: bool
 ) -> dict[str, dict[str, jax.Array]]:
-  """{number of a layer: its "load" and, if it has one, "bias"}.
+  """{number of a layer: its "load" and, if it has them, "bias" and "rounds"}.
 
   Args:
     stats: statistics of these layers, or None if they have no experts.
@@ -535,7 +553,8 @@ def of_layers(
   """
   if stats is None:
     return {}
-  own = {name: stats[name] for name in ("load", "bias") if name in stats}
+  names = ("load", "bias", "rounds")
+  own = {name: stats[name] for name in names if name in stats}
   return {
     str(layer): {name: x[i] if stacked else x for name, x in own.items()}
     for i, layer in enumerate(layers)

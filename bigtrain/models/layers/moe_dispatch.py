@@ -8,11 +8,11 @@ functions after it are also those of expert choice (moe_expert_choice.py).
 On a mesh both run under a shard_map (Split says how). With an axis for the
 experts, each of its n devices has E / n of them: tokens go to the devices of
 their experts in one all-to-all, their results return in another, and gradients
-go the same way back. Without one, devices gather the weights of all experts.
+go the same way back (without a capacity, see moe_exchange.py). Without an axis,
+devices gather the weights of all experts.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
-a token, C capacity. On a device: b examples, l positions, t tokens, K choices,
-S slots; n devices of the experts' axis, Q rows from one device to another.
+a token, C capacity. On a device: b examples, l positions, t tokens, S slots.
 """
 
 import functools
@@ -26,13 +26,11 @@ from jax.sharding import PartitionSpec
 
 from bigtrain import sharding
 from bigtrain.arrays import model_flops
-from bigtrain.models.layers import moe_experts
+from bigtrain.models.layers import moe_exchange, moe_experts
 from bigtrain.models.layers.moe_experts import Experts, Routing
 
 # Dimensions of the hidden units, in arrays whose first one is the experts.
 _HIDDEN_DIMS = {"up": 2, "gate": 2, "down": 1, "up_bias": 1, "gate_bias": 1}
-# XLA's CPU compiler has no ragged all-to-all.
-_RAGGED = ("tpu", "gpu")
 # Axes of the mesh that may split what belongs to an example.
 _IN_EXAMPLES = ("sequence", "tensor")
 
@@ -149,18 +147,29 @@ def dropless(
   experts: Experts,
   real_BL: jax.Array,
   axis: str | None,
-) -> jax.Array:
-  """Serves all choices; the result of padding is 0."""
+  buffer_factor: float,
+) -> tuple[jax.Array, jax.Array | None]:
+  """Serves all choices; the result of padding is 0.
+
+  Returns:
+    ([B, L, D], the number of rounds of the exchange, if there is one).
+  """
   # Drawn for the whole batch, so that dropout does not depend on the mesh.
   keep_BLJF = experts.keep(*routing.expert_BLJ.shape)
   E = weights["up"].shape[0]
   kernels = moe_experts.by_kernels(len(x_BLD))
   experts = experts._replace(key=None, kernels=kernels)
-  serve = functools.partial(_serve_all, experts, E)
   split = _split_of(x_BLD, experts.dim, E, axis)
   if split is None:
-    return serve(None, weights, x_BLD, routing, keep_BLJF, real_BL)
+    serve = functools.partial(_serve_all, experts, E, None)
+    return serve(weights, x_BLD, routing, keep_BLJF, real_BL)
   specs, gather = _weights_of(split, weights)
+  exchange = None
+  if split.axis is not None:
+    exchange = moe_exchange.Exchange(
+      split.axis, split.ways, E, experts, buffer_factor, split.varying
+    )
+  serve = functools.partial(_serve_all, experts, E, exchange)
 
   def on_device(
     weights: dict[str, jax.Array],
@@ -168,124 +177,58 @@ def dropless(
     routing: Routing,
     keep_BLJF: jax.Array | None,
     real_BL: jax.Array,
-  ) -> jax.Array:
+  ) -> tuple[jax.Array, jax.Array | None]:
     weights = gather(weights)
-    if not split.hidden:
-      return serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
-    # Each device has some hidden units, for all tokens of the others.
-    routing, real_BL = jax.lax.pcast((routing, real_BL), "tensor", to="varying")
-    x_BLD = sharding.gathered(x_BLD, split.stream)
-    y_BLD = serve(split, weights, x_BLD, routing, keep_BLJF, real_BL)
-    return sharding.scattered(y_BLD, split.stream)
+    if split.hidden:
+      # Each device has some hidden units, for all tokens of the others.
+      routing, real_BL = jax.lax.pcast(
+        (routing, real_BL), "tensor", to="varying"
+      )
+      x_BLD = sharding.gathered(x_BLD, split.stream)
+    y_BLD, rounds = serve(weights, x_BLD, routing, keep_BLJF, real_BL)
+    if split.hidden:
+      y_BLD = sharding.scattered(y_BLD, split.stream)
+    return y_BLD, rounds
 
   keep_spec = PartitionSpec(*split.rows, None, split.units)
-  return jax.shard_map(
+  result: tuple[jax.Array, jax.Array | None] = jax.shard_map(
     on_device,
     mesh=split.mesh,
     in_specs=(specs, split.stream, split.rows, keep_spec, split.rows),
-    out_specs=split.stream,
+    out_specs=(split.stream, PartitionSpec()),
     check_vma=not kernels,
   )(weights, x_BLD, routing, keep_BLJF, real_BL)
+  return result
 
 
 def _serve_all(
   experts: Experts,
   E: int,
-  split: Split | None,
+  exchange: moe_exchange.Exchange | None,
   weights: Mapping[str, jax.Array],
   x_blD: jax.Array,
   routing: Routing,
   keep_blJF: jax.Array | None,
   real_bl: jax.Array,
-) -> jax.Array:
-  """Serves the tokens of one device, [b, l, D]."""
+) -> tuple[jax.Array, jax.Array | None]:
+  """Serves the tokens of one device, [b, l, D]; see `dropless`."""
   b, l, D = x_blD.shape
   J = routing.expert_BLJ.shape[-1]
-  x_tD = x_blD.reshape(b * l, D)
   # Padding comes last, so that it does not move the real tokens.
   expert_tJ = jnp.where(real_bl[..., None], routing.expert_BLJ, E)
   expert_tJ = expert_tJ.reshape(b * l, J)
   keep_tJF = None
   if keep_blJF is not None:
     keep_tJF = keep_blJF.reshape(b * l, J, -1)
-  if split is None or split.axis is None:
-    y_tJD = moe_experts.run(experts, x_tD, expert_tJ, keep_tJF, weights)
+  choices = x_blD.reshape(b * l, D), expert_tJ, keep_tJF, weights
+  rounds = None
+  if exchange is None:
+    y_tJD = moe_experts.run(experts, *choices)
   else:
-    y_tJD = _through_exchange(
-      split.axis, split.ways, E, experts, x_tD, expert_tJ, keep_tJF, weights
-    )
+    y_tJD, rounds = exchange.served(*choices)
   y_blJD = y_tJD.reshape(b, l, J, D)
   weight_blJ = routing.weight_BLJ.astype(y_blJD.dtype)
-  return jnp.einsum("bljd,blj->bld", y_blJD, weight_blJ)
-
-
-def _through_exchange(
-  axis: str,
-  n: int,
-  E: int,
-  experts: Experts,
-  x_tD: jax.Array,
-  expert_tJ: jax.Array,
-  keep_tJF: jax.Array | None,
-  weights: Mapping[str, jax.Array],
-) -> jax.Array:
-  """Sends choices, not those of expert E, to their experts and back.
-
-  Each device has a buffer [n, Q, ...] with a part for every other device. The
-  choices for a device are the first ones of its part; the rest is empty.
-  """
-  t, J = expert_tJ.shape
-  K = expert_tJ.size
-  own = E // n  # Experts of a device.
-  # A token has at most `own` experts on one device.
-  Q = t * min(J, own)
-
-  # Sender: from choices in the order of tokens to places in the buffer.
-  expert_K = expert_tJ.reshape(K)
-  order_K = jnp.argsort(expert_K, stable=True)
-  sorted_K = jnp.take(expert_K, order_K)
-  sizes_E = jnp.sum(jax.nn.one_hot(expert_K, E, dtype=jnp.int32), axis=0)
-  send_n = jnp.sum(sizes_E.reshape(n, own), axis=1)
-  # Sorted by expert, the choices for a device follow each other. The run for
-  # each device is shifted to the beginning of its part.
-  shift_n = jnp.arange(n) * Q - (jnp.cumsum(send_n) - send_n)
-  shift_K = jnp.take(shift_n, sorted_K // own, mode="fill", fill_value=n * Q)
-  place_K = jnp.arange(K) + shift_K
-  choice_R = jnp.full(n * Q, K).at[place_K].set(order_K, mode="drop")
-  back_K = jnp.zeros_like(place_K).at[order_K].set(place_K)
-
-  # Receiver: the number of rows from each device for each of this one's experts
-  # ("o"), and from these the expert of each row in the buffer, `own` for none.
-  sizes_nE = jax.lax.all_gather(sizes_E, axis)
-  first = jax.lax.axis_index(axis) * own
-  sizes_no = jax.lax.dynamic_slice_in_dim(sizes_nE, first, own, axis=1)
-  receive_n = jnp.sum(sizes_no, axis=1)
-  ends_no = jnp.cumsum(sizes_no, axis=1)
-  q_1Q1 = jnp.arange(Q)[None, :, None]
-  received_nQ = jnp.sum(q_1Q1 >= ends_no[:, None], axis=-1)
-
-  # To the experts.
-  send = functools.partial(_exchange, axis)
-  x_RD = moe_experts.rows(x_tD, choice_R // J, back_K.reshape(t, J).T)
-  x_nQD = send(x_RD.reshape(n, Q, -1), send_n, receive_n)
-  keep_R1F = None
-  if keep_tJF is not None:
-    # A bit for each hidden unit, in the order in which a single device draws
-    # them.
-    bits = jnp.packbits(keep_tJF.reshape(K, -1), axis=-1)
-    bits = jnp.take(bits, choice_R, axis=0, mode="fill", fill_value=0)
-    bits = send(bits.reshape(n, Q, -1), send_n, receive_n)
-    bits = jnp.unpackbits(bits, axis=-1, count=keep_tJF.shape[-1])
-    keep_R1F = bits.reshape(n * Q, 1, -1).astype(bool)
-  x_RD, received_R1 = x_nQD.reshape(n * Q, -1), received_nQ.reshape(n * Q, 1)
-  y_R1D = moe_experts.run(
-    experts, x_RD, received_R1, keep_R1F, weights, useful=K
-  )
-
-  # And back.
-  y_nQD = send(y_R1D.reshape(n, Q, -1), receive_n, send_n)
-  y_KD = moe_experts.rows(y_nQD.reshape(n * Q, -1), back_K, choice_R[None])
-  return y_KD.reshape(t, J, -1)
+  return jnp.einsum("bljd,blj->bld", y_blJD, weight_blJ), rounds
 
 
 def with_capacity(
@@ -591,46 +534,3 @@ def _keep(
   n = len(batch_ways)
   order = (n + 1, *range(n), n + 2, n + 3, n, n + 4, n + 5)
   return jnp.transpose(keep, order)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange(
-  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
-) -> jax.Array:
-  """Sends some rows to each device of the axis; [n, Q, D] with zeros.
-
-  TPUs and GPUs send only the rows in use. Elsewhere all Q rows travel: Q is the
-  safe bound, because every choice may be for one device.
-  """
-  if sharding.device()[0] not in _RAGGED:
-    return jax.lax.all_to_all(x_nQD, axis, 0, 0, tiled=True)
-  n, Q = x_nQD.shape[:2]
-  rows = x_nQD.reshape(n * Q, *x_nQD.shape[2:])
-  # Device i writes into the i-th part of its receivers.
-  at_n = jnp.full(n, jax.lax.axis_index(axis) * Q, jnp.int32)
-  received = jax.lax.ragged_all_to_all(
-    rows,
-    jnp.zeros_like(rows),
-    jnp.arange(n, dtype=jnp.int32) * Q,
-    send_n,
-    at_n,
-    receive_n,
-    axis_name=axis,
-  )
-  return received.reshape(x_nQD.shape)
-
-
-def _exchange_backward(
-  axis: str, sizes: tuple[jax.Array, jax.Array], grad_nQD: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  send_n, receive_n = sizes
-  return _exchange(axis, grad_nQD, receive_n, send_n), None, None
-
-
-def _exchange_forward(
-  axis: str, x_nQD: jax.Array, send_n: jax.Array, receive_n: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _exchange(axis, x_nQD, send_n, receive_n), (send_n, receive_n)
-
-
-_exchange.defvjp(_exchange_forward, _exchange_backward)

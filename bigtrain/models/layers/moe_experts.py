@@ -3,8 +3,9 @@
 `run` sorts the tokens, computes, and brings the results back into order. On
 TPUs, kernels of jax's Pallas library (megablox) multiply groups of rows of any
 size (`_groups`). Elsewhere rows are in blocks of one expert each (`_blocks`),
-which a loop multiplies (`_times`). `rows` takes rows of an array in both
-directions without a scatter, which is slow on accelerators.
+which a loop multiplies (`_times`). `run_blocks` computes for rows that are in
+such blocks already. `rows` takes rows of an array in both directions without a
+scatter, which is slow on accelerators.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
@@ -95,33 +96,33 @@ class _Static(NamedTuple):
   skips: bool  # Whether empty blocks are skipped.
 
   def counted(self, x_NTD: jax.Array) -> contextlib.AbstractContextManager[Any]:
-    return model_flops.share(self.rows, x_NTD.shape[0] * x_NTD.shape[1])
+    return model_flops.counts_as(self.rows, x_NTD.shape[0] * x_NTD.shape[1])
 
 
-class _Tiles(NamedTuple):
-  """Sizes of megablox's tiles for a product of R rows.
+def tile_rows(R: int, num_experts: int) -> int:
+  """Rows of megablox's tiles for a product of R rows.
 
   It multiplies a tile once for each expert that has rows in it, so small tiles
   waste less. But a tile waits for its weights if it has less than about 200
   rows, and the gradient of the weights has work that depends only on their
   size. By the compiler's schedules for a v5p, 128 rows are best below 170 rows
   per expert, and 512 above 3,000.
+
+  >>> [tile_rows(R, 256) for R in (32_768, 65_536, 1_048_576)]
+  [128, 256, 512]
   """
+  share = R // num_experts
+  return 128 if share <= 128 else 256 if share <= 2048 else 512
 
-  num_experts: int
 
-  def rows(self, R: int) -> int:
-    """Rows of a tile.
+class _Tiles(NamedTuple):
+  """Sizes of megablox's tiles."""
 
-    >>> [_Tiles(256).rows(R) for R in (32_768, 65_536, 1_048_576)]
-    [128, 256, 512]
-    """
-    share = R // self.num_experts
-    return 128 if share <= 128 else 256 if share <= 2048 else 512
+  rows: int
 
   def __call__(self, R: int, D: int, F: int) -> tuple[int, int, int]:
     """Rows, and columns of both sides, for megablox."""
-    return self.rows(R), _columns(D), _columns(F)
+    return self.rows, _columns(D), _columns(F)
 
 
 def _columns(width: int) -> int:
@@ -153,15 +154,11 @@ def run(
   expert_tJ: jax.Array,
   keep_tJF: jax.Array | None,
   weights: Mapping[str, jax.Array],
-  *,
-  useful: int | None = None,
 ) -> jax.Array:
   """Applies its experts to each token.
 
   Args:
     expert_tJ: int, experts of each token; E for none.
-    useful: expected number of choices with an expert, if not all; then the
-      products of others are skipped.
 
   Returns:
     [t, J, D]; any finite numbers for no expert, with a gradient of zero.
@@ -173,9 +170,9 @@ def run(
   expert_R = expert_tJ.reshape(R)
   order_R = jnp.argsort(expert_R, stable=True)
   sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
-  kernels = experts.kernels and R % _Tiles(E).rows(R) == 0
+  kernels = experts.kernels and R % tile_rows(R, E) == 0
   sort = _groups if kernels else _blocks
-  choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E, useful)
+  choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E)
 
   # Empty slots have any token, whose result is not used. The last block is
   # empty, for choices without an expert.
@@ -199,58 +196,102 @@ def run(
   return y_RD.reshape(*expert_tJ.shape, -1)
 
 
+def rows_of_blocks(experts: Experts, R: int, E: int) -> int:
+  """Rows T of the blocks for `run_blocks`, if E experts share R rows."""
+  return tile_rows(R, E) if experts.kernels else block_size(R, E)
+
+
+def run_blocks(
+  experts: Experts,
+  T: int,
+  x_SD: jax.Array,
+  sizes_E: jax.Array,
+  keep_SF: jax.Array | None,
+  weights: Mapping[str, jax.Array],
+  *,
+  useful: int,
+) -> jax.Array:
+  """Applies its expert to each row; rows are in blocks of one expert each.
+
+  Args:
+    T: rows of a block, see `rows_of_blocks`; divides S.
+    sizes_E: number of rows of each expert, with the empty ones that complete
+      its last block. The rows behind the last expert are empty too.
+    useful: expected number of rows that are not empty.
+
+  Returns:
+    [S, D]; of empty rows anything, also infinite or no numbers, and then with a
+    gradient of anything. Where the gradient is zero in the rows of experts, it
+    stays so.
+  """
+  S, E = len(x_SD), len(sizes_E)
+  ends_E = jnp.cumsum(sizes_E)
+  shape: tuple[int, ...] = (S,)
+  if experts.kernels:
+    expert_S = jnp.sum(jnp.arange(S)[:, None] >= ends_E, axis=1)
+    inside_S1 = (expert_S < E)[:, None]
+    products = Products(
+      lambda x_SD, kernel: _gmm(T, useful, x_SD, kernel, sizes_E),
+      # Kernels leave anything in the rows behind the last expert, which must
+      # not get into the sums of gradients.
+      lambda bias_EF: jnp.where(inside_S1, _of_rows(bias_EF, expert_S), 0),
+    )
+  else:
+    shape = (S // T, T)
+    begins_N = jnp.arange(S // T) * T
+    expert_N = jnp.sum(begins_N[:, None] >= ends_E, axis=1)
+    products = _products_of_blocks(_Static(useful, True), expert_N, E)
+  if keep_SF is not None:
+    keep_SF = keep_SF.reshape(*shape, -1)
+  y = experts.run(x_SD.reshape(*shape, -1), weights, products, keep_SF)
+  return y.reshape(S, -1)
+
+
 # Each slot's choice, R for none; each choice's slot; shape of slots; products.
 _Sorted = tuple[jax.Array, jax.Array, tuple[int, ...], Products]
 
 
 def _groups(
-  expert_R: jax.Array,
-  order_R: jax.Array,
-  sizes_E: jax.Array,
-  useful: int | None,
+  expert_R: jax.Array, order_R: jax.Array, sizes_E: jax.Array
 ) -> _Sorted:
   """One slot for each choice. Kernels multiply groups of slots."""
-  from jax.experimental.pallas.ops.tpu import megablox
-
-  R = len(order_R)
+  R, E = len(order_R), len(sizes_E)
   back_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(R))
   sorted_R = jnp.take(expert_R, order_R)
-  inside_R1 = (jnp.arange(R) < jnp.sum(sizes_E))[:, None]
   # Kernels do not write the rows after the last group. Padding, with a gradient
   # of zero, belongs to it.
-  if useful is None:
-    sizes_E = sizes_E.at[-1].add(R - jnp.sum(sizes_E))
-
-  tiles = _Tiles(len(sizes_E))
-
-  def written(x_RD: jax.Array) -> jax.Array:
-    return x_RD if useful is None else jnp.where(inside_R1, x_RD, 0)
-
-  def times(x_RD: jax.Array, kernel_EDF: jax.Array) -> jax.Array:
-    with model_flops.share(useful or R, R):
-      y_RF = megablox.gmm(
-        written(x_RD),
-        kernel_EDF,
-        sizes_E,
-        x_RD.dtype,
-        tiles,
-        interpret=_INTERPRET,
-      )
-    return written(y_RF)
-
-  products = Products(times, lambda bias_EF: _of_rows(bias_EF, sorted_R))
+  sizes_E = sizes_E.at[-1].add(R - jnp.sum(sizes_E))
+  T = tile_rows(R, E)
+  products = Products(
+    lambda x_RD, kernel: _gmm(T, R, x_RD, kernel, sizes_E),
+    lambda bias_EF: _of_rows(bias_EF, sorted_R),
+  )
   return order_R, back_R, (R,), products
 
 
-def _blocks(
-  expert_R: jax.Array,
-  order_R: jax.Array,
+def _gmm(
+  T: int,
+  useful: int,
+  x_RD: jax.Array,
+  kernel_EDF: jax.Array,
   sizes_E: jax.Array,
-  useful: int | None,
+) -> jax.Array:
+  """Multiplies groups of rows; does not write those after the last one."""
+  from jax.experimental.pallas.ops.tpu import megablox
+
+  with model_flops.counts_as(useful, len(x_RD)):
+    y_RF: jax.Array = megablox.gmm(
+      x_RD, kernel_EDF, sizes_E, x_RD.dtype, _Tiles(T), interpret=_INTERPRET
+    )
+  return y_RF
+
+
+def _blocks(
+  expert_R: jax.Array, order_R: jax.Array, sizes_E: jax.Array
 ) -> _Sorted:
-  """Blocks of one expert each; empty ones are skipped if `useful`."""
+  """Blocks of one expert each."""
   R, E = len(order_R), len(sizes_E)
-  T = block_size(useful or R, E)
+  T = block_size(R, E)
   N = R // T + E  # The most blocks that R rows can need.
   blocks_E = -(-sizes_E // T)  # Rounded up.
   ends_E = jnp.cumsum(blocks_E)
@@ -262,17 +303,23 @@ def _blocks(
   place_R = jnp.arange(R) + first_R
   # The expert of each block; blocks at the end may be empty.
   expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
-  used_N = expert_N < E
-  expert_N = jnp.minimum(expert_N, E - 1)
 
   choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
   back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
-  static = _Static(useful or R, useful is not None)
-  products = Products(
+  products = _products_of_blocks(_Static(R, False), expert_N, E)
+  return choice_S, back_R, (N, T), products
+
+
+def _products_of_blocks(
+  static: _Static, expert_N: jax.Array, E: int
+) -> Products:
+  """Products of blocks [N, T, D], each with its expert; E for none."""
+  used_N = expert_N < E
+  expert_N = jnp.minimum(expert_N, E - 1)
+  return Products(
     lambda x, kernel: _times(static, x, kernel, expert_N, used_N),
     lambda bias_EF: _of_rows(bias_EF, expert_N)[:, None],
   )
-  return choice_S, back_R, (N, T), products
 
 
 def _of_rows(bias_EF: jax.Array, expert_X: jax.Array) -> jax.Array:

@@ -91,13 +91,18 @@ def filled(
   """Values of a language model's fields.
 
   A field's value comes from the config, else from the variant, else from other
-  fields.
+  fields. Options of experts that do not say how many change some of the
+  variant's.
   """
   variant = model.variant or default
   check_choice("config.model.variant", variant, variants)
   given = {name: getattr(model, name) for name in names}
   given = {name: value for name, value in given.items() if value is not None}
-  values = {**variants[variant], **given}
+  of_variant = variants[variant]
+  moe = given.get("moe")
+  if isinstance(moe, Mapping) and "num_experts" not in moe:
+    given["moe"] = {**(of_variant.get("moe") or {}), **moe}
+  values = {**of_variant, **given}
   for name in ("vocab_size", "width", "depth", "num_heads"):
     if name not in values:
       raise ConfigError(

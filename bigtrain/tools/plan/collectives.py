@@ -134,7 +134,12 @@ def of_op(
     return None
   group = _group(op.attributes, num_devices)
   operands = [computation[name] for name in op.operands if name in computation]
-  nbytes = sum(type_bytes(operand.type) for operand in operands)
+  all_bytes = [type_bytes(operand.type) for operand in operands]
+  nbytes = sum(all_bytes)
+  if name == "ragged-all-to-all" and len(all_bytes) > 1:
+    # From one buffer into another. If devices send and receive equally much,
+    # that is what the smaller one holds; a larger one has room for more.
+    nbytes = min(all_bytes[:2])
   if group.size < 2 or not nbytes:
     return None
   if kind == "all-gather":

@@ -119,7 +119,9 @@ class _Reader:
       if rounds is None:
         self.unknown_loops += 1
         rounds = 1
-      return self.computation(op.called("body")), rounds or 1
+      if rounds == 0:
+        return {}, 0
+      return self.computation(op.called("body")), rounds
     if op.opcode == "call":
       return self.computation(op.called("to_apply")), 1
     if op.opcode == "conditional":

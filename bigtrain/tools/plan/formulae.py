@@ -10,6 +10,7 @@ and the sizes of a step are
   t  tokens of a microbatch on the   S  parameters of all layers
      devices that share examples     V  vocabulary
   N  layers                          D  width of the residual stream
+  X  parameters of experts that `fsdp` splits as a whole
 
 The formulae leave out gradients that are summed unsharded, such as those of
 norms, which are a small part.
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 from bigtrain import sharding
 from bigtrain.config import settings
-from bigtrain.models.layers import layer_kinds
+from bigtrain.models.layers import layer_kinds, mlp
 from bigtrain.objective import building, published_sizes
 from bigtrain.tools.plan import groups, meshes
 from bigtrain.tools.plan.collectives import Collective
@@ -47,6 +48,10 @@ class Blocks(NamedTuple):
   ring: bool  # Attention passes keys and values around a ring.
   scan: bool
   repeats: bool  # The backward pass repeats transfers of the forward pass.
+  # Of experts without a capacity that stay on the devices of `fsdp`: their
+  # parameters, and the choices of a token, both in all layers.
+  experts_size: int
+  choices: int
 
 
 def blocks(config: Mapping[str, Any]) -> Blocks | None:
@@ -63,6 +68,16 @@ def _blocks(text: str) -> Blocks:
   _, model = building.model(published_sizes.with_published_sizes(config))
   layers = layer_kinds.of_model(model).of_all(model.depth)
 
+  experts_size = choices = 0
+  for layer in layers:
+    experts = layer.moe
+    if experts is None or experts.axis != "fsdp" or experts.capacity_factor:
+      continue
+    kernels = 2 + int(mlp.is_gated(layer.mlp))
+    width = experts.width(layer.mlp_dim)
+    experts_size += experts.num_experts * kernels * width * model.width
+    choices += experts.top_k
+
   def mean(name: str) -> int:
     return sum(getattr(layer, name) for layer in layers) // len(layers)
 
@@ -78,6 +93,8 @@ def _blocks(text: str) -> Blocks:
     ring=model.attention == "ring",
     scan=model.scan,
     repeats=model.scan or model.remat_policy != "none",
+    experts_size=experts_size,
+    choices=choices,
   )
 
 
@@ -116,6 +133,7 @@ class _Step(NamedTuple):
   m: int
   b: int
   S: float
+  X: float
   VD: int  # Size of an embedding or a head; 0 if it is unknown.
   schedule: sharding.Schedule
 
@@ -168,6 +186,7 @@ def traffic(
     m=facts["microbatches"],
     b=itemsize(config),
     S=layers_size,
+    X=model.experts_size if model and facts["fsdp"] > 1 else 0,
     VD=table_size,
     schedule=schedule_of(facts, config),
   )
@@ -179,6 +198,7 @@ def traffic(
     _send_table_rows(send, step, model, t / step.Q)
     _send_keys_and_queries(send, step, model, t)
     _send_stream(send, step, model, t)
+    _send_choices(send, step, model, t)
   return result
 
 
@@ -190,7 +210,8 @@ def _send_weights(
   # A stage gathers its layers for each microbatch that passes it.
   passes = step.busy * step.schedule.microbatches / P
   weights = m * passes * b * step.S / T
-  send("fsdp", "all-gather", 2 * weights)  # Forward and backward.
+  gathered = weights - m * passes * b * step.X / T
+  send("fsdp", "all-gather", 2 * gathered)  # Forward and backward.
   # A device's part of the layers, or of their gradients, in float32.
   part = m * 4 * step.S / (P * F * T)
   if step.schedule.rounds > 1:
@@ -208,7 +229,7 @@ def _send_weights(
     everywhere = _names(("replica", "fsdp", "sequence"), step)
     send(everywhere, "reduce-scatter", weights)
   else:
-    send("fsdp", "reduce-scatter", weights)
+    send("fsdp", "reduce-scatter", gathered)
     send(summed_over, "all-reduce", weights / F)
   # Embedding and head are in all stages.
   tables = 2 * m * b * step.VD / (F * T)
@@ -280,6 +301,17 @@ def _send_keys_and_queries(
   # With two devices, one of the two parts of each stays where it is.
   permuted = moved + exchanged / Q / (2 if Q == 2 else 1)
   send("sequence", "collective-permute", permuted)
+
+
+def _send_choices(send: _Send, step: _Step, model: Blocks, t: float) -> None:
+  """Tokens to the devices of their experts, and back, if loads are even.
+
+  The hidden units of experts are split over `tensor`, so its devices have the
+  same tokens.
+  """
+  runs = step.m * model.choices * step.busy
+  ways = 4 + 2 * model.repeats  # There and back, forward and backward.
+  send("fsdp", "all-to-all", ways * step.b * t / step.Q * model.width * runs)
 
 
 def _send_stream(send: _Send, step: _Step, model: Blocks, t: float) -> None:

@@ -129,6 +129,10 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
   each device (twice that for an all-reduce), in S / link_bandwidth. At the
   border of a domain, S passes over the network adapters of its m devices
   together, in S / (m * network_bandwidth).
+
+  In an all-to-all, each device sends to each other one. On a TPU a byte uses as
+  many links as lie on its way, and elsewhere each device's bytes for other
+  domains pass over its own network adapter.
   """
   sent = collective.sent_bytes
   # Members of the group in one domain.
@@ -138,6 +142,9 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
     neighbours = collective.inner or collective.group_size
     members = max(1, min(neighbours, hardware.domain // collective.stride))
   link_secs = sent / hardware.link_bandwidth if members > 1 else 0.0
+  is_exchange = collective.kind == "all-to-all"
+  if is_exchange and hardware.chips is not None:
+    link_secs *= _mean_hops(members, hardware.axes)
   if members == collective.group_size:
     return Seconds(link_secs, network_secs=0.0)
   if hardware.network_bandwidth is None:
@@ -145,5 +152,19 @@ def seconds(collective: Collective, hardware: Hardware) -> Seconds:
       f"--hardware: the bandwidth between more than {hardware.domain} devices "
       f"of {hardware.device_kind} is not published."
     )
+  if is_exchange:
+    size = collective.group_size
+    sent *= members * (size - members) / (size - 1)
   network_secs = sent / (members * hardware.network_bandwidth)
   return Seconds(link_secs, network_secs)
+
+
+def _mean_hops(devices: int, axes: int) -> float:
+  """Links between two devices of a torus, about, and at least 1.
+
+  >>> _mean_hops(8, 3), _mean_hops(64, 3), _mean_hops(256, 2)
+  (1.0, 3.0, 8.0)
+  """
+  # In a ring of s devices the mean distance is s / 4.
+  side = devices ** (1 / axes)
+  return max(1.0, round(axes * side / 4, 2))

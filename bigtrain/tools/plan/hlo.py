@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bigtrain.arrays import model_flops
 from bigtrain.tools.arguments import split_at_commas
 
 
@@ -111,13 +112,20 @@ class Module:
       for op in computation.values():
         yield Run(op, computation, times, is_guess)
         rounds = self.rounds(op) if op.opcode == "while" else 1
+        if rounds == 0:
+          continue
         for callee in op.callees:
           stack.append(
             (callee, times * (rounds or 1), is_guess or rounds is None)
           )
 
   def rounds(self, op: Op) -> int | None:
-    """Trip count of a loop, from its annotation or its condition, or None."""
+    """Trip count of a loop, from its annotation or its condition, or None.
+
+    0 for loops that hardly any step runs.
+    """
+    if model_flops.is_rare(op.attributes):
+      return 0
     if match := _TRIPS.search(op.attributes):
       return int(match[1])
     condition = list(self._with_fusions(op.called("condition")))
@@ -130,7 +138,7 @@ class Module:
       for one in condition
       if one.opcode == "constant" and one.type[:3] in ("s32", "u32", "s64")
     ]
-    return max(limits, default=None)
+    return max(1, *limits) if limits else None
 
   def _with_fusions(self, name: str) -> Iterator[Op]:
     """Yields the operations of a computation and of the fusions in it."""

@@ -172,7 +172,9 @@ def gradients_of_rows(rows, width, hidden):
 
   def total(x, weights):
     real = np.ones((1, rows), bool)
-    y = moe_dispatch.dropless(x, routing, weights, experts, real, None)
+    y, _ = moe_dispatch.dropless(
+      x, routing, weights, experts, real, axis=None, buffer_factor=1.0
+    )
     return jnp.sum(jnp.sin(y))
 
   x = np.ones((1, rows, width), np.float32)
@@ -360,6 +362,14 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
       "normalize=False: .* add up to 1",
     ),
     (dict(num_experts=4, groups=2), "groups: expected dict"),
+    (
+      dict(num_experts=4, buffer_factor=2.0),
+      "buffer_factor=2.0: expected an axis",
+    ),
+    (
+      dict(num_experts=4, axis="fsdp", buffer_factor=0),
+      "buffer_factor: expected a number above 0, got 0",
+    ),
     (dict(num_experts=4, groups=dict(num=3, top=1)), "num: 3 does not divide"),
     (
       dict(num_experts=6, top_k=4, groups=dict(num=2, top=1)),

@@ -12,7 +12,7 @@ from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
-from bigtrain.models.layers import layer_dims, mlp, moe
+from bigtrain.models.layers import layer_dims, mlp, moe, moe_exchange
 from bigtrain.tools.plan import collectives, hlo
 
 B, L, D, F, E = 8, 8, 16, 24, 8
@@ -34,8 +34,30 @@ def params():
   return jax.device_get(init(jax.random.key(0)))
 
 
-def program(mesh, train=False, **options):
-  """Returns (the jitted gradient, its arguments on the mesh)."""
+# The router's weights of the first feature, which is 2 in `skewed`: how much
+# each expert is preferred. A device of four has two experts.
+SKEWS = {
+  "even": np.zeros(E),
+  "two": np.linspace(2, -2, E),
+  "all": np.where(np.arange(E) < 2, 20, 0),
+}
+
+
+def skewed(skew):
+  """(parameters, inputs) with which a router prefers some experts."""
+  x = X.copy()
+  x[..., 0] = 2
+  kernel = params()["params"]["router"]["kernel"].copy()
+  kernel[0] = SKEWS[skew]
+  return params()["params"] | {"router": {"kernel": kernel}}, x
+
+
+def program(mesh, train=False, skew=None, scan=False, **options):
+  """Returns (the jitted gradient, its arguments on the mesh).
+
+  Args:
+    scan: whether the layer runs twice, in a loop with remat.
+  """
   experts = layer(**options)
   named = trees.flatten_with_names(params()["params"])
   shapes = {f"moe/{name}": x.shape for name, x in named}
@@ -43,15 +65,27 @@ def program(mesh, train=False, **options):
   rules = sharding.Rules(
     [(".*", "fsdp(min_size=1)")], sharding.place(table, shapes, mesh.shape)
   )
-  state = {"moe": params()["params"]}
+  values, inputs = skewed(skew) if skew else (params()["params"], X)
+  state = {"moe": values}
   places, _ = sharding.state_shardings(state, mesh, rules)
 
   def fn(state, x, real):
-    def loss(state, x):
+    def apply(state, x):
       rngs = {"dropout": jax.random.key(1)}
-      y, stats = experts.apply(
-        {"params": state["moe"]}, x, real, train, rngs=rngs
-      )
+      return experts.apply({"params": state["moe"]}, x, real, train, rngs=rngs)
+
+    def loss(state, x):
+      if scan:
+
+        @jax.checkpoint
+        def one(x, _):
+          y, stats = apply(state, x)
+          return jnp.tanh(y), stats
+
+        y, stats = jax.lax.scan(one, x, length=2)
+        stats = jax.tree.map(lambda x: x[0], stats)
+      else:
+        y, stats = apply(state, x)
       total = jnp.sum(jnp.sin(y) * real[..., None])
       return total + stats["load_balance"], (y * real[..., None], stats)
 
@@ -59,7 +93,7 @@ def program(mesh, train=False, **options):
 
   batch = sharding.batch(mesh)
   out = (places, batch), (batch, sharding.replicated(mesh))
-  args = jax.device_put(state, places), *jax.device_put((X, REAL), batch)
+  args = jax.device_put(state, places), *jax.device_put((inputs, REAL), batch)
   return jax.jit(fn, out_shardings=out), args
 
 
@@ -72,16 +106,21 @@ def one_device(options):
 
 
 def check(sizes, **options):
+  """Compares a mesh with one device; returns the number of rounds, if any."""
   mesh = sharding.make_mesh(**sizes)
   with jax.set_mesh(mesh):
     fn, args = program(mesh, **options)
     got = jax.device_get(fn(*args))
+  _, (_, stats) = got
+  rounds = stats.pop("rounds", None)
   options.pop("axis")
+  options.pop("buffer_factor", None)
   want = one_device(tuple(options.items()))
   named = zip(trees.flatten_with_names(want), jax.tree.leaves(got))
   for (name, want_x), x in named:
     size = np.abs(want_x).max(initial=1e-3)
     np.testing.assert_allclose(x, want_x, 0, 1e-5 * size, err_msg=name)
+  return rounds
 
 
 CASES = [
@@ -140,6 +179,50 @@ def test_dropout_of_experts_that_choose_equals_one_device():
 def test_dropout_equals_one_device(axis, factor):
   sizes = dict(replica=2, fsdp=2, sequence=2)
   check(sizes, axis=axis, capacity_factor=factor, dropout=0.5, train=True)
+
+
+@pytest.mark.parametrize(
+  "skew, factor, rounds",
+  [("even", 1.0, 1), ("two", 0.5, 2), ("two", 4.0, 1), ("all", 0.1, 3)],
+)
+def test_full_buffers_take_further_rounds(skew, factor, rounds):
+  # A device has 16 choices, at most 64 rows of others, and blocks of 8 rows.
+  sizes = dict(replica=2, fsdp=4)
+  options = dict(axis="fsdp", buffer_factor=factor, skew=skew)
+  assert check(sizes, **options) == rounds
+
+
+def documented_exchange(x, out, begin, size, to, received, *, axis_name):
+  """jax.lax.ragged_all_to_all, as its documentation describes it."""
+  n, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+  x, begin, size, to = jax.lax.all_gather((x, begin, size, to), axis_name)
+  own = len(received) // n
+  rows = jnp.arange(len(out))
+  for i in range(len(received)):
+    sender, slot = i // own, me * own + i % own
+    offset = rows - to[sender, slot]
+    inside = (offset >= 0) & (offset < received[i])
+    inside &= received[i] == size[sender, slot]
+    row = jnp.take(x[sender], begin[sender, slot] + offset, axis=0, mode="clip")
+    out = jnp.where(inside[:, None], row, out)
+  return out
+
+
+def test_arguments_of_the_ragged_exchange(monkeypatch):
+  one_device((("skew", "two"),))
+  monkeypatch.setattr(moe_exchange, "_RAGGED", ("cpu",))
+  monkeypatch.setattr(jax.lax, "ragged_all_to_all", documented_exchange)
+  options = dict(axis="fsdp", buffer_factor=0.5, skew="two")
+  assert check(dict(replica=2, fsdp=4), **options) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skew", ["two", "all"])
+def test_further_rounds_with_dropout_in_a_loop_with_remat(skew):
+  sizes = dict(replica=1, fsdp=4, tensor=2)
+  options = dict(axis="fsdp", buffer_factor=0.01, skew=skew)
+  rounds = check(sizes, **options, dropout=0.5, train=True, scan=True)
+  assert rounds > 1
 
 
 @pytest.mark.parametrize("factor", [None, 1.0])

@@ -12,7 +12,7 @@ from bigtrain.models.layers import moe_experts
 
 
 def interpret(monkeypatch):
-  monkeypatch.setattr(moe_experts._Tiles, "rows", lambda *_: 8)
+  monkeypatch.setattr(moe_experts, "tile_rows", lambda *_: 8)
   monkeypatch.setattr(moe_experts, "_columns", lambda width: 16)
   monkeypatch.setattr(moe_experts, "_INTERPRET", True)
   monkeypatch.setattr(moe_experts, "by_kernels", lambda batch_size: True)
@@ -43,3 +43,12 @@ def test_gradients_equal_those_of_blocks(axis, sizes, monkeypatch):
   interpret(monkeypatch)
   devices = jax.devices()[: int(np.prod([*sizes.values()]))]
   test_moe_exchange.check(sizes | dict(devices=devices), axis=axis)
+
+
+@pytest.mark.slow
+def test_further_rounds_equal_one_device(monkeypatch):
+  test_moe_exchange.one_device((("skew", "two"),))
+  interpret(monkeypatch)
+  sizes = dict(replica=1, fsdp=4, devices=jax.devices()[:4])
+  options = dict(axis="fsdp", buffer_factor=0.1, skew="two")
+  assert test_moe_exchange.check(sizes, **options) > 1

@@ -275,6 +275,21 @@ def test_bytes_sent_in_a_ring(kind, sent):
   assert one._replace(group_size=1).sent_bytes == 0
 
 
+def test_a_ragged_exchange_sends_what_the_smaller_buffer_holds():
+  text = """HloModule m, num_partitions=8
+
+ENTRY %main (x: bf16[64,16], y: bf16[96,16], i: s32[8]) -> bf16[96,16] {
+  %x = bf16[64,16]{1,0} parameter(0)
+  %y = bf16[96,16]{1,0} parameter(1)
+  %i = s32[8]{0} parameter(2)
+  ROOT %r = bf16[96,16]{1,0} ragged-all-to-all(%x, %y, %i, %i, %i, %i), \
+channel_id=1, replica_groups=[1,8]<=[8]
+}
+"""
+  (one,), _ = collectives.sent(hlo.Module(text))
+  assert (one.kind, one.nbytes) == ("all-to-all", 64 * 16 * 2)
+
+
 def test_elements_of_tuples_as_operands():
   """jax 0.12 writes tuple#1 where 0.10 has an operation of its own."""
   text = """HloModule m, num_partitions=2

@@ -145,6 +145,12 @@ def test_an_unknown_trip_count_counts_once():
   assert cost.unknown_loops == 1 and cost.kernels == {"flash": 1}
 
 
+def test_rare_rounds_of_experts_do_not_count():
+  mark = 'body=%body, metadata={op_name="jit(f)/model_flops_rare/while"}'
+  cost = read(TPU.replace("body=%body", mark), secs_per_byte=0.0)
+  assert cost.unknown_loops == 0 and not cost.kernels
+
+
 def test_programs_of_other_compilers_have_no_cycles():
   assert read("HloModule m\n\nENTRY %main () -> f32[] {\n}\n") is None
 

@@ -112,3 +112,39 @@ def test_the_hidden_units_of_a_tokens_experts_are_counted():
   # Two of the experts, and a gate beside each hidden unit.
   assert blocks.hidden == 14_336 * 2 * 2
   assert (blocks.vocab_size, blocks.tied) == (32_000, False)
+
+
+def test_experts_on_fsdp_send_tokens_and_no_weights():
+  facts = dict(
+    replica=1,
+    pipeline=1,
+    fsdp=8,
+    sequence=1,
+    tensor=1,
+    microbatches=2,
+    batch_size=32,
+    tokens_per_example=4096,
+    sharded_parameters=47_000_000_000,
+  )
+  sent = []
+  for axis in (None, "fsdp"):
+    model = dict(variant="mixtral_8x7b", vocab_size=32_000, scan=True)
+    model |= dict(dtype="bfloat16", moe=dict(axis=axis))
+    config = dict(model_name="decoder", model=model)
+    traffic = formulae.traffic(facts, formulae.blocks(config), config)
+    sent.append({one.kind: 0 for one in traffic["fsdp"]})
+    for one in traffic["fsdp"]:
+      sent[-1][one.kind] += one.nbytes
+  gathered, exchanged = sent
+  # bfloat16, in two microbatches: experts' kernels forward and backward, and
+  # their gradients.
+  experts = 2 * 2 * 32 * 8 * 3 * 4096 * 14_336
+  kind = "all-gather"
+  assert gathered[kind] - exchanged[kind] == 2 * experts
+  kind = "reduce-scatter"
+  assert gathered[kind] - exchanged[kind] == experts
+  # Two choices of 2 x 4,096 tokens: there and back, in the forward pass, its
+  # repetition and the backward pass.
+  tokens = 2 * 2 * 32 * 6 * 2 * 2 * 4096 * 4096
+  kind = "all-to-all"
+  assert exchanged[kind] - gathered[kind] == tokens

@@ -3,7 +3,7 @@
 import pytest
 
 from bigtrain.config.errors import ConfigError
-from bigtrain.tools.plan import hardware
+from bigtrain.tools.plan import collectives, hardware
 
 
 def test_names_of_tpu_slices():
@@ -28,3 +28,20 @@ def test_every_device_has_a_peak():
   for name, one in hardware.TABLE.items():
     assert one.peak_flops > 1e14, name
     assert hardware.find(one.device_kind) is one and one.source
+
+
+@pytest.mark.parametrize(
+  ("name", "devices", "secs"),
+  [
+    # 600 GB/s, and three links on the way from a chip to another.
+    ("tpu_v5p", 64, 3 * 63e9 / 600e9),
+    ("h100", 8, 56e9 / 450e9),
+    # 56 of 64 parts leave the server, each over its GPU's adapter.
+    ("h100", 64, 56e9 / 50e9),
+  ],
+)
+def test_seconds_of_an_all_to_all(name, devices, secs):
+  one = collectives.Collective(
+    "all-to-all", devices, 1, runs=1, nbytes=64 * 10**9
+  )
+  assert hardware.seconds(one, hardware.find(name)).secs == pytest.approx(secs)
