@@ -15,7 +15,7 @@ import numpy as np
 from bigtrain.config.errors import ConfigError, DataError, did_you_mean
 from bigtrain.files import paths, picture_sizes
 from bigtrain.inference.saved import Saved
-from bigtrain.pp import pixels
+from bigtrain.pp import picture_files, pixels
 from bigtrain.text import pictures, tokenizers
 
 # Numbers of patches are rounded up to a multiple of this, so that few programs
@@ -107,7 +107,7 @@ def _raw(picture: Any) -> bytes | np.ndarray:
   if isinstance(picture, bytes | bytearray):
     return bytes(picture)
   if hasattr(picture, "convert"):  # Of PIL.
-    picture = picture.convert("RGB")
+    picture = picture_files.opaque(picture)
   array = np.asarray(picture)
   array = array[..., None] if array.ndim == 2 else array
   if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3):

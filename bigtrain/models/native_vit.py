@@ -1,4 +1,4 @@
-"""A Vision Transformer for pictures of any size and shape: Qwen-VL, Gemma 4.
+"""A Vision Transformer for pictures of any size: Qwen-VL, Gemma 4, Pixtral.
 
 Qwen2-VL (https://arxiv.org/abs/2409.12191), Qwen2.5-VL (2502.13923) and
 Qwen3-VL (2511.21631). Pictures are cut into patches of several frames; a still
@@ -33,7 +33,7 @@ from bigtrain.models.published import layer_patterns
 
 _SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size")
 _SITES = ("qkv", "out", "mlp")
-_MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu", "geglu")
+_MLPS = ("gelu", "gelu_erf", "gelu_quick", "swiglu", "geglu", "geglu_erf")
 # Ready patches: square by square, with values in the order (C, T, height,
 # width), as Qwen's processor makes them; or row by row, with (height, width,
 # C), as Gemma 4's does.
@@ -56,11 +56,15 @@ class Model(encoder.Fields):
   # Whether the first half of a head rotates by columns and the second one by
   # rows, each by itself; else the first half of the pairs rotates by rows.
   rope_by_halves: bool = False
+  # Whether frequencies of rows and columns take turns, as in Pixtral; else both
+  # have the same.
+  rope_alternates: bool = False
   ready: str = "squares"  # A name in READY.
   centred: bool = False  # Whether pixels in [0, 1] are first mapped to [-1, 1].
   norm: str = "layernorm"  # A name in encoder.NORMS.
   norm_eps: float = 1e-6  # Added to the variance in norms.
   patch_bias: bool = True  # Whether the embedding of patches has a bias.
+  pre_norm: bool = False  # Whether a norm precedes the blocks.
   use_bias: Sequence[str] = _SITES  # Linear layers of blocks with biases.
   head_dim: int | None = None  # Width of a head; None for width / num_heads.
   num_kv_heads: int | None = None  # Of keys and values; None for num_heads.
@@ -182,6 +186,8 @@ class Model(encoder.Fields):
       x_BPD += posemb_BPD.astype(x_BPD.dtype)
     if self.posemb_sides is not None:
       x_BPD += self._side_embeddings(place).astype(x_BPD.dtype)
+    if self.pre_norm:
+      x_BPD = encoder.norm(self._layer(), self.width, "pre_norm")(x_BPD)
     real_BP = None
     if grid is None:
       real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
@@ -228,6 +234,9 @@ class Model(encoder.Fields):
       y_BPD = (y_BPD - mean_D) * scale_D
     return y_BPD.astype(x_BPD.dtype)
 
+  def _layer(self) -> encoder.Options:
+    return encoder.layer_options(self, bias=tuple(self.use_bias))
+
   def _encode(
     self,
     x_BPD: jax.Array,
@@ -236,7 +245,7 @@ class Model(encoder.Fields):
     train: bool,
   ) -> Any:
     mask = masks.Mask(real_BS=real_BP)
-    layers = [encoder.layer_options(self, bias=tuple(self.use_bias))]
+    layers = [self._layer()]
     if self.window is not None:
       # Windows begin at the upper left corner; those at the edges are smaller.
       row_BP, column_BP = place.row_BP, place.column_BP
@@ -265,7 +274,9 @@ class Model(encoder.Fields):
       name="Transformer",
     )
     K = self.head_dim or self.width // self.num_heads
-    rope = _rotation(place, K, self.rope_theta, self.rope_by_halves)
+    rope = _rotation(
+      place, K, self.rope_theta, self.rope_by_halves, self.rope_alternates
+    )
     return transformer(x_BPD, rope=rope, mask=mask, train=train)
 
 
@@ -316,11 +327,18 @@ def _interpolated(
 
 
 def _rotation(
-  place: _Places, K: int, theta: float, by_halves: bool
+  place: _Places, K: int, theta: float, by_halves: bool, alternates: bool
 ) -> positions.Rotation:
   """Half of the angles follow the rows, half the columns."""
-  omega_Q = positions.frequencies(K // 2, theta)
-  angles = [x.astype(jnp.float32)[..., None] * omega_Q for x in place]
+  if alternates:
+    all_omega = positions.frequencies(K, theta)
+    omegas = [all_omega[::2], all_omega[1::2]]
+  else:
+    omegas = [positions.frequencies(K // 2, theta)] * 2
+  angles = [
+    x.astype(jnp.float32)[..., None] * omega_Q
+    for x, omega_Q in zip(place, omegas)
+  ]
   if by_halves:
     angles = angles[::-1]
   angle_BP1Q = jnp.concatenate(angles, axis=-1)[:, :, None]
@@ -391,6 +409,7 @@ class _PatchEmbedding(nn.Module):
 
 
 DIMS: dict[str, str] = {
+  r"pre_norm/(scale|bias)": "D",
   r"patch_embedding/kernel": "frames height width channels -> D",
   r"pos_embedding": "1 patches -> D",
   r"side_embedding": "axes; patches -> D",

@@ -51,7 +51,7 @@ from bigtrain.models.published.vits import native_towers
 # the tokens of the same picture, as in Gemma 3; or the same, but only in layers
 # with a window, as in Gemma 4.
 MASKS = ("causal", "prefix", "image", "windowed_image")
-ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu")
+ACTIVATIONS = ("gelu", "gelu_erf", "gelu_quick", "relu", "silu", "swiglu")
 NORMS = ("offset_rmsnorm", "rmsnorm", "plain_rmsnorm", "layernorm")
 
 # Fields that both parts get unless their own options have them.
@@ -68,15 +68,19 @@ class ProjectorOptions(NamedTuple):
   pool: int = 1
   # Side of the squares of patches whose features are joined, as in Idefics 3.
   merge: int = 1
+  # Whether a linear layer brings these back to the width of one patch, as in
+  # Mistral 3; its inputs are channel by channel.
+  merge_layer: bool = False
   norm_eps: float | None = None  # Of a norm; None without one.
   # "rmsnorm", "layernorm", "offset_rmsnorm" with Gemma's offset, or
   # "plain_rmsnorm" without a scale.
   norm: str = "offset_rmsnorm"
   # Whether the norm is of each patch, before their features are joined.
   norm_patches: bool = False
-  # Activation between two linear layers, as in LLaVA; None for one layer.
+  # Activation between two linear layers, as in LLaVA; None for one layer. With
+  # "swiglu", the second half of the first layer's features gates the first.
   mlp: str | None = None
-  hidden: int | None = None  # Width between them; the decoder's if None.
+  hidden: int | None = None  # Width of the first layer; the decoder's if None.
   use_bias: bool = True
 
 
@@ -248,6 +252,8 @@ class Model(nn.Module):
     if self.tiles is not None:
       layout_BN4, shapes = shapes, None
     image, shapes_BN2 = _by_picture(image, shapes)
+    if shapes_BN2 is None and not self._is_native():
+      image = self._in_whole_patches(image)
     B, N = image.shape[:2]
     cls, given = self._tower_class()
     options_of_shape: dict[str, Any] = {}
@@ -312,6 +318,18 @@ class Model(nn.Module):
     added_BnLD = jax.vmap(pick, in_axes=1, out_axes=1)(embedded.added_BnMD)
     added_BnLD = jnp.where(is_image_BL[:, None, :, None], added_BnLD, 0)
     return inserted, added_BnLD
+
+  @nn.nowrap
+  def _in_whole_patches(self, image: jax.Array) -> jax.Array:
+    """Leaves out the last rows and columns of pixels that fill no patch.
+
+    Of 384 x 384 pixels in patches of 14 x 14, for one, these are six.
+    """
+    height, width = (
+      n // p * p
+      for n, p in zip(image.shape[2:4], _two(self.image_tower().patch_size))
+    )
+    return image[:, :, :height, :width]
 
   @nn.nowrap
   def _is_native(self) -> bool:
@@ -517,6 +535,13 @@ class Projector(nn.Module):
       x = x.reshape(len(x), x.shape[1] // given.merge**2, -1)
     elif given.pool > 1 or given.merge > 1:
       x = _joined(x, size, given.pool, given.merge)
+    if given.merge_layer:
+      width = x.shape[-1] // given.merge**2
+      x = x.reshape(*x.shape[:-1], given.merge**2, width).swapaxes(-1, -2)
+      x = x.reshape(*x.shape[:-2], -1)
+      x = nn.Dense(width, use_bias=False, dtype=self.dtype, name="merge_layer")(
+        x
+      )
     if not given.norm_patches:
       x = self._normed(x)
     dense = functools.partial(
@@ -525,7 +550,12 @@ class Projector(nn.Module):
     if given.mlp is None:
       return dense(self.width, name="linear_0")(x)
     x = dense(given.hidden or self.width, name="linear_0")(x)
-    x = mlp.KINDS[given.mlp].activation(x)
+    kind = mlp.KINDS[given.mlp]
+    if kind.gated:
+      x, gate = jnp.split(x, 2, axis=-1)
+      x = x * kind.activation(gate)
+    else:
+      x = kind.activation(x)
     return dense(self.width, name="linear_1")(x)
 
   @nn.nowrap

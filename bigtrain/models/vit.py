@@ -9,7 +9,7 @@ Everything around them is here: patches, positions, class token and registers,
 pooling, and head.
 
 Axes: B batch, P patches, L length (P, after a class token and registers), D
-model width, H heads, C classes.
+model width, E width of "encoded", D for each layer of it, H heads, C classes.
 """
 
 import functools
@@ -108,11 +108,13 @@ class Model(encoder.Fields):
   # token and average concatenated, "none" for a head on each patch.
   pool_type: str = "gap"
   # Number of blocks before "encoded", which has then no last norm; the others
-  # keep their parameters. None for all of them, and the norm.
-  feature_layer: int | None = None
+  # keep their parameters. Several numbers, as in VipLLaVA, join the features
+  # after each. None for all blocks, and the norm.
+  feature_layer: int | Sequence[int] | None = None
   norm_eps: float = 1e-6  # Added to the variance in norms.
   pre_norm: bool = False  # Whether a norm precedes the blocks, as in CLIP.
   norm_pooled: bool = False  # Whether the last norm follows pooling, as BEiT's.
+  final_norm: bool = True  # Whether there is a last norm, unlike in InternVL.
   # Whether all projections have biases, or those that do: "qkv" (or "qv"),
   # "out", "mlp", "patch".
   use_bias: Any = True
@@ -143,14 +145,7 @@ class Model(encoder.Fields):
       relative_bias=RELATIVE_BIASES,
     )
     check_number("config.model.registers", self.registers, least=0, whole=True)
-    if self.feature_layer is not None:
-      check_number(
-        "config.model.feature_layer",
-        self.feature_layer,
-        least=0,
-        most=self.depth,
-        whole=True,
-      )
+    self._check_feature_layer()
     if self.layer_scale is not None:
       check_number("config.model.layer_scale", self.layer_scale)
     pools_class = self.pool_type in ("tok", "tok_gap")
@@ -178,6 +173,26 @@ class Model(encoder.Fields):
     )
     super().__post_init__()
 
+  def _check_feature_layer(self) -> None:
+    layers = self.feature_layer
+    if layers is None:
+      return
+    several = isinstance(layers, list | tuple)
+    for layer in layers if several else [layers]:
+      check_number(
+        "config.model.feature_layer",
+        layer,
+        least=0,
+        most=self.depth,
+        whole=True,
+      )
+    if several:
+      if not layers:
+        raise ConfigError(
+          "config.model.feature_layer: expected a number or several, got none."
+        )
+      options.set_fields(self, {"feature_layer": tuple(layers)})
+
   @nn.compact
   def __call__(
     self,
@@ -202,7 +217,7 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, D); with feature_layer also "prefix", the same for class
+      "encoded" (B, P, E); with feature_layer also "prefix", the same for class
       token and registers; "head_input" (B, D), pooled; and "pre_logits" (B, D)
       or (B, rep_size)). With pool_type "none" the last two and the logits are
       per patch: (B, P, ...).
@@ -236,11 +251,11 @@ class Model(encoder.Fields):
     real_BP = real_BK
     if shapes is not None:
       real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
-    x_BLD = self._encode(x_BLD, grid, prefix, real_BP, train)
+    x_BLD, features_BLE = self._encode(x_BLD, grid, prefix, real_BP, train)
 
-    out = {"encoded": x_BLD[:, prefix:]}
+    out = {"encoded": features_BLE[:, prefix:]}
     if prefix and self.feature_layer is not None:
-      out["prefix"] = x_BLD[:, :prefix]
+      out["prefix"] = features_BLE[:, :prefix]
     x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)
     if self.norm_pooled:
       x = norm(name="pooled_norm")(x)
@@ -270,7 +285,8 @@ class Model(encoder.Fields):
     prefix: int,
     real_BP: jax.Array | None,
     train: bool,
-  ) -> jax.Array:
+  ) -> tuple[jax.Array, jax.Array]:
+    """The stream, and what `feature_layer` takes of it, (B, L, E)."""
     mask = masks.Mask()
     if real_BP is not None:
       before = ((0, 0), (prefix, 0))
@@ -281,21 +297,33 @@ class Model(encoder.Fields):
       bias_1HLL = positions.GridBias(
         self.num_heads, grid, name="relative_bias"
       )()
+    layers = self.feature_layer
+    joined = layers if isinstance(layers, tuple) else ()
+    taps = tuple(sorted({n - 1 for n in joined if n}))  # Numbers of blocks.
     transformer = encoder.of_fields(
       self,
       "Transformer",
-      final_norm=not self.norm_pooled,
-      num_active=self.feature_layer,
+      final_norm=self.final_norm and not self.norm_pooled,
+      taps=taps,
+      num_active=max(joined) if joined else layers,
       bias=self.use_bias,
       relative_grid=grid if self.relative_bias == "layer" else None,
     )
-    return transformer(
+    result = transformer(
       x_BLD,
       rope=self._rotation(grid, prefix, train),
       mask=mask,
       bias_1HLS=bias_1HLL,
       train=train,
     )
+    y_BLD, taps_BNLD = result if taps else (result, None)
+    if not joined:
+      return y_BLD, y_BLD
+    first_BLD = x_BLD.astype(y_BLD.dtype)
+    features = [
+      taps_BNLD[:, taps.index(n - 1)] if n else first_BLD for n in joined
+    ]
+    return y_BLD, jnp.concatenate(features, axis=-1)
 
   def _masked(self, x_BPD: jax.Array, masked_BP: jax.Array | None) -> jax.Array:
     init = nn.initializers.normal(0.02)

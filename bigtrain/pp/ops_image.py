@@ -55,6 +55,7 @@ class Decoding(NamedTuple):
   channels: int = 3
   precise: bool = True
   exif: bool = False
+  background: int | None = None
 
   @classmethod
   def of(cls, arguments: Arguments) -> "Decoding":
@@ -68,6 +69,7 @@ def decode(
   key: str = "image",
   key_result: str | None = None,
   exif: bool = False,
+  background: int | None = None,
 ) -> Op:
   """Decodes bytes (JPEG, PNG, GIF, BMP, WebP) to uint8 [H, W, channels].
 
@@ -83,8 +85,15 @@ def decode(
       by 1.0 and 1.3 levels of 255 on average, and by 18 at most.
     exif: whether to rotate pictures as their EXIF data say. A TIFF is always
       rotated, as in Pillow.
+    background: grey level behind what is transparent in a PNG, WebP or TIFF,
+      255 for the white of transformers; None drops transparency. Only with
+      three channels.
   """
-  decoding = Decoding(channels, precise, exif)
+  if background is not None:
+    check_number(
+      "argument 'background'", background, least=0, most=255, whole=True
+    )
+  decoding = Decoding(channels, precise, exif, background)
 
   def fn(encoded, u):
     _require_encoded(encoded)
@@ -112,12 +121,12 @@ def decoded(encoded: Any, decoding: Decoding) -> Any:
 
 def _as_stored(encoded: Any, decoding: Decoding) -> Any:
   """Decodes a picture without rotating it, except where Pillow decodes it."""
-  channels, precise, exif = decoding
+  channels, precise, exif, background = decoding
 
   def by_pillow(data: bytes) -> tuple[np.ndarray, bytes]:
     # tensorflow would put the traceback of a Python error into its message.
     try:
-      return picture_files.decode(data, channels, exif), b""
+      return picture_files.decode(data, channels, exif, background), b""
     except (DataError, ConfigError) as e:
       return np.zeros((0, 0, channels), np.uint8), str(e).rstrip(".").encode()
 
@@ -133,8 +142,17 @@ def _as_stored(encoded: Any, decoding: Decoding) -> Any:
       encoded, channels=channels, expand_animations=False
     )
 
+  def on_background():
+    image = tf.io.decode_image(encoded, channels=4, expand_animations=False)
+    return _blended(image, background)
+
+  def maybe_transparent():
+    if background is None or channels == 1:
+      return known_format()
+    return tf.cond(_may_have_alpha(encoded), on_background, known_format)
+
   def no_jpeg():
-    return tf.cond(_is_for_pillow(encoded), other_format, known_format)
+    return tf.cond(_is_for_pillow(encoded), other_format, maybe_transparent)
 
   def jpeg():
     return tf.io.decode_jpeg(
@@ -143,6 +161,21 @@ def _as_stored(encoded: Any, decoding: Decoding) -> Any:
 
   image = tf.cond(tf.io.is_jpeg(encoded), jpeg, no_jpeg)
   return tf.ensure_shape(image, [None, None, channels])
+
+
+def _may_have_alpha(encoded: Any) -> Any:
+  """Whether it is a PNG or a WebP."""
+  start = tf.strings.substr(encoded, 0, 12)
+  return tf.strings.regex_full_match(start, r"\CPNG\C*|RIFF\C{4}WEBP")
+
+
+def _blended(image: Any, background: int | None) -> Any:
+  """An image with transparency on a grey background, as Pillow rounds."""
+  image = tf.cast(image, tf.int32)
+  color, alpha = image[..., :3], image[..., 3:]
+  total = (color * alpha + background * (255 - alpha)) * 128 + (128 << 7)
+  total = tf.bitwise.right_shift(total, 8) + total
+  return tf.cast(tf.bitwise.right_shift(total, 15), tf.uint8)
 
 
 def _is_for_pillow(encoded: Any) -> Any:

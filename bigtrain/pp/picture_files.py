@@ -156,11 +156,25 @@ def _open(encoded: bytes) -> Any:
     raise DataError(f"not a readable {name} picture.") from e
 
 
-def decode(encoded: bytes, channels: int, exif: bool) -> np.ndarray:
+def opaque(image: Any, background: int | None = 255) -> Any:
+  """A picture of Pillow as RGB, on a grey background if it is transparent."""
+  has_alpha = "A" in image.getbands() or "transparency" in image.info
+  if background is None or not has_alpha:
+    return image.convert("RGB")
+  pil = import_package("PIL.Image", "pictures", "pillow")
+  image = image.convert("RGBA")
+  behind = pil.new("RGBA", image.size, (*[background] * 3, 255))
+  return pil.alpha_composite(behind, image).convert("RGB")
+
+
+def decode(
+  encoded: bytes, channels: int, exif: bool, background: int | None = None
+) -> np.ndarray:
   """Decodes a picture with Pillow, to uint8 [H, W, channels].
 
   Args:
     exif: whether to turn it; a TIFF is always turned, as Pillow does.
+    background: see `opaque`.
   """
   image = _open(encoded)
   ops = import_package("PIL.ImageOps", "pictures", "pillow")
@@ -178,5 +192,6 @@ def decode(encoded: bytes, channels: int, exif: bool) -> np.ndarray:
     raise DataError(
       f"pixels of mode {image.mode}: expected 8 or 16 bits a channel."
     )
-  pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+  grey = image.convert("L") if channels == 1 else opaque(image, background)
+  pixels = np.asarray(grey)
   return pixels.reshape(*pixels.shape[:2], channels)

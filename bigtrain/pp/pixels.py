@@ -38,7 +38,9 @@ class Pixels:
   def __init__(self, pp: str, pp_several: str = ""):
     self._several = Pixels(pp_several) if pp_several else self
     self._op = registry.compose(parse.parse(pp))
-    self._decode = registry.compose(parse.parse("decode(precise=True)"))
+    # As transformers' processors, which put transparent pictures on white.
+    decode = "decode(precise=True, background=255)"
+    self._decode = registry.compose(parse.parse(decode))
     if self._op.draws:
       raise ConfigError(
         f"pictures: pp={pp!r}: expected ops without randomness."

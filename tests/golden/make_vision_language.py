@@ -42,6 +42,7 @@ TEXT = dict(
   max_position_embeddings=64,
   head_dim=8,
 )
+QWEN_TEXT = {n: x for n, x in TEXT.items() if n != "head_dim"}
 SIGLIP = VISION | dict(model_type="siglip_vision_model")
 CLIP = VISION | dict(model_type="clip_vision_model", num_hidden_layers=3)
 
@@ -86,7 +87,7 @@ FAMILIES = {
     16,
     1,
   ),
-  # The window is shorter than a picture.
+  # The window is shorter than a picture. The softcap applies to texts alone.
   "gemma3": (
     "gemma3",
     dict(
@@ -96,6 +97,7 @@ FAMILIES = {
         sliding_window=3,
         layer_types=layer_types(3),
         query_pre_attn_scalar=8,
+        final_logit_softcapping=2.0,
       ),
       vision_config=SIGLIP | dict(vision_use_head=False),
       mm_tokens_per_image=4,
@@ -117,24 +119,26 @@ FAMILIES = {
     16,
     1,
   ),
-  # Another tower and decoder; all of the tower's layers; no biases.
+  # Another tower and decoder; the last features; no biases. Patches leave
+  # a row and a column of pixels over.
   "llava_siglip": (
     "llava",
     dict(
       text_config=TEXT | dict(model_type="qwen3", tie_word_embeddings=True),
-      vision_config=SIGLIP,
+      vision_config=SIGLIP | dict(image_size=17),
       image_token_index=IMAGE_TOKEN,
       image_seq_length=16,
       vision_feature_layer=-1,
       vision_feature_select_strategy="full",
-      projector_hidden_act="gelu_pytorch_tanh",
+      projector_hidden_act="silu",
       multimodal_projector_bias=False,
       tie_word_embeddings=True,
     ),
     16,
     1,
   ),
-  # The class token of CLIP is a token of the picture too.
+  # The class token of CLIP is a token of the picture too. Features of several
+  # layers, of which the first is the embedding.
   "llava_class": (
     "llava",
     dict(
@@ -142,7 +146,7 @@ FAMILIES = {
       vision_config=CLIP,
       image_token_index=IMAGE_TOKEN,
       image_seq_length=17,
-      vision_feature_layer=1,
+      vision_feature_layer=[1, 0, -1],
       vision_feature_select_strategy="full",
     ),
     17,
@@ -171,6 +175,84 @@ FAMILIES = {
     1,
     4,
   ),
+  "vipllava": (
+    "vipllava",
+    dict(
+      text_config=TEXT | dict(model_type="llama"),
+      vision_config=CLIP,
+      image_token_index=IMAGE_TOKEN,
+      image_seq_length=16,
+      vision_feature_layer=[-2, 1],
+      projector_layernorm_eps=1e-3,
+    ),
+    16,
+    1,
+  ),
+  "aya_vision": (
+    "aya_vision",
+    dict(
+      text_config=QWEN_TEXT | dict(model_type="cohere2", sliding_window=9),
+      vision_config=SIGLIP,
+      image_token_index=IMAGE_TOKEN,
+      alignment_intermediate_size=22,
+      vision_feature_layer=-2,
+    ),
+    4,
+    3,
+  ),
+  "cohere2_vision": (
+    "cohere2_vision",
+    dict(
+      text_config=QWEN_TEXT | dict(model_type="cohere2", sliding_window=9),
+      vision_config=SIGLIP,
+      image_token_id=IMAGE_TOKEN,
+      alignment_intermediate_size=22,
+      downsample_factor=4,
+    ),
+    1,
+    3,
+  ),
+  "internvl": (
+    "internvl",
+    dict(
+      text_config=QWEN_TEXT | dict(model_type="qwen2"),
+      vision_config=VISION | dict(use_mean_pooling=False),
+      image_token_id=IMAGE_TOKEN,
+    ),
+    4,
+    3,
+  ),
+  "deepseek_vl": (
+    "deepseek_vl",
+    dict(
+      text_config=TEXT | dict(model_type="llama"),
+      vision_config=SIGLIP,
+      image_token_id=IMAGE_TOKEN,
+    ),
+    16,
+    1,
+  ),
+  "mistral3": (
+    "mistral3",
+    dict(
+      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      vision_config=VISION | dict(model_type="pixtral"),
+      image_token_index=IMAGE_TOKEN,
+    ),
+    4,
+    3,
+  ),
+  "lighton_ocr": (
+    "lighton_ocr",
+    dict(
+      text_config=TEXT | dict(model_type="qwen3"),
+      vision_config=VISION | dict(model_type="pixtral", hidden_act="silu"),
+      image_token_id=IMAGE_TOKEN,
+      spatial_merge_size=4,
+    ),
+    1,
+    3,
+  ),
 }
 # Towers whose pictures have any shape: patches of 2 frames x 4 x 4 pixels, of
 # which 2 x 2 become a token.
@@ -189,7 +271,6 @@ QWEN3_VISION = QWEN_VISION | dict(
   num_position_embeddings=9,
   deepstack_visual_indexes=[0, 2],
 )
-QWEN_TEXT = {n: x for n, x in TEXT.items() if n != "head_dim"}
 
 
 def rope(sections, **others):
@@ -208,7 +289,8 @@ NATIVE = {
     dict(
       text_config=TEXT
       | dict(head_dim=16, tie_word_embeddings=True)
-      | rope([4, 2, 2], mrope_interleaved=True),
+      # More frequencies than a head has.
+      | rope([24, 20, 20], mrope_interleaved=True),
       vision_config=QWEN3_VISION,
       tie_word_embeddings=True,
     ),
@@ -255,6 +337,53 @@ NATIVE = {
       vision_config=QWEN_VISION
       | dict(embed_dim=16, mlp_ratio=2, hidden_size=32),
       tie_word_embeddings=True,
+    ),
+  ),
+}
+QWEN3_5_VISION = {
+  n: x for n, x in QWEN3_VISION.items() if n != "deepstack_visual_indexes"
+}
+# Every second layer is Gated DeltaNet; a quarter of a head rotates.
+QWEN3_5_TEXT = TEXT | dict(
+  head_dim=32,
+  full_attention_interval=2,
+  linear_num_key_heads=1,
+  linear_num_value_heads=2,
+  linear_key_head_dim=4,
+  linear_value_head_dim=6,
+)
+NATIVE |= {
+  "qwen3_5": (
+    "qwen3_5",
+    dict(
+      text_config=QWEN3_5_TEXT
+      | rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+      vision_config=QWEN3_5_VISION,
+    ),
+  ),
+  "qwen3_5_moe": (
+    "qwen3_5_moe",
+    dict(
+      text_config=QWEN3_5_TEXT
+      | dict(
+        intermediate_size=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=8,
+      )
+      | rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+      vision_config=QWEN3_5_VISION,
+    ),
+  ),
+  # The tower's heads share keys; positions of the decoder have one axis.
+  "exaone4_5": (
+    "exaone4_5",
+    dict(
+      text_config=QWEN_TEXT
+      | dict(model_type="exaone4", hidden_size=32, sliding_window=9),
+      vision_config=NATIVE["qwen2_5_vl"][1]["vision_config"]
+      | dict(num_key_value_heads=1),
     ),
   ),
 }
@@ -364,6 +493,8 @@ TILED = {
 GRIDS = (((4, 6), (2, 4)), ((2, 2), (6, 4), (4, 2)))
 # Families in which pictures keep their examples: [B, N, 3, H, W].
 BY_EXAMPLE = ("idefics3", "smolvlm")
+# Families whose processors pad pictures: sizes in pixels.
+OF_ANY_SIZE = ("mistral3", "lighton_ocr")
 
 
 def texts_of(kind, image_token, size, pictures, rng):
@@ -410,12 +541,14 @@ def write_family(name, out):
   model.save_pretrained(out)
   image_token = options.get("image_token_index", options.get("image_token_id"))
   ids, types = texts_of(kind, image_token, size, pictures, rng)
-  side = VISION["image_size"]
+  side = options["vision_config"]["image_size"]
   image = rng.normal(size=(BATCH, pictures, 3, side, side)).astype(np.float32)
   pixels = image if kind in BY_EXAMPLE else image.reshape(-1, *image.shape[2:])
   given = dict(input_ids=ids, pixel_values=pixels, labels=labels_of(ids))
   if kind in ("paligemma", "gemma3"):
     given["token_type_ids"] = types
+  if kind in OF_ANY_SIZE:
+    given["image_sizes"] = np.asarray([(side, side)] * len(pixels))
   prefix = (types == 0).sum(1) if kind == "paligemma" else np.zeros(0)
   write_results(
     model, given, out, image=image.transpose(0, 1, 3, 4, 2), prefix=prefix
@@ -510,6 +643,8 @@ def write_native(name, out):
     mm_token_type_ids=(ids == config.image_token_id).astype(np.int64),
     labels=labels_of(ids),
   )
+  if name == "exaone4_5":  # Which has no positions by row and column.
+    del given["mm_token_type_ids"]
   if is_gemma4:
     del given["image_grid_thw"]
     given |= gemma4_pictures(image, shapes)

@@ -85,7 +85,11 @@ class Options(NamedTuple):
 
 
 def of_fields(
-  model: Fields, name: str, final_norm: bool, **others: Any
+  model: Fields,
+  name: str,
+  final_norm: bool,
+  taps: tuple[int, ...] = (),
+  **others: Any,
 ) -> "Encoder":
   """The encoder of a model; `others` are options besides the model's fields."""
   return Encoder(
@@ -95,6 +99,7 @@ def of_fields(
     final_norm=final_norm,
     scan=model.scan,
     remat_policy=model.remat_policy,
+    taps=taps,
     name=name,
   )
 

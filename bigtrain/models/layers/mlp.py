@@ -42,10 +42,12 @@ def _gelu_quick(x: jax.Array) -> jax.Array:
 KINDS = {
   "relu": Kind(jax.nn.relu, gated=False),
   "relu2": Kind(_relu2, gated=False),
+  "silu": Kind(jax.nn.silu, gated=False),
   "gelu": Kind(jax.nn.gelu, gated=False),  # Its tanh form.
   "gelu_erf": Kind(_gelu_erf, gated=False),
   "gelu_quick": Kind(_gelu_quick, gated=False),  # CLIP's approximation.
   "geglu": Kind(jax.nn.gelu, gated=True),
+  "geglu_erf": Kind(_gelu_erf, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
 

@@ -399,7 +399,8 @@ def _tensor(
       value = np.stack(values, axis=-1).reshape(value.shape)
     if entry.convolution:
       value = value.reshape(inner[0])
-      return value.transpose(-1, -2, *range(value.ndim - 2))
+      value = value.transpose(-1, -2, *range(value.ndim - 2))
+      return value.reshape(shape)
     if entry.transposed:
       value = value.swapaxes(-1, -2)
     return value.reshape(shape)

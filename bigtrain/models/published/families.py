@@ -150,7 +150,7 @@ class Family(NamedTuple):
       unread: unknown keys to leave out; all others are errors.
     """
     values = {self.aliases.get(key, key): x for key, x in values.items()}
-    config = ConfigJson(path, {**self.absent(), **values})
+    config = ConfigJson(path, {**self.absent(), **values}, unread)
     self._check(config, values, unread)
     # {field: (value, keys that it is read from)}
     read: dict[str, tuple[Any, str]] = {}
@@ -343,9 +343,12 @@ def classes(stem: str, kind: str = "Sequence") -> Rule:
 class ConfigJson(dict[str, Any]):
   """The values of the config.json at `path`."""
 
-  def __init__(self, path: str, values: Mapping[str, Any]):
+  def __init__(
+    self, path: str, values: Mapping[str, Any], unread: Collection[str] = ()
+  ):
     super().__init__(values)
     self.path = path
+    self.unread = unread  # Unknown keys to leave out, also of its parts.
 
   def __missing__(self, key: str) -> Any:
     raise self.error(f"{key}: missing.")

@@ -21,8 +21,12 @@ from bigtrain.models.published import (
 from bigtrain.models.published.vlms import (
   gemma_vision,
   idefics,
+  joined_patches,
   llava,
+  missing_parts,
+  mistral,
   qwen_vl,
+  vlm_parts,
 )
 from bigtrain.models.published.vlms.vlm_parts import TOWERS, Kind
 
@@ -34,6 +38,7 @@ KINDS: Mapping[str, Kind] = {
     gemma_vision.GEMMA3,
     gemma_vision.GEMMA4,
     llava.LLAVA,
+    llava.VIPLLAVA,
     llava.LLAVA_NEXT,
     llava.LLAVA_ONEVISION,
     idefics.IDEFICS3,
@@ -42,12 +47,21 @@ KINDS: Mapping[str, Kind] = {
     qwen_vl.QWEN3_VL_MOE,
     qwen_vl.QWEN2_5_VL,
     qwen_vl.QWEN2_VL,
+    qwen_vl.QWEN3_5,
+    qwen_vl.QWEN3_5_MOE,
+    qwen_vl.EXAONE4_5,
+    mistral.MISTRAL3,
+    mistral.LIGHTON_OCR,
+    joined_patches.AYA_VISION,
+    joined_patches.COHERE2_VISION,
+    joined_patches.INTERNVL,
+    llava.DEEPSEEK_VL,
   )
 }
 
 # Dimensions of the arrays of projectors.
 _OF_PROJECTOR: Mapping[str, str] = {
-  r"(blocks(_\d+)?/)?linear_\d/kernel": "D -> D",
+  r"(blocks(_\d+)?/)?(linear_\d|merge_layer)/kernel": "D -> D",
   r"(blocks(_\d+)?/)?(linear_\d/bias|norm/(scale|bias))|newline": "D",
 }
 PROJECTORS = ("projector/", "deepstack/", "tiles/")
@@ -62,10 +76,13 @@ _PARTS = {
   "deepstack/": r"(model\.)?visual\.(?=deepstack_merger_list\.)",
   "tiles/": r"(model\.)?(?=image_newline$)",
   "projector/": (
-    r"(model\.)?(multi_modal_projector|connector|embed_vision"
-    r"|visual(?=\.merger\.))\."
+    r"(model\.)?(multi_modal_projector|connector|embed_vision|aligner"
+    r"|vision_projection|visual(?=\.merger\.))\."
   ),
-  "img/": r"(model\.)?(vision_tower|vision_model|visual)\.(vision_model\.)?",
+  "img/": (
+    r"(model\.)?(vision_tower|vision_model|vision_encoder|visual)\."
+    r"(vision_model\.)?"
+  ),
 }
 # All other names belong to the decoder.
 _TEXT_MODEL = r"(model\.)?text_model\."
@@ -194,9 +211,7 @@ def _export(
   shapes: tables.Shapes,
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   towers = {name: TOWERS[name] for name in kind.towers}
-  decoders = decoder_families.LAYOUTS
-  if kind.decoders:
-    decoders = {name: decoders[name] for name in kind.decoders}
+  decoders = vlm_parts.decoder_layouts(kind.decoders)
   of_parts = {
     "img/": (layouts.Layouts(towers, kind.canonical_tower), "vision_config"),
     "llm/": (
@@ -210,6 +225,11 @@ def _export(
     own = conversions.below(part, shapes)
     config, arrays = families.export(parts[part].dims, parts[part].model, own)
     del config["architectures"]
+    size, patch_size = model.image_size, config.get("patch_size")
+    if isinstance(size, int) and "image_size" in config:
+      # Pixels beyond the last whole patch, which the arrays do not show.
+      if size // patch_size * patch_size == config["image_size"]:
+        config["image_size"] = size
     configs[name] = config
     tensors += [_renamed(kind, part, tensor) for tensor in arrays]
   for part in PROJECTORS:
@@ -235,4 +255,5 @@ def make_layouts(
   canonical: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> layouts.Layouts:
   families = {name: kind.family for name, kind in KINDS.items()}
-  return layouts.Layouts(families, canonical)
+  missing = missing_parts.MISSING_PARTS
+  return layouts.Layouts(families, canonical, missing_parts=missing)

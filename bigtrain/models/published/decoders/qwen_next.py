@@ -177,3 +177,12 @@ QWEN3_5_MOE = QWEN3_NEXT.but(
   ),
   defaults={"vocab_size": 248320, "num_hidden_layers": 40},
 )
+
+# The same below pictures, whose tokens have positions in three axes.
+_AXES = rope(fraction=0.25, sections=(11, 11, 10), axes_interleaved=True)
+WITH_PICTURES = {
+  family.model_type: family.but(
+    family.model_type, family.architecture, rules=(_AXES,)
+  )
+  for family in (QWEN3_5, QWEN3_5_MOE)
+}

@@ -159,6 +159,9 @@ class _Rope(NamedTuple):
     axes = None
     if self.sections:
       sections = tuple(stored.get(_SECTIONS) or self.sections)
+      if self.axes_interleaved:
+        number = int(config["head_dim"] * fraction) // 2
+        sections = _used_sections(sections, number)
       axes = {"sections": sections, "interleaved": self.axes_interleaved}
       stored = {x: y for x, y in stored.items() if x not in _OF_AXES}
       for name in ("rope_type", "type"):
@@ -216,6 +219,19 @@ class _Rope(NamedTuple):
     if self.fraction is not None:
       config["partial_rotary_factor"] = fraction
     return config
+
+
+def _used_sections(
+  sections: tuple[int, ...], number: int
+) -> tuple[int, int, int]:
+  """Sections of axes that take turns, of a head with `number` frequencies.
+
+  What they say beyond the last frequency has no effect.
+  """
+  rows, columns = (
+    len(range(axis, min(3 * sections[axis], number), 3)) for axis in (1, 2)
+  )
+  return number - rows - columns, rows, columns
 
 
 def _read_scaling(

@@ -1,4 +1,4 @@
-"""Image towers for pictures of any shape: those of Qwen-VL and of Gemma 4.
+"""Image towers for pictures of any shape: of Qwen-VL, Gemma 4 and Pixtral.
 
 They are of models/native_vit.py, and have no files of their own: their configs
 are `vision_config` of models that read pictures and texts.
@@ -113,6 +113,8 @@ _NEUTRAL: Mapping[str, Any] = {
   "centred": False,
   "posemb_sides": None,
   "rope_by_halves": False,
+  "rope_alternates": False,
+  "pre_norm": False,
   "use_bias": ("mlp", "out", "qkv"),
   "head_dim": None,
   "num_kv_heads": None,
@@ -163,6 +165,15 @@ QWEN3_VL = Family(
   neutral=_NEUTRAL,
 )
 QWEN3_VL_MOE = QWEN3_VL.but("qwen3_vl_moe_vision", "")
+# Without features of inner layers.
+QWEN3_5 = QWEN3_VL.but(
+  "qwen3_5_vision",
+  "",
+  without=("taps",),
+  constants={"taps": ()},
+  harmless=("deepstack_visual_indexes",),
+)
+QWEN3_5_MOE = QWEN3_5.but("qwen3_5_moe_vision", "")
 QWEN2_5_VL = QWEN3_VL.but(
   "qwen2_5_vl_vision",
   "",
@@ -189,6 +200,13 @@ QWEN2_5_VL = QWEN3_VL.but(
     "intermediate_size": 3420,
     "patch_size": 14,
   },
+)
+
+
+EXAONE4_5 = QWEN2_5_VL.but(
+  "exaone4_5_vision",
+  "",
+  keys={"num_kv_heads": Key("num_key_value_heads", 8)},
 )
 
 
@@ -302,9 +320,71 @@ GEMMA4 = Family(
   ),
   neutral=_NEUTRAL,
 )
+_IN_PIXTRAL = within(
+  "transformer.layers.{i}.",
+  "Transformer/encoderblock/",
+  norm("attention_norm", "LayerNorm_0"),
+  norm("ffn_norm", "LayerNorm_1"),
+  dense("attention.q_proj", f"{_ATTENTION}/query"),
+  dense("attention.k_proj", f"{_ATTENTION}/key"),
+  dense("attention.v_proj", f"{_ATTENTION}/value"),
+  dense("attention.o_proj", f"{_ATTENTION}/out"),
+  dense("feed_forward.gate_proj", f"{_MLP}/gate"),
+  dense("feed_forward.up_proj", f"{_MLP}/Dense_0"),
+  dense("feed_forward.down_proj", f"{_MLP}/Dense_1"),
+)
+PIXTRAL = Family(
+  model_type="pixtral",
+  architecture="",
+  arrays=table(
+    # Of torch: without frames.
+    [
+      entry._replace(ndim=4)
+      for entry in conv("patch_conv", "patch_embedding")[:1]
+    ],
+    norm("ln_pre", "pre_norm"),
+    _IN_PIXTRAL,
+  ),
+  keys={
+    "width": Key("hidden_size", 1024),
+    "depth": Key("num_hidden_layers", 24),
+    "num_heads": Key("num_attention_heads", 16),
+    "mlp_dim": Key("intermediate_size", 4096),
+    "patch_size": Key("patch_size", 16),
+  },
+  constants={
+    "frames": 1,
+    "channels": 3,
+    "merge": 1,
+    "norm": "rmsnorm",
+    "norm_eps": 1e-5,
+    "patch_bias": False,
+    "pre_norm": True,
+    "use_bias": (),
+    "posemb_grid": None,
+    "rope_alternates": True,
+    "window": None,
+    "whole_layers": (),
+    "taps": (),
+  },
+  rules=(
+    choice(
+      "mlp",
+      "hidden_act",
+      {"gelu": "geglu_erf", "silu": "swiglu", "gelu_pytorch_tanh": "geglu"},
+    ),
+    _theta(),
+  ),
+  # Pictures may be as large as `image_size`, or larger.
+  harmless=(*encoder_rules.HARMLESS, "head_dim", "initializer_range"),
+  neutral=_NEUTRAL,
+)
 FAMILIES: Mapping[str, Family] = {
   family.model_type: family
-  for family in (QWEN3_VL, QWEN3_VL_MOE, QWEN2_5_VL, QWEN2_VL, GEMMA4)
+  for family in (
+    *(QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE),
+    *(QWEN2_5_VL, QWEN2_VL, EXAONE4_5, GEMMA4, PIXTRAL),
+  )
 }
 
 

@@ -68,6 +68,7 @@ PALIGEMMA = Kind(
         tower="siglip_vision_model",
         decoder="gemma",
         tied=True,
+        scaled_logits=True,
         unread=("use_bidirectional_attention", "num_image_tokens"),
       ),
     ),
@@ -134,6 +135,7 @@ def _gemma4_parts() -> Rule:
     tower="gemma4_vision",
     decoder="gemma4_text",
     tied=True,
+    scaled_logits=True,
   )
 
   def read(config: ConfigJson) -> dict[str, Any]:

@@ -5,6 +5,16 @@ from bigtrain.models.published.tables import linear
 from bigtrain.models.published.vlms import vlm_parts
 from bigtrain.models.published.vlms.vlm_parts import Kind
 
+# Keys of a decoder's config of which no decoder reads any.
+_UNREAD = (
+  "_flash_attn_2_enabled",
+  "neftune_noise_alpha",
+  "perceiver_config",
+  "pixel_shuffle_factor",
+  "qk_layer_norms",
+  "use_resampler",
+)
+
 
 def _merged() -> Rule:
   """Joins squares of `scale_factor` x `scale_factor` patches."""
@@ -33,7 +43,9 @@ def _idefics3(model_type: str, architecture: str) -> Kind:
       limits=vlm_parts.LIMITS,
       rules=(
         _merged(),
-        vlm_parts.part_configs((tower,), tower=tower, decoder="llama"),
+        vlm_parts.part_configs(
+          (tower,), tower=tower, decoder="llama", unread=_UNREAD
+        ),
       ),
       harmless=vlm_parts.HARMLESS,
     ),

@@ -1,4 +1,4 @@
-"""LLaVA, LLaVA-NeXT and LLaVA-OneVision: the projector is an MLP.
+"""LLaVA, VipLLaVA, LLaVA-NeXT and LLaVA-OneVision: the projector is an MLP.
 
 LLaVA-NeXT and LLaVA-OneVision read each picture both whole and in tiles.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from bigtrain.arrays import tile_grids
 from bigtrain.models.published.families import ConfigJson, Family, Key, Rule
-from bigtrain.models.published.tables import dense, plain, table
+from bigtrain.models.published.tables import dense, norm, plain, table
 from bigtrain.models.published.vlms import vlm_parts
 from bigtrain.models.published.vlms.vlm_parts import Kind
 
@@ -19,7 +19,19 @@ _ACTIVATIONS = {
   "gelu_new": "gelu",
   "quick_gelu": "gelu_quick",
   "relu": "relu",
+  "silu": "silu",
 }
+
+
+def activation(config: ConfigJson, key: str) -> str:
+  """The activation between two layers of a projector, by our name."""
+  config.require(key, *_ACTIVATIONS)
+  return _ACTIVATIONS[config[key]]
+
+
+def name_of_activation(ours: str | None) -> str:
+  names = [x for x, y in _ACTIVATIONS.items() if y == ours]
+  return [*names, "gelu"][0]
 
 
 def _two_layers() -> Rule:
@@ -27,17 +39,40 @@ def _two_layers() -> Rule:
   act, bias = "projector_hidden_act", "multimodal_projector_bias"
 
   def read(config: ConfigJson) -> dict[str, Any]:
-    config.require(act, *_ACTIVATIONS)
-    return {
-      "projector": dict(mlp=_ACTIVATIONS[config[act]], use_bias=config[bias])
-    }
+    mlp = activation(config, act)
+    return {"projector": dict(mlp=mlp, use_bias=config[bias])}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     projector = fields["projector"]
-    names = [x for x, y in _ACTIVATIONS.items() if y == projector["mlp"]]
-    return {act: [*names, "gelu"][0], bias: projector["use_bias"]}
+    return {
+      act: name_of_activation(projector["mlp"]),
+      bias: projector["use_bias"],
+    }
 
   return Rule(("projector",), {act: "gelu", bias: True}, read, write)
+
+
+def _normed_layers() -> Rule:
+  """VipLLaVA: an MLP of two layers behind a norm."""
+  act, eps = "projector_hidden_act", "projector_layernorm_eps"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    projector = dict(
+      norm="layernorm",
+      norm_eps=config[eps],
+      mlp=activation(config, act),
+      use_bias=True,
+    )
+    return {"projector": projector}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    projector = fields["projector"]
+    return {
+      act: name_of_activation(projector["mlp"]),
+      eps: projector["norm_eps"],
+    }
+
+  return Rule(("projector",), {act: "gelu", eps: 1e-5}, read, write)
 
 
 def _tiles(sizes: Sequence[tuple[int, int]], limited: bool) -> Rule:
@@ -84,19 +119,33 @@ def _tiles(sizes: Sequence[tuple[int, int]], limited: bool) -> Rule:
   return Rule(("tiles",), keys, read, write)
 
 
-def _llava_features(parts: Rule, *, tiled: bool = False) -> Rule:
+def layer_number(config: ConfigJson, key: str, given: Any, depth: int) -> int:
+  """The number of blocks before the features; negative ones count back."""
+  if not isinstance(given, int) or not -depth - 1 <= given <= depth:
+    raise config.error(
+      f"{key}={config[key]!r}: expected the number of a layer, from "
+      f"{-depth - 1} to {depth}."
+    )
+  return given + (depth + 1 if given < 0 else 0)
+
+
+def features(parts: Rule, *, tiled: bool = False) -> Rule:
   """The keys that choose the layer of the features, and the class token."""
   layer, strategy = "vision_feature_layer", "vision_feature_select_strategy"
 
   def read(config: ConfigJson) -> dict[str, Any]:
     fields = dict(parts.read(config))
     depth = fields["image"]["depth"]
-    number = config[layer]
-    if not isinstance(number, int) or not -depth - 1 <= number <= depth:
+    given = config[layer]
+    several = isinstance(given, list | tuple)
+    if several and not given:
       raise config.error(
-        f"{layer}={number!r}: expected the number of a layer, from "
-        f"{-depth - 1} to {depth}."
+        f"{layer}: expected the number of a layer, or several."
       )
+    numbers = [
+      layer_number(config, layer, number, depth)
+      for number in (given if several else [given])
+    ]
     config.require(strategy, "default", "full")
     has_class = fields["image"].get("class_token", False)
     is_full = config[strategy] == "full"
@@ -110,22 +159,26 @@ def _llava_features(parts: Rule, *, tiled: bool = False) -> Rule:
         f"{strategy}='full': expected 'default' for tiles of a tower with a "
         "class token."
       )
-    number += depth + 1 if number < 0 else 0
-    fields["image"] = {**fields["image"], "feature_layer": number}
+    fields["image"] = {
+      **fields["image"],
+      "feature_layer": tuple(numbers) if several else numbers[0],
+    }
     return {**fields, "class_token": has_class and is_full}
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     image = fields["image"]
-    depth, number = image["depth"], image["feature_layer"]
-    if number is None:
-      number = 0
+    depth, numbers = image["depth"], image["feature_layer"] or 0
+    if isinstance(numbers, int):
+      theirs: Any = numbers - depth - 1
+    else:
+      theirs = [number - depth - 1 for number in numbers]
     is_full = fields["class_token"] or not image["class_token"]
     num_patches = fields["shapes"]["img/pos_embedding"][1] - (
       image["posemb_class"] and not fields["class_token"]
     )
     return {
       **parts.write(fields),
-      layer: number - depth - 1,
+      layer: theirs,
       strategy: "full" if is_full else "default",
       "image_seq_length": num_patches,
     }
@@ -147,7 +200,7 @@ LLAVA = Kind(
     constants={"mask": "causal"},
     rules=(
       _two_layers(),
-      _llava_features(
+      features(
         vlm_parts.part_configs(
           _LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"
         )
@@ -162,6 +215,66 @@ LLAVA = Kind(
 )
 
 
+VIPLLAVA = LLAVA._replace(
+  family=LLAVA.family._replace(
+    model_type="vipllava",
+    architecture="VipLlavaForConditionalGeneration",
+    arrays=table(norm("projector_layernorm", "norm"), LLAVA.family.arrays),
+    rules=(
+      _normed_layers(),
+      features(
+        vlm_parts.part_configs(
+          ("clip_vision_model",), tower="clip_vision_model", decoder="llama"
+        )
+      ),
+    ),
+    requires={"vision_feature_select_strategy": ("default",)},
+    defaults={"vision_feature_layer": (-2, -5, -8, -11, 6)},
+    aliases={
+      **LLAVA.family.aliases,
+      "vision_feature_layers": "vision_feature_layer",
+    },
+  ),
+  towers=("clip_vision_model",),
+)
+
+
+def _aligner() -> Rule:
+  """DeepSeek-VL: an MLP of two layers without options."""
+  return Rule(
+    ("projector",),
+    {},
+    lambda config: {"projector": dict(mlp="gelu_erf", use_bias=True)},
+    lambda fields: {},
+  )
+
+
+DEEPSEEK_VL = Kind(
+  Family(
+    model_type="deepseek_vl",
+    architecture="DeepseekVLForConditionalGeneration",
+    arrays=table(dense("linear1", "linear_0"), dense("linear2", "linear_1")),
+    keys={"image_token": Key("image_token_id", 100015)},
+    constants={"mask": "causal", "class_token": False},
+    rules=(
+      _aligner(),
+      vlm_parts.part_configs(
+        ("siglip_vision_model",),
+        tower="siglip_vision_model",
+        decoder="llama",
+        tied=True,
+      ),
+    ),
+    harmless=vlm_parts.HARMLESS,
+    limits=vlm_parts.LIMITS,
+  ),
+  towers=("siglip_vision_model",),
+  starts={
+    **vlm_parts.NESTED_STARTS,
+    "img/": "model.vision_model.",
+    "projector/": "model.aligner.",
+  },
+)
 LLAVA_ONEVISION = Kind(
   Family(
     model_type="llava_onevision",
@@ -172,7 +285,7 @@ LLAVA_ONEVISION = Kind(
     rules=(
       _two_layers(),
       _tiles(tile_grids.ONEVISION_SIZES, limited=True),
-      _llava_features(
+      features(
         vlm_parts.part_configs(
           _LLAVA_TOWERS, tower="siglip_vision_model", decoder="qwen2"
         ),
@@ -198,7 +311,7 @@ LLAVA_NEXT = LLAVA_ONEVISION._replace(
     rules=(
       _two_layers(),
       _tiles(tile_grids.NEXT_SIZES, limited=False),
-      _llava_features(
+      features(
         vlm_parts.part_configs(
           _LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"
         ),

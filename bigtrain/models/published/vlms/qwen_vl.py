@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which read pictures of any size."""
+"""Qwen2-VL to Qwen3-VL and Qwen 3.5, which read pictures of any size."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,21 +63,13 @@ def _qwen_parts(tower: str, decoder: str, width_key: str) -> Rule:
     (tower,), (decoder,), tower=tower, decoder=decoder
   )
 
-  def read(config: ConfigJson) -> Mapping[str, Any]:
-    vision = dict(config["vision_config"])
-    if f"{vision.get('model_type')}_vision" == tower:  # In older files.
-      vision["model_type"] = tower
-    return parts.read(
-      ConfigJson(config.path, {**config, "vision_config": vision})
-    )
-
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(parts.write(fields))
     width = {width_key: fields["text"]["width"]}
     config["vision_config"] = {**config["vision_config"], **width}
     return config
 
-  return parts._replace(read=read, write=write)
+  return parts._replace(write=write)
 
 
 def _qwen(
@@ -88,16 +80,18 @@ def _qwen(
   norm_kind: str = "layernorm",
   width_key: str = "out_hidden_size",
   nested: bool = True,
+  image_token: int = 151655,
+  decoder: str = "",
 ) -> Kind:
   """A Qwen-VL. In `nested` files, all names begin with `model.`."""
-  tower, decoder = f"{model_type}_vision", f"{model_type}_text"
+  tower, decoder = f"{model_type}_vision", decoder or f"{model_type}_text"
   start = "model." if nested else ""
   return Kind(
     Family(
       model_type=model_type,
       architecture=architecture,
       arrays=arrays,
-      keys={"image_token": Key("image_token_id", 151655)},
+      keys={"image_token": Key("image_token_id", image_token)},
       constants={
         "mask": "causal",
         "class_token": False,
@@ -141,4 +135,25 @@ QWEN2_VL = _qwen(
   _QWEN2_MERGER,
   width_key="hidden_size",
   nested=False,
+)
+QWEN3_5 = _qwen(
+  "qwen3_5",
+  "Qwen3_5ForConditionalGeneration",
+  _QWEN3_MERGERS,
+  image_token=248056,
+)
+QWEN3_5_MOE = _qwen(
+  "qwen3_5_moe",
+  "Qwen3_5MoeForConditionalGeneration",
+  _QWEN3_MERGERS,
+  image_token=248056,
+)
+# Its decoder counts all tokens alike.
+EXAONE4_5 = _qwen(
+  "exaone4_5",
+  "Exaone4_5_ForConditionalGeneration",
+  _QWEN2_MERGER,
+  norm_kind="rmsnorm",
+  image_token=67,
+  decoder="exaone4",
 )

@@ -15,9 +15,10 @@ from bigtrain.models.published import (
   two_tower_families,
   vit_families,
 )
+from bigtrain.models.published.decoders import qwen_next
 from bigtrain.models.published.families import ConfigJson, Family, Rule, choice
 from bigtrain.models.published.tables import conv, table
-from bigtrain.models.published.vits import native_towers
+from bigtrain.models.published.vits import internvl, native_towers
 
 _CLIP = two_tower_families.CLIP_IMAGE._replace(
   arrays=two_tower_families.CLIP_IMAGE_ARRAYS
@@ -51,7 +52,8 @@ _IDEFICS3 = SIGLIP.but(
 _SMOLVLM = _IDEFICS3.but("smolvlm_vision", "")
 TOWERS = {
   **{
-    family.model_type: family for family in (_CLIP, SIGLIP, _IDEFICS3, _SMOLVLM)
+    family.model_type: family
+    for family in (_CLIP, SIGLIP, _IDEFICS3, _SMOLVLM, internvl.INTERNVL)
   },
   **native_towers.FAMILIES,
 }
@@ -64,6 +66,10 @@ HARMLESS = (
   "num_image_tokens",
   "projection_dim",
   "image_seq_length",
+  "image_seq_len",
+  "use_image_newline_parameter",
+  "use_reentrant_checkpointing",
+  "_vocab_size",
   "boi_token_index",
   "eoi_token_index",
   "boi_token_id",
@@ -79,6 +85,8 @@ HARMLESS = (
   "additional_vocab_size",
   "max_position_embeddings",
 )
+# Fields of a decoder that its own head applies.
+_OF_LOGITS = ("logits_multiplier", "logits_softcap")
 # Our fields that change no result.
 LIMITS = ("image_size", "published_as")
 # Usual names of the parts in files; see Kind.starts.
@@ -86,6 +94,13 @@ STARTS = {
   "img/": "vision_tower.",
   "llm/": "language_model.",
   "projector/": "multi_modal_projector.",
+}
+# In files of newer families.
+NESTED_STARTS = {
+  "img/": "model.vision_tower.",
+  "llm/model.": "model.language_model.",
+  "llm/": "",
+  "projector/": "model.multi_modal_projector.",
 }
 
 
@@ -104,6 +119,18 @@ class Kind(NamedTuple):
   )
 
 
+def decoder_layouts(names: Collection[str]) -> Mapping[str, Family]:
+  """Families of decoders by name.
+
+  Without names, all but those with positions in three axes, which only Qwen's
+  models give to the tokens of pictures.
+  """
+  known = decoder_families.LAYOUTS
+  if names:
+    return {x: qwen_next.WITH_PICTURES.get(x) or known[x] for x in names}
+  return {x: y for x, y in known.items() if "rope_axes" not in y.fields()}
+
+
 def part_configs(
   towers: Collection[str],
   decoders: Collection[str] = (),
@@ -111,6 +138,7 @@ def part_configs(
   tower: str,
   decoder: str,
   tied: bool | None = None,
+  scaled_logits: bool = False,
   unread: Collection[str] = (),
 ) -> Rule:
   """Converts `vision_config` and `text_config`.
@@ -120,15 +148,20 @@ def part_configs(
     tower, decoder: types to assume if the file names none.
     tied: whether the head shares the embedding's kernel if the file does not
       say; None to look in the decoder's own config too.
+    scaled_logits: whether logits are scaled and capped as the decoder's config
+      says. The heads of most families ignore it.
     unread: keys of the decoder's config that the family handles itself.
   """
 
   def read(config: ConfigJson) -> dict[str, Any]:
     image_config = {"model_type": tower, **config["vision_config"]}
+    if f"{image_config['model_type']}_vision" in towers:  # In older files.
+      image_config["model_type"] += "_vision"
     text_config = {"model_type": decoder, **config["text_config"]}
+    layouts = decoder_layouts(decoders)
     for part, values, known in (
       ("vision_config", image_config, towers),
-      ("text_config", text_config, decoders or decoder_families.LAYOUTS),
+      ("text_config", text_config, layouts),
     ):
       if values["model_type"] not in known:
         raise config.error(
@@ -142,12 +175,15 @@ def part_configs(
     text_config["tie_word_embeddings"] = is_tied
     family = TOWERS[image_config["model_type"]]
     size = image_config.get("image_size", family.absent().get("image_size"))
+    if isinstance(size, list | tuple) and len({*size}) == 1:
+      size = size[0]
+    text = _options(config, "text_config", layouts, text_config)
+    if not scaled_logits:
+      text = {x: y for x, y in text.items() if x not in _OF_LOGITS}
     return {
       "image_size": size,
       "image": _options(config, "vision_config", TOWERS, image_config),
-      "text": _options(
-        config, "text_config", decoder_families.LAYOUTS, text_config
-      ),
+      "text": text,
     }
 
   def write(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +207,7 @@ def _options(
   values: Mapping[str, Any],
 ) -> dict[str, Any]:
   family = families[values["model_type"]]
-  fields = family.read(f"{config.path}: {key}", values)
+  fields = family.read(f"{config.path}: {key}", values, config.unread)
   return {
     name: field.value for name, field in fields.items() if not field.is_neutral
   }
