@@ -11,8 +11,8 @@ Source: Tschannen et al. 2025, "SigLIP 2", arxiv.org/abs/2502.14786, section
 2.5, for the number of examples, the learning rate, no weight decay, the batch
 of 32,768 chosen pairs, their share (half for B/16, a quarter for B/32), the
 sigmoid loss alone and the score; Evans et al. 2024, "JEST",
-arxiv.org/abs/2406.17711, for the choice in 16 chunks; Udandarao et al. 2024,
-"ACID", arxiv.org/abs/2411.18674.
+arxiv.org/abs/2406.17711, for the choice (16 chunks are those of public
+implementations); Udandarao et al. 2024, "ACID", arxiv.org/abs/2411.18674.
 
 Guesses, because the papers that we read do not say: a constant learning rate
 after a short warm-up, optimizer and clipping of siglip.py, and a reference
@@ -26,8 +26,8 @@ siglip.py, which are too small for 4 billion examples: they only show that
 everything works.
 
 The small run learns pairs of digits, of which half have a wrong caption, see
-docs/images_and_text.md. With `keep=1.0` it learns from all of them. Two CPU
-cores need five minutes for both commands:
+docs/images_and_text.md. With `keep=1.0` it learns from all of them. Both
+commands need minutes on two CPU cores:
 
   python -m bigtrain.main --config=configs/digits_siglip.py --workdir=runs/large
   python -m bigtrain.main --workdir=runs/chosen \
@@ -59,7 +59,7 @@ def get_config(arg=None):
     tokenizer: that of both models, or "bytes" for tests.
     class_names: path of a text file of ImageNet's class names.
     data_dir: folder of the data sets.
-    runlocal: digits with captions instead.
+    runlocal: a small run; on digits without `data_dir`.
   """
   arg = common.parse_arg(
     arg,
@@ -73,15 +73,15 @@ def get_config(arg=None):
     runlocal=False,
   )
   keep = arg.keep or (0.25 if arg.variant == "B/32" else 0.5)
-  if arg.runlocal:
+  if arg.runlocal and not arg.data_dir:
     config, reference = _digits(arg.reference, keep)
   else:
     config, reference = _images(arg, keep)
   if keep < 1:
     config.select = dict(keep=keep, score="learnability", chunks=16)
-    if arg.runlocal:
-      config.select.report = ("is_right",)  # Of which share the text is right.
     config.teacher = reference
+    if "is_right" in config.input.pp:
+      config.select.report = ("is_right",)  # Of which share the text is right.
   return config
 
 
@@ -89,24 +89,31 @@ def _images(arg, keep):
   """(config, its teacher)."""
   given = [f"tokenizer={arg.tokenizer}", f"data_dir={arg.data_dir}"]
   given += [f"class_names={arg.class_names}"] * bool(arg.class_names)
+  given += ["runlocal"] * arg.runlocal
 
   def finetuning(variant):
     return siglip2_finetune.get_config(",".join([*given, f"variant={variant}"]))
 
   config = finetuning(arg.variant)
-  config.model_init = dict(path=arg.init or INIT, allow_unused=UNUSED)
   config.model.text.pool_type = "map"  # As in siglip2.py.
-  config.input.batch_size = round(CHOSEN / keep)
-  config.total_steps = 4_000_000_000 // CHOSEN
+  if "model_init" in config:
+    del config.model_init  # A path, and now a dict.
+  if arg.init or not arg.runlocal:
+    config.model_init = dict(path=arg.init or INIT, allow_unused=UNUSED)
+  chosen = CHOSEN if not arg.runlocal else config.input.batch_size
+  config.input.batch_size = round(chosen / keep)
+  if not arg.runlocal:
+    config.total_steps = 4_000_000_000 // CHOSEN
+  warmup_steps = 1000 if not arg.runlocal else 1
+  config.schedule = dict(decay_type="constant", warmup_steps=warmup_steps)
   config.lr = 1e-5
   config.wd = 0.0
-  config.schedule = dict(decay_type="constant", warmup_steps=1000)
-  reference = dict(
+  model_init = arg.reference or (REFERENCE if not arg.runlocal else None)
+  return config, dict(
     model_name=config.model_name,
     model=finetuning("So400m/16").model.to_dict(),
-    model_init=arg.reference or REFERENCE,
+    model_init=model_init,
   )
-  return config, reference
 
 
 def _digits(reference, keep):

@@ -351,6 +351,8 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
       for part in (config["input"], *config["evals"].values()):
         part.pop("data", None)
         part.pop("test_data", None)
+  if name == "siglip2_distill":  # Without data_dir, its data are digits.
+    return
   differ = {*_leaves(real)} ^ {*_leaves(tiny)}
   assert [k for k in differ if not re.fullmatch(_LENGTHS, k)] in (
     [],

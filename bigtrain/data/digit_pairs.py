@@ -88,11 +88,10 @@ class Source:
     self._first = np.cumsum(self._count) - self._count
     self._length, self._margin, self._seed = length, margin, seed
     self._name = f"digit pairs {split}"
-    self._digest = files.digest(
-      "digit_pairs",
-      *(digits.fingerprint(), length, margin, seed),
-      *([wrong_captions] if wrong_captions else []),
-    )
+    parts = [digits.fingerprint(), length, margin, seed]
+    if wrong_captions:
+      parts.append(wrong_captions)
+    self._digest = files.digest("digit_pairs", *parts)
     words = list(WORDS)
     self.class_names = {"left": words, "right": words, "label": CAPTIONS}
     self._boxes = boxes

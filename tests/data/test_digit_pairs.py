@@ -48,6 +48,21 @@ def test_pictures_match_captions_and_labels(train):
     assert rows[name].dtype == (object if dtype is bytes else dtype)
 
 
+def test_a_share_of_the_captions_is_wrong(train):
+  options = dict(split="train", length=5000, margin=1)
+  noisy = digit_pairs.Source(**options, wrong_captions=0.3)
+  rows, clean = (x.read(np.arange(2000)) for x in (noisy, train))
+  is_right = rows["text"] == clean["text"]
+  np.testing.assert_array_equal(rows["is_right"], is_right.astype(np.float32))
+  assert is_right.mean() == pytest.approx(0.7, abs=0.04)
+  wrong = rows["text"][~is_right]
+  assert len({*wrong}) == 100
+  for name in ("image", "label"):
+    np.testing.assert_array_equal(rows[name], clean[name])
+  assert "is_right" not in clean
+  assert noisy.fingerprint() != train.fingerprint()
+
+
 def test_an_example_depends_only_on_its_number(train):
   again = digit_pairs.Source(split="train", length=5000, margin=1)
   alone = again.read(np.array([4321]))
