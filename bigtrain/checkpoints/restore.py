@@ -219,7 +219,7 @@ def load(
   for name, parts in sums.items():
     integrity.check_sums(directory, manifest, sources[name], parts)
 
-  arrays = {}
+  arrays: dict[str, jax.Array] = {}
   for name in sources:
     spec = like[name]
     arrays[name] = jax.make_array_from_single_device_arrays(

@@ -136,7 +136,7 @@ def differences(model: Any, options: Upcycling) -> list[str]:
   moe = model.moe
   reasons = []
   if options.noise or options.reinit_fraction:
-    reasons.append("the experts are no exact copies")
+    reasons.append("the experts are not exact copies")
   adds_up = moe.score == "softmax_of_top" or moe.normalizes()
   if not adds_up or moe.scale != 1:
     reasons.append(

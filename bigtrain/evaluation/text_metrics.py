@@ -326,7 +326,7 @@ def _values(samples: Texts, references: Sequence[Texts]) -> list[np.ndarray]:
   for text in right:
     number = _number(text)
     if number is None:
-      raise DataError(f"correlation: a reference is no number: {text!r}.")
+      raise DataError(f"correlation: a reference is not a number: {text!r}.")
     right_numbers.append(number)
   given_numbers = [_number(text) for text in given]
   filled = [-1.0 if number is None else number for number in given_numbers]

@@ -130,8 +130,7 @@ def generate(
     drafts: number of tokens that the modules of config.model.mtp draft at a
       time. Only for greedy decoding; gives the same tokens with fewer calls of
       the model.
-    whole: whether to return all that decoding.sample returns, including
-      prompts.
+    whole: whether to return all results of decoding.sample, with prompts.
   """
   decoding.check_beams(num_beams, temperature, "generate")
   prompt_BL = batch["tokens"]

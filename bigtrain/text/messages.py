@@ -128,11 +128,11 @@ class _Conversation:
         continue
       if any(_is_quoted(form, text or "") for text in texts):
         continue
-      dropped = [
-        path
-        for path in _leaves(form)
-        if self._texts(number, _changed(form, path)) == texts
-      ]
+      # A value is dropped if another one in its place gives the same texts.
+      dropped = []
+      for path in _leaves(form):
+        if self._texts(number, _changed(form, path)) == texts:
+          dropped.append(path)
       if not dropped:
         self._check_spelling(number, texts)
         return []
@@ -215,7 +215,7 @@ class _Conversation:
     them.
     """
     template = self._template.name
-    fields: list[list[_Path]] = []
+    fields: list[list[_Path]] = []  # The dropped fields of each message.
     for number, (message, paths) in enumerate(zip(self.messages, dropped)):
       if any(path in _text_paths(message) for path in paths):
         raise DataError(
@@ -223,29 +223,43 @@ class _Conversation:
           f"that of the role {message['role']!r}."
         )
       fields.append(_as_fields(message, paths))
-    number = next(i for i, paths in enumerate(fields) if paths)
-    names = [
-      ".".join(key for key in path if isinstance(key, str))
-      for paths in fields
-      for path in paths
-    ]
+    first = next(number for number, paths in enumerate(fields) if paths)
+    spelled = ", ".join(_spell(path) for path in fields[first])
     raise DataError(
-      f"message {number}: {', '.join(map(_spell, fields[number]))}: the "
-      f"template {template} does not write this, so a model would not see it; "
-      f"ignore_fields={list(dict.fromkeys(names))} leaves it out, and "
-      "template= selects another template."
+      f"message {first}: {spelled}: the template {template} does not write "
+      "this, so a model would not see it; "
+      f"ignore_fields={_names_to_ignore(fields)} leaves it out, and template= "
+      "selects another template."
     )
+
+
+def _names_to_ignore(fields: Sequence[Sequence[_Path]]) -> list[str]:
+  """The value of ignore_fields that leaves out the fields of all messages."""
+  names: dict[str, None] = {}  # In order, each once.
+  for paths in fields:
+    for path in paths:
+      # Without the numbers of list items: ("tool_calls", 0, "id").
+      keys = [key for key in path if isinstance(key, str)]
+      names[".".join(keys)] = None
+  return list(names)
 
 
 def _as_fields(
   message: Mapping[str, Any], paths: Sequence[_Path]
 ) -> list[_Path]:
   """Replaces the paths of a field by its own if all its values are dropped."""
+  dropped: dict[Any, list[_Path]] = {}  # By field.
+  for path in paths:
+    dropped.setdefault(path[0], []).append(path)
+  every: dict[Any, list[_Path]] = {}  # All values of the message, by field.
+  for path in _leaves(message):
+    every.setdefault(path[0], []).append(path)
   result: list[_Path] = []
-  for field in dict.fromkeys(path[0] for path in paths):
-    own = [path for path in paths if path[0] == field]
-    whole = [path for path in _leaves(message) if path[0] == field]
-    result += [(field,)] if own == whole else own
+  for field, own in dropped.items():
+    if own == every.get(field):
+      result.append((field,))
+    else:
+      result += own
   return result
 
 

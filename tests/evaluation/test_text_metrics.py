@@ -53,7 +53,7 @@ def test_correlations_equal_scipys(golden, name):
   assert compute(name, wrong) == compute(
     name, [("-1", wrong[0][1]), *pairs[1:]]
   )
-  with pytest.raises(DataError, match="a reference is no number: 'five'"):
+  with pytest.raises(DataError, match="a reference is not a number: 'five'"):
     compute(name, [("1", "five")])
 
 

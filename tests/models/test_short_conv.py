@@ -153,7 +153,7 @@ def test_any_mesh_has_the_gradients_of_one_device(mesh):
     ),
     (
       dict(mlp="xielu", moe=dict(num_experts=4)),
-      r"config\.model\.mlp='xielu': not computed in experts",
+      r"config\.model\.mlp='xielu': not supported in experts",
     ),
   ],
 )

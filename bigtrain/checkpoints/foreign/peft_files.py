@@ -136,29 +136,38 @@ def open_folder(folder: str) -> File:
       f"{folder}: {CONFIG} has init_lora_weights={init!r}, with which PEFT "
       "changes the base; its save_pretrained can convert such adapters."
     )
+  # Sort the arrays by the endings of their names.
   factors: dict[str, dict[str, np.ndarray]] = {}
   rows, in_full, frozen = {}, {}, {}
-  endings = (*_ENDINGS.items(), *_ENDINGS_OF_EMBEDDING.items())
-  for full, value in safetensors_files.read(
-    os.path.join(folder, ARRAYS)
-  ).items():
-    name = full.removeprefix(_PREFIX)
-    # Of older versions.
+  arrays = safetensors_files.read(os.path.join(folder, ARRAYS))
+  for full_name, value in arrays.items():
+    name = full_name.removeprefix(_PREFIX)
+    # Older versions of PEFT add ".weight" to this name.
     name = re.sub(r"(lora_magnitude_vector)\.weight$", r"\1", name)
-    found = [x for x in endings if name.endswith(f".{x[1]}")]
-    if found:
-      factor, ending = found[0]
-      module = name.removesuffix(f".{ending}")
+    module_and_factor = _module_and_factor(name)
+    if module_and_factor is not None:
+      module, factor = module_and_factor
       factors.setdefault(module, {})[factor] = value
     elif name.endswith(f".{_ROWS}"):
       rows[name.removesuffix(f".{_ROWS}")] = value
     elif name.endswith(f"{_BASE_LAYER}.weight"):
       frozen[name.replace(_BASE_LAYER, "")] = value
     elif "lora_" in name:
-      raise ConfigError(f"{folder}: {full} is not an array of LoRA or DoRA.")
+      raise ConfigError(
+        f"{folder}: {full_name} is not an array of LoRA or DoRA."
+      )
     else:  # Among them biases of modules with an adapter.
       in_full[name.replace(_BASE_LAYER, "")] = value
   return File(folder, config, factors, rows, in_full, frozen)
+
+
+def _module_and_factor(name: str) -> tuple[str, str] | None:
+  """Splits the name of an adapter's array: "x.lora_A.weight" is A of x."""
+  for endings in (_ENDINGS, _ENDINGS_OF_EMBEDDING):
+    for factor, ending in endings.items():
+      if name.endswith(f".{ending}"):
+        return name.removesuffix(f".{ending}"), factor
+  return None
 
 
 def read(
@@ -174,7 +183,9 @@ def read(
       f"{file.folder}: the model has no module {sorted(unknown)[0]!r} that an "
       "adapter could be for."
     )
-  # {kernel: {index in its stack: (its factors, scale)}}
+
+  # Split the adapters of the file's modules into those of our kernels:
+  # {kernel: {index in its stack: (its factors, scale)}}.
   by_kernel: dict[str, dict[tuple[int, ...], Any]] = {}
   for name, arrays in file.factors.items():
     if name not in modules:
@@ -187,27 +198,36 @@ def read(
       for part in module.parts_of(expert):
         values = _split(part, of_expert, published)
         by_kernel.setdefault(part.kernel, {})[part.stack] = (values, scale)
+
+  # Join the layers of each kernel. Ranks and alphas may differ by kernel.
   params: dict[str, np.ndarray] = {}
-  rules: dict[str, list[tuple[str, Any]]] = {"rank": [], "alpha": []}
+  targets: list[str] = []
+  ranks: list[tuple[str, int]] = []
+  alphas: list[tuple[str, float]] = []
   for kernel, by_place in by_kernel.items():
     factors, scale = _stacked(kernel, by_place, published)
-    params |= {f"{layer_of(kernel)}/{x}": y for x, y in factors.items()}
+    for factor, value in factors.items():
+      params[f"{layer_of(kernel)}/{factor}"] = value
     rank = factors[A].shape[-1]
     divisor = math.sqrt(rank) if file.config.get("use_rslora") else rank
     regex = re.escape(kernel)
-    rules["rank"].append((regex, rank))
-    rules["alpha"].append((regex, scale * divisor))
+    targets.append(regex)
+    ranks.append((regex, rank))
+    alphas.append((regex, scale * divisor))
+
   tokens, rows = _read_rows(file, published)
-  has_bias = any(BIAS in arrays for arrays in file.factors.values())
-  options = {
-    "targets": [regex for regex, _ in rules["rank"]],
+  options: dict[str, Any] = {
+    "targets": targets,
     "dropout": file.config.get("lora_dropout", 0.0),
     "rslora": bool(file.config.get("use_rslora")),
     "dora": bool(file.config.get("use_dora")),
-    **({"lora_bias": True} if has_bias else {}),
-    **({"tokens": tokens} if tokens else {}),
-    **rules,
   }
+  if any(BIAS in arrays for arrays in file.factors.values()):
+    options["lora_bias"] = True
+  if tokens:
+    options["tokens"] = tokens
+  options["rank"] = ranks
+  options["alpha"] = alphas
   return options, params | rows
 
 
@@ -233,11 +253,13 @@ def _by_name_in_file(file: File, published: Published) -> dict[str, Module]:
 def _wrapped(
   of_parameters: Mapping[str, Sequence[Module]],
 ) -> dict[str, Module]:
-  return {
-    name + _BASE_LAYER * (len(modules) - 1 - i): module
-    for name, modules in of_parameters.items()
-    for i, module in enumerate(modules)
-  }
+  """Names of adapted parameters in the file, given them by their module."""
+  result = {}
+  for name, modules in of_parameters.items():
+    for i, module in enumerate(modules):
+      num_wrappers_outside = len(modules) - 1 - i
+      result[name + _BASE_LAYER * num_wrappers_outside] = module
+  return result
 
 
 def _read_rows(
@@ -370,36 +392,36 @@ def write(folder: str, run: Run) -> int:
   """Writes a run's adapters; returns the number of arrays."""
   arrays: dict[str, np.ndarray] = {}
   unwritten = set(run.params)
-  modules = [x for x in run.published.modules() if not x.is_old]
+  modules = [module for module in run.published.modules() if not module.is_old]
+
+  # The adapters. A module may consist of several of our kernels.
   ranks: dict[str, int] = {}  # By full name of the adapted module.
   alphas: dict[str, float] = {}
   for name, module in _adapted_modules(run, modules).items():
     adapted = _adapted(run, module)
-    unwritten -= {
-      f"{layer_of(one.kernel)}/{factor}"
-      for one in adapted
-      for factor in FACTORS
-      if factor != ROWS
-    }
+    for part in adapted:
+      for factor in FACTORS:
+        if factor != ROWS:
+          unwritten.discard(f"{layer_of(part.kernel)}/{factor}")
     values, rank, scale = _joined(run, module, adapted)
-    of_table = module.kind == EMBEDDING
-    for factor, ending in (
-      _ENDINGS_OF_EMBEDDING if of_table else _ENDINGS
-    ).items():
+    is_embedding = module.kind == EMBEDDING
+    endings = _ENDINGS_OF_EMBEDDING if is_embedding else _ENDINGS
+    for factor, ending in endings.items():
       if factor in values:
         arrays[f"{name}.{ending}"] = values[factor]
-    if of_table and run.tied_head:
+    if is_embedding and run.tied_head:
       arrays[f"{HEAD}.lora_A.weight"] = values[B].T
       arrays[f"{HEAD}.lora_B.weight"] = values[A].T
     ranks[module.full_name] = rank
-    alphas[module.full_name] = scale * (
-      math.sqrt(rank) if run.options.rslora else rank
-    )
+    divisor = math.sqrt(rank) if run.options.rslora else rank
+    alphas[module.full_name] = scale * divisor
   content = _config(ranks, alphas, modules, run.options)
+
+  # What was trained without adapters: rows of tables, modules and biases.
   content |= _write_rows(run, modules, arrays, unwritten)
   adapted_names = {x.name for x in modules if x.full_name in ranks}
   content |= _write_in_full(run, modules, arrays, unwritten, adapted_names)
-  if run.tied_head and any(is_table(x) for x in _trained(run)):
+  if run.tied_head and any(is_table(name) for name in _trained(run)):
     content["ensure_weight_tying"] = True
   if unwritten:
     raise ConfigError(
@@ -491,15 +513,16 @@ def _joined(
   scales = [run.options.scale(part.kernel) for part in adapted]
   kernels = {part.kernel for part in adapted}
   num_outputs = sum(len(part.place) for part in module.parts)
+  # The factors of each part, by expert; a plain module counts as one expert.
   experts = []
   for expert in range(module.num_experts):
-    parts = [x for x in module.parts_of(expert) if x.kernel in kernels]
+    parts = [part for part in module.parts_of(expert) if part.kernel in kernels]
     experts.append([_factors(run, part) for part in parts])
-  shares = all(
-    np.array_equal(factors[A], of_expert[0][A])
-    for of_expert in experts
-    for factors in of_expert
-  )
+  shares = True  # Whether all parts have the same A, in every expert.
+  for of_expert in experts:
+    first = of_expert[0]
+    for factors in of_expert:
+      shares = shares and np.array_equal(factors[A], first[A])
   joined = [
     _joined_parts(adapted, of_expert, scales, num_outputs, shares)
     for of_expert in experts
@@ -545,13 +568,15 @@ def _joined_parts(
     shares: whether all parts have the same A, which then becomes the matrix's
       A.
   """
-  ranks = [len(x[A]) for x in factors]
-  rank = ranks[0] if shares else sum(ranks)
-  a_RI = factors[0][A] if shares else np.concatenate([x[A] for x in factors])
-  result = {A: a_RI, B: np.zeros((num_outputs, rank), np.float32)}
+  if shares:
+    a_RI = factors[0][A]
+  else:
+    a_RI = np.concatenate([own[A] for own in factors])
+  result = {A: a_RI, B: np.zeros((num_outputs, len(a_RI)), np.float32)}
   for factor in (BIAS, MAGNITUDE):
     if factor in factors[0]:
       result[factor] = np.zeros(num_outputs, np.float32)
+  # Each part has its rows of B and, unless all share A, also its columns.
   first = 0
   for part, own, scale in zip(parts, factors, scales):
     ratio = scale / scales[0]
@@ -560,7 +585,8 @@ def _joined_parts(
       result[BIAS][part.place] = ratio * own[BIAS]
     if MAGNITUDE in own:
       result[MAGNITUDE][part.place] = own[MAGNITUDE]
-    first += 0 if shares else len(own[A])
+    if not shares:
+      first += len(own[A])
   return result
 
 
@@ -599,39 +625,45 @@ def _write_in_full(
   for tensor in run.published.tensors:
     module = run.published.name_of(tensor).rpartition(".")[0]
     by_module.setdefault(module, []).append(tensor)
-  saved, biases = [], []
-  all_biases = []
+
+  def is_trained(tensor: Any) -> bool:
+    return all(name in run.params for name, _ in tensor.parts)
+
+  def write(name: str, tensor: Any) -> None:
+    parts = [run.params[source][index] for source, index in tensor.parts]
+    arrays[name] = np.asarray(tensor.build(parts), np.float32)
+    unwritten.difference_update(source for source, _ in tensor.parts)
+
+  whole_modules = []  # All of whose arrays are trained.
+  with_bias = []  # The other modules with a bias, and those whose bias trains.
+  with_trained_bias = []
   for module, tensors in by_module.items():
-    in_full = [
-      tensor
-      for tensor in tensors
-      if all(name in run.params for name, _ in tensor.parts)
-    ]
-    is_whole = len(in_full) == len(tensors)
-    if is_whole:
-      saved.append(module)
+    if all(is_trained(tensor) for tensor in tensors):
+      whole_modules.append(module)
+      for tensor in tensors:
+        write(run.published.name_of(tensor), tensor)
+      continue
     for tensor in tensors:
-      is_bias = tensor.name.endswith(".bias")
-      if is_bias and not is_whole:
-        all_biases.append(module)
-      if tensor not in in_full or not (is_whole or is_bias):
+      if not tensor.name.endswith(".bias"):
         continue
-      name = run.published.name_of(tensor)
-      if is_bias and not is_whole:
-        biases.append(module)
+      with_bias.append(module)
+      if is_trained(tensor):
+        with_trained_bias.append(module)
+        name = run.published.name_of(tensor)
         if module in adapted:
           name = f"{module}{_BASE_LAYER}.bias"
-      parts = [run.params[name][index] for name, index in tensor.parts]
-      arrays[name] = np.asarray(tensor.build(parts), np.float32)
-      unwritten -= {name for name, _ in tensor.parts}
+        write(name, tensor)
+
   embedding = [x.name for x in modules if x.kind == EMBEDDING]
-  if run.tied_head and embedding and embedding[0] in saved:
+  if run.tied_head and embedding and embedding[0] in whole_modules:
     arrays[f"{HEAD}.weight"] = arrays[f"{embedding[0]}.weight"]
-  of_adapted = {x for x in all_biases if x in adapted}
-  bias = "lora_only" if {*biases} == of_adapted else "all"
+  bias = "none"
+  if with_trained_bias:
+    of_adapted = {module for module in with_bias if module in adapted}
+    bias = "lora_only" if {*with_trained_bias} == of_adapted else "all"
   return {
-    "modules_to_save": sorted(_short(x) for x in saved) or None,
-    "bias": bias if biases else "none",
+    "modules_to_save": sorted(map(_short, whole_modules)) or None,
+    "bias": bias,
   }
 
 

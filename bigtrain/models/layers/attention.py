@@ -104,8 +104,7 @@ class Attention(nn.Module):
         have n examples for each of y's: then n successive ones share one of y.
       y_BSD: stream of the keys and values; None if the cache holds them.
       query_scale_BL: factors of the rotated queries, see positions.QueryScale.
-      real_BL: bool, False for queries that are padding, for
-        attention_logits.record.
+      real_BL: bool, False for padding of x, see attention_logits.record.
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options

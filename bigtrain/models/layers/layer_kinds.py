@@ -57,6 +57,9 @@ FIELDS = (
 )
 
 
+_Cache = kv_cache.Kind | recurrent_cache.Kind
+
+
 class Layers(NamedTuple):
   """Options of all layers, and the things that they share."""
 
@@ -67,12 +70,14 @@ class Layers(NamedTuple):
   # indices into these.
   ropes: tuple[positions.Rope, ...]
   query_scales: tuple[positions.QueryScale, ...]
-  caches: tuple[kv_cache.Kind | recurrent_cache.Kind, ...]
+  caches: tuple[_Cache, ...]
 
   def of_all(self, depth: int) -> list[causal_block.Options]:
     """Options of each layer of a model."""
-    rest = range(depth - len(self.first))
-    return [*self.first, *(self.period[i % len(self.period)] for i in rest)]
+    result = list(self.first)
+    for number in range(depth - len(self.first)):
+      result.append(self.period[number % len(self.period)])
+    return result
 
   def tables(
     self,
@@ -122,15 +127,15 @@ class Layers(NamedTuple):
   def without_drops(self) -> "Layers":
     """The same layers, but with experts that serve all choices."""
 
-    def without(
-      blocks: tuple[causal_block.Options, ...],
-    ) -> tuple[causal_block.Options, ...]:
-      return tuple(
-        block._replace(moe=block.moe and block.moe.without_drops())
-        for block in blocks
-      )
+    def without(block: causal_block.Options) -> causal_block.Options:
+      if block.moe is None:
+        return block
+      return block._replace(moe=block.moe.without_drops())
 
-    return self._replace(first=without(self.first), period=without(self.period))
+    return self._replace(
+      first=tuple(without(block) for block in self.first),
+      period=tuple(without(block) for block in self.period),
+    )
 
 
 def read_names(model: Any) -> dict[str, Any]:
@@ -165,72 +170,33 @@ def read_names(model: Any) -> dict[str, Any]:
   return names | {"kinds": options.hashable(kinds)}
 
 
-def of_model(model: Any) -> Layers:
-  """Checks the fields that kinds override, in the model and in each kind."""
-  ropes: list[positions.Rope] = []
-  scales: list[positions.QueryScale] = []
-  caches: list[kv_cache.Kind | recurrent_cache.Kind] = []
+class _Shared:
+  """What layers share; a block's options have an index into each list."""
 
+  def __init__(self) -> None:
+    self.ropes: list[positions.Rope] = []
+    self.query_scales: list[positions.QueryScale] = []
+    self.caches: list[_Cache] = []
+
+  @staticmethod
   def index(shared: list[Any], value: Any) -> int | None:
-    """Index of a value among the shared ones; a new value is added."""
+    """Index of a value in one of the lists, which get it if it is new."""
     if value is None:
       return None
     if value not in shared:
       shared.append(value)
     return shared.index(value)
 
-  def block(kind: str | None) -> causal_block.Options:
-    """Options of the layers of a kind; None means the model's own fields."""
-    key = "config.model"
-    values = {field: getattr(model, field) for field in FIELDS}
-    if kind is not None:
-      key = f"config.model.kinds.{kind}"
-      values |= model.kinds[kind]
-    latents = latent_attention.read(values["mla"], f"{key}.mla")
-    values["mla"] = latents
-    rope, scale = _check(model, values, key)
-    cache: kv_cache.Kind | recurrent_cache.Kind = kv_cache.Kind(
-      values["num_kv_heads"],
-      values["head_dim"],
-      values["window"] or values["chunk"],
-      in_chunks=values["chunk"] is not None,
-    )
-    if latents is not None:
-      cache = kv_cache.Kind(1, latents.cached_width, values["window"], True)
-      if values["attention_scale"] is None:
-        scaling = None if rope is None else rope.scaling
-        own_scale = latent_attention.scale(latents, scaling)
-        values["attention_scale"] = own_scale
-    recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
-    if recurrent is not None:
-      cache = recurrent.cache()
-    convolution = short_conv.read(values["short_conv"], f"{key}.short_conv")
-    if convolution is not None:
-      if recurrent is not None:
-        raise ConfigError(f"{key}.short_conv: expected None with deltanet.")
-      cache = convolution.cache(model.width)
-    values |= dict(
-      qk_norm=read_qk_norm(values["qk_norm"], f"{key}.qk_norm"),
-      deltanet=recurrent,
-      short_conv=convolution,
-      rope=index(ropes, rope),
-      query_scale=index(scales, scale),
-      cache=index(caches, cache),
-      moe=moe.read(values["moe"], f"{key}.moe"),
-      view=None,
-      reads_view=_check_shares_kv(values, key),
-      drops_view=False,
-    )
-    names = causal_block.Options._fields
-    own = {name: x for name, x in values.items() if name in names}
-    return options.pick(causal_block.Options, model, **own)
 
-  base = None if model.layers else block(None)
-  first = tuple(block(kind) for kind in model.first_layers)
-  if base is None:
-    period = tuple(block(kind) for kind in model.layers)
+def of_model(model: Any) -> Layers:
+  """Checks the fields that kinds may override; returns the layers' options."""
+  shared = _Shared()
+  first = tuple(_block(model, kind, shared) for kind in model.first_layers)
+  if model.layers:
+    period = tuple(_block(model, kind, shared) for kind in model.layers)
   else:
-    period = tuple(moe.kinds(base))
+    # Without kinds, only experts can make a period: moe=dict(every=2).
+    period = tuple(moe.kinds(_block(model, None, shared)))
   has_periods_of_experts = any(
     block.moe is not None and block.moe.every > 1 for block in (*first, *period)
   )
@@ -240,11 +206,73 @@ def of_model(model: Any) -> Layers:
       "moe=None has no experts."
     )
   first, period = _with_views(first, period)
-  layers = Layers(first, period, tuple(ropes), tuple(scales), tuple(caches))
+  layers = Layers(
+    first,
+    period,
+    tuple(shared.ropes),
+    tuple(shared.query_scales),
+    tuple(shared.caches),
+  )
   layers.check_experts()
   for kind in set(model.kinds) - {*model.layers, *model.first_layers}:
-    block(kind)  # Unused, but it should be right.
+    _block(model, kind, _Shared())  # No layer uses it, but it should be right.
   return layers
+
+
+def _block(
+  model: Any, kind: str | None, shared: _Shared
+) -> causal_block.Options:
+  """Options of the layers of a kind; None means the model's own fields."""
+  key = "config.model"
+  values = {field: getattr(model, field) for field in FIELDS}
+  if kind is not None:
+    key = f"config.model.kinds.{kind}"
+    values |= model.kinds[kind]
+
+  # Options of attention and of the layers that take its place.
+  values["mla"] = latent_attention.read(values["mla"], f"{key}.mla")
+  rope, query_scale = _check(model, values, key)
+  recurrent = deltanet.read(values["deltanet"], f"{key}.deltanet")
+  convolution = short_conv.read(values["short_conv"], f"{key}.short_conv")
+  if convolution is not None and recurrent is not None:
+    raise ConfigError(f"{key}.short_conv: expected None with deltanet.")
+  latents = values["mla"]
+  if latents is not None and values["attention_scale"] is None:
+    scaling = None if rope is None else rope.scaling
+    values["attention_scale"] = latent_attention.scale(latents, scaling)
+
+  # What generation keeps of the tokens so far.
+  cache: _Cache
+  if convolution is not None:
+    cache = convolution.cache(model.width)
+  elif recurrent is not None:
+    cache = recurrent.cache()
+  elif latents is not None:
+    cache = kv_cache.Kind(1, latents.cached_width, values["window"], True)
+  else:
+    cache = kv_cache.Kind(
+      values["num_kv_heads"],
+      values["head_dim"],
+      values["window"] or values["chunk"],
+      in_chunks=values["chunk"] is not None,
+    )
+
+  values |= dict(
+    qk_norm=read_qk_norm(values["qk_norm"], f"{key}.qk_norm"),
+    deltanet=recurrent,
+    short_conv=convolution,
+    moe=moe.read(values["moe"], f"{key}.moe"),
+    rope=shared.index(shared.ropes, rope),
+    query_scale=shared.index(shared.query_scales, query_scale),
+    cache=shared.index(shared.caches, cache),
+    # _with_views sets these, once it knows all layers.
+    view=None,
+    reads_view=_check_shares_kv(values, key),
+    drops_view=False,
+  )
+  names = causal_block.Options._fields
+  own = {name: value for name, value in values.items() if name in names}
+  return options.pick(causal_block.Options, model, **own)
 
 
 def _check(
@@ -256,7 +284,7 @@ def _check(
   check_choice(f"{key}.norm_at", values["norm_at"], causal_block.NORMS_AT)
   if values["moe"] is not None and model.mlp not in mlp.KINDS:
     raise ConfigError(
-      f"config.model.mlp={model.mlp!r}: not computed in experts ({key}.moe); "
+      f"config.model.mlp={model.mlp!r}: not supported in experts ({key}.moe); "
       f"expected one of {', '.join(mlp.KINDS)}."
     )
   if values["window"] is not None:
@@ -325,18 +353,21 @@ def _with_views(first: _Blocks, period: _Blocks) -> tuple[_Blocks, _Blocks]:
   periods does not pass keys and values from one to the next.
   """
   blocks = [*first, *period]
-  source_of: dict[int, int] = {}  # By a reading layer, the layer it reads from.
-  latest: dict[int | None, int] = {}  # By cache, a layer with its own keys.
+  source_of: dict[int, int] = {}  # {a reading layer: the layer it reads from}.
+  latest: dict[int | None, int] = {}  # {cache: last layer with its own keys}.
   for number, block in enumerate(blocks):
     if not block.reads_view:
       latest[block.cache] = number
       continue
     source = latest.get(block.cache)
+    # A layer of the period may read from `first` only if no layer of the period
+    # has such keys: in the next turn of the loop, that one would be nearer.
+    crosses = source is not None and source < len(first) <= number
     later = blocks[max(number, len(first)) :]
-    if source is None or (
-      source < len(first) <= number
-      and any(x.cache == block.cache and not x.reads_view for x in later)
-    ):
+    has_nearer = crosses and any(
+      other.cache == block.cache and not other.reads_view for other in later
+    )
+    if source is None or has_nearer:
       raise ConfigError(
         "config.model.shares_kv: expected a layer with keys and values of its "
         "own before each layer that shares them, with the same num_kv_heads, "
@@ -344,12 +375,16 @@ def _with_views(first: _Blocks, period: _Blocks) -> tuple[_Blocks, _Blocks]:
         "period has none."
       )
     source_of[number] = source
+
+  readers_of: dict[int, list[int]] = {}  # {source: layers that read from it}.
+  for reader, source in source_of.items():
+    readers_of.setdefault(source, []).append(reader)
   result = []
   for number, block in enumerate(blocks):
     source = source_of.get(number, number)
-    readers = [x for x, y in source_of.items() if y == source]
+    readers = readers_of.get(source)
     if readers:
-      # What a loop reads in every period stays.
+      # The last reader drops the keys, unless a loop reads them in each period.
       in_one_part = source >= len(first) or readers[-1] < len(first)
       block = block._replace(
         cache=None if block.reads_view else block.cache,

@@ -286,6 +286,7 @@ def _scan_turns(
   leaves, treedef = jax.tree.flatten((variables, loop.starts()))
 
   def turn(carry: Any, leaves: Any) -> Any:
+    # `leaves` are arrays [num_periods, ...]: those of the periods of one turn.
     outputs = []
     slices = [jax.lax.split(leaf, [1] * num_periods) for leaf in leaves]
     for number, call in enumerate(calls):
@@ -318,20 +319,26 @@ def _scan_stages(
   call = _as_function(period_class(*args, parent=None), loop)
   variables, key = loop.inputs()
   starts = loop.starts()
+  # A pipeline passes a single array from stage to stage. So the stream and any
+  # copies of it in the carry, such as taps, become one array (B, 1 + number, L,
+  # D). The other arrays of the carry are only read.
   leaves, treedef = jax.tree.flatten(carry)
-  # Copies of the stream, such as taps, travel with it; it has no other room.
-  is_copy = [_is_copy(leaf, leaves[0]) for leaf in leaves]
-  constants = [x for x, is_so in zip(leaves, is_copy) if not is_so][1:]
-
-  def unpacked(x: jax.Array, constants: Sequence[Any]) -> Any:
-    copies: list[Any] = []
-    if any(is_copy):
-      x, copies = x[:, 0], [x[:, 1:]]
-    return jax.tree.unflatten(treedef, [x, *copies, *constants])
+  stream, *others = leaves
+  has_copies = any(_is_copy(leaf, stream) for leaf in others)
+  constants = [leaf for leaf in others if not _is_copy(leaf, stream)]
 
   def packed(carry: Any) -> jax.Array:
-    x, *others = jax.tree.leaves(carry)
-    return jnp.concatenate([x[:, None], others[0]], 1) if any(is_copy) else x
+    stream, *others = jax.tree.leaves(carry)
+    if not has_copies:
+      return stream
+    copies = others[0]
+    return jnp.concatenate([stream[:, None], copies], 1)
+
+  def unpacked(x: jax.Array, constants: Sequence[Any]) -> Any:
+    if not has_copies:
+      return jax.tree.unflatten(treedef, [x, *constants])
+    stream, copies = x[:, 0], x[:, 1:]
+    return jax.tree.unflatten(treedef, [stream, copies, *constants])
 
   def layer(
     variables: Any, index: jax.Array, key: Any, x: jax.Array, shared: Any
@@ -413,6 +420,7 @@ def _init(
     def init(key: jax.Array, module: nn.Module = module) -> Any:
       return module.init(key, carry, 0, *shared)
 
+    # Arrays [number of these layers, ...] by collection.
     keys = jax.random.split(parent.make_rng("params"), len(numbers))
     variables = jax.lax.map(init, keys)
     # The first `num_looped` of these layers are in the loop and keep their
@@ -422,55 +430,65 @@ def _init(
     place = str((numbers[0] - layers.first_of_loop) % period)
     for collection, arrays in variables.items():
       if num_looped:
-        stacked.setdefault(collection, {})[place] = jax.tree.map(
-          lambda x, num=num_looped: x[:num], arrays
-        )
+        looped = _at(arrays, slice(num_looped))
+        stacked.setdefault(collection, {})[place] = looped
       for index in range(num_looped, len(numbers)):
-        of_layer = jax.tree.map(lambda x, index=index: x[index], arrays)
-        parent.put_variable(
-          collection, f"{name}{separator}{numbers[index]}", of_layer
-        )
+        layer_name = f"{name}{separator}{numbers[index]}"
+        parent.put_variable(collection, layer_name, _at(arrays, index))
+  # The loop's variables: of each place in the period, or of the only block.
   for collection, by_place in stacked.items():
     value = by_place if period > 1 else by_place["0"]
     parent.put_variable(collection, name, value)
 
 
+def _at(arrays: Any, index: int | slice) -> Any:
+  """Some layers, or one, of a tree of arrays [layers, ...]."""
+  return jax.tree.map(lambda x: x[index], arrays)
+
+
 def _alike(layers: _Layers) -> list[tuple[Any, list[int]]]:
-  """Options and numbers of the layers of each place, and of the first ones."""
-  start, period = layers.first_of_loop, len(layers.period)
-  groups = [
-    (options, list(range(start + place, layers.depth, period)))
-    for place, options in enumerate(layers.period)
-  ]
-  for options in dict.fromkeys(layers.first):
-    numbers = [i for i in range(start) if layers.first[i] == options]
-    groups.append((options, numbers))
-  return [(options, numbers) for options, numbers in groups if numbers]
+  """Groups of layers with equal parameters: their options and their numbers.
+
+  The layers in the same place of a period form a group, and so do the first
+  layers that have equal options.
+  """
+  groups: list[tuple[Any, list[int]]] = []
+  period = len(layers.period)
+  for place, options in enumerate(layers.period):
+    numbers = range(layers.first_of_loop + place, layers.depth, period)
+    if numbers:  # A stack may be shorter than its period.
+      groups.append((options, list(numbers)))
+  of_first: dict[Any, list[int]] = {}
+  for number, options in enumerate(layers.first):
+    of_first.setdefault(options, []).append(number)
+  return [*groups, *of_first.items()]
 
 
 def _summary(
   reports: Sequence[tuple[Any, int]], by_layer: Mapping[str, Any]
 ) -> Any:
-  # Layers of several kinds need not all have a bias.
-  reports = [
-    ({name: x for name, x in report.items() if name != "bias"}, number)
-    for report, number in reports
-    if report is not None
-  ]
-  mean = _mean(reports)
-  return mean if mean is None else {**mean, "by_layer": dict(by_layer)}
+  """The mean of the reports, and what they say about each layer."""
+  with_report = []
+  for report, num_layers in reports:
+    if report is not None:
+      # Layers of several kinds need not all have a bias.
+      report = {name: x for name, x in report.items() if name != "bias"}
+      with_report.append((report, num_layers))
+  if not with_report:
+    return None
+  return {**_mean(with_report), "by_layer": dict(by_layer)}
 
 
 def _mean(reports: Sequence[tuple[Any, int]]) -> Any:
-  """Mean of reports, each with its weight; None without any."""
-  if not reports:
-    return None
+  """Mean of reports, each weighted by its number of layers."""
   if len(reports) == 1:
     return reports[0][0]
-  weights = [weight for _, weight in reports]
+  weights = [num_layers for _, num_layers in reports]
 
   def mean(*values: jax.Array) -> Any:
-    weighted = (x if n == 1 else x * n for x, n in zip(values, weights))
-    return sum(weighted) / sum(weights)
+    total: Any = 0
+    for value, weight in zip(values, weights):
+      total = total + (value if weight == 1 else value * weight)
+    return total / sum(weights)
 
   return jax.tree.map(mean, *[report for report, _ in reports])
