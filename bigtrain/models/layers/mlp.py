@@ -45,7 +45,12 @@ KINDS = {
   "gelu": Kind(jax.nn.gelu, gated=False),  # Its tanh form.
   "gelu_erf": Kind(_gelu_erf, gated=False),
   "gelu_quick": Kind(_gelu_quick, gated=False),  # CLIP's approximation.
+  "silu": Kind(jax.nn.silu, gated=False),
   "geglu": Kind(jax.nn.gelu, gated=True),
+  "geglu_erf": Kind(_gelu_erf, gated=True),
+  "geglu_quick": Kind(_gelu_quick, gated=True),
+  "reglu": Kind(jax.nn.relu, gated=True),
+  "reglu2": Kind(_relu2, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
 
