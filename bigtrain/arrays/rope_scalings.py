@@ -24,6 +24,8 @@ class RopeScaling(NamedTuple):
 ROPE_SCALINGS: Mapping[str, RopeScaling] = {
   # All frequencies divided by a factor, https://arxiv.org/abs/2306.15595.
   "linear": RopeScaling(required=("factor",)),
+  # A larger base for texts longer than original_len, such as InternLM 3.
+  "dynamic": RopeScaling(required=("factor", "original_len")),
   # Low frequencies divided, as in Llama 3, https://arxiv.org/abs/2407.21783.
   "llama3": RopeScaling(
     required=("factor", "low_freq_factor", "high_freq_factor", "original_len")

@@ -146,8 +146,9 @@ class Model(nn.Module):
 
   # Attention.
 
-  # Norms of queries and keys, "head", "projection" (over all heads), "l2" (by
-  # head, without a scale) or None; True is "head".
+  # Norms of queries and keys: RMS norms "head", "projection" (over all heads)
+  # and "l2" (by head, without a scale), layer norms "layernorm" and
+  # "layernorm_by_head" (with a scale for each head), or None; True is "head".
   qk_norm: Any = None
   qk_norm_after_rope: bool = False  # Whether qk_norm follows the rotation.
   qkv_clip: float | None = None  # Largest entry of queries, keys and values.
@@ -664,7 +665,7 @@ def _lengths(
 ) -> jax.Array | int:
   """Length of each token's text (B, L), or one length for all texts.
 
-  Rotary embeddings of type "longrope" depend on it.
+  Rotary embeddings of types "longrope" and "dynamic" depend on it.
   """
   if segments is not None:
     first_BL, last_BL = _document_ends(segments)
@@ -774,8 +775,8 @@ def param_dims(model: Model) -> dims.Table:
   table = DIMS
   layers = layer_kinds.of_model(model)
   norms = {block.qk_norm for block in layers.of_all(model.depth)}
-  if "projection" in norms:
-    table = layer_dims.PROJECTION_NORMS | table
+  if norms & {"projection", "layernorm_by_head"}:
+    table = layer_dims.HEAD_NORMS | table
   return layer_dims.with_experts(table, layers.experts())
 
 

@@ -163,11 +163,17 @@ FAMILIES = {
   "llama": dict(
     model_type="llama",
     head_dim=8,
+    hidden_act="gelu",
     attention_bias=True,
     mlp_bias=True,
     rope_parameters=LLAMA3,
   ),
-  "mistral": dict(model_type="mistral", head_dim=6, sliding_window=7),
+  "mistral": dict(
+    model_type="mistral",
+    head_dim=6,
+    hidden_act="quick_gelu",
+    sliding_window=7,
+  ),
   "ministral": dict(
     model_type="ministral",
     num_hidden_layers=5,
@@ -318,7 +324,11 @@ FAMILIES = {
     model_type="granite", **GRANITE, attention_bias=True, mlp_bias=True
   ),
   "granitemoe": dict(
-    model_type="granitemoe", **GRANITE, **LOCAL_EXPERTS, intermediate_size=8
+    model_type="granitemoe",
+    hidden_act="relu2",
+    **GRANITE,
+    **LOCAL_EXPERTS,
+    intermediate_size=8,
   ),
   "nemotron": dict(
     model_type="nemotron", head_dim=8, attention_bias=True, mlp_bias=True
@@ -538,7 +548,9 @@ FAMILIES = {
   ),
   "cohere": dict(
     model_type="cohere",
+    hidden_act="relu",
     attention_bias=True,
+    use_qk_norm=True,
     logit_scale=0.3,
     tie_word_embeddings=True,
     rope_parameters=DEFAULT,
@@ -569,6 +581,10 @@ FAMILIES = {
   ),
   "phi": dict(
     model_type="phi",
+    hidden_size=32,
+    intermediate_size=16,
+    hidden_act="silu",
+    qk_layernorm=True,
     rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
   ),
   "starcoder2": dict(
@@ -581,6 +597,7 @@ FAMILIES = {
   "stablelm": dict(
     model_type="stablelm",
     use_qkv_bias=True,
+    qk_layernorm=True,
     rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
   ),
   "stablelm_parallel": dict(
@@ -649,7 +666,8 @@ FAMILIES = {
     head_dim=8,
     attention_bias=True,
     mlp_bias=True,
-    rope_parameters=DEFAULT,
+    max_position_embeddings=24,
+    rope_parameters=DEFAULT | dict(rope_type="dynamic", factor=3.0),
   ),
   "iquestcoder": dict(
     model_type="iquestcoder", head_dim=8, rope_parameters=DEFAULT
@@ -807,6 +825,19 @@ FAMILIES = {
   ),
   "gptj": dict(model_type="gptj", **NO_KEYS, rotary_dim=2, n_inner=24),
   "gpt_bigcode": dict(model_type="gpt_bigcode", **NO_KEYS),
+  "gpt_bigcode_heads": dict(
+    model_type="gpt_bigcode",
+    **NO_KEYS,
+    multi_query=False,
+    activation_function="relu2",
+  ),
+  "gpt2_scaled": dict(
+    model_type="gpt2",
+    **NO_KEYS,
+    scale_attn_weights=False,
+    scale_attn_by_inverse_layer_idx=True,
+    activation_function="gelu",
+  ),
   "gpt_neo": dict(
     model_type="gpt_neo",
     **NO_GROUPS,
@@ -837,6 +868,41 @@ FAMILIES = {
     ffn_hidden_size=24,
     tie_word_embeddings=True,
     rope_parameters=YARN,
+  ),
+  # Groups of heads, and norms of attention and MLP side by side.
+  "falcon_new": dict(
+    model_type="falcon",
+    **NO_KEYS,
+    new_decoder_architecture=True,
+    num_kv_heads=2,
+    ffn_hidden_size=24,
+    activation="gelu_pytorch_tanh",
+    tie_word_embeddings=False,
+    rope_parameters=DEFAULT,
+  ),
+  "persimmon": dict(
+    model_type="persimmon",
+    **NO_GROUPS,
+    hidden_size=32,
+    intermediate_size=16,
+    rope_parameters=DEFAULT | dict(partial_rotary_factor=0.5),
+  ),
+  "aria_text": dict(
+    model_type="aria_text",
+    head_dim=8,
+    intermediate_size=8,
+    moe_num_experts=4,
+    attention_bias=True,
+    rope_parameters=DEFAULT,
+  ),
+  "gemma4_unified": GEMMA4
+  | dict(
+    model_type="gemma4_unified_text",
+    attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+    num_kv_shared_layers=2,
+    layer_types=kinds(2, 5),
+    without=("hidden_size_per_layer_input",),
   ),
   "kimi_linear": dict(
     model_type="kimi_linear",

@@ -68,6 +68,11 @@ CASES = [
     theta=1e4,
     head_dim=64,
   ),
+  dict(
+    scaling=dict(type="dynamic", factor=6.0, original_len=131_072),
+    theta=1e4,
+    head_dim=12,
+  ),
   # A range of a single pair.
   dict(
     scaling=dict(type="yarn", factor=4.0, original_len=16),

@@ -30,6 +30,7 @@ from bigtrain.models.layers import (
   attention_split,
   attention_xla,
   clipping,
+  head_norm,
   kernels,
   masks,
   positions,
@@ -45,10 +46,12 @@ class Options(NamedTuple):
   num_heads: int
   head_dim: int | None = None  # K; D / H if None.
   num_kv_heads: int | None = None  # G, which divides H; H if None.
-  # Of "qkv" or "qv", and "out". Other sites are ignored.
+  # Of "qkv" or "qv", "out", and "norm" for qk_norm "layernorm". Other sites are
+  # ignored.
   bias: Collection[str] = ("qkv", "out")
-  # RMS norms of queries and keys: "head", "projection" (over all heads
-  # together), "l2" (by head, without a scale) or None.
+  # Norms of queries and keys: RMS norms "head", "projection" (over all heads
+  # together) and "l2" (by head, without a scale); "layernorm" by head, and
+  # "layernorm_by_head", where each head has a scale of its own; or None.
   qk_norm: str | None = None
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # See rms_norm.RMSNorm.
@@ -260,6 +263,15 @@ class Attention(nn.Module):
       if x is None or options.qk_norm is None:
         return x
       K = x.shape[-1]
+      if options.qk_norm.startswith("layernorm"):
+        by_head = options.qk_norm == "layernorm_by_head"
+        return head_norm.HeadLayerNorm(
+          (heads, K) if by_head else (K,),
+          options.norm_eps,
+          use_bias="norm" in options.bias and not by_head,
+          dtype=options.dtype,
+          name=name,
+        )(x)
       return rms_norm.RMSNorm(
         (heads, K) if options.qk_norm == "projection" else (K,),
         options.norm_eps,

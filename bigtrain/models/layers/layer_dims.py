@@ -64,9 +64,9 @@ LAYERS: dict[str, str] = {
   r"(.*/)?(scale|bias|layer_scale_\d)": "D",
 }
 
-# Norms of queries and keys over all heads together. They come before LAYERS,
+# Norms of queries and keys with a scale for each head. They come before LAYERS,
 # whose last pattern would take them for norms of the residual stream.
-PROJECTION_NORMS: dict[str, str] = {
+HEAD_NORMS: dict[str, str] = {
   r"(.*/)?query_norm/scale": "H K",
   r"(.*/)?key_norm/scale": "G K",
 }

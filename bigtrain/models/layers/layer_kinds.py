@@ -33,7 +33,7 @@ from bigtrain.models.layers import (
   short_conv,
 )
 
-QK_NORMS = ("head", "projection", "l2")
+QK_NORMS = ("head", "projection", "l2", "layernorm", "layernorm_by_head")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 # Fields of the model that a kind may override.
 FIELDS = (

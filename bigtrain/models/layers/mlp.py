@@ -48,6 +48,9 @@ KINDS = {
   "gelu_quick": Kind(_gelu_quick, gated=False),  # CLIP's approximation.
   "geglu": Kind(jax.nn.gelu, gated=True),
   "geglu_erf": Kind(_gelu_erf, gated=True),
+  "geglu_quick": Kind(_gelu_quick, gated=True),
+  "reglu": Kind(jax.nn.relu, gated=True),
+  "reglu2": Kind(_relu2, gated=True),
   "swiglu": Kind(jax.nn.silu, gated=True),
 }
 

@@ -65,7 +65,7 @@ class Rope(NamedTuple):
 
   def by_length(self) -> int | None:
     """Length above which texts have different frequencies, if there is one."""
-    if self.scaling and self.scaling["type"] == "longrope":
+    if self.scaling and self.scaling["type"] in ("dynamic", "longrope"):
       return self.scaling["original_len"]
     return None
 
@@ -78,12 +78,7 @@ class Rope(NamedTuple):
       positions_BL: or (B, L, 3), if there are three axes.
       length: one for each token's text (B, L), or one for all texts.
     """
-    omega_Q: Any = frequencies(self.dims, self.theta, self.scaling)
-    longest = self.by_length()
-    if longest is not None:
-      long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)
-      is_long = jnp.asarray(length)[..., None, None] > longest
-      omega_Q = jnp.where(is_long, long_Q, omega_Q)
+    omega_Q = self.frequencies(length)
     if positions_BL.ndim == 3:
       position_BL1Q = positions_BL[:, :, None, np.asarray(self.axis_Q)]
     else:
@@ -96,6 +91,22 @@ class Rope(NamedTuple):
     if factor != 1:
       sin_BL1Q, cos_BL1Q = factor * sin_BL1Q, factor * cos_BL1Q
     return Rotation(sin_BL1Q, cos_BL1Q, self.interleaved)
+
+  def frequencies(self, length: jax.Array | int) -> jax.Array | np.ndarray:
+    """Angles per position in texts of this length: (Q,) or (B, L, 1, Q)."""
+    omega_Q = frequencies(self.dims, self.theta, self.scaling)
+    longest = self.by_length()
+    if longest is None:
+      return omega_Q
+    assert self.scaling is not None
+    length = jnp.asarray(length)[..., None, None]
+    if self.scaling["type"] == "longrope":
+      long_Q = frequencies(self.dims, self.theta, self.scaling, long=True)
+      return jnp.where(length > longest, long_Q, omega_Q)
+    # The lowest frequency is divided by this, the highest one stays.
+    divisor = 1 + self.scaling["factor"] * jnp.maximum(length / longest - 1, 0)
+    exponents_Q = np.arange(0, self.dims, 2) / (self.dims - 2)
+    return omega_Q / divisor ** exponents_Q.astype(np.float32)
 
 
 @struct.dataclass
@@ -123,7 +134,8 @@ def frequencies(
   factor. "llama3" (https://arxiv.org/abs/2407.21783) and "yarn"
   (https://arxiv.org/abs/2309.00071) divide those with few rotations in
   `original_len` positions. "longrope" (https://arxiv.org/abs/2402.13753) has a
-  divisor for each frequency, and different ones for `long` texts.
+  divisor for each frequency, and different ones for `long` texts. "dynamic"
+  leaves them as they are, except for long texts, see Rope.frequencies.
   "proportional" (Gemma 4) sets all but the highest frequencies to zero.
   """
   omega_Q = theta ** -(np.arange(0, dims, 2) / dims)
@@ -143,6 +155,8 @@ def frequencies(
         kept_Q = np.clip((rotations_Q - low) / (high - low), 0, 1)
     elif kind == "yarn":
       kept_Q = _kept_by_yarn(dims, theta, scaling)
+    elif kind == "dynamic":
+      factor = 1.0
     elif kind == "proportional":
       omega_Q[int(scaling["fraction"] * dims // 2) :] = 0
   omega_Q = kept_Q * omega_Q + (1 - kept_Q) * omega_Q / factor
@@ -210,6 +224,10 @@ def read_scaling(
   scaling = dict.fromkeys(known.optional) | dict(known.defaults) | dict(given)
   if kind == "longrope":
     _complete_longrope(scaling, key, dims, max_len)
+  if kind == "dynamic" and dims == 2:
+    raise ConfigError(
+      f"{key}: type 'dynamic' needs at least 4 features that rotate, got 2."
+    )
   for name, value in scaling.items():
     if name in ("type", "truncate") or value is None:
       continue

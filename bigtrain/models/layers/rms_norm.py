@@ -24,10 +24,15 @@ class RMSNorm(nn.Module):
     factor = jax.lax.rsqrt(mean + self.epsilon)
     if self.scaled:
       init = nn.initializers.constant(1.0 - self.offset)
-      scale = self.param("scale", init, self.shape)
-      for dim in dims:
-        repeats = x.shape[dim] // self.shape[dim]
-        if repeats > 1:
-          scale = jnp.repeat(scale, repeats, axis=dim)
+      scale = repeated(self.param("scale", init, self.shape), x.shape)
       factor = factor * (self.offset + scale)
     return (x_float32 * factor).astype(self.dtype)
+
+
+def repeated(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """The scale of an input of this shape, whose heads a mesh may repeat."""
+  for dim in range(-scale.ndim, 0):
+    repeats = shape[dim] // scale.shape[dim]
+    if repeats > 1:
+      scale = jnp.repeat(scale, repeats, axis=dim)
+  return scale

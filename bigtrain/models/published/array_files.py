@@ -73,6 +73,11 @@ def _load(
     if re.fullmatch(pattern, name)
   }
   remarks |= _copies_of_embedding(table, flat, like, copies)
+  remarks |= {
+    name: Remark("ignored", "it has no numbers")
+    for name, x in flat.items()
+    if 0 in x.shape
+  }
   shapes = {name: tuple(leaf.shape) for name, leaf in like.items()}
   file = _File(
     {name: x for name, x in flat.items() if name not in remarks},
@@ -252,10 +257,10 @@ class _Params(NamedTuple):
     return result
 
   def num_heads(self, entry: Entry, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Size of the first dimension of an entry's outputs."""
+    """Smallest first dimension of the outputs of an entry's parameters."""
     roles = dims.find(self.table, entry.ours[0])
     assert roles is not None, entry
-    return shapes[0][len(roles.stack) + len(roles.inputs)]
+    return min(x[len(roles.stack) + len(roles.inputs)] for x in shapes)
 
   def as_matrices(
     self, entry: Entry, shapes: Sequence[tuple[int, ...]]
@@ -321,6 +326,8 @@ class _File:
     shapes = self._params.shapes_in(entry, layer)
     matrices = self._params.as_matrices(entry, shapes)
     expected = _published_shape(entry, matrices)
+    if entry.shaped and tuple(value.shape) == shapes[0]:
+      value = value.reshape(expected)
     if entry.ndim is not None and value.ndim == entry.ndim:
       if _without_ones(value.shape) == _without_ones(expected):
         value = value.reshape(expected)
@@ -386,6 +393,8 @@ def _tensor(
     shape = (*[1] * (entry.ndim - len(sizes) - len(ones)), *sizes, *ones)
   if entry.depthwise:
     shape = (shape[0], 1, shape[1])
+  if entry.shaped:
+    shape = inner[0]
   heads = params.num_heads(entry, inner) if entry.by_head else None
 
   def build(values: list[np.ndarray]) -> np.ndarray:

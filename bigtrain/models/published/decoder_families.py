@@ -20,6 +20,7 @@ from bigtrain.models.published import (
 from bigtrain.models.published.decoders import (
   afmoe,
   apertus,
+  aria,
   cohere,
   cwm,
   deepseek,
@@ -43,6 +44,7 @@ from bigtrain.models.published.decoders import (
   nanochat,
   nemotron,
   olmo,
+  persimmon,
   phi,
   plain_families,
   qwen,
@@ -154,6 +156,10 @@ add(
   gpt_families.GPT_NEOX,
   gpt_families.FALCON,
   kimi_linear.KIMI_LINEAR,
+  persimmon.PERSIMMON,
+  aria.ARIA_TEXT,
+  gemma.GEMMA4_UNIFIED,
+  gpt2.GPT_SW3,
 )
 
 # {regular expression of names in a file that are not loaded: reason}.
@@ -164,7 +170,7 @@ _IGNORED = {
   r"(.*\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*": (
     "the model reads text alone"
   ),
-  r"model\.(audio_tower|embed_vision|embed_audio)\..*": (
+  r"model\.(audio_tower|embed_vision|vision_embedder|embed_audio)\..*": (
     "the model reads text alone"
   ),
   r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
@@ -183,6 +189,7 @@ def load(
   names: dict[str, str] = {}  # {name without a prefix: name in the file}.
   for name in sorted(flat, key=lambda name: _short(name) != name):
     names[_short(name)] = name  # Of two, the one with a prefix wins.
+  names = gpt_families.falcon_names(names)
   names = kimi_linear.with_names_of_mlps(olmo.hybrid_names(names))
   names, ignored_layers = _with_prediction_layers(names, like)
   ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
@@ -277,6 +284,10 @@ def export(
 ) -> tuple[dict[str, Any], list[tables.Tensor]]:
   """See layouts.Layouts.export; `shapes` may lack the modules of `mtp`."""
   config, tensors = PUBLISHED.export(param_dims, model, shapes, layout, origin)
+  if config["model_type"] == "falcon" and model.parallel_norms:
+    tensors = [
+      x._replace(name=gpt_families.with_own_norms(x.name)) for x in tensors
+    ]
   arrays = LAYOUTS[config["model_type"]].arrays
   if not any("mtp/" in entry.ours[0] for entry in arrays):
     return config, tensors

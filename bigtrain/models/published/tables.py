@@ -25,7 +25,8 @@ class Entry(NamedTuple):
   # Whether some files have it in the other order of its last two dimensions.
   either_order: bool = False
   interleaved: bool = False  # Whether the outputs of our parameters take turns.
-  # Whether they take turns by head, the first dimension of their outputs.
+  # Whether they take turns by head, the first dimension of their outputs. If
+  # heads of queries share keys, a group of them counts as one head.
   by_head: bool = False
   # Of torch: (outputs, inputs, height, width), or with frames in front of the
   # height.
@@ -34,6 +35,7 @@ class Entry(NamedTuple):
   # Number of dimensions, if the array has ones in front of ours.
   ndim: int | None = None
   ones_after: int = 0  # How many of these ones are behind ours.
+  shaped: bool = False  # Whether it has all dimensions of our one parameter.
 
   @property
   def by_expert(self) -> bool:

@@ -165,6 +165,9 @@ def old_config(values):
   values["rope_theta"] = rope.pop("rope_theta")
   if "partial_rotary_factor" in rope:
     values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+  if values["model_type"] == "gpt_neox":
+    values["rotary_emb_base"] = values.pop("rope_theta")
+    values["rotary_pct"] = values.pop("partial_rotary_factor")
   plain = rope.get("rope_type") == "default"
   if "rope_type" in rope and values["model_type"] == "phi3":
     rope["type"] = rope.pop("rope_type")
@@ -244,15 +247,10 @@ def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
 
 # {family: (key, a value that the decoder does not compute)}.
 REFUSED = {
-  "hunyuan_v1_dense": (
-    "rope_parameters",
-    dict(rope_type="dynamic", factor=2.0),
-  ),
-  "falcon": ("new_decoder_architecture", True),
-  "gpt_bigcode": ("multi_query", False),
+  "hunyuan_v1_dense": ("rope_parameters", dict(rope_type="axial")),
+  "falcon": ("alibi", True),
   "granitemoehybrid": ("layer_types", ["mamba"] * 3),
-  "stablelm": ("qk_layernorm", True),
-  "cohere": ("use_qk_norm", True),
+  "cohere2": ("use_qk_norm", True),
   "lfm2_moe": ("layer_types", None),
   "apertus": ("hidden_act", "silu"),
   "exaone4": ("attention_bias", True),

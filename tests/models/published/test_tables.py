@@ -163,6 +163,108 @@ def test_what_is_stored_but_never_applied(tmp_path):
   assert model.window is None
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+PLAIN = dict(rope_type="default", rope_theta=1e4)
+YARN = PLAIN | dict(
+  rope_type="yarn", factor=4.0, original_max_position_embeddings=16
+)
+
+
+@pytest.mark.parametrize(
+  "family, changes, field, expected",
+  [
+    # Zeros of these options are as if they were absent.
+    (
+      "qwen3",
+      dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0)),
+      "mscale_all_dim",
+      None,
+    ),
+    # A key beside the rotation comes first.
+    (
+      "qwen3",
+      dict(rope_parameters=YARN, original_max_position_embeddings=8),
+      "original_len",
+      8,
+    ),
+    # By type of layer, "truncate" is read only beside the types.
+    (
+      "olmo3",
+      dict(rope_parameters={SLIDING: PLAIN, FULL: YARN | dict(truncate=False)}),
+      "truncate",
+      None,
+    ),
+    (
+      "internlm3",
+      dict(rope_scaling=dict(type="dynamic", factor=6.0)),
+      "original_len",
+      24,
+    ),
+    (
+      "gemma4_unified",
+      dict(rope_parameters={SLIDING: YARN, FULL: PLAIN}),
+      "factor",
+      4.0,
+    ),
+  ],
+)
+def test_options_of_rotations(family, changes, field, expected, tmp_path):
+  model = model_of(tmp_path, config_of(family, **changes))
+  kinds = [{"rope_scaling": model.rope_scaling}, *(model.kinds or {}).values()]
+  scalings = [x["rope_scaling"] for x in kinds if x.get("rope_scaling")]
+  assert [x.get(field) for x in scalings] == [expected]
+
+
+def test_queries_grow_without_a_scaling_too(tmp_path):
+  rope = PLAIN | dict(
+    llama_4_scaling_beta=0.3, original_max_position_embeddings=8
+  )
+  values = config_of("ministral3", rope_parameters=rope)
+  model = model_of(tmp_path, values)
+  assert model.query_scale["original_len"] == 8 and model.rope_scaling is None
+  written = decoder_families.PUBLISHED.config_json(
+    "key",
+    decoder_families.LAYOUTS["ministral3"],
+    canonical(model),
+  )
+  assert model_of(tmp_path, written) == model
+
+
+def test_a_model_without_the_scaling_that_its_family_has_by_default(tmp_path):
+  model = model_of(tmp_path, config_of("apertus", rope_parameters=PLAIN))
+  written = decoder_families.PUBLISHED.config_json(
+    "key", decoder_families.LAYOUTS["apertus"], canonical(model)
+  )
+  assert written["rope_scaling"] == {"rope_type": "default"}
+
+
+def canonical(model):
+  fields = {n: getattr(model, n) for n in type(model).__dataclass_fields__}
+  return decoder_families.canonical(fields) | {"shapes": {}}
+
+
+def test_keys_that_the_library_ignores(tmp_path):
+  values = config_of("gpt_neox", rope_parameters="absent", rotary_pct=0.5)
+  model = model_of(tmp_path, values | dict(rope_theta=7.0))
+  assert (model.rope_theta, model.rope_fraction) == (1e4, 0.5)
+  values = config_of("kimi_linear", tie_word_embeddings=True)
+  assert not model_of(tmp_path, values).tied_head
+
+
+def test_no_shared_experts(tmp_path):
+  """Then files have arrays without numbers."""
+  values = config_of("glm4_moe", n_shared_experts=0)
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  arrays = {
+    name: np.zeros((0, 16), np.float32) if "shared_experts" in name else x
+    for name, x in safetensors_files.read(str(PUBLISHED / "glm4_moe")).items()
+  }
+  module, model = opened(tmp_path)
+  params = variables_of(module, model, write(tmp_path, arrays))["params"]
+  assert model.moe.shared_experts == 0
+  assert "shared_experts" not in params["blocks_1"]
+
+
 def test_absent_keys_have_the_values_of_the_family(tmp_path):
   model = model_of(tmp_path, dict(model_type="gemma3_text"))
   assert (model.num_heads, model.num_kv_heads, model.head_dim) == (8, 4, 256)

@@ -33,7 +33,7 @@ APERTUS = LLAMA.but(
   rules=(
     choice("mlp", "hidden_act", {"xielu": "xielu"}),
     biases(attention_bias=("qkv", "out")),
-    rope(theta=1.2e7),
+    rope(theta=1.2e7, scaled=True),
   ),
   # Of the first releases, which had other values as options.
   requires={"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},

@@ -13,7 +13,7 @@ CWM = LLAMA.but(
   "CwmForCausalLM",
   rules=(
     biases(mlp_bias=("mlp",)),
-    rope(theta=1e6),
+    rope(theta=1e6, scaled=True),
     windows(_TYPES, default=8192),
   ),
   requires={"attention_bias": (False,)},

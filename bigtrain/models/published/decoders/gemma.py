@@ -3,13 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published.decoders.activation_rules import (
+  GATED,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import (
   SparseLayers,
   experts,
 )
 from bigtrain.models.published.decoders.llama import LLAMA
-from bigtrain.models.published.decoders.rope_rules import rope
+from bigtrain.models.published.decoders.rope_rules import (
+  of_type,
+  read_scaling,
+  rope,
+  written_scaling,
+)
 from bigtrain.models.published.decoders.shared_arrays import (
   ATTENTION,
   ENDS,
@@ -26,7 +35,6 @@ from bigtrain.models.published.families import (
   ConfigJson,
   Key,
   Rule,
-  choice,
   converted,
 )
 from bigtrain.models.published.layer_patterns import ByLayer
@@ -65,12 +73,8 @@ GEMMA = LLAMA.but(
   # Scales of norms are stored without the 1 that is added to them.
   constants={"norm_offset": 1.0, "embed_multiplier": "sqrt_width"},
   rules=(
-    choice(
-      "mlp",
-      "hidden_act",
-      # In the first files "gelu" means the tanh form too.
-      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu", "gelu": "geglu"},
-    ),
+    # In the first files "gelu" means the tanh form too.
+    activation({**GATED, "gelu": "geglu"}, "gelu_pytorch_tanh"),
     biases(attention_bias=("qkv", "out")),
   ),
   requires={
@@ -99,14 +103,11 @@ GEMMA2 = GEMMA.but(
   },
   constants={"norm_at": "sandwich"},
   rules=(
-    choice(
-      "mlp",
-      "hidden_activation",
-      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu"},
-    ),
+    activation(GATED, "gelu_pytorch_tanh", "hidden_activation"),
     _query_scalar(),
     windows(full_every(2)),
   ),
+  requires={"hidden_activation": tuple(GATED)},
   harmless=("hidden_act", "sliding_window_size"),
   defaults={
     "hidden_size": 2304,
@@ -133,16 +134,13 @@ GEMMA3 = GEMMA.but(
   keys={"logits_softcap": Key("final_logit_softcapping")},
   constants={"norm_at": "sandwich", "qk_norm": "head"},
   rules=(
-    choice(
-      "mlp",
-      "hidden_activation",
-      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu"},
-    ),
+    activation(GATED, "gelu_pytorch_tanh", "hidden_activation"),
     _query_scalar(),
     windows(_GEMMA3_LAYERS),
     # Layers with a window rotate faster.
     rope(theta=1e6, types=_GEMMA3_LAYERS, local_theta=1e4),
   ),
+  requires={"hidden_activation": tuple(GATED)},
   # The library stores the softcap of attention but never applies it.
   harmless=("hidden_act", "attn_logit_softcapping", "_sliding_window_pattern"),
   defaults={
@@ -201,20 +199,22 @@ def _types_of_layers(config: ConfigJson) -> list[str]:
 
 
 def _gemma4_rotation(config: ConfigJson, kind: str) -> dict[str, Any]:
-  stored = (config["rope_parameters"] or _GEMMA4_ROPE)[kind]
-  rope_type = stored["rope_type"]
-  if rope_type not in ("default", "proportional"):
-    raise config.error(
-      f"rope_parameters: rope_type={rope_type!r}: the model computes only "
-      "'default' or 'proportional'."
-    )
-  scaling = None
-  if rope_type == "proportional":
-    scaling = {
+  stored = of_type(config["rope_parameters"] or _GEMMA4_ROPE, kind)
+  if not stored.get("rope_theta"):
+    raise config.error(f"rope_parameters: {kind}: rope_theta: missing.")
+  if stored.get("rope_type") == "proportional":
+    scaling: dict[str, Any] | None = {
       "type": "proportional",
       "fraction": stored.get("partial_rotary_factor", 1.0),
       "factor": stored.get("factor", 1.0),
     }
+  else:
+    if (share := stored.get("partial_rotary_factor", 1.0)) != 1.0:
+      raise config.error(
+        f"rope_parameters: {kind}: partial_rotary_factor={share}: expected 1.0 "
+        "with this rope_type."
+      )
+    scaling = read_scaling(config, stored)
   return {"rope_theta": stored["rope_theta"], "rope_scaling": scaling}
 
 
@@ -255,17 +255,16 @@ def _gemma4_layers() -> Rule:
     rope = {}
     for kind, i in first.items():
       scaling = fields["rope_scaling"][i]
-      rope[kind] = {
-        "rope_type": "default",
-        "rope_theta": fields["rope_theta"][i],
-      }
-      if scaling:
+      rope[kind] = {"rope_theta": fields["rope_theta"][i]}
+      if scaling and scaling["type"] == "proportional":
         rope[kind] |= {
-          "rope_type": scaling["type"],
-          "partial_rotary_factor": scaling.get("fraction", 1.0),
+          "rope_type": "proportional",
+          "partial_rotary_factor": scaling["fraction"],
         }
         if scaling["factor"] != 1:
           rope[kind]["factor"] = scaling["factor"]
+      else:
+        rope[kind] |= written_scaling(scaling)
     i = first.get(SLIDING, 0)
     j = first.get(FULL, 0)
     return {
@@ -389,11 +388,7 @@ GEMMA4 = LLAMA.but(
     "layer_scalar": True,
   },
   rules=(
-    choice(
-      "mlp",
-      "hidden_activation",
-      {"gelu_pytorch_tanh": "geglu", "gelu_fast": "geglu"},
-    ),
+    activation(GATED, "gelu_pytorch_tanh", "hidden_activation"),
     biases(attention_bias=("qkv", "out")),
     _gemma4_layers(),
     _sharing_layers(),
@@ -420,4 +415,16 @@ GEMMA4 = LLAMA.but(
     "num_attention_heads": 8,
     "tie_word_embeddings": True,
   },
+)
+
+# Reads pictures without an encoder; its text model is Gemma 4's dense one.
+GEMMA4_UNIFIED = GEMMA4.but(
+  "gemma4_unified_text",
+  "Gemma4UnifiedForCausalLM",
+  without=("moe", "layer_inputs"),
+  arrays=table(
+    _SANDWICH_ARRAYS,
+    plain("model.layers.{i}.layer_scalar", "blocks/layer_scalar"),
+  ),
+  defaults={"max_position_embeddings": 262144, "sliding_window": 1024},
 )

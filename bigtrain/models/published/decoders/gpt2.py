@@ -1,7 +1,15 @@
 """GPT-2."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from bigtrain.models.published.decoders import model_fields
-from bigtrain.models.published.families import Family, Key, Rule, choice
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
+from bigtrain.models.published.families import ConfigJson, Family, Key, Rule
+from bigtrain.models.published.layer_patterns import ByLayer
 from bigtrain.models.published.tables import conv1d, linear, norm, plain, table
 
 
@@ -17,6 +25,33 @@ def _sizes() -> Rule:
     },
     lambda fields: {"n_inner": fields["mlp_dim"][0]},
   )
+
+
+def _attention_scale() -> Rule:
+  """The attention's scale, which may be 1, and fall with a layer's number."""
+  scaled, by_number = "scale_attn_weights", "scale_attn_by_inverse_layer_idx"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if config[scaled] and not config[by_number]:
+      return {"attention_scale": None}
+    head_dim = config["n_embd"] // config["n_head"]
+    scale = head_dim**-0.5 if config[scaled] else 1.0
+    numbers = range(1, config["n_layer"] + 1)
+    return {
+      "attention_scale": ByLayer(
+        scale / i if config[by_number] else scale for i in numbers
+      )
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    scales = fields["attention_scale"]
+    return {
+      scaled: scales[0] != 1.0 or fields["head_dim"][0] == 1,
+      by_number: scales[-1] != scales[0],
+    }
+
+  keys = {scaled: True, by_number: False}
+  return Rule(("attention_scale",), keys, read, write)
 
 
 GPT2 = Family(
@@ -51,17 +86,10 @@ GPT2 = Family(
   },
   constants={"posemb": "learn", "norm": "layernorm", "use_bias": True},
   rules=(
-    choice(
-      "mlp",
-      "activation_function",
-      {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"},
-    ),
+    activation(PLAIN, "gelu_new", "activation_function"),
     _sizes(),
+    _attention_scale(),
   ),
-  requires={
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-  },
   harmless=(
     "n_ctx",
     "reorder_and_upcast_attn",
@@ -77,3 +105,6 @@ GPT2 = Family(
   limits=("num_classes", "pool"),
   unless={"tied_head": "lm_head.weight"},
 )
+
+# AI Sweden's GPT-SW3.
+GPT_SW3 = GPT2.but("gpt-sw3", "GPT2LMHeadModel")

@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.gpt2 import GPT2
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.decoders.starcoder import GELUS
-from bigtrain.models.published.families import ConfigJson, Key, Rule, choice
+from bigtrain.models.published.families import ConfigJson, Key, Rule
 from bigtrain.models.published.layer_patterns import ByLayer
 from bigtrain.models.published.tables import (
   dense,
@@ -68,14 +71,14 @@ GPTJ = GPT2.but(
     dense("h.{i}.mlp.fc_in", "blocks/mlp/up"),
     dense("h.{i}.mlp.fc_out", "blocks/mlp/down"),
   ),
-  without=("use_bias",),
+  without=("use_bias", "attention_scale"),
   constants={"posemb": "rope", "parallel": True, "rope_interleaved": True},
   rules=(
-    choice("mlp", "activation_function", GELUS),
+    activation(PLAIN, "gelu_new", "activation_function"),
     biases(always=("mlp", "norm", "head")),
     _first_features(),
   ),
-  requires={"rotary": (True,)},
+  requires={"rotary": (True,), "scale_attn_weights": (True,)},
   defaults={
     "vocab_size": 50400,
     "n_positions": 2048,
@@ -92,7 +95,8 @@ GPT_BIGCODE = GPT2.but(
   arrays=table(
     _ENDS,
     _NORMS,
-    dense(
+    # By head, if keys are as many as queries.
+    dense_by_head(
       "h.{i}.attn.c_attn",
       "blocks/attention/query",
       "blocks/attention/key",
@@ -102,22 +106,21 @@ GPT_BIGCODE = GPT2.but(
     _MLP,
   ),
   rules=(
-    choice(
-      "mlp", "activation_function", {"gelu_pytorch_tanh": "gelu", **GELUS}
-    ),
+    activation(PLAIN, "gelu_pytorch_tanh", "activation_function"),
     Rule(
       ("num_kv_heads", "head_dim", "mlp_dim"),
-      {"n_inner": None},
+      {"n_inner": None, "multi_query": True},
       lambda config: {
-        "num_kv_heads": 1,
+        "num_kv_heads": 1 if config["multi_query"] else config["n_head"],
         "head_dim": config["n_embd"] // config["n_head"],
         "mlp_dim": config["n_inner"] or 4 * config["n_embd"],
       },
-      lambda fields: {"n_inner": fields["mlp_dim"][0]},
+      lambda fields: {
+        "n_inner": fields["mlp_dim"][0],
+        "multi_query": fields["num_kv_heads"][0] == 1,
+      },
     ),
   ),
-  # With more heads, keys and values would be in the array head by head.
-  requires={"multi_query": (True,)},
   harmless=(
     "num_key_value_heads",
     "attention_softmax_in_fp32",
@@ -185,7 +188,7 @@ def _sizes_of_neo() -> Rule:
 GPT_NEO = GPT2.but(
   "gpt_neo",
   "GPTNeoForCausalLM",
-  without=("use_bias",),
+  without=("use_bias", "attention_scale"),
   arrays=table(
     _ENDS,
     _NORMS,
@@ -203,7 +206,7 @@ GPT_NEO = GPT2.but(
   },
   constants={"attention_scale": 1.0},
   rules=(
-    choice("mlp", "activation_function", GELUS),
+    activation(PLAIN, "gelu_new", "activation_function"),
     biases(always=("out", "mlp", "norm")),
     _sizes_of_neo(),
     _windows_of_neo(),
@@ -224,12 +227,17 @@ def _parallel_norms() -> Rule:
 
 
 def _rope_in_one_key() -> Rule:
-  """Rotary embeddings, which the library reads only from `rope_parameters`.
+  """Rotary embeddings, for which this family's older keys have other names.
 
-  Its older keys for this family have other names.
+  The library ignores the usual ones.
   """
   rule = rope(fraction=0.25)
   share = "partial_rotary_factor"
+  names = {"rope_theta": "rotary_emb_base", share: "rotary_pct"}
+
+  def read(config: ConfigJson) -> Mapping[str, Any]:
+    own = {name: config[key] for name, key in names.items()}
+    return rule.read(ConfigJson(config.path, {**config, **own}))
 
   def write(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     config = dict(rule.write(fields))
@@ -238,7 +246,9 @@ def _rope_in_one_key() -> Rule:
       stored[key] = config.pop(key)
     return config | {"rope_parameters": stored}
 
-  return rule._replace(write=write)
+  keys = {key: x for key, x in rule.keys.items() if key not in names}
+  keys |= dict.fromkeys(names.values())
+  return rule._replace(keys=keys, read=read, write=write)
 
 
 _NEOX = "gpt_neox.layers.{i}."
@@ -266,15 +276,12 @@ GPT_NEOX = LLAMA.but(
   keys={"norm_eps": Key("layer_norm_eps", 1e-5)},
   constants={"norm": "layernorm"},
   rules=(
-    choice("mlp", "hidden_act", {"gelu": "gelu_erf", **GELUS}),
+    activation(PLAIN, "gelu"),
     biases(always=("mlp", "norm"), attention_bias=("qkv", "out")),
     _parallel_norms(),
     _rope_in_one_key(),
   ),
-  aliases={
-    "rotary_pct": "partial_rotary_factor",
-    "rotary_emb_base": "rope_theta",
-  },
+  harmless=("rope_theta", "partial_rotary_factor"),
   defaults={
     "vocab_size": 50432,
     "hidden_size": 6144,
@@ -286,21 +293,81 @@ GPT_NEOX = LLAMA.but(
 )
 
 _FALCON = "h.{i}."
+_NEW = "new_decoder_architecture"
 
 
 def _sizes_of_falcon() -> Rule:
-  """One head of keys and values; the MLP's width may have a key."""
-  key = "ffn_hidden_size"
-  return Rule(
-    ("num_kv_heads", "head_dim", "mlp_dim"),
-    {key: None},
-    lambda config: {
-      "num_kv_heads": 1,
-      "head_dim": config["hidden_size"] // config["num_attention_heads"],
-      "mlp_dim": config[key] or 4 * config["hidden_size"],
-    },
-    lambda fields: {key: fields["mlp_dim"][0]},
-  )
+  """Heads of keys and values, and the MLP's width, which may have a key.
+
+  Falcon 7B has one head of keys; in the new architecture several may have
+  their own.
+  """
+  width, new, number = "ffn_hidden_size", _NEW, "num_kv_heads"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    groups = config[number] or heads
+    if not config[new]:
+      groups = 1 if config["multi_query"] else heads
+    return {
+      "num_kv_heads": groups,
+      "head_dim": config["hidden_size"] // heads,
+      "mlp_dim": config[width] or 4 * config["hidden_size"],
+    }
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    groups, heads = fields["num_kv_heads"][0], fields["num_heads"][0]
+    return {
+      width: fields["mlp_dim"][0],
+      number: groups,
+      "multi_query": groups == 1,
+      new: fields["parallel_norms"] or groups not in (1, heads),
+    }
+
+  keys = {width: None, number: None, "multi_query": True, new: False}
+  return Rule(("num_kv_heads", "head_dim", "mlp_dim"), keys, read, write)
+
+
+def _norms_of_falcon() -> Rule:
+  """Whether attention and MLP have one input, and a norm each or one norm."""
+  parallel, number = "parallel_attn", "num_ln_in_parallel_attn"
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    if not config[_NEW]:
+      return {"parallel": config[parallel], "parallel_norms": False}
+    config.require(parallel, True)
+    return {"parallel": True, "parallel_norms": config[number] in (2, None)}
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    both = fields["parallel_norms"]
+    return {parallel: fields["parallel"], number: 2 if both else 1}
+
+  keys = {parallel: True, number: None, _NEW: False}
+  return Rule(("parallel", "parallel_norms"), keys, read, write)
+
+
+# {norm of a layer with two norms side by side: its name in other layers}.
+_FALCON_NORMS = {
+  "ln_attn": "input_layernorm",
+  "ln_mlp": "post_attention_layernorm",
+}
+
+
+def falcon_names(names: Mapping[str, str]) -> dict[str, str]:
+  """Names of norms as in the table; `names` are {name: name in the file}."""
+  result = {}
+  for name, in_file in names.items():
+    for own, in_table in _FALCON_NORMS.items():
+      name = name.replace(f".{own}.", f".{in_table}.")
+    result[name] = in_file
+  return result
+
+
+def with_own_norms(name: str) -> str:
+  """The published name of an array in layers with two norms side by side."""
+  for own, in_table in _FALCON_NORMS.items():
+    name = name.replace(f".{in_table}.", f".{own}.")
+  return name
 
 
 FALCON = LLAMA.but(
@@ -313,7 +380,7 @@ FALCON = LLAMA.but(
     linear("score", "score"),
     norm(_FALCON + "input_layernorm", "blocks/attention_norm"),
     norm(_FALCON + "post_attention_layernorm", "blocks/mlp_norm"),
-    dense(
+    dense_by_head(
       _FALCON + "self_attention.query_key_value",
       "blocks/attention/query",
       "blocks/attention/key",
@@ -326,28 +393,18 @@ FALCON = LLAMA.but(
   keys={"norm_eps": Key("layer_norm_epsilon", 1e-5)},
   constants={"norm": "layernorm"},
   rules=(
-    choice("mlp", "activation", {"gelu": "gelu_erf", **GELUS}),
+    activation(PLAIN, "gelu", "activation"),
     biases(always=("norm",), bias=("qkv", "out", "mlp")),
-    choice("parallel", "parallel_attn", {True: True, False: False}),
+    _norms_of_falcon(),
     _sizes_of_falcon(),
   ),
-  # Falcon 7B and its relatives. Others have groups of heads in one array, norms
-  # of attention and MLP each, or ALiBi.
-  requires={
-    "multi_query": (True,),
-    "new_decoder_architecture": (False,),
-    "alibi": (False,),
-  },
+  requires={"alibi": (False,)},
   aliases={
     "n_embed": "hidden_size",
     "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
   },
-  harmless=(
-    "num_kv_heads",
-    "num_ln_in_parallel_attn",
-    "apply_residual_connection_post_layernorm",
-  ),
+  harmless=("apply_residual_connection_post_layernorm",),
   defaults={
     "vocab_size": 65024,
     "hidden_size": 4544,

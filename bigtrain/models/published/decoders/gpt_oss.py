@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published.decoders.activation_rules import gated_silu
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import experts, mlp_width
 from bigtrain.models.published.decoders.llama import LLAMA
@@ -61,8 +62,9 @@ GPT_OSS = LLAMA.but(
   # Each head has a learned logit in the softmax that attends to nothing.
   constants={"sinks": True},
   rules=(
+    gated_silu(),
     biases(always=("experts", "router"), attention_bias=("qkv", "out")),
-    rope(theta=150_000.0),
+    rope(theta=150_000.0, scaled=True),
     windows(full_every(2), default=128),
     mlp_width(),
     _clipped_mlp(),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.models.published.decoders import shared_arrays
+from bigtrain.models.published.decoders.activation_rules import gated_silu
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.deepseek import latents
 from bigtrain.models.published.decoders.deltanet_rules import FULL, LINEAR
@@ -144,6 +145,7 @@ KIMI_LINEAR = LLAMA.but(
     "head_dim",
     "posemb",
     "rope_theta",
+    "tied_head",
   ),
   arrays=table(
     shared_arrays.ENDS,
@@ -154,8 +156,10 @@ KIMI_LINEAR = LLAMA.but(
     _EXPERTS,
   ),
   keys={"max_len": Key("model_max_length", 1048576)},
-  constants={"posemb": "none"},
+  # The library has a head whatever `tie_word_embeddings` says.
+  constants={"posemb": "none", "tied_head": False},
   rules=(
+    gated_silu(),
     biases(attention_bias=("qkv", "out")),
     latents(),
     _recurrent_layers(),
@@ -197,6 +201,7 @@ KIMI_LINEAR = LLAMA.but(
     "rope_theta",
     "rope_scaling",
     "num_nextn_predict_layers",
+    "tie_word_embeddings",
   ),
   defaults={
     "vocab_size": 163840,

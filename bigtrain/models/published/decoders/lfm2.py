@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published.decoders.activation_rules import gated_silu
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import (
   experts,
@@ -124,6 +125,7 @@ LFM2 = LLAMA.but(
   keys={"norm_eps": Key("norm_eps", 1e-5)},
   constants={"qk_norm": "head"},
   rules=(
+    gated_silu(),
     biases(),
     rope(theta=1e6),
     _short_convolutions(listed="full_attn_idxs"),

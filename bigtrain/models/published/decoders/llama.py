@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.models.published.decoders import model_fields, shared_arrays
+from bigtrain.models.published.decoders.activation_rules import (
+  GATED,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.expert_rules import experts, mlp_width
 from bigtrain.models.published.decoders.rope_rules import rope
@@ -17,7 +21,6 @@ from bigtrain.models.published.families import (
   Family,
   Key,
   Rule,
-  choice,
 )
 from bigtrain.models.published.layer_patterns import ByLayer
 
@@ -58,7 +61,7 @@ LLAMA = Family(
   },
   constants={"posemb": "rope", "norm": "rmsnorm"},
   rules=(
-    choice("mlp", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+    activation(GATED, "silu"),
     biases(attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
     _heads(),
     rope(),
@@ -102,7 +105,7 @@ MINISTRAL = LLAMA.but(
 MINISTRAL3 = MISTRAL.but(
   "ministral3",
   "Ministral3ForCausalLM",
-  rules=(rope(theta=1e6, query_scale=True),),
+  rules=(rope(theta=1e6, query_scale=True, scaled=True),),
   defaults={
     "vocab_size": 131072,
     "max_position_embeddings": 262144,

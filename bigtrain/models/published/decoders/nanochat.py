@@ -1,12 +1,16 @@
 """Karpathy's nanochat."""
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.shared_arrays import (
   ATTENTION,
   ENDS,
 )
-from bigtrain.models.published.families import Key, choice
+from bigtrain.models.published.families import Key
 from bigtrain.models.published.tables import dense, table
 
 NANOCHAT = LLAMA.but(
@@ -28,7 +32,7 @@ NANOCHAT = LLAMA.but(
     "rope_reversed": True,
   },
   rules=(
-    choice("mlp", "hidden_act", {"relu2": "relu2"}),
+    activation(PLAIN, "relu2"),
     biases(attention_bias=("qkv", "out")),
   ),
   defaults={

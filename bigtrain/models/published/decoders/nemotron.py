@@ -1,9 +1,13 @@
 """NVIDIA's Nemotron 4 and Minitron."""
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.families import Key, choice
+from bigtrain.models.published.families import Key
 
 NEMOTRON = LLAMA.but(
   "nemotron",
@@ -11,7 +15,7 @@ NEMOTRON = LLAMA.but(
   keys={"norm_eps": Key("norm_eps", 1e-5)},
   constants={"norm": "layernorm", "norm_offset": 1.0},
   rules=(
-    choice("mlp", "hidden_act", {"relu2": "relu2"}),
+    activation(PLAIN, "relu2"),
     biases(always=("norm",), attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
     rope(fraction=0.5),
   ),

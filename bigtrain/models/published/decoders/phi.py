@@ -1,5 +1,9 @@
 """Phi 1 to 4."""
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
@@ -10,9 +14,10 @@ from bigtrain.models.published.decoders.shared_arrays import (
   FUSED_MLP,
   NORMS_BEFORE,
 )
-from bigtrain.models.published.decoders.starcoder import GELUS
 from bigtrain.models.published.families import Key, choice
-from bigtrain.models.published.tables import dense, renamed, table
+from bigtrain.models.published.tables import dense, plain, renamed, table
+
+_ATTENTION, _OURS = "model.layers.{i}.self_attn.", "blocks/attention/"
 
 PHI = LLAMA.but(
   "phi",
@@ -20,8 +25,15 @@ PHI = LLAMA.but(
   arrays=table(
     renamed(
       table(ENDS, ATTENTION, NORMS_BEFORE),
-      {"model.norm.": "model.final_layernorm.", "o_proj": "dense"},
+      {
+        "model.norm.": "model.final_layernorm.",
+        "o_proj": "dense",
+        "q_norm": "q_layernorm",
+        "k_norm": "k_layernorm",
+      },
     ),
+    plain(_ATTENTION + "q_layernorm.bias", _OURS + "query_norm/bias"),
+    plain(_ATTENTION + "k_layernorm.bias", _OURS + "key_norm/bias"),
     dense("model.layers.{i}.mlp.fc1", "blocks/mlp/up"),
     dense("model.layers.{i}.mlp.fc2", "blocks/mlp/down"),
   ),
@@ -29,11 +41,11 @@ PHI = LLAMA.but(
   # Attention and MLP read the same norm, and are added together.
   constants={"norm": "layernorm", "parallel": True},
   rules=(
-    choice("mlp", "hidden_act", GELUS),
+    activation(PLAIN, "gelu_new"),
     biases(always=("qkv", "out", "mlp", "norm", "head")),
     rope(fraction=0.5),
+    choice("qk_norm", "qk_layernorm", {False: None, True: "layernorm"}),
   ),
-  requires={"qk_layernorm": (False,)},
   defaults={
     "vocab_size": 51200,
     "hidden_size": 2048,

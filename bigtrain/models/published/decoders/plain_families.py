@@ -3,13 +3,17 @@
 Arcee's AFM, G42's Jais 2, Kyutai's Helium, InternLM 3 and IQuest Coder.
 """
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.families import Key, choice
+from bigtrain.models.published.families import Key
 
 # An MLP without a gate.
-_RELU2 = choice("mlp", "hidden_act", {"relu2": "relu2"})
+_RELU2 = activation(PLAIN, "relu2")
 
 ARCEE = LLAMA.but(
   "arcee",

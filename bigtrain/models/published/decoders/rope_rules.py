@@ -24,6 +24,8 @@ _QUERY_BETA = "llama_4_scaling_beta"
 # Of positions in three axes, in Qwen's models that read pictures.
 _SECTIONS, _INTERLEAVED = "mrope_section", "mrope_interleaved"
 _OF_AXES = (_SECTIONS, _INTERLEAVED)
+# Options of yarn whose zeros are as if they were not there.
+_ABSENT_IF_ZERO = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
 # {type of scaling: {our option: its name in the file}}.
 _SCALING_NAMES = {
   kind: {
@@ -43,6 +45,7 @@ def rope(
   rotary_dim: bool = False,
   original_len: int | None = None,
   query_scale: bool = False,
+  scaled: bool = False,
   sections: tuple[int, int, int] | None = None,
   axes_interleaved: bool = False,
 ) -> Rule:
@@ -55,9 +58,11 @@ def rope(
     types: types of layers, if each has its own rotation.
     local_theta: base of the layers with a window, in older files.
     rotary_dim: whether older files have a number of rotating features.
-    original_len: value of a family's own key for the length that the scaling
-      begins with, if the file lacks it.
+    original_len: the length that the scaling begins with, if the file lacks
+      the key for it; for families that always have this key.
     query_scale: whether the file may let queries grow with their position.
+    scaled: whether files without a scaling have one, which the family's
+      defaults give.
     sections: numbers of frequencies that follow time, row and column, in files
       that do not say it; None for families with one axis.
     axes_interleaved: whether the axes take turns.
@@ -73,6 +78,7 @@ def rope(
     rotary_dim,
     original_len,
     query_scale,
+    scaled,
     sections,
     axes_interleaved,
   )
@@ -94,6 +100,7 @@ class _Rope(NamedTuple):
   rotary_dim: bool
   original_len: int | None
   query_scale: bool
+  scaled: bool
   sections: tuple[int, int, int] | None
   axes_interleaved: bool
 
@@ -108,7 +115,7 @@ class _Rope(NamedTuple):
       keys["rope_local_base_freq"] = self.local_theta
     if self.rotary_dim:
       keys["rotary_dim"] = None
-    if self.original_len:
+    if not self.types:
       keys[_ORIGINAL_LEN] = self.original_len
     return keys
 
@@ -141,14 +148,13 @@ class _Rope(NamedTuple):
       "rope_theta": config["rope_theta"] or self.theta,
       "partial_rotary_factor": fraction or self.fraction or 1.0,
     }
-    if by_type:
-      return stored | (values.get(kind) or {})
-    if not self.types or kind != SLIDING:
-      return stored | values
-    # In older files only the layers without a window are scaled.
-    if self.local_theta:
+    if self.local_theta and kind == SLIDING:
       stored["rope_theta"] = config["rope_local_base_freq"]
-    return stored
+    if by_type:
+      return stored | of_type(values, kind)
+    # In older files only the layers without a window are scaled.
+    is_local = self.types and kind == SLIDING
+    return stored if is_local else stored | values
 
   def _rotation(
     self, config: ConfigJson, stored: Mapping[str, Any]
@@ -167,7 +173,10 @@ class _Rope(NamedTuple):
       for name in ("rope_type", "type"):
         if stored.get(name) == "mrope":  # In older files.
           stored = {**stored, name: "default"}
-    scaling = _read_scaling(config, stored, self.original_len)
+    original_len = None if self.types else config[_ORIGINAL_LEN]
+    scaling = read_scaling(
+      config, stored, original_len, bool(self.original_len)
+    )
     fields = {
       "rope_theta": stored["rope_theta"],
       "rope_fraction": fraction,
@@ -179,7 +188,8 @@ class _Rope(NamedTuple):
       fields["query_scale"] = None
       if (beta := stored.get(_QUERY_BETA)) is not None:
         longest = config["max_position_embeddings"]
-        length = (scaling or {}).get("original_len", longest)
+        length = stored.get(_ORIGINAL_LEN) or longest
+        length = (scaling or {}).get("original_len", length)
         scale = {"beta": beta, "original_len": length, "log": "log"}
         fields["query_scale"] = scale
     return fields
@@ -195,21 +205,23 @@ class _Rope(NamedTuple):
       by_type = {}
       for window, (theta, scaling, _) in zip(fields["window"], layers):
         kind = FULL if window is None else SLIDING
-        by_type[kind] = _written_scaling(scaling) | {"rope_theta": theta}
-      return {"rope_parameters": by_type}
+        by_type[kind] = written_scaling(scaling) | {"rope_theta": theta}
+      return {"rope_parameters": by_type} | _longest(fields)
     # Layers that do not rotate have no values.
     rotating = [layer for layer in layers if layer[0] is not None]
     theta, scaling, fraction = [*rotating, layers[0]][0]
-    written = _written_scaling(scaling)
+    written = written_scaling(scaling)
     query_scale = fields["query_scale"][0]
-    if self.query_scale and query_scale and scaling:
+    if self.query_scale and query_scale:
       written[_QUERY_BETA] = query_scale["beta"]
+      written[_ORIGINAL_LEN] = query_scale["original_len"]
     if self.sections and fields["rope_axes"]:
       axes = fields["rope_axes"]
       written[_SECTIONS] = list(axes["sections"])
       if axes["interleaved"]:
         written[_INTERLEAVED] = True
-    has_more = scaling or self.sections
+    # Without a scaling, some families have one of their own.
+    has_more = scaling or self.sections or query_scale or self.scaled
     config = {
       "rope_theta": theta,
       "rope_scaling": written if has_more else None,
@@ -218,7 +230,7 @@ class _Rope(NamedTuple):
       config[_ORIGINAL_LEN] = written[_ORIGINAL_LEN]
     if self.fraction is not None:
       config["partial_rotary_factor"] = fraction
-    return config
+    return config | _longest(fields)
 
 
 def _used_sections(
@@ -234,12 +246,30 @@ def _used_sections(
   return number - rows - columns, rows, columns
 
 
-def _read_scaling(
-  config: ConfigJson, stored: Mapping[str, Any], original_len: int | None
+def of_type(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+  """The rotation of a type of layer, from the rotations of all types."""
+  stored = dict(values.get(kind) or {})
+  # The library reads this option only beside the types.
+  stored.pop("truncate", None)
+  if stored.get("rope_type") == "yarn" and "truncate" in values:
+    stored["truncate"] = values["truncate"]
+  return stored
+
+
+def read_scaling(
+  config: ConfigJson,
+  stored: Mapping[str, Any],
+  original_len: int | None = None,
+  is_phi: bool = False,
 ) -> dict[str, Any] | None:
-  """Returns config.model.rope_scaling for a stored rotation."""
+  """Returns config.model.rope_scaling for a stored rotation.
+
+  Args:
+    original_len: the value of a key beside the rotation, which comes first.
+    is_phi: whether the older names of "longrope" are those of Phi 3.
+  """
   kind = stored.get("rope_type", stored.get("type", "default"))
-  if original_len and kind in ("su", "yarn"):
+  if is_phi and kind in ("su", "yarn"):
     kind = "longrope"  # Names in older files of the family.
   if kind != "default" and kind not in _SCALING_NAMES:
     hint = did_you_mean(str(kind), ("default", *_SCALING_NAMES))
@@ -248,20 +278,23 @@ def _read_scaling(
   others = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
   if _QUERY_BETA in stored:
     others |= {_QUERY_BETA, "max_position_embeddings"}
-  if kind in ("default", "linear"):  # Which files have, and nothing reads.
-    others.add(_ORIGINAL_LEN)
+  if kind in ("default", "linear", "dynamic"):
+    others.add(_ORIGINAL_LEN)  # Which files have, and nothing reads.
   for key in stored.keys() - others - {*names.values()}:
     hint = did_you_mean(key, {*names.values()})
     raise config.error(f"{key}: unknown key of rope_type={kind!r}.{hint}")
   if kind == "default":
     return None
   length = config["max_position_embeddings"]
-  if original_len:
-    length = config[_ORIGINAL_LEN]
+  if kind == "dynamic":
     stored = {**stored, _ORIGINAL_LEN: length}
+  elif original_len:
+    stored = {**stored, _ORIGINAL_LEN: original_len}
   scaling: dict[str, Any] = {"type": kind}
   for ours, theirs in names.items():
     value = stored.get(theirs)
+    if ours in _ABSENT_IF_ZERO:
+      value = value or None
     if value is None:
       if ours == "original_len":
         value = length
@@ -275,11 +308,23 @@ def _read_scaling(
   return scaling
 
 
-def _written_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+def written_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+  """A scaling as in newer files."""
   if not scaling:
     return {"rope_type": "default"}
   names = {"type": "rope_type", **_SCALING_NAMES[scaling["type"]]}
-  return {
+  written = {
     names[name]: list(value) if isinstance(value, tuple) else value
     for name, value in scaling.items()
   }
+  if scaling["type"] == "dynamic":
+    del written[_ORIGINAL_LEN]  # See _longest.
+  return written
+
+
+def _longest(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The key with the length from which a scaling of type "dynamic" changes."""
+  for scaling in filter(None, fields["rope_scaling"]):
+    if scaling["type"] == "dynamic":
+      return {"max_position_embeddings": scaling["original_len"]}
+  return {}

@@ -1,24 +1,20 @@
 """StarCoder 2, and StableLM."""
 
+from bigtrain.models.published.decoders.activation_rules import (
+  PLAIN,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
 from bigtrain.models.published.decoders.shared_arrays import (
   ATTENTION,
   ENDS,
+  MLP,
   NORMS_BEFORE,
 )
 from bigtrain.models.published.families import Key, choice
-from bigtrain.models.published.tables import dense, table
-
-# {activation of an MLP without a gate: its name here}.
-GELUS = {
-  "gelu_new": "gelu",
-  "gelu_pytorch_tanh": "gelu",
-  "gelu_fast": "gelu",
-  "gelu": "gelu_erf",
-  "relu": "relu",
-}
+from bigtrain.models.published.tables import dense, plain, table
 
 STARCODER2 = LLAMA.but(
   "starcoder2",
@@ -36,7 +32,7 @@ STARCODER2 = LLAMA.but(
   },
   constants={"norm": "layernorm"},
   rules=(
-    choice("mlp", "hidden_act", {"gelu_pytorch_tanh": "gelu", **GELUS}),
+    activation(PLAIN, "gelu_pytorch_tanh"),
     biases(always=("norm",), use_bias=("qkv", "out", "mlp")),
   ),
   requires={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
@@ -57,14 +53,29 @@ STARCODER2 = LLAMA.but(
 STABLELM = LLAMA.but(
   "stablelm",
   "StableLmForCausalLM",
+  arrays=table(
+    ENDS,
+    NORMS_BEFORE,
+    MLP,
+    [entry for entry in ATTENTION if "_norm" not in entry.published],
+    # Each head has a norm of its own.
+    plain(
+      "model.layers.{i}.self_attn.q_layernorm.norms.{e}.weight",
+      "blocks/attention/query_norm/scale",
+    ),
+    plain(
+      "model.layers.{i}.self_attn.k_layernorm.norms.{e}.weight",
+      "blocks/attention/key_norm/scale",
+    ),
+  ),
   keys={"norm_eps": Key("layer_norm_eps", 1e-5)},
   constants={"norm": "layernorm"},
   rules=(
     biases(always=("norm",), use_qkv_bias=("qkv",)),
     choice("parallel", "use_parallel_residual", {False: False, True: True}),
     rope(fraction=0.25),
+    choice("qk_norm", "qk_layernorm", {False: None, True: "layernorm_by_head"}),
   ),
-  requires={"qk_layernorm": (False,)},
   defaults={
     "vocab_size": 50304,
     "max_position_embeddings": 4096,
