@@ -129,6 +129,8 @@ class Model(nn.Module):
   image_token: int = options.DERIVED  # Id of the tokens that pictures replace.
   mask: str = "causal"  # A name in MASKS.
   class_token: bool = False  # Whether the tower's class token is used as well.
+  # Factor of the pictures' embeddings, for decoders that scale all inputs.
+  embed_multiplier: float = 1.0
   # Height and width of pictures in pixels; only for an initialization by texts.
   image_size: Any = None
   # Published layout of an export, where several compute the same.
@@ -154,6 +156,7 @@ class Model(nn.Module):
     key = "config.model.image_token"
     check_number(key, self.image_token, least=0, whole=True)
     check_choice("config.model.mask", self.mask, MASKS)
+    check_number("config.model.embed_multiplier", self.embed_multiplier)
     self._check_projector()
     with options.naming("config.model.image"):
       tower = self.image_tower()
@@ -213,6 +216,8 @@ class Model(nn.Module):
         # Several answers to a prompt. The tower reads its pictures once.
         embedded = embedded.repeated(len(tokens) // len(embedded.x_BND))
       inserted, added = self._in_text(embedded, is_image_BL)
+      if self.embed_multiplier != 1:
+        inserted = inserted[0] * self.embed_multiplier, inserted[1]
       if self._has_axes():
         positions, cache = _with_axes(
           embedded.grids_BN2, is_image_BL, positions, segments, cache

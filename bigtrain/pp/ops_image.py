@@ -142,14 +142,29 @@ def _as_stored(encoded: Any, decoding: Decoding) -> Any:
       encoded, channels=channels, expand_animations=False
     )
 
-  def on_background():
-    image = tf.io.decode_image(encoded, channels=4, expand_animations=False)
+  def on_background_webp():
+    # With the channels of the file; palettes become colours.
+    image = tf.io.decode_image(encoded, channels=0, expand_animations=False)
+    return tf.cond(
+      tf.equal(tf.shape(image)[-1], 4),
+      lambda: _blended(image, background),
+      known_format,
+    )
+
+  def on_background_png():
+    image = tf.io.decode_png(encoded, channels=4)
     return _blended(image, background)
 
   def maybe_transparent():
     if background is None or channels == 1:
       return known_format()
-    return tf.cond(_may_have_alpha(encoded), on_background, known_format)
+    return tf.case(
+      [
+        (_begins(encoded, r"\CPNG\C*"), on_background_png),
+        (_begins(encoded, r"RIFF\C{4}WEBP"), on_background_webp),
+      ],
+      default=known_format,
+    )
 
   def no_jpeg():
     return tf.cond(_is_for_pillow(encoded), other_format, maybe_transparent)
@@ -163,10 +178,9 @@ def _as_stored(encoded: Any, decoding: Decoding) -> Any:
   return tf.ensure_shape(image, [None, None, channels])
 
 
-def _may_have_alpha(encoded: Any) -> Any:
-  """Whether it is a PNG or a WebP."""
+def _begins(encoded: Any, pattern: str) -> Any:
   start = tf.strings.substr(encoded, 0, 12)
-  return tf.strings.regex_full_match(start, r"\CPNG\C*|RIFF\C{4}WEBP")
+  return tf.strings.regex_full_match(start, pattern)
 
 
 def _blended(image: Any, background: int | None) -> Any:

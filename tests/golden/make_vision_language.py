@@ -476,10 +476,18 @@ TILED = {
     ),
     (((8, 8), (10, 7), (4, 8)), ((5, 5), (9, 9))),
   ),
+  # A decoder that scales all its inputs, and logits that it would scale.
   "llava_next": (
     "llava_next",
     dict(
-      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      text_config=QWEN_TEXT
+      | dict(
+        model_type="granite",
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.4,
+        logits_scaling=3.0,
+      ),
       vision_config=TILED_VISION
       | dict(model_type="clip_vision_model", num_hidden_layers=3),
       image_token_index=IMAGE_TOKEN,

@@ -73,6 +73,46 @@ def test_decode_of_lossless_formats_is_exact(kind):
   np.testing.assert_array_equal(out, expected)
 
 
+def transparent(mode, kind, **options):
+  """A file whose alphas are random, and its pixels on white by Pillow."""
+  image = photo(40, 50, "RGBA")
+  alphas = np.random.default_rng(0).integers(0, 256, (40, 50), np.uint8)
+  image.putalpha(Image.fromarray(alphas))
+  encoded = encode(image.convert(mode), kind, **options)
+  stored = Image.open(io.BytesIO(encoded)).convert("RGBA")
+  white = Image.new("RGBA", stored.size, "white")
+  pixels = np.asarray(Image.alpha_composite(white, stored).convert("RGB"))
+  return encoded, pixels
+
+
+@pytest.mark.parametrize(
+  "file",
+  [
+    transparent("RGBA", "PNG"),
+    transparent("LA", "PNG"),
+    transparent("P", "PNG", transparency=3),
+    transparent("RGBA", "WebP", lossless=True),
+    transparent("RGB", "WebP", lossless=True),
+    transparent("RGB", "PNG"),
+    transparent("P", "GIF"),
+  ],
+  ids=[
+    *("PNG", "grey PNG", "palette PNG", "WebP"),
+    *("opaque WebP", "opaque PNG", "opaque GIF"),
+  ],
+)
+def test_decode_on_a_background(file):
+  encoded, expected = file
+  np.testing.assert_array_equal(
+    run("decode(background=255)", encoded), expected
+  )
+
+
+def test_decode_without_a_background_drops_transparency():
+  encoded, expected = transparent("RGBA", "PNG")
+  assert (run("decode", encoded) != expected).any()
+
+
 @pytest.mark.parametrize("kind", JPEGS)
 def test_decode_of_jpegs(kind):
   expected = np.asarray(Image.open(io.BytesIO(JPEGS[kind])).convert("RGB"))

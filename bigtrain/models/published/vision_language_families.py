@@ -23,9 +23,9 @@ from bigtrain.models.published.vlms import (
   idefics,
   joined_patches,
   llava,
-  missing_parts,
   mistral,
   qwen_vl,
+  uncomputed_vlms,
   vlm_parts,
 )
 from bigtrain.models.published.vlms.vlm_parts import TOWERS, Kind
@@ -255,5 +255,5 @@ def make_layouts(
   canonical: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> layouts.Layouts:
   families = {name: kind.family for name, kind in KINDS.items()}
-  missing = missing_parts.MISSING_PARTS
+  missing = uncomputed_vlms.MISSING_PARTS
   return layouts.Layouts(families, canonical, missing_parts=missing)

@@ -85,6 +85,9 @@ HARMLESS = (
   "additional_vocab_size",
   "max_position_embeddings",
 )
+# Keys of decoders that scale all embeddings, also those of pictures: Granite's
+# and AFMoE's. Gemma and others scale the tokens' own alone.
+_OF_ALL_EMBEDDINGS = ("embedding_multiplier", "mup_enabled")
 # Fields of a decoder that its own head applies.
 _OF_LOGITS = ("logits_multiplier", "logits_softcap")
 # Our fields that change no result.
@@ -181,6 +184,7 @@ def part_configs(
     if not scaled_logits:
       text = {x: y for x, y in text.items() if x not in _OF_LOGITS}
     return {
+      "embed_multiplier": _factor(layouts[text_config["model_type"]], text),
       "image_size": size,
       "image": _options(config, "vision_config", TOWERS, image_config),
       "text": text,
@@ -197,7 +201,17 @@ def part_configs(
     "text_config": {},
     "tie_word_embeddings": bool(tied),
   }
-  return Rule(("image", "text", "image_size"), keys, read, write)
+  return Rule(
+    ("image", "text", "image_size", "embed_multiplier"), keys, read, write
+  )
+
+
+def _factor(decoder: Family, text: Mapping[str, Any]) -> float:
+  """What a decoder multiplies the embeddings of pictures by."""
+  if not {*_OF_ALL_EMBEDDINGS} & decoder.absent().keys():
+    return 1.0
+  factor = text.get("embed_multiplier", 1.0)
+  return text["width"] ** 0.5 if factor == "sqrt_width" else factor
 
 
 def _options(
