@@ -177,8 +177,7 @@ class Model(encoder.Fields):
     layers = self.feature_layer
     if layers is None:
       return
-    several = isinstance(layers, list | tuple)
-    for layer in layers if several else [layers]:
+    for layer in [layers] if isinstance(layers, int) else layers:
       check_number(
         "config.model.feature_layer",
         layer,
@@ -186,7 +185,7 @@ class Model(encoder.Fields):
         most=self.depth,
         whole=True,
       )
-    if several:
+    if not isinstance(layers, int):
       if not layers:
         raise ConfigError(
           "config.model.feature_layer: expected a number or several, got none."
@@ -316,9 +315,9 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
-    y_BLD, taps_BNLD = result if taps else (result, None)
     if not joined:
-      return y_BLD, y_BLD
+      return result, result
+    y_BLD, taps_BNLD = result if taps else (result, jnp.zeros(()))
     first_BLD = x_BLD.astype(y_BLD.dtype)
     features = [
       taps_BNLD[:, taps.index(n - 1)] if n else first_BLD for n in joined
