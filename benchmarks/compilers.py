@@ -187,6 +187,21 @@ def _stack(model: str, depth: int, **options: Any) -> Peer:
   )
 
 
+def _deepseek(*changes: str) -> Case:
+  """The first layers of DeepSeek V3."""
+  changes = (
+    "model.depth=4",
+    "model.mtp=0",
+    "loss.mtp_weight=0.0",
+    # One sequence a chip, so the head's logits fit at once.
+    "loss.chunk=4096",
+    "mesh.tensor=1",
+    *changes,
+  )
+  peer = _stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4)
+  return Case("deepseek_v3.py", *_V5P, 64, changes, fsdp=64, peer=peer)
+
+
 def _packed(length: int, **pictures: str) -> dict[str, str]:
   """Features of packed rows with pictures, of which the config has no data."""
   words = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32")
@@ -217,21 +232,8 @@ CASES = {
   "gemma3_1b": Case(
     "gemma3_1b.py", *_V5E, 16, peer=_maxtext("v5e-16", 4096, **_GEMMA3_1B)
   ),
-  # One sequence a chip, so the head's logits fit at once.
-  "deepseek_v3": Case(
-    "deepseek_v3.py",
-    *_V5P,
-    64,
-    (
-      "model.depth=4",
-      "model.mtp=0",
-      "loss.mtp_weight=0.0",
-      "loss.chunk=4096",
-      "mesh.tensor=1",
-    ),
-    fsdp=64,
-    peer=_stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4),
-  ),
+  "deepseek_v3": _deepseek(),
+  "deepseek_v3_axis": _deepseek("model.moe={'axis': 'fsdp'}"),
   "qwen3_next": Case(
     "qwen3_next_80b.py",
     *_V5P,
