@@ -187,6 +187,19 @@ def _stack(model: str, depth: int, **options: Any) -> Peer:
   )
 
 
+def _stacks(
+  name: str, config: str, peer: Peer, *changes: str
+) -> dict[str, Case]:
+  """The first layers of a model with experts, which are gathered or exchanged.
+
+  A chip has one sequence, so the head's logits fit at once.
+  """
+  changes = (*changes, "loss.chunk=4096")
+  gathered = Case(config, *_V5P, 64, changes, fsdp=64, peer=peer)
+  axis = (*changes, "model.moe={'axis': 'fsdp'}")
+  return {name: gathered, f"{name}_axis": gathered._replace(changes=axis)}
+
+
 def _packed(length: int, **pictures: str) -> dict[str, str]:
   """Features of packed rows with pictures, of which the config has no data."""
   words = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32")
@@ -214,7 +227,7 @@ CASES = {
     peer=_maxtext("v5p-128", 8192, model_name="llama3.1-8b"),
   ),
   "mixtral_8x7b": Case("mixtral_8x7b.py", *_V5P, 64),
-  # From here on, a chip has one sequence: the head's logits fit at once.
+  # A chip has one sequence, so the head's logits fit at once.
   "gemma3_1b": Case(
     "gemma3_1b.py",
     *_V5E,
@@ -222,35 +235,24 @@ CASES = {
     ("loss.chunk=4096",),
     peer=_maxtext("v5e-16", 4096, **_GEMMA3_1B),
   ),
-  "deepseek_v3": Case(
+  **_stacks(
+    "deepseek_v3",
     "deepseek_v3.py",
-    *_V5P,
-    64,
-    (
-      "model.depth=4",
-      "model.mtp=0",
-      "loss.mtp_weight=0.0",
-      "loss.chunk=4096",
-      "mesh.tensor=1",
-    ),
-    fsdp=64,
-    peer=_stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4),
+    _stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4),
+    *("model.depth=4", "model.mtp=0", "loss.mtp_weight=0.0"),
+    "mesh.tensor=1",
   ),
-  "qwen3_next": Case(
+  **_stacks(
+    "qwen3_next",
     "qwen3_next_80b.py",
-    *_V5P,
-    64,
-    ("model.depth=4",),
-    fsdp=64,
-    peer=_stack("qwen3-next-80b-a3b", 4),
+    _stack("qwen3-next-80b-a3b", 4),
+    "model.depth=4",
   ),
-  "gemma4_26b": Case(
+  **_stacks(
+    "gemma4_26b",
     "gemma4_26b_a4b.py",
-    *_V5P,
-    64,
-    ("model.depth=6", "loss.chunk=4096"),
-    fsdp=64,
-    peer=_stack("gemma4-26b", 6),
+    _stack("gemma4-26b", 6),
+    "model.depth=6",
   ),
   "paligemma2_3b": Case(
     "paligemma2_3b.py",
