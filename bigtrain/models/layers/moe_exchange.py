@@ -317,8 +317,8 @@ def _exchange(
   """Sends slices of rows; returns [Y, D], with zeros where none arrive."""
   if sharding.device()[0] not in _RAGGED:
     return _exchange_padded(way, x_XD, sent, received)
-  # On a TPU a row should be whole tiles in memory: otherwise XLA takes four times
-  # as long to fill the buffer with zeros.
+  # On a TPU a row should be whole tiles in memory: otherwise XLA takes four
+  # times as long to fill the buffer with zeros.
   D = x_XD.shape[1]
   row = (D // 128, 128) if D % 128 == 0 else (D,)
   x = x_XD.reshape(-1, *row)
