@@ -53,8 +53,12 @@ CASES = [
 TRAINED = [name for name in FAMILIES if name != "gpt_oss_mxfp4"]
 # {family: layout} of models that another family expresses too.
 LAYOUTS = {
+  "gemma4_unified": "gemma4_unified_text",
+  "gpt_bigcode_heads": "gpt_bigcode",
+} | {
   name: name
   for name in (
+    "aria_text",
     "qwen3_5_moe_text",
     "cwm",
     "granitemoehybrid",
@@ -197,7 +201,9 @@ def old_config(values):
       "olmo_hybrid_nope",
       "mellum",
       "gptj",
+      "gpt2_scaled",
       "gpt_bigcode",
+      "gpt_bigcode_heads",
       "gpt_neo",
       "kimi_linear",
     )

@@ -247,6 +247,8 @@ def test_keys_that_the_library_ignores(tmp_path):
   values = config_of("gpt_neox", rope_parameters="absent", rotary_pct=0.5)
   model = model_of(tmp_path, values | dict(rope_theta=7.0))
   assert (model.rope_theta, model.rope_fraction) == (1e4, 0.5)
+  values = config_of("ministral3", rope_parameters="absent", rope_theta=7.0)
+  assert model_of(tmp_path, values).rope_theta == 1e6
   values = config_of("kimi_linear", tie_word_embeddings=True)
   assert not model_of(tmp_path, values).tied_head
 

@@ -307,6 +307,7 @@ MISTRAL4 = DEEPSEEK_V3.but(
     "first_k_dense_replace": 0,
     "rope_parameters": {
       "rope_type": "yarn",
+      "rope_theta": 1e4,
       "factor": 128.0,
       "original_max_position_embeddings": 8192,
       "mscale_all_dim": 1.0,

@@ -115,6 +115,7 @@ MINISTRAL3 = MISTRAL.but(
     "sliding_window": None,
     "rope_parameters": {
       "rope_type": "yarn",
+      "rope_theta": 1e6,
       "factor": 16.0,
       "original_max_position_embeddings": 16384,
       "mscale_all_dim": 1.0,
