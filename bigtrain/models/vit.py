@@ -168,11 +168,15 @@ class Model(encoder.Fields):
     super().__post_init__()
 
   def _check_feature_layer(self) -> None:
-    layers = self.feature_layer
-    if layers is None:
+    given: Any = self.feature_layer
+    if given is None:
       return
-    several = isinstance(layers, list | tuple)
-    for layer in layers if several else [layers]:
+    several = isinstance(given, list | tuple)
+    if several and not given:
+      raise ConfigError(
+        "config.model.feature_layer: expected a number or several, got none."
+      )
+    for layer in given if several else [given]:
       check_number(
         "config.model.feature_layer",
         layer,
@@ -181,11 +185,7 @@ class Model(encoder.Fields):
         whole=True,
       )
     if several:
-      if not layers:
-        raise ConfigError(
-          "config.model.feature_layer: expected a number or several, got none."
-        )
-      options.set_fields(self, {"feature_layer": tuple(layers)})
+      options.set_fields(self, {"feature_layer": tuple(given)})
 
   @nn.compact
   def __call__(
@@ -310,9 +310,10 @@ class Model(encoder.Fields):
       bias_1HLS=bias_1HLL,
       train=train,
     )
-    y_BLD, taps_BNLD = result if taps else (result, None)
     if not joined:
-      return y_BLD, y_BLD
+      return result, result
+    taps_BNLD: Any
+    y_BLD, taps_BNLD = result if taps else (result, None)
     first_BLD = x_BLD.astype(y_BLD.dtype)
     features = [
       taps_BNLD[:, taps.index(n - 1)] if n else first_BLD for n in joined

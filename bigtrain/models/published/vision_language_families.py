@@ -225,9 +225,10 @@ def _export(
     own = conversions.below(part, shapes)
     config, arrays = families.export(parts[part].dims, parts[part].model, own)
     del config["architectures"]
-    size, patch_size = model.image_size, config.get("patch_size")
+    size = model.image_size
     if isinstance(size, int) and "image_size" in config:
       # Pixels beyond the last whole patch, which the arrays do not show.
+      patch_size = config["patch_size"]
       if size // patch_size * patch_size == config["image_size"]:
         config["image_size"] = size
     configs[name] = config
