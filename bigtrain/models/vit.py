@@ -174,10 +174,15 @@ class Model(encoder.Fields):
     super().__post_init__()
 
   def _check_feature_layer(self) -> None:
-    layers = self.feature_layer
-    if layers is None:
+    given: Any = self.feature_layer
+    if given is None:
       return
-    for layer in [layers] if isinstance(layers, int) else layers:
+    several = isinstance(given, list | tuple)
+    if several and not given:
+      raise ConfigError(
+        "config.model.feature_layer: expected a number or several, got none."
+      )
+    for layer in given if several else [given]:
       check_number(
         "config.model.feature_layer",
         layer,
@@ -185,12 +190,8 @@ class Model(encoder.Fields):
         most=self.depth,
         whole=True,
       )
-    if not isinstance(layers, int):
-      if not layers:
-        raise ConfigError(
-          "config.model.feature_layer: expected a number or several, got none."
-        )
-      options.set_fields(self, {"feature_layer": tuple(layers)})
+    if several:
+      options.set_fields(self, {"feature_layer": tuple(given)})
 
   @nn.compact
   def __call__(
@@ -317,7 +318,8 @@ class Model(encoder.Fields):
     )
     if not joined:
       return result, result
-    y_BLD, taps_BNLD = result if taps else (result, jnp.zeros(()))
+    taps_BNLD: Any
+    y_BLD, taps_BNLD = result if taps else (result, None)
     first_BLD = x_BLD.astype(y_BLD.dtype)
     features = [
       taps_BNLD[:, taps.index(n - 1)] if n else first_BLD for n in joined

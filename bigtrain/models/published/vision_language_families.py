@@ -228,7 +228,8 @@ def _export(
     size = model.image_size
     if isinstance(size, int) and "image_size" in config:
       # Pixels beyond the last whole patch, which the arrays do not show.
-      if size - size % config["patch_size"] == config["image_size"]:
+      patch_size = config["patch_size"]
+      if size // patch_size * patch_size == config["image_size"]:
         config["image_size"] = size
     configs[name] = config
     tensors += [_renamed(kind, part, tensor) for tensor in arrays]
