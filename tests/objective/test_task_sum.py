@@ -207,7 +207,7 @@ def test_meshes_and_microbatches_change_rounding_only(
     ({"weight": 0}, "config.task.late.weight: expected a number above 0"),
     ({"from_steps": 6}, "late: begins at step 6, but the run has 6 steps"),
     ({"from_percent": 50}, "from_steps and config.task.late.from_percent"),
-    ({"type": "clasification"}, "late.type: no tasks.*'classification'"),
+    ({"type": "clasification"}, "late.type: unknown task .*'classification'"),
     ({"from_step": 3}, "late.from_step: unknown key.*'from_steps'"),
     (
       {"loss": {"label_smoothin": 1.0}},

@@ -163,7 +163,7 @@ def _mean_hops(devices: int, axes: int) -> float:
   """Links between two devices of a torus, about, and at least 1.
 
   >>> _mean_hops(8, 3), _mean_hops(64, 3), _mean_hops(256, 2)
-  (1.0, 3.0, 8.0)
+  (1.5, 3.0, 8.0)
   """
   # In a ring of s devices the mean distance is s / 4.
   side = devices ** (1 / axes)

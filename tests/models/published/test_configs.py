@@ -110,7 +110,7 @@ def test_fields_that_differ_are_errors_with_both_values(
     (
       "llama",
       dict(rope_parameters=dict(rope_type="linaer")),
-      "'linaer'.* linear",
+      "'linaer'.*'linear'",
     ),
     ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     ("llama", dict(hidden_act="mish"), "hidden_act='mish': .* only 'silu'"),

@@ -116,7 +116,7 @@ def test_mistakes_in_a_family_are_errors():
     ("glm4", dict(rope_parameters=dict(rope_typ="yarn")), "rope_typ: unknown"),
     ("olmo3", dict(rope_parameters=dict(rope_theta=1e4)), "each type of layer"),
     ("phi3", dict(rope_parameters=dict(rope_type="longrope")), "short_factor"),
-    ("nemotron", dict(hidden_act="silu"), "hidden_act='silu': .* 'relu2'"),
+    ("nemotron", dict(hidden_act="tanh"), "hidden_act='tanh': .* 'relu2'"),
     ("minimax_m2", dict(scoring_func="softmax"), "scoring_func='softmax'"),
     ("llama", dict(rope_interleaved=True), "rope_interleaved=True"),
     ("phi3", dict(lm_head_bias=True), "lm_head_bias=True: .* only False"),
