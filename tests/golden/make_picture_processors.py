@@ -300,10 +300,10 @@ MAKERS = (
 
 def write(golden, names=()):
   """Writes folders below `golden`."""
-  rng = np.random.default_rng(0)
   for make in MAKERS:
     if names and make.__name__ not in names:
       continue
+    rng = np.random.default_rng(0)
     out = golden / "picture_processors" / make.__name__
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
