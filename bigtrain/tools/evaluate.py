@@ -223,7 +223,7 @@ def _read_config(
   for change in changes:
     loading.override(plain, change)
     key = change.partition("=")[0]
-    if key not in known:
+    if not any(f"{name}.".startswith(f"{key}.") for name in known):
       added.append(f"config.{key}")
   # Schedules are ignored here: without training data, epochs have no length.
   for entry in (plain.get("evals") or {}).values():

@@ -10,7 +10,7 @@ from bigtrain.models.published.decoders.activation_rules import (
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.llama import LLAMA
 from bigtrain.models.published.decoders.rope_rules import rope
-from bigtrain.models.published.families import Key
+from bigtrain.models.published.families import Key, choice
 
 # An MLP without a gate.
 _RELU2 = activation(PLAIN, "relu2")
@@ -33,7 +33,8 @@ JAIS2 = LLAMA.but(
   keys={"norm_eps": Key("layer_norm_eps", 1e-5)},
   constants={"norm": "layernorm"},
   rules=(
-    _RELU2,
+    # No other activation: the export of a GPT-NeoX would become a Jais 2.
+    choice("mlp", "hidden_act", {"relu2": "relu2"}),
     biases(always=("norm",), attention_bias=("qkv", "out"), mlp_bias=("mlp",)),
   ),
   defaults={

@@ -16,6 +16,9 @@ from bigtrain.models.published.decoders.shared_arrays import (
 from bigtrain.models.published.families import Key, choice
 from bigtrain.models.published.tables import dense, plain, table
 
+# Not "relu2", with which the export of a Jais 2 would become a StarCoder 2.
+_GELUS = {name: kind for name, kind in PLAIN.items() if kind != "relu2"}
+
 STARCODER2 = LLAMA.but(
   "starcoder2",
   "Starcoder2ForCausalLM",
@@ -32,7 +35,7 @@ STARCODER2 = LLAMA.but(
   },
   constants={"norm": "layernorm"},
   rules=(
-    activation(PLAIN, "gelu_pytorch_tanh"),
+    activation(_GELUS, "gelu_pytorch_tanh"),
     biases(always=("norm",), use_bias=("qkv", "out", "mlp")),
   ),
   requires={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
