@@ -349,7 +349,7 @@ QWEN3_5_TEXT = TEXT | dict(
   full_attention_interval=2,
   linear_num_key_heads=1,
   linear_num_value_heads=2,
-  linear_key_head_dim=4,
+  linear_key_head_dim=8,
   linear_value_head_dim=6,
 )
 NATIVE |= {
