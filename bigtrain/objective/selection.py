@@ -212,7 +212,9 @@ def _number(keep: float, batch_size: int, path: str, mesh: Mesh) -> int:
   ways = sharding.batch_ways(mesh)
   if abs(number - keep * batch_size) < 1e-6 and number % ways == 0:
     return number
-  nearest = min(max(round(keep * batch_size / ways), 1) * ways, batch_size)
+  # All examples would leave nothing to choose.
+  most = max(batch_size - ways, ways)
+  nearest = min(max(round(keep * batch_size / ways), 1) * ways, most)
   raise ConfigError(
     f"{path}.keep={keep}: {keep * batch_size:g} of a batch of {batch_size} do "
     f"not divide among {ways} {'device' if ways == 1 else 'devices'}; the "

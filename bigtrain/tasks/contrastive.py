@@ -25,7 +25,12 @@ import jax.numpy as jnp
 
 from bigtrain import metrics, sharding
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
-from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_number,
+  nearest_divisors,
+)
 from bigtrain.losses import forward, joint_selection, pairwise
 from bigtrain.tasks import captioning
 
@@ -211,11 +216,9 @@ def select(
   check_choice("config.select.score", score, joint_selection.SCORES)
   check_number("config.select.chunks", chunks, least=1, whole=True)
   if number % chunks:
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    nearest = min(divisors, key=lambda n: abs(n - chunks))
     raise ConfigError(
       f"config.select.chunks={chunks} does not divide the {number} chosen "
-      f"pairs; the nearest number that does is {nearest}."
+      f"pairs; the nearest sizes that do: {nearest_divisors(chunks, number)}."
     )
   of_reference = _pairs(*reference(), "config.teacher.model")
   of_learner = None

@@ -272,7 +272,7 @@ MISTAKES = {
   "chunks that do not divide": (
     {"select.chunks": 3},
     "config.select.chunks=3 does not divide the 16 chosen pairs; the nearest "
-    "number that does is 2",
+    "sizes that do: 2 and 4",
   ),
   "microbatches that do not divide": (
     {"microbatches": 4},
