@@ -75,11 +75,26 @@ def _products(jaxpr: Any) -> Iterator[tuple[Any, int]]:
       yield equation, 1
       continue
     bodies = [list(_products(body)) for body in flops.nested(params)]
-    if name == "cond":  # One branch runs: the one with the most products.
-      bodies = [max(bodies, key=len)]
+    if name == "cond":
+      bodies = [_branch_that_runs(bodies, params.get("branches_platforms"))]
     repeats = params["length"] if name == "scan" else 1
     for body in bodies:
       yield from ((product, n * repeats) for product, n in body)
+
+
+def _branch_that_runs(bodies: list[Any], platforms: Any) -> Any:
+  """Returns the branch for this platform, or the one with the most products.
+
+  `platforms` has the names of each branch's platforms, None for all others; it
+  is None if the branch depends on a value.
+  """
+  if platforms is None:
+    return max(bodies, key=len)
+  ours = jax.default_backend()
+  for body, names in zip(bodies, platforms, strict=True):
+    if names is None or ours in names:
+      return body
+  raise ValueError(f"No branch for {ours}: {platforms}.")
 
 
 def _timed_call(equation: Any) -> Callable[[], float]:

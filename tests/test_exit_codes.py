@@ -109,6 +109,7 @@ def test_a_misspelled_key_on_the_command_line(config_file, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_flags_of_jax_and_absl_in_a_run_that_keeps_nothing(
   tiny_config, tmp_path
 ):

@@ -6,9 +6,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 FILE = pathlib.Path(__file__).parent / "arrays" / "test_trees.py"
 
 
+@pytest.mark.slow
 def test_tests_that_begin_too_late_are_counted():
   ended = pytest_run("--co", "-q")
   number = int(ended.stdout.splitlines()[-1].split()[0])

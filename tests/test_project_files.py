@@ -55,6 +55,7 @@ def test_every_line_of_contributing_is_run_by_a_test():
   assert sorted(tested) == sorted(lines_of_contributing())
 
 
+@pytest.mark.slow
 def test_the_one_test_of_contributing_runs():
   (command,) = commands("pytest")
   pages.ran(run(f"{command} -k value_range -p no:cacheprovider"))

@@ -74,6 +74,7 @@ def test_one_bad_number_spoils_one_prompt(tmp_path):
   ]
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
   """Its child keeps the output open, which must not matter."""
   code = (
@@ -250,6 +251,7 @@ def test_mistakes_in_the_config_are_told(spec, message):
     judges.get(spec, 10.0, Workers(1))
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_a_command_and_an_address(server, tmp_path, caplog):
   command = dict(command=script(tmp_path, LENGTH_OF), time_limit=60)
   config = config_of(total_steps=2)
@@ -276,6 +278,7 @@ def waits(texts, row):
   return [row["number"]] * len(texts)
 
 
+@pytest.mark.slow
 def test_several_processes_call_functions_at_the_same_time(tmp_path):
   rows = [{"number": i, "folder": str(tmp_path)} for i in range(3)]
   answers = [judges.Answers(row, ["a"], None) for row in rows]

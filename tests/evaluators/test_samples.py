@@ -126,6 +126,7 @@ def test_mistakes_have_their_line(judge, options, message):
     )
 
 
+@pytest.mark.slow
 def test_a_tool_writes_samples_of_a_run(tiny_config, tmp_path, capsys):
   model = dict(image_size=8, channels=1, num_classes=10, patch_size=4, width=16)
   config = tiny_config(

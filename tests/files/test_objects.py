@@ -125,6 +125,7 @@ def test_files(workdir, tmp_path):
   assert paths.read_bytes(f"{workdir}/profile/plugins/trace") == b"1"
 
 
+@pytest.mark.slow
 def test_a_silent_store_is_an_error_within_seconds(monkeypatch):
   with socket.socket() as unused:  # Does not listen.
     unused.bind(("127.0.0.1", 0))

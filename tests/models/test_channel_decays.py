@@ -43,6 +43,7 @@ def made():
   return model, checks.variables(model)
 
 
+@pytest.mark.slow
 def test_generation_by_steps_and_in_parts():
   checks.check_generation(*made())
 

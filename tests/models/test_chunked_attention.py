@@ -87,6 +87,7 @@ def test_generation_by_steps_and_in_parts():
   assert [x.k_BNSGK.shape[2] for x in caches] == [CHUNK, 30]
 
 
+@pytest.mark.slow
 def test_packed_documents_give_the_logits_of_single_ones():
   checks.check_packed(*made())
 

@@ -110,15 +110,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    name
-    if name == "tensor, sequence"
-    else pytest.param(name, marks=pytest.mark.slow)
-    for name in MESHES
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_any_mesh_has_the_gradients_of_one_device(name):
   """With rematerialisation there, and without it here."""
   mesh, packed = MESHES[name]

@@ -111,6 +111,7 @@ def test_the_table_of_inputs_has_a_vocabulary_of_its_own():
   assert shapes["params"]["layer_inputs"]["embedding"].shape == (40, 7 * 4)
 
 
+@pytest.mark.slow
 def test_embeddings_in_place_of_tokens_have_inputs_of_token_0():
   model, weights = made("last layers")
   text = checks.tokens(2)

@@ -99,6 +99,7 @@ def test_a_checkpoint_has_adapters_alone(whole):
   assert "params/blocks/mlp/up/lora_a" in manifest.arrays
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_one(base, whole, tmp_path):
   workdir = str(tmp_path / "run")
   main.train({**config_of(base[0]), "stop_at_steps": 2}, workdir)

@@ -88,6 +88,7 @@ def test_the_teacher_can_be_evaluated(modules, tiny_config, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_optimizers(modules, tiny_config, tmp_path):
   changes = dict.fromkeys(("optimizer", "lr", "schedule"))
   changes |= {"evals": {}, "total_steps": 90, "ckpt_steps": 30}

@@ -48,6 +48,7 @@ def texts_of(batch, b, g):
   return spell(prompt), spell(batch["targets"][b, g][mask])
 
 
+@pytest.mark.slow
 def test_entries_have_the_distribution_and_two_answers(batches, tmp_path):
   config = config_of(total_steps=4, log_steps=2)
   main.train(settings.plain(config), str(tmp_path / "run"))

@@ -130,6 +130,7 @@ def test_roundings_follow_from_seed_step_and_name_on_every_mesh():
   assert (expected != other).any()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_bit_equal_and_close_to_float32(
   tiny_config, tmp_path
 ):

@@ -118,6 +118,7 @@ def test_different_pictures_of_a_pairs_answers_are_refused(rows, monkeypatch):
     source.read(np.arange(1))
 
 
+@pytest.mark.slow
 def test_rollouts_are_drawn_with_the_losses_log_probs(rows):
   model = model_of(rows)
   source = prompts.Source(

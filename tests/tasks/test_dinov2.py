@@ -255,6 +255,7 @@ def test_more_crops_than_the_batch_has(
     main.train(one, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_gram_teacher_sees_ready_crops(tiny_config, tmp_path):
   arrays = ready_crops(2, 3)
   plain = dict(gram_weight=1.0, num_small=0, mask_prob=0.0)
@@ -307,6 +308,7 @@ def test_a_collapse_has_a_name(values, reason):
   assert off is None
 
 
+@pytest.mark.slow
 def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
   # A teacher whose assignments are flat teaches the uniform distribution.
   loss = LOSS | dict(

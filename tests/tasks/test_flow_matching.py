@@ -59,6 +59,7 @@ def test_the_loss_is_the_papers_formula(predicts):
   assert weight == 48 and total / weight == pytest.approx(error.mean(), 1e-6)
 
 
+@pytest.mark.slow
 def test_samples_follow_from_their_numbers_alone():
   model = dit.Model(**SIZES | dict(depth=2))
   params = jax.tree.map(jnp.float32, test_dit.drawn(model))

@@ -261,6 +261,7 @@ def test_padding_weights_and_labels_of_metrics():
   )
 
 
+@pytest.mark.slow
 def test_the_config_of_the_page_trains(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   monkeypatch.chdir(tmp_path)

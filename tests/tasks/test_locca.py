@@ -90,6 +90,7 @@ def test_padding_of_the_batch_has_no_weight(variables, batch):
     assert masked[name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_captions_in_parallel_see_their_prefix_alone(variables, batch):
   seen = []
 

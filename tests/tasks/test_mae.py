@@ -169,6 +169,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
     main.train(one, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_vit_starts_from_the_encoder(tiny_config, tmp_path):
   main.train(config(tiny_config, total_steps=1), str(tmp_path / "mae"))
   model = dict(**SIZES, posemb="sincos2d", pool_type="tok", num_classes=10)

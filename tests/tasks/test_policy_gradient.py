@@ -200,6 +200,7 @@ def fails_sometimes(texts, row):
   return [float(row["number"])] * len(texts)
 
 
+@pytest.mark.slow
 def test_rewards_that_fail_or_take_too_long_are_told_apart():
   judge = judges.get(f"{__name__}.fails_sometimes", 1.0, Workers(1))
   answers = [judges.Answers({"number": i}, ["a", "b"], None) for i in range(6)]

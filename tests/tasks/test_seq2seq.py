@@ -240,15 +240,15 @@ def test_experts_add_losses_and_metrics():
   assert 0 < mean["experts/entropy"] <= np.log(4)
 
 
-SLOW = pytest.mark.slow
 ROUTING = [
-  pytest.param(dict(top_k=1), False, marks=SLOW),
-  pytest.param(dict(top_k=2, shared_experts=1), False, marks=SLOW),
-  pytest.param(dict(top_k=1, capacity_factor=0.8), False, marks=SLOW),
+  (dict(top_k=1), False),
+  (dict(top_k=2, shared_experts=1), False),
+  (dict(top_k=1, capacity_factor=0.8), False),
   (dict(top_k=2, capacity_factor=0.8), True),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moe, packed", ROUTING)
 def test_masked_ids_change_neither_loss_nor_gradients(moe, packed):
   moe = moe | dict(num_experts=4, jitter=0.1, router_init_std=0.5)

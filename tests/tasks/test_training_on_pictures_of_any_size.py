@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from PIL import Image
-from support import any_mesh, cases
+from support import any_mesh
 
 import bigtrain
 from bigtrain import main
@@ -34,7 +34,6 @@ FAMILIES = {
   "gemma4": "gemma4",
   "llava_onevision": "llava_onevision",
 }
-QUICK = cases.quick(FAMILIES, "qwen3_vl")
 NUM_ROWS = 24
 LENGTH = 160
 
@@ -167,7 +166,8 @@ def test_microbatches_and_devices_change_nothing(
   )
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(family, folder):
   config = Config(config_of(folder, family))
   _, model = building.model(published_sizes.with_published_sizes(config))

@@ -33,17 +33,13 @@ def steps(sizes, microbatches, pack):
   return any_mesh.train(config, dict(sizes), microbatches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("sizes", "microbatches", "pack"),
   [
-    pytest.param((("fsdp", 2),), 4, False, marks=pytest.mark.slow),
+    ((("fsdp", 2),), 4, False),
     ((("fsdp", 4), ("tensor", 2)), 2, True),
-    pytest.param(
-      (("replica", 2), ("fsdp", 2), ("sequence", 2)),
-      1,
-      True,
-      marks=pytest.mark.slow,
-    ),
+    ((("replica", 2), ("fsdp", 2), ("sequence", 2)), 1, True),
   ],
 )
 def test_microbatches_and_devices_change_nothing(sizes, microbatches, pack):
@@ -116,6 +112,7 @@ def test_data_for_another_model_are_refused(tmp_path, changes, message):
     main.train(config, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_tower_freezes_and_trains_at_another_rate(frozen_tower_run):
   first, last = (params_of(frozen_tower_run, step) for step in (1, 2))
   moved = dict.fromkeys(("img", "projector", "llm"), 0.0)
@@ -163,6 +160,7 @@ def test_parts_start_from_sources_of_their_own(tmp_path):
       main.train(config, str(tmp_path / "wrong"))
 
 
+@pytest.mark.slow
 def test_adapters_of_both_parts_merge(frozen_tower_run, tmp_path):
   base = frozen_tower_run
   config = tiny_run(

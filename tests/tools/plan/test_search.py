@@ -76,6 +76,7 @@ def test_candidates_divide_devices_batch_and_model(ways):
     search.candidates(CONFIG, 7 * 11, SIZES._replace(tensor_sizes=(1,)), H100)
 
 
+@pytest.mark.slow
 def test_the_best_are_compiled_and_correct_the_others(ways):
   """A compiler that needs twice the memory of the formula."""
   calls = []
