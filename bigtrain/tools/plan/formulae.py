@@ -289,13 +289,13 @@ def _send_keys_and_queries(
   kv_heads = math.lcm(model.kv_heads, T)
   keys = 2 * b * t * kv_heads / T * model.head_dim * layers
   queries = 4 * b * t * model.heads / T * model.head_dim * layers
+  exchanged = queries * (1 + passes) / 2
+  moved = 0.0
   if model.ring:
+    exchanged += keys * (1 + passes)
     # Gradients pass around in float32.
     moved = keys * (1 + passes) * (Q - 1) / Q + keys * 4 / b
-    exchanged = queries + 2 * keys
   else:
-    moved = 0.0
-    exchanged = queries * (1 + passes) / 2
     send("sequence", "all-gather", keys * passes)
     send("sequence", "reduce-scatter", keys)
   # With two devices, one of the two parts of each stays where it is.
