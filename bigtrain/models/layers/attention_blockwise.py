@@ -434,6 +434,10 @@ def _backward(
   steps = schedule.num_steps
   grads: Any = None
   kv = k, v
+  if steps > 1:
+    # Otherwise XLA keeps what remat's forward pass has received, all keys and
+    # values, in place of passing them around once more.
+    kv = jax.lax.optimization_barrier(kv)
   for step in range(steps):
     passed = schedule.pass_on(kv) if step + 1 < steps else kv
     blocks = schedule.blocks(step, inputs)

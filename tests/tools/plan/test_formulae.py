@@ -159,3 +159,30 @@ def test_experts_on_fsdp_send_tokens_and_no_weights():
   tokens = 2 * 2 * 32 * 6 * 2 * 2 * 4096 * 4096
   kind = "all-to-all"
   assert exchanged[kind] - gathered[kind] == tokens
+
+
+@pytest.mark.parametrize(
+  ("tokens", "compiler", "kinds"),
+  [
+    (2**17, "gpu", {"all-gather", "reduce-scatter", "collective-permute"}),
+    (2**20, "gpu", {"collective-permute"}),
+    (2**20, "tpu", {"all-gather", "reduce-scatter", "collective-permute"}),
+  ],
+)
+def test_keys_and_values_travel_as_auto_decides(tokens, compiler, kinds):
+  facts = dict(
+    replica=1,
+    pipeline=1,
+    fsdp=4,
+    sequence=16,
+    tensor=1,
+    microbatches=1,
+    batch_size=4,
+    tokens_per_example=tokens,
+    sharded_parameters=8_000_000_000,
+    compiler=compiler,
+  )
+  model = dict(variant="llama_8b", vocab_size=128_256, dtype="bfloat16")
+  config = dict(model_name="decoder", model=model)
+  traffic = formulae.traffic(facts, formulae.blocks(config), config)
+  assert {one.kind for one in traffic["sequence"]} - {"all-reduce"} == kinds
