@@ -181,6 +181,17 @@ RECIPES = {
     loss=dict(load_balance=0.01, router_z=0.001, chunk=256),
     mesh=dict(replica=1, fsdp=-1),
   ),
+  "qwen3_235b": Recipe(
+    length=4096,
+    batch_size=1024,
+    total_tokens=440_000_000_000,  # 20 per active parameter.
+    lr=2e-4,
+    vocab_size=151_936,
+    model=dict(scan=True, remat_policy="nothing_saveable"),
+    tiny="qwen3_moe_mu",
+    loss=dict(load_balance=0.001, router_z=0.001, chunk=1024),
+    mesh=dict(replica=1, fsdp=-1),
+  ),
   "qwen3_5_9b": Recipe(
     length=8192,
     batch_size=512,

@@ -161,6 +161,7 @@ def count(params):
     ("smollm3_3b", 3_075_098_624),
     ("gpt_oss_20b", 20_914_757_184),
     ("qwen3_next_80b", 79_674_391_296),
+    ("qwen3_235b", 235_093_634_560),
     ("qwen3_5_9b", 8_953_803_264),
     # Counted by transformers for the published sizes.
     ("qwen3_vl_2b", 2_127_532_032),
@@ -369,7 +370,7 @@ def test_the_tiny_run_has_the_keys_of_the_real_one(name):
     *[("decoder_lm", n) for n in ("qwen3_0_6b", "gemma3_1b")],
     *[("decoder_lm", n) for n in ("smollm3_3b", "gpt_oss_20b")],
     *[("decoder_lm", n) for n in ("qwen3_next_80b", "qwen3_5_9b")],
-    ("decoder_lm", "gemma4_26b_a4b"),
+    *[("decoder_lm", n) for n in ("gemma4_26b_a4b", "qwen3_235b")],
     *[("decoder_lm", n) for n in ("deepseek_v3", "kimi_k2")],
     *[("t5_c4", n) for n in ("t5_small", "t5_1_1_base")],
     *[("vlm_transfer", n) for n in ("paligemma2_3b", "gemma3_4b")],

@@ -133,6 +133,7 @@ FIRST_LOSS = {
   "paligemma2_3b": (math.log(260), 0.05),
   "pydoc_lm": (_BYTES, 0.05),
   "qwen3_0_6b": (_BYTES, 0.05),
+  "qwen3_235b": (_BYTES, 0.05),
   "qwen3_5_9b": (_BYTES, 0.05),
   "qwen3_next_80b": (_BYTES, 0.05),
   "qwen3_vl_2b": (math.log(260), 0.05),

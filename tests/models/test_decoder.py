@@ -74,6 +74,7 @@ def logits_of(model, variables, tokens, **kwargs):
     ("gpt_oss_20b", 20_914_757_184),
     # Counted by transformers.
     ("qwen3_next_80b", 79_674_391_296),
+    ("qwen3_235b", 235_093_634_560),
     ("qwen3_5_9b", 8_953_803_264),
     ("gemma4_26b_a4b", 25_233_141_760 + 30),  # With the layers' scalars.
     # Counted by transformers for the sizes of their config.json.

@@ -38,6 +38,11 @@ _SPLASH_MIN_LENGTH = 512
 # Fewest queries in a block of Splash.
 _SPLASH_MIN_BLOCK = 128
 
+# Where blocks compute, a ring replaces gathers if all keys and values of an
+# example are larger, with their gradients. For fewer it saves little memory,
+# sends more and takes longer to compile.
+_MAX_GATHERED_BYTES = 4e9
+
 # Entries of the largest matrix for a mask: 128 MiB an example. Beyond,
 # "blockwise" needs less memory.
 _MAX_MASK = 8192 * 8192
@@ -239,6 +244,29 @@ def _blockwise_best_because(call: Call) -> str | None:
   return f"memory linear in the length, from {least} scores a head on"
 
 
+def _ring_unsupported_because(call: Call) -> str | None:
+  if call.sequence == 1:
+    return "no devices share an example"
+  return _blockwise_unsupported_because(call)
+
+
+def _ring_best_because(call: Call) -> str | None:
+  itemsize = 4 if call.dtype == "float32" else 2
+  sizes = call.positions, call.kv_heads, call.width
+  if not call.causal or not prefers_ring(*sizes, itemsize):
+    return None
+  return "no device has all keys and values, which are large here"
+
+
+def prefers_ring(
+  positions: int, kv_heads: int, width: int, itemsize: int
+) -> bool:
+  """Whether all keys and values of an example are too large to be gathered."""
+  bytes_per_number = itemsize + 4  # Gradients are summed in float32.
+  gathered_bytes = 2 * bytes_per_number * positions * kv_heads * width
+  return gathered_bytes > _MAX_GATHERED_BYTES
+
+
 def _xla_best_because(call: Call) -> str:
   return f"the fastest for {call.queries * call.positions:,} scores a head"
 
@@ -251,6 +279,7 @@ _BACKENDS = {
   ),
   # Not measured, so "auto" does not choose it.
   "tokamax": Backend(_tokamax_unsupported_because, lambda call: None),
+  "ring": Backend(_ring_unsupported_because, _ring_best_because),
   "blockwise": Backend(_blockwise_unsupported_because, _blockwise_best_because),
   "xla": Backend(lambda call: None, _xla_best_because),
 }

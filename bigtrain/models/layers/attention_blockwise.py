@@ -72,7 +72,7 @@ def largest_scores(
     return _put(largest_N, n, largest), None
 
   lowest_N = jnp.full(q_N.shape[:-1], _MASKED, jnp.float32)
-  largest_N, _ = jax.lax.scan(add, lowest_N, blocks.order.pairs)
+  largest_N, _ = jax.lax.scan(add, lowest_N, _pairs_after(q_N, blocks))
   like: Any = jax.ShapeDtypeStruct(inputs.q.shape, jnp.float32)
   return blocks.to_queries(largest_N[..., None], like)[..., 0]
 
@@ -309,7 +309,18 @@ def _add_values(
 
   order = blocks.order
   with model_flops.counts_as(order.counted, order.computed):
-    return jax.lax.scan(add, sums, order.pairs)[0]
+    return jax.lax.scan(add, sums, _pairs_after(q_N, blocks))[0]
+
+
+def _pairs_after(q_N: jax.Array, blocks: Blocks) -> jax.Array:
+  """The pairs of blocks, as if they depended on the queries.
+
+  In a scan over layers, jax computes before the loop what does not depend on a
+  layer's input, and keeps it. That would be the masks of all pairs, for each
+  head.
+  """
+  one_number = q_N[(0,) * q_N.ndim]
+  return jax.lax.optimization_barrier((blocks.order.pairs, one_number))[0]
 
 
 def _results(
@@ -423,6 +434,10 @@ def _backward(
   steps = schedule.num_steps
   grads: Any = None
   kv = k, v
+  if steps > 1:
+    # Otherwise XLA keeps what remat's forward pass has received, all keys and
+    # values, in place of passing them around once more.
+    kv = jax.lax.optimization_barrier(kv)
   for step in range(steps):
     passed = schedule.pass_on(kv) if step + 1 < steps else kv
     blocks = schedule.blocks(step, inputs)

@@ -213,13 +213,14 @@ def _splash_kernel(
   shape = (len(numbers), positions)
   blocks: Any
   if mask.causal and mask.window:
-    blocks = splash.LocalMask(shape, (mask.window - 1, 0), 0)
+    blocks = _quick(splash.LocalMask)(shape, (mask.window - 1, 0), 0)
   elif mask.causal:
-    blocks = splash.CausalMask(shape)
+    blocks = _quick(splash.CausalMask)(shape)
   else:
     blocks = splash.FullMask(shape)
   if mask.causal:
     blocks.q_sequence = numbers.astype(np.int32)
+    blocks.window = mask.window
   block_q, block_kv = sizes
   return splash.make_splash_mha(
     splash.MultiHeadMask([blocks] * heads),
@@ -239,6 +240,35 @@ def _splash_kernel(
     residual_checkpoint_name=remat.ATTENTION,
     interpret=_INTERPRET,
   )
+
+
+class _QuickBlocks:
+  """Answers for a block of a causal mask, without all of its entries.
+
+  When Splash is traced, it asks of each block whether it has any visible scores
+  and whether all are visible. A million positions make four million blocks of
+  512 x 512. The queries of a block follow each other.
+  """
+
+  q_sequence: np.ndarray  # The number of each query.
+  window: int | None
+
+  def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+    """Entries that answer any() and all() as those of the block do."""
+    rows, columns = self.q_sequence[index[0]], index[1]
+    # Distances from a query back to a position.
+    least = int(rows[0]) - (columns.stop - 1)
+    most = int(rows[-1]) - columns.start
+    beyond = math.inf if self.window is None else self.window
+    return np.array(
+      [[most >= 0 and least < beyond, least >= 0 and most < beyond]]
+    )
+
+
+@functools.cache
+def _quick(mask_class: type) -> Any:
+  """A class of jax's masks with quick answers for blocks."""
+  return type(mask_class.__name__, (_QuickBlocks, mask_class), {})
 
 
 def _library() -> Any:  # Its import takes half a second.

@@ -27,6 +27,7 @@ _LLAMA: dict[str, Any] = dict(
 _QWEN3: dict[str, Any] = dict(
   _LLAMA, norm_eps=1e-6, qk_norm="head", rope_theta=1e6, tied_head=True
 )
+_QWEN3_MOE: dict[str, Any] = dict(_QWEN3, tied_head=False)
 # https://arxiv.org/abs/2503.19786. Five layers with a window, then one without.
 _GEMMA3: dict[str, Any] = dict(
   _QWEN3,
@@ -214,6 +215,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     mlp_dim=3072,
     vocab_size=151936,
     max_len=40960,
+  ),
+  "qwen3_moe_mu": dict(
+    _QWEN3_MOE | _LLAMA_MU,
+    moe=dict(num_experts=8, top_k=2, normalize=True, mlp_dim=32),
+  ),
+  "qwen3_235b": dict(
+    _QWEN3_MOE,
+    width=4096,
+    depth=94,
+    num_heads=64,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_dim=12288,
+    vocab_size=151936,
+    max_len=40960,
+    moe=dict(num_experts=128, top_k=8, normalize=True, mlp_dim=1536),
   ),
   "gemma3_mu": dict(_GEMMA3 | _LLAMA_MU, depth=7),
   "gemma3_1b": dict(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from bigtrain import sharding
 from bigtrain.config import settings
-from bigtrain.models.layers import layer_kinds, mlp
+from bigtrain.models.layers import attention_backends, layer_kinds, mlp
 from bigtrain.objective import building, published_sizes
 from bigtrain.tools.plan import groups, meshes
 from bigtrain.tools.plan.collectives import Collective
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
   head_dim: int
   # Units of a layer's MLP that a token uses; a gate counts as one more each.
   hidden: float
-  ring: bool  # Attention passes keys and values around a ring.
+  attention: str  # The name of its implementation.
   scan: bool
   repeats: bool  # The backward pass repeats transfers of the forward pass.
   # Of experts without a capacity that stay on the devices of `fsdp`: their
@@ -90,7 +90,7 @@ def _blocks(text: str) -> Blocks:
     kv_heads=mean("num_kv_heads"),
     head_dim=mean("head_dim"),
     hidden=sum(layer.hidden_units() for layer in layers) / len(layers),
-    ring=model.attention == "ring",
+    attention=model.attention,
     scan=model.scan,
     repeats=model.scan or model.remat_policy != "none",
     experts_size=experts_size,
@@ -196,7 +196,8 @@ def traffic(
     examples = facts["batch_size"] / (step.m * meshes.batch_ways(facts))
     t = examples * tokens_per_example
     _send_table_rows(send, step, model, t / step.Q)
-    _send_keys_and_queries(send, step, model, t)
+    ring = _is_ring(model, tokens_per_example, step.b, facts)
+    _send_keys_and_queries(send, step, model, t, ring)
     _send_stream(send, step, model, t)
     _send_choices(send, step, model, t)
   return result
@@ -278,8 +279,20 @@ def _send_table_rows(
   send("fsdp", "all-to-all", m * 2 * (b * tokens * D / T + columns))
 
 
+def _is_ring(
+  model: Blocks, tokens_per_example: int, b: int, facts: Mapping[str, Any]
+) -> bool:
+  """Whether attention passes keys and values around a ring."""
+  if model.attention != "auto":
+    return model.attention == "ring"
+  # Splash, on TPUs, gathers them.
+  return facts.get("compiler") != "tpu" and attention_backends.prefers_ring(
+    tokens_per_example, model.kv_heads, model.head_dim, b
+  )
+
+
 def _send_keys_and_queries(
-  send: _Send, step: _Step, model: Blocks, t: float
+  send: _Send, step: _Step, model: Blocks, t: float, ring: bool
 ) -> None:
   """Adds the traffic of attention over `sequence`."""
   Q, T, b = step.Q, step.T, step.b
@@ -289,13 +302,13 @@ def _send_keys_and_queries(
   kv_heads = math.lcm(model.kv_heads, T)
   keys = 2 * b * t * kv_heads / T * model.head_dim * layers
   queries = 4 * b * t * model.heads / T * model.head_dim * layers
-  if model.ring:
+  exchanged = queries * (1 + passes) / 2
+  moved = 0.0
+  if ring:
+    exchanged += keys * (1 + passes)
     # Gradients pass around in float32.
     moved = keys * (1 + passes) * (Q - 1) / Q + keys * 4 / b
-    exchanged = queries + 2 * keys
   else:
-    moved = 0.0
-    exchanged = queries * (1 + passes) / 2
     send("sequence", "all-gather", keys * passes)
     send("sequence", "reduce-scatter", keys)
   # With two devices, one of the two parts of each stays where it is.

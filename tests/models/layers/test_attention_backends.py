@@ -53,6 +53,10 @@ def choose(case, wanted="auto"):
     (case(_TPU, 8192, causal=True, window=128, sinks=True), "splash"),
     (case(_H100, 8192, causal=True, documents=True), "cudnn"),
     (case(_H100, 8193, causal=True, documents=True), "blockwise"),
+    (case(_H100, 2**17, causal=True, width=128, sequence=8), "blockwise"),
+    (case(_H100, 2**20, causal=True, width=128, sequence=16), "ring"),
+    (case(_H100, 2**20, causal=True, width=128), "cudnn"),
+    (case(_TPU, 2**20, causal=True, width=128, sequence=16), "splash"),
     (case(("gpu", "AMD Instinct MI300X"), 196), "xla"),
   ],
 )

@@ -1,5 +1,7 @@
 """Attention block by block: against the plain one, and its memory."""
 
+import functools
+import math
 import re
 
 import jax
@@ -100,3 +102,24 @@ def test_memory_is_linear_in_the_length(monkeypatch):
       long = [n for n in map(int, shape.split(",")) if n >= L]
       assert len(long) < 2, shape
   assert sizes[1] < 2.1 * sizes[0]
+
+
+def test_a_scan_over_layers_keeps_no_masks():
+  """Masks do not depend on a layer's input, so jax could compute them once."""
+  case = Case(L=32, causal=True, rows=1, heads=2)
+  arrays = jax.eval_shape(case.arrays)
+
+  @functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable
+  )
+  def layer(arrays, _):
+    out = case.attend(arrays, "blockwise")
+    return {**arrays, "q": arrays["q"] + out.reshape(arrays["q"].shape)}, None
+
+  def loss(arrays):
+    return jax.lax.scan(layer, arrays, length=3)[0]["q"].sum()
+
+  text = jax.jit(jax.grad(loss)).lower(arrays).as_text()
+  shapes = re.findall(r"tensor<([\dx]+)xi1>", text)
+  sizes = [math.prod(map(int, shape.split("x"))) for shape in shapes]
+  assert max(sizes) == 2 * 32  # Queries that see anything, for both heads.

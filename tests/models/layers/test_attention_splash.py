@@ -6,7 +6,7 @@ import pytest
 from models.layers import attention_cases
 
 from bigtrain import sharding
-from bigtrain.models.layers import attention_kernels
+from bigtrain.models.layers import attention_kernels, masks
 
 Case = attention_cases.Case
 
@@ -80,3 +80,31 @@ def test_heads_are_split_over_tensor():
   with jax.set_mesh(mesh):
     actual = case.results(arrays, "splash")
   attention_cases.check_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 128, 200, 600])
+def test_the_tables_of_blocks_are_those_of_jax(window, monkeypatch):
+  # The queries of two devices, with early and late ones each.
+  parts = np.arange(1024).reshape(4, 256)
+  numbers = np.concatenate([parts[i] for i in (0, 3, 1, 2)])
+
+  def tables():
+    kernel = attention_kernels._splash_kernel(
+      numbers,
+      1024,
+      (128, 128),
+      masks.Mask(causal=True, window=window),
+      None,
+      heads=2,
+      shards=2,
+    )
+    return jax.tree.leaves(kernel)
+
+  quick = tables()
+  monkeypatch.setattr(
+    attention_kernels, "_quick", lambda mask_class: mask_class
+  )
+  expected = tables()
+  assert len(quick) == len(expected) > 3
+  for mine, other in zip(quick, expected):
+    np.testing.assert_array_equal(mine, other)

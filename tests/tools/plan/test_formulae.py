@@ -30,13 +30,16 @@ MESH = "mesh=dict(replica=1, fsdp=2, sequence=2, tensor=2)"
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-  """planned(keys): the row of the config with these keys for its mesh."""
+  """planned(keys): the row of the config with these keys for its mesh.
+
+  Further arguments are changes of the config.
+  """
 
   @functools.cache
-  def row_of(keys):
+  def row_of(keys, *changes):
     path = tmp_path_factory.mktemp("plan") / "config.py"
     path.write_text(CONFIG.replace("MESH", keys))
-    (row,) = plan.plan(str(path), [8])
+    (row,) = plan.plan(str(path), [8], changes)
     return row
 
   return row_of
@@ -51,6 +54,14 @@ def test_a_program_sends_over_each_axis_what_the_formulae_say(planned):
   # The gradients of the norms, and numbers of the loss.
   others = sum(n for axes, n in sent.items() if axes not in formula)
   assert others < 0.01 * sum(sent.values())
+
+
+@pytest.mark.slow
+def test_a_ring_sends_what_the_formulae_say(planned):
+  mesh = "mesh=dict(replica=1, fsdp=2, sequence=4)"
+  row = planned(mesh, "model.attention=ring", "model.dtype=bfloat16")
+  sent, formula = row["sent_by_axis"], row["formula_by_axis"]
+  assert sent["sequence"] == pytest.approx(formula["sequence"], rel=0.02)
 
 
 @pytest.mark.slow
@@ -148,3 +159,30 @@ def test_experts_on_fsdp_send_tokens_and_no_weights():
   tokens = 2 * 2 * 32 * 6 * 2 * 2 * 4096 * 4096
   kind = "all-to-all"
   assert exchanged[kind] - gathered[kind] == tokens
+
+
+@pytest.mark.parametrize(
+  ("tokens", "compiler", "kinds"),
+  [
+    (2**17, "gpu", {"all-gather", "reduce-scatter", "collective-permute"}),
+    (2**20, "gpu", {"collective-permute"}),
+    (2**20, "tpu", {"all-gather", "reduce-scatter", "collective-permute"}),
+  ],
+)
+def test_keys_and_values_travel_as_auto_decides(tokens, compiler, kinds):
+  facts = dict(
+    replica=1,
+    pipeline=1,
+    fsdp=4,
+    sequence=16,
+    tensor=1,
+    microbatches=1,
+    batch_size=4,
+    tokens_per_example=tokens,
+    sharded_parameters=8_000_000_000,
+    compiler=compiler,
+  )
+  model = dict(variant="llama_8b", vocab_size=128_256, dtype="bfloat16")
+  config = dict(model_name="decoder", model=model)
+  traffic = formulae.traffic(facts, formulae.blocks(config), config)
+  assert {one.kind for one in traffic["sequence"]} - {"all-reduce"} == kinds
