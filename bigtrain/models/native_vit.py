@@ -202,6 +202,7 @@ class Model(encoder.Fields):
     x_BPD = self._standardized(x_BPD)
     if num_kept is not None:
       x_BPD = x_BPD[:, :num_kept]
+      taps = None if taps is None else taps[:, :, :num_kept]
     return x_BPD, {"encoded": x_BPD, "taps": taps}
 
   def _grid(self, image: jax.Array) -> tuple[int, int]:

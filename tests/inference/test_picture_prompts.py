@@ -140,6 +140,21 @@ def test_texts_of_several_lengths_are_as_alone(model, folder):
   assert changed[1] == together[1]
 
 
+@pytest.mark.parametrize("folder", ["gemma4"], indirect=True)
+def test_padded_patches_are_whole_squares_of_any_side(folder, tmp_path):
+  for name in ("config.json", "preprocessor_config.json"):
+    values = json.loads((folder / name).read_text())
+    part = values.get("vision_config", values)
+    part["pooling_kernel_size"] = 3
+    (tmp_path / name).write_text(json.dumps(values))
+  for path in folder.iterdir():
+    if not (tmp_path / path.name).exists():
+      shutil.copy(path, tmp_path)
+  prompt = dict(text=QUESTION, images=pictures_of(folder))
+  answer = bigtrain.load(tmp_path).generate(prompt, max_new=2, eos_id=None)
+  assert answer["text"]
+
+
 @one_family
 def test_files_bytes_and_pil_are_the_same(model, folder, tmp_path):
   picture = pictures_of(folder)[0]
