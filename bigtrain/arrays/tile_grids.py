@@ -1,11 +1,14 @@
-"""Sizes of pictures that are cut into tiles, as in LLaVA-NeXT and OneVision.
+"""Sizes of pictures that are cut into tiles.
 
-A picture is resized to fit one of a few sizes, padded to that size and cut into
-tiles. The patches that show only padding are then dropped, and if too many
-remain, their features are interpolated to a smaller grid. The order of float
-operations is that of transformers, because rounding decides some of the sizes.
+For LLaVA-NeXT and OneVision, a picture is resized to fit one of a few sizes,
+padded to that size and cut into tiles. The patches that show only padding are
+then dropped, and if too many remain, their features are interpolated to a
+smaller grid. For InternVL, Aya Vision and Command A Vision, a picture is
+stretched to a grid of tiles. The order of float operations is that of
+transformers, because rounding decides some of the sizes.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -64,3 +67,54 @@ def shrunk(
   if ratio <= 1.1:
     return rows, columns
   return int(rows // ratio), int(columns // ratio)
+
+
+def _grids(least: int, most: int) -> list[tuple[int, int]]:
+  """Columns and rows of grids, from few tiles to many, narrow ones first."""
+  sides = range(1, most + 1)
+  pairs = itertools.product(sides, sides)
+  found = [(x, y) for x, y in pairs if least <= x * y <= most]
+  return sorted(found, key=math.prod)
+
+
+def most_similar(
+  height: int, width: int, tile: tuple[int, int], least: int, most: int
+) -> tuple[int, int]:
+  """Rows and columns of the grid whose proportions are the picture's.
+
+  Of several, it is the largest whose pixels are less than twice the picture's.
+
+  Args:
+    tile: height and width of a tile in pixels.
+    least, most: bounds of the number of tiles.
+  """
+  proportions, area = width / height, width * height
+  best, smallest = (1, 1), math.inf
+  for columns, rows in _grids(least, most):
+    difference = abs(proportions - columns / rows)
+    is_tie = difference == smallest
+    fits = area > 0.5 * tile[0] * tile[1] * columns * rows
+    if difference < smallest or (is_tie and fits):
+      best, smallest = (rows, columns), difference
+  return best
+
+
+def least_enlarging(
+  height: int, width: int, tile: tuple[int, int], most: int
+) -> tuple[int, int]:
+  """Rows and columns of the grid that enlarges a picture within it the least.
+
+  If all shrink it, the one that shrinks it the least.
+  """
+
+  def scale(grid: tuple[int, int]) -> float:
+    columns, rows = grid
+    # Both by the height, since tiles are squares.
+    return min(columns * tile[0] / width, rows * tile[0] / height)
+
+  grids = _grids(1, most)
+  enlarging = [grid for grid in grids if scale(grid) >= 1]
+  columns, rows = (
+    min(enlarging, key=scale) if enlarging else max(grids, key=scale)
+  )
+  return rows, columns

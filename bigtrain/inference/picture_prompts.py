@@ -6,6 +6,7 @@ for a conversation. A picture is anything that `Predictor.predict` accepts.
 Legend: B batch, N pictures of a prompt, H height, W width.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ class PicturePrompts:
         "say how they are prepared."
       )
     self.pictures = pictures.get(options, tokenizer, "pictures")
+    # Whole squares of the patches that become a token.
+    merge = (self.pictures.layout or {}).get("merge", 1)
+    self._round_to = math.lcm(_ROUND_TO, merge**2)
     self._pixels = pixels.Pixels(self.pictures.pp, self.pictures.pp_several)
 
   def ids(self, prompt: Mapping[str, Any]) -> np.ndarray:
@@ -79,7 +83,7 @@ class PicturePrompts:
     rows = [
       self._pixels([_raw(x) for x in images_of(prompt)]) for prompt in prompts
     ]
-    return pixels.features(rows, round_to=_ROUND_TO) if any(rows) else {}
+    return pixels.features(rows, round_to=self._round_to) if any(rows) else {}
 
 
 def images_of(prompt: Mapping[str, Any]) -> list[Any]:

@@ -47,6 +47,9 @@ class Model(encoder.Fields):
   frames: int = 2  # T.
   channels: int = 3  # C.
   merge: int = 2  # Side of the squares of patches that follow each other.
+  # Whether pictures may have rows and columns of patches that fill no square.
+  # These come after all squares; a projector leaves them out.
+  partial_squares: bool = False
   # Rows and columns of a learned table of positions, which is interpolated for
   # each picture; None without one.
   posemb_grid: Sequence[int] | None = None
@@ -146,7 +149,10 @@ class Model(encoder.Fields):
     The features are ordered square by square too; "taps" is (B, layers, P, D).
     """
     grid = None
-    if image.ndim == 4:
+    num_kept = None  # Of patches, of which others fill no square.
+    if image.ndim == 4 and self.partial_squares:
+      image, shapes, num_kept = self._with_partial_squares(image)
+    elif image.ndim == 4:
       grid = self._grid(image)
       shapes = jnp.asarray([grid])
     elif shapes is None:
@@ -155,7 +161,7 @@ class Model(encoder.Fields):
         "'shapes'."
       )
     elif self.ready == "rows":
-      image = _in_squares(image, shapes, self.merge)
+      image = _in_squares(image, shapes, self.merge, self.partial_squares)
     if self.centred:
       image = 2 * (image - 0.5)
     embedding = _PatchEmbedding(
@@ -174,7 +180,7 @@ class Model(encoder.Fields):
         f"config.input: 'image': expected a multiple of {self.merge**2} "
         f"patches with padding, which are whole squares, got {P}."
       )
-    place = _places(shapes, P, self.merge)
+    place = _places(shapes, P, self.merge, self.partial_squares)
     if self.posemb_grid is not None:
       h, w = self.posemb_grid
       table_hwD = self.param(
@@ -194,6 +200,9 @@ class Model(encoder.Fields):
     result = self._encode(x_BPD, place, real_BP, train)
     x_BPD, taps = result if self.taps else (result, None)
     x_BPD = self._standardized(x_BPD)
+    if num_kept is not None:
+      x_BPD = x_BPD[:, :num_kept]
+      taps = None if taps is None else taps[:, :, :num_kept]
     return x_BPD, {"encoded": x_BPD, "taps": taps}
 
   def _grid(self, image: jax.Array) -> tuple[int, int]:
@@ -212,6 +221,23 @@ class Model(encoder.Fields):
         f"{height}x{width} has {grid[0]} x {grid[1]} patches."
       )
     return grid
+
+  def _with_partial_squares(
+    self, image: jax.Array
+  ) -> tuple[jax.Array, jax.Array, int]:
+    """Ready patches of pixels, shapes, and how many patches fill squares."""
+    p, m = self.patch_size, self.merge
+    height, width = (n // p * p for n in image.shape[1:3])
+    x = patches.cut(image[:, :height, :width], (p, p))
+    B, rows, columns, _ = x.shape
+    x = x.reshape(B, rows * columns, p, p, self.channels)
+    if self.ready == "squares":
+      x = x.transpose(0, 1, 4, 2, 3)
+    x = x.reshape(B, rows * columns, -1)
+    x = jnp.pad(x, ((0, 0), (0, -rows * columns % m**2), (0, 0)))
+    shapes = jnp.broadcast_to(jnp.asarray([[rows, columns]]), (B, 2))
+    x = _in_squares(x, shapes, m, partial=True)
+    return x, shapes, (rows // m) * (columns // m) * m**2
 
   def _side_embeddings(self, place: "_Places") -> jax.Array:
     table_2ND = self.param(
@@ -287,13 +313,35 @@ class _Places(NamedTuple):
   column_BP: jax.Array
 
 
-def _places(shapes_B2: jax.Array, P: int, merge: int) -> _Places:
+def _places(
+  shapes_B2: jax.Array, P: int, merge: int, partial: bool = False
+) -> _Places:
   number_P = jnp.arange(P)
   squares_B1 = jnp.maximum(shapes_B2[:, 1:] // merge, 1)  # In a row of squares.
   square_P, inner_P = number_P // merge**2, number_P % merge**2
-  return _Places(
+  in_squares = _Places(
     square_P // squares_B1 * merge + inner_P // merge,
     square_P % squares_B1 * merge + inner_P % merge,
+  )
+  if not partial:
+    return in_squares
+  # Behind the squares: first whole columns, then the rest of the last rows.
+  rows_B1, columns_B1 = shapes_B2[:, :1], shapes_B2[:, 1:]
+  whole = _Places(rows_B1 // merge * merge, columns_B1 // merge * merge)
+  rest_BP = number_P - whole.row_BP * whole.column_BP
+  extra_B1 = columns_B1 - whole.column_BP
+  below_BP = rest_BP - rows_B1 * extra_B1
+  divisor_B1 = jnp.maximum(extra_B1, 1)
+  beside = _Places(
+    rest_BP // divisor_B1, whole.column_BP + rest_BP % divisor_B1
+  )
+  divisor_B1 = jnp.maximum(whole.column_BP, 1)
+  below = _Places(whole.row_BP + below_BP // divisor_B1, below_BP % divisor_B1)
+  return _Places(
+    *(
+      jnp.where(rest_BP < 0, x, jnp.where(below_BP < 0, y, z))
+      for x, y, z in zip(in_squares, beside, below)
+    )
   )
 
 
@@ -348,11 +396,14 @@ def _rotation(
 
 
 def _in_squares(
-  image_BPV: jax.Array, shapes_B2: jax.Array, merge: int
+  image_BPV: jax.Array,
+  shapes_B2: jax.Array,
+  merge: int,
+  partial: bool = False,
 ) -> jax.Array:
   """Reorders patches from row by row to square by square; padding may move."""
   P = image_BPV.shape[1]
-  place = _places(shapes_B2, P, merge)
+  place = _places(shapes_B2, P, merge, partial)
   number_BP = place.row_BP * shapes_B2[:, 1:] + place.column_BP
   number_BP = jnp.clip(number_BP, 0, P - 1)
   return jnp.take_along_axis(image_BPV, number_BP[..., None], axis=1)

@@ -392,10 +392,9 @@ def published(
       these into tiles.
   """
   values, path = _read_published(paths.absolute(folder))
-  if str(values.get("image_processor_type")).startswith("Llava"):
-    values |= {"side": _side_of_tokens(os.path.dirname(path))}
+  model = _model_beside(path)
   processor = sized_pictures.of_published(
-    values, path, min_pixels, max_pixels, several
+    values, model, path, min_pixels, max_pixels, several
   )
   if processor is not None:
     return _sized(processor, key)
@@ -403,6 +402,43 @@ def published(
     raise ConfigError(
       f"{path}: expected no min_pixels and max_pixels for pictures of one size."
     )
+  return _of_one_size(_with_defaults(values), path, key, precise)
+
+
+_STANDARD = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+_MEAN, _STD = sized_pictures.CLIP
+_OF_CLIP = dict(resample=3, image_mean=_MEAN, image_std=_STD)
+_CROPPED = dict(
+  **_OF_CLIP,
+  size={"shortest_edge": 224},
+  crop_size=224,
+  do_center_crop=True,
+)
+# {start of an image processor's name: values that its file may leave out}.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+  "CLIP": _CROPPED,
+  "Llava": _CROPPED,
+  "Deepseek": _OF_CLIP,
+  "Siglip": dict(**_STANDARD, resample=3),
+  "Gemma3": _STANDARD,
+  "ViT": _STANDARD,
+}
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+  kind = str(values.get("image_processor_type", ""))
+  defaults: dict[str, Any] = {"size": 224, "resample": 2}
+  for start, own in _DEFAULTS.items():
+    if kind.startswith(start):
+      defaults |= own
+  return defaults | {x: y for x, y in values.items() if y is not None}
+
+
+def _of_one_size(
+  values: Mapping[str, Any], path: str, key: str, precise: bool
+) -> Op:
+  """The op for pictures that all get the same size."""
+  square = sized_pictures.square_of_published(values, path)
   method = _RESAMPLES.get(values["resample"], "")
   size = values["size"]
   if not method or "crop_pct" in values or "longest_edge" in str(size):
@@ -428,9 +464,15 @@ def published(
     image = _resize(image, (now[0], new[1]), method, True)
     return _resize(image, new, method, True)
 
+  def in_square(image, u):
+    xp.require_image(image, u, "published")
+    padded = tf.numpy_function(square, [image], tf.uint8)
+    return tf.ensure_shape(padded, (None, None, image.shape[2]))
+
   ops = []
   if values.get("do_resize", True):
-    ops.append(registry.on_feature(fn, key, tensorflow=True))
+    resizing = fn if square is None else in_square
+    ops.append(registry.on_feature(resizing, key, tensorflow=True))
   if values.get("do_center_crop"):
     crop = sides(values.get("crop_size", 224))
     ops.append(ops_basic.central_crop(crop, key))
@@ -449,6 +491,13 @@ def published(
   return registry.compose([*ops, normalize])
 
 
+_OF_PATCHES = (
+  picture_layouts.Native,
+  picture_layouts.Bounded,
+  picture_layouts.Fitted,
+)
+
+
 def _sized(processor: sized_pictures.Processor, key: str) -> Op:
   """Patches and their shapes, or tiles."""
 
@@ -457,7 +506,7 @@ def _sized(processor: sized_pictures.Processor, key: str) -> Op:
     xp.require_image(image, u, "published")
     pixels, grid = tf.numpy_function(processor, [image], (tf.float32, tf.int32))
     layout = processor.layout
-    if isinstance(layout, picture_layouts.Native | picture_layouts.Fitted):
+    if isinstance(layout, _OF_PATCHES):
       pixels = tf.ensure_shape(pixels, (None, None))
       return {**features, key: pixels, "shapes": tf.ensure_shape(grid, (2,))}
     if isinstance(layout, picture_layouts.Views):
@@ -468,15 +517,12 @@ def _sized(processor: sized_pictures.Processor, key: str) -> Op:
   return Op(fn, reads=(key,), origins=origins, tensorflow=True)
 
 
-def _side_of_tokens(folder: str) -> int:
-  """Rows of patches of a picture, by the config.json of a LLaVA; else 0."""
-  path = os.path.join(folder, "config.json")
-  if not os.path.isfile(path):
-    return 0
-  vision = json.loads(paths.read_bytes(path)).get("vision_config") or {}
-  if "image_size" not in vision or "patch_size" not in vision:
-    return 0
-  return vision["image_size"] // vision["patch_size"]
+def _model_beside(path: str) -> dict[str, Any]:
+  """The contents of config.json beside a file, {} without one."""
+  beside = os.path.join(os.path.dirname(path), "config.json")
+  if not os.path.isfile(beside):
+    return {}
+  return dict(json.loads(paths.read_bytes(beside)))
 
 
 def _read_published(folder: str) -> tuple[dict[str, Any], str]:
@@ -492,7 +538,6 @@ def _read_published(folder: str) -> tuple[dict[str, Any], str]:
     values = json.loads(paths.read_bytes(path))
     # Models that read texts too have one file for both processors.
     values = values.get("image_processor", values)
-    values = {"size": 224, "resample": 2} | values
     if "architecture" in values:
       return _of_timm(values.get("pretrained_cfg", values)), path
     if path == timm_path:

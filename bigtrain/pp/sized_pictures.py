@@ -1,7 +1,8 @@
 """Pixels of pictures whose size decides what a model sees.
 
 text/picture_layouts.py computes the sizes. Pixels equal those of Hugging Face's
-transformers with Pillow, bit for bit.
+transformers, bit for bit: with Pillow, or with torchvision where transformers
+has nothing else.
 
 Axes: H height, W width, P patches, C channels, T frames.
 """
@@ -13,11 +14,16 @@ import numpy as np
 
 from bigtrain.arrays import tile_grids
 from bigtrain.config.errors import ConfigError
-from bigtrain.pp import pillow
+from bigtrain.pp import pillow, torch_resizing
 from bigtrain.text import picture_layouts
 
 _NORM = ("image_mean", "image_std")
 _RESAMPLES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
+# Means and standard deviations of OpenAI's CLIP.
+CLIP = (
+  (0.48145466, 0.4578275, 0.40821073),
+  (0.26862954, 0.26130258, 0.27577711),
+)
 
 
 class Processor(NamedTuple):
@@ -31,6 +37,7 @@ class Processor(NamedTuple):
   frames: int = 2  # T, of a patch.
   # Whether the picture is one of several in a row, for a layout of `Views`.
   several: bool = False
+  by_torch: bool = False  # Whether pixels are torchvision's and not Pillow's.
 
   def __call__(self, image_HWC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (pixels, int32 [2] or [4]).
@@ -39,56 +46,78 @@ class Processor(NamedTuple):
     with rows and columns of tiles. Of `Views`, pixels are [views, H, W, C] with
     Views.shape.
     """
+    layout = self.layout
     height, width = image_HWC.shape[:2]
-    if isinstance(self.layout, picture_layouts.Views):
+    if isinstance(layout, picture_layouts.Views):
       number = 2 if self.several else 1
-      shape = self.layout.shape(height, width, number)
-      return self._views(image_HWC, self.layout), np.asarray(shape, np.int32)
-    grid = self.layout.grid(height, width)
-    if isinstance(self.layout, picture_layouts.Fitted):
-      image_HWC = self._resized(image_HWC, self.layout.size(height, width))
-      p = self.layout.patch_size
-      x = self._normalized(image_HWC).reshape(grid[0], p, grid[1], p, -1)
-      pixels = x.swapaxes(1, 2).reshape(grid[0] * grid[1], -1)
-      return pixels, np.asarray(grid, np.int32)
-    if isinstance(self.layout, picture_layouts.Native):
-      image_HWC = self._resized(image_HWC, self.layout.size(height, width))
-      pixels = self._patches(self._normalized(image_HWC), self.layout)
-    else:
-      for size in self.layout.sizes(height, width):
+      shape = layout.shape(height, width, number)
+      return self._views(image_HWC, layout), np.asarray(shape, np.int32)
+    grid = layout.grid(height, width)
+    if isinstance(layout, picture_layouts.Tiles):
+      for size in layout.sizes(height, width):
         image_HWC = self._resized(image_HWC, size)
-      pixels = self._tiles(image_HWC, self.layout.tile, grid)
+      tile = (layout.tile, layout.tile)
+      pixels = self._tiles(image_HWC, image_HWC, tile, grid)
+    elif isinstance(layout, picture_layouts.Canvas):
+      sides = [n * side for n, side in zip(grid, layout.tile)]
+      canvas = self._resized(image_HWC, sides) if all(grid) else image_HWC
+      pixels = self._tiles(image_HWC, canvas, layout.tile, grid)
+    else:
+      image_HWC = self._resized(image_HWC, layout.size(height, width))
+      pixels = self._patches(self._normalized(image_HWC), grid)
     return pixels, np.asarray(grid, np.int32)
 
   def _resized(self, image_HWC: np.ndarray, size: Any) -> np.ndarray:
-    return pillow.resize(image_HWC, size, self.method)
+    resize = torch_resizing.resize if self.by_torch else pillow.resize
+    return resize(image_HWC, size, self.method)
 
   def _normalized(self, image: np.ndarray) -> np.ndarray:
-    scaled = (image.astype(np.float64) * self.unit).astype(np.float32)
     mean, std = (np.asarray(x, np.float32) for x in (self.mean, self.std))
+    if self.by_torch:
+      level = np.float32(1.0 / self.unit)
+      return (image.astype(np.float32) - mean * level) / (std * level)
+    scaled = (image.astype(np.float64) * self.unit).astype(np.float32)
     return (scaled - mean) / std
 
   def _patches(
-    self, image_HWC: np.ndarray, layout: picture_layouts.Native
+    self, image_HWC: np.ndarray, grid: tuple[int, int]
   ) -> np.ndarray:
-    """Square by square, each patch as (C, T, rows, columns)."""
-    H, W, C = image_HWC.shape
-    p, m = layout.patch_size, layout.merge
-    x = image_HWC.reshape(H // p // m, m, p, W // p // m, m, p, C)
-    x = x.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
-    x = np.repeat(x, self.frames, axis=5)
-    return x.reshape(-1, C * self.frames * p * p)
+    """[P, values], row by row or square by square, as models.native_vit."""
+    layout = self.layout
+    assert not isinstance(layout, picture_layouts.Views | picture_layouts.Tiles)
+    assert not isinstance(layout, picture_layouts.Canvas)
+    rows, columns = grid
+    p, C = layout.patch_size, image_HWC.shape[2]
+    x = image_HWC.reshape(rows, p, columns, p, C).swapaxes(1, 2)
+    if isinstance(layout, picture_layouts.Fitted):
+      return x.reshape(rows * columns, -1)
+    x = x.transpose(0, 1, 4, 2, 3)[:, :, :, None]  # (C, T, rows, columns).
+    if isinstance(layout, picture_layouts.Native):
+      x = np.repeat(x, self.frames, axis=3)
+    x = x.reshape(rows, columns, -1)
+    m = layout.merge
+    R, K = rows // m, columns // m  # Of squares.
+    squares = x[: R * m, : K * m].reshape(R, m, K, m, -1).swapaxes(1, 2)
+    # Patches that fill no square come last: columns, then rows.
+    parts = squares, x[:, K * m :], x[R * m :, : K * m]
+    return np.concatenate([part.reshape(-1, x.shape[-1]) for part in parts])
 
   def _tiles(
-    self, image_HWC: np.ndarray, tile: int, grid: tuple[int, int]
+    self,
+    image_HWC: np.ndarray,
+    canvas_HWC: np.ndarray,
+    tile: tuple[int, int],
+    grid: tuple[int, int],
   ) -> np.ndarray:
+    """The tiles of the canvas, if any, and the whole picture."""
     rows, columns = grid
+    h, w = tile
     tiles = [
-      image_HWC[row * tile :, column * tile :][:tile, :tile]
+      canvas_HWC[row * h :, column * w :][:h, :w]
       for row in range(rows)
       for column in range(columns)
     ]
-    tiles.append(self._resized(image_HWC, (tile, tile)))
+    tiles.append(self._resized(image_HWC, tile))
     return self._normalized(np.stack(tiles))
 
   def _views(
@@ -126,33 +155,34 @@ def _padded(image_HWC: np.ndarray, size: Any, color: Any) -> np.ndarray:
 
 def of_published(
   values: Mapping[str, Any],
+  model: Mapping[str, Any],
   path: str,
   min_pixels: int | None,
   max_pixels: int | None,
   several: bool = False,
 ) -> Processor | None:
-  """The processor of a preprocessor_config.json; None if sizes are fixed."""
-  options = picture_layouts.of_processor(values, min_pixels, max_pixels)
+  """The processor of a preprocessor_config.json; None if sizes are fixed.
+
+  Args:
+    model: contents of the config.json beside it, {} without one.
+  """
+  options = picture_layouts.of_processor(values, model, min_pixels, max_pixels)
   if options is None:
     return None
+  values = {name: x for name, x in values.items() if x is not None}
   is_tiles = options["kind"] == "tiles"
   is_fitted = options["kind"] == "fitted"
-  if is_tiles:
-    options["tokens"] = 0  # Only texts need their number.
+  by_torch = options.get("choice") == "scale"
   method = _RESAMPLES.get(values.get("resample", 1 if is_tiles else 3))
   flags = ["do_rescale"] if is_fitted else ["do_rescale", "do_normalize"]
   flags += [] if is_tiles else ["do_resize"]
   off = [flag for flag in flags if not values.get(flag, True)]
-  if off or method is None:
+  if off or method is None or (by_torch and method == "lanczos"):
     raise ConfigError(
-      f"{path}: expected resample of {[*_RESAMPLES]}, and true for "
+      f"{path}: expected resample of {[*_RESAMPLES][by_torch:]}, and true for "
       f"{', '.join(flags)}."
     )
-  clip = (
-    (0.48145466, 0.4578275, 0.40821073),
-    (0.26862954, 0.26130258, 0.27577711),
-  )
-  mean, std = ((0.5,) * 3, (0.5,) * 3) if is_tiles else clip
+  mean, std = ((0.5,) * 3, (0.5,) * 3) if is_tiles else CLIP
   if is_fitted:
     mean, std = (0.0,) * 3, (1.0,) * 3
     normalizes = values.get("do_normalize", False)
@@ -165,4 +195,38 @@ def of_published(
     tuple(values.get("image_std") or std),
     values.get("temporal_patch_size", 2),
     several,
+    by_torch,
   )
+
+
+class Square(NamedTuple):
+  """DeepSeek-VL's processor: the longer side fills a padded square."""
+
+  side: int  # In pixels.
+  least: int  # The shorter side's pixels, if the proportions allow fewer.
+  method: str  # Of resizing.
+  color: tuple[int, ...]  # Of the padding.
+
+  def __call__(self, image_HWC: np.ndarray) -> np.ndarray:
+    """Returns uint8 [side, side, C], before a normalization."""
+    scale = self.side / max(image_HWC.shape[:2])
+    size = [max(round(n * scale), self.least) for n in image_HWC.shape[:2]]
+    resized = pillow.resize(image_HWC, (size[0], size[1]), self.method)
+    return _padded(resized, (max(size),) * 2, np.asarray(self.color, np.uint8))
+
+
+def square_of_published(values: Mapping[str, Any], path: str) -> Square | None:
+  """The `Square` of a preprocessor_config.json, if it has one."""
+  kind = str(values.get("image_processor_type", ""))
+  if not kind.startswith("DeepseekVLImageProcessor"):
+    return None
+  size = values.get("size") or 384
+  sides = [*size.values()] if isinstance(size, Mapping) else [size]
+  method = _RESAMPLES.get(values["resample"])
+  if len({*sides}) > 1 or not values.get("do_pad", True) or not method:
+    raise ConfigError(
+      f"{path}: expected a size with the same height and width, do_pad=true "
+      f"and resample of {[*_RESAMPLES]}."
+    )
+  color = tuple(int(x * 255) for x in values["image_mean"])
+  return Square(sides[0], values.get("min_size", 14), method, color)

@@ -20,7 +20,12 @@ from bigtrain.config.errors import (
   check_number,
 )
 from bigtrain.files import paths
-from bigtrain.text import chat, picture_layouts, tokenizers
+from bigtrain.text import (
+  chat,
+  picture_families,
+  picture_layouts,
+  tokenizers,
+)
 
 # Types of parts that no model here reads.
 _UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
@@ -297,128 +302,57 @@ def of_folder(
   max_pixels: int | None = None,
 ) -> Pictures:
   path = paths.absolute(folder)
-  config = _json(os.path.join(path, "config.json"), key)
-  kind = config.get("model_type")
-  vision: dict[str, Any] = {"image_size": 224, "patch_size": 16}
-  vision |= config.get("vision_config") or {}
-  side = vision["image_size"] // vision["patch_size"]
-  token = config.get("image_token_index", config.get("image_token_id"))
-  pp = f"published({folder!r}, precise=True)"
-  layout = _layout(path, config, min_pixels, max_pixels)
-  if layout is not None:
-    area = "".join(
-      f", {name}={layout[name]}"
-      for name in ("min_pixels", "max_pixels")
-      if name in layout
+  model = _json(os.path.join(path, "config.json"), key)
+  kind = str(model.get("model_type"))
+  if kind not in picture_families.FAMILIES:
+    raise ConfigError(
+      f"{key}: {path}: model_type={kind!r}: expected "
+      f"{', '.join(picture_families.FAMILIES)}. For others give "
+      "dict(token=..., tokens=..., pp=...)."
     )
-    pp = f"published({folder!r}, precise=True{area})"
-    if layout["kind"] in ("fitted", "views"):
-      return _of_newer(config, tokenizer, token, folder, layout)
-    return _with_layout(str(kind), tokenizer, token, pp, layout)
-  if min_pixels or max_pixels:
+  processor, texts = _processor(path, key)
+  layout = picture_layouts.of_processor(
+    processor, model, min_pixels, max_pixels
+  )
+  if layout is None and (min_pixels or max_pixels):
     raise ConfigError(
       f"{key}: expected no min_pixels and max_pixels for pictures of one size."
     )
-  if kind == "paligemma":
-    return Pictures(token or 256000, side**2, pp, first=True)
-  if kind == "gemma3":
-    ends = [
-      config.get(f"{name}_token_index", default)
-      for name, default in (("boi", 255999), ("eoi", 256000))
-    ]
-    begin, end = (tokenizer.spell([number]) for number in ends)
-    return Pictures(
-      262144 if token is None else token,
-      config.get("mm_tokens_per_image", 256),
-      pp,
-      placeholder=begin,
-      before="\n\n" + begin,
-      after=end + "\n\n",
+  kinds, fields_of = picture_families.FAMILIES[kind]
+  if (layout["kind"] if layout else "") not in kinds:
+    raise ConfigError(
+      f"{key}: {path}: image_processor_type="
+      f"{processor.get('image_processor_type')!r}: its pictures are not those "
+      f"of model_type={kind!r}."
     )
-  if kind == "llava":
-    tower = config.get("vision_config", {}).get("model_type", "clip")
-    has_class = tower.startswith("clip")
-    is_full = config.get("vision_feature_select_strategy", "default") == "full"
-    number = side**2 + (has_class and is_full)
-    return Pictures(32000 if token is None else token, number, pp)
-  raise ConfigError(
-    f"{key}: {path}: model_type={kind!r}: expected paligemma, gemma3, gemma4, "
-    "llava, llava_next, llava_onevision, idefics3, smolvlm or a Qwen-VL, with "
-    "preprocessor_config.json. "
-    "For others give dict(token=..., tokens=..., pp=...)."
+  area = "".join(
+    f", {name}={(layout or {})[name]}"
+    for name in ("min_pixels", "max_pixels")
+    if name in (layout or {})
   )
+  pp = f"published({folder!r}, precise=True{area})"
+  fields = fields_of(
+    picture_families.Folder(model, processor, texts, tokenizer, layout)
+  )
+  if layout and not layout.get("splits_several", True):
+    fields["pp_several"] = f"published({folder!r}, precise=True, several=True)"
+  return Pictures(pp=pp, **fields)
 
 
-def _layout(
-  path: str,
-  config: Mapping[str, Any],
-  min_pixels: int | None,
-  max_pixels: int | None,
-) -> dict[str, Any] | None:
+def _processor(path: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The options of a folder's processors of pictures, and of texts."""
+  files = []
   for name in ("preprocessor_config.json", "processor_config.json"):
     file = os.path.join(path, name)
-    if os.path.isfile(file):
-      values = _json(file, "pictures")
-      values = values.get("image_processor", values)
-      layout = picture_layouts.of_processor(values, min_pixels, max_pixels)
-      if layout is not None and layout["kind"] == "tiles":
-        vision = {"patch_size": 32, **(config.get("vision_config") or {})}
-        side = layout["tile"] // vision["patch_size"]
-        layout["tokens"] = (side // config.get("scale_factor", 2)) ** 2
-      return layout
-  return None
-
-
-def _with_layout(
-  kind: str,
-  tokenizer: tokenizers.Tokenizer,
-  token: int | None,
-  pp: str,
-  layout: Mapping[str, Any],
-) -> Pictures:
-  """Pictures of Qwen's models, Idefics 3 and SmolVLM."""
-  if layout["kind"] == "tiles":
-    token = 128257 if token is None else token
-    return Pictures(token, 1, pp, layout=layout)
-  token = 151655 if token is None else token
-  placeholder = tokenizer.spell([token])
-  whole = f"<|vision_start|>{placeholder}<|vision_end|>"
-  return Pictures(
-    token, 1, pp, placeholder=placeholder, layout=layout, unplaced=whole
-  )
-
-
-def _of_newer(
-  config: Mapping[str, Any],
-  tokenizer: tokenizers.Tokenizer,
-  token: int | None,
-  folder: str,
-  layout: dict[str, Any],
-) -> Pictures:
-  """Pictures of Gemma 4, LLaVA-NeXT and LLaVA-OneVision."""
-  pp = f"published({folder!r}, precise=True)"
-  if layout["kind"] == "fitted":
-    token = 258880 if token is None else token
-    ends = [
-      tokenizer.spell([config.get(f"{name}_token_id", default)])
-      for name, default in (("boi", 255999), ("eoi", 258882))
-    ]
-    layout |= dict(before=ends[0], after=ends[1])
-    placeholder = tokenizer.spell([token])
-    return Pictures(token, 1, pp, placeholder=placeholder, layout=layout)
-  vision = config.get("vision_config") or {}
-  layout["side"] = vision["image_size"] // vision["patch_size"]
-  if layout["splits_several"]:
-    return Pictures(32000 if token is None else token, 1, pp, layout=layout)
-  limit = config.get("vision_aspect_ratio", "anyres_max_9")
-  layout["limit"] = int(limit.removeprefix("anyres_max_"))
-  return Pictures(
-    151646 if token is None else token,
-    1,
-    pp,
-    layout=layout,
-    pp_several=f"published({folder!r}, precise=True, several=True)",
-  )
+    files.append(_json(file, key) if os.path.isfile(file) else {})
+  if not any(files):
+    raise ConfigError(
+      f"{key}: {path}: expected preprocessor_config.json or "
+      "processor_config.json."
+    )
+  pictures, texts = files
+  pictures = pictures or texts
+  return pictures.get("image_processor", pictures), texts
 
 
 def _json(path: str, key: str) -> dict[str, Any]:

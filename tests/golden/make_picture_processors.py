@@ -2,12 +2,14 @@
 
 By transformers: a folder has what save_pretrained of a processor writes, the
 config.json of its model, and reference.npz: pictures, ids and pixels of a text
-with pictures. Image processors are those of Pillow. requirements.txt has the
-library's version.
+with pictures. Image processors are those of Pillow, or of torch where there is
+no other. Later files name only what is not a default, as the files that
+publishers write by hand. requirements.txt has the library's version.
 
   python tests/golden/make_picture_processors.py [NAME ...]  # All by default.
 """
 
+import functools
 import json
 import pathlib
 import shutil
@@ -16,6 +18,8 @@ import sys
 import numpy as np
 import PIL.Image
 import tokenizers
+import torch
+import torchvision_by_torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -247,6 +251,256 @@ def llava_next():
   return processor, config
 
 
+def made(cls, image_processor, codec, placeholder, **attributes):
+  """A processor without its processor of videos, which needs torchvision."""
+  processor = object.__new__(cls)
+  processor.image_processor, processor.tokenizer = image_processor, codec
+  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
+  for name, value in attributes.items():
+    setattr(processor, name, value)
+  return processor
+
+
+def pil(module, name, **options):
+  """An image processor of a module of transformers.models."""
+  modules = getattr(transformers.models, module)
+  cls = getattr(getattr(modules, f"image_processing_pil_{module}"), name)
+  return cls(**options)
+
+
+def vipllava():
+  codec = tokenizer(["<image>"])
+  processor = transformers.LlavaProcessor(
+    transformers.CLIPImageProcessorPil(
+      size={"shortest_edge": SIDE}, crop_size=SIZE
+    ),
+    codec,
+    patch_size=4,
+    vision_feature_select_strategy="default",
+    num_additional_image_tokens=1,
+    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
+  )
+  config = dict(
+    model_type="vipllava",
+    image_token_index=codec.convert_tokens_to_ids("<image>"),
+    vision_config=dict(
+      model_type="clip_vision_model", image_size=SIDE, patch_size=4
+    ),
+  )
+  return processor, config
+
+
+def deepseek_vl():
+  """Squares, in which the shorter side has at least five pixels."""
+  name = "<image_placeholder>"
+  codec = tokenizer([name])
+  processor = made(
+    transformers.DeepseekVLProcessor,
+    pil("deepseek_vl", "DeepseekVLImageProcessorPil", size=SIZE, min_size=5),
+    codec,
+    name,
+    image_token=name,
+    num_image_tokens=16,
+  )
+  config = dict(
+    model_type="deepseek_vl",
+    image_token_id=codec.convert_tokens_to_ids(name),
+    vision_config=dict(image_size=SIDE, patch_size=4),
+  )
+  return processor, config
+
+
+def exaone4_5():
+  names = ["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"]
+  codec = tokenizer(names)
+  ids = codec.convert_tokens_to_ids(names)
+  processor = made(
+    transformers.Exaone4_5_Processor,
+    transformers.Qwen2VLImageProcessorPil(
+      patch_size=4, size={"shortest_edge": 256, "longest_edge": 512}
+    ),
+    codec,
+    "<vision><|image_pad|></vision>",
+    image_token=names[2],
+  )
+  config = dict(
+    model_type="exaone4_5",
+    vision_start_token_id=ids[0],
+    vision_end_token_id=ids[1],
+    image_token_id=ids[2],
+    video_token_id=ids[3],
+    vision_config=dict(patch_size=4),
+  )
+  return processor, config
+
+
+def pixtral_processor(codec, edge, patch_size, **attributes):
+  of_texts = torchvision_by_torch.imported("pixtral", "processing_pixtral")
+  return made(
+    of_texts.PixtralProcessor,
+    pil(
+      "pixtral",
+      "PixtralImageProcessorPil",
+      size={"longest_edge": edge},
+      patch_size={"height": patch_size, "width": patch_size},
+    ),
+    codec,
+    "[IMG]",
+    patch_size=patch_size,
+    image_token="[IMG]",
+    image_break_token="[IMG_BREAK]",
+    image_end_token="[IMG_END]",
+    **attributes,
+  )
+
+
+PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+
+
+def mistral3():
+  """Squares of 2 x 2 patches; one file for both processors."""
+  codec = tokenizer(PIXTRAL_TOKENS)
+  processor = pixtral_processor(codec, 40, 4, spatial_merge_size=2)
+  config = dict(
+    model_type="mistral3",
+    image_token_index=codec.convert_tokens_to_ids("[IMG]"),
+    spatial_merge_size=2,
+    vision_config=dict(model_type="pixtral", patch_size=4),
+  )
+  return processor, config
+
+
+def llava_pixtral():
+  """Each patch is a token."""
+  codec = tokenizer(PIXTRAL_TOKENS)
+  processor = pixtral_processor(codec, 24, 4, spatial_merge_size=1)
+  config = dict(
+    model_type="llava",
+    image_token_index=codec.convert_tokens_to_ids("[IMG]"),
+    vision_config=dict(model_type="pixtral", patch_size=4),
+  )
+  return processor, config
+
+
+def lighton_ocr():
+  """Squares of 4 x 4 patches, which rows and columns of patches do not fill."""
+  codec = tokenizer(["<|image_pad|>"])
+  processor = made(
+    transformers.LightOnOcrProcessor,
+    pil(
+      "pixtral",
+      "PixtralImageProcessorPil",
+      size={"longest_edge": 64},
+      patch_size={"height": 4, "width": 4},
+    ),
+    codec,
+    "<|image_pad|>",
+    image_token="<|image_pad|>",
+    effective_patch_size=16,
+  )
+  config = dict(
+    model_type="lighton_ocr",
+    image_token_id=codec.convert_tokens_to_ids("<|image_pad|>"),
+    spatial_merge_size=4,
+    vision_config=dict(model_type="pixtral", patch_size=4),
+  )
+  return processor, config
+
+
+def internvl():
+  names = ["<img>", "</img>", "<IMG_CONTEXT>"]
+  codec = tokenizer(names)
+  processor = made(
+    transformers.InternVLProcessor,
+    pil("got_ocr2", "GotOcr2ImageProcessorPil", size=SIZE, max_patches=6),
+    codec,
+    names[2],
+    image_seq_length=4,
+    start_image_token=names[0],
+    end_image_token=names[1],
+    image_token=names[2],
+  )
+  config = dict(
+    model_type="internvl",
+    image_token_id=codec.convert_tokens_to_ids(names[2]),
+    vision_config=dict(image_size=[SIDE, SIDE], patch_size=[4, 4]),
+  )
+  return processor, config
+
+
+def aya_vision():
+  names = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>"]
+  codec = tokenizer(
+    [*names, "<image>", "TILE_GLOBAL", *[f"TILE_{i}" for i in range(1, 7)]]
+  )
+  processor = made(
+    transformers.AyaVisionProcessor,
+    pil("got_ocr2", "GotOcr2ImageProcessorPil", size=SIZE, max_patches=6),
+    codec,
+    "<image>",
+    image_token="<image>",
+    patch_size=8,
+    img_size=SIDE,
+    start_of_img_token=names[0],
+    end_of_img_token=names[1],
+    img_patch_token=names[2],
+    tile_token="TILE",
+    tile_global_token="TILE_GLOBAL",
+  )
+  config = dict(
+    model_type="aya_vision",
+    image_token_index=codec.convert_tokens_to_ids(names[2]),
+    downsample_factor=2,
+    vision_config=dict(image_size=SIDE, patch_size=4),
+  )
+  return processor, config
+
+
+def cohere2_vision():
+  names = [
+    "<|START_OF_IMG|>",
+    "<|END_OF_IMG|>",
+    "<|IMG_LINE_BREAK|>",
+    "<|IMG_PATCH|>",
+  ]
+  codec = tokenizer(names)
+  of_images = torchvision_by_torch.imported(
+    "cohere2_vision", "image_processing_cohere2_vision"
+  )
+  processor = made(
+    transformers.Cohere2VisionProcessor,
+    of_images.Cohere2VisionImageProcessor(
+      size=SIZE, max_patches=6, patch_size=1
+    ),
+    codec,
+    names[3],
+    patch_size=1,
+    boi_token=names[0],
+    eoi_token=names[1],
+    img_line_break_token=names[2],
+    image_token=names[3],
+  )
+  config = dict(
+    model_type="cohere2_vision",
+    image_token_id=codec.convert_tokens_to_ids(names[3]),
+    downsample_factor=4,
+    vision_config=dict(image_size=SIDE, patch_size=4),
+  )
+  return processor, config
+
+
+def grids_of(of_images, options):
+  """Random sizes, and the rows and columns of tiles of such pictures."""
+  rng = np.random.default_rng(1)
+  sizes = rng.integers(1, 200, (300, 2))
+  sizes[::3, 1] = np.maximum(sizes[::3, 0] // rng.integers(1, 4, 100), 1)
+  grids = [
+    of_images.get_optimal_tiled_canvas(tuple(size), (SIDE, SIDE), *options)
+    for size in sizes.tolist()
+  ]
+  return dict(sizes=sizes, tiles=np.asarray(grids)[:, ::-1])
+
+
 def with_patches(processor, out, text, pictures):
   """The results of a processor whose class needs one of videos."""
   processor.image_processor.save_pretrained(out)
@@ -272,6 +526,108 @@ def with_patches(processor, out, text, pictures):
   return dict(ids=ids, pixels=views(result["pixel_values"]))
 
 
+def resized_by_torch():
+  """Pictures of several sizes, resized by torch as torchvision does."""
+  rng = np.random.default_rng(2)
+  results = {}
+  for i, (old, new) in enumerate(RESIZED):
+    picture = rng.integers(0, 256, (*old, 3), dtype=np.uint8)
+    results[f"before {i}"] = picture
+    for method in ("bilinear", "bicubic"):
+      after = torchvision_by_torch.resize(
+        torch.from_numpy(picture).permute(2, 0, 1),
+        new,
+        torchvision_by_torch.InterpolationMode(method),
+        antialias=True,
+      )
+      results[f"{method} {i}"] = after.permute(1, 2, 0).numpy()
+  return results
+
+
+# Sizes before and after: larger, smaller, both, and one side alone.
+RESIZED = (
+  ((7, 5), (31, 23)),
+  ((61, 47), (9, 16)),
+  ((13, 50), (33, 8)),
+  ((90, 3), (2, 3)),
+  ((6, 41), (6, 5)),
+  ((1, 1), (4, 3)),
+)
+
+
+def sparse(path, image_processor):
+  """Leaves out of its file what an image processor has by default."""
+  content = json.loads(path.read_text())
+  values = content.get("image_processor", content)
+  cls = type(image_processor)
+  for name, value in [*values.items()]:
+    is_default = value is None or value == getattr(cls, name, None)
+    if is_default and name != "image_processor_type":
+      del values[name]
+  path.write_text(json.dumps(content, indent=2))
+
+
+def of_new_processor(processor, out, text, pictures):
+  """The results of a processor of `made`."""
+  processor.image_processor.save_pretrained(out)
+  path = out / "preprocessor_config.json"
+  sparse(path, processor.image_processor)
+  if isinstance(getattr(processor, "spatial_merge_size", None), int):
+    whole = dict(
+      image_processor=json.loads(path.read_text()),
+      patch_size=processor.patch_size,
+      spatial_merge_size=processor.spatial_merge_size,
+    )
+    path.unlink()
+    (out / "processor_config.json").write_text(json.dumps(whole, indent=2))
+  processor.tokenizer.chat_template = processor.chat_template
+  processor.tokenizer.save_pretrained(out)
+  options = {
+    key: value
+    for key, value in getattr(processor, "images_kwargs", {}).items()
+    if key != "return_tensors"
+  }
+  result, texts = processor._process_images(pictures, **options)
+  first, *others = text.split(processor.image_token)
+  text = first + "".join(map("".join, zip(texts, others, strict=True)))
+  ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+  ids = np.asarray(ids)
+  pixels = result["pixel_values"]
+  if "image_grid_thw" in result:
+    grids = np.asarray(result["image_grid_thw"])
+    return dict(ids=ids, patches=np.asarray(pixels), grids=grids)
+  if "image_sizes" in result:
+    return dict(ids=ids, **pixtral_patches(processor, pixels, result))
+  pixels = np.stack([np.asarray(x) for x in pixels])
+  return dict(ids=ids, pixels=pixels.transpose(0, 2, 3, 1))
+
+
+def in_squares(m, rows, columns, place):
+  """Sorts places of patches: by squares, then what is left on the right."""
+  row, column = place
+  if column >= columns // m * m:
+    return (1, row, column)
+  if row >= rows // m * m:
+    return (2, row, column)
+  return (0, row // m, column // m, row % m, column % m)
+
+
+def pixtral_patches(processor, pixels, result):
+  """Patches of 4 x 4 pixels: those of squares, and what is left of them."""
+  side = getattr(processor, "effective_patch_size", None)
+  m = side // 4 if side else processor.spatial_merge_size
+  patches, grids = [], []
+  for image, (height, width) in zip(pixels, result["image_sizes"]):
+    rows, columns = height // 4, width // 4
+    grids.append((1, rows, columns))
+    places = np.stack(np.indices((rows, columns)), axis=-1).reshape(-1, 2)
+    order = functools.partial(in_squares, m, rows, columns)
+    for row, column in sorted(places.tolist(), key=order):
+      patch = image[:, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
+      patches.append(np.asarray(patch).reshape(-1))
+  return dict(patches=np.stack(patches), grids=np.asarray(grids))
+
+
 def views(pixel_values):
   """All views of all pictures; padding is all zeros."""
   pixels = np.concatenate([np.asarray(x) for x in pixel_values])
@@ -287,6 +643,18 @@ SIZES = {
   "gemma4": ((23, 31), (90, 4)),
   "llava_next": ((41, 30), (9, 60)),
   "llava_onevision": ((41, 30), (9, 60)),
+  # 2 x 1 tiles and 1 x 6.
+  "internvl": ((41, 21), (9, 60)),
+  "aya_vision": ((41, 21), (9, 60)),
+  # 3 x 2 tiles, and one.
+  "cohere2_vision": ((41, 21), (9, 14)),
+  # One within the bounds, and one that is shrunk.
+  "mistral3": ((23, 31), (90, 20)),
+  "llava_pixtral": ((13, 17), (10, 60)),
+  # 5 x 7 patches, and 16 x 6.
+  "lighton_ocr": ((18, 25), (90, 30)),
+  "exaone4_5": ((23, 31), (50, 12)),
+  "deepseek_vl": ((23, 31), (6, 60)),
 }
 # Whose classes cannot be used whole.
 IN_PARTS = (qwen3_vl, gemma4, llava_onevision)
@@ -295,6 +663,13 @@ IN_PARTS = (qwen3_vl, gemma4, llava_onevision)
 MAKERS = (
   *(paligemma, gemma3, gemma4, llava, llava_next, llava_onevision),
   *(qwen3_vl, smolvlm),
+  *(vipllava, deepseek_vl, exaone4_5, mistral3, llava_pixtral, lighton_ocr),
+  *(internvl, aya_vision, cohere2_vision),
+)
+# Made by `made`.
+NEW = (
+  *(deepseek_vl, exaone4_5, mistral3, llava_pixtral, lighton_ocr),
+  *(internvl, aya_vision, cohere2_vision),
 )
 
 
@@ -308,8 +683,10 @@ def write(golden, names=()):
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     processor, config = make()
-    if make not in IN_PARTS:
+    if make not in (*IN_PARTS, *NEW):
       processor.save_pretrained(out)
+    if make is vipllava:
+      sparse(out / "processor_config.json", processor.image_processor)
     (out / "config.json").write_text(json.dumps(config))
     values = {}
     pictures = [
@@ -327,6 +704,19 @@ def write(golden, names=()):
         {"role": "user", "content": [{"type": "image"}, *content]},
         {"role": "assistant", "content": "a seven"},
       ]
+      if make in NEW:
+        codec = processor.tokenizer
+        codec.chat_template = processor.chat_template
+        text = codec.apply_chat_template(messages, tokenize=False)
+        values = of_new_processor(processor, out, text, opened)
+        if make in (internvl, cohere2_vision):
+          cls = type(processor.image_processor)
+          values |= grids_of(sys.modules[cls.__module__], (1, 6))
+        if make is cohere2_vision:
+          values |= resized_by_torch()
+        values |= {f"picture {i}": x for i, x in enumerate(pictures)}
+        np.savez_compressed(out / "reference.npz", **values)
+        continue
       if make in IN_PARTS:
         codec = processor.tokenizer
         codec.chat_template = processor.chat_template

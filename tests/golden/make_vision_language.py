@@ -497,6 +497,35 @@ TILED = {
     (((14, 20),), ((10, 7),)),
   ),
 }
+# Pictures of several shapes, of which transformers pads the pixels. {folder:
+# (model_type, options of its config, rows and columns of the patches of each
+# example's pictures)}.
+PADDED = {
+  # Each patch is a token.
+  "llava_pixtral": (
+    "llava",
+    dict(
+      text_config=TEXT | dict(model_type="mistral", sliding_window=9),
+      vision_config=VISION | dict(model_type="pixtral"),
+      image_token_index=IMAGE_TOKEN,
+      image_seq_length=1,
+      vision_feature_layer=-1,
+      vision_feature_select_strategy="full",
+    ),
+    (((2, 3), (1, 4)), ((3, 2), (2, 2))),
+  ),
+  # Squares of 2 x 2 patches, which rows and columns of patches do not fill.
+  "lighton_ocr_partial": (
+    "lighton_ocr",
+    dict(
+      text_config=TEXT | dict(model_type="qwen3"),
+      vision_config=VISION | dict(model_type="pixtral"),
+      image_token_id=IMAGE_TOKEN,
+      spatial_merge_size=2,
+    ),
+    (((5, 4), (3, 7)), ((4, 6), (2, 3))),
+  ),
+}
 # Rows and columns of the patches of each example's pictures.
 GRIDS = (((4, 6), (2, 4)), ((2, 2), (6, 4), (4, 2)))
 # Families in which pictures keep their examples: [B, N, 3, H, W].
@@ -659,6 +688,54 @@ def write_native(name, out):
   write_results(model, given, out, image=image, shapes=shapes)
 
 
+def in_squares(image, rows, columns, m):
+  """Patches of pixels [3, H, W], square by square; what is left comes last."""
+  x = image.reshape(3, rows, 4, columns, 4).transpose(1, 3, 0, 2, 4)
+  x = x.reshape(rows, columns, -1)
+  R, K = rows // m, columns // m
+  squares = x[: R * m, : K * m].reshape(R, m, K, m, -1).swapaxes(1, 2)
+  parts = squares, x[:, K * m :], x[R * m :, : K * m]
+  return np.concatenate([part.reshape(-1, x.shape[-1]) for part in parts])
+
+
+def write_padded(name, out):
+  """A model whose pictures have any shape: pixels with padding."""
+  kind, options, all_grids = PADDED[name]
+  torch.manual_seed(0)
+  rng = np.random.default_rng(0)
+  config = transformers.AutoConfig.for_model(kind, **options)
+  model = model_of(config, rng)
+  model.save_pretrained(out)
+  m = options.get("spatial_merge_size", 1)
+  most = max(h * w for grids in all_grids for h, w in grids)
+  most += -most % m**2
+  ids = rng.integers(3, 59, (BATCH, LENGTH))
+  shapes = np.zeros((BATCH, max(map(len, all_grids)), 2), np.int32)
+  image = np.zeros((*shapes.shape[:2], most, 48), np.float32)
+  sides = 4 * np.max([grid for grids in all_grids for grid in grids], axis=0)
+  padded, sizes = [], []
+  for b, grids in enumerate(all_grids):
+    at = 1 + b
+    for n, (rows, columns) in enumerate(grids):
+      length = (rows // m) * (columns // m)
+      ids[b, at : at + length] = IMAGE_TOKEN
+      at += length + 1
+      pixels = rng.normal(size=(3, 4 * rows, 4 * columns)).astype(np.float32)
+      shapes[b, n] = rows, columns
+      image[b, n, : rows * columns] = in_squares(pixels, rows, columns, m)
+      free = sides - pixels.shape[1:]
+      padded.append(np.pad(pixels, ((0, 0), (0, free[0]), (0, free[1]))))
+      sizes.append(pixels.shape[1:])
+    assert at < PROMPT, at
+  given = dict(
+    input_ids=ids,
+    pixel_values=np.stack(padded),
+    image_sizes=np.asarray(sizes),
+    labels=labels_of(ids),
+  )
+  write_results(model, given, out, image=image, shapes=shapes)
+
+
 def gemma4_pictures(image, shapes):
   """Arguments of Gemma 4: all patches with padding, and their places."""
   is_real = shapes[..., 0] > 0
@@ -740,7 +817,7 @@ def tiled_pictures(image, shapes, sizes):
   return result
 
 
-ALL = (*FAMILIES, *NATIVE, *GEMMA4, *TILED)
+ALL = (*FAMILIES, *NATIVE, *GEMMA4, *TILED, *PADDED)
 
 
 def write(golden, names=ALL):
@@ -751,6 +828,8 @@ def write(golden, names=ALL):
     out.mkdir(parents=True)
     if name in TILED:
       write_tiled(name, out)
+    elif name in PADDED:
+      write_padded(name, out)
     else:
       (write_family if name in FAMILIES else write_native)(name, out)
 

@@ -13,7 +13,13 @@ from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.tools import generate as tool
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-FAMILIES = ["paligemma", "gemma3", "gemma4", "llava", "qwen3_vl", "smolvlm"]
+FAMILIES = [
+  *("paligemma", "gemma3", "gemma4", "llava", "qwen3_vl", "smolvlm"),
+  *("vipllava", "deepseek_vl", "exaone4_5", "mistral3", "llava_pixtral"),
+  *("lighton_ocr", "internvl", "aya_vision", "cohere2_vision", "qwen3_5"),
+]
+# {family: folder of its processor}, where the names differ.
+PROCESSORS = {"qwen3_5": "qwen3_vl"}
 # What does not depend on the family, or only on whether pictures have one size.
 one_family = pytest.mark.parametrize("folder", ["paligemma"], indirect=True)
 two_families = pytest.mark.parametrize(
@@ -27,11 +33,12 @@ def folder(request, tmp_path_factory):
   """A model of a golden folder with the processor of another one."""
   family = request.param
   folder = tmp_path_factory.mktemp("model") / family
-  shutil.copytree(GOLDEN / "picture_processors" / family, folder)
+  processor = PROCESSORS.get(family, family)
+  shutil.copytree(GOLDEN / "picture_processors" / processor, folder)
   own = json.loads((folder / "config.json").read_text())
   source = GOLDEN / "vision_language" / family
   config = json.loads((source / "config.json").read_text())
-  for name in own.keys() - {"vision_config"}:
+  for name in own.keys() - {"vision_config", "model_type"}:
     config[name] = own[name]
   vocab_size = 400
   config["text_config"]["vocab_size"] = vocab_size
@@ -131,6 +138,22 @@ def test_texts_of_several_lengths_are_as_alone(model, folder):
   changed = model.generate(prompts, **options)
   assert changed[0] != together[0] and changed[2] != together[2]
   assert changed[1] == together[1]
+
+
+@pytest.mark.parametrize("folder", ["gemma4"], indirect=True)
+def test_padded_patches_are_whole_squares_of_any_side(folder, tmp_path):
+  for name in ("config.json", "preprocessor_config.json"):
+    values = json.loads((folder / name).read_text())
+    part = values.get("vision_config", values)
+    part["pooling_kernel_size"] = 3
+    (tmp_path / name).write_text(json.dumps(values))
+  for path in folder.iterdir():
+    if not (tmp_path / path.name).exists():
+      shutil.copy(path, tmp_path)
+  # 351 patches, which 384 would be enough for if 9 divided it.
+  prompt = dict(text=QUESTION, images=pictures_of(folder)[1:])
+  answer = bigtrain.load(tmp_path).generate(prompt, max_new=2, eos_id=None)
+  assert answer["text"]
 
 
 @one_family

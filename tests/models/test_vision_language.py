@@ -307,6 +307,37 @@ def test_patches_are_as_their_pictures():
   close(results[2], results[0])
 
 
+def test_patches_that_fill_no_square_are_seen_by_the_others_alone():
+  """Pictures of 3 x 5 patches: 1 x 2 squares, a column and most of a row."""
+  rng = np.random.default_rng(0)
+  image = rng.normal(size=(1, 2, 6, 10, 3))
+  cells = image.reshape(1, 2, 3, 2, 5, 2, 3).transpose(0, 1, 2, 4, 6, 3, 5)
+  cells = cells.reshape(1, 2, 3, 5, 12)
+  order = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+  order += [(0, 4), (1, 4), (2, 4), *((2, column) for column in range(4))]
+  rows, columns = np.transpose(order)
+  patches = cells[:, :, rows, columns]
+  padding = np.full((1, 2, 1, 12), 7.0)  # Up to whole squares.
+  patches = np.concatenate([patches, padding], axis=2)
+  ids = np.concatenate([native_text(rng, [(2, 4), (2, 4)])[0], [3]])[None]
+  shapes = jnp.full((1, 2, 2), jnp.asarray((3, 5)))
+  edge = patches.copy()
+  edge[:, :, 8] += 1
+  with double():
+    model = native_of(dtype="float64", image=NATIVE | {"partial_squares": True})
+    inputs = [dict(image=jnp.asarray(image))]
+    for given in (patches, edge):
+      inputs.append(dict(image=jnp.asarray(given), shapes=shapes))
+    params = params_of(model, dict(tokens=jnp.asarray(ids), **inputs[0]))
+    apply = jax.jit(model.apply)
+    results = [
+      apply({"params": params}, jnp.asarray(ids), **given)[0]
+      for given in inputs
+    ]
+  close(results[1], results[0])
+  assert np.abs(results[2] - results[0]).max() > 1e-4
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

@@ -136,12 +136,14 @@ class ExamplePictures:
     return [row_pictures.size_of(x) for x in self._rows.pictures(row)]
 
   def _most_patches(self, rows: np.ndarray) -> int:
-    layout = self._layout()
-    return max(
+    layout: Any = self._layout()
+    most = max(
       math.prod(layout.grid(*size))
       for row in rows.tolist()
       for size in self._sizes(row)
     )
+    # With the padding, the patches are whole squares.
+    return most + -most % layout.merge**2
 
   def _num_tiles(self, row: int) -> int:
     """Number of tiles of a row's pictures, plus one for each whole picture."""

@@ -7,6 +7,7 @@ that expresses a model.
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from bigtrain.models.published.layer_patterns import ByLayer
 class Layouts(NamedTuple):
   """The published layouts of a module in bigtrain/models."""
 
-  families: Mapping[str, Family]  # By model_type, as in config.json.
+  families: Mapping[str, Family]  # By name, see `name_of`.
   # From a model's fields to comparable ones.
   canonical: Callable[[Mapping[str, Any]], dict[str, Any]]
   # From a model to {name of a layout: family}; an export takes the first that
@@ -28,6 +29,10 @@ class Layouts(NamedTuple):
   of_model: Callable[[Any], Mapping[str, Family]] | None = None
   # {model_type of a known family that is not computed: the part it needs}.
   missing_parts: Mapping[str, str] = {}
+  # Name of the family of a config.json, where it is not the model_type alone.
+  name_of: Callable[[Mapping[str, Any]], str] = operator.itemgetter(
+    "model_type"
+  )
 
   def fields(self, path: str, unread: Collection[str] = ()) -> "Fields | None":
     """Returns the fields that config.json, or its `text_config`, determines.
@@ -42,7 +47,7 @@ class Layouts(NamedTuple):
     given = values["model_type"]
     if given not in self.families:
       values = _text_part(values)
-    kind = values["model_type"]
+    kind = self.name_of(values)
     if kind not in self.families:
       names = values.get("architectures") or []
       for name in (given, kind):

@@ -30,7 +30,9 @@ from bigtrain.models.published.vlms import (
 )
 from bigtrain.models.published.vlms.vlm_parts import TOWERS, Kind
 
-# {model_type: kind}. An export takes the first that expresses the model.
+_PIXTRAL = "llava_pixtral"
+# {model_type, or a name of our own: kind}. An export takes the first that
+# expresses the model.
 KINDS: Mapping[str, Kind] = {
   kind.family.model_type: kind
   for kind in (
@@ -57,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
     joined_patches.INTERNVL,
     llava.DEEPSEEK_VL,
   )
-}
+} | {_PIXTRAL: mistral.PIXTRAL}
 
 # Dimensions of the arrays of projectors.
 _OF_PROJECTOR: Mapping[str, str] = {
@@ -257,4 +259,11 @@ def make_layouts(
 ) -> layouts.Layouts:
   families = {name: kind.family for name, kind in KINDS.items()}
   missing = uncomputed_vlms.MISSING_PARTS
-  return layouts.Layouts(families, canonical, missing_parts=missing)
+  return layouts.Layouts(families, canonical, None, missing, _name)
+
+
+def _name(config: Mapping[str, Any]) -> str:
+  """The name in KINDS of the family of a config.json."""
+  kind = str(config["model_type"])
+  tower = (config.get("vision_config") or {}).get("model_type")
+  return _PIXTRAL if (kind, tower) == ("llava", "pixtral") else kind

@@ -325,8 +325,13 @@ def write_config(folder, family, change):
   [
     (
       "llava",
-      lambda x: x["vision_config"].update(model_type="pixtral"),
-      "vision_config.model_type='pixtral': expected 'clip_vision_model' or",
+      lambda x: x["vision_config"].update(model_type="internvl_vision"),
+      "vision_config.model_type='internvl_vision': expected 'clip_vision_mode",
+    ),
+    (
+      "llava_pixtral",
+      lambda x: x.update(vision_feature_layer=-2),
+      "vision_feature_layer=-2: the model computes only -1",
     ),
     (
       "llava",

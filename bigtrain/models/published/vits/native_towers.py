@@ -110,6 +110,7 @@ def _window() -> Rule:
 # Fields that most towers do not use.
 _NEUTRAL: Mapping[str, Any] = {
   "ready": "squares",
+  "partial_squares": False,
   "centred": False,
   "posemb_sides": None,
   "rope_by_halves": False,

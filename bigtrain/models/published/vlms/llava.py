@@ -34,7 +34,7 @@ def name_of_activation(ours: str | None) -> str:
   return [*names, "gelu"][0]
 
 
-def _two_layers() -> Rule:
+def two_layers() -> Rule:
   """An MLP of two layers."""
   act, bias = "projector_hidden_act", "multimodal_projector_bias"
 
@@ -199,7 +199,7 @@ LLAVA = Kind(
     keys={"image_token": Key("image_token_index", 32000)},
     constants={"mask": "causal"},
     rules=(
-      _two_layers(),
+      two_layers(),
       features(
         vlm_parts.part_configs(
           _LLAVA_TOWERS, tower="clip_vision_model", decoder="llama"
@@ -283,7 +283,7 @@ LLAVA_ONEVISION = Kind(
     keys={"image_token": Key("image_token_index", 151646)},
     constants={"mask": "causal"},
     rules=(
-      _two_layers(),
+      two_layers(),
       _tiles(tile_grids.ONEVISION_SIZES, limited=True),
       features(
         vlm_parts.part_configs(
@@ -309,7 +309,7 @@ LLAVA_NEXT = LLAVA_ONEVISION._replace(
     architecture="LlavaNextForConditionalGeneration",
     keys=LLAVA.family.keys,
     rules=(
-      _two_layers(),
+      two_layers(),
       _tiles(tile_grids.NEXT_SIZES, limited=False),
       features(
         vlm_parts.part_configs(

@@ -1,5 +1,6 @@
-"""Mistral 3 and LightOnOCR: Pixtral's tower, and a layer that joins patches.
+"""Pixtral, Mistral 3 and LightOnOCR: Pixtral's tower.
 
+Pixtral is a LLaVA with this tower. The others have a layer that joins patches.
 Mistral 3 is Mistral Small 3.1 and later, Magistral, Devstral and Ministral 3.
 """
 
@@ -58,22 +59,39 @@ def _fixed_mlp() -> Rule:
   return rule._replace(keys={_SIDE: 2}, read=read, write=write)
 
 
-def _parts(decoder: str) -> Rule:
-  """The parts. The tower has its patches in the order of the squares."""
+def _parts(
+  decoder: str,
+  *,
+  tied: bool | None = True,
+  merges: bool = True,
+  partial_squares: bool = False,
+) -> Rule:
+  """The parts. The tower has its patches in the order of the squares.
+
+  Args:
+    tied: see vlm_parts.part_configs.
+    merges: whether patches are joined.
+    partial_squares: whether the processor makes pictures with rows or columns
+      of patches that fill no square.
+  """
   parts = vlm_parts.part_configs(
-    ("pixtral",), tower="pixtral", decoder=decoder, tied=True
+    ("pixtral",), tower="pixtral", decoder=decoder, tied=tied
   )
 
   def read(config: ConfigJson) -> dict[str, Any]:
     fields = dict(parts.read(config))
-    fields["image"] = {**fields["image"], "merge": config[_SIDE]}
-    return {**fields, "image_size": None}
+    merge = config[_SIDE] if merges else 1
+    image = {**fields["image"], "merge": merge}
+    if partial_squares:
+      image["partial_squares"] = True
+    return {**fields, "image": image, "image_size": None}
 
   return parts._replace(read=read)
 
 
 def _canonical_tower(values: Mapping[str, Any]) -> dict[str, Any]:
-  return {**native_towers.canonical(values), "merge": 1}
+  fixed = {"merge": 1, "partial_squares": False}
+  return {**native_towers.canonical(values), **fixed}
 
 
 MISTRAL3 = Kind(
@@ -102,13 +120,49 @@ MISTRAL3 = Kind(
   starts=vlm_parts.STARTS,
   canonical_tower=_canonical_tower,
 )
+_LAYER, _STRATEGY = "vision_feature_layer", "vision_feature_select_strategy"
+
+
+def _last_features(parts: Rule) -> Rule:
+  """The keys of LLaVA that choose features; here it is always the last ones."""
+
+  def read(config: ConfigJson) -> dict[str, Any]:
+    config.require(_LAYER, -1)
+    config.require(_STRATEGY, "full")
+    return dict(parts.read(config))
+
+  def write(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers asks the processor for the number of tokens.
+    own = {_LAYER: -1, _STRATEGY: "full", "image_seq_length": 1}
+    return {**parts.write(fields), **own}
+
+  keys = {**parts.keys, _LAYER: -2, _STRATEGY: "default"}
+  return parts._replace(keys=keys, read=read, write=write)
+
+
+PIXTRAL = Kind(
+  llava.LLAVA.family._replace(
+    constants={
+      "mask": "causal",
+      "class_token": False,
+      "image_model": "native_vit",
+    },
+    rules=(
+      llava.two_layers(),
+      _last_features(_parts("mistral", tied=None, merges=False)),
+    ),
+  ),
+  towers=("pixtral",),
+  starts=vlm_parts.STARTS,
+  canonical_tower=native_towers.canonical,
+)
 LIGHTON_OCR = MISTRAL3._replace(
   family=MISTRAL3.family._replace(
     model_type="lighton_ocr",
     architecture="LightOnOcrForConditionalGeneration",
     keys={"image_token": Key("image_token_id", 151655)},
     constants={**MISTRAL3.family.constants, "published_as": "lighton_ocr"},
-    rules=(_fixed_mlp(), _parts("qwen3")),
+    rules=(_fixed_mlp(), _parts("qwen3", partial_squares=True)),
     requires={},
     aliases={},
   ),
