@@ -36,8 +36,7 @@ def apply(
       variables, *args, train=False, rngs=None, mutable=[], **kwargs
     )
     return out, {name: variables[name] for name in names}
-  if getattr(model, "attention_logits", False):
-    collect = (*collect, "step_largest")
+  collect = (*collect, *_largest_logits(model))
   out, new = model.apply(
     variables,
     *args,
@@ -47,6 +46,27 @@ def apply(
     **kwargs,
   )
   return out, dict(new)
+
+
+def apply_unchanged(
+  model: Any, variables: Variables, *args: Any, **kwargs: Any
+) -> tuple[Any, Variables]:
+  """Applies a model, whose mutable collections stay as they are.
+
+  Returns:
+    (output, the collection of the largest attention logits, for models whose
+    field `attention_logits` is set).
+  """
+  collect = _largest_logits(model)
+  if not collect:
+    return model.apply(variables, *args, **kwargs), {}
+  out, largest = model.apply(variables, *args, mutable=collect, **kwargs)
+  return out, dict(largest)
+
+
+def _largest_logits(model: Any) -> list[str]:
+  """The collection of the largest attention logits, if the model has it."""
+  return ["step_largest"] * getattr(model, "attention_logits", False)
 
 
 def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:

@@ -135,6 +135,8 @@ class Model(nn.Module):
   image_size: Any = None
   # Published layout of an export, where several compute the same.
   published_as: str | None = None
+  # Whether log entries have the largest score of each layer of the decoder.
+  attention_logits: bool = False
   # These four are of both parts; None for their own defaults.
   attention: str | None = None
   dtype: str | None = None  # Of the computation.
