@@ -11,6 +11,8 @@ from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import check_choice
 
+_LARGEST = "step_largest"  # See models/layers/attention_logits.py.
+
 
 def apply(
   model: Any,
@@ -45,7 +47,7 @@ def apply(
     mutable=[*names, *collect],
     **kwargs,
   )
-  return out, dict(new)
+  return out, _of_one_part(model, new)
 
 
 def apply_unchanged(
@@ -61,12 +63,21 @@ def apply_unchanged(
   if not collect:
     return model.apply(variables, *args, **kwargs), {}
   out, largest = model.apply(variables, *args, mutable=collect, **kwargs)
-  return out, dict(largest)
+  return out, _of_one_part(model, largest)
 
 
 def _largest_logits(model: Any) -> list[str]:
   """The collection of the largest attention logits, if the model has it."""
-  return ["step_largest"] * getattr(model, "attention_logits", False)
+  return [_LARGEST] * getattr(model, "attention_logits", False)
+
+
+def _of_one_part(model: Any, collections: Variables) -> Variables:
+  """Keeps the logits of one part of a model, such as its decoder."""
+  part = getattr(model, "attention_logits_of", None)
+  result = dict(collections)
+  if part is not None and _LARGEST in result:
+    result[_LARGEST] = {part: result[_LARGEST][part]}
+  return result
 
 
 def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:

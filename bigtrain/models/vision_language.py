@@ -117,6 +117,8 @@ class Model(nn.Module):
   """Tower, projector and decoder."""
 
   head_name: ClassVar[str] = "llm/head"  # Its parameters, for adapters.
+  # The part whose logits of attention are collected.
+  attention_logits_of: ClassVar[str] = "llm"
 
   image: Mapping[str, Any] | None = None  # Options of the tower's Model.
   text: Mapping[str, Any] | None = None  # Options of the decoder's Model.
