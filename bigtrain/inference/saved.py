@@ -249,7 +249,12 @@ def _published_generation(
     generation["min_new"] = min_new
   if given.get("do_sample"):
     generation["temperature"] = given.get("temperature") or 1.0
-    for name in ("top_k", "top_p"):
+    # The library leaves out what equals its own defaults, and 50 is one.
+    generation["top_k"] = 50
+    names = ["top_k", "top_p"]
+    if task == "language_modeling":
+      names.append("min_p")
+    for name in names:
       if given.get(name) is not None:
         generation[name] = given[name]
   return generation

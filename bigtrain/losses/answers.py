@@ -8,7 +8,7 @@ Axes: B prompts; K answers to a prompt; L tokens; X = B x K.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, Variables
 from bigtrain.config.errors import ConfigError
-from bigtrain.losses import token_losses
+from bigtrain.losses import forward, token_losses
+
+
+class LogProbs(NamedTuple):
+  """Result of `log_probs`."""
+
+  log_prob_BKL: jax.Array
+  # (loss, its gradient with respect to log_prob_BKL) -> loss with a gradient.
+  with_gradient: Callable[[jax.Array, jax.Array], jax.Array]
+  collected: Variables  # See forward.apply_unchanged.
 
 
 def inputs(batch: Batch) -> dict[str, jax.Array]:
@@ -46,18 +55,20 @@ def log_probs(
   batch: Batch,
   chunk: int | None,
   temperature: float = 1.0,
-) -> tuple[jax.Array, Callable[[jax.Array, jax.Array], jax.Array]]:
+) -> LogProbs:
   """Returns log-probabilities without a gradient, and a function that adds it.
 
   The log-probabilities are those of "targets", [B, K, L], and 0 where
   "loss_mask" is 0. If they had a gradient, all logits would have to exist at
   once, because losses/linear_xent.py needs the weights of the tokens' losses in
   the forward pass. So the caller differentiates its loss with respect to the
-  log-probabilities, and calls the second result, (loss, this gradient) -> loss,
-  which uses the gradient as these weights.
+  log-probabilities, and calls `with_gradient`, which uses this gradient as
+  these weights.
   """
   mask_BKL = batch["loss_mask"] != 0
-  _, out = model.apply(variables, **inputs(batch), head=False, train=False)
+  (_, out), collected = forward.apply_unchanged(
+    model, variables, **inputs(batch), head=False, train=False
+  )
 
   def losses(variables: Variables, hidden_XLD: Any, weight_BKL: Any) -> Any:
     head = token_losses.head_losses(variables, model, temperature, chunk=chunk)
@@ -73,7 +84,8 @@ def log_probs(
   stopped = jax.lax.stop_gradient((variables, out["pre_logits"]))
   loss_XL = losses(*stopped, mask_BKL).loss_BL
   loss_BKL = loss_XL.reshape(mask_BKL.shape)
-  return jnp.where(mask_BKL, -loss_BKL, 0.0), with_gradient
+  log_prob_BKL = jnp.where(mask_BKL, -loss_BKL, 0.0)
+  return LogProbs(log_prob_BKL, with_gradient, collected)
 
 
 def reference(

@@ -11,6 +11,8 @@ from bigtrain.arrays import trees
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import check_choice
 
+_LARGEST = "step_largest"  # See models/layers/attention_logits.py.
+
 
 def apply(
   model: Any,
@@ -36,8 +38,7 @@ def apply(
       variables, *args, train=False, rngs=None, mutable=[], **kwargs
     )
     return out, {name: variables[name] for name in names}
-  if getattr(model, "attention_logits", False):
-    collect = (*collect, "step_largest")
+  collect = (*collect, *_largest_logits(model))
   out, new = model.apply(
     variables,
     *args,
@@ -46,7 +47,37 @@ def apply(
     mutable=[*names, *collect],
     **kwargs,
   )
-  return out, dict(new)
+  return out, _of_one_part(model, new)
+
+
+def apply_unchanged(
+  model: Any, variables: Variables, *args: Any, **kwargs: Any
+) -> tuple[Any, Variables]:
+  """Applies a model, whose mutable collections stay as they are.
+
+  Returns:
+    (output, the collection of the largest attention logits, for models whose
+    field `attention_logits` is set).
+  """
+  collect = _largest_logits(model)
+  if not collect:
+    return model.apply(variables, *args, **kwargs), {}
+  out, largest = model.apply(variables, *args, mutable=collect, **kwargs)
+  return out, _of_one_part(model, largest)
+
+
+def _largest_logits(model: Any) -> list[str]:
+  """The collection of the largest attention logits, if the model has it."""
+  return [_LARGEST] * getattr(model, "attention_logits", False)
+
+
+def _of_one_part(model: Any, collections: Variables) -> Variables:
+  """Keeps the logits of one part of a model, such as its decoder."""
+  part = getattr(model, "attention_logits_of", None)
+  result = dict(collections)
+  if part is not None and _LARGEST in result:
+    result[_LARGEST] = {part: result[_LARGEST][part]}
+  return result
 
 
 def metrics_fn(loss_fn: Callable[..., Any], **given: Any) -> Any:

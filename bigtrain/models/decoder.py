@@ -15,6 +15,7 @@ Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -279,9 +280,10 @@ class Model(nn.Module):
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
     if cache is not None:
-      cache = cache.reading(start, tokens.shape[1], real)
+      cache = cache.with_tokens(tokens, start, real)
     layers = layer_kinds.of_model(self)
-    tables = layers.tables(positions, _lengths(tokens, segments, cache), added)
+    lengths = _lengths(layers, tokens, segments, real, cache)
+    tables = layers.tables(positions, lengths, added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
     shared = tables, mask, real, start, train
     (x_BLD, cache), stats = self._blocks(layers, x_BLD, cache, *shared)
@@ -535,9 +537,17 @@ class Model(nn.Module):
       )
     layers = layer_kinds.of_model(self)
     kind_N = [block.cache for block in layers.of_all(self.depth)]
-    return kv_cache.of_layers(
+    cache = kv_cache.of_layers(
       batch_size, max_len, layers.caches, kind_N, self.dtype, write_once, whole
     )
+    if not layers.depends_on_length():
+      return cache
+    text = kv_cache.Text(
+      jnp.zeros((batch_size, max_len), jnp.int32),
+      jnp.zeros(batch_size, jnp.int32),
+      tuple(length for length in layers.switches() if length < max_len),
+    )
+    return dataclasses.replace(cache, text=text)
 
   @nn.nowrap
   def init_draft_cache(self, batch_size: int, max_len: int) -> kv_cache.Caches:
@@ -548,9 +558,7 @@ class Model(nn.Module):
       for cache in layers.caches
       if isinstance(cache, kv_cache.Kind) and not cache.window
     ]
-    if len(whole) < len(layers.caches) or any(
-      rope.by_length() for rope in layers.ropes
-    ):
+    if len(whole) < len(layers.caches) or layers.depends_on_length():
       raise ConfigError(
         "drafts: expected layers that see all positions, and whose rotary "
         "embeddings do not depend on the length of a text."
@@ -661,16 +669,27 @@ def positions_of(
 
 
 def _lengths(
-  tokens: jax.Array, segments: jax.Array | None, cache: kv_cache.Caches | None
+  layers: layer_kinds.Layers,
+  tokens: jax.Array,
+  segments: jax.Array | None,
+  real: jax.Array | None,
+  cache: kv_cache.Caches | None,
 ) -> jax.Array | int:
-  """Length of each token's text (B, L), or one length for all texts.
+  """Length of each token's text (B, L or 1), or one length for all texts.
 
-  Rotary embeddings of types "longrope" and "dynamic" depend on it.
+  Rotary embeddings of types "longrope" and "dynamic" depend on it. The padding
+  of a text does not count, so that it has the same length in any batch.
   """
+  L = tokens.shape[1]
+  if not layers.depends_on_length():
+    return L
   if segments is not None:
     first_BL, last_BL = _document_ends(segments)
     return last_BL + 1 - first_BL
-  return tokens.shape[1] if cache is None else cache.length
+  if cache is not None:
+    assert cache.text is not None
+    return cache.text.length_B[:, None]
+  return L if real is None else masks.num_real(L, real)[:, None]
 
 
 def _document_ends(segments_BL: jax.Array) -> tuple[jax.Array, jax.Array]:

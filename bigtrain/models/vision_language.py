@@ -117,6 +117,8 @@ class Model(nn.Module):
   """Tower, projector and decoder."""
 
   head_name: ClassVar[str] = "llm/head"  # Its parameters, for adapters.
+  # The part whose logits of attention are collected.
+  attention_logits_of: ClassVar[str] = "llm"
 
   image: Mapping[str, Any] | None = None  # Options of the tower's Model.
   text: Mapping[str, Any] | None = None  # Options of the decoder's Model.
@@ -135,6 +137,8 @@ class Model(nn.Module):
   image_size: Any = None
   # Published layout of an export, where several compute the same.
   published_as: str | None = None
+  # Whether log entries have the largest score of each layer of the decoder.
+  attention_logits: bool = False
   # These four are of both parts; None for their own defaults.
   attention: str | None = None
   dtype: str | None = None  # Of the computation.

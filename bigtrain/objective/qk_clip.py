@@ -66,18 +66,21 @@ def _check_model(model: Any, name: str) -> None:
   if not hasattr(model, "attention_logits"):
     raise ConfigError(
       f"{_KEY}: config.model_name={name!r} reports no logits of attention; "
-      "expected 'decoder'."
+      "expected 'decoder' or 'vision_language'."
     )
+  key = "config.model"
+  if hasattr(model, "text_decoder"):  # Its tower is not clipped.
+    key, model = f"{key}.text", model.text_decoder()
   layers = layer_kinds.of_model(model).of_all(model.depth)
   attending = [block for block in layers if block.deltanet is None]
   if not attending:
-    raise ConfigError(f"{_KEY}: config.model has no layer with attention.")
+    raise ConfigError(f"{_KEY}: {key} has no layer with attention.")
   # Fields that would undo a smaller kernel, or shrink values along with keys.
   for field in ("qk_norm", "qkv_clip", "keys_as_values"):
     values = [getattr(block, field) for block in attending]
     if any(values):
       raise ConfigError(
-        f"{_KEY}: config.model.{field}={next(filter(None, values))!r}: "
+        f"{_KEY}: {key}.{field}={next(filter(None, values))!r}: "
         "expected layers whose logits are products of the kernels of queries "
         "and keys."
       )

@@ -21,7 +21,9 @@ A batch has
     teachers' probabilities in place of the targets.
 """
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -106,6 +108,7 @@ def generate(
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
   seed: int | jax.Array = 0,
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
@@ -124,12 +127,11 @@ def generate(
     eos_id: token or tokens that end a text; None if texts have no end.
     pad_id: padding of the prompts, and after the end of a text.
     num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
-    temperature, top_k, top_p, seed: see decoding.sample; temperature 0 is
-      greedy. A sample depends only on the seed and the prompt.
+    temperature, top_k, top_p, min_p, seed: see decoding.sample; temperature 0
+      is greedy. A sample depends only on the seed and the prompt.
     repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
     drafts: number of tokens that the modules of config.model.mtp draft at a
-      time. Only for greedy decoding; gives the same tokens with fewer calls of
-      the model.
+      time, for greedy decoding with fewer calls of the model.
     whole: whether to return all results of decoding.sample, with prompts.
   """
   decoding.check_beams(num_beams, temperature, "generate")
@@ -156,9 +158,8 @@ def generate(
   if drafts:
     args = out, *prompts, drafts, max_new
     return _with_drafts(variables, model, *args, **common)
-  prefix_B = options.get("prefix")
   return decoding.generate(
-    functools.partial(step_fn, variables, model, prefix_B=prefix_B),
+    functools.partial(step_fn, variables, model, prompts=options),
     out["cache"],
     *prompts,
     max_new=max_new,
@@ -169,6 +170,7 @@ def generate(
     ids_B=_sample_ids(batch, real_BL),
     top_k=top_k,
     top_p=top_p,
+    min_p=min_p,
     rules=rules,
     whole=whole,
     **common,
@@ -295,14 +297,64 @@ def step_fn(
   cache: Any,
   token_B: jax.Array,
   position: jax.Array,
-  prefix_B: jax.Array | None = None,
+  prompts: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, Any]:
-  """Reads one token: returns (logits [B, V] of the next one, new cache)."""
-  options = {}
-  if prefix_B is not None:  # A beam search has several beams for each prompt.
+  """Reads one token: returns (logits [B, V] of the next one, new cache).
+
+  Args:
+    prompts: the model's arguments for the prompts, see `_options_of`.
+  """
+  options = dict(prompts or {})
+  if "prefix" in options:  # A beam search has several beams for each prompt.
+    prefix_B = options["prefix"]
     num_texts = token_B.shape[0] // prefix_B.shape[0]
     options["prefix"] = jnp.repeat(prefix_B, num_texts)
+  text = getattr(cache, "text", None)
+  for length in () if text is None else text.switches:
+    cache = jax.lax.cond(
+      (position == length) & jnp.any(cache.text.length_B <= length),
+      functools.partial(_read_again, variables, model, length, options),
+      lambda cache: cache,
+      cache,
+    )
+  options = {name: options[name] for name in ("prefix",) if name in options}
   logits_B1V, out = model.apply(
     variables, token_B[:, None], cache=cache, start=position, **options
   )
   return logits_B1V[:, 0], out["cache"]
+
+
+def _read_again(
+  variables: Variables,
+  model: Any,
+  length: int,
+  options: Mapping[str, jax.Array],
+  cache: Any,
+) -> Any:
+  """Reads the first `length` tokens as the beginning of longer texts.
+
+  LongRoPE rotates all tokens of a text differently once it is longer, so keys
+  and values in the cache, also those of later layers, are no longer right. As
+  in transformers, this happens in the step that reads the next token. But there
+  the longest text of a batch decides for all, and here each text for itself.
+  """
+  text = cache.text
+  is_short_B = text.length_B <= length
+  longer = dataclasses.replace(
+    text, length_B=jnp.full_like(text.length_B, length + 1)
+  )
+  empty = model.init_cache(len(is_short_B), cache.length)
+  _, out = model.apply(
+    variables,
+    # A text that has ended goes on with `pad_id`, which need not be a token.
+    jnp.maximum(text.tokens_BS[:, :length], 0),
+    cache=dataclasses.replace(empty, text=longer),
+    head=False,
+    **options,
+  )
+
+  def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+    is_short = is_short_B.reshape(-1, *[1] * (old.ndim - 1))
+    return jnp.where(is_short, new, old)
+
+  return jax.tree.map(choose, out["cache"], cache)

@@ -165,8 +165,8 @@ def score(
   """
   del rng, eos_ids
   own = {name: x for name, x in variables.items() if name != "teacher"}
-  log_prob_BGL, _ = answers.log_probs(model, own, batch, chunk, temperature)
-  return log_prob_BGL
+  result = answers.log_probs(model, own, batch, chunk, temperature)
+  return result.log_prob_BKL
 
 
 def loss_fn(
@@ -208,7 +208,8 @@ def loss_fn(
   log_probs_of = functools.partial(
     answers.log_probs, batch=batch, chunk=chunk, temperature=temperature
   )
-  log_prob_BGL, with_gradient = log_probs_of(model, own)
+  log_probs = log_probs_of(model, own)
+  log_prob_BGL = log_probs.log_prob_BKL
   result: Metrics = {}
   reference_BGL = None
   if beta:
@@ -216,8 +217,8 @@ def loss_fn(
       variables, model, teacher, f"beta={beta}"
     )
     with model_flops.share(1, 3):  # Without a backward pass.
-      reference_BGL, _ = log_probs_of(frozen_model, frozen)
-      reference_BGL = jax.lax.stop_gradient(reference_BGL)
+      reference = log_probs_of(frozen_model, frozen)
+      reference_BGL = jax.lax.stop_gradient(reference.log_prob_BKL)
     kl_BGL = rewards.divergence(log_prob_BGL, reference_BGL)
     result["kl"] = metrics.pair(kl_BGL, real_BGL)
 
@@ -236,7 +237,7 @@ def loss_fn(
   (total, number), grad_BGL = jax.value_and_grad(loss_of, has_aux=True)(
     log_prob_BGL
   )
-  result["loss"] = (with_gradient(total, grad_BGL), number)
+  result["loss"] = (log_probs.with_gradient(total, grad_BGL), number)
   result |= _answer_metrics(batch, log_prob_BGL, real_BGL, weight_B)
   if "old_log_probs" in batch:
     if kind == "rloo" and reference_BGL is not None:
@@ -247,7 +248,7 @@ def loss_fn(
   mutable = {
     name: x for name, x in own.items() if name not in ("params", "base")
   }
-  return result, mutable
+  return result, mutable | log_probs.collected
 
 
 def _answer_metrics(

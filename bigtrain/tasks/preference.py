@@ -95,7 +95,8 @@ def loss_fn(
   weight_B *= jnp.max(batch["loss_mask"], axis=(1, 2))
   mutable = {n: x for n, x in own.items() if n not in ("params", *_FROZEN)}
   if kind == "reward":
-    return _reward_loss(model, own, batch, weight_B, center), mutable
+    reward_B2, collected = _rewards(own, batch, model)
+    return _reward_loss(reward_B2, batch, weight_B, center), mutable | collected
   reference_B2, drift = _by_reference(
     kind, variables, batch, model=model, teacher=teacher, chunk=chunk
   )
@@ -108,24 +109,21 @@ def loss_fn(
     loss_B = preferences.losses(kind, pairs, options)
     return jnp.sum(jnp.where(weight_B == 0, 0.0, loss_B * weight_B)), pairs
 
-  log_prob_BKL, with_gradient = answers.log_probs(model, own, batch, chunk)
-  sums_BK = jnp.sum(log_prob_BKL, axis=2)
+  log_probs = answers.log_probs(model, own, batch, chunk)
+  mutable |= log_probs.collected
+  sums_BK = jnp.sum(log_probs.log_prob_BKL, axis=2)
   (loss, pairs), grad_BK = jax.value_and_grad(total, has_aux=True)(sums_BK)
-  loss = with_gradient(loss, grad_BK[..., None])
+  loss = log_probs.with_gradient(loss, grad_BK[..., None])
   number = jnp.sum(weight_B)
   if kind == "kto":  # A mean over answers, as in TRL.
     number = jnp.sum((tokens_B2 > 0) * weight_B[:, None])
   reward_B2 = options.beta * _implicit_rewards(kind, pairs)
-  log_probs = {
-    "log_prob/chosen": pairs.sums_B2[:, 0],
-    "log_prob/rejected": pairs.sums_B2[:, 1],
-  }
+  names = "log_prob/chosen", "log_prob/rejected"
+  args = dict(zip(names, pairs.sums_B2.T)), weight_B
   if "label" in batch:
-    result = _judged_metrics(
-      reward_B2, options.beta, drift, log_probs, weight_B, batch["label"]
-    )
-    return {"loss": (loss, number), **result}, mutable
-  return _metrics((loss, number), reward_B2, log_probs, weight_B), mutable
+    judged = _judged_metrics(reward_B2, options.beta, drift, *args, batch)
+    return {"loss": (loss, number), **judged}, mutable
+  return _metrics((loss, number), reward_B2, *args), mutable
 
 
 def _checked_kind(kind: str | None, batch: Batch) -> str:
@@ -191,15 +189,11 @@ def _implicit_rewards(kind: str, pairs: preferences.Pairs) -> jax.Array:
 
 
 def _reward_loss(
-  model: Any,
-  variables: Variables,
-  batch: Batch,
-  weight_B: jax.Array,
-  center: float,
+  reward_B2: jax.Array, batch: Batch, weight_B: jax.Array, center: float
 ) -> Metrics:
-  reward_B2 = rewards(variables, batch, model=model)
   loss_B = preferences.reward_losses(reward_B2, batch.get("margin", 0), center)
-  return _metrics(metrics.pair(loss_B, weight_B), reward_B2, {}, weight_B)
+  loss = metrics.pair(loss_B, weight_B)
+  return _metrics(loss, reward_B2, {}, weight_B)
 
 
 def _metrics(
@@ -228,7 +222,7 @@ def _judged_metrics(
   drift: jax.Array,
   log_probs: dict[str, jax.Array],
   weight_B: jax.Array,
-  label_B: jax.Array,
+  batch: Batch,
 ) -> Metrics:
   """Metrics of judgements, means over the wanted or the unwanted answers.
 
@@ -237,7 +231,7 @@ def _judged_metrics(
   """
   kl = jnp.maximum(drift, 0.0)
   point = beta * kl
-  is_wanted_B = label_B == 1
+  is_wanted_B = batch["label"] == 1
   reward_B = jnp.sum(reward_B2, axis=1)  # The other column is 0.
   is_right_B = jnp.where(is_wanted_B, reward_B > point, reward_B < point)
   by_label = {
@@ -260,6 +254,13 @@ def _judged_metrics(
 
 def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   """Rewards of all answers, float32 [B, K], computed from their whole texts."""
+  return _rewards(variables, batch, model)[0]
+
+
+def _rewards(
+  variables: Variables, batch: Batch, model: Any
+) -> tuple[jax.Array, Variables]:
+  """The rewards, and what forward.apply_unchanged returns beside them."""
   if getattr(model, "num_classes", None) != 1:
     raise ConfigError(
       "config.loss.kind='reward': expected config.model.num_classes=1."
@@ -268,10 +269,15 @@ def rewards(variables: Variables, batch: Batch, *, model: Any) -> jax.Array:
   texts_XL = answers.flat(jnp.concatenate([tokens, batch["targets"]], axis=-1))
   real_XL = token_losses.real_positions(answers.flat(batch["loss_mask"]))
   real_XL = jnp.pad(real_XL, ((0, 0), (1, 0)), constant_values=True)
-  logits_X1 = model.apply(
-    variables, texts_XL, real=real_XL, **answers.prompts(batch), train=False
-  )[0]
-  return logits_X1.reshape(batch["targets"].shape[:2])
+  (logits_X1, _), collected = forward.apply_unchanged(
+    model,
+    variables,
+    texts_XL,
+    real=real_XL,
+    **answers.prompts(batch),
+    train=False,
+  )
+  return logits_X1.reshape(batch["targets"].shape[:2]), collected
 
 
 def _scores(
@@ -279,8 +285,8 @@ def _scores(
 ) -> jax.Array:
   """Log-probabilities [B, K] of the answers, without a gradient."""
   variables = jax.lax.stop_gradient(variables)
-  log_prob_BKL, _ = answers.log_probs(model, variables, batch, chunk)
-  return jnp.sum(log_prob_BKL, axis=2)
+  log_probs = answers.log_probs(model, variables, batch, chunk)
+  return jnp.sum(log_probs.log_prob_BKL, axis=2)
 
 
 def _drift(

@@ -50,12 +50,16 @@ def embed_fn(
 ) -> tuple[dict[str, jax.Array], Any]:
   """Returns {feature: [B, (n,) E]}, and the mutable collections."""
   result = {}
+  collected: Any = {}
   features = [name for name in _FEATURES if name in batch]
   for i, name in enumerate(features):
     ids = batch[name]
     texts = _inputs(ids.reshape(-1, ids.shape[-1]))
     rngs = None if rng is None else {"dropout": jax.random.fold_in(rng, i)}
-    _, out = model.apply(variables, **texts, head=False, train=train, rngs=rngs)
+    (_, out), new = forward.apply_unchanged(
+      model, variables, **texts, head=False, train=train, rngs=rngs
+    )
+    collected = jax.tree.map(jnp.maximum, collected or new, new)
     z_XE = model.pooled(out["pre_logits"], texts["real"]).astype(jnp.float32)
     result[name] = z_XE.reshape(*ids.shape[:-1], -1)
   mutable = {
@@ -63,7 +67,7 @@ def embed_fn(
     for name, x in variables.items()
     if name not in ("params", *frozen.NAMES)
   }
-  return result, mutable
+  return result, mutable | collected
 
 
 def embeddings_loss_fn(

@@ -121,6 +121,7 @@ def generate(
   ids_B: jax.Array | None = None,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
   start: jax.Array | int = 0,
   rules: Rules = NO_RULES,
   whole: bool = False,
@@ -158,6 +159,7 @@ def generate(
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
+    min_p=min_p,
     start=start,
     rules=rules,
   )
@@ -208,6 +210,7 @@ def sample(
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
   start: jax.Array | int = 0,
   rules: Rules = NO_RULES,
 ) -> tuple[jax.Array, jax.Array]:
@@ -219,20 +222,21 @@ def sample(
 
   Args:
     eos_id: token or tokens that end an example; None if none does.
-    ids_B: integers from which each example's draws are made; 0, 1, ... by
-      default.
+    ids_B: integers that seed each example's draws; 0, 1, ... by default.
     temperature: divisor of the logits; 0 for the likeliest token.
     top_k: number of likeliest tokens to draw from; 0 for all.
     top_p: draw from the smallest set of likeliest tokens whose probabilities
       add up to this (https://arxiv.org/abs/1904.09751).
+    min_p: least share of the likeliest token's probability, arXiv 2407.01082.
 
   Returns:
     The tokens, int32 [B, max_len], prompts included, and the log-probabilities
-    of the new ones, float32 [B, max_len], at the temperature, before top_k and
-    top_p.
+    of the new ones, float32 [B, max_len], at the temperature, before top_k,
+    top_p and min_p.
   """
   rules.check()
-  check_sampling(temperature, top_k, top_p)
+  check_sampling(temperature, top_k, top_p, min_p)
+  limits = top_k, top_p, min_p
   B, L = prompt_BL.shape
   if not 1 <= L <= max_len:
     raise ConfigError(
@@ -255,7 +259,7 @@ def sample(
     position = position + 1
     num_new_B = position - prompt_len_B
     logits_BV = rules.apply(logits_BV, tokens_BL, position - 1, num_new_B, ends)
-    token_B = choose(logits_BV, keys_B, position, temperature, top_k, top_p)
+    token_B = choose(logits_BV, keys_B, position, temperature, *limits)
     token_B = jnp.where(ended_B, pad_id, token_B)
     # Within its prompt, an example keeps the token that is there.
     generated_B = num_new_B >= 0
@@ -270,8 +274,7 @@ def sample(
   zeros_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
   start = jnp.asarray(start, jnp.int32)
   initial = start, tokens_BL, zeros_BL, prompt_len_B == 0, cache
-  final = jax.lax.while_loop(unfinished, step, initial)
-  _, tokens_BL, log_probs_BL, _, _ = final
+  _, tokens_BL, log_probs_BL, *_ = jax.lax.while_loop(unfinished, step, initial)
   return tokens_BL, log_probs_BL
 
 
@@ -295,11 +298,14 @@ def _log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
   return jnp.take_along_axis(log_probs_BV, token_B[:, None], axis=1)[:, 0]
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+def check_sampling(
+  temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> None:
   """Checks these arguments of `sample`."""
   check_number("temperature", temperature, least=0)
   check_number("top_k", top_k, least=0, whole=True)
   check_number("top_p", top_p, above=0, most=1)
+  check_number("min_p", min_p, least=0, most=1)
 
 
 def choose(
@@ -309,6 +315,7 @@ def choose(
   temperature: float = 0.0,
   top_k: int = 0,
   top_p: float = 1.0,
+  min_p: float = 0.0,
 ) -> jax.Array:
   """Returns the next token of each example, int32 [B]; see `sample`."""
   logits_BV = logits_BV.astype(jnp.float32)
@@ -326,6 +333,10 @@ def choose(
       jnp.where(before_BK < top_p, best_BK, jnp.inf), axis=-1, keepdims=True
     )
     logits_BV = jnp.where(logits_BV < lowest_B, -jnp.inf, logits_BV)
+  if min_p:
+    best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+    is_low_BV = logits_BV < best_B1 + np.log(min_p)
+    logits_BV = jnp.where(is_low_BV, -jnp.inf, logits_BV)
   assert keys_B is not None
 
   def draw(key: jax.Array, logits_V: jax.Array) -> jax.Array:

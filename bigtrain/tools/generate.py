@@ -159,18 +159,20 @@ def _options(
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
+    "min_p": 0.0,
     **decoding.NO_RULES._asdict(),
   }
   options |= {name: x for name, x in generation.items() if name in options}
   if num_beams > 1:
     options["temperature"] = 0.0  # A beam search does not sample.
   options |= {name: x for name, x in given.items() if x is not None}
+  limits = ("top_k", "top_p", "min_p")
   sampling: dict[str, Any] = {
-    name: options.pop(name) for name in ("temperature", "top_k", "top_p")
+    name: options.pop(name) for name in ("temperature", *limits)
   }
   decoding.check_sampling(**sampling)
   decoding.check_beams(num_beams, sampling["temperature"], "--num_beams")
-  for name in ("top_k", "top_p"):
+  for name in limits:
     if given.get(name) is not None and not sampling["temperature"]:
       raise ConfigError(
         f"--{name}={given[name]}: expected --temperature above 0 with it; "
@@ -194,6 +196,8 @@ def _description(
       parts.append(f"top_k={sampling['top_k']}")
     if sampling["top_p"] < 1:
       parts.append(f"top_p={sampling['top_p']:g}")
+    if sampling["min_p"]:
+      parts.append(f"min_p={sampling['min_p']:g}")
     parts.append(f"seed={seed}")
   for name, value in rules._asdict().items():
     if value != getattr(decoding.NO_RULES, name):
@@ -402,6 +406,12 @@ def _add_sampling_arguments(parser: arguments.Parser) -> None:
     type=float,
     help="sample from the most likely tokens whose probabilities sum to P "
     "(default: 1.0)",
+  )
+  parser.add_argument(
+    "--min_p",
+    type=float,
+    help="sample from the tokens whose probability is at least P times that of "
+    "the most likely one (default: 0.0)",
   )
   parser.add_argument(
     "--repetition_penalty",

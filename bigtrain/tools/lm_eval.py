@@ -31,7 +31,7 @@ from bigtrain.tools import arguments, exits
 # The harness's own limit of new tokens, for tasks that set none.
 _MAX_NEW = 256
 # Options of generation that have the same name in the harness.
-_SAMPLING = ("temperature", "top_k", "top_p")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def model(

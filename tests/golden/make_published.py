@@ -414,6 +414,8 @@ FAMILIES = {
     shared_expert_intermediate_size=12,
     linear_num_value_heads=2,
     tie_word_embeddings=True,
+    # Of experts, and after the convolution.
+    hidden_act="gelu",
   ),
   "olmo_hybrid": DELTANET
   | dict(
@@ -429,6 +431,7 @@ FAMILIES = {
     layer_types=hybrid("lfl"),
     linear_allow_neg_eigval=False,
     linear_key_head_dim=10,
+    hidden_act="gelu_pytorch_tanh",
     attention_bias=True,
     rope_parameters=DEFAULT | dict(rope_theta=None),
   ),
@@ -719,6 +722,7 @@ FAMILIES = {
     model_type="afmoe",
     num_hidden_layers=5,
     head_dim=6,
+    attention_bias=True,
     **EXPERTS,
     num_shared_experts=2,
     route_scale=1.5,

@@ -12,6 +12,7 @@ from support import rounding
 
 import bigtrain
 from bigtrain.config.errors import ConfigError
+from bigtrain.inference import saved
 from bigtrain.tools import generate as tool
 
 pytestmark = pytest.mark.golden
@@ -91,6 +92,31 @@ def test_the_defaults_of_generation_are_the_folders(
   out, err = capsys.readouterr()
   assert out == f"{prompt}{expected}\n"
   assert err.splitlines()[-1] == "decoding: the most likely token"
+
+
+@pytest.mark.parametrize(
+  ("given", "expected"),
+  [
+    ({}, {}),
+    (dict(do_sample=False, temperature=0.7, top_k=3), {}),
+    # The library leaves out a top_k of 50, and applies it.
+    (dict(do_sample=True), dict(temperature=1.0, top_k=50)),
+    (
+      dict(do_sample=True, temperature=0.3, top_k=None, min_p=0.15),
+      dict(temperature=0.3, top_k=50, min_p=0.15),
+    ),
+    (
+      dict(do_sample=True, top_k=0, top_p=0.9, eos_token_id=[5, 7]),
+      dict(temperature=1.0, top_k=0, top_p=0.9, eos_id=[5, 7]),
+    ),
+  ],
+)
+def test_options_of_sampling_are_those_that_the_library_reads(
+  given, expected, folder, tmp_path
+):
+  shutil.copytree(folder, copy := tmp_path / "copy")
+  (copy / "generation_config.json").write_text(json.dumps(given))
+  assert saved.find(str(copy), None).generation == expected
 
 
 @pytest.mark.slow

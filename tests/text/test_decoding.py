@@ -166,6 +166,10 @@ def test_a_sample_depends_on_its_id_only(table):
     # The first of the three likeliest has probability 0.5 / 0.95.
     (dict(top_k=3, top_p=0.51), [0]),
     (dict(top_p=1e-6), [0]),
+    # Of the likeliest token's probability, 0.3 is 0.6 and 0.15 is 0.3.
+    (dict(min_p=0.31), [0, 1]),
+    (dict(min_p=0.29), [0, 1, 2]),
+    (dict(top_k=2, min_p=0.05), [0, 1]),
   ],
 )
 def test_choose_draws_from_the_tokens_that_the_options_allow(options, allowed):
@@ -195,6 +199,7 @@ def test_low_temperatures_sharpen_the_distribution():
     (dict(top_k=-1), "top_k"),
     (dict(top_p=0.0), "top_p"),
     (dict(top_p=1.5), "top_p"),
+    (dict(min_p=1.5), "min_p"),
     (dict(max_len=1), "max_len: expected at least 3, .*, got 1"),
   ],
 )

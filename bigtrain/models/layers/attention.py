@@ -46,8 +46,8 @@ class Options(NamedTuple):
   num_heads: int
   head_dim: int | None = None  # K; D / H if None.
   num_kv_heads: int | None = None  # G, which divides H; H if None.
-  # Of "qkv" or "qv", "out", and "norm" for qk_norm "layernorm". Other sites are
-  # ignored.
+  # Of "qkv" or "qv", "out", and "norm" for qk_norm "layernorm"; with
+  # "qkv_without_gate", the output gate has none. Other sites are ignored.
   bias: Collection[str] = ("qkv", "out")
   # Norms of queries and keys: RMS norms "head", "projection" (over all heads
   # together) and "l2" (by head, without a scale); "layernorm" by head, and
@@ -188,8 +188,9 @@ class Attention(nn.Module):
         )
       K = D // H
     G = options.num_kv_heads or H
-    key_bias = "qkv" in options.bias
+    key_bias = bool({"qkv", "qkv_without_gate"} & {*options.bias})
     query_value_bias = key_bias or "qv" in options.bias
+    gate_bias = query_value_bias and "qkv_without_gate" not in options.bias
     # The mesh axis `tensor`, if any, splits the heads: columns of the kernels.
     splits = self._splits(x_or_y.shape[0])
     dense = functools.partial(nn.DenseGeneral, dtype=options.dtype)
@@ -199,14 +200,14 @@ class Attention(nn.Module):
       of_queries = functools.partial(
         dense,
         (H, K),
-        use_bias=query_value_bias,
         kernel_init=kernels.initializer(options.query_std),
         dot_general=product,
       )
-      query = of_queries(name="query")
+      query = of_queries(use_bias=query_value_bias, name="query")
       q_BLHK = clipping.apply(query, x_BLD, options.clipped)
       if options.output_gate:
-        gate_BLHK = of_queries(name="output_gate")(x_BLD)
+        gate = of_queries(use_bias=gate_bias, name="output_gate")
+        gate_BLHK = gate(x_BLD)
     if y_BSD is not None:
       # In self-attention all three share the product, which gathers x once.
       if y_BSD is not x_BLD:
@@ -293,7 +294,8 @@ class Attention(nn.Module):
     if ways == 1 or options.num_heads % ways:
       return False
     G = options.num_kv_heads or options.num_heads
-    if {"qkv", "qv"} & {*options.bias} and G % ways:
+    sites = {"qkv", "qv", "qkv_without_gate"}
+    if sites & {*options.bias} and G % ways:
       raise ConfigError(
         f"config.mesh.tensor={ways}: with biases it must divide the {G} heads "
         "of keys and values (config.model.num_kv_heads)."

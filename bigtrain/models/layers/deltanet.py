@@ -3,9 +3,9 @@
 https://arxiv.org/abs/2412.06464, as in Qwen3-Next, Qwen 3.5 and OLMo Hybrid;
 with a decay for each channel of the keys, as in Kimi Linear, arXiv 2510.26692.
 Queries, keys and values pass through a short causal convolution, which is
-depthwise and followed by SiLU. delta_rule.py has the recurrence. Its output is
-normalized per head and multiplied by a gate. Memory and time per token do not
-grow with the text.
+depthwise and followed by an activation, as a rule SiLU. delta_rule.py has the
+recurrence. Its output is normalized per head and multiplied by a gate. Memory
+and time per token do not grow with the text.
 
 Documents of a packed example do not affect each other: the state and the
 convolution are reset at the start of each document.
@@ -32,6 +32,7 @@ from bigtrain.models.layers import (
   delta_rule,
   kernels,
   masks,
+  mlp,
   options,
   recurrent_cache,
   remat,
@@ -41,6 +42,9 @@ from bigtrain.models.layers import (
 _AXIS = "sequence"
 _COUNT = dict(least=1, whole=True)
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+_ACTIVATIONS = {
+  name: kind.activation for name, kind in mlp.KINDS.items() if not kind.gated
+}
 # Added to the square of the length of queries and keys.
 _L2_EPSILON = 1e-6
 # Ranges of the initial rates: A of Mamba, and the time step, in log space.
@@ -65,6 +69,8 @@ class Options(NamedTuple):
   decay_rank: int | None = None
   gate_rank: int | None = None  # The same for the output's gate.
   gate: str = "silu"  # A name in GATES, of the output's gate.
+  # Follows the convolution: the kind of an MLP without a gate, see mlp.KINDS.
+  activation: str = "silu"
 
   @property
   def key_heads(self) -> int:
@@ -97,6 +103,7 @@ def read(given: Options | Mapping[str, Any] | None, key: str) -> Options | None:
   )
   if result is not None:
     check_choice(f"{key}.gate", result.gate, GATES)
+    check_choice(f"{key}.activation", result.activation, _ACTIVATIONS)
   if result is not None and result.num_heads % result.key_heads:
     raise ConfigError(
       f"{key}.num_key_heads: {result.num_key_heads} does not divide num_heads="
@@ -265,7 +272,7 @@ class DeltaNet(nn.Module):
     joined, last_BWGC, is_new_B = causal_conv.with_last_inputs(
       inputs_BLGC, last_BWGC, real_BL, cache.read_B, start
     )
-    y_BLGC = _convolved(joined, kernel_WGC, None)
+    y_BLGC = _convolved(options, joined, kernel_WGC, None)
     rule = _rule_inputs(options, y_BLGC, log_decay, beta, None)
     if is_new_B is not None:
       o, state = delta_rule.step(rule, state, is_new_B)
@@ -293,7 +300,7 @@ def _over_mesh(
   if ways == 1 or -(-L // ways) < W - 1:
     empty = jnp.zeros((B, W - 1, *inputs_BLGC.shape[2:]), inputs_BLGC.dtype)
     joined = jnp.concatenate([empty, inputs_BLGC], axis=1)
-    y_BLGC = _convolved(joined, kernel_WGC, places_BL)
+    y_BLGC = _convolved(options, joined, kernel_WGC, places_BL)
     rule = _rule_inputs(options, y_BLGC, log_decay, beta_BLGR, places_BL)
     return delta_rule.chunked(rule, delta_rule.empty_state(rule))[0]
 
@@ -306,7 +313,7 @@ def _over_mesh(
       last, _AXIS, [(i, i + 1) for i in range(ways - 1)]
     )
     joined = jnp.concatenate([before, inputs], axis=1)
-    y = _convolved(joined, kernel, places)
+    y = _convolved(options, joined, kernel, places)
     rule = _rule_inputs(options, y, log_decay, beta, places)
     return delta_rule.over_devices(rule, _AXIS)
 
@@ -336,15 +343,19 @@ def _over_mesh(
 
 
 def _convolved(
-  joined: jax.Array, kernel_WGC: jax.Array, places_BL: jax.Array | None
+  options: Options,
+  joined: jax.Array,
+  kernel_WGC: jax.Array,
+  places_BL: jax.Array | None,
 ) -> jax.Array:
-  """A depthwise causal convolution, and SiLU: [B, L, G, C].
+  """A depthwise causal convolution, and its activation: [B, L, G, C].
 
   Args:
     joined: the inputs, with W - 1 that come before them.
   """
   y_BLGC = causal_conv.convolved(joined, kernel_WGC, places_BL)
-  return jax.nn.silu(y_BLGC).astype(joined.dtype)
+  activation = _ACTIVATIONS[options.activation]
+  return activation(y_BLGC).astype(joined.dtype)
 
 
 def _rule_inputs(

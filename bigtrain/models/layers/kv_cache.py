@@ -205,6 +205,27 @@ class Kind(NamedTuple):
   in_chunks: bool = False  # Whether the window is a chunk.
 
 
+@struct.dataclass
+class Text:
+  """The text so far, for rotary embeddings that depend on its length."""
+
+  tokens_BS: jax.Array
+  length_B: jax.Array
+  # Lengths above which all tokens have other frequencies, in ascending order.
+  # The keys and values of a text that grows longer must be computed anew.
+  switches: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+  def read(self, tokens_BL: jax.Array, start: Any, count_B: Any) -> "Text":
+    """Adds the tokens of a call, of which each text has the first `count_B`."""
+    tokens_BS = jax.lax.dynamic_update_slice_in_dim(
+      self.tokens_BS, tokens_BL.astype(jnp.int32), start, axis=1
+    )
+    end_B = jnp.asarray(start + count_B, jnp.int32)
+    return dataclasses.replace(
+      self, tokens_BS=tokens_BS, length_B=jnp.maximum(self.length_B, end_B)
+    )
+
+
 # Of a kind of layer.
 Group = Cache | Ring | recurrent_cache.States
 
@@ -222,6 +243,8 @@ class Caches:
   # Difference of rotary positions and numbers of tokens, where pictures have
   # positions by row and column; None for none.
   shift_B: jax.Array | None = None
+  # None if rotary embeddings do not depend on the length of a text.
+  text: Text | None = None
 
   def place(self, layer: Any) -> jax.Array:
     return jnp.asarray(self.places_N)[layer]
@@ -238,9 +261,7 @@ class Caches:
     """
     if L == 1:
       return self
-    count_B: Any = L
-    if real_BL is not None:
-      count_B = jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
+    count_B = masks.num_real(L, real_BL)
     groups = []
     for cache in self.groups:
       if cache.read_B is not None:
@@ -250,6 +271,17 @@ class Caches:
       groups.append(cache)
     is_first = isinstance(start, int) and start == 0
     return dataclasses.replace(self, groups=tuple(groups), is_first=is_first)
+
+  def with_tokens(
+    self, tokens_BL: jax.Array, start: Any, real_BL: jax.Array | None
+  ) -> "Caches":
+    """Before a call: `reading`, and adds its tokens to any `text`."""
+    L = tokens_BL.shape[1]
+    caches = self.reading(start, L, real_BL)
+    if caches.text is None:
+      return caches
+    text = caches.text.read(tokens_BL, start, masks.num_real(L, real_BL))
+    return dataclasses.replace(caches, text=text)
 
   def after_call(self) -> "Caches":
     return dataclasses.replace(self, is_first=False)

@@ -200,7 +200,7 @@ class LatentAttention(nn.Module):
     # of the length: they are cheaper to gather than the stream.
     return nn.Dense(
       width,
-      use_bias="qkv" in self.options.bias,
+      use_bias=bool({"qkv", "qkv_without_gate"} & {*self.options.bias}),
       dtype=self.options.dtype,
       kernel_init=kernels.initializer(self.options.kv_std),
       name=name,

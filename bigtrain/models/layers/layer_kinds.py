@@ -96,6 +96,15 @@ class Layers(NamedTuple):
       added_BNLD=added_BNLD,
     )
 
+  def depends_on_length(self) -> bool:
+    """Whether rotations depend on the length of a text."""
+    return any(rope.by_length() is not None for rope in self.ropes)
+
+  def switches(self) -> tuple[int, ...]:
+    """Lengths above which all tokens of a text have other frequencies."""
+    lengths = {rope.switch() for rope in self.ropes}
+    return tuple(sorted(x for x in lengths if x is not None))
+
   def experts(self) -> moe.Options | None:
     """Options of the first layer with experts, if any."""
     return next(iter(self._experts()), None)

@@ -173,6 +173,13 @@ def in_chunks(
   )
 
 
+def num_real(L: int, real_BL: jax.Array | None) -> Any:
+  """Number of tokens of each text up to the last that is no padding, (B,)."""
+  if real_BL is None:
+    return L
+  return jnp.max(jnp.where(real_BL, jnp.arange(L) + 1, 0), axis=1)
+
+
 def places_in_documents(segments_BL: jax.Array) -> jax.Array:
   """The number of each position within its document."""
   index_L = jnp.arange(segments_BL.shape[1])

@@ -69,6 +69,15 @@ class Rope(NamedTuple):
       return self.scaling["original_len"]
     return None
 
+  def switch(self) -> int | None:
+    """Length above which all tokens of a text have other frequencies.
+
+    With "dynamic", the frequencies change with every token. As in transformers,
+    generation does not rotate earlier tokens again.
+    """
+    has_two_sets = self.scaling and self.scaling["type"] == "longrope"
+    return self.by_length() if has_two_sets else None
+
   def rotation(
     self, positions_BL: jax.Array, length: jax.Array | int
   ) -> "Rotation":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from bigtrain.models.published.families import Rule, choice
+from bigtrain.models.published.families import ConfigJson, Rule, choice
 
 # {activation of a gated MLP in the library: our kind of MLP}.
 GATED: Mapping[str, str] = {
@@ -41,6 +41,12 @@ def activation(
 ) -> Rule:
   """The kind of MLP by its activation; `default` is that of other files."""
   return choice("mlp", key, {default: names[default], **names})
+
+
+def plain_activation(config: ConfigJson, key: str = "hidden_act") -> str:
+  """The kind of MLP without a gate that has the activation of a key."""
+  config.require(key, *PLAIN)
+  return PLAIN[config[key]]
 
 
 def gated_silu() -> Rule:

@@ -47,7 +47,8 @@ AFMOE = LLAMA.but(
   ),
   constants={"qk_norm": "head", "norm_at": "sandwich", "output_gate": True},
   rules=(
-    biases(),
+    # The output gate has none.
+    biases(attention_bias=("qkv_without_gate", "out")),
     choice("embed_multiplier", "mup_enabled", {False: 1.0, True: "sqrt_width"}),
     # Layers without a window have no positions.
     windows(
@@ -68,9 +69,7 @@ AFMOE = LLAMA.but(
       rules=(shared_experts("num_shared_experts", 2),),
     ),
   ),
-  # Biases of queries would be gates' too.
   requires={
-    "attention_bias": (False,),
     "mlp_bias": (False,),
     "score_func": ("sigmoid",),
     "route_norm": (True,),

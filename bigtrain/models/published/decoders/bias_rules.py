@@ -6,7 +6,10 @@ from typing import Any
 from bigtrain.models.published.families import ConfigJson, Rule
 
 # Where a decoder may have biases, in the order of its field `use_bias`.
-SITES = ("qkv", "out", "mlp", "norm", "experts", "router", "head")
+SITES = (
+  *("qkv_without_gate", "qkv", "out"),
+  *("mlp", "norm", "experts", "router", "head"),
+)
 
 
 def biases(always: Sequence[str] = (), **keys: Sequence[str]) -> Rule:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.models.published.decoders.activation_rules import (
+  plain_activation,
+)
 from bigtrain.models.published.families import ConfigJson, Key, Rule
 from bigtrain.models.published.layer_patterns import ByLayer
 
@@ -14,6 +17,8 @@ def deltanet(
   *, norms: Mapping[str, str] | None = None, **options: Key | float | None
 ) -> Rule:
   """Every fourth layer is attention, or the layers that `layer_types` says.
+
+  The activation of MLPs also follows the convolutions.
 
   Args:
     norms: `norm_at` of each type of layer, if they differ.
@@ -37,7 +42,7 @@ def deltanet(
 
   def read(config: ConfigJson) -> dict[str, Any]:
     recurrent = {name: config[key.name] for name, key in option_keys.items()}
-    recurrent |= constants
+    recurrent |= constants | {"activation": plain_activation(config)}
     kinds = types(config)
     fields: dict[str, Any] = {
       "deltanet": ByLayer(recurrent if x == LINEAR else None for x in kinds)
@@ -59,6 +64,6 @@ def deltanet(
     return config
 
   keys = {key.name: key.default for key in option_keys.values()}
-  keys |= {"layer_types": None, _INTERVAL: 4}
+  keys |= {"layer_types": None, _INTERVAL: 4, "hidden_act": "silu"}
   names = ("deltanet",) if norms is None else ("deltanet", "norm_at")
   return Rule(names, keys, read, write)

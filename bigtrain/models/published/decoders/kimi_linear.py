@@ -5,7 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.models.published.decoders import shared_arrays
-from bigtrain.models.published.decoders.activation_rules import gated_silu
+from bigtrain.models.published.decoders.activation_rules import (
+  GATED,
+  activation,
+  plain_activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.deepseek import latents
 from bigtrain.models.published.decoders.deltanet_rules import FULL, LINEAR
@@ -108,6 +112,7 @@ def _recurrent_layers() -> Rule:
       "decay_rank": width,
       "gate_rank": width,
       "gate": "sigmoid",
+      "activation": plain_activation(config),
     }
     kinds = types(config, own)
     return {
@@ -131,6 +136,7 @@ def _recurrent_layers() -> Rule:
     "linear_num_heads": 32,
     "linear_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
   }
   return Rule(("deltanet",), keys, read, write)
 
@@ -159,7 +165,7 @@ KIMI_LINEAR = LLAMA.but(
   # The library has a head whatever `tie_word_embeddings` says.
   constants={"posemb": "none", "tied_head": False},
   rules=(
-    gated_silu(),
+    activation(GATED, "silu"),
     biases(attention_bias=("qkv", "out")),
     latents(),
     _recurrent_layers(),

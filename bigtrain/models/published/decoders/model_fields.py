@@ -92,12 +92,15 @@ def _bias_sites(fields: Mapping[str, Any]) -> tuple[str, ...]:
   sites = fields["use_bias"]
   if isinstance(sites, bool):
     sites = ("qkv", "out", "mlp", "norm") if sites else ()
+  if "qkv_without_gate" in sites and not fields["output_gate"]:
+    sites = ("qkv", *sites)
   has_mlps = any(
     moe is None or moe["shared_dim"] or moe["beside_mlp"]
     for moe in fields["moe"]
   )
   has_experts = any(fields["moe"])
   exists = {
+    "qkv_without_gate": "qkv" not in sites,
     "qkv": True,
     "out": True,
     "mlp": has_mlps,
@@ -155,6 +158,7 @@ def _deltanet(options: Any, norm_eps: float) -> dict[str, Any] | None:
     "decay_rank": None,
     "gate_rank": None,
     "gate": "silu",
+    "activation": "silu",
     "norm_eps": norm_eps,
   }
   return {**defaults, **given}

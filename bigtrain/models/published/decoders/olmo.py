@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 
 from bigtrain.models.published.decoders import shared_arrays
-from bigtrain.models.published.decoders.activation_rules import gated_silu
+from bigtrain.models.published.decoders.activation_rules import (
+  GATED,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.deltanet_rules import (
   FULL,
@@ -232,7 +235,7 @@ OLMO_HYBRID = OLMO2.but(
   "olmo_hybrid",
   "OlmoHybridForCausalLM",
   arrays=_HYBRID_ARRAYS,
-  rules=(gated_silu(), _hybrid_deltanet(), _rope_if_any()),
+  rules=(activation(GATED, "silu"), _hybrid_deltanet(), _rope_if_any()),
   # Of initial values.
   harmless=(
     "linear_a_log_min",

@@ -6,7 +6,10 @@ Three of four layers are Gated DeltaNet, and attention has output gates.
 from typing import Any
 
 from bigtrain.models.published.decoders import shared_arrays
-from bigtrain.models.published.decoders.activation_rules import gated_silu
+from bigtrain.models.published.decoders.activation_rules import (
+  GATED,
+  activation,
+)
 from bigtrain.models.published.decoders.bias_rules import biases
 from bigtrain.models.published.decoders.deltanet_rules import deltanet
 from bigtrain.models.published.decoders.expert_rules import experts, mlp_width
@@ -98,7 +101,7 @@ QWEN3_NEXT = LLAMA.but(
   # DeltaNet's.
   constants={"qk_norm": "head", "norm_offset": 1.0, "output_gate": True},
   rules=(
-    gated_silu(),
+    activation(GATED, "silu"),
     biases(attention_bias=("qkv", "out")),
     rope(fraction=0.25),
     mlp_width(),
