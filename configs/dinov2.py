@@ -2,14 +2,16 @@
 
 Command: python -m bigtrain.main --config=configs/dinov2.py \\
     --workdir=runs/dinov2
-  and, on scikit-learn's digits, in two minutes on two CPU cores:
+  and, on scikit-learn's digits, in a few minutes on two CPU cores:
   python -m bigtrain.main --config=configs/dinov2.py:runlocal \\
     --workdir=runs/dinov2
 Hardware: 64 accelerators with 80 GB.
 Result: not measured. Published for this recipe on ImageNet-1k, "vitl16_short"
 of DINOv2's code: 81.6% accuracy of the 20 nearest neighbours. The run on
-digits, once: 0.674 accuracy of the 10 nearest neighbours with the teacher's
-features (knn/10nn_acc), 0.713 with the student's, 0.981 with the pixels.
+digits, which lie at random places, over three seeds: 0.755 to 0.786 accuracy of
+the 20 nearest neighbours with the teacher's features (knn/20nn_acc), 0.774 to
+0.797 with the student's; 0.510 with the pixels, 0.487 to 0.568 with a random
+network (eval_at_start).
 Source: Oquab et al. 2023, "DINOv2", arxiv.org/abs/2304.07193, and vitl16_short
 in its code: prototypes, temperatures, crops, masks, momentum, KoLeo, clipping,
 drop path, layer scale, and the colours, blur and solarization of
@@ -31,6 +33,9 @@ import ml_collections
 from configs import common
 
 DIGITS = dict(type="arrays", name="digits")
+# A digit's 8 x 8 pixels at a random place of 16 x 16, in evaluation as well.
+PLACED = "random_crop(16,pad=8,key={0})"
+SCALED = "value_range(-1,1,0,16,key={0})"
 
 # Shares of the image that large and small crops have.
 LARGE_AREA, SMALL_AREA = (0.32, 1.0), (0.05, 0.32)
@@ -85,17 +90,12 @@ def crops(large_size, small_size, num_small, gram_size=None):
 
 
 def digit_crops():
-  """Preprocessing of a digit to its crops, which are shifted at random."""
-  large, small = ("'large_0'", "'large_1'"), ("'small_0'", "'small_1'")
-  ops = []
-  for key in (*large, *small):
-    ops.append(f"copy('image',{key})|random_crop(8,pad=1,key={key})")
-    if key in small:
-      ops.append(f"random_crop(6,key={key})")
-  for name, keys in dict(large_crops=large, small_crops=small).items():
-    ops.append(f"stack({','.join(keys)},key_result='{name}')")
-    ops.append(f"value_range(-1,1,0,16,key='{name}')")
-  return "|".join([*ops, "keep('large_crops','small_crops')"])
+  """Preprocessing of a digit to two crops, in which its place differs."""
+  large = ("'large_0'", "'large_1'")
+  ops = [f"copy('image',{key})|{PLACED.format(key)}" for key in large]
+  ops.append(f"stack({','.join(large)},key_result='large_crops')")
+  ops.append(SCALED.format("'large_crops'"))
+  return "|".join([*ops, "keep('large_crops')"])
 
 
 def get_config(arg=None):
@@ -152,7 +152,7 @@ def get_config(arg=None):
   num_small = config.loss.num_small if not arg.runlocal else 2
   pp = crops(res, small, num_small, 2 * res if arg.gram else None)
   if digits:
-    plain = "value_range(-1,1,0,16)"
+    plain = "|".join(op.format("'image'") for op in (PLACED, SCALED))
     pp = digit_crops()
   config.input = dict(data=data("train"), pp=pp, batch_size=2048)
 
@@ -197,15 +197,14 @@ def get_config(arg=None):
   )
   if arg.runlocal:
     del config.total_epochs
-    config.total_steps = 400 if digits else 3
+    config.total_steps = 1500 if digits else 3
     config.log_steps = 50 if digits else 1
     config.input.batch_size = 128 if digits else 16
-    config.lr = 5e-4
-    grid = (4, 4) if digits else (2, 2)
+    config.lr = 2e-3 if digits else 5e-4
     config.model.update(
-      variant="mu/2" if digits else "mu/16",
+      variant="mu/4" if digits else "mu/16",
       width=64,
-      posemb_grid=grid,
+      posemb_grid=(4, 4) if digits else (2, 2),
       layer_scale=0.1,
       drop_path=0.0,
       num_prototypes=128,
@@ -215,12 +214,22 @@ def get_config(arg=None):
       dtype="float32",
     )
     config.loss.num_small = num_small
-    if arg.gram:
-      if not digits:  # As many points as steps.
-        config.loss.gram_weight.at_percent = [0, 60]
-        config.loss.gram_copies.update(at_percent=[0, 30], values=[0, 1])
-    config.loss.teacher_temperature["values"] = [0.03, 0.04]
     config.loss.momentum["values"] = [0.98, 1.0]
+    if digits:
+      config.model.update(depth=2, num_heads=4, layer_scale=None)
+      # The two crops differ in the digit's place, as the test's digits do, and
+      # in nothing else. Most patches are empty, so none of them is masked.
+      config.loss.num_small = 0
+      config.model.patch_prototypes = None
+      # A small network begins with almost equal vectors of all images. At 0.04
+      # their assignments are nearly uniform, and the student would learn that.
+      config.loss.teacher_temperature.update(
+        at_percent=[0, 20], values=[0.005, 0.04]
+      )
+      config.loss.momentum["values"] = [0.99, 1.0]
+    elif arg.gram:  # As many points as steps.
+      config.loss.gram_weight.at_percent = [0, 60]
+      config.loss.gram_copies.update(at_percent=[0, 30], values=[0, 1])
     for evaluation in config.evals.values():
       evaluation.k = (10, 20) if digits else (2,)
   return config

@@ -1,5 +1,6 @@
 """Examples learn what their headers promise."""
 
+import json
 import pathlib
 
 import pytest
@@ -38,6 +39,19 @@ def test_features_of_mae_are_better_than_pixels(tmp_path):
   newest = train("mae:runlocal", tmp_path)
   assert newest["knn/20nn_acc"] >= 0.78
   assert newest["pixels/20nn_acc"] <= 0.72
+
+
+@pytest.mark.results
+def test_features_of_dino_are_better_than_pixels_and_random_ones(tmp_path):
+  """At random places; seeds 0 to 2: 0.76 to 0.80, pixels 0.51, random 0.57."""
+  newest = train("dinov2:runlocal", tmp_path, eval_at_start=True)
+  first = (tmp_path / "metrics.jsonl").read_text().partition("\n")[0]
+  untrained = json.loads(first)
+  assert untrained["step"] == 0
+  for features in ("knn", "student"):
+    assert newest[f"{features}/20nn_acc"] >= 0.72
+    assert untrained[f"{features}/20nn_acc"] <= 0.62
+  assert newest["pixels/20nn_acc"] <= 0.54
 
 
 @pytest.mark.results

@@ -123,7 +123,7 @@ FIRST_LOSS = {
   "llama_70b": (_BYTES, 0.05),
   "llama_8b": (_BYTES, 0.05),
   "mixtral_8x7b": (_BYTES, 0.05),
-  "dinov2": (10.0, 0.4),  # ln(128) twice, more for random heads, and KoLeo.
+  "dinov2": (6.6, 0.1),  # ln(128), more for a random head, and KoLeo.
   "jit": (2.06, 0.1),  # The model predicts zeros.
   "mae": (1.5, 0.5),  # The variance of pixels, and of predictions.
   # 2 views of twice the temperature; random pixels make all views unlike.
