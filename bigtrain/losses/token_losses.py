@@ -231,6 +231,7 @@ class TokenTask(NamedTuple):
       label_smoothing=label_smoothing,
       label_smoothing_over=label_smoothing_over,
       z_loss=z_loss,
+      only_weighted="loss_mask" in batch,
     )
     result = losses.with_experts(load_balance, router_z, load_balance_over)
     result = losses.with_further(result, mtp_weight)
