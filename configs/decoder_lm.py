@@ -347,5 +347,8 @@ def _make(model, arg):
     config.input.batch_size = 16
     config.evals.val.num_examples = 16
     config.model.variant = recipe.tiny
+    if "axis" in config.model.get("moe", {}):
+      # Eight devices of a CPU compile the exchange of tokens for a minute.
+      config.model.moe.axis = None
     config.model.vocab_size = 259
   return config

@@ -179,6 +179,7 @@ class TokenTask(NamedTuple):
     load_balance_over: str = "layers",
     mtp_weight: float = 0.3,
     chunk: int | None = None,
+    only_weighted: bool = False,
   ) -> tuple[Metrics, Variables]:
     """Computes cross-entropy and accuracy of the targets, by token.
 
@@ -195,6 +196,8 @@ class TokenTask(NamedTuple):
       router_z: weight of the loss that keeps the routers' logits small.
       mtp_weight: weight of the losses of config.model.mtp.
       chunk: positions of each example at a time, see losses.linear_xent.
+      only_weighted: whether to compute logits only for targets with a loss,
+        which pays if they are few, as in answers about pictures.
 
     Returns:
       (metrics "loss" in nats and "accuracy", with "loss_mask" the number of
@@ -231,7 +234,7 @@ class TokenTask(NamedTuple):
       label_smoothing=label_smoothing,
       label_smoothing_over=label_smoothing_over,
       z_loss=z_loss,
-      only_weighted="loss_mask" in batch,
+      only_weighted=only_weighted,
     )
     result = losses.with_experts(load_balance, router_z, load_balance_over)
     result = losses.with_further(result, mtp_weight)
