@@ -214,15 +214,7 @@ class TokenTask(NamedTuple):
       )
     head = None
     if known_teachers:
-      options = distill or {}
-      check_kwargs(token_divergences.taught, options, "config.loss.distill")
-      head = token_divergences.taught(
-        _head_logits(own, model),
-        known_teachers,
-        model.vocab_size,
-        chunk,
-        **options,
-      )
+      head = _taught_head(own, model, known_teachers, chunk, distill or {})
     losses = self.losses(
       own,
       batch,
@@ -354,6 +346,24 @@ def head_losses(
     )
 
   return losses
+
+
+def _taught_head(
+  variables: Variables,
+  model: Any,
+  known_teachers: dict[str, token_divergences.Teacher],
+  chunk: int | None,
+  distill: Mapping[str, Any],
+) -> Callable[..., linear_xent.TokenLosses]:
+  """The loss that replaces the cross-entropy if there are teachers."""
+  check_kwargs(token_divergences.taught, distill, "config.loss.distill")
+  return token_divergences.taught(
+    _head_logits(variables, model),
+    known_teachers,
+    model.vocab_size,
+    chunk,
+    **distill,
+  )
 
 
 def _head_logits(
