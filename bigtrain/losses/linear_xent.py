@@ -371,13 +371,12 @@ def _weighted_in_chunks(
   def add(i: Any, carry: Any) -> Any:
     sums, by_token = carry
     place_K = jax.lax.dynamic_slice_in_dim(order, i * size, size)
-    xs = [
-      x.at[place_K].get(mode="fill", fill_value=0)[None]
-      for x in (hidden_ND, targets_N, weight_N)
-    ]
-    sums, by_place = _one_chunk(
-      options, kernel_DV, args.bias_V, True, sums, tuple(xs)
-    )
+
+    def rows(x: jax.Array) -> jax.Array:
+      return x.at[place_K].get(mode="fill", fill_value=0)[None]
+
+    xs = rows(hidden_ND), rows(targets_N), rows(weight_N)
+    sums, by_place = _one_chunk(options, kernel_DV, args.bias_V, True, sums, xs)
     by_token = tuple(
       x.at[place_K].set(new[0], mode="drop")
       for x, new in zip(by_token, by_place, strict=True)
