@@ -77,6 +77,8 @@ class Case(NamedTuple):
     peer: the program to compare with, if any.
     features: features of the data, if the config does not determine them, see
       tools.plan.
+    tasks: names of the tasks of config.task to keep, from the first step on;
+      None for all, as at the end of a run.
   """
 
   config: str
@@ -88,12 +90,14 @@ class Case(NamedTuple):
   replica_too: bool = False
   peer: Peer | None = None
   features: Mapping[str, str] | None = None
+  tasks: tuple[str, ...] | None = None
 
 
 _SCAN = "model.scan=True"
 _V5E = ("tpu_v5e", 16)
 _V5P = ("tpu_v5p", 64)
 _H100 = ("h100", 64)
+_H100S = ("h100", 256)
 
 
 def _vit(variant: str, policy: str, policy_of_peer: str) -> Case:
@@ -119,11 +123,40 @@ def _vit(variant: str, policy: str, policy_of_peer: str) -> Case:
     source="google-research/big_vision",
     folder="",
     modules=("einops",),
-    options=dict(topology="v5e:4x4", batch_size=1024, model=model),
+    options=dict(
+      trainer="vit", topology="v5e:4x4", batch_size=1024, model=model
+    ),
     target="<= 0.95",
   )
   config = f"vit_i1k.py:{variant},aug=none,reg=0.0"
   return Case(config, *_V5E, 1024, changes, fsdp=1, peer=peer)
+
+
+# Rows of 384 tokens, of which 256 are the picture's. big_vision's decoder only
+# runs in float32, whose products a TPU rounds to bfloat16 as well.
+_BV_PALIGEMMA = Peer(
+  name="big_vision",
+  script="peer_big_vision_compiled",
+  source="google-research/big_vision",
+  folder="",
+  modules=("einops", "orbax.checkpoint"),
+  options=dict(
+    trainer="paligemma",
+    topology="v5e:4x4",
+    batch_size=256,
+    text_length=128,
+    model=dict(
+      img=dict(
+        variant="So400m/14",
+        pool_type="none",
+        scan=True,
+        dtype_mm="bfloat16",
+      ),
+      llm=dict(variant="gemma2_2b", vocab_size=257_152),
+    ),
+  ),
+  target="<= 0.95",
+)
 
 
 def _maxtext(chips: str, length: int, fsdp: int = 8, **options: Any) -> Peer:
@@ -188,16 +221,24 @@ def _stack(model: str, depth: int, **options: Any) -> Peer:
 
 
 def _stacks(
-  name: str, config: str, peer: Peer, *changes: str
+  name: str, config: str, peer: Peer, experts: int, *changes: str
 ) -> dict[str, Case]:
   """The first layers of a model with experts, which are gathered or exchanged.
 
-  A chip has one sequence, so the head's logits fit at once.
+  A device has one sequence, so the head's logits fit at once.
   """
   changes = (*changes, "loss.chunk=4096")
-  gathered = Case(config, *_V5P, 64, changes, fsdp=64, peer=peer)
   axis = (*changes, "model.moe={'axis': 'fsdp'}")
-  return {name: gathered, f"{name}_axis": gathered._replace(changes=axis)}
+  gathered = (*changes, "model.moe={'axis': None}")
+  chips = Case(config, *_V5P, 64, gathered, fsdp=64, peer=peer)
+  gpus = Case(config, *_H100S, 256, gathered, fsdp=256)
+  over = min(256, experts)
+  return {
+    name: chips,
+    f"{name}_axis": chips._replace(changes=axis),
+    f"{name}_gpu": gpus,
+    f"{name}_axis_gpu": gpus._replace(changes=axis, fsdp=over),
+  }
 
 
 def _packed(length: int, **pictures: str) -> dict[str, str]:
@@ -205,6 +246,29 @@ def _packed(length: int, **pictures: str) -> dict[str, str]:
   words = dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32")
   kinds = {**words, "loss_mask": "float32"}
   return {k: f"{kind}[{length}]" for k, kind in kinds.items()} | pictures
+
+
+def _siglip2() -> dict[str, Case]:
+  """SigLIP 2 with all its tasks, as at the end of a run, and with some."""
+  whole = Case(
+    "siglip2.py",
+    "tpu_v5e",
+    256,
+    32_768,
+    features={
+      "image": "jpeg[480,640,3]",
+      "captions/text": "text[?]",
+      "objects/bbox": "float32[?,4]",
+      "objects/label": "int64[?]",
+    },
+  )
+  return {
+    "siglip2": whole,
+    "siglip2_first": whole._replace(tasks=("contrast", "locca")),
+    "siglip2_contrast": whole._replace(tasks=("contrast",)),
+    "siglip2_locca": whole._replace(tasks=("locca",)),
+    "siglip2_distill": whole._replace(tasks=("distill",)),
+  }
 
 
 # Remat policies: what a layer keeps for its backward pass. The second needs
@@ -239,6 +303,7 @@ CASES = {
     "deepseek_v3",
     "deepseek_v3.py",
     _stack("deepseek3-671b", 4, n_routing_groups=8, topk_routing_group=4),
+    256,
     *("model.depth=4", "model.mtp=0", "loss.mtp_weight=0.0"),
     "mesh.tensor=1",
   ),
@@ -246,19 +311,23 @@ CASES = {
     "qwen3_next",
     "qwen3_next_80b.py",
     _stack("qwen3-next-80b-a3b", 4),
+    512,
     "model.depth=4",
   ),
   **_stacks(
     "gemma4_26b",
     "gemma4_26b_a4b.py",
     _stack("gemma4-26b", 6),
+    128,
     "model.depth=6",
   ),
+  **_siglip2(),
   "paligemma2_3b": Case(
     "paligemma2_3b.py",
     *_V5E,
     256,
     ("model_init=None",),
+    peer=_BV_PALIGEMMA,
     features=_packed(384, prefix="bool[384]", image="float32[1,224,224,3]"),
   ),
   "gpt_oss_20b": Case(
@@ -267,6 +336,7 @@ CASES = {
     512,
     peer=_maxtext("v5p-128", 4096, 64, **_GPT_OSS_20B),
   ),
+  "dinov2_gpu": Case("dinov2.py", *_H100, 2048),
   # A class token makes 197 tokens, an odd number.
   "vit_b16_gpu": Case("vit_i1k.py:B/16,reg=0.0", *_H100, 4096, (_SCAN,)),
   "llama_8b_gpu": Case("llama_8b.py", *_H100, 64),
@@ -328,14 +398,20 @@ def missing(compiler: str) -> str:
 
 def compiled(case: Case, quick: bool = False) -> dict[str, Any]:
   """Compiles a case; returns its figures by tools.plan."""
+  from bigtrain.config import loading
   from bigtrain.tools.plan import plan
 
   config = _runlocal(case.config) if quick else case.config
+  path = f"{measure.ROOT}/configs/{config}"
   changes = [*case.changes]
+  if case.tasks:
+    known = loading.load(path)["task"]
+    tasks = {name: {**known[name], "from_percent": 0} for name in case.tasks}
+    changes.append(f"task={tasks!r}")
   if case.batch_size:
     changes.append(f"input.batch_size={case.batch_size}")
   (figures,) = plan.plan(
-    f"{measure.ROOT}/configs/{config}",
+    path,
     [case.devices],
     changes,
     fsdp=[case.fsdp],
@@ -377,6 +453,15 @@ def _named(figures: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     without = f" without {runs} runs of attention kernels" if runs else ""
     ratio = figures["product_flops"] / figures["executed_flops"]
     yield f"products{without} / FLOPs that the model asks for", "ratio", ratio
+    sent, hidden = (
+      figures["products"][f"{x}_bytes"] for x in ("sent", "hidden")
+    )
+    if sent:
+      yield (
+        "sent while products or attention run / sent",
+        "ratio",
+        hidden / sent,
+      )
   yield "temporary memory", "GB", figures["memory"]["temporary_bytes"] / 1e9
   yield "peak memory", "GB", figures["peak_bytes"] / 1e9
   yield "sent", "GB", sum(figures["sent_bytes"].values()) / 1e9

@@ -28,7 +28,7 @@ HARDWARE = {
   "TPU v5p": "tpu_v5p",
 }
 
-_HARDWARE = re.compile(rf"[^.]*?(\d+) ({'|'.join(HARDWARE)})\b")
+_HARDWARE = re.compile(rf"[^.]*?(\d[\d,]*) ({'|'.join(HARDWARE)})\b")
 _CONFIG = re.compile(r"--config=configs/\w+\.py(?::(\S+))?")
 _CHANGE = re.compile(r"\s--config\.(\S+=\S+)")
 
@@ -69,7 +69,7 @@ def read(path: pathlib.Path) -> Header | None:
   names = [a for a in (given[1] or "").split(",") if a and "=" not in a]
   return Header(
     ":".join([path.name, ",".join(names)] if names else [path.name]),
-    int(match[1]),
+    int(match[1].replace(",", "")),
     HARDWARE[match[2]],
     tuple(_CHANGE.findall(command)),
   )

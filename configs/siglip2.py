@@ -96,7 +96,10 @@ def get_config(arg=None):
     contrast=dict(
       type="contrastive", weight=1.0, loss=dict(kind="sigmoid", chunk=1024)
     ),
-    locca=dict(type="locca", weight=1.0, loss=dict(parallel_prob=0.5)),
+    # 1,536 tokens of a device's 384 sequences at a time: the gradient of a
+    # kernel with 257,024 columns is read and written for each part of the
+    # logits.
+    locca=dict(type="locca", weight=1.0, loss=dict(parallel_prob=0.5, chunk=4)),
     # Its weight is that of the local crops; patch_weight is relative to it.
     distill=dict(
       type="dinov2",
@@ -262,6 +265,7 @@ def _small(config, digits):
   config.input.batch_size = 96 if digits else 16
   config.lr = 3e-3
   config.schedule.warmup_steps = 80 if digits else 1
+  del config.task.locca.loss.chunk  # All logits fit.
   of_towers = dict(
     variant="mu", dtype="float32", scan=False, remat_policy="none"
   )

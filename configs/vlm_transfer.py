@@ -147,8 +147,9 @@ RECIPES = {
     wd=3e-7,
     warmup_percent=5,
     # 2,048 tokens of a device's 16 rows at a time: the gradient of a kernel
-    # with 257,216 columns is read and written for each part of the logits.
-    loss=dict(chunk=128),
+    # with 257,216 columns is read and written for each part of the logits. Most
+    # tokens are the picture's or the question's, which need no logits.
+    loss=dict(chunk=128, only_weighted=True),
   ),
   "gemma3_4b": Recipe(
     init="models/gemma-3-4b-pt",

@@ -185,6 +185,7 @@ def test_every_header_names_hardware_that_can_be_checked():
     "llama_8b.py", 64, "h100", ("mesh.fsdp=-1", "microbatches=8")
   )
   assert found["vit_i1k"].config == "vit_i1k.py:B/16"
+  assert found["deepseek_v3"].devices == 2048
   for name, header in found.items():
     text = (ROOT / "configs" / f"{name}.py").read_text()
     says = text.partition("\nHardware: ")[2]

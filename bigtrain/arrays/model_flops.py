@@ -16,6 +16,7 @@ import jax
 
 _MARK = re.compile(r"model_flops_(\d+)_of_(\d+)")
 _RARE = "model_flops_rare"
+_MOST_ROUNDS = re.compile(r"model_flops_at_most_(\d+)_rounds")
 
 
 def share(useful: int, computed: int) -> contextlib.AbstractContextManager[Any]:
@@ -45,6 +46,21 @@ def counts_as(
 def rare() -> contextlib.AbstractContextManager[Any]:
   """Marks operations that hardly any step runs: they count as none."""
   return jax.named_scope(_RARE)
+
+
+def at_most(rounds: int) -> contextlib.AbstractContextManager[Any]:
+  """Marks a loop whose number of rounds depends on the data: all count."""
+  return jax.named_scope(f"model_flops_at_most_{rounds}_rounds")
+
+
+def most_rounds(name: str) -> int | None:
+  """The number of such a mark, in a name stack or a compiled operation.
+
+  >>> most_rounds("jvp(head/model_flops_at_most_3_rounds/while)")
+  3
+  """
+  marks = _MOST_ROUNDS.findall(name)
+  return int(marks[-1]) if marks else None
 
 
 def is_rare(name: str) -> bool:

@@ -50,6 +50,7 @@ def linear_softmax_xent(
   label_smoothing_over: str = "all",
   z_loss: float = 0.0,
   softcap: float | None = None,
+  only_weighted: bool = False,
   mesh: Mesh | AbstractMesh | None = None,
 ) -> TokenLosses:
   """Computes softmax_xent(hidden @ kernel + bias, targets) in chunks of L.
@@ -64,6 +65,9 @@ def linear_softmax_xent(
     dtype: dtype of the products' operands; by default the hidden states'.
       Results are float32; devices sum the kernel's gradient in this dtype.
     softcap: logits x become softcap * tanh(x / softcap).
+    only_weighted: whether to skip tokens of weight 0 if there are gradients, so
+      that the time depends on the number of the others. `loss_BL` and
+      `correct_BL` of those that are skipped are 0.
     mesh: the mesh that the batch is split over, evenly; by default that of
       jax.set_mesh. The kernel is gathered once, and its gradient summed over
       devices once; left to itself, XLA would do both for each chunk.
@@ -77,6 +81,7 @@ def linear_softmax_xent(
     label_smoothing_over=label_smoothing_over,
     z_loss=z_loss,
     softcap=softcap,
+    only_weighted=only_weighted,
   )
   if weight_BL is None:
     weight_BL = jnp.ones(targets_BL.shape, jnp.float32)
@@ -208,6 +213,7 @@ class _Options(NamedTuple):
   label_smoothing_over: str
   z_loss: float
   softcap: float | None
+  only_weighted: bool
   axis_name: str | None = None  # Mesh axis that splits the vocabulary, if any.
 
   def losses(
@@ -311,6 +317,8 @@ def _in_chunks(
     size = default_chunk(B, L, V)
   if size == 0 or size > L:
     size = L
+  if options.only_weighted and gradients and size < L:
+    return _weighted_in_chunks(options, args, B * size)
 
   def split(x: jax.Array) -> jax.Array:
     x = jnp.pad(x, [(0, 0), (0, -L % size)] + [(0, 0)] * (x.ndim - 2))
@@ -340,6 +348,53 @@ def _in_chunks(
   counted_BL = jnp.where(args.weight_BL == 0, 0.0, loss_BL * args.weight_BL)
   result = TokenLosses(jnp.sum(counted_BL), loss_BL, correct_BL)
   return result, (hidden_grad_BLD, *sums) if gradients else None
+
+
+def _weighted_in_chunks(
+  options: _Options, args: _Args, size: int
+) -> tuple[TokenLosses, Any]:
+  """The results of `_in_chunks` for the tokens that have a weight.
+
+  They are gathered, wherever they are in the batch, `size` of them at a time.
+  For a question about a picture, these are few of a row's tokens.
+
+  N tokens of the batch.
+  """
+  kernel_DV = args.kernel_DV.astype(options.dtype)
+  hidden_ND = args.hidden_BLD.reshape(-1, args.hidden_BLD.shape[-1])
+  targets_N, weight_N = args.targets_BL.ravel(), args.weight_BL.ravel()
+  (N,) = weight_N.shape
+  # Then N, which is no token, up to whole chunks.
+  (order,) = jnp.nonzero(weight_N, size=N + -N % size, fill_value=N)
+  num_chunks = (jnp.count_nonzero(weight_N) + size - 1) // size
+
+  def add(i: Any, carry: Any) -> Any:
+    sums, by_token = carry
+    place_K = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+
+    def rows(x: jax.Array) -> jax.Array:
+      return x.at[place_K].get(mode="fill", fill_value=0)[None]
+
+    xs = rows(hidden_ND), rows(targets_N), rows(weight_N)
+    sums, by_place = _one_chunk(options, kernel_DV, args.bias_V, True, sums, xs)
+    by_token = tuple(
+      x.at[place_K].set(new[0], mode="drop")
+      for x, new in zip(by_token, by_place, strict=True)
+    )
+    return sums, by_token
+
+  zeros = jax.tree.map(
+    jnp.zeros_like,
+    ((args.kernel_DV, args.bias_V), (weight_N, weight_N, hidden_ND)),
+  )
+  with model_flops.at_most(-(-N // size)):
+    sums, by_token = jax.lax.fori_loop(0, num_chunks, add, zeros)
+  loss_N, correct_N, hidden_grad_ND = by_token
+  shape = args.weight_BL.shape
+  result = TokenLosses(
+    jnp.sum(loss_N * weight_N), loss_N.reshape(shape), correct_N.reshape(shape)
+  )
+  return result, (hidden_grad_ND.reshape(args.hidden_BLD.shape), *sums)
 
 
 def _one_chunk(

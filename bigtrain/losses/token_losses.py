@@ -179,6 +179,7 @@ class TokenTask(NamedTuple):
     load_balance_over: str = "layers",
     mtp_weight: float = 0.3,
     chunk: int | None = None,
+    only_weighted: bool = False,
   ) -> tuple[Metrics, Variables]:
     """Computes cross-entropy and accuracy of the targets, by token.
 
@@ -195,6 +196,8 @@ class TokenTask(NamedTuple):
       router_z: weight of the loss that keeps the routers' logits small.
       mtp_weight: weight of the losses of config.model.mtp.
       chunk: positions of each example at a time, see losses.linear_xent.
+      only_weighted: whether to compute logits only for targets with a loss,
+        which pays if they are few, as in answers about pictures.
 
     Returns:
       (metrics "loss" in nats and "accuracy", with "loss_mask" the number of
@@ -211,15 +214,7 @@ class TokenTask(NamedTuple):
       )
     head = None
     if known_teachers:
-      options = distill or {}
-      check_kwargs(token_divergences.taught, options, "config.loss.distill")
-      head = token_divergences.taught(
-        _head_logits(own, model),
-        known_teachers,
-        model.vocab_size,
-        chunk,
-        **options,
-      )
+      head = _taught_head(own, model, known_teachers, chunk, distill or {})
     losses = self.losses(
       own,
       batch,
@@ -231,6 +226,7 @@ class TokenTask(NamedTuple):
       label_smoothing=label_smoothing,
       label_smoothing_over=label_smoothing_over,
       z_loss=z_loss,
+      only_weighted=only_weighted,
     )
     result = losses.with_experts(load_balance, router_z, load_balance_over)
     result = losses.with_further(result, mtp_weight)
@@ -350,6 +346,24 @@ def head_losses(
     )
 
   return losses
+
+
+def _taught_head(
+  variables: Variables,
+  model: Any,
+  known_teachers: dict[str, token_divergences.Teacher],
+  chunk: int | None,
+  distill: Mapping[str, Any],
+) -> Callable[..., linear_xent.TokenLosses]:
+  """The loss that replaces the cross-entropy if there are teachers."""
+  check_kwargs(token_divergences.taught, distill, "config.loss.distill")
+  return token_divergences.taught(
+    _head_logits(variables, model),
+    known_teachers,
+    model.vocab_size,
+    chunk,
+    **distill,
+  )
 
 
 def _head_logits(

@@ -87,6 +87,9 @@ def _eqn_flops(eqn: Any, share: _Share) -> fractions.Fraction | int:
   if name == "scan":
     return params["length"] * inner
   if name == "while":
+    stack = str(eqn.source_info.name_stack)
+    if (rounds := model_flops.most_rounds(stack)) is not None:
+      return rounds * inner
     logging.warning(
       "FLOPs: a while loop runs an unknown number of times; its body "
       "(%d FLOPs) is counted once.",

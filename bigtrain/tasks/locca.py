@@ -99,6 +99,7 @@ def loss_fn(
     labels,
     share,
     chunk=chunk,
+    only_weighted=True,  # Most sequences are short.
     label_smoothing=label_smoothing,
     z_loss=z_loss,
   )

@@ -179,6 +179,50 @@ def test_tokens_of_weight_0_have_no_effect():
   jax.tree.map(np.testing.assert_array_equal, want[1], got[1])
 
 
+@pytest.mark.parametrize("number", [0, 3, 16, 40])
+@pytest.mark.parametrize("over", [False, True], ids=["one", "eight"])
+def test_skipping_tokens_of_weight_0_changes_nothing(number, over):
+  mesh = None
+  if over:
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
+  hidden, kernel, bias, targets, weights = chunked_case(vocabulary=32)
+  # Anywhere in the batch, so devices have different numbers of them.
+  skipped = np.random.default_rng(2).permutation(80)[number:]
+  np.put(weights, skipped, 0)
+  np.put(targets, skipped, -1)  # Their loss is NaN.
+  args = (hidden, kernel, bias, targets, weights)
+  kw = dict(chunk=2, z_loss=1e-3, mesh=mesh)
+  want = value_and_grads(chunked_objective, args, **kw)
+  got = value_and_grads(chunked_objective, args, only_weighted=True, **kw)
+  (total, by_token), grads = want
+  by_token = [np.where(weights == 0, 0, x) for x in by_token]
+  jax.tree.map(
+    lambda w, g: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5),
+    ((total, tuple(by_token)), grads),
+    got,
+  )
+
+
+def test_skipped_tokens_cost_no_chunks():
+  hidden, kernel, bias, targets, weights = chunked_case()
+  weights[:, 2:] = 0
+  seen = []
+  softmax_xent = cross_entropy.softmax_xent
+
+  def counted(logits, *args, **kw):
+    jax.debug.callback(lambda: seen.append(logits.shape))
+    return softmax_xent(logits, *args, **kw)
+
+  args = (hidden, kernel, bias, targets, weights)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(cross_entropy, "softmax_xent", counted)
+    jax.block_until_ready(
+      value_and_grads(chunked_objective, args, chunk=2, only_weighted=True)
+    )
+    jax.effects_barrier()
+  assert seen == [(1, 16, 31)]  # 16 of 80 tokens.
+
+
 def test_the_first_of_equal_logits_is_the_largest():
   logits = jnp.asarray([[1.0, 2, 2, 0], [0, 0, 0, 0], [3, 5, 1, 5]])
   hidden = jnp.eye(3)[None]

@@ -114,6 +114,32 @@ def test_only_real_targets_count(model, variables):
   np.testing.assert_array_equal(scores["tokens"], weight.sum(1))
 
 
+def test_only_targets_with_a_loss_have_logits(model, variables):
+  batch = texts()
+  answers = jnp.arange(L) >= L - 2
+  batch["loss_mask"] = jnp.broadcast_to(answers, (B, L)).astype(jnp.float32)
+
+  def gradients(**options):
+    def total(v):
+      pairs, _ = task.loss_fn(
+        v, batch, None, model=model, train=False, chunk=2, **options
+      )
+      return pairs["loss"][0]
+
+    fn = jax.value_and_grad(total)
+    return str(jax.make_jaxpr(fn)(variables)), jax.jit(fn)(variables)
+
+  text, want = gradients()
+  sparse, got = gradients(only_weighted=True)
+  jax.tree.map(
+    lambda w, g: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5),
+    want,
+    got,
+  )
+  # The number of chunks depends on the data: a loop in place of a scan.
+  assert " while[" in sparse and " while[" not in text
+
+
 def test_score_marks_targets_that_greedy_decoding_predicts(model, variables):
   batch = texts()
   _, _, log_probs = nll_of(model, variables, batch)

@@ -128,9 +128,10 @@ class Module:
       return 0
     if match := _TRIPS.search(op.attributes):
       return int(match[1])
+    most = model_flops.most_rounds(op.attributes)
     condition = list(self._with_fusions(op.called("condition")))
     if not any("direction=LT" in one.attributes for one in condition):
-      return None
+      return most
     # The counter of a scan starts at 0 and is compared with the only whole
     # number in the condition.
     limits = [
@@ -138,7 +139,7 @@ class Module:
       for one in condition
       if one.opcode == "constant" and one.type[:3] in ("s32", "u32", "s64")
     ]
-    return max(1, *limits) if limits else None
+    return max(1, *limits) if limits else most
 
   def _with_fusions(self, name: str) -> Iterator[Op]:
     """Yields the operations of a computation and of the fusions in it."""

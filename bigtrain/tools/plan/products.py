@@ -2,6 +2,8 @@
 
 This compiler does not estimate times, but its text has every product that a
 step really runs. It shows, for instance, if a product of experts became dense.
+It also has the order of all operations, and so which collectives are on their
+way while products run.
 """
 
 import collections
@@ -10,6 +12,7 @@ import math
 import re
 from typing import NamedTuple
 
+from bigtrain.tools.plan import collectives
 from bigtrain.tools.plan.hlo import Computation, Module, Op, numbers, shape
 
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -26,14 +29,24 @@ class Products(NamedTuple):
   flops: int  # Conditionals count with all their branches.
   # Number of runs of cuDNN's attention by name; they are not in `flops`.
   kernels: dict[str, int]
+  sent_bytes: float  # By each device.
+  # Of these, the bytes of collectives that are on their way while a product or
+  # attention runs.
+  hidden_bytes: float
   unknown_loops: int
 
 
 def products(module: Module) -> Products:
   total_flops = 0
+  sent_bytes = hidden_bytes = 0.0
   unknown_loops = set()
   kernels: collections.Counter[str] = collections.Counter()
+  overlap = _Overlap(module)
   for run in module.runs():
+    nbytes = run.times * overlap.sent_bytes(run.op, run.computation)
+    sent_bytes += nbytes
+    if nbytes and overlap.is_hidden(run.op, run.computation):
+      hidden_bytes += nbytes
     target = TARGET.search(run.op.attributes)
     if target and "fmha" in target[1]:
       kernels[target[1]] += run.times
@@ -41,7 +54,68 @@ def products(module: Module) -> Products:
     total_flops += run.times * flops
     if flops and run.is_guess:
       unknown_loops.add(id(run.computation))
-  return Products(total_flops, dict(kernels), len(unknown_loops))
+  return Products(
+    total_flops,
+    dict(kernels),
+    sent_bytes,
+    hidden_bytes,
+    len(unknown_loops),
+  )
+
+
+class _Overlap:
+  """The collectives of a program, and the work beside them."""
+
+  def __init__(self, module: Module):
+    self._module = module
+    # Computations that only wrap a collective, which counts at its start.
+    self._wrapped = {
+      id(module.computations.get(op.called("calls")))
+      for computation in module.computations.values()
+      for op in computation.values()
+      if op.opcode == "async-start"
+    }
+
+  def sent_bytes(self, op: Op, computation: Computation) -> float:
+    """Bytes that a device sends in one run of a collective; 0 for others."""
+    if id(computation) in self._wrapped:
+      return 0.0
+    if op.opcode == "async-start":
+      computation = self._module.computations.get(op.called("calls"), {})
+      ops = list(computation.values())
+    else:
+      ops = [op]
+    found = [
+      collectives.of_op(one, computation, self._module.num_devices)
+      for one in ops
+    ]
+    return sum(one.sent_bytes for one in found if one is not None)
+
+  def is_hidden(self, op: Op, computation: Computation) -> bool:
+    """Whether a product or attention runs between its start and its end."""
+    if not op.opcode.endswith("-start") or '"is_sync":true' in op.attributes:
+      return False
+    ops = list(computation.values())
+    rest = ops[ops.index(op) + 1 :]
+    for one in rest:
+      if one.opcode.endswith("-done") and op.name in one.operands:
+        return False
+      if self._multiplies(one, computation):
+        return True
+    return False
+
+  def _multiplies(self, op: Op, computation: Computation) -> bool:
+    target = TARGET.search(op.attributes)
+    if target and "fmha" in target[1]:
+      return True
+    if flops_of(op, computation):
+      return True
+    inner = [self._module.computations.get(name, {}) for name in op.callees]
+    return any(
+      self._multiplies(one, called)
+      for called in inner
+      for one in called.values()
+    )
 
 
 def flops_of(op: Op, computation: Computation) -> int:

@@ -56,3 +56,60 @@ def test_products_of_loops_libraries_and_convolutions():
   once = products.products(hlo.Module(text))
   assert once.flops == found.flops - loop * 11 // 12
   assert once.unknown_loops == 1
+
+
+TRANSFERS = """HloModule jit_update, num_partitions=8
+
+%scatter (p: f32[64,16]) -> f32[8,16] {
+  %p = f32[64,16]{1,0} parameter(0)
+  ROOT %reduce-scatter.1 = f32[8,16]{1,0} reduce-scatter(%p), channel_id=3, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+}
+
+%body (t: (s32[], bf16[8,64], bf16[64,64])) -> (s32[], bf16[8,64], bf16[64,64]) {
+  %t = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %part = bf16[8,64]{1,0} get-tuple-element(%t), index=1
+  %whole = bf16[64,64]{1,0} get-tuple-element(%t), index=2
+  %gather = (bf16[8,64]{1,0}, bf16[64,64]{1,0}) all-gather-start(%part), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %product = (bf16[64,64]{1,0}, s8[4096]{0}) custom-call(%whole, %whole), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]},"alpha_imag":0}}
+  %gathered = bf16[64,64]{1,0} all-gather-done(%gather)
+  ROOT %out = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}) tuple(%i, %part, %gathered)
+}
+
+%condition (t: (s32[], bf16[8,64], bf16[64,64])) -> pred[] {
+  %t.1 = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x: (s32[], bf16[8,64], bf16[64,64]), y: f32[64,16], z: f32[8]) -> f32[8] {
+  %x = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}) parameter(0)
+  %y = f32[64,16]{1,0} parameter(1)
+  %z = f32[8]{0} parameter(2)
+  %scatter-start = ((f32[64,16]{1,0}), f32[8,16]{1,0}) async-start(%y), calls=%scatter
+  %twice = f32[8]{0} add(%z, %z)
+  %scattered = f32[8,16]{1,0} async-done(%scatter-start)
+  %loop = (s32[], bf16[8,64]{1,0}, bf16[64,64]{1,0}) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %sum = f32[8]{0} all-reduce(%z), channel_id=2, replica_groups=[1,8]<=[8], to_apply=%add
+}
+"""
+
+
+def test_bytes_that_travel_while_products_run():
+  gather = 5 * 64 * 64 * 2 * 7 / 8
+  scatter = 64 * 16 * 4 * 7 / 8
+  reduce = 2 * 8 * 4 * 7 / 8
+  found = products.products(hlo.Module(TRANSFERS))
+  assert found.sent_bytes == gather + scatter + reduce
+  assert found.hidden_bytes == gather
+  # A loop with products hides it as well.
+  loop = next(line for line in TRANSFERS.splitlines() if "%loop" in line)
+  done = next(line for line in TRANSFERS.splitlines() if "async-done" in line)
+  text = TRANSFERS.replace(loop + "\n", "").replace(done, f"{loop}\n{done}")
+  assert products.products(hlo.Module(text)).hidden_bytes == gather + scatter
+  # The compiler may decide to wait at the start.
+  text = TRANSFERS.replace(
+    "dimensions={0}\n", 'dimensions={0}, x={"is_sync":true}\n'
+  )
+  assert products.products(hlo.Module(text)).hidden_bytes == 0
