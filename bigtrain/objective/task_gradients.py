@@ -114,7 +114,8 @@ def named(
   result = {entry.metric(name): x for name, x in sums.items()}
   if not is_occasional:
     return result
-  count = jnp.full((), float(present), jnp.float32)
+  # Not on a device: tools.plan has those of a compiler, which compute nothing.
+  count = np.asarray(present, np.float32)
   return {name: metrics.Occasional(x, count) for name, x in result.items()}
 
 
