@@ -76,6 +76,8 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<= ]*)\]")
 _NAME = re.compile(r"%?([\w.\-#]+)\s*$")
 # backend_config={"known_trip_count":{"n":"12"}}
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+# Types of a counter of a loop.
+_WHOLE_NUMBER = ("s32[]", "u32[]", "s64[]")
 # Bits of the types whose names do not contain them, as "bf16" does.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -137,7 +139,7 @@ class Module:
     limits = [
       int(one.operands[0])
       for one in condition
-      if one.opcode == "constant" and one.type[:3] in ("s32", "u32", "s64")
+      if one.opcode == "constant" and one.type[:5] in _WHOLE_NUMBER
     ]
     return max(1, *limits) if limits else most
 

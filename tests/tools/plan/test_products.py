@@ -51,6 +51,12 @@ def test_products_of_loops_libraries_and_convolutions():
   assert found.flops == loop + library + 2 * convolution
   assert found.kernels == {"__cudnn$fmhaSoftmax": 12}
   assert found.unknown_loops == 0
+  # The condition has the number of rounds too, beside other constants.
+  text = TEXT.replace("known_trip_count", "x")
+  text = text.replace(
+    "  %limit =", "  %rows = s32[2]{0} constant({...})\n  %limit ="
+  )
+  assert products.products(hlo.Module(text)) == found
   # A loop without a trip count counts once, and says so.
   text = TEXT.replace("known_trip_count", "x").replace("=LT", "=NE")
   once = products.products(hlo.Module(text))
