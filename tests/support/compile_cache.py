@@ -18,6 +18,9 @@ QUICK_XLA_FLAGS = (
   "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   " --xla_cpu_parallel_codegen_split_count=1"
 )
+# By default, XLA aborts where a simulated device waits 40 seconds for another
+# one, which happens on busy machines.
+QUICK_XLA_FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 # The older of two code generators of XLA; newer versions lack it.
 if jaxlib.version.__version_info__ < (0, 11):
   QUICK_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
