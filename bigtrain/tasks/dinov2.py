@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays import trees
+from bigtrain.arrays import model_flops, trees
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import (
@@ -197,7 +197,8 @@ def embed_fn(
     model, variables, rng, train, large_N, **given, **shown
   )
   teacher = _of_teacher(variables, state["teacher"])
-  taught = model.apply(teacher, large_N, train=False, **given)
+  with model_flops.share(1, 3):  # Without a backward pass.
+    taught = model.apply(teacher, large_N, train=False, **given)
 
   def by_example(x: jax.Array) -> jax.Array:
     return x.reshape(B, -1, *x.shape[1:])
@@ -374,7 +375,8 @@ def _gram_loss(
   def compute() -> jax.Array:
     crops = gram_crops()
     large_N = crops.reshape(-1, *crops.shape[2:])
-    out = model.apply(teacher, large_N, train=False, method="views")
+    with model_flops.share(1, 3):  # Without a backward pass.
+      out = model.apply(teacher, large_N, train=False, method="views")
     taught_NPD = jax.lax.stop_gradient(out["encoded"])
     rows, columns = _grid(model, large_N.shape[1:])
     taught_NPD = gram.resized(taught_NPD, (rows, columns), grid)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import model_flops
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import check_choice
 from bigtrain.losses import block_masks, collapse, forward, teachers
@@ -95,7 +96,8 @@ def loss_fn(
     real_BNT=masks.target_real_BNT,
   )
   teacher = {**variables, "params": state["teacher"]}
-  _, taught = model.apply(teacher, image, train=False)
+  with model_flops.share(1, 3):  # Without a backward pass.
+    _, taught = model.apply(teacher, image, train=False)
   taught_BPD = jax.lax.stop_gradient(_normalised(taught["encoded"]))
   pick = jax.vmap(lambda x_PD, i_NT: x_PD[i_NT])
   wanted_BNTD = pick(taught_BPD, masks.target_BNT)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import model_flops
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.losses import collapse, forward, pairwise, random_views, teachers
@@ -79,7 +80,8 @@ def embed_fn(
   view_N = views.reshape(2 * B, *views.shape[2:])
   (_, out), mutable = forward.apply(model, variables, rng, train, view_N)
   teacher = {**variables, "params": state["teacher"]}
-  _, taught = model.apply(teacher, view_N, train=False)
+  with model_flops.share(1, 3):  # Without a backward pass.
+    _, taught = model.apply(teacher, view_N, train=False)
   taught_ND = jax.lax.stop_gradient(taught["head_input"])
   return {
     "features_B2D": out["head_input"].reshape(B, 2, -1),
@@ -113,7 +115,8 @@ def embeddings_loss_fn(
   for view in range(2):
     z_BE = model.project(params, features_B2D[:, view], weight_B)
     q_BE = model.predict(params, z_BE, weight_B)
-    k_BE = model.project(state["teacher"], taught_B2D[:, view], weight_B)
+    with model_flops.share(1, 3):
+      k_BE = model.project(state["teacher"], taught_B2D[:, view], weight_B)
     queries.append(model.unit(q_BE))
     keys.append(jax.lax.stop_gradient(model.unit(k_BE)))
   loss_B, correct_B = jnp.zeros(()), jnp.zeros(())

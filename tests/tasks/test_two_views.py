@@ -15,6 +15,7 @@ from bigtrain.config.errors import ConfigError
 from bigtrain.losses import random_views
 from bigtrain.models import contrastive_vit
 from bigtrain.models.layers import heads
+from bigtrain.reports import flops
 from bigtrain.tasks import moco_v3, simclr
 
 B, D, F, E = 8, 6, 7, 5
@@ -133,6 +134,29 @@ def test_the_losses_are_those_of_the_papers(place):
   assert float(ours[0] / 6) == pytest.approx(expected, rel=1e-5)
   expected = moco_loss(params, teacher, features[real], taught[real])
   assert float(other[0] / 6) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_teacher_counts_as_a_forward_pass_alone():
+  """Model FLOPs of a step are three times those of the loss."""
+  model = contrastive_vit.Model(**MODEL)
+  images = jnp.zeros((B, 8, 8, 3))
+  batch = {"image": images, "_keys": jax.random.split(jax.random.key(0), B)}
+  variables = model.init(jax.random.key(1), images)
+  state = {"teacher": variables["params"]}
+
+  def features(variables):
+    return moco_v3.embed_fn(
+      variables, batch, jax.random.key(2), model=model, state=state, train=True
+    )[0]
+
+  def of_teacher(variables):
+    return model.apply(variables, jnp.zeros((2 * B, 8, 8, 3)))
+
+  counted = flops.forward_flops(features, variables)
+  executed = flops.executed_flops(features, variables)
+  # The teacher is as large as the student; two thirds of it are left out.
+  teacher = flops.forward_flops(of_teacher, variables)
+  assert 3 * (executed - counted) == 2 * teacher
 
 
 def test_the_batch_norm_is_over_the_real_samples_of_all_devices():
