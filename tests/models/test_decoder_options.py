@@ -12,6 +12,7 @@ from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.models import decoder
 from bigtrain.models.published import blocks
+from bigtrain.tasks import language_modeling
 
 V, L, B, D = 32, 16, 2, 16
 DRAWS = 14
@@ -219,9 +220,14 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
   """Prompts of 4 and 9 tokens are read together, then token by token."""
   model, variables = made(seed)
   text, lengths = tokens(), jnp.asarray([4, 9])
-  run = jax.jit(lambda v: {"logits": model.apply(v, text)[0]})
+
+  @jax.jit
+  def run(variables, lengths=L):
+    """Whole texts of these lengths, on which LongRoPE depends."""
+    real = jnp.arange(L) < jnp.broadcast_to(lengths, B)[:, None]
+    return {"logits": model.apply(variables, text, real=real)[0]}
+
   bound = moved_by_rounding(run, variables)["logits"]
-  whole = np.asarray(run(variables)["logits"])
   prompt = jnp.where(jnp.arange(10) < lengths[:, None], text[:, :10], 0)
 
   @jax.jit
@@ -229,20 +235,26 @@ def test_decoding_with_the_cache_gives_the_same_logits(seed):
     cache, real = model.init_cache(B, L), jnp.arange(10) < lengths[:, None]
     return model.apply(variables, prompt, cache=cache, real=real)
 
-  step = jax.jit(lambda t, c, s: model.apply(variables, t, cache=c, start=s))
+  @jax.jit
+  def step(token, cache, i):
+    return language_modeling.step_fn(variables, model, cache, token, i)
+
   logits, out = read(prompt)
+  cache = out["cache"]
+  whole = run(variables, lengths)["logits"]
   for row, length in enumerate(lengths):
     assert_close(logits[row, :length], whole[row, :length], bound)
   for i in range(3, L):
-    logits, out = step(text[:, i : i + 1], out["cache"], i)
+    logits, cache = step(text[:, i], cache, i)
+    whole = run(variables, i + 1)["logits"]
     for row in range(B):
       if i >= lengths[row] - 1:
-        assert_close(logits[row, 0], whole[row, i], bound)
+        assert_close(logits[row], whole[row, i], bound)
   # A window's cache has no more positions than the window.
   windows = {kind.get("window") for kind in model.kinds.values()} - {None}
   sizes = {
     group.k_BNSGK.shape[2]
-    for group in out["cache"].groups
+    for group in cache.groups
     if hasattr(group, "k_BNSGK")
   }
   assert sizes <= windows | {L}
