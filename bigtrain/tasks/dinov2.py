@@ -197,8 +197,7 @@ def embed_fn(
     model, variables, rng, train, large_N, **given, **shown
   )
   teacher = _of_teacher(variables, state["teacher"])
-  with model_flops.share(1, 3):  # Without a backward pass.
-    taught = model.apply(teacher, large_N, train=False, **given)
+  taught = _by_teacher(model, teacher, large_N, **given)
 
   def by_example(x: jax.Array) -> jax.Array:
     return x.reshape(B, -1, *x.shape[1:])
@@ -216,6 +215,13 @@ def embed_fn(
     )
     result["gram_BG"] = by_example(gram_N)
   return result, mutable
+
+
+def _by_teacher(
+  model: Any, teacher: Variables, large_N: jax.Array, **options: Any
+) -> Any:
+  with model_flops.share(1, 3):  # Without a backward pass.
+    return model.apply(teacher, large_N, train=False, **options)
 
 
 def _of_large(
@@ -375,8 +381,7 @@ def _gram_loss(
   def compute() -> jax.Array:
     crops = gram_crops()
     large_N = crops.reshape(-1, *crops.shape[2:])
-    with model_flops.share(1, 3):  # Without a backward pass.
-      out = model.apply(teacher, large_N, train=False, method="views")
+    out = _by_teacher(model, teacher, large_N, method="views")
     taught_NPD = jax.lax.stop_gradient(out["encoded"])
     rows, columns = _grid(model, large_N.shape[1:])
     taught_NPD = gram.resized(taught_NPD, (rows, columns), grid)
