@@ -249,7 +249,7 @@ def _published_generation(
     generation["min_new"] = min_new
   if given.get("do_sample"):
     generation["temperature"] = given.get("temperature") or 1.0
-    # The library leaves out what equals its own defaults, and 50 is one.
+    # transformers omits values that equal its defaults; that of top_k is 50.
     generation["top_k"] = 50
     names = ["top_k", "top_p"]
     if task == "language_modeling":

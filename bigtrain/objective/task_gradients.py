@@ -114,7 +114,7 @@ def named(
   result = {entry.metric(name): x for name, x in sums.items()}
   if not is_occasional:
     return result
-  # Not on a device: tools.plan has those of a compiler, which compute nothing.
+  # No array on a device: tools.plan compiles for devices that are not there.
   count = np.asarray(present, np.float32)
   return {name: metrics.Occasional(x, count) for name, x in result.items()}
 
