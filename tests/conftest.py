@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import random
+import signal
 import sys
 import time
 
@@ -24,6 +25,11 @@ if "xla_backend_optimization_level" not in flags:
 os.environ["XLA_FLAGS"] = flags.strip()
 # TensorFlow and absl are chatty at start-up; a failing test should not be.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# A shell's command in the background ignores Ctrl-C, and so would the processes
+# that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 compile_cache.enable()
 

@@ -71,10 +71,16 @@ def effective_rank(x_ND: jax.Array, weight_N: jax.Array) -> jax.Array:
   """exp of the entropy of the normalised singular values of centred features.
 
   It is between 1, if all are on a line, and D (Roy and Vetterli 2007).
+  Singular values that are only rounding count as 0. There may be D of them, and
+  each would add to the entropy.
   """
   x_ND = x_ND.astype(jnp.float32)
   share_N1 = (weight_N / jnp.maximum(jnp.sum(weight_N), 1.0))[:, None]
   centred_ND = x_ND - jnp.sum(share_N1 * x_ND, 0)
   covariance_DD = (share_N1 * centred_ND).T @ centred_ND
-  values_D = jnp.sqrt(jnp.maximum(jnp.linalg.eigvalsh(covariance_DD), 0.0))
+  squares_D = jnp.linalg.eigvalsh(covariance_DD)
+  # The error of an eigenvalue, relative to the largest, as in matrix_rank.
+  rounding = len(squares_D) * jnp.finfo(jnp.float32).eps
+  is_known_D = squares_D > rounding * jnp.max(squares_D)
+  values_D = jnp.sqrt(jnp.where(is_known_D, squares_D, 0.0))
   return jnp.exp(entropy(values_D / jnp.maximum(jnp.sum(values_D), _EPS)))
