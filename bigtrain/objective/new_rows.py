@@ -7,6 +7,7 @@ them when the file is loaded. With config.new_rows.train="rows", gradients and
 updates of all other rows of these arrays are 0 (`TrainedRows`).
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -96,12 +97,14 @@ def with_new_rows(
   new = vocabulary.new_tokens(train_input.tokenizers, known.tokenizer)
   num_ids = _num_ids(task, model, train_input)
   if given is None and not new:
-    if {"vocab_size"} & {*source.allow_changed} or source.allow_reshaped:
+    if "vocab_size" in source.allow_changed or source.allow_reshaped:
       return config  # The user's choice: fresh arrays.
     if num_ids > size and not known.has_all(train_input.tokenizers):
-      return config  # An error: the ids may mean other words than in the file.
+      # The ids may mean other words than in the file. The model's own check of
+      # ids raises the error.
+      return config
   multiple = options.multiple_of
-  new_size = -(-max(size, num_ids) // multiple) * multiple
+  new_size = math.ceil(max(size, num_ids) / multiple) * multiple
   if new_size <= known.size and not (new and size == known.size):
     if given is not None:
       raise ConfigError(
@@ -300,10 +303,9 @@ def trained_rows(config: settings.Config, params_spec: Params) -> TrainedRows:
   if train != "rows" or plan is None:
     return TrainedRows()
   rows = added_rows.AddedRows(**config.kwargs("model_init")["new_rows"])
-  return TrainedRows(
-    {
-      name: (axis, min(rows.first, rows.old_size))
-      for name in trees.names(params_spec)
-      if (axis := rows.axis(name)) is not None
-    }
-  )
+  first = {}
+  for name in trees.names(params_spec):
+    axis = rows.axis(name)
+    if axis is not None:
+      first[name] = axis, min(rows.first, rows.old_size)
+  return TrainedRows(first)

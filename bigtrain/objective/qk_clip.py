@@ -86,7 +86,7 @@ def _check_model(model: Any, name: str) -> None:
       )
 
 
-def row_metrics(logits: Any) -> Metrics:
+def logit_metrics(logits: Any) -> Metrics:
   """{"attention_logit": ...} from the largest logits of a step; {} for None."""
   if logits is None:
     return {}

@@ -47,8 +47,13 @@ _STREAM = 0x5E1EC7ED
 # Arguments of a task's `select` that are not in config.select: those that the
 # program passes, and options of the loss.
 _GIVEN = (
-  *("learner", "reference", "batch", "key", "number"),
-  *("kind", "distill_weight"),
+  "learner",
+  "reference",
+  "batch",
+  "key",
+  "number",
+  "kind",
+  "distill_weight",
 )
 
 _SelectFn = Callable[..., tuple[Batch, Metrics]]
