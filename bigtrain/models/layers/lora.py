@@ -54,13 +54,13 @@ from bigtrain.models.layers.block_quantization import Quantized
 from bigtrain.models.layers.options import subclass
 
 BASES = ("float32", "bfloat16", *block_quantization.KINDS)
-A, B, MAGNITUDE, BIAS, ROWS = FACTORS = (
-  "lora_a",
-  "lora_b",
-  "lora_magnitude",
-  "lora_bias",
-  "lora_rows",
-)
+# The parameters of an adapter.
+A = "lora_a"
+B = "lora_b"
+MAGNITUDE = "lora_magnitude"
+BIAS = "lora_bias"
+ROWS = "lora_rows"
+FACTORS = (A, B, MAGNITUDE, BIAS, ROWS)
 
 _KERNEL = "kernel"
 # The embeddings of tokens: a parameter of the model itself, not of a layer.
