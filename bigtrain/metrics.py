@@ -302,7 +302,15 @@ class Occasional:
 
 
 _KINDS = (
-  *(Sum, Last, Max, Min, Histogram, ArrayStats, Largest, Loads, Occasional),
+  Sum,
+  Last,
+  Max,
+  Min,
+  Histogram,
+  ArrayStats,
+  Largest,
+  Loads,
+  Occasional,
 )
 
 

@@ -125,8 +125,12 @@ def load_params(
   """
   source = read_source(spec, key)
   specs_in_model = dict(trees.flatten_with_names(like))
+  # The file may be of a smaller model: without new rows, or with MLPs in place
+  # of experts. `specs` has the arrays that it should have.
   changes = _changes_of(source, specs_in_model, key)
   specs = changes.in_file
+
+  # The file's arrays, by the names that `rename` gives them.
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -138,6 +142,8 @@ def load_params(
   available: dict[str, Any] = {
     new: file.specs[old] for new, old in names.items()
   }
+
+  # If they do not fit as they are, the model converts them.
   fits = set(available) == set(specs) and all(
     available[name].shape == tuple(specs[name].shape) for name in available
   )
@@ -153,6 +159,8 @@ def load_params(
     converted = {
       name for name in values if values[name] is not before.get(name)
     }
+
+  # The table, and the differences that the config does not allow.
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
   absent = fresh | {line.name for line in refused}
@@ -162,8 +170,12 @@ def load_params(
     raise _refusal(refused, source, key)
   if fresh:
     _warn_of_fresh(fresh, len(specs), key)
+
+  # The values: from the file or, for arrays that it lacks, fresh ones.
   fresh = changes.fresh(fresh)
-  wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
+  wanted = {
+    name: spec for name, spec in specs_in_model.items() if name not in fresh
+  }
   loaded = _loaded(file, names, values, wanted, derived)
   if fresh:
     if init is None:
