@@ -315,7 +315,7 @@ _KINDS = (
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
-  """Returns what a loss function returned as its metrics, if they are metrics.
+  """Checks the metrics that a loss function returned, and returns them.
 
   Args:
     source: the function, for messages.

@@ -144,21 +144,14 @@ def load_params(
   }
 
   # If they do not fit as they are, the model converts them.
-  fits = set(available) == set(specs) and all(
-    available[name].shape == tuple(specs[name].shape) for name in available
-  )
   if source.convert:
     fn = convert or (lambda flat, like: like)
     check_kwargs(fn, source.convert, f"{key}.convert", given=("flat", "like"))
-  values: dict[str, Any] = {}  # Results of `convert`.
+  values: dict[str, Any] = {}
   converted: set[str] = set()
-  if convert is not None and not fits:
-    arrays = file.read(list(names.values()))
-    before = {new: arrays[old][...] for new, old in names.items()}
-    available = values = dict(convert(dict(before), specs, **source.convert))
-    converted = {
-      name for name in values if values[name] is not before.get(name)
-    }
+  if convert is not None and not _fits(available, specs):
+    values, converted = _converted(file, names, convert, specs, source.convert)
+    available = values
 
   # The table, and the differences that the config does not allow.
   lines += _compare(available, specs, converted)
@@ -183,6 +176,28 @@ def load_params(
     initial = dict(trees.flatten_with_names(init()))
     loaded |= {name: initial[name] for name in fresh}
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
+
+
+def _fits(available: Mapping[str, Any], specs: Mapping[str, Any]) -> bool:
+  """Whether a file has exactly the model's names and shapes."""
+  return available.keys() == specs.keys() and all(
+    available[name].shape == tuple(specs[name].shape) for name in available
+  )
+
+
+def _converted(
+  file: parameter_files.File,
+  names: Mapping[str, str],
+  convert: Convert,
+  specs: Mapping[str, Any],
+  options: Mapping[str, Any],
+) -> tuple[dict[str, Any], set[str]]:
+  """Returns the results of `convert`, and the names that it has changed."""
+  arrays = file.read(list(names.values()))
+  before = {new: arrays[old][...] for new, old in names.items()}
+  values = dict(convert(dict(before), specs, **options))
+  changed = {name for name in values if values[name] is not before.get(name)}
+  return values, changed
 
 
 class _Changes(NamedTuple):

@@ -18,7 +18,7 @@ K head width, F hidden width, N layers, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -261,14 +261,13 @@ class Model(nn.Module):
     Returns:
       Float32 logits (B, L, V), or None without `head`; with num_classes they
       are (B, C).
-      A dict of further results: "pre_logits" (B, L, D), or (B, D) with
-      num_classes; "cache", the new cache or None; "moe", the experts'
-      statistics or None; with `train` and `mtp` also "mtp", a list of hidden
-      states (B, L, D).
+      A dict: "pre_logits" (B, L, D), or (B, D) with num_classes; "cache", the
+      new cache or None; "moe", the experts' statistics or None; with `train`
+      and `mtp` also "mtp", a list of hidden states (B, L, D).
     """
     init = nn.initializers.normal(self.init_std)
-    V, D = self.vocab_size, self.width
-    embedding_VD = self.param("token_embedding", init, (V, D))
+    shape = self.vocab_size, self.width
+    embedding_VD = self.param("token_embedding", init, shape)
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
     inputs_BLNI = self._layer_inputs(tokens, x_BLD, inserted)
 
@@ -282,7 +281,6 @@ class Model(nn.Module):
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
-    # The blocks. Their rotary tables are computed once per kind of layer.
     if cache is not None:
       cache = cache.with_tokens(tokens, start, real)
     layers = layer_kinds.of_model(self)
@@ -292,13 +290,12 @@ class Model(nn.Module):
     x_BLD, cache, stats = self._blocks(
       layers, x_BLD, cache, tables, mask, real, start, train
     )
-    x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
+    x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     if self.mtp and (train or self.is_initializing()):
-      embed = functools.partial(self.embed, embedding_VD)
       out["mtp"], out["moe"] = self._predict_further(
-        embed, x_BLD, tokens, stats, tables, mask, real, train
+        embedding_VD, x_BLD, tokens, stats, tables, mask, real, train
       )
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
@@ -336,7 +333,7 @@ class Model(nn.Module):
   @nn.nowrap
   def _predict_further(
     self,
-    embed: Callable[[jax.Array], jax.Array],
+    embedding_VD: jax.Array,
     x_BLD: jax.Array,
     tokens: jax.Array,
     stats: dict[str, Any] | None,
@@ -359,7 +356,7 @@ class Model(nn.Module):
       x_BLD, _, own = modules(
         number,
         x_BLD,
-        embed(jnp.roll(tokens, -number - 1, axis=1)),
+        self.embed(embedding_VD, jnp.roll(tokens, -number - 1, axis=1)),
         tables,
         mask,
         own_real_BL,

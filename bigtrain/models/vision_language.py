@@ -37,6 +37,7 @@ from bigtrain.models import decoder, native_vit, vit
 from bigtrain.models.layers import (
   image_tokens,
   kv_cache,
+  masks,
   options,
   projector,
   tiled_pictures,
@@ -183,27 +184,36 @@ class Model(nn.Module):
         start + jnp.arange(tokens.shape[1]) + cache.shift_B[:, None]
       )
 
-    groups = None
-    is_step = tokens.shape[1] == 1 and cache is not None  # Of generation.
-    if self.mask in ("image", "windowed_image") and not is_step:
-      groups = image_tokens.groups_of_pictures(
-        is_image_BL, need_window=self.mask == "windowed_image"
-      )
-    elif prefix is not None:
-      groups = image_tokens.group_of_prefix(
-        prefix, tokens.shape[1], cache, start
-      )
     # A user's own decoder need not have those arguments that are None.
     return self._decoder_in_call()(
       tokens,
       inserted=inserted,
-      groups=groups,
+      groups=self._groups(is_image_BL, prefix, cache, start),
       **{name: x for name, x in optional.items() if x is not None},
       cache=cache,
       start=start,
       head=head,
       train=train,
     )
+
+  @nn.nowrap
+  def _groups(
+    self,
+    is_image_BL: jax.Array,
+    prefix: jax.Array | None,
+    cache: kv_cache.Caches | None,
+    start: jax.Array | int,
+  ) -> masks.Groups | None:
+    """The tokens that see each other, as `mask` says; None for none."""
+    L = is_image_BL.shape[1]
+    is_step = L == 1 and cache is not None  # Of generation.
+    if self.mask in ("image", "windowed_image") and not is_step:
+      return image_tokens.groups_of_pictures(
+        is_image_BL, need_window=self.mask == "windowed_image"
+      )
+    if prefix is not None:
+      return image_tokens.group_of_prefix(prefix, L, cache, start)
+    return None
 
   def _pictures(
     self, image: jax.Array, shapes: jax.Array | None, train: bool

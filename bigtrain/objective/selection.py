@@ -118,7 +118,7 @@ def from_config(
   batch_spec: Mapping[str, Any],
   mesh: Mesh,
 ) -> Selection | None:
-  """Reads the key of a task; None without it.
+  """Reads config.select, or that of a task; None if it is not set.
 
   Args:
     models: the variants of the model that learns.

@@ -125,12 +125,9 @@ class Attention(nn.Module):
     if x_BLD is None:
       return None, cache
 
-    # Heads in groups that share a head of keys and values: [B, L, G, R, K].
     q = q_BLHK
     if options.num_kv_heads:
-      B, L, H, K = q_BLHK.shape
-      G = k_BSGK.shape[2]
-      q = q_BLHK.reshape(B, L, G, H // G, K)
+      q = _in_groups(q_BLHK, k_BSGK.shape[2])
     mask = dataclasses.replace(mask, window=options.window)
     if options.chunk is not None:
       mask = masks.in_chunks(
@@ -138,8 +135,7 @@ class Attention(nn.Module):
       )
     sinks_H = None
     if options.sinks:
-      zeros = nn.initializers.zeros
-      sinks_H = self.param("sinks", zeros, (options.num_heads,))
+      sinks_H = self.param("sinks", nn.initializers.zeros, (options.num_heads,))
     mask = masks.of_layer(mask, options.window)
     attention_logits.record(self, q, k_BSGK, mask, real_BL, options.scale)
     o = attend(
@@ -305,6 +301,12 @@ class Attention(nn.Module):
         "of keys and values (config.model.num_kv_heads)."
       )
     return True
+
+
+def _in_groups(q_BLHK: jax.Array, G: int) -> jax.Array:
+  """Heads in groups that share a head of keys and values: [B, L, G, R, K]."""
+  B, L, H, K = q_BLHK.shape
+  return q_BLHK.reshape(B, L, G, H // G, K)
 
 
 def attend(

@@ -336,7 +336,10 @@ class Layers:
   def split(
     self, params: Any, table: dims.Table, rng: jax.Array
   ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what trains, which is adapters and parameters in full; the base)."""
+    """Returns (the parameters that train, the base).
+
+    What trains are the adapters' factors and the parameters of `train`.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
     kernels = [name for name in flat if name.split("/")[-1] == _KERNEL]
     tables = [name for name in flat if is_table(name)]

@@ -360,7 +360,8 @@ def _slots(
     )
     routing = routing._replace(expert_BLJ=expert_BLJ)
     real_BL = jnp.take_along_axis(real_BL, order_BL, axis=1)
-  # Choices as [B, J * L]: the first ones of all tokens, the second ones, ...
+  # The Q = J L choices of an example: first ones of all tokens, second ones,
+  # ...
   real = jnp.tile(real_BL, (1, J))
   expert = jnp.swapaxes(routing.expert_BLJ, 1, 2).reshape(B, J * L)
   wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
@@ -371,6 +372,7 @@ def _slots(
     wants_BLE = jnp.sum(wants_BQE.reshape(B, J, L, E), axis=1)
     before_BLE = jnp.cumsum(wants_BLE, axis=1) - wants_BLE
     before_BQE = jnp.tile(before_BLE, (1, J, 1))
+  # Number of earlier choices of the same expert, which is the slot's number.
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   slot = jnp.where(served, expert * padded + rank, E * padded)
@@ -378,6 +380,8 @@ def _slots(
     slot_BJL = slot.reshape(B, J, L)
     slot_BJL = jnp.take_along_axis(slot_BJL, place_BL[:, None], axis=2)
     slot = slot_BJL.reshape(B, J * L)
+
+  # The inverse: the choice that each slot got.
   number = jnp.arange(J * L)
   empty = jnp.full(E * padded, J * L)
 

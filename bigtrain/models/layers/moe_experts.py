@@ -350,7 +350,7 @@ def rows(
   back_ZX: jax.Array,
   zeros: Zeros = Zeros(),
 ) -> jax.Array:
-  """Takes rows of x. The gradient takes rows too, instead of a scatter.
+  """Reads rows of x. The gradient reads rows too, in place of a scatter.
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
@@ -361,7 +361,7 @@ def rows(
 
 
 def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
-  """Takes rows, with zeros (faster than mode "fill") or the last row beyond."""
+  """Reads rows; beyond the end, zeros (faster than mode "fill") or any row."""
   taken = jnp.take(x_XD, index, axis=0, mode="clip")
   if not zeros:
     return taken

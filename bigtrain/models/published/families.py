@@ -304,7 +304,7 @@ def converted(
   read: Callable[[Any], Any],
   write: Callable[[Any], Any],
 ) -> Rule:
-  """A field of one key, with functions between their values."""
+  """A field that one key determines, by functions in both directions."""
   return Rule(
     (field,),
     {key.name: key.default},

@@ -41,7 +41,7 @@ _LATENT_KEYS = {
 
 
 def latents() -> Rule:
-  """Latent attention, whose keys and values are as many as its queries."""
+  """Latent attention. Each query head has its own keys and values."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
     options = {name: config[key] for name, key in _LATENT_KEYS.items()}
