@@ -218,8 +218,10 @@ class _Changes(NamedTuple):
       lines: one for each array `in_file`.
       absent: names of arrays that the file does not have.
     """
-    lines, derived = [*lines], {}
-    rows, how = self.rows, self.how
+    lines = [*lines]
+    derived = {}
+    rows = self.rows
+    how = self.how
     if rows:
       extended = {
         n for n, spec in self.in_file.items() if spec is not self.dense[n]

@@ -301,7 +301,8 @@ class Objective:
     """A task's state in a step; in the task's first step it is new."""
     if loss.state_fns is None:
       return None
-    name, init = loss.entry.name, loss.state_fns.init
+    name = loss.entry.name
+    init = loss.state_fns.init
     old = state[TASKS][name] if self._is_sum else state[TASKS]
     if not self.schedule.first_step(name):
       return old

@@ -70,7 +70,8 @@ def _check_model(model: Any, name: str) -> None:
     )
   key = "config.model"
   if hasattr(model, "text_decoder"):  # Its tower is not clipped.
-    key, model = f"{key}.text", model.text_decoder()
+    key = f"{key}.text"
+    model = model.text_decoder()
   layers = layer_kinds.of_model(model).of_all(model.depth)
   attending = [block for block in layers if block.deltanet is None]
   if not attending:
