@@ -2,10 +2,12 @@
 
   python -m bigtrain.main --config=configs/digits.py --workdir=runs/digits
 
-It reads top to bottom: devices, input, objective, optimizer, update,
-evaluations, start, loop. A config names the rest: tasks, models, evaluators,
-data and hooks. The objective is all that a config says about learning: the
-task, the model, and whatever their gradients need (objective/objective.py).
+`_train` reads top to bottom, in the order in which things happen: devices,
+input, objective, optimizer, update, evaluations, start, loop. Everything that
+differs between experiments is in modules that a config names: tasks, models,
+evaluators, data sources and hooks. The objective is all that a config says
+about learning: the task, the model, and whatever their gradients need
+(objective/objective.py).
 """
 
 from bigtrain.cluster import process
@@ -57,10 +59,12 @@ from bigtrain.step import frozen, guard, keys, norms, running_metrics
 from bigtrain.step.norms import NamedScalars
 from bigtrain.step.running_metrics import RunningMetrics
 
-# Steps queued on the device: enough to keep it busy, few enough to stop soon.
+# Steps that the loop dispatches before it waits for the first of them: enough
+# to keep the device busy, few enough to stop soon after a signal.
 _STEPS_IN_FLIGHT = 4
 
-# (run, update_fn, specs of its arguments, a function that compiles it) -> any.
+# What may be called in place of the training, with (the run, update_fn, specs
+# of update_fn's arguments, a function that compiles it).
 OnUpdate = Callable[[Run, Callable[..., Any], Any, Callable[[], Any]], Any]
 
 
@@ -75,8 +79,9 @@ def train(
   Args:
     config: what a config file's get_config returns.
     workdir: folder of the run's files; without one, it keeps none.
-    on_update: called in place of the training, once the update is known; then
-      nothing is written. This is how tools.plan and benchmarks look at it.
+    on_update: called in place of the training, as soon as the update is
+      defined; the run then writes no files. tools.plan and the benchmarks look
+      at the update in this way.
 
   Returns:
     The newest value of every metric, and "step"; or the result of `on_update`.
@@ -85,14 +90,14 @@ def train(
     ConfigError: a mistake in the config or the data.
     Preempted, Interrupted: a signal or Ctrl-C ended the run after a save.
     NotFinite, Spike: a step that config.nonfinite or config.spikes rejects.
-    OutOfMemory: of a device; the message has the command that finds what fits.
+    OutOfMemory: on a device; the message has the command that finds what fits.
   """
   if workdir is None:
     with no_workdir.folder(config) as (config, folder):
       return train(config, folder, on_update=on_update)
   workdir = paths.absolute(workdir)
   rollbacks: list[guard.Rollback] = []
-  while True:
+  while True:  # Once, and again after each rollback.
     try:
       with contextlib.ExitStack() as at_end:
         at_end.enter_context(interactive.session())
@@ -111,7 +116,7 @@ def _train(
 ) -> Any:
   """One attempt of `train`; `at_end` closes everything that it opens."""
   config = published_sizes.with_published_sizes(settings.Config(config))
-  host_memory.keep_freed()
+  host_memory.keep_freed()  # Before jax uses a device.
   jax_flags.use_compile_cache(config.get("compile_cache", True))
   limits = watchdog.Watchdog(watchdog.read_limits(config), workdir)
   at_end.callback(limits.close)
@@ -119,6 +124,7 @@ def _train(
   # ======================= Processes and devices ==============================
 
   process.join_job(config)
+  # Processes that differ in config or code would wait for each other for ever.
   process.require_same_run(lambda: record.identity(config.to_dict()))
   mesh = sharding.from_config(config)
   at_end.enter_context(jax.set_mesh(mesh))
@@ -130,7 +136,8 @@ def _train(
 
   seed = settings.whole_number(config, "seed", 0, least=0)
   train_input = pipeline.from_config(config, seed, mesh)
-  # More tokens than in config.model_init: the model gets rows for them.
+  # If the data has more tokens than config.model_init, the model gets more
+  # rows.
   config = new_rows.with_new_rows(config, train_input)
   run = Run(
     config=config,
@@ -157,7 +164,8 @@ def _train(
   )
 
   # ============================== Optimizer ===================================
-  # It has state for the trainable parameters only.
+  # Gradients, optimizer state and updates exist for the trainable parameters
+  # only, which `optimizer.trainable` says.
 
   optimizer = chain.make(
     config,
@@ -173,7 +181,7 @@ def _train(
   def init_state(seed: Any = seed) -> TrainState:
     """The train state of step 0: everything that a checkpoint holds."""
     variables = objective.init(seed)
-    params = variables.pop("params")
+    params = variables.pop("params")  # The rest are mutable collections.
     trained, _ = trees.partition(params, optimizer.trainable)
     state = {
       "params": params,
@@ -194,9 +202,9 @@ def _train(
   )
 
   def hparams_of(step: int) -> dict[str, Any]:
-    """Scalar inputs of the update, besides the data.
+    """What differs between steps besides the data: scalars, for the update.
 
-    All else in a config is a constant of the compiled update.
+    Everything else in a config is a constant of the compiled update.
     """
     return {
       "seed": keys.seed_word(seed),
@@ -234,11 +242,13 @@ def _train(
     )
     grad_norm = metrics.global_norm(grads)
 
-    # The verdict: whether this step may change the state.
+    # The verdict: whether this step may change the state. It may not if loss or
+    # gradients are not finite, or if it is a spike that config.spikes refuses.
     loss = step_metrics["loss"]
     verdict = step_guard.judge(state, running, loss, grad_norm)
 
-    # The optimizer.
+    # The optimizer, as a function, so that the guard can leave it out of a bad
+    # step. `with_norms` is static here.
     def advance(with_norms: bool) -> tuple[TrainState, NamedScalars]:
       trained, frozen = trees.partition(state["params"], optimizer.trainable)
       updates, opt = optimizer.tx.update(
@@ -260,7 +270,7 @@ def _train(
         return new_state, no_norms
       return new_state, log_norms(state["params"], params, grads, updates)
 
-    # The new state after a good step, else the old one.
+    # The new state after a good step, or else the old one.
     new_state, step_norms = step_guard.run(
       verdict, state, advance, log_norms=with_norms, no_norms=no_norms
     )
@@ -273,25 +283,29 @@ def _train(
       after_log=hparams["after_log_step"],
       step_metrics=step_metrics,
       grad_norm=grad_norm,
-      last=hparams["lr"] | step_guard.row(new_state),
+      last=hparams["lr"] | step_guard.log_values(new_state),
       log_norms=with_norms,
       step_norms=step_norms,
     )
 
+  # Log entries have means of the metrics, and the newest learning rates and
+  # loss scale.
   running_spec = running_metrics.spec(
     objective.metrics_spec(),
-    [*optimizer.hparams(0)["lr"], *step_guard.row(state_spec)],
+    [*optimizer.hparams(0)["lr"], *step_guard.log_values(state_spec)],
     log_norms,
     step_guard.spikes,
   )
 
-  # One program for each set of tasks and size of a batch, the largest last.
+  # The update is compiled once for each combination of tasks and batch size
+  # that steps have; the largest is the last.
   update_specs = [
     (state_spec, running_spec, batch_spec, hparams_spec, objective.frozen_spec)
     for batch_spec, hparams_spec in objective.step_specs(hparams_of)
   ]
-  # Traces the update for some of these arguments, and returns a function that
-  # compiles it. The new state takes the memory of the old one.
+  # Traces the update for some of these specs, and returns a function that
+  # compiles it. The new state takes the memory of the old one, which is
+  # donated.
   lower_update = functools.partial(
     run.programs.lower_each,
     "update",
@@ -302,7 +316,8 @@ def _train(
   )
 
   # ======================= Evaluations and hooks ==============================
-  # Both are checked now. Evaluators are built when they are first due.
+  # Their part of the config is checked now. Evaluators are built later: in the
+  # background while the run trains, or at the latest when they are due.
 
   phase = phases.from_run(
     run, limits, train_input.about(), objective.flops_per_step
@@ -351,7 +366,8 @@ def _train(
     )
 
   # ================================ Start =====================================
-  # From here on the run writes files, and the workdir is this job's alone.
+  # From here on the run writes files. The lease keeps other jobs from using the
+  # same workdir.
 
   record.log_summary(run.plain, run.lengths.units)
   folders.check_writable(workdir)
@@ -360,18 +376,18 @@ def _train(
   phase.console.status("starting")
 
   results = finished.read(workdir, run.plain, train_input.fingerprints)
-  if results and not eval_only:  # Nothing is left to do.
+  if results and not eval_only:  # The run has finished before.
     return results
 
-  # The update compiles while the state is read or initialised.
+  # The update compiles in a thread while the state is read or initialised.
   limits.enter("compile", 0)
   compiled = process.Background(
     (lambda: None) if eval_only else lower_update(update_specs),
     "compile",
   )
 
-  # The first of these that exists: the newest checkpoint of this workdir,
-  # config.resume, config.model_init, the seed.
+  # The state comes from the first of these that exists: the newest checkpoint
+  # of this workdir, config.resume, config.model_init, the seed.
   frozen_state = objective.load_frozen()
   started = start.start(
     start_options,
@@ -406,8 +422,9 @@ def _train(
     "record",
   )
   logging.info("Step %d of %d, %s.", step, run.lengths.total, started.how)
-  # A rollback skips batches for good, so from then on the batch index leads
-  # the step by `ahead`.
+  # The update of step s + 1 uses batch s + `ahead`. A rollback skips batches
+  # for good, so `ahead` is the number of batches that rollbacks have skipped:
+  # those known to the checkpoint, and those of a rollback to this very step.
   ahead = started.host.batches_ahead
   ahead += sum(e.step - step for e in rollbacks if e.restart == step)
   batches = objective.rollout.start(
@@ -432,7 +449,7 @@ def _train(
     objective.rollout.compile(run.programs)
     update = compiled.result()
 
-  # Actions of the loop at some steps: check, save, evaluate. Evaluators are
+  # What the loop does at some steps: check, save, evaluate. Evaluators are
   # built in the background, one after the other.
   builder = programs.Builder({e.name: e.build for e in run_evaluations}, mesh)
   at_end.callback(builder.close)
@@ -443,7 +460,8 @@ def _train(
 
   def check_finite(fetched: RunningMetrics) -> None:
     """Raises if the guard has seen a bad step, or has skipped too many."""
-    if not (bad_step := step_guard.bad_step(fetched)):
+    bad_step = step_guard.bad_step(fetched)
+    if not bad_step:
       return
     error = step_guard.spike(fetched) or guard.explain(
       bad_step,
@@ -494,7 +512,8 @@ def _train(
     """Runs one evaluation on the present state and writes its results."""
     log.flush()
     began = time.monotonic()
-    # Also waits for the step. After a bad step the state would be older.
+    # This also waits for the step. After a bad step, the guard has kept an
+    # older state, whose results must not count as this step's.
     check_finite(jax.device_get(running))
     with phase("evaluation", step, evaluation.name):
       evaluator = builder.get(evaluation.name)
@@ -529,11 +548,11 @@ def _train(
     return log.newest
 
   # ================================= Loop =====================================
-  # Update, log, save, evaluate, decide. It waits for the device only where it
-  # needs results, and otherwise stays a few steps ahead.
+  # Update, log, save, evaluate, decide. The loop waits for the device only
+  # where it needs results, and otherwise dispatches a few steps ahead.
 
   phase.clock.start(step)
-  at_end.push(run_hooks.after_train)
+  at_end.push(run_hooks.after_train)  # Called with the exception, if any.
   at_end.enter_context(transfers.guard())
   run_hooks.before_train()
   in_flight, interrupted = collections.deque[Any](), False
@@ -542,7 +561,8 @@ def _train(
     run_hooks.before_step(step + 1)
     with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
       if objective.rollout.writes(step + ahead):
-        # It needs the new weights. Waiting for them is not a wait for data.
+        # The rollout needs the weights after the last step. Waiting for them
+        # here keeps this time out of the wait for data.
         jax.block_until_ready(running)
       with phase.batch(step + 1, objective.rollout.writes(step + ahead)):
         batch = objective.rollout(variables(), batches, step + ahead)
@@ -559,7 +579,7 @@ def _train(
     step += 1
     run_hooks.after_step(step, state, running)
     phase.console.step(step)
-    if step == started.step + 1:
+    if step == started.step + 1:  # Speeds do not include this first step.
       jax.block_until_ready(running)
       phase.clock.warm(step)
       builder.start(
@@ -567,6 +587,7 @@ def _train(
         for e in run_evaluations
         if e.due_later(step, run.lengths.last, run.lengths.total)
       )
+    # Any result of a step says when the step is done; this one is a scalar.
     in_flight.append(running["skipped"])
     if len(in_flight) > _STEPS_IN_FLIGHT:
       in_flight.popleft().block_until_ready()

@@ -302,12 +302,20 @@ class Occasional:
 
 
 _KINDS = (
-  *(Sum, Last, Max, Min, Histogram, ArrayStats, Largest, Loads, Occasional),
+  Sum,
+  Last,
+  Max,
+  Min,
+  Histogram,
+  ArrayStats,
+  Largest,
+  Loads,
+  Occasional,
 )
 
 
 def checked(metrics: Mapping[str, Any], source: str) -> Metrics:
-  """Returns what a loss function returned as its metrics, if they are metrics.
+  """Checks the metrics that a loss function returned, and returns them.
 
   Args:
     source: the function, for messages.

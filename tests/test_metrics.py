@@ -142,7 +142,7 @@ def test_rows_do_not_depend_on_the_split(spec, data):
         json.dumps(running_metrics.to_host(jax.device_get(now)))
       )
       now = running_metrics.from_host(saved, spec, mesh)
-  row = running_metrics.row(jax.device_get(now))
+  row = running_metrics.log_values(jax.device_get(now))
   if any(good):
     last = max(i for i in range(STEPS) if good[i]) + 1
     assert_equal(row, expected(x[good], weight[good], last))
@@ -183,7 +183,7 @@ def test_a_tally_of_an_older_checkpoint_restores(spec):
     "norms/values": [],
   }
   restored = running_metrics.from_host(saved, spec, mesh)
-  row = running_metrics.row(jax.device_get(restored))
+  row = running_metrics.log_values(jax.device_get(restored))
   assert row["loss"] == 1.5 and row["grad_norm"] == 1.5
   assert np.isnan([row["max"], row["last"], row["mean"]]).all()
   assert row["bins"].counts.sum() == 0

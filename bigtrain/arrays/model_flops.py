@@ -49,12 +49,12 @@ def rare() -> contextlib.AbstractContextManager[Any]:
 
 
 def at_most(rounds: int) -> contextlib.AbstractContextManager[Any]:
-  """Marks a loop whose number of rounds depends on the data: all count."""
+  """Marks a loop that may end early, by the data: all its rounds count."""
   return jax.named_scope(f"model_flops_at_most_{rounds}_rounds")
 
 
 def most_rounds(name: str) -> int | None:
-  """The number of such a mark, in a name stack or a compiled operation.
+  """The rounds of an `at_most` mark, in a name stack or a compiled operation.
 
   >>> most_rounds("jvp(head/model_flops_at_most_3_rounds/while)")
   3

@@ -209,7 +209,8 @@ def load(
   shards: dict[str, list[jax.Array]] = {name: [] for name in sources}
   sums: dict[str, list[checksums.Sums]] = {}
   for (name, read), value in zip(reads, values):
-    spec, sharding = like[name], sharding_of(like[name])
+    spec = like[name]
+    sharding = sharding_of(spec)
     if sharding.is_fully_addressable:  # This process reads the whole array.
       sums_of_value = checksums.of_part(value, read.place, spec.shape)
       sums.setdefault(name, []).append(sums_of_value)

@@ -197,7 +197,8 @@ class ExpertsOfMlp:
 
   def _changed(self, mlp: np.ndarray, layer: int, experts: slice) -> np.ndarray:
     """The experts of a layer, with noise and new hidden units."""
-    how, result = self._how, []
+    how = self._how
+    result = []
     mlp = mlp.astype(self.dtype)
     mean, deviation = mlp.mean(dtype=np.float64), mlp.std(dtype=np.float64)
     for e in range(experts.start, experts.stop):

@@ -125,8 +125,12 @@ def load_params(
   """
   source = read_source(spec, key)
   specs_in_model = dict(trees.flatten_with_names(like))
+  # The file may be of a smaller model: without new rows, or with MLPs in place
+  # of experts. `specs` has the arrays that it should have.
   changes = _changes_of(source, specs_in_model, key)
   specs = changes.in_file
+
+  # The file's arrays, by the names that `rename` gives them.
   file = parameter_files.open_file(
     source.path,
     step=source.step,
@@ -138,21 +142,18 @@ def load_params(
   available: dict[str, Any] = {
     new: file.specs[old] for new, old in names.items()
   }
-  fits = set(available) == set(specs) and all(
-    available[name].shape == tuple(specs[name].shape) for name in available
-  )
+
+  # If they do not fit as they are, the model converts them.
   if source.convert:
     fn = convert or (lambda flat, like: like)
     check_kwargs(fn, source.convert, f"{key}.convert", given=("flat", "like"))
-  values: dict[str, Any] = {}  # Results of `convert`.
+  values: dict[str, Any] = {}
   converted: set[str] = set()
-  if convert is not None and not fits:
-    arrays = file.read(list(names.values()))
-    before = {new: arrays[old][...] for new, old in names.items()}
-    available = values = dict(convert(dict(before), specs, **source.convert))
-    converted = {
-      name for name in values if values[name] is not before.get(name)
-    }
+  if convert is not None and not _fits(available, specs):
+    values, converted = _converted(file, names, convert, specs, source.convert)
+    available = values
+
+  # The table, and the differences that the config does not allow.
   lines += _compare(available, specs, converted)
   lines, fresh, refused = _judge(lines, source)
   absent = fresh | {line.name for line in refused}
@@ -162,8 +163,12 @@ def load_params(
     raise _refusal(refused, source, key)
   if fresh:
     _warn_of_fresh(fresh, len(specs), key)
+
+  # The values: from the file or, for arrays that it lacks, fresh ones.
   fresh = changes.fresh(fresh)
-  wanted = {n: x for n, x in specs_in_model.items() if n not in fresh}
+  wanted = {
+    name: spec for name, spec in specs_in_model.items() if name not in fresh
+  }
   loaded = _loaded(file, names, values, wanted, derived)
   if fresh:
     if init is None:
@@ -171,6 +176,28 @@ def load_params(
     initial = dict(trees.flatten_with_names(init()))
     loaded |= {name: initial[name] for name in fresh}
   return trees.map_with_names(lambda name, _: loaded[name], like), lines
+
+
+def _fits(available: Mapping[str, Any], specs: Mapping[str, Any]) -> bool:
+  """Whether a file has exactly the model's names and shapes."""
+  return available.keys() == specs.keys() and all(
+    available[name].shape == tuple(specs[name].shape) for name in available
+  )
+
+
+def _converted(
+  file: parameter_files.File,
+  names: Mapping[str, str],
+  convert: Convert,
+  specs: Mapping[str, Any],
+  options: Mapping[str, Any],
+) -> tuple[dict[str, Any], set[str]]:
+  """Returns the results of `convert`, and the names that it has changed."""
+  arrays = file.read(list(names.values()))
+  before = {new: arrays[old][...] for new, old in names.items()}
+  values = dict(convert(dict(before), specs, **options))
+  changed = {name for name in values if values[name] is not before.get(name)}
+  return values, changed
 
 
 class _Changes(NamedTuple):
@@ -191,8 +218,10 @@ class _Changes(NamedTuple):
       lines: one for each array `in_file`.
       absent: names of arrays that the file does not have.
     """
-    lines, derived = [*lines], {}
-    rows, how = self.rows, self.how
+    lines = [*lines]
+    derived = {}
+    rows = self.rows
+    how = self.how
     if rows:
       extended = {
         n for n, spec in self.in_file.items() if spec is not self.dense[n]

@@ -152,6 +152,13 @@ def _without_calls(expression: ast.Expression) -> ast.Expression:
 
 
 def _typed(text: str, old: Any, where: str) -> Any:
+  """The value of an assignment, with the type of the value that it replaces.
+
+  Args:
+    text: what stands behind the "=".
+    old: the value before; None for a new key, which accepts any type.
+    where: the flag, for messages.
+  """
   try:
     value = ast.literal_eval(
       _without_calls(ast.parse(text.lstrip(" \t"), mode="eval"))
@@ -161,7 +168,7 @@ def _typed(text: str, old: Any, where: str) -> Any:
   if text.lower() in ("true", "false"):
     value = text.lower() == "true"
   if isinstance(old, str) and value is not None:
-    # True and False are meant: some names and folders can be switched off.
+    # Some names and folders can be switched off, so True and False are bools.
     if text in ("True", "False") or isinstance(value, str):
       return value
     return text  # "123" may be the name of a run.

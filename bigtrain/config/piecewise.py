@@ -79,7 +79,8 @@ def read(
       raise ConfigError(
         f"{key}.{option}: expected a list of numbers, got {numbers!r}."
       )
-  unit, where = names[name], f"{key}.{name}"
+  unit = names[name]
+  where = f"{key}.{name}"
   steps = tuple(units.to_steps(point, unit, where) for point in points)
   if len(steps) != len(values) or sorted(set(steps)) != list(steps):
     raise ConfigError(

@@ -56,7 +56,7 @@ def log_probs(
   chunk: int | None,
   temperature: float = 1.0,
 ) -> LogProbs:
-  """Returns log-probabilities without a gradient, and a function that adds it.
+  """Returns log-probabilities without a gradient, and a function that adds one.
 
   The log-probabilities are those of "targets", [B, K, L], and 0 where
   "loss_mask" is 0. If they had a gradient, all logits would have to exist at

@@ -309,7 +309,10 @@ def from_published(
     ours = re.sub(r"(blocks_\d+|mid_block)/", r"\1_", ours)
     ours = re.sub(r"(samplers_\d+)/conv", r"\1", ours)
     is_norm = "norm" in path[-1]
-    ours += "/bias" if kind == "bias" else "/scale" if is_norm else "/kernel"
+    if kind == "bias":
+      ours += "/bias"
+    else:
+      ours += "/scale" if is_norm else "/kernel"
     if kind == "weight" and not is_norm:
       if x.ndim == 4 and ours in like and len(like[ours].shape) == 2:
         x = x[..., 0, 0]  # A convolution of one pixel is a dense layer.

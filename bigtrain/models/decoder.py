@@ -1,4 +1,4 @@
-"""A decoder-only language model: GPT-2, Llama, Mixtral, and mixtures of them.
+"""A decoder-only language model: GPT-2, Llama, Mixtral and their successors.
 
 Each difference between GPT-2 (Radford et al. 2019), Llama
 (https://arxiv.org/abs/2302.13971) and later models is a field of Model, and
@@ -7,9 +7,10 @@ The model is an embedding, blocks (layers/causal_block.py, run by
 layers/stack.py) and a head. Kernels multiply from the right:
 blocks/attention/query/kernel is (D, H, K).
 
-This module begins with the model, followed by the checks of its fields, and
-ends with the names of its parameters and their conversion from and to published
-files.
+This module begins with the model: its fields, the forward pass in the order of
+computation, the head, and the caches of generation. The checks of the fields
+follow. It ends with the names of the parameters and their conversion from and
+to published files.
 
 Axes: B batch, L length, D model width, H heads, G heads of keys and values,
 K head width, F hidden width, N layers, V vocabulary.
@@ -17,7 +18,7 @@ K head width, F hidden width, N layers, V vocabulary.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -258,14 +259,15 @@ class Model(nn.Module):
         those of its tokens, and experts drop no token. Not with segments.
 
     Returns:
-      (float32 logits (B, L, V), or None without `head`; a dict of "pre_logits"
-      (B, L, D), "cache" and "moe", the experts' statistics, or None; with
-      `train` and `mtp` also "mtp", a list of hidden states (B, L, D)). With
-      num_classes, logits are (B, C) and "pre_logits" (B, D).
+      Float32 logits (B, L, V), or None without `head`; with num_classes they
+      are (B, C).
+      A dict: "pre_logits" (B, L, D), or (B, D) with num_classes; "cache", the
+      new cache or None; "moe", the experts' statistics or None; with `train`
+      and `mtp` also "mtp", a list of hidden states (B, L, D).
     """
     init = nn.initializers.normal(self.init_std)
-    V, D = self.vocab_size, self.width
-    embedding_VD = self.param("token_embedding", init, (V, D))
+    shape = self.vocab_size, self.width
+    embedding_VD = self.param("token_embedding", init, shape)
     x_BLD = self._embedded(tokens, embedding_VD, inserted)
     inputs_BLNI = self._layer_inputs(tokens, x_BLD, inserted)
 
@@ -275,7 +277,7 @@ class Model(nn.Module):
     if self.neftune and train:
       x_BLD = self._with_noise(x_BLD, real)
     if positions is None:
-      positions = positions_of(tokens.shape[1], start, segments)
+      positions = masks.positions_of(tokens.shape[1], start, segments)
     x_BLD = self._with_positions(x_BLD, positions, init)
     x_BLD = nn.Dropout(self.dropout)(x_BLD, deterministic=not train)
 
@@ -285,21 +287,21 @@ class Model(nn.Module):
     lengths = _lengths(layers, tokens, segments, real, cache)
     tables = layers.tables(positions, lengths, added)
     tables = tables._replace(inputs_BLNI=inputs_BLNI)
-    shared = tables, mask, real, start, train
-    (x_BLD, cache), stats = self._blocks(layers, x_BLD, cache, *shared)
-    x_BLD = causal_block.norm(self, D, "norm")(x_BLD)
+    x_BLD, cache, stats = self._blocks(
+      layers, x_BLD, cache, tables, mask, real, start, train
+    )
+    x_BLD = causal_block.norm(self, self.width, "norm")(x_BLD)
 
     out = {"pre_logits": x_BLD, "cache": cache, "moe": stats}
     if self.mtp and (train or self.is_initializing()):
-      embed = functools.partial(self.embed, embedding_VD)
       out["mtp"], out["moe"] = self._predict_further(
-        embed, x_BLD, tokens, stats, tables, mask, real, train
+        embedding_VD, x_BLD, tokens, stats, tables, mask, real, train
       )
-    weights: dict[str, Any] = {"token_embedding": embedding_VD}
     if self.num_classes is not None:
       out["pre_logits"] = self.pooled(x_BLD, real)
       return self._class_logits(out["pre_logits"]), out
-    weights |= self._own_head(init)
+    # A call without `head` still makes the parameters of the head.
+    weights = {"token_embedding": embedding_VD, **self._own_head(init)}
     return self.logits(x_BLD, weights) if head else None, out
 
   @nn.nowrap
@@ -331,7 +333,7 @@ class Model(nn.Module):
   @nn.nowrap
   def _predict_further(
     self,
-    embed: Callable[[jax.Array], jax.Array],
+    embedding_VD: jax.Array,
     x_BLD: jax.Array,
     tokens: jax.Array,
     stats: dict[str, Any] | None,
@@ -354,7 +356,7 @@ class Model(nn.Module):
       x_BLD, _, own = modules(
         number,
         x_BLD,
-        embed(jnp.roll(tokens, -number - 1, axis=1)),
+        self.embed(embedding_VD, jnp.roll(tokens, -number - 1, axis=1)),
         tables,
         mask,
         own_real_BL,
@@ -476,25 +478,34 @@ class Model(nn.Module):
     layers: layer_kinds.Layers,
     x_BLD: jax.Array,
     cache: kv_cache.Caches | None,
-    *shared: Any,
-  ) -> tuple[Any, Any]:
-    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
+    tables: causal_block.Tables,
+    mask: masks.Mask,
+    real_BL: jax.Array | None,
+    start: jax.Array | int,
+    train: bool,
+  ) -> tuple[jax.Array, kv_cache.Caches | None, Any]:
+    """Returns (the stream after all blocks, new cache, experts' statistics)."""
     if cache is not None and x_BLD.shape[1] > 1:
       # A capacity would depend on the longest prompt of the batch. It drops
       # nothing where tokens come one by one.
       layers = layers.without_drops()
+    carry: causal_block.Carry = sharding.stream(x_BLD), cache, {}
     (x_BLD, cache, _), stats = stack.run(
       self,
       causal_block.Block,
       layers.period,
       self.depth,
       carry,
-      *shared,
+      tables,
+      mask,
+      real_BL,
+      start,
+      train,
       first=layers.first,
       scan=self.scan,
       remat_policy=self.remat_policy,
     )
-    return (x_BLD, None if cache is None else cache.after_call()), stats
+    return x_BLD, None if cache is None else cache.after_call(), stats
 
   def head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
     """The matrix (D, V) that computes logits, including their multiplier."""
@@ -656,16 +667,6 @@ def _check_prefix(model: Model, segments: jax.Array | None) -> None:
       "prefix: expected layers that see later positions too, got "
       "config.model.deltanet or short_conv."
     )
-
-
-def positions_of(
-  L: int, start: jax.Array | int, segments: jax.Array | None
-) -> jax.Array:
-  """Position of each token in its document: (B or 1, L)."""
-  positions_BL = start + jnp.arange(L)[None]
-  if segments is not None:
-    positions_BL = positions_BL - _document_ends(segments)[0]
-  return positions_BL
 
 
 def _lengths(

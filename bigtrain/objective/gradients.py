@@ -18,6 +18,7 @@ with state returns, is added up too, see task_state.py. "step_largest", the
 largest logits of attention, is merged by taking the maximum.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ def of_task(
   )
   if stats_fn is None:
     return compute
-  # Statistics need a forward pass only: nothing is trainable.
+  # Statistics need only a forward pass, so here nothing is trainable.
   nothing = jax.tree.map(lambda _: False, trainable)
   record = make(
     stats_fn, trainable=nothing, mesh=mesh, microbatches=microbatches
@@ -161,7 +162,8 @@ def of_step(
   def gradients(state: Any, batch: Batch) -> _Result:
     if len(computes) == 1:
       grads, sums, mutable = computes[0](state, batch)
-    else:  # Each branch has its own gradients, and no memory of the others'.
+    else:
+      # A branch for each variant, so that a step needs memory for one alone.
       step_key = keys.step_key(state.get("seed", 0), state["step"])
       _, key = jax.random.split(step_key)
       drawn = jax.random.choice(key, len(shares), p=shares)
@@ -170,7 +172,7 @@ def of_step(
       mutable = dict(mutable)
       step_sums = mutable.pop(_STEP_SUMS)
       mutable = model.end_of_step(mutable, step_sums)
-    sums = {**sums, **qk_clip.row_metrics(mutable.get(STEP_LARGEST))}
+    sums = {**sums, **qk_clip.logit_metrics(mutable.get(STEP_LARGEST))}
     return mask(grads), sums, mutable
 
   return sharpness.from_config(config, gradients, trainable)
@@ -195,15 +197,12 @@ def add_sums(first: Variables, second: Variables) -> Variables:
 
 def _no_sums(sums: Variables) -> Variables:
   """Neutral elements of `add_sums`, in the shape of `sums`."""
-  return {
-    name: jax.tree.map(
-      lambda x, name=name: jnp.full_like(
-        x, -jnp.inf if name == STEP_LARGEST else 0
-      ),
-      tree,
-    )
-    for name, tree in sums.items()
-  }
+  result = {}
+  for name, tree in sums.items():
+    neutral = -jnp.inf if name == STEP_LARGEST else 0
+    fill = functools.partial(jnp.full_like, fill_value=neutral)
+    result[name] = jax.tree.map(fill, tree)
+  return result
 
 
 def loss_args(
@@ -342,7 +341,8 @@ def _accumulate(
     carry = add(grads, new_grads), metrics.merge(sums, new_sums), mutable
     return carry, None
 
-  # The scan starts from zeros of the right shapes.
+  # The scan starts from zeros of the right shapes, and from the neutral
+  # elements of the sums that the model writes.
   first_part = jax.tree.map(lambda x: x[0], parts)
   shapes = jax.eval_shape(of_microbatch, trained, mutable, first_part, rng)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -7,6 +7,7 @@ them when the file is loaded. With config.new_rows.train="rows", gradients and
 updates of all other rows of these arrays are 0 (`TrainedRows`).
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,20 +64,21 @@ class _Source(NamedTuple):
 def with_new_rows(
   config: settings.Config, train_input: TrainInput
 ) -> settings.Config:
-  """Enlarges the model if the config has more tokens than model_init."""
-  given = config.kwargs("new_rows") if "new_rows" in config else None
-  options = _read(given)
+  """Enlarges the model if the config has more tokens than model_init.
+
+  Otherwise the config stays as it is, unless it has config.new_rows, which
+  nothing would then use: that is an error.
+  """
+  options = _read(config)
   source_options = config.get("model_init")
   if isinstance(source_options, settings.Config):
     source_options = config.kwargs("model_init")
   if not source_options:
-    if given is not None:
-      raise ConfigError(f"{_KEY}: expected config.model_init beside it.")
-    return config
+    return _unchanged(config, "expected config.model_init beside it.")
   if warm_start.has_parts(source_options):
-    if given is not None:
-      raise ConfigError(f"{_KEY}: not with config.model_init.parts.")
-    return config
+    return _unchanged(config, "not with config.model_init.parts.")
+
+  # The number of rows in the model of the config, and in model_init.
   task = building.task(config)
   module, model = building.model(config)
   # Models of several parts have the size in a part, which stays as it is.
@@ -85,31 +87,36 @@ def with_new_rows(
   source = warm_start.read_source(source_options, "config.model_init")
   known = _source(source, module) if isinstance(size, int) else None
   if known is None:
-    if given is not None:
-      raise ConfigError(
-        f"{_KEY}: the size of the vocabulary in config.model_init="
-        f"{source.path!r} is not known; expected a published model with a "
-        "config.json, or a checkpoint of this program, of a model with a "
-        "vocab_size."
-      )
-    return config
+    return _unchanged(
+      config,
+      f"the size of the vocabulary in config.model_init={source.path!r} is not "
+      "known; expected a published model with a config.json, or a checkpoint "
+      "of this program, of a model with a vocab_size.",
+    )
+
+  # The tokens of the input, and whether the config leaves them to the user.
   new = vocabulary.new_tokens(train_input.tokenizers, known.tokenizer)
   num_ids = _num_ids(task, model, train_input)
-  if given is None and not new:
-    if {"vocab_size"} & {*source.allow_changed} or source.allow_reshaped:
+  if "new_rows" not in config and not new:
+    if "vocab_size" in source.allow_changed or source.allow_reshaped:
       return config  # The user's choice: fresh arrays.
     if num_ids > size and not known.has_all(train_input.tokenizers):
-      return config  # An error: the ids may mean other words than in the file.
+      # The ids may mean other words than in the file. The model's own check of
+      # ids raises the error.
+      return config
   multiple = options.multiple_of
-  new_size = -(-max(size, num_ids) // multiple) * multiple
-  if new_size <= known.size and not (new and size == known.size):
-    if given is not None:
-      raise ConfigError(
-        f"{_KEY}: no row is new: {source.path!r} has {known.size}, and the "
-        f"input has {num_ids} tokens; expected new_tokens beside the tokenizer,"
-        " a larger config.model.vocab_size, or multiple_of."
-      )
-    return config
+  new_size = math.ceil(max(size, num_ids) / multiple) * multiple
+  # Published models often have more rows than tokens. New tokens may use the
+  # spare ones: then the size stays, and yet some rows are new.
+  uses_spare_rows = bool(new) and size == known.size
+  if new_size <= known.size and not uses_spare_rows:
+    return _unchanged(
+      config,
+      f"no row is new: {source.path!r} has {known.size}, and the input has "
+      f"{num_ids} tokens; expected new_tokens beside the tokenizer, a larger "
+      "config.model.vocab_size, or multiple_of.",
+    )
+
   _check_teacher(config, new_size)
   if new:
     vocabulary.check_evaluations(config, new)
@@ -136,8 +143,15 @@ def with_new_rows(
   return _replaced(config, source_options, rows, train, model)
 
 
-def _read(given: Mapping[str, Any] | None) -> Options:
-  given = given or {}
+def _unchanged(config: settings.Config, why: str) -> settings.Config:
+  """The config as it is; with config.new_rows, the error that says why."""
+  if "new_rows" in config:
+    raise ConfigError(f"{_KEY}: {why}")
+  return config
+
+
+def _read(config: settings.Config) -> Options:
+  given = config.kwargs("new_rows")
   check_kwargs(Options, given, _KEY)
   options = Options(**given)
   check_choice(f"{_KEY}.init", options.init, added_rows.INITS)
@@ -300,10 +314,9 @@ def trained_rows(config: settings.Config, params_spec: Params) -> TrainedRows:
   if train != "rows" or plan is None:
     return TrainedRows()
   rows = added_rows.AddedRows(**config.kwargs("model_init")["new_rows"])
-  return TrainedRows(
-    {
-      name: (axis, min(rows.first, rows.old_size))
-      for name in trees.names(params_spec)
-      if (axis := rows.axis(name)) is not None
-    }
-  )
+  first = {}
+  for name in trees.names(params_spec):
+    axis = rows.axis(name)
+    if axis is not None:
+      first[name] = (axis, min(rows.first, rows.old_size))
+  return TrainedRows(first)

@@ -301,7 +301,8 @@ class Objective:
     """A task's state in a step; in the task's first step it is new."""
     if loss.state_fns is None:
       return None
-    name, init = loss.entry.name, loss.state_fns.init
+    name = loss.entry.name
+    init = loss.state_fns.init
     old = state[TASKS][name] if self._is_sum else state[TASKS]
     if not self.schedule.first_step(name):
       return old
@@ -342,12 +343,13 @@ class Objective:
   @functools.cached_property
   def checks(self) -> dict[str, Callable[[Mapping[str, float]], str | None]]:
     """Functions that look at a log entry and say why to stop, by task."""
-    return {
-      loss.entry.name: functools.partial(check, **options)
-      for loss in self.losses
-      if (check := getattr(loss.entry.module, "problem", None))
-      for options in [task_state.options_of(loss.entry, check, self.model)]
-    }
+    result: dict[str, Callable[[Mapping[str, float]], str | None]] = {}
+    for loss in self.losses:
+      check = getattr(loss.entry.module, "problem", None)
+      if check is not None:
+        options = task_state.options_of(loss.entry, check, self.model)
+        result[loss.entry.name] = functools.partial(check, **options)
+    return result
 
   @property
   def _is_sum(self) -> bool:
@@ -358,7 +360,7 @@ class Objective:
     specs = [self._metrics_spec(loss) for loss in self.losses]
     result: Metrics = {}
     for loss in self.losses:
-      result |= jax.eval_shape(qk_clip.row_metrics, self._logits_spec(loss))
+      result |= jax.eval_shape(qk_clip.logit_metrics, self._logits_spec(loss))
     if not self._is_sum:
       return {**specs[0], **result}
     for loss, spec in zip(self.losses, specs):
@@ -368,8 +370,9 @@ class Objective:
     return {**result, "loss": (scalar, scalar)}
 
   def _metrics_spec(self, loss: TaskLoss) -> Metrics:
-    # With activation statistics, all metrics of a log step.
-    spec = self._loss_spec([*loss.stats_fns, *loss.loss_fns][0], loss)[0]
+    # The loss with activation statistics, if there is one, has all metrics.
+    loss_fn = loss.stats_fns[0] if loss.stats_fns else loss.loss_fns[0]
+    spec, _ = self._loss_spec(loss_fn, loss)
     if loss.selection is None:
       return spec
     batch_spec = loss.entry.view(self.batch_spec)
@@ -444,7 +447,7 @@ def from_config(
 ) -> Objective:
   """Builds what config.task, config.model_name and their like describe.
 
-  The input is told which ids the model accepts, and refuses others.
+  From here on the input refuses ids that the model does not accept.
 
   Raises:
     ConfigError: for an unknown module, a wrong option, or a teacher that no

@@ -70,7 +70,8 @@ def _check_model(model: Any, name: str) -> None:
     )
   key = "config.model"
   if hasattr(model, "text_decoder"):  # Its tower is not clipped.
-    key, model = f"{key}.text", model.text_decoder()
+    key = f"{key}.text"
+    model = model.text_decoder()
   layers = layer_kinds.of_model(model).of_all(model.depth)
   attending = [block for block in layers if block.deltanet is None]
   if not attending:
@@ -86,7 +87,7 @@ def _check_model(model: Any, name: str) -> None:
       )
 
 
-def row_metrics(logits: Any) -> Metrics:
+def logit_metrics(logits: Any) -> Metrics:
   """{"attention_logit": ...} from the largest logits of a step; {} for None."""
   if logits is None:
     return {}

@@ -86,7 +86,9 @@ class Rollout:
     ]
     self.saved_spec: dict[str, Any] = {}
     self._input = train_input
-    self._minibatches, self._updates = 1, 1
+    self._minibatches = 1  # Of one set.
+    self._updates = 1  # With one set.
+    # The batch of the last update, and the number of its input batch.
     self._newest: tuple[Batch, int] | None = None
     if not self.exists:
       return
@@ -102,11 +104,13 @@ class Rollout:
     bind = functools.partial(_bind, config, model, train_input)
     self._make = bind(task.rollout)
     step = jax.ShapeDtypeStruct((), np.int32, sharding=self._replicated)
-    self._specs = variables_spec, self.spec, step
-    # Inputs of the update: the task's batch, and the sources' rewards.
+    self._specs = (variables_spec, self.spec, step)
+    # `made` becomes the shapes of the update's batch: what the task's rollout
+    # makes, the sources' rewards, and what turns and sets add.
     made = jax.eval_shape(self._make, *self._specs)
     judged = jax.ShapeDtypeStruct(made["tokens"].shape[:2], jnp.float32)
     made |= dict.fromkeys(JUDGED, judged)
+
     self._turns: turns.Turns | None = None
     if any(_toolbox(part) for part in train_input.engine.parts):
       prompt_length = train_input.spec["prompt"].shape[1]
@@ -120,6 +124,7 @@ class Rollout:
         shared=self._shared_rows,
       )
       made |= dict.fromkeys(turns.COUNTS, judged)
+
     self._read_sets(config)
     if self._updates > 1:
       made["old_log_probs"] = made["log_probs"]
@@ -135,8 +140,8 @@ class Rollout:
     options = config.get("rollouts", Config({}, "config.rollouts"))
     self._minibatches = settings.whole_number(options, "minibatches", 1, 1)
     iterations = settings.whole_number(options, "iterations", 1, 1)
-    self._updates = self._minibatches * iterations  # Of one set.
-    self._number = -1  # Of the set at hand; -1 if there is none.
+    self._updates = self._minibatches * iterations
+    self._number = -1  # Of the current set; -1 before the first.
     self._set: list[Batch] = []
 
   def compile(self, programs: Any) -> None:
@@ -211,6 +216,8 @@ class Rollout:
       self._warn_of_calls()
     if self._updates == 1:
       return self._input.start(first_step, last_step, ahead)
+    # Batches of prompts are read only when their set is written; the current
+    # set, which may come from a checkpoint, has been.
     first_set = first_step // self._updates
     if first_set == self._number:
       first_set += 1
@@ -258,7 +265,7 @@ class Rollout:
         self._set = self._write_set(variables, batches, number)
         self._number = number
       batch = self._of_set(self._set, update)
-    self._newest = batch, self.input_step(step)
+    self._newest = (batch, self.input_step(step))
     return batch
 
   def again(
@@ -270,14 +277,13 @@ class Rollout:
     """
     for each in (step, step + 1):
       number, update = divmod(each, self._updates)
-      is_at_hand = self._updates > 1 and number == self._number
-      first = each if self._updates == 1 else number * self._minibatches
-      size = 0 if is_at_hand else self._minibatches
-      batches = self._input.start(first, first + size, ahead)
+      if self._updates > 1 and number == self._number:
+        yield self._of_set(self._set, update)
+        continue
+      first = number * self._minibatches
+      batches = self._input.start(first, first + self._minibatches, ahead)
       with contextlib.closing(batches):
-        if is_at_hand:
-          yield self._of_set(self._set, update)
-        elif self._updates > 1:
+        if self._updates > 1:
           written = self._write_set(variables, batches, number)
           yield self._of_set(written, update)
         elif self.exists:

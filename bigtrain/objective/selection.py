@@ -47,8 +47,13 @@ _STREAM = 0x5E1EC7ED
 # Arguments of a task's `select` that are not in config.select: those that the
 # program passes, and options of the loss.
 _GIVEN = (
-  *("learner", "reference", "batch", "key", "number"),
-  *("kind", "distill_weight"),
+  "learner",
+  "reference",
+  "batch",
+  "key",
+  "number",
+  "kind",
+  "distill_weight",
 )
 
 _SelectFn = Callable[..., tuple[Batch, Metrics]]
@@ -113,7 +118,7 @@ def from_config(
   batch_spec: Mapping[str, Any],
   mesh: Mesh,
 ) -> Selection | None:
-  """Reads the key of a task; None without it.
+  """Reads config.select, or that of a task; None if it is not set.
 
   Args:
     models: the variants of the model that learns.

@@ -29,8 +29,14 @@ from bigtrain.objective import logical_axes, model_variants, task_state
 
 # Arguments of a task's loss_fn that the program passes; config.loss has others.
 _GIVEN = (
-  *("variables", "batch", "rng", "model", "teacher", "train"),
-  *("state", "log_step"),
+  "variables",
+  "batch",
+  "rng",
+  "model",
+  "teacher",
+  "train",
+  "state",
+  "log_step",
 )
 
 

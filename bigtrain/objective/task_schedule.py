@@ -121,7 +121,8 @@ def from_config(
   """Reads weights and first steps; `turns` say which optimizer steps when."""
   schedules = []
   for entry in entries:
-    weight, first_step = None, 0
+    weight = None
+    first_step = 0
     if entry.name:
       given = entry.part["weight"]
       if isinstance(given, Config):

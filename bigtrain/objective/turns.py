@@ -1,11 +1,11 @@
 """Answers of several turns, between which a function answers tool calls.
 
 The task's `rollout` writes the first turn. Then, on the host that has read a
-prompt, the prompt's source answers the calls in turns, `replies([(index, ids,
-whether it is the last turn), ...])`, and on the devices the task's `next_turn`
-continues all texts that go on. Text that the source adds has no loss. A text
-that has no room for the results of its calls ends before them, and counts as
-truncated.
+prompt, the prompt's source answers the calls of each turn, with
+`replies([(index, ids, whether it is the last turn), ...])`. Then, on the
+devices, the task's `next_turn` continues all texts that the source has not
+ended. Text that the source adds has no loss. A text that has no room for the
+results of its calls ends before them, and counts as truncated.
 
 All processes take part in each turn until all texts of the global batch have
 ended.
@@ -27,7 +27,7 @@ from bigtrain.arrays.types import Variables
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.objective.shared_rows import SharedRows
 
-# What a batch has in addition to the results of the task's rollout: float32
+# What a batch has in addition to the results of the task's rollout; float32
 # [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
 # Features of prompts that the host does not need, and that stay as they are.
@@ -97,7 +97,7 @@ class Turns:
     texts = _Texts(local, self._max_new, self._eos_ids)
     sources = self._sources(step)
     texts.end_others([b for _, index_of in sources for b in index_of])
-    # Without an end: in the last turn of a text no call is answered.
+    # The loop ends, because the calls in a text's last turn are not answered.
     for turn in itertools.count(1):
       for source, index_of in sources:
         is_last = turn >= source.toolbox.max_turns
@@ -152,14 +152,15 @@ class _Texts:
     self._eos_ids = eos_ids
     first_BG1, rest_BGL = made["tokens"][..., :1], made["targets"]
     self._text_BGT = np.concatenate([first_BG1, rest_BGL], axis=-1)
-    # For the tokens themselves; the batch has it for targets, one earlier.
+    # Mask and log-probabilities of the batch belong to targets. Here they
+    # belong to the tokens of the text, one place later.
     shift = ((0, 0), (0, 0), (1, 0))
     self._mask_BGT = np.pad(made["loss_mask"], shift)
     self._log_prob_BGT = np.pad(made["log_probs"], shift)
     self._truncated_BG = made["truncated"].copy()
     is_new = self._mask_BGT != 0
     T = is_new.shape[-1]
-    # The turn at hand: [start, stop). No text may become longer than `limit`.
+    # The current turn: [start, stop). No text may become longer than `limit`.
     self._start_BG = is_new.argmax(axis=-1)
     self._stop_BG = T - is_new[..., ::-1].argmax(axis=-1)
     self._limit_BG = np.minimum(self._start_BG + max_new, T)

@@ -59,7 +59,7 @@ def power_of(width: float) -> float:
 
 
 def init(params: Any) -> Any:
-  """Float32 copies, as bfloat16 rounds (1 - decay) * (params - ema) to 0."""
+  """Float32 copies: bfloat16 would round (1 - decay) * (params - ema) to 0."""
   return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
 
 

@@ -18,8 +18,16 @@ from bigtrain.config.errors import ConfigError, DataError, import_package
 
 # Suffixes of the files that `decode` reads.
 SUFFIXES = (
-  *(".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp"),
-  *(".tif", ".tiff", ".avif"),  # With Pillow.
+  ".jpg",
+  ".jpeg",
+  ".png",
+  ".bmp",
+  ".gif",
+  ".webp",
+  # With Pillow.
+  ".tif",
+  ".tiff",
+  ".avif",
 )
 # How to turn a stored picture: (rows and columns are exchanged; then rows are
 # reversed, columns are reversed), by the orientation, which counts from 1.

@@ -1,8 +1,10 @@
 """Pixels of pictures whose size decides what a model sees.
 
-text/picture_layouts.py computes the sizes. Pixels equal those of Hugging Face's
-transformers, bit for bit: with Pillow, or with torchvision where transformers
-has nothing else.
+text/picture_layouts.py computes the sizes, and a `Processor` makes the pixels
+for one of its layouts. `Square` is the processor of DeepSeek-VL, whose pictures
+all have one size. Both are read from the preprocessor_config.json of a
+published model. Pixels equal those of Hugging Face's transformers, bit for bit:
+with Pillow, or with torchvision where transformers has nothing else.
 
 Axes: H height, W width, P patches, C channels, T frames.
 """
@@ -23,6 +25,11 @@ _RESAMPLES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # By PIL's numbers.
 CLIP = (
   (0.48145466, 0.4578275, 0.40821073),
   (0.26862954, 0.26130258, 0.27577711),
+)
+
+# Layouts in which a model sees one grid of patches.
+_PatchLayout = (
+  picture_layouts.Native | picture_layouts.Bounded | picture_layouts.Fitted
 )
 
 
@@ -64,7 +71,7 @@ class Processor(NamedTuple):
       pixels = self._tiles(image_HWC, canvas, layout.tile, grid)
     else:
       image_HWC = self._resized(image_HWC, layout.size(height, width))
-      pixels = self._patches(self._normalized(image_HWC), grid)
+      pixels = self._patches(self._normalized(image_HWC), grid, layout)
     return pixels, np.asarray(grid, np.int32)
 
   def _resized(self, image_HWC: np.ndarray, size: Any) -> np.ndarray:
@@ -80,27 +87,24 @@ class Processor(NamedTuple):
     return (scaled - mean) / std
 
   def _patches(
-    self, image_HWC: np.ndarray, grid: tuple[int, int]
+    self,
+    image_HWC: np.ndarray,
+    grid: tuple[int, int],
+    layout: _PatchLayout,
   ) -> np.ndarray:
     """[P, values], row by row or square by square, as models.native_vit."""
-    layout = self.layout
-    assert not isinstance(layout, picture_layouts.Views | picture_layouts.Tiles)
-    assert not isinstance(layout, picture_layouts.Canvas)
     rows, columns = grid
-    p, C = layout.patch_size, image_HWC.shape[2]
-    x = image_HWC.reshape(rows, p, columns, p, C).swapaxes(1, 2)
+    side, C = layout.patch_size, image_HWC.shape[2]
+    # [rows, columns, side, side, C].
+    patches = image_HWC.reshape(rows, side, columns, side, C).swapaxes(1, 2)
     if isinstance(layout, picture_layouts.Fitted):
-      return x.reshape(rows * columns, -1)
-    x = x.transpose(0, 1, 4, 2, 3)[:, :, :, None]  # (C, T, rows, columns).
+      return patches.reshape(rows * columns, -1)
+    # The values of a patch are in the order (C, T, side, side).
+    patches = patches.transpose(0, 1, 4, 2, 3)[:, :, :, None]
     if isinstance(layout, picture_layouts.Native):
-      x = np.repeat(x, self.frames, axis=3)
-    x = x.reshape(rows, columns, -1)
-    m = layout.merge
-    R, K = rows // m, columns // m  # Of squares.
-    squares = x[: R * m, : K * m].reshape(R, m, K, m, -1).swapaxes(1, 2)
-    # Patches that fill no square come last: columns, then rows.
-    parts = squares, x[:, K * m :], x[R * m :, : K * m]
-    return np.concatenate([part.reshape(-1, x.shape[-1]) for part in parts])
+      # A picture is a film whose frames are all the same.
+      patches = np.repeat(patches, self.frames, axis=3)
+    return _by_squares(patches.reshape(rows, columns, -1), layout.merge)
 
   def _tiles(
     self,
@@ -143,6 +147,24 @@ class Processor(NamedTuple):
     return self._normalized(np.stack(views))
 
 
+def _by_squares(patches: np.ndarray, side: int) -> np.ndarray:
+  """Patches [rows, columns, values] as [P, values], square by square.
+
+  Patches that fill no square come last: those on the right, row by row, and
+  then those at the bottom.
+  """
+  rows, columns, values = patches.shape
+  R, K = rows // side, columns // side  # Rows and columns of squares.
+  bottom, right = R * side, K * side
+  squares = patches[:bottom, :right].reshape(R, side, K, side, values)
+  parts = [
+    squares.swapaxes(1, 2),
+    patches[:, right:],
+    patches[bottom:, :right],
+  ]
+  return np.concatenate([part.reshape(-1, values) for part in parts])
+
+
 def _padded(image_HWC: np.ndarray, size: Any, color: Any) -> np.ndarray:
   """The image, centred in a larger one."""
   H, W = image_HWC.shape[:2]
@@ -169,24 +191,37 @@ def of_published(
   options = picture_layouts.of_processor(values, model, min_pixels, max_pixels)
   if options is None:
     return None
+  # Keys that are null have their default.
   values = {name: x for name, x in values.items() if x is not None}
   is_tiles = options["kind"] == "tiles"
   is_fitted = options["kind"] == "fitted"
   by_torch = options.get("choice") == "scale"
-  method = _RESAMPLES.get(values.get("resample", 1 if is_tiles else 3))
-  flags = ["do_rescale"] if is_fitted else ["do_rescale", "do_normalize"]
-  flags += [] if is_tiles else ["do_resize"]
+  methods = dict(_RESAMPLES)
+  if by_torch:
+    del methods[1]  # torchvision has no Lanczos filter.
+  method = methods.get(values.get("resample", 1 if is_tiles else 3))
+  # Steps that may not be turned off, because their sizes or pixels would
+  # differ.
+  flags = ["do_rescale"]
+  if not is_fitted:
+    flags.append("do_normalize")
+  if not is_tiles:
+    flags.append("do_resize")
   off = [flag for flag in flags if not values.get(flag, True)]
-  if off or method is None or (by_torch and method == "lanczos"):
+  if off or method is None:
     raise ConfigError(
-      f"{path}: expected resample of {[*_RESAMPLES][by_torch:]}, and true for "
+      f"{path}: expected resample of {[*methods]}, and true for "
       f"{', '.join(flags)}."
     )
-  mean, std = ((0.5,) * 3, (0.5,) * 3) if is_tiles else CLIP
+  # Means and standard deviations that a file leaves out.
+  mean, std = CLIP
+  if is_tiles:
+    mean, std = (0.5,) * 3, (0.5,) * 3
   if is_fitted:
     mean, std = (0.0,) * 3, (1.0,) * 3
-    normalizes = values.get("do_normalize", False)
-    values = {**values, **({} if normalizes else dict.fromkeys(_NORM))}
+    if not values.get("do_normalize", False):
+      # The file may have them nevertheless.
+      values |= dict.fromkeys(_NORM)
   return Processor(
     picture_layouts.read(options, path),
     method,

@@ -85,7 +85,7 @@ class MetricsLog:
     self.check(sums)
     facts = self._note("update", **self.facts)
     times = self.clock.figures(step)
-    values = running_metrics.row(sums)
+    values = running_metrics.log_values(sums)
     num_spikes = values.get("spike_steps", 0)
     if num_spikes > self.newest.get("spike_steps", 0):
       spike = spikes.describe(sums["spikes"])

@@ -96,13 +96,11 @@ class Verdict(NamedTuple):
 
   good: jax.Array  # The state advances.
   bad: jax.Array  # Loss or gradients are not finite.
-  overflow: (
-    jax.Array
-  )  # Gradients are not finite; a smaller loss scale may help.
+  # Gradients are not finite; a smaller loss scale may help.
+  overflow: jax.Array
   skipped_spike: jax.Array | None = None
-  spikes: Statistics | None = (
-    None  # The new statistics, if config.spikes is set.
-  )
+  # The new statistics, if config.spikes is set.
+  spikes: Statistics | None = None
 
 
 # (whether to compute the norms) -> (the state after the step without its loss
@@ -183,7 +181,7 @@ class Guard(NamedTuple):
       log_norms: whether the step reports norms.
       no_norms: placeholder for the norms in other steps.
     """
-    old = {k: v for k, v in state.items() if k != "loss_scale"}
+    old = {name: x for name, x in state.items() if name != "loss_scale"}
     # In a branch, arrays in host memory are on the device only for the update.
     in_host = any(sharding.in_host(x) for x in jax.tree.leaves(old))
     if self.by_branch or in_host:
@@ -208,9 +206,9 @@ class Guard(NamedTuple):
       chosen["loss_scale"] = jax.tree.map(choose, new_scale, old_scale)
     return chosen, norms
 
-  def row(self, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a log step about the loss scale."""
-    return loss_scale.row(state)
+  def log_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a log entry about the loss scale."""
+    return loss_scale.log_values(state)
 
   def bad_step(self, running: Mapping[str, Any]) -> int:
     """The step at which the run must stop or roll back; 0 for none.
@@ -280,7 +278,7 @@ def _branch(
   with three arms XLA copies the state, and every step of a ViT-S/16 on CPUs
   takes 1.2 times as long.
   """
-  if log_norms is not False:
+  if log_norms is not False:  # False and no array: the norms are never due.
     # The barrier makes the second branch wait for the first.
     norms, good = jax.lax.cond(
       good & log_norms,
@@ -332,12 +330,14 @@ def explain(
 
   Returns: the error to raise.
   """
+  # The loop's steps return sums and norms only. This one also says where values
+  # are not finite: in the loss, in which gradients, or already in the batch.
 
   @jax.jit
   def inspect(state: Any, batch: Any) -> dict[str, Any]:
     grads, step_metrics, _ = gradients(state, batch)
-    # Class numbers and the like, for which the task declares no limit.
-    # A rollout does not keep all features of the input.
+    # Class numbers and the like, for which the task declares no limit. The
+    # batch of a rollout lacks some features of the input.
     names = [name for name in train_input.unlimited if name in batch]
     integers = {name: batch[name] for name in names}
     finite_inputs = [jnp.isfinite(x).all() for x in batch.values()]

@@ -54,8 +54,8 @@ class LossScale(NamedTuple):
     }
 
 
-def row(state: Mapping[str, Any]) -> dict[str, Any]:
-  """Entries of a log step about the loss scale."""
+def log_values(state: Mapping[str, Any]) -> dict[str, Any]:
+  """Values of a log entry about the loss scale."""
   if "loss_scale" not in state:
     return {}
   scale = state["loss_scale"]

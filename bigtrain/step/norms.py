@@ -31,7 +31,7 @@ class NamedScalars:
   # sums over the good steps since the last log step.
   of_each_step: bool = False
 
-  def row(self, steps: float) -> dict[str, float]:
+  def log_values(self, steps: float) -> dict[str, float]:
     """The scalars of a log entry after `steps` good steps, as means."""
     if self.of_each_step and not steps:
       return {}

@@ -2,10 +2,12 @@
 
 They pass through every update together with the state, so the loop never waits
 for a step's metrics: `add_step` merges those of one step on the device, and
-`row` makes a log entry on the host. Checkpoints store them (`to_host` and
-`from_host`), so a resumed run logs the same as an uninterrupted one.
+`log_values` makes the values of a log entry on the host. Checkpoints store them
+(`to_host` and `from_host`), so a resumed run logs the same as an uninterrupted
+one.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -137,7 +139,7 @@ def _newest_norms(
   if new is None:
     return old
   if not new.of_each_step:
-    return jax.tree.map(lambda n, o: jnp.where(computed, n, o), new, old)
+    return jax.tree.map(functools.partial(jnp.where, computed), new, old)
 
   def add(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(after_log, 0.0, old) + jnp.where(computed, new, 0.0)
@@ -145,10 +147,10 @@ def _newest_norms(
   return jax.tree.map(add, new, old)
 
 
-def row(running: RunningMetrics) -> dict[str, Any]:
-  """The log entry of the steps so far.
+def log_values(running: RunningMetrics) -> dict[str, Any]:
+  """Values of a log entry about the steps so far.
 
-  It has no means if all steps were skipped.
+  There are no means if all steps were skipped.
   """
   sums = running["sums"]
   values: dict[str, Any] = {}
@@ -157,18 +159,18 @@ def row(running: RunningMetrics) -> dict[str, Any]:
     values = metrics.host_values([sums["pairs"]])
     values["grad_norm"] = float(sums["grad_norm"]) / steps
   values |= {name: float(value) for name, value in running["last"].items()}
-  values |= running["norms"].row(steps)
+  values |= running["norms"].log_values(steps)
   if int(running["skipped"]):
     values["skipped_steps"] = int(running["skipped"])
   if "spikes" in running:
-    values |= spikes.row(running["spikes"])
+    values |= spikes.log_values(running["spikes"])
   return values
 
 
 def step_values(running: RunningMetrics) -> dict[str, Any]:
-  """`row` without the norms, which only log steps compute."""
-  norm_names = running["norms"].row(1.0)
-  values = row(running)
+  """`log_values` without the norms, which only log steps compute."""
+  norm_names = running["norms"].log_values(1.0)
+  values = log_values(running)
   return {name: x for name, x in values.items() if name not in norm_names}
 
 

@@ -14,6 +14,7 @@ the next, but a level that stays high becomes normal after some steps.
           there to the spike, see guard.py.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -65,14 +66,15 @@ class Spikes(NamedTuple):
     step: jax.Array,
     loss: jax.Array,
     grad_norm: jax.Array,
-    counts: jax.Array,
+    eligible: jax.Array,
   ) -> tuple[jax.Array, Statistics]:
     """Returns whether the step is a spike, and the new statistics.
 
     Args:
       statistics: those of the steps before.
       step, loss, grad_norm: of the step.
-      counts: whether the step enters the averages and can be a spike at all.
+      eligible: whether the step enters the averages and can be a spike at all:
+        it is finite, and no earlier step has ended the run.
     """
     num_steps, num_spikes, newest, rolled_back = statistics["counts"]
     mean, variance = statistics["values"][:2]
@@ -81,8 +83,8 @@ class Spikes(NamedTuple):
     deviation = jnp.sqrt(variance)
     deviation = jnp.maximum(deviation, _LEAST_DEVIATION * jnp.abs(mean))
     limit = mean + self.z * deviation
-    known = num_steps >= self.window
-    spike = counts & known & (values > limit).any()
+    known = num_steps >= self.window  # Whether the averages have settled.
+    spike = eligible & known & (values > limit).any()
 
     # In the first window this is the plain mean, so that the zeros with which
     # the averages start have no weight.
@@ -106,7 +108,8 @@ class Spikes(NamedTuple):
         [jnp.stack([new_mean, new_variance]), new_spike]
       ),
     }
-    new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, statistics)
+    choose = functools.partial(jnp.where, eligible)
+    new = jax.tree.map(choose, new, statistics)
     return spike, new
 
   @property
@@ -132,8 +135,8 @@ class Spikes(NamedTuple):
     return int(statistics["counts"][3])
 
 
-def row(statistics: Mapping[str, Any]) -> dict[str, int]:
-  """Entries of a log step about spikes."""
+def log_values(statistics: Mapping[str, Any]) -> dict[str, int]:
+  """Values of a log entry about spikes."""
   _, num_spikes, newest, _ = map(int, statistics["counts"])
   if not num_spikes:
     return {}

@@ -353,11 +353,12 @@ def of_processor(
 
 def patches_of_side(vision: Mapping[str, Any]) -> int:
   """Rows of patches of a picture of one size, by `vision_config`."""
-  sizes = [
-    x[0] if isinstance(x := vision[key], list | tuple) else x
-    for key in ("image_size", "patch_size")
-  ]
-  return int(sizes[0] // sizes[1])
+
+  def side(key: str) -> int:
+    size = vision[key]
+    return size[0] if isinstance(size, list | tuple) else size
+
+  return side("image_size") // side("patch_size")
 
 
 def _of_idefics(

@@ -1,10 +1,14 @@
 """Makes picture_processors/: small processors, and what they make of pictures.
 
-By transformers: a folder has what save_pretrained of a processor writes, the
-config.json of its model, and reference.npz: pictures, ids and pixels of a text
-with pictures. Image processors are those of Pillow, or of torch where there is
-no other. Later files name only what is not a default, as the files that
-publishers write by hand. requirements.txt has the library's version.
+Each function of MAKERS makes a processor of transformers and the config.json of
+its model. `write` gives each a folder with the files of the processor, this
+config.json, and reference.npz: pictures, and the ids and pixels of a text with
+these pictures. requirements.txt has the library's version.
+
+Image processors are those of Pillow, or of torch where there is no other. Some
+processors cannot be called as a whole, because they need a processor of videos,
+which needs torchvision (`without_videos`). Their ids and pixels are computed
+from their parts.
 
   python tests/golden/make_picture_processors.py [NAME ...]  # All by default.
 """
@@ -39,6 +43,8 @@ TEMPLATE = """\
 """
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<turn>", "<end>"]
 SIZE = {"height": SIDE, "width": SIDE}
+VISION = dict(image_size=SIDE, patch_size=4)
+CLIP_VISION = dict(model_type="clip_vision_model", **VISION)
 
 
 def tokenizer(special):
@@ -60,6 +66,28 @@ def tokenizer(special):
   )
 
 
+def template(placeholder):
+  """A chat template that writes `placeholder` for each picture."""
+  return TEMPLATE.replace("PLACEHOLDER", placeholder)
+
+
+def without_videos(cls, image_processor, codec, placeholder, **attributes):
+  """A processor without its processor of videos, which needs torchvision."""
+  processor = object.__new__(cls)
+  processor.image_processor, processor.tokenizer = image_processor, codec
+  processor.chat_template = template(placeholder)
+  for name, value in attributes.items():
+    setattr(processor, name, value)
+  return processor
+
+
+def pil(module, name, **options):
+  """An image processor of a module of transformers.models."""
+  modules = getattr(transformers.models, module)
+  cls = getattr(getattr(modules, f"image_processing_pil_{module}"), name)
+  return cls(**options)
+
+
 def paligemma():
   codec = tokenizer(["<image>"])
   processor = transformers.PaliGemmaProcessor(
@@ -68,7 +96,7 @@ def paligemma():
   config = dict(
     model_type="paligemma",
     image_token_index=codec.convert_tokens_to_ids("<image>"),
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -83,7 +111,7 @@ def gemma3():
   processor = transformers.Gemma3Processor(
     transformers.Gemma3ImageProcessorPil(size=SIZE),
     codec,
-    chat_template=TEMPLATE.replace("PLACEHOLDER", names[0]),
+    chat_template=template(names[0]),
     image_seq_length=4,
   )
   config = dict(
@@ -92,29 +120,36 @@ def gemma3():
     eoi_token_index=ids[1],
     image_token_index=ids[2],
     mm_tokens_per_image=4,
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
 
-def llava():
-  codec = tokenizer(["<image>"])
-  processor = transformers.LlavaProcessor(
-    transformers.LlavaImageProcessorPil(
-      size={"shortest_edge": SIDE}, crop_size=SIZE
-    ),
+def of_clip_tower(cls, image_processor, codec):
+  """A processor for CLIP's tower, whose class token is left out."""
+  return cls(
+    image_processor,
     codec,
     patch_size=4,
     vision_feature_select_strategy="default",
     num_additional_image_tokens=1,
-    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
+    chat_template=template("<image>"),
+  )
+
+
+def llava():
+  codec = tokenizer(["<image>"])
+  processor = of_clip_tower(
+    transformers.LlavaProcessor,
+    transformers.LlavaImageProcessorPil(
+      size={"shortest_edge": SIDE}, crop_size=SIZE
+    ),
+    codec,
   )
   config = dict(
     model_type="llava",
     image_token_index=codec.convert_tokens_to_ids("<image>"),
-    vision_config=dict(
-      model_type="clip_vision_model", image_size=SIDE, patch_size=4
-    ),
+    vision_config=CLIP_VISION,
   )
   return processor, config
 
@@ -129,19 +164,19 @@ def qwen3_vl():
   ]
   codec = tokenizer(names)
   ids = codec.convert_tokens_to_ids(names)
-  image = transformers.Qwen2VLImageProcessorPil(
-    patch_size=4,
-    merge_size=2,
-    size={"shortest_edge": 256, "longest_edge": 512},
-    image_mean=[0.5, 0.4, 0.3],
-    image_std=[0.5, 0.6, 0.7],
+  processor = without_videos(
+    transformers.Qwen3VLProcessor,
+    transformers.Qwen2VLImageProcessorPil(
+      patch_size=4,
+      merge_size=2,
+      size={"shortest_edge": 256, "longest_edge": 512},
+      image_mean=[0.5, 0.4, 0.3],
+      image_std=[0.5, 0.6, 0.7],
+    ),
+    codec,
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    image_token=names[2],
   )
-  # Its class needs a processor of videos, which needs torchvision.
-  processor = object.__new__(transformers.Qwen3VLProcessor)
-  processor.image_processor, processor.tokenizer = image, codec
-  processor.image_token = names[2]
-  placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
-  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
   config = dict(
     model_type="qwen3_vl",
     vision_start_token_id=ids[0],
@@ -164,13 +199,13 @@ def smolvlm():
     ),
     codec,
     image_seq_len=1,
-    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
+    chat_template=template("<image>"),
   )
   config = dict(
     model_type="smolvlm",
     image_token_id=codec.convert_tokens_to_ids("<image>"),
     scale_factor=4,
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -180,15 +215,21 @@ def gemma4():
   names = ["<|image>", "<image|>", "<|image|>"]
   codec = tokenizer(names)
   ids = codec.convert_tokens_to_ids(names)
-  image = transformers.models.gemma4.image_processing_pil_gemma4
-  # Its class needs processors of sounds and videos.
-  processor = object.__new__(transformers.Gemma4Processor)
-  processor.image_processor = image.Gemma4ImageProcessorPil(
-    patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+  processor = without_videos(
+    transformers.Gemma4Processor,
+    pil(
+      "gemma4",
+      "Gemma4ImageProcessorPil",
+      patch_size=4,
+      pooling_kernel_size=2,
+      max_soft_tokens=70,
+    ),
+    codec,
+    names[2],
+    boi_token=names[0],
+    eoi_token=names[1],
+    image_token=names[2],
   )
-  processor.tokenizer = codec
-  processor.boi_token, processor.eoi_token, processor.image_token = names
-  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", names[2])
   config = dict(
     model_type="gemma4",
     boi_token_id=ids[0],
@@ -203,23 +244,27 @@ def llava_onevision():
   """Several pictures of a row, which have no tiles."""
   codec = tokenizer(["<image>"])
   pinpoints = [[16, 32], [32, 16], [32, 32], [16, 48]]
-  pil = transformers.models.llava_onevision.image_processing_pil_llava_onevision
-  processor = object.__new__(transformers.LlavaOnevisionProcessor)
-  processor.image_processor = pil.LlavaOnevisionImageProcessorPil(
-    size=SIZE, image_grid_pinpoints=pinpoints
+  processor = without_videos(
+    transformers.LlavaOnevisionProcessor,
+    pil(
+      "llava_onevision",
+      "LlavaOnevisionImageProcessorPil",
+      size=SIZE,
+      image_grid_pinpoints=pinpoints,
+    ),
+    codec,
+    "<image>",
+    image_token="<image>",
+    num_image_tokens=16,
+    vision_feature_select_strategy="full",
+    vision_aspect_ratio="anyres_max_2",
   )
-  processor.tokenizer = codec
-  processor.image_token = "<image>"
-  processor.num_image_tokens = 16
-  processor.vision_feature_select_strategy = "full"
-  processor.vision_aspect_ratio = "anyres_max_2"
-  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", "<image>")
   config = dict(
     model_type="llava_onevision",
     image_token_index=codec.convert_tokens_to_ids("<image>"),
     image_grid_pinpoints=pinpoints,
     vision_aspect_ratio="anyres_max_2",
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -227,65 +272,39 @@ def llava_onevision():
 def llava_next():
   codec = tokenizer(["<image>"])
   pinpoints = [[16, 32], [32, 16], [32, 32]]
-  pil = transformers.models.llava_next.image_processing_pil_llava_next
-  processor = transformers.LlavaNextProcessor(
-    pil.LlavaNextImageProcessorPil(
+  processor = of_clip_tower(
+    transformers.LlavaNextProcessor,
+    pil(
+      "llava_next",
+      "LlavaNextImageProcessorPil",
       size={"shortest_edge": SIDE},
       crop_size=SIZE,
       image_grid_pinpoints=pinpoints,
     ),
     codec,
-    patch_size=4,
-    vision_feature_select_strategy="default",
-    num_additional_image_tokens=1,
-    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
   )
   config = dict(
     model_type="llava_next",
     image_token_index=codec.convert_tokens_to_ids("<image>"),
     image_grid_pinpoints=pinpoints,
-    vision_config=dict(
-      model_type="clip_vision_model", image_size=SIDE, patch_size=4
-    ),
+    vision_config=CLIP_VISION,
   )
   return processor, config
 
 
-def made(cls, image_processor, codec, placeholder, **attributes):
-  """A processor without its processor of videos, which needs torchvision."""
-  processor = object.__new__(cls)
-  processor.image_processor, processor.tokenizer = image_processor, codec
-  processor.chat_template = TEMPLATE.replace("PLACEHOLDER", placeholder)
-  for name, value in attributes.items():
-    setattr(processor, name, value)
-  return processor
-
-
-def pil(module, name, **options):
-  """An image processor of a module of transformers.models."""
-  modules = getattr(transformers.models, module)
-  cls = getattr(getattr(modules, f"image_processing_pil_{module}"), name)
-  return cls(**options)
-
-
 def vipllava():
   codec = tokenizer(["<image>"])
-  processor = transformers.LlavaProcessor(
+  processor = of_clip_tower(
+    transformers.LlavaProcessor,
     transformers.CLIPImageProcessorPil(
       size={"shortest_edge": SIDE}, crop_size=SIZE
     ),
     codec,
-    patch_size=4,
-    vision_feature_select_strategy="default",
-    num_additional_image_tokens=1,
-    chat_template=TEMPLATE.replace("PLACEHOLDER", "<image>"),
   )
   config = dict(
     model_type="vipllava",
     image_token_index=codec.convert_tokens_to_ids("<image>"),
-    vision_config=dict(
-      model_type="clip_vision_model", image_size=SIDE, patch_size=4
-    ),
+    vision_config=CLIP_VISION,
   )
   return processor, config
 
@@ -294,7 +313,7 @@ def deepseek_vl():
   """Squares, in which the shorter side has at least five pixels."""
   name = "<image_placeholder>"
   codec = tokenizer([name])
-  processor = made(
+  processor = without_videos(
     transformers.DeepseekVLProcessor,
     pil("deepseek_vl", "DeepseekVLImageProcessorPil", size=SIZE, min_size=5),
     codec,
@@ -305,7 +324,7 @@ def deepseek_vl():
   config = dict(
     model_type="deepseek_vl",
     image_token_id=codec.convert_tokens_to_ids(name),
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -314,7 +333,7 @@ def exaone4_5():
   names = ["<vision>", "</vision>", "<|image_pad|>", "<|video_pad|>"]
   codec = tokenizer(names)
   ids = codec.convert_tokens_to_ids(names)
-  processor = made(
+  processor = without_videos(
     transformers.Exaone4_5_Processor,
     transformers.Qwen2VLImageProcessorPil(
       patch_size=4, size={"shortest_edge": 256, "longest_edge": 512}
@@ -336,7 +355,7 @@ def exaone4_5():
 
 def pixtral_processor(codec, edge, patch_size, **attributes):
   of_texts = torchvision_by_torch.imported("pixtral", "processing_pixtral")
-  return made(
+  return without_videos(
     of_texts.PixtralProcessor,
     pil(
       "pixtral",
@@ -385,7 +404,7 @@ def llava_pixtral():
 def lighton_ocr():
   """Squares of 4 x 4 patches, which rows and columns of patches do not fill."""
   codec = tokenizer(["<|image_pad|>"])
-  processor = made(
+  processor = without_videos(
     transformers.LightOnOcrProcessor,
     pil(
       "pixtral",
@@ -410,7 +429,7 @@ def lighton_ocr():
 def internvl():
   names = ["<img>", "</img>", "<IMG_CONTEXT>"]
   codec = tokenizer(names)
-  processor = made(
+  processor = without_videos(
     transformers.InternVLProcessor,
     pil("got_ocr2", "GotOcr2ImageProcessorPil", size=SIZE, max_patches=6),
     codec,
@@ -433,7 +452,7 @@ def aya_vision():
   codec = tokenizer(
     [*names, "<image>", "TILE_GLOBAL", *[f"TILE_{i}" for i in range(1, 7)]]
   )
-  processor = made(
+  processor = without_videos(
     transformers.AyaVisionProcessor,
     pil("got_ocr2", "GotOcr2ImageProcessorPil", size=SIZE, max_patches=6),
     codec,
@@ -451,7 +470,7 @@ def aya_vision():
     model_type="aya_vision",
     image_token_index=codec.convert_tokens_to_ids(names[2]),
     downsample_factor=2,
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -467,7 +486,7 @@ def cohere2_vision():
   of_images = torchvision_by_torch.imported(
     "cohere2_vision", "image_processing_cohere2_vision"
   )
-  processor = made(
+  processor = without_videos(
     transformers.Cohere2VisionProcessor,
     of_images.Cohere2VisionImageProcessor(
       size=SIZE, max_patches=6, patch_size=1
@@ -484,7 +503,7 @@ def cohere2_vision():
     model_type="cohere2_vision",
     image_token_id=codec.convert_tokens_to_ids(names[3]),
     downsample_factor=4,
-    vision_config=dict(image_size=SIDE, patch_size=4),
+    vision_config=VISION,
   )
   return processor, config
 
@@ -501,10 +520,66 @@ def grids_of(of_images, options):
   return dict(sizes=sizes, tiles=np.asarray(grids)[:, ::-1])
 
 
-def with_patches(processor, out, text, pictures):
-  """The results of a processor whose class needs one of videos."""
+# What a processor makes of a text with pictures: functions of (processor,
+# folder, pictures), which also write the processor's files into the folder.
+
+MESSAGES = [
+  {
+    "role": "user",
+    "content": [
+      {"type": "image"},
+      {"type": "image"},
+      {"type": "text", "text": TEXTS[0]},
+    ],
+  },
+  {"role": "assistant", "content": "a seven"},
+]
+
+
+def of_whole(processor, out, pictures):
+  processor.save_pretrained(out)
+  text = processor.apply_chat_template(MESSAGES, tokenize=False)
+  return ids_and_pixels(
+    processor(images=[pictures], text=text, add_special_tokens=False)
+  )
+
+
+def of_vipllava(processor, out, pictures):
+  result = of_whole(processor, out, pictures)
+  sparse(out / "processor_config.json", processor.image_processor)
+  return result
+
+
+def of_paligemma(processor, out, pictures):
+  """Without a chat template: pictures, a prompt, and an answer."""
+  processor.save_pretrained(out)
+  text = "<image><image>" + TEXTS[0]
+  return ids_and_pixels(
+    processor(images=[pictures], text=text, suffix="a seven")
+  )
+
+
+def ids_and_pixels(result):
+  pixels = np.asarray(result["pixel_values"])
+  return dict(
+    ids=np.asarray(result["input_ids"]).reshape(-1),
+    pixels=views(pixels.reshape(1, -1, 3, SIDE, SIDE)),
+  )
+
+
+def text_of(codec, chat_template):
+  codec.chat_template = chat_template
+  return codec.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def ids_of(codec, text):
+  return np.asarray(codec(text, add_special_tokens=False)["input_ids"])
+
+
+def of_parts(processor, out, pictures):
+  """Of a processor `without_videos`, by its `replace_image_token`."""
+  text = text_of(processor.tokenizer, processor.chat_template)
   processor.image_processor.save_pretrained(out)
-  processor.tokenizer.chat_template = processor.chat_template
   processor.tokenizer.save_pretrained(out)
   result = processor.image_processor(images=[pictures])
   for i in range(len(pictures)):
@@ -512,8 +587,7 @@ def with_patches(processor, out, text, pictures):
     whole = whole.replace(processor.image_token, "\0")
     text = text.replace(processor.image_token, whole, 1)
   text = text.replace("\0", processor.image_token)
-  ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-  ids = np.asarray(ids)
+  ids = ids_of(processor.tokenizer, text)
   if "image_grid_thw" in result:
     patches, grids = result["pixel_values"], result["image_grid_thw"]
     return dict(ids=ids, patches=patches, grids=grids)
@@ -524,6 +598,78 @@ def with_patches(processor, out, text, pictures):
     pixels = np.asarray(result["pixel_values"])
     return dict(ids=ids, patches=pixels[places[..., 0] >= 0], grids=grids)
   return dict(ids=ids, pixels=views(result["pixel_values"]))
+
+
+def of_onevision(processor, out, pictures):
+  """Also what it makes of the first picture alone."""
+  values = of_parts(processor, out, pictures)
+  result = processor.image_processor(images=[pictures[:1]])
+  whole = processor.replace_image_token(result, 0)
+  values["tokens alone"] = whole.count(processor.image_token)
+  values["pixels alone"] = views(result["pixel_values"])
+  return values
+
+
+def of_sparse_parts(processor, out, pictures):
+  """Of a processor `without_videos`, by its `_process_images`.
+
+  The file of the image processor names only what is not a default, as the files
+  that publishers write by hand. Some publishers have one file for both.
+  """
+  processor.image_processor.save_pretrained(out)
+  path = out / "preprocessor_config.json"
+  sparse(path, processor.image_processor)
+  if isinstance(getattr(processor, "spatial_merge_size", None), int):
+    whole = dict(
+      image_processor=json.loads(path.read_text()),
+      patch_size=processor.patch_size,
+      spatial_merge_size=processor.spatial_merge_size,
+    )
+    path.unlink()
+    (out / "processor_config.json").write_text(json.dumps(whole, indent=2))
+  text = text_of(processor.tokenizer, processor.chat_template)
+  processor.tokenizer.save_pretrained(out)
+  options = {
+    key: value
+    for key, value in getattr(processor, "images_kwargs", {}).items()
+    if key != "return_tensors"
+  }
+  result, texts = processor._process_images(pictures, **options)
+  first, *others = text.split(processor.image_token)
+  text = first + "".join(map("".join, zip(texts, others, strict=True)))
+  ids = ids_of(processor.tokenizer, text)
+  pixels = result["pixel_values"]
+  if "image_grid_thw" in result:
+    grids = np.asarray(result["image_grid_thw"])
+    return dict(ids=ids, patches=np.asarray(pixels), grids=grids)
+  if "image_sizes" in result:
+    return dict(ids=ids, **pixtral_patches(processor, pixels, result))
+  pixels = np.stack([np.asarray(x) for x in pixels])
+  return dict(ids=ids, pixels=pixels.transpose(0, 2, 3, 1))
+
+
+def of_internvl(processor, out, pictures):
+  """Also the grids of tiles of many sizes."""
+  values = of_sparse_parts(processor, out, pictures)
+  module = sys.modules[type(processor.image_processor).__module__]
+  return values | grids_of(module, (1, 6))
+
+
+def of_cohere2_vision(processor, out, pictures):
+  """Also the grids of many sizes, and pictures that torch has resized."""
+  return of_internvl(processor, out, pictures) | resized_by_torch()
+
+
+def sparse(path, image_processor):
+  """Leaves out of its file what an image processor has by default."""
+  content = json.loads(path.read_text())
+  values = content.get("image_processor", content)
+  cls = type(image_processor)
+  for name, value in [*values.items()]:
+    is_default = value is None or value == getattr(cls, name, None)
+    if is_default and name != "image_processor_type":
+      del values[name]
+  path.write_text(json.dumps(content, indent=2))
 
 
 def resized_by_torch():
@@ -553,53 +699,6 @@ RESIZED = (
   ((6, 41), (6, 5)),
   ((1, 1), (4, 3)),
 )
-
-
-def sparse(path, image_processor):
-  """Leaves out of its file what an image processor has by default."""
-  content = json.loads(path.read_text())
-  values = content.get("image_processor", content)
-  cls = type(image_processor)
-  for name, value in [*values.items()]:
-    is_default = value is None or value == getattr(cls, name, None)
-    if is_default and name != "image_processor_type":
-      del values[name]
-  path.write_text(json.dumps(content, indent=2))
-
-
-def of_new_processor(processor, out, text, pictures):
-  """The results of a processor of `made`."""
-  processor.image_processor.save_pretrained(out)
-  path = out / "preprocessor_config.json"
-  sparse(path, processor.image_processor)
-  if isinstance(getattr(processor, "spatial_merge_size", None), int):
-    whole = dict(
-      image_processor=json.loads(path.read_text()),
-      patch_size=processor.patch_size,
-      spatial_merge_size=processor.spatial_merge_size,
-    )
-    path.unlink()
-    (out / "processor_config.json").write_text(json.dumps(whole, indent=2))
-  processor.tokenizer.chat_template = processor.chat_template
-  processor.tokenizer.save_pretrained(out)
-  options = {
-    key: value
-    for key, value in getattr(processor, "images_kwargs", {}).items()
-    if key != "return_tensors"
-  }
-  result, texts = processor._process_images(pictures, **options)
-  first, *others = text.split(processor.image_token)
-  text = first + "".join(map("".join, zip(texts, others, strict=True)))
-  ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-  ids = np.asarray(ids)
-  pixels = result["pixel_values"]
-  if "image_grid_thw" in result:
-    grids = np.asarray(result["image_grid_thw"])
-    return dict(ids=ids, patches=np.asarray(pixels), grids=grids)
-  if "image_sizes" in result:
-    return dict(ids=ids, **pixtral_patches(processor, pixels, result))
-  pixels = np.stack([np.asarray(x) for x in pixels])
-  return dict(ids=ids, pixels=pixels.transpose(0, 2, 3, 1))
 
 
 def in_squares(m, rows, columns, place):
@@ -656,89 +755,49 @@ SIZES = {
   "exaone4_5": ((23, 31), (50, 12)),
   "deepseek_vl": ((23, 31), (6, 60)),
 }
-# Whose classes cannot be used whole.
-IN_PARTS = (qwen3_vl, gemma4, llava_onevision)
-
-
-MAKERS = (
-  *(paligemma, gemma3, gemma4, llava, llava_next, llava_onevision),
-  *(qwen3_vl, smolvlm),
-  *(vipllava, deepseek_vl, exaone4_5, mistral3, llava_pixtral, lighton_ocr),
-  *(internvl, aya_vision, cohere2_vision),
-)
-# Made by `made`.
-NEW = (
-  *(deepseek_vl, exaone4_5, mistral3, llava_pixtral, lighton_ocr),
-  *(internvl, aya_vision, cohere2_vision),
-)
+# {what makes a processor: what makes its reference}.
+MAKERS = {
+  paligemma: of_paligemma,
+  gemma3: of_whole,
+  gemma4: of_parts,
+  llava: of_whole,
+  llava_next: of_whole,
+  llava_onevision: of_onevision,
+  qwen3_vl: of_parts,
+  smolvlm: of_whole,
+  vipllava: of_vipllava,
+  deepseek_vl: of_sparse_parts,
+  exaone4_5: of_sparse_parts,
+  mistral3: of_sparse_parts,
+  llava_pixtral: of_sparse_parts,
+  lighton_ocr: of_sparse_parts,
+  internvl: of_internvl,
+  aya_vision: of_sparse_parts,
+  cohere2_vision: of_cohere2_vision,
+}
 
 
 def write(golden, names=()):
   """Writes folders below `golden`."""
-  for make in MAKERS:
-    if names and make.__name__ not in names:
+  for make, results_of in MAKERS.items():
+    name = make.__name__
+    if names and name not in names:
       continue
-    rng = np.random.default_rng(0)
-    out = golden / "picture_processors" / make.__name__
+    out = golden / "picture_processors" / name
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     processor, config = make()
-    if make not in (*IN_PARTS, *NEW):
-      processor.save_pretrained(out)
-    if make is vipllava:
-      sparse(out / "processor_config.json", processor.image_processor)
-    (out / "config.json").write_text(json.dumps(config))
-    values = {}
+    rng = np.random.default_rng(0)
     pictures = [
-      rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-      for height, width in SIZES.get(make.__name__, SMALL)
+      rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+      for size in SIZES.get(name, SMALL)
     ]
     opened = [PIL.Image.fromarray(picture) for picture in pictures]
-    if make is paligemma:
-      result = processor(
-        images=[opened], text="<image><image>" + TEXTS[0], suffix="a seven"
-      )
-    else:
-      content = [{"type": "image"}, {"type": "text", "text": TEXTS[0]}]
-      messages = [
-        {"role": "user", "content": [{"type": "image"}, *content]},
-        {"role": "assistant", "content": "a seven"},
-      ]
-      if make in NEW:
-        codec = processor.tokenizer
-        codec.chat_template = processor.chat_template
-        text = codec.apply_chat_template(messages, tokenize=False)
-        values = of_new_processor(processor, out, text, opened)
-        if make in (internvl, cohere2_vision):
-          cls = type(processor.image_processor)
-          values |= grids_of(sys.modules[cls.__module__], (1, 6))
-        if make is cohere2_vision:
-          values |= resized_by_torch()
-        values |= {f"picture {i}": x for i, x in enumerate(pictures)}
-        np.savez_compressed(out / "reference.npz", **values)
-        continue
-      if make in IN_PARTS:
-        codec = processor.tokenizer
-        codec.chat_template = processor.chat_template
-        text = codec.apply_chat_template(messages, tokenize=False)
-        values = with_patches(processor, out, text, opened)
-        if make is llava_onevision:
-          result = processor.image_processor(images=[opened[:1]])
-          whole = processor.replace_image_token(result, 0)
-          values["tokens alone"] = whole.count(processor.image_token)
-          values["pixels alone"] = views(result["pixel_values"])
-        values |= {f"picture {i}": x for i, x in enumerate(pictures)}
-        np.savez_compressed(out / "reference.npz", **values)
-        continue
-      text = processor.apply_chat_template(messages, tokenize=False)
-      result = processor(images=[opened], text=text, add_special_tokens=False)
-    for i, picture in enumerate(pictures):
-      values[f"picture {i}"] = picture
-    values["ids"] = np.asarray(result["input_ids"]).reshape(-1)
-    pixels = np.asarray(result["pixel_values"])
-    values["pixels"] = views(pixels.reshape(1, -1, 3, SIDE, SIDE))
+    values = results_of(processor, out, opened)
+    values |= {f"picture {i}": x for i, x in enumerate(pictures)}
+    (out / "config.json").write_text(json.dumps(config))
     np.savez_compressed(out / "reference.npz", **values)
-    print(out, values["ids"].shape, values["pixels"].shape)
+    print(out, {key: np.shape(x) for key, x in values.items()})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_statistics_of_a_row_are_means_of_its_steps(tiny_config, tmp_path):
 
 def test_a_row_without_good_steps_has_no_means():
   named = norms.NamedScalars(("param_norm", "weight_rms/a"), np.zeros(2), True)
-  assert named.row(0.0) == {}
-  assert named.row(2.0)["stats_steps"] == 2
+  assert named.log_values(0.0) == {}
+  assert named.log_values(2.0)["stats_steps"] == 2
   one = norms.NamedScalars(("param_norm",), np.ones(1))
-  assert one.row(0.0) == {"param_norm": 1.0}
+  assert one.log_values(0.0) == {"param_norm": 1.0}

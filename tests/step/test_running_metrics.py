@@ -56,7 +56,7 @@ def run(losses, policy="stop", log_steps=3, norms=None, by_branch=True):
     state, now = step_fn(state, now, loss, float(i), norm, i)
     states.append(jax.device_get(state))
     if i % log_steps == 0:
-      rows[i] = running_metrics.row(jax.device_get(now))
+      rows[i] = running_metrics.log_values(jax.device_get(now))
   return states, rows, jax.device_get(now)
 
 

@@ -53,9 +53,10 @@ def test_what_is_a_spike():
   high = [(9.0, 5.0), (1.0, 50.0), (-9.0, 0.0), (1.1, 5.1)]
   found, every = judge(rules, quiet + high)
   assert found == [False] * len(quiet) + [True, True, False, False]
-  assert spikes.row(every[-1]) == {"spike_steps": 2, "spike_last_step": 14}
+  newest = spikes.log_values(every[-1])
+  assert newest == {"spike_steps": 2, "spike_last_step": 14}
   assert spikes.describe(every[12]).startswith("step 13 has loss 9 (+5")
-  assert spikes.row(every[11]) == {}
+  assert spikes.log_values(every[11]) == {}
   # Not in the first steps of a run, and not if the step does not count.
   assert not any(judge(rules, quiet[:11] + high[:1])[0])
   counts = [True] * len(quiet) + [False]

@@ -42,8 +42,14 @@ _Rows = Iterator[tuple[Any, dict[str, Any]]]
 _QUESTIONS = ("question", "query")
 _ANSWERS = ("answers", "answer", "label")
 _IMAGES = (
-  *("image", "images", "img", "imgname", "image_local_name", "image_path"),
-  *("file_name", "image_id"),
+  "image",
+  "images",
+  "img",
+  "imgname",
+  "image_local_name",
+  "image_path",
+  "file_name",
+  "image_id",
 )
 _SEPARATOR = " ; "
 

@@ -117,7 +117,7 @@ def serve() -> None:
     name, args, secs = pickle.load(requests)
     try:
       result = globals()[name](*args, secs=secs)
-    except Told as e:
+    except PlainError as e:
       result = Failure(str(e))
     except Exception as e:
       result = Failure(f"{type(e).__name__}: {e}")
@@ -125,7 +125,7 @@ def serve() -> None:
     results.write(pickle.dumps(result))
 
 
-class Told(Exception):
+class PlainError(Exception):
   """An error whose message needs no traceback."""
 
 
@@ -179,9 +179,9 @@ def response_of(
   except urllib.error.HTTPError as e:
     return e.code, e.read()
   except urllib.error.URLError as e:
-    raise Told(f"no connection: {e.reason}") from e
+    raise PlainError(f"no connection: {e.reason}") from e
   except (OSError, http.client.HTTPException) as e:
-    raise Told(f"the connection was lost: {type(e).__name__}: {e}") from e
+    raise PlainError(f"the connection was lost: {type(e).__name__}: {e}") from e
 
 
 def _load(dotted: str) -> Any:

@@ -47,7 +47,10 @@ _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = (
   *OTHER_MEDIA,
-  *("video_url", "audio_url", "input_audio", "input_video"),
+  "video_url",
+  "audio_url",
+  "input_audio",
+  "input_video",
 )
 _PATH, _BYTES, _ARRAY = b"p", b"b", b"a"
 # Comes before one of these, with height and width, where sizes matter.

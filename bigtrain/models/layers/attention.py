@@ -12,7 +12,7 @@ of keys and values, R = H / G, K head width, which values may not have.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -111,23 +111,23 @@ class Attention(nn.Module):
       cache: a cache of kv_cache.py. Keys and values of y are written to it.
     """
     options = self.options
-    *qkv, gate_BLHK = self._projections(x_BLD, y_BSD)
-    q_BLHK, k_BSGK, v_BSGK = self._with_positions(qkv, rope, query_scale_BL)
+    q_BLHK, k_BSGK, v_BSGK, gate_BLHK = self._projections(x_BLD, y_BSD)
+    q_BLHK, k_BSGK, v_BSGK = self._with_positions(
+      q_BLHK, k_BSGK, v_BSGK, rope, query_scale_BL
+    )
+    # Index of the first query among the keys; None if both begin together.
     first = None if cache is None else start
     if cache is not None and y_BSD is None:
       k_BSGK, v_BSGK = cache.layer(layer)
     elif cache is not None:
-      cache, (k_BSGK, v_BSGK, mask, first) = cache.extend(
-        k_BSGK, v_BSGK, mask, layer, start
-      )
+      cache, view = cache.extend(k_BSGK, v_BSGK, mask, layer, start)
+      k_BSGK, v_BSGK, mask, first = view
     if x_BLD is None:
       return None, cache
 
     q = q_BLHK
     if options.num_kv_heads:
-      B, L, H, K = q_BLHK.shape
-      G = k_BSGK.shape[2]
-      q = q_BLHK.reshape(B, L, G, H // G, K)
+      q = _in_groups(q_BLHK, k_BSGK.shape[2])
     mask = dataclasses.replace(mask, window=options.window)
     if options.chunk is not None:
       mask = masks.in_chunks(
@@ -135,8 +135,7 @@ class Attention(nn.Module):
       )
     sinks_H = None
     if options.sinks:
-      zeros = nn.initializers.zeros
-      sinks_H = self.param("sinks", zeros, (options.num_heads,))
+      sinks_H = self.param("sinks", nn.initializers.zeros, (options.num_heads,))
     mask = masks.of_layer(mask, options.window)
     attention_logits.record(self, q, k_BSGK, mask, real_BL, options.scale)
     o = attend(
@@ -188,7 +187,7 @@ class Attention(nn.Module):
         )
       K = D // H
     G = options.num_kv_heads or H
-    key_bias = bool({"qkv", "qkv_without_gate"} & {*options.bias})
+    key_bias = "qkv" in options.bias or "qkv_without_gate" in options.bias
     query_value_bias = key_bias or "qv" in options.bias
     gate_bias = query_value_bias and "qkv_without_gate" not in options.bias
     # The mesh axis `tensor`, if any, splits the heads: columns of the kernels.
@@ -229,13 +228,14 @@ class Attention(nn.Module):
   @nn.nowrap
   def _with_positions(
     self,
-    qkv: Sequence[Any],
+    q_BLHK: Any,
+    k_BSGK: Any,
+    v_BSGK: Any,
     rope: positions.Rotation | None,
     query_scale_BL: jax.Array | None,
   ) -> tuple[Any, Any, Any]:
     """Normalizes, clips, rotates and scales. An array may be None."""
     options = self.options
-    q_BLHK, k_BSGK, v_BSGK = qkv
     if not options.qk_norm_after_rope:
       q_BLHK, k_BSGK = self._normalized(q_BLHK, k_BSGK)
     if options.v_norm and v_BSGK is not None:
@@ -301,6 +301,12 @@ class Attention(nn.Module):
         "of keys and values (config.model.num_kv_heads)."
       )
     return True
+
+
+def _in_groups(q_BLHK: jax.Array, G: int) -> jax.Array:
+  """Heads in groups that share a head of keys and values: [B, L, G, R, K]."""
+  B, L, H, K = q_BLHK.shape
+  return q_BLHK.reshape(B, L, G, H // G, K)
 
 
 def attend(

@@ -142,7 +142,7 @@ def tables_of(plan: Plan) -> Tables:
     ]
     # All devices run the same program, so each needs as many pairs.
     most = max(len(device_pairs) for device_pairs in visible)
-    shape = rows.shape[1], step_columns.shape[1]
+    shape = (rows.shape[1], step_columns.shape[1])
     pairs.append(np.stack([_filled(x, most, shape) for x in visible]))
   return Tables(rows, columns, pairs)
 
@@ -246,10 +246,12 @@ def _split(
   heads = "tensor" if tensor > 1 and G % tensor == 0 else None
   batch_axes = sharding.batch_axes()
   split = PartitionSpec(batch_axes, AXIS, heads)
-  by_example, by_head = PartitionSpec(batch_axes), PartitionSpec(heads)
+  by_example = PartitionSpec(batch_axes)
+  by_head = PartitionSpec(heads)
   bias_GRT = None
   if isinstance(inputs.bias, positions.BiasByDistance):
-    more = plan.padded_queries - L, plan.padded_keys - S
+    # A bias for each distance of a query and a key, T = L + S - 1.
+    more = (plan.padded_queries - L, plan.padded_keys - S)
     bias_GRT = jnp.pad(inputs.bias.by_group(G), ((0, 0), (0, 0), more))
   padded = attention_blockwise.padded
   padded_inputs = Inputs(
@@ -283,7 +285,7 @@ def _padded_mask(plan: Plan, mask: masks.Mask, B: int) -> masks.Mask:
 
 
 def _with_all_keys(inputs: Inputs) -> Inputs:
-  kv = inputs.k_BSGK, inputs.v_BSGK
+  kv = (inputs.k_BSGK, inputs.v_BSGK)
   k_BSGK, v_BSGK = jax.lax.all_gather(kv, AXIS, axis=1, tiled=True)
   return inputs._replace(k_BSGK=k_BSGK, v_BSGK=v_BSGK)
 
@@ -291,8 +293,10 @@ def _with_all_keys(inputs: Inputs) -> Inputs:
 def _locally(plan: Plan, local: LocalFn, inputs: Inputs) -> jax.Array:
   """One device's queries, in order, with all keys, by any backend."""
   inputs = _with_all_keys(inputs)
-  mask, bias_GRT = inputs.mask, inputs.bias
-  L, S = inputs.q.shape[1], inputs.k_BSGK.shape[1]
+  mask = inputs.mask
+  bias_GRT = inputs.bias
+  L = inputs.q.shape[1]  # This device's queries.
+  S = inputs.k_BSGK.shape[1]
   first = jax.lax.axis_index(AXIS) * L
   mask = mask.map_queries(
     lambda x_BL: jax.lax.dynamic_slice_in_dim(x_BL, first, L, axis=1)
@@ -410,7 +414,9 @@ class _Schedule(attention_blockwise.Schedule):
     return jax.lax.ppermute(arrays, AXIS, [(i, (i + 1) % n) for i in range(n)])
 
   def blocks(self, step: int, inputs: Inputs) -> attention_blockwise.Blocks:
-    plan, tables, mask = self.plan, tables_of(self.plan), inputs.mask
+    plan = self.plan
+    tables = tables_of(plan)
+    mask = inputs.mask
     device = jax.lax.axis_index(AXIS)
     rows_N = jnp.asarray(tables.rows)[device]
     columns_M = jnp.asarray(tables.columns[step])[device]

@@ -35,8 +35,14 @@ from bigtrain.models.layers.options import pick
 # Projections of attention, without or with the output gate; its last one; MLPs,
 # layer norms, experts, router, the head.
 BIAS_SITES = (
-  *("qkv_without_gate", "qkv", "out"),
-  *("mlp", "norm", "experts", "router", "head"),
+  "qkv_without_gate",
+  "qkv",
+  "out",
+  "mlp",
+  "norm",
+  "experts",
+  "router",
+  "head",
 )
 NORMS = ("layernorm", "rmsnorm")
 NORMS_AT = ("pre", "post", "sandwich")
@@ -122,9 +128,9 @@ Carry = tuple[jax.Array, kv_cache.Caches | None, Views]
 
 
 class Block(nn.Module):
-  """Attention or a recurrent layer, MLP or experts, with norms.
+  """Two branches with norms, each of which is added to the stream.
 
-  Each is added to the stream.
+  The first is attention or a recurrent layer, the second an MLP or experts.
   """
 
   options: Options
@@ -165,12 +171,8 @@ class Block(nn.Module):
         y_BLD = encoder.drop_path(y_BLD, rate, self.make_rng("dropout"))
       return x_BLD + y_BLD
 
-    cache: Any = None
-    place: Any = 0
-    first = start
-    if caches is not None and options.cache is not None:
-      cache, place = caches.groups[options.cache], caches.place(layer)
-      first = None if caches.is_first else start
+    # The first branch: attention, or a recurrent layer.
+    cache, place, first = _own_cache(options, caches, layer, start)
     in_BLD = x_BLD
     y_BLD = before(in_BLD, "attention_norm")
     if options.deltanet is not None or options.short_conv is not None:
@@ -190,7 +192,8 @@ class Block(nn.Module):
       caches = caches.with_group(options.cache, cache)
     x_BLD = add(x_BLD, z_BLD, "attention_post_norm")
 
-    # In parallel, the MLP has the input of the attention.
+    # The second branch: an MLP, or experts. In parallel, it has the input of
+    # the first one.
     if not options.parallel:
       y_BLD = before(x_BLD, "mlp_norm")
     elif options.parallel_norms:
@@ -202,6 +205,9 @@ class Block(nn.Module):
         options.moe, _mlp(options), y_BLD, real_BL, train, options.use_bias
       )
     x_BLD = add(x_BLD, y_BLD, "mlp_post_norm")
+
+    # What some families add: a layer's own input, a factor, features of
+    # pictures.
     if tables.inputs_BLNI is not None:
       y_BLD = _gated_input(options, x_BLD, tables.inputs_BLNI, layer)
       x_BLD = add_branch(x_BLD, normed(y_BLD, "layer_input_norm"))
@@ -210,6 +216,16 @@ class Block(nn.Module):
     if tables.added_BNLD is not None:
       x_BLD = _with_added(x_BLD, tables.added_BNLD, layer)
     return (sharding.stream(x_BLD), caches, views), stats
+
+
+def _own_cache(
+  options: Options, caches: kv_cache.Caches | None, layer: Any, start: Any
+) -> tuple[Any, Any, Any]:
+  """The cache of a layer's kind, the layer's place in it, and its `start`."""
+  if caches is None or options.cache is None:
+    return None, 0, start
+  first = None if caches.is_first else start
+  return caches.groups[options.cache], caches.place(layer), first
 
 
 def _pick(shared: tuple[Any, ...], index: int | None) -> Any:

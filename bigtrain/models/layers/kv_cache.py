@@ -304,12 +304,14 @@ def of_layers(
       as they are.
     whole: whether layers with a window keep all positions too.
   """
-  sizes = [length] * len(kinds)
-  if not whole:
-    sizes = [
-      min((isinstance(kind, Kind) and kind.window) or length, length)
-      for kind in kinds
-    ]
+
+  def size_of(kind: Kind | recurrent_cache.Kind) -> int:
+    """Number of positions that a cache of this kind keeps."""
+    if whole or isinstance(kind, recurrent_cache.Kind) or not kind.window:
+      return length
+    return min(kind.window, length)
+
+  sizes = [size_of(kind) for kind in kinds]
   # Whether some layers cannot read a token again.
   has_rings = any(
     size < length or isinstance(kind, recurrent_cache.Kind)
@@ -321,14 +323,15 @@ def of_layers(
     if isinstance(kind, recurrent_cache.Kind):
       groups.append(kind.empty(batch_size, depth, dtype))
       continue
-    shape = (batch_size, depth, size, kind.num_heads, kind.head_dim)
-    k, v, _ = (empty_latents if kind.latent else empty)(*shape, dtype)
+    make = empty_latents if kind.latent else empty
+    cache = make(batch_size, depth, size, kind.num_heads, kind.head_dim, dtype)
     read_B = jnp.zeros(batch_size, jnp.int32)
     if size < length:
-      groups.append(Ring(k, v, read_B))
+      groups.append(Ring(cache.k_BNSGK, cache.v_BNSGK, read_B))
+    elif has_rings or write_once:
+      groups.append(cache._replace(read_B=read_B))
     else:
-      has_read = has_rings or write_once
-      groups.append(Cache(k, v, read_B if has_read else None))
+      groups.append(cache)
   places_N = tuple(kind_N[:i].count(index) for i, index in enumerate(kind_N))
   return Caches(tuple(groups), places_N, length)
 

@@ -189,7 +189,7 @@ class _Shared:
 
   @staticmethod
   def index(shared: list[Any], value: Any) -> int | None:
-    """Index of a value in one of the lists, which get it if it is new."""
+    """Index of a value in one of the lists; a new value is appended."""
     if value is None:
       return None
     if value not in shared:

@@ -54,13 +54,13 @@ from bigtrain.models.layers.block_quantization import Quantized
 from bigtrain.models.layers.options import subclass
 
 BASES = ("float32", "bfloat16", *block_quantization.KINDS)
-A, B, MAGNITUDE, BIAS, ROWS = FACTORS = (
-  "lora_a",
-  "lora_b",
-  "lora_magnitude",
-  "lora_bias",
-  "lora_rows",
-)
+# The parameters of an adapter.
+A = "lora_a"
+B = "lora_b"
+MAGNITUDE = "lora_magnitude"
+BIAS = "lora_bias"
+ROWS = "lora_rows"
+FACTORS = (A, B, MAGNITUDE, BIAS, ROWS)
 
 _KERNEL = "kernel"
 # The embeddings of tokens: a parameter of the model itself, not of a layer.
@@ -336,7 +336,10 @@ class Layers:
   def split(
     self, params: Any, table: dims.Table, rng: jax.Array
   ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what trains, which is adapters and parameters in full; the base)."""
+    """Returns (the parameters that train, the base).
+
+    What trains are the adapters' factors and the parameters of `train`.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
     kernels = [name for name in flat if name.split("/")[-1] == _KERNEL]
     tables = [name for name in flat if is_table(name)]

@@ -188,6 +188,19 @@ def places_in_documents(segments_BL: jax.Array) -> jax.Array:
   return index_L - jax.lax.cummax(starts_BL, axis=1)
 
 
+def positions_of(
+  L: int, start: jax.Array | int, segments_BL: jax.Array | None
+) -> jax.Array:
+  """Position of each token in its document, (B or 1, L).
+
+  Args:
+    start: number of the first token of the call in its text.
+  """
+  if segments_BL is None:
+    return start + jnp.arange(L)[None]
+  return start + places_in_documents(segments_BL)
+
+
 def _map(
   fn: Callable[[jax.Array], jax.Array], values: Mapping[str, jax.Array | None]
 ) -> dict[str, Any]:

@@ -220,12 +220,12 @@ def _serve_all(
   keep_tJF = None
   if keep_blJF is not None:
     keep_tJF = keep_blJF.reshape(b * l, J, -1)
-  choices = x_blD.reshape(b * l, D), expert_tJ, keep_tJF, weights
+  x_tD = x_blD.reshape(b * l, D)
   rounds = None
   if exchange is None:
-    y_tJD = moe_experts.run(experts, *choices)
+    y_tJD = moe_experts.run(experts, x_tD, expert_tJ, keep_tJF, weights)
   else:
-    y_tJD, rounds = exchange.served(*choices)
+    y_tJD, rounds = exchange.served(x_tD, expert_tJ, keep_tJF, weights)
   y_blJD = y_tJD.reshape(b, l, J, D)
   weight_blJ = routing.weight_BLJ.astype(y_blJD.dtype)
   return jnp.einsum("bljd,blj->bld", y_blJD, weight_blJ), rounds
@@ -304,7 +304,7 @@ class Slots(NamedTuple):
     """
     split = self.split
     keep = _keep(experts, split, (len(x_BLD), self.E, self.C), self.padded)
-    values = x_BLD, *(value for value, _ in args), keep
+    values = [x_BLD, *(value for value, _ in args), keep]
     if split is None:
       return fill(None, weights, *values)
     specs, gather = _weights_of(split, weights)
@@ -360,7 +360,8 @@ def _slots(
     )
     routing = routing._replace(expert_BLJ=expert_BLJ)
     real_BL = jnp.take_along_axis(real_BL, order_BL, axis=1)
-  # Choices as [B, J * L]: the first ones of all tokens, the second ones, ...
+  # The Q = J L choices of an example: first ones of all tokens, second ones,
+  # ...
   real = jnp.tile(real_BL, (1, J))
   expert = jnp.swapaxes(routing.expert_BLJ, 1, 2).reshape(B, J * L)
   wants_BQE = jax.nn.one_hot(expert, E, dtype=jnp.int32) * real[..., None]
@@ -371,6 +372,7 @@ def _slots(
     wants_BLE = jnp.sum(wants_BQE.reshape(B, J, L, E), axis=1)
     before_BLE = jnp.cumsum(wants_BLE, axis=1) - wants_BLE
     before_BQE = jnp.tile(before_BLE, (1, J, 1))
+  # Number of earlier choices of the same expert, which is the slot's number.
   rank = jnp.sum(before_BQE * wants_BQE, axis=-1)
   served = real & (rank < C)
   slot = jnp.where(served, expert * padded + rank, E * padded)
@@ -378,6 +380,8 @@ def _slots(
     slot_BJL = slot.reshape(B, J, L)
     slot_BJL = jnp.take_along_axis(slot_BJL, place_BL[:, None], axis=2)
     slot = slot_BJL.reshape(B, J * L)
+
+  # The inverse: the choice that each slot got.
   number = jnp.arange(J * L)
   empty = jnp.full(E * padded, J * L)
 
@@ -438,8 +442,8 @@ def _fill(
   y_SD = y_ESD.reshape(-1, D)
   y = moe_experts.rows(y_SD, back_Jt.reshape(-1), choice_S[None])
   with model_flops.share(1, parts):
-    y_JbLD, weight_bLJ = y.reshape(J, b, L, D), weight_bLJ.astype(y.dtype)
-    y_bLD = jnp.einsum("jbld,blj->bld", y_JbLD, weight_bLJ)
+    y_JbLD = y.reshape(J, b, L, D)
+    y_bLD = jnp.einsum("jbld,blj->bld", y_JbLD, weight_bLJ.astype(y.dtype))
   return own_positions(split, y_bLD)
 
 

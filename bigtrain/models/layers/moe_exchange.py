@@ -83,7 +83,9 @@ class Exchange(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-  K: int
+  """Sizes that are known when the program is compiled."""
+
+  K: int  # Choices of this device's tokens.
   T: int  # Rows of a block.
   S: int  # Rows of the buffer.
   Q: int  # The most rows from one device to another in a round.
@@ -99,7 +101,7 @@ def _sizes(exchange: Exchange, t: int, J: int) -> _Sizes:
   most = math.ceil(exchange.n * Q / T) * T + own * T
   S = math.ceil(exchange.buffer_factor * K / T) * T + own * T
   S = min(S, most)
-  return _Sizes(K, T, S, min(Q, S), math.ceil(most / S))
+  return _Sizes(K=K, T=T, S=S, Q=min(Q, S), most_rounds=math.ceil(most / S))
 
 
 class _Plan(NamedTuple):
@@ -119,10 +121,14 @@ class _Plan(NamedTuple):
 
 
 def _plan(exchange: Exchange, sizes: _Sizes, expert_K: jax.Array) -> _Plan:
-  E, T = exchange.E, sizes.T
+  E = exchange.E
+  T = sizes.T
+  # At the senders, the experts' slices follow each other.
   size_E = jnp.sum(jax.nn.one_hot(expert_K, E, dtype=jnp.int32), axis=0)
   size_nE = jax.lax.all_gather(size_E, exchange.axis)
   at_sender_nE = jnp.cumsum(size_nE, axis=1) - size_nE
+  # At a receiver, its experts follow each other, in whole blocks. The slices of
+  # an expert are in the order of their senders.
   blocks_E = -(-jnp.sum(size_nE, axis=0) // T)  # Rounded up.
   blocks_no = blocks_E.reshape(exchange.n, -1)
   end_no = jnp.cumsum(blocks_no, axis=1) * T
@@ -131,13 +137,13 @@ def _plan(exchange: Exchange, sizes: _Sizes, expert_K: jax.Array) -> _Plan:
   from_earlier_nE = jnp.cumsum(size_nE, axis=0) - size_nE
   rounds = -(-jnp.max(end_no) // sizes.S)
   return _Plan(
-    size_nE,
-    at_sender_nE,
-    begin_E + from_earlier_nE,
-    begin_E,
-    end_E,
+    size_nE=size_nE,
+    at_sender_nE=at_sender_nE,
+    at_receiver_nE=begin_E + from_earlier_nE,
+    begin_E=begin_E,
+    end_E=end_E,
     # Devices with the same tokens must agree too.
-    jnp.maximum(jax.lax.pmax(rounds, exchange.varying), 1),
+    rounds=jnp.maximum(jax.lax.pmax(rounds, exchange.varying), 1),
   )
 
 
@@ -164,11 +170,13 @@ class _Round(NamedTuple):
 def _round_of(
   exchange: Exchange, sizes: _Sizes, plan: _Plan, number: jax.Array | int
 ) -> _Round:
-  """The rows from `first` on, as many as fit into the buffers."""
-  S, own = sizes.S, exchange.E // exchange.n
+  """What travels in a round: of each receiver's rows, the next S."""
+  S = sizes.S
+  own = exchange.E // exchange.n
   first = number * S
 
   def inside(at: jax.Array) -> jax.Array:
+    """Places among all rows of a receiver, as places in its buffer."""
     return jnp.clip(at - first, 0, S)
 
   begin_nE = inside(plan.at_receiver_nE)
@@ -256,7 +264,7 @@ def _in_rounds_backward(
     return jax.tree.map(jnp.add, grads, backward(grad_KD))
 
   grads = _further_rounds(sizes, plan, add, backward(grad_KD))
-  return (*grads, None, None)
+  return (*grads, None, None)  # `bits_KB` and `plan` are whole numbers.
 
 
 _in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
@@ -285,9 +293,9 @@ def _one_round(
   weights: Mapping[str, jax.Array],
 ) -> jax.Array:
   """To the experts and back; zeros for the rows of other rounds."""
-  K, T, S, Q, _ = sizes
+  T = sizes.T
   sent, received, size_o = _round_of(exchange, sizes, plan, number)
-  there = _Way(exchange.axis, K, S, Q)
+  there = _Way(exchange.axis, X=sizes.K, Y=sizes.S, Q=sizes.Q)
   x_SD = _exchange(there, x_KD, sent, received)
   keep_SF = None
   if bits_KB is not None:
@@ -295,13 +303,15 @@ def _one_round(
     F = weights["up"].shape[-1]
     keep_SF = jnp.unpackbits(bits_SB, axis=-1, count=F).astype(bool)
   y_SD = moe_experts.run_blocks(
-    exchange.experts, T, x_SD, size_o, keep_SF, weights, useful=K
+    exchange.experts, T, x_SD, size_o, keep_SF, weights, useful=sizes.K
   )
   return _exchange(there.back(), y_SD, received.reversed(), sent.reversed())
 
 
 class _Way(NamedTuple):
-  axis: str
+  """The sizes of an exchange, to the experts or back."""
+
+  axis: str  # Of the mesh.
   X: int  # Rows at a sender.
   Y: int  # Rows at a receiver.
   Q: int  # The most rows from one device to another.
@@ -338,20 +348,22 @@ def _exchange_padded(
   way: _Way, x_XD: jax.Array, sent: _Slices, received: _Slices
 ) -> jax.Array:
   """The same by an all-to-all of Q rows from each device to each other one."""
-  n, Q = jax.lax.axis_size(way.axis), way.Q
+  n = jax.lax.axis_size(way.axis)
+  Q = way.Q
 
   def packed(slices: _Slices) -> jax.Array:
     """First row of each slice among all for, or from, a device: [n, o]."""
     size_no = slices.size.reshape(n, -1)
     return jnp.cumsum(size_no, axis=1) - size_no
 
-  # Slices for a device, one behind the other.
+  # The sender packs its slices for each device one behind the other.
   sources = functools.partial(_sources, Q, len(x_XD))
   index_nQ = jax.vmap(sources)(
     packed(sent), sent.at_sender.reshape(n, -1), sent.size.reshape(n, -1)
   )
   x_nQD = _take(x_XD, index_nQ)
   x_nQD = jax.lax.all_to_all(x_nQD, way.axis, 0, 0, tiled=True)
+  # The receiver copies each slice from there to its place.
   starts_no = jnp.arange(n)[:, None] * Q + packed(received)
   index_Y = _sources(
     way.Y, n * Q, received.at_receiver, starts_no.reshape(-1), received.size
@@ -362,7 +374,14 @@ def _exchange_padded(
 def _sources(
   rows: int, none: int, to: jax.Array, source: jax.Array, size: jax.Array
 ) -> jax.Array:
-  """Source of each row when slices are copied; `none` for no source."""
+  """Where each row comes from when slices are copied, [rows].
+
+  Args:
+    rows: number of rows of the copy.
+    none: the result for rows that are in no slice.
+    to, source, size: of each slice, its first row in the copy, its first row in
+      the original, and its number of rows.
+  """
   offset = jnp.arange(rows)[:, None] - to
   inside = (offset >= 0) & (offset < size)
   index = jnp.sum(jnp.where(inside, source + offset, 0), axis=-1)

@@ -2,10 +2,10 @@
 
 `run` sorts the tokens, computes, and brings the results back into order. On
 TPUs, kernels of jax's Pallas library (megablox) multiply groups of rows of any
-size (`_groups`). Elsewhere rows are in blocks of one expert each (`_blocks`),
-which a loop multiplies (`_times`). `run_blocks` computes for rows that are in
-such blocks already. `rows` takes rows of an array in both directions without a
-scatter, which is slow on accelerators.
+size (`_groups`). Elsewhere rows are put into blocks of one expert each
+(`_blocks`), which a loop multiplies (`_times`). `run_blocks` computes for rows
+that are in such blocks already. `rows` reads rows of an array by their indices.
+Its gradient reads rows too, because a scatter is slow on accelerators.
 
 Axes: B batch, L length, D model width, F hidden width, E experts, J experts of
 a token, t tokens, R choices of all tokens, N blocks of T rows, S = N T slots;
@@ -112,7 +112,9 @@ def tile_rows(R: int, num_experts: int) -> int:
   [128, 256, 512]
   """
   share = R // num_experts
-  return 128 if share <= 128 else 256 if share <= 2048 else 512
+  if share <= 128:
+    return 128
+  return 256 if share <= 2048 else 512
 
 
 class _Tiles(NamedTuple):
@@ -172,14 +174,14 @@ def run(
   sizes_E = jnp.sum(jax.nn.one_hot(expert_R, E, dtype=jnp.int32), axis=0)
   kernels = experts.kernels and R % tile_rows(R, E) == 0
   sort = _groups if kernels else _blocks
-  choice_S, back_R, shape, products = sort(expert_R, order_R, sizes_E)
+  choice_S, slot_R, shape, products = sort(expert_R, order_R, sizes_E)
 
   # Empty slots have any token, whose result is not used. The last block is
   # empty, for choices without an expert.
   x_SD = rows(
     x_tD,
     choice_S // J,
-    back_R.reshape(-1, J).T,
+    slot_R.reshape(-1, J).T,
     Zeros(results=False, gradients=False),
   )
   keep = None
@@ -192,7 +194,7 @@ def run(
   # Back to the order of the choices.
   y_SD = y.reshape(len(x_SD), -1)
   zeros = Zeros(results=False, gradients=not kernels)
-  y_RD = rows(y_SD, back_R, choice_S[None], zeros)
+  y_RD = rows(y_SD, slot_R, choice_S[None], zeros)
   return y_RD.reshape(*expert_tJ.shape, -1)
 
 
@@ -247,8 +249,13 @@ def run_blocks(
   return y.reshape(S, -1)
 
 
-# Each slot's choice, R for none; each choice's slot; shape of slots; products.
-_Sorted = tuple[jax.Array, jax.Array, tuple[int, ...], Products]
+class _Sorted(NamedTuple):
+  """Choices in slots, sorted by expert, and how the experts multiply them."""
+
+  choice_S: jax.Array  # Each slot's choice; R for none.
+  slot_R: jax.Array  # Each choice's slot.
+  shape: tuple[int, ...]  # Of the slots: (S,), or blocks (N, T).
+  products: Products
 
 
 def _groups(
@@ -256,7 +263,7 @@ def _groups(
 ) -> _Sorted:
   """One slot for each choice. Kernels multiply groups of slots."""
   R, E = len(order_R), len(sizes_E)
-  back_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(R))
+  slot_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(R))
   sorted_R = jnp.take(expert_R, order_R)
   # Kernels do not write the rows after the last group. Padding, with a gradient
   # of zero, belongs to it.
@@ -266,7 +273,7 @@ def _groups(
     lambda x_RD, kernel: _gmm(T, R, x_RD, kernel, sizes_E),
     lambda bias_EF: _of_rows(bias_EF, sorted_R),
   )
-  return order_R, back_R, (R,), products
+  return _Sorted(order_R, slot_R, (R,), products)
 
 
 def _gmm(
@@ -305,9 +312,9 @@ def _blocks(
   expert_N = jnp.sum(jnp.arange(N)[:, None] >= ends_E, axis=1)
 
   choice_S = jnp.full(N * T, R).at[place_R].set(order_R, mode="drop")
-  back_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
+  slot_R = jnp.zeros_like(place_R).at[order_R].set(place_R)
   products = _products_of_blocks(_Static(R, False), expert_N, E)
-  return choice_S, back_R, (N, T), products
+  return _Sorted(choice_S, slot_R, (N, T), products)
 
 
 def _products_of_blocks(
@@ -343,7 +350,7 @@ def rows(
   back_ZX: jax.Array,
   zeros: Zeros = Zeros(),
 ) -> jax.Array:
-  """Takes rows of x. The gradient takes rows too, instead of a scatter.
+  """Reads rows of x. The gradient reads rows too, in place of a scatter.
 
   Args:
     back_ZX: int, the results that have a row of x, Z at most; Y for none.
@@ -354,7 +361,7 @@ def rows(
 
 
 def _take(x_XD: jax.Array, index: jax.Array, zeros: bool) -> jax.Array:
-  """Takes rows, with zeros (faster than mode "fill") or the last row beyond."""
+  """Reads rows; beyond the end, zeros (faster than mode "fill") or any row."""
   taken = jnp.take(x_XD, index, axis=0, mode="clip")
   if not zeros:
     return taken

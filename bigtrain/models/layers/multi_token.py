@@ -30,7 +30,7 @@ _TRAIN = 7
 
 
 class Modules(nn.Module):
-  """The modules, by number from 0 on: blocks_0, blocks_1, ..."""
+  """All modules. Their parameters are blocks_0, blocks_1, ..."""
 
   options: causal_block.Options  # Of their blocks.
   remat_policy: str = "none"

@@ -304,7 +304,7 @@ def converted(
   read: Callable[[Any], Any],
   write: Callable[[Any], Any],
 ) -> Rule:
-  """A field of one key, with functions between their values."""
+  """A field that one key determines, by functions in both directions."""
   return Rule(
     (field,),
     {key.name: key.default},
@@ -396,9 +396,16 @@ def read_json(path: str) -> tuple[str, dict[str, Any] | None]:
 _FLAT = ("qwen2_vl", "qwen2_5_vl")
 # Keys of the whole model in these.
 _OF_WHOLE = (
-  *("architectures", "model_type", "transformers_version", "torch_dtype"),
-  *("vision_config", "tie_word_embeddings", "image_token_id"),
-  *("video_token_id", "vision_start_token_id", "vision_end_token_id"),
+  "architectures",
+  "model_type",
+  "transformers_version",
+  "torch_dtype",
+  "vision_config",
+  "tie_word_embeddings",
+  "image_token_id",
+  "video_token_id",
+  "vision_start_token_id",
+  "vision_end_token_id",
   "vision_token_id",
 )
 

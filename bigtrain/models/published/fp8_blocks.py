@@ -112,7 +112,7 @@ def _ends(numbers: np.ndarray) -> tuple[int, int]:
 def check(
   quantisation: Mapping[str, Any], error: Callable[[str], Exception]
 ) -> None:
-  """Refuses a quantization_config whose blocks are others."""
+  """Refuses a quantization_config with blocks of another kind."""
   for key, expected in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
     value = quantisation.get(key, expected)
     if value != expected:

@@ -78,7 +78,7 @@ def within(published: str, ours: str, *parts: Table) -> Table:
 
 
 def renamed(entries: Table, names: Mapping[str, str]) -> Table:
-  """Entries in whose published names each key of `names` is its value.
+  """Entries with other published names: each key of `names` becomes its value.
 
   >>> renamed(plain("layer.{i}.q_norm", "norm"), {"q_norm": "norm_q"})[
   ...   0

@@ -7,8 +7,14 @@ from bigtrain.models.published.families import ConfigJson, Rule
 
 # Where a decoder may have biases, in the order of its field `use_bias`.
 SITES = (
-  *("qkv_without_gate", "qkv", "out"),
-  *("mlp", "norm", "experts", "router", "head"),
+  "qkv_without_gate",
+  "qkv",
+  "out",
+  "mlp",
+  "norm",
+  "experts",
+  "router",
+  "head",
 )
 
 

@@ -1,7 +1,7 @@
-"""Latent attention.
+"""Families with latent attention, from DeepSeek V2 on.
 
-DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4, Youtu, and
-MiniCPM 3.
+DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash, Mistral 4, Youtu and MiniCPM 3. The
+rules for latents and their rotary embeddings come first, then the families.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ _LATENT_KEYS = {
 
 
 def latents() -> Rule:
-  """Latent attention, whose keys and values are as many as its queries."""
+  """Latent attention. Each query head has its own keys and values."""
 
   def read(config: ConfigJson) -> dict[str, Any]:
     options = {name: config[key] for name, key in _LATENT_KEYS.items()}
@@ -74,9 +74,10 @@ def latents() -> Rule:
 
 
 def _latent_rope(query_scale: bool = False) -> Rule:
-  """Rotary embeddings of the features without a latent, all of which rotate.
+  """Rotary embeddings of the features without a latent.
 
-  A file may give their share in the whole head.
+  All of these features rotate. A file may give their share of the whole head,
+  which is checked here and hidden from `rope`.
   """
   plain = rope(query_scale=query_scale)
   factor = "partial_rotary_factor"

@@ -1,4 +1,9 @@
-"""Gemma 1 to 4, and VaultGemma."""
+"""Gemma 1 to 4, and VaultGemma.
+
+Each version is the one before it with changes, except Gemma 4, which begins
+with Llama again: its layers differ in so much (windows, heads, rotations, MLPs)
+that rules of its own read them by layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any

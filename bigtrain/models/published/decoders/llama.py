@@ -1,7 +1,10 @@
 """Llama, and families that differ from it in little: Mistral, Mixtral, SmolLM3.
 
-Most other lineages begin with LLAMA too. The defaults are those of the
-configuration classes in transformers.
+LLAMA shows all parts of a `Family`, see ../families.py: `keys` with one field
+each, `constants`, and `rules` for the rest. Every other family, here and in
+most modules, is LLAMA or a relative with changes: `but` lists only what
+differs, and a new rule replaces the one for the same fields. The defaults are
+those of the configuration classes in transformers.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,9 @@
-"""Qwen 2 and 3, also with experts, and Flint."""
+"""Qwen 2 and 3, also with experts, and Flint.
+
+Qwen 2 is Llama with biases of queries, keys and values; Qwen 3 has norms of
+queries and keys in their place. The decoders of Qwen's models that read
+pictures follow at the end, with rotary positions in three axes.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

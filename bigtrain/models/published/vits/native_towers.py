@@ -179,8 +179,13 @@ QWEN2_5_VL = QWEN3_VL.but(
   "qwen2_5_vl_vision",
   "",
   without=(
-    *("mlp", "posemb_grid", "taps", "window", "whole_layers"),
-    *("norm", "patch_bias"),
+    "mlp",
+    "posemb_grid",
+    "taps",
+    "window",
+    "whole_layers",
+    "norm",
+    "patch_bias",
   ),
   arrays=_arrays(
     dense("mlp.gate_proj", f"{_MLP}/gate"),
@@ -383,8 +388,15 @@ PIXTRAL = Family(
 FAMILIES: Mapping[str, Family] = {
   family.model_type: family
   for family in (
-    *(QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE),
-    *(QWEN2_5_VL, QWEN2_VL, EXAONE4_5, GEMMA4, PIXTRAL),
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    EXAONE4_5,
+    GEMMA4,
+    PIXTRAL,
   )
 }
 
