@@ -341,6 +341,12 @@ class Model(nn.Module):
     train: bool,
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` including their layers'."""
+    L = tokens.shape[1]
+    if self.mtp >= L:
+      raise ConfigError(
+        f"config.model.mtp={self.mtp}: expected at most {L - 1}, because texts "
+        f"have {L} tokens, and the last ones have nothing to predict."
+      )
     modules = self.mtp_modules(name="mtp")
     tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real

@@ -209,11 +209,8 @@ def read(
         key,
         moe.serve,
       )
-  if moe.axis is None and "buffer_factor" in given:
-    raise ConfigError(
-      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
-      f"{key}.axis='fsdp'; without one no tokens are exchanged."
-    )
+  if "buffer_factor" in given:
+    _check_buffers(moe, key)
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
     check_choice(f"{key}.axis", moe.axis, axes)
@@ -223,6 +220,19 @@ def read(
         f"{key}.every: {moe.every!r} does not divide {name}={depth}."
       )
   return moe
+
+
+def _check_buffers(moe: Options, key: str) -> None:
+  if moe.axis is None:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
+      f"{key}.axis='fsdp'; without one no tokens are exchanged."
+    )
+  if moe.capacity_factor is not None:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected no capacity_factor, "
+      "which already limits the tokens that devices exchange."
+    )
 
 
 def _check_expert_choice(moe: Options, key: str, has_encoder: bool) -> None:
