@@ -287,7 +287,7 @@ def _set_muon_dimensions(
     if not matrices:
       raise ConfigError(
         f"{key}: missing, and no trainable parameter is a hidden layer's "
-        f"matrix. Expected {expected}."
+        f"matrix. Expected {expected}, or another optimizer, such as 'adam'."
       )
   else:
     if not isinstance(rules, list | tuple) or any(

@@ -583,6 +583,13 @@ def end_of_step(
   mutable: Mapping[str, Any], sums: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
   """The selection biases after a step with these sums of STEP_SUMS."""
+  if not rate:
+    logging.log_first_n(
+      logging.WARNING,
+      "config.model.moe.bias_rate=0: the selection bias stays as it is, and "
+      "does not balance the load of the experts.",
+      1,
+    )
   counts = dict(trees.flatten_with_names(sums))
 
   def updated(name: str, bias_E: jax.Array) -> jax.Array:
