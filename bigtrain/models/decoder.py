@@ -210,7 +210,10 @@ class Model(nn.Module):
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
-    latents = latent_attention.read(self.mla, "config.model.mla")
+    of_variant = VARIANTS.get(self.variant or "", {}).get("mla")
+    mla = options.changed(latent_attention.Options, of_variant, self.mla)
+    options.set_fields(self, dict(mla=mla))
+    latents = latent_attention.read(mla, "config.model.mla")
     if latents is not None and self.head_dim is None:
       options.set_fields(self, dict(mla=latents, head_dim=latents.head_dim))
     values = options.filled(

@@ -7,6 +7,7 @@ both if there is one.
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -102,7 +103,7 @@ def _naming(key: str, options: Mapping[str, Any]) -> Iterator[None]:
   try:
     yield
   except ConfigError as e:
-    raise ConfigError(str(e).replace("config.loss", key)) from e
+    raise type(e)(re.sub(r"config\.loss\b", key, str(e))) from e
   except jax.errors.ConcretizationTypeError as e:
     scheduled = [k for k, x in options.items() if piecewise.is_schedule(x)]
     if not scheduled:

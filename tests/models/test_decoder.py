@@ -377,6 +377,17 @@ def test_kinds_can_be_changed_at_the_command_line():
     building.model(settings.Config(again))
 
 
+def test_options_of_latent_attention_change_those_of_a_variant():
+  build = functools.partial(decoder.Model, "deepseek_mu", vocab_size=V)
+  plain, changed = build(), build(mla=dict(v_dim=16))
+  assert changed.mla == plain.mla._replace(v_dim=16)
+  # Complete ones replace them: here without a rank of the queries.
+  options = dict(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=8)
+  assert plain.mla.q_rank and build(mla=options).mla.q_rank is None
+  with pytest.raises(ConfigError, match="mla.kv_rnk: .*mean 'kv_rank'"):
+    build(mla=dict(kv_rnk=8))
+
+
 def test_kinds_of_a_variant_can_be_changed_one_by_one():
   def model_of(**kinds):
     model = dict(variant="qwen3_next_mu", vocab_size=V, kinds=kinds)

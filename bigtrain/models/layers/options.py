@@ -134,6 +134,14 @@ def _changed_kinds(of_variant: Any, given: Any) -> Any:
   return _merged(of_variant, given)
 
 
+def changed(cls: Any, of_variant: Any, given: Any) -> Any:
+  """Options of a class, which change a variant's unless they are complete."""
+  required = {*cls._fields} - {*cls._field_defaults}
+  if isinstance(given, Mapping) and not required <= {*given}:
+    return _merged(of_variant, given)
+  return given
+
+
 def _merged(old: Any, new: Any) -> Any:
   """A dict with the changes of another one, at any depth."""
   if not isinstance(old, Mapping) or not isinstance(new, Mapping):
