@@ -73,6 +73,8 @@ def get_config(arg=None):
     runlocal=False,
   )
   keep = arg.keep or (0.25 if arg.variant == "B/32" else 0.5)
+  if not 0 < keep <= 1:
+    raise ValueError(f"keep={arg.keep}: expected a share above 0, up to 1")
   if arg.runlocal and not arg.data_dir:
     config, reference = _digits(arg.reference, keep)
   else:

@@ -154,6 +154,8 @@ def check_number(
   >>> check_number("config.dropout", 0.1, least=0, below=1)
   0.1
   """
+  if hasattr(value, "aval"):  # A number of the step, inside a program.
+    raise error(f"{path}: expected one number for all steps, not a schedule.")
   number = isinstance(value, numbers.Integral if whole else numbers.Real)
   if (
     number

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from bigtrain.config import piecewise
 from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.config.settings import plain
 
@@ -115,7 +116,7 @@ def override(config: Any, assignment: str) -> None:
 
   The value gets the type of the value that it replaces: `1e5` becomes an int,
   `1` a float, and a bare word a string; anything else must be a Python literal,
-  which may contain dict(a=1).
+  which may contain dict(a=1). A number and its schedule replace each other.
   A new key is added; if nothing reads it, `Config.check_all_read` fails.
   """
   path, equals, text = assignment.partition("=")
@@ -151,6 +152,11 @@ def _without_calls(expression: ast.Expression) -> ast.Expression:
   return Replace().visit(expression)
 
 
+def _may_follow_schedule(number: Any, schedule: Any) -> bool:
+  """Whether these are a number and a dict of its values by step."""
+  return isinstance(number, int | float) and piecewise.is_schedule(schedule)
+
+
 def _typed(text: str, old: Any, where: str) -> Any:
   """The value of an assignment, with the type of the value that it replaces.
 
@@ -179,6 +185,8 @@ def _typed(text: str, old: Any, where: str) -> Any:
       return bool(value)
   elif isinstance(value, bool):
     pass  # True is an int in Python, but a mistake here.
+  elif _may_follow_schedule(old, value) or _may_follow_schedule(value, old):
+    return value
   elif isinstance(old, int | float) and isinstance(value, int | float):
     # 1e5 may replace an int, 0.5 may not.
     if isinstance(old, float) or isinstance(value, int) or value.is_integer():

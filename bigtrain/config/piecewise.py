@@ -8,10 +8,16 @@ have any unit of config/lengths.py.
 import bisect
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bigtrain.config import lengths
-from bigtrain.config.errors import ConfigError, check_choice, check_number
+from bigtrain.config.errors import (
+  ConfigError,
+  check_choice,
+  check_keys,
+  check_number,
+)
 
 # Between two points: a straight line, half a cosine, or a jump at the second.
 SHAPES = ("linear", "cosine", "stair")
@@ -41,8 +47,8 @@ class Piecewise(NamedTuple):
 
 def is_schedule(value: Any) -> bool:
   """Whether a dict is a number by step, rather than options."""
-  return isinstance(value, Mapping) and any(
-    f"at_{unit}" in value for unit in lengths.UNITS
+  return isinstance(value, Mapping) and (
+    "values" in value or any(str(name).startswith("at_") for name in value)
   )
 
 
@@ -52,20 +58,21 @@ def read(
   key: str,
   *,
   shapes: tuple[str, ...] = SHAPES,
+  of_values: Mapping[str, Any] = MappingProxyType({"least": 0}),
   **limits: Any,
 ) -> Piecewise:
   """Reads a constant number or a dict of values, at `key` of the config.
 
   Args:
     shapes: allowed shapes.
-    **limits: limits of a constant, as arguments of check_number; values of a
-      dict must be at least 0, and not all 0.
+    of_values: limits of the values in a dict, as arguments of check_number; not
+      all of them may be 0.
+    **limits: limits of a constant.
   """
   if not isinstance(value, Mapping):
     return Piecewise((0,), (float(check_number(key, value, **limits)),))
   names = {f"at_{unit}": unit for unit in lengths.UNITS}
-  for name in value:
-    check_choice(f"{key}.{name}", name, (*names, "values", "shape"))
+  check_keys(key, value, (*names, "values", "shape"))
   given = [name for name in names if value.get(name) is not None]
   if len(given) != 1:
     raise ConfigError(
@@ -79,6 +86,8 @@ def read(
       raise ConfigError(
         f"{key}.{option}: expected a list of numbers, got {numbers!r}."
       )
+  shape = value.get("shape", "linear")
+  check_choice(f"{key}.shape", shape, shapes)
   unit = names[name]
   where = f"{key}.{name}"
   steps = tuple(units.to_steps(point, unit, where) for point in points)
@@ -87,10 +96,26 @@ def read(
       f"{where}: expected {len(values)} ascending points, one for each of "
       f"{key}.values, got {points!r}, which are the steps {list(steps)}."
     )
+  _check_reached(steps, units.total_steps, where, shape)
   for i, number in enumerate(values):
-    check_number(f"{key}.values[{i}]", number, least=0)
+    check_number(f"{key}.values[{i}]", number, **of_values)
   if not any(values):
     raise ConfigError(f"{key}.values: expected a value above 0, got {values}.")
-  shape = value.get("shape", "linear")
-  check_choice(f"{key}.shape", shape, shapes)
   return Piecewise(steps, tuple(map(float, values)), shape)
+
+
+def _check_reached(
+  steps: tuple[int, ...], total: int | None, key: str, shape: str
+) -> None:
+  """Raises ConfigError for changes that begin after the end of the run."""
+  if total is None:
+    return
+  # A run may end within the last change, unless it is a jump.
+  late = [step for step in steps[:-1] if step >= total]
+  if shape == "stair" and steps[-1] > total:
+    late.append(steps[-1])
+  if late:
+    raise ConfigError(
+      f"{key}: a value changes at step {late[0]}, but the run has {total} "
+      f"steps; expected steps below {total}."
+    )

@@ -32,6 +32,20 @@ from bigtrain.text import chat, tokenizers
 _EMPTY = {"role": "assistant", "content": ""}
 
 
+def _check_unused(
+  tool_calls: str | None, max_turns: int | None, failed_tool: str | None
+) -> None:
+  given = dict(
+    tool_calls=tool_calls, max_turns=max_turns, failed_tool=failed_tool
+  )
+  for name, value in given.items():
+    if value is not None:
+      raise ConfigError(
+        f"{name}={value!r}: has no effect without `tools`, the function that "
+        "answers the model's tool calls."
+      )
+
+
 class Source(supervised.Source):
   """The prompts of one or more files.
 
@@ -49,12 +63,13 @@ class Source(supervised.Source):
       of the model. A call is dict(name=..., arguments=...), and the answer a
       text or a value that is converted to JSON. Prompts then have to be
       conversations.
-    tool_calls: format of the calls: a name in tool_calls.PARSERS, or the dotted
-      path of a function that maps a text to a list of such calls.
-    max_turns: largest number of turns in an answer; calls in the last turn are
-      not answered.
-    failed_tool: what an error of `tools` leads to: a "message" to the model, or
-      the end of the run ("stop").
+    tool_calls: format of the calls: a name in tool_calls.PARSERS, by default
+      "hermes", or the dotted path of a function that maps a text to a list of
+      such calls.
+    max_turns: largest number of turns in an answer, by default 8; calls in the
+      last turn are not answered.
+    failed_tool: what an error of `tools` leads to: a "message" to the model, by
+      default, or the end of the run ("stop").
     workers: number of processes that call the functions, for several answers at
       the same time.
     **options: path, name and other options of data/supervised.py.
@@ -72,9 +87,9 @@ class Source(supervised.Source):
     time_limit: float = 10.0,
     failed_reward: float | None = None,
     tools: str | None = None,
-    tool_calls: str = "hermes",
-    max_turns: int = 8,
-    failed_tool: Literal["message", "stop"] = "message",
+    tool_calls: str | None = None,
+    max_turns: int | None = None,
+    failed_tool: Literal["message", "stop"] | None = None,
     workers: int = 1,
     **options: Any,
   ):
@@ -103,6 +118,10 @@ class Source(supervised.Source):
       judge.name for judge, _ in self._rewards if judge.is_outside
     ]
     self._has_tools = tools is not None
+    if tools is None:
+      _check_unused(tool_calls, max_turns, failed_tool)
+    tool_calls = tool_calls or "hermes"
+    max_turns = 8 if max_turns is None else max_turns
     options["rows"] = "prompt_completion"  # See `_find_rows`.
     super().__init__(tokenizer, length, loss="last", **options)
     self.toolbox: toolbox.Toolbox | None = None
@@ -111,7 +130,7 @@ class Source(supervised.Source):
         tools,
         tool_calls,
         max_turns,
-        failed_tool,
+        failed_tool or "message",
         time_limit,
         workers=self._workers,
         tokenizer=self._coder,

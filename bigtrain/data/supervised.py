@@ -382,7 +382,10 @@ class Source:
       )
     self._kept, self._spans = rows[keep], spans[keep]
     if not len(self._kept):
-      raise DataError("supervised: no row is left.")
+      raise DataError(
+        f"supervised: no row is left: {is_long.sum()} of {len(rows)} rows are "
+        f"longer than length={self._sizes}; others have no token with a loss."
+      )
     lengths = np.diff(self._spans, axis=2)[..., 0] - (not self._pairs)
     if self._pack:
       self._items, self._first = packing.best_fit(lengths, self._sizes)

@@ -58,6 +58,11 @@ def draw(
   """
   P = math.prod(grid)
   _check(num_targets, target_area, context_area, max_context, min_context, P)
+  if len(target_aspect) != 2 or not 0 < target_aspect[0] <= target_aspect[1]:
+    raise ConfigError(
+      "config.loss.target_aspect: expected two ascending numbers above 0, got "
+      f"{target_aspect!r}."
+    )
   K = max(int(max_context * P), min_context)
   T = _largest(grid, target_area, target_aspect)
 

@@ -4,6 +4,8 @@ From Hinton et al. 2015 (arxiv.org/abs/1503.02531) for "kl", and Beyer et al.
 2021 (arxiv.org/abs/2106.05237). Axes: B batch, C classes.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +34,8 @@ def distance(
       root; "logsoftmax_euclidean": the same between log-probabilities.
   """
   check_choice("config.loss.distance", kind, KINDS)
+  _check_used("temperature", temperature, 1, kind, "kl")
+  _check_used("label_smoothing", label_smoothing, 0, kind, "hard")
   if student_BC.shape != teacher_BC.shape:
     raise ConfigError(
       f"config.teacher.model: expected {student_BC.shape[-1]} classes, as the "
@@ -55,6 +59,18 @@ def distance(
     s_BC, t_BC = log_softmax(s_BC), log_softmax(t_BC)
   square_B = jnp.sum(jnp.square(s_BC - t_BC), axis=-1)
   return square_B if kind == "l2" else jnp.sqrt(square_B + _EPSILON)
+
+
+def _check_used(
+  name: str, value: Any, default: float, kind: str, only_kind: str
+) -> None:
+  """Raises ConfigError for an option that the kind does not have."""
+  is_default = not isinstance(value, jax.Array) and value == default
+  if kind != only_kind and not is_default:
+    raise ConfigError(
+      f"config.loss.{name}: used only with distance={only_kind!r}, got "
+      f"{kind!r}."
+    )
 
 
 def agreement(student_BC: jax.Array, teacher_BC: jax.Array) -> jax.Array:

@@ -71,6 +71,7 @@ def apply(
   mixup_alpha, cutmix_alpha, cutmix_prob = options
   check_number("config.loss.mixup_alpha", mixup_alpha, least=0)
   check_number("config.loss.cutmix_alpha", cutmix_alpha, least=0)
+  check_number("config.loss.cutmix_prob", cutmix_prob, least=0, most=1)
   image: Any = inputs.get("image")
   if not train:
     out, mutable = forward.apply(model, variables, None, False, **inputs)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from bigtrain.arrays.types import Variables
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, check_number
 
 
 def by_name(
@@ -37,6 +37,8 @@ def weights_of(
     raise ConfigError(
       f"{key}: expected weights of {', '.join(names)}, got {weights}."
     )
+  for name, weight in weights.items():
+    check_number(f"{key}.{name}", weight, least=0)
   return weights
 
 

@@ -76,6 +76,7 @@ def taught(
   key = "config.loss.distill"
   check_number(f"{key}.beta", beta, least=0, most=1)
   check_number(f"{key}.temperature", temperature, above=0)
+  check_number(f"{key}.nll", nll, least=0)
   weights = weights_of(teachers, weights, f"{key}.weights")
   if beta == 1 and "file" in teachers:
     raise ConfigError(

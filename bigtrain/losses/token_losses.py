@@ -24,6 +24,13 @@ from bigtrain.config.errors import (
 )
 from bigtrain.losses import forward, linear_xent, teachers, token_divergences
 
+# Weights that may follow a schedule, with limits of their values.
+LIMITS = dict(
+  load_balance=dict(least=0),
+  router_z=dict(least=0),
+  mtp_weight=dict(least=0),
+)
+
 
 class ModelLosses(NamedTuple):
   """Result of `model_losses`."""
@@ -45,7 +52,6 @@ class ModelLosses(NamedTuple):
     DeepSeek V3 (arXiv 2412.19437), although a module has no targets at the end
     of a document.
     """
-    check_number("config.loss.mtp_weight", weight, least=0)
     if not self.further:
       return metrics
     loss, total_weight = metrics["loss"]

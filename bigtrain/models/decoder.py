@@ -211,7 +211,10 @@ class Model(nn.Module):
   dtype: str = "float32"  # Of activations; parameters and logits are float32.
 
   def __post_init__(self) -> None:
-    latents = latent_attention.read(self.mla, "config.model.mla")
+    of_variant = VARIANTS.get(self.variant or "", {}).get("mla")
+    mla = options.changed(latent_attention.Options, of_variant, self.mla)
+    options.set_fields(self, dict(mla=mla))
+    latents = latent_attention.read(mla, "config.model.mla")
     if latents is not None and self.head_dim is None:
       options.set_fields(self, dict(mla=latents, head_dim=latents.head_dim))
     values = options.filled(
@@ -343,6 +346,12 @@ class Model(nn.Module):
     train: bool,
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` including their layers'."""
+    L = tokens.shape[1]
+    if self.mtp >= L:
+      raise ConfigError(
+        f"config.model.mtp={self.mtp}: expected at most {L - 1}, because texts "
+        f"have {L} tokens, and the last ones have nothing to predict."
+      )
     modules = self.mtp_modules(name="mtp")
     tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real

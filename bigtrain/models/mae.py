@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain.arrays import dims
-from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.config.errors import ConfigError, check_number, nearest_divisors
 from bigtrain.models import vit
 from bigtrain.models.layers import (
   encoder,
@@ -40,6 +40,13 @@ class Model(vit.Model):
     for name in ("width", "depth", "num_heads", "mlp_dim"):
       value = getattr(self, f"decoder_{name}")
       check_number(f"config.model.decoder_{name}", value, least=1, whole=True)
+    width, heads = self.decoder_width, self.decoder_num_heads
+    if width % heads:
+      raise ConfigError(
+        f"config.model.decoder_num_heads={heads}: does not divide "
+        f"decoder_width={width}; the nearest that do: "
+        f"{nearest_divisors(heads, width)}."
+      )
     if self.pool_type != "tok":
       raise ConfigError(
         f"config.model.pool_type={self.pool_type!r}: expected 'tok'; the "

@@ -5,8 +5,10 @@ config.loss to its `loss_fn`, the model to its `predict_fns`, and a teacher to
 both if there is one.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,7 +86,7 @@ def loss_fn(
   ) -> tuple[Metrics, Variables]:
     variables, changing = split_task(variables, task.loss_fn)
     features = Features(batch, input_key)
-    with logical_axes.no_logical_axes():
+    with logical_axes.no_logical_axes(), _naming(key, options):
       result = task.loss_fn(
         variables, features, rng, model=model, train=True, **fixed, **changing
       )
@@ -95,6 +97,27 @@ def loss_fn(
     return result
 
   return bound_loss_fn
+
+
+@contextlib.contextmanager
+def _naming(key: str, options: Mapping[str, Any]) -> Iterator[None]:
+  """Makes the errors of a loss name its key, which they call config.loss.
+
+  Args:
+    key: of the loss's options, such as "config.task.distill.loss".
+  """
+  try:
+    yield
+  except ConfigError as e:
+    raise type(e)(re.sub(r"config\.loss\b", key, str(e))) from e
+  except jax.errors.ConcretizationTypeError as e:
+    scheduled = [k for k, x in options.items() if piecewise.is_schedule(x)]
+    if not scheduled:
+      raise
+    raise ConfigError(
+      f"{key}.{' and '.join(scheduled)}: the loss needs one number for all "
+      "steps, not a schedule."
+    ) from e
 
 
 def fixed_options(config: Config) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bigtrain.config import lengths, piecewise
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, check_number
 from bigtrain.config.piecewise import Piecewise
 from bigtrain.config.settings import Config
 from bigtrain.objective.task_sum import Entry
@@ -139,16 +139,11 @@ def from_config(
     places = turns.places(entry.optimizer)
     while first_step and first_step % turns.length not in places:
       first_step += 1
-    options = {
-      name: piecewise.read(value, units, f"{entry.loss_key}.{name}", least=0)
-      for name, value in entry.part.kwargs("loss").items()
-      if piecewise.is_schedule(value)
-    }
     schedules.append(
       TaskSchedule(
         entry.name,
         weight,
-        options,
+        _options(entry, units),
         first_step,
         places,
         turns.length,
@@ -166,4 +161,18 @@ def from_config(
         f"config.task: no task trains the optimizer {turns.cycle[step]!r} in "
         "its steps; expected one with this `optimizer`, or without any."
       )
+  return result
+
+
+def _options(entry: Entry, units: lengths.Units) -> dict[str, Piecewise]:
+  """The options of a loss that follow a schedule; checks the task's LIMITS."""
+  limits = getattr(entry.module, "LIMITS", {})
+  result = {}
+  for name, value in entry.part.kwargs("loss").items():
+    key = f"{entry.loss_key}.{name}"
+    if piecewise.is_schedule(value):
+      of_values = limits.get(name, {"least": 0})
+      result[name] = piecewise.read(value, units, key, of_values=of_values)
+    elif name in limits and value is not None:
+      check_number(key, value, **limits[name])
   return result

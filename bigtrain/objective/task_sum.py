@@ -182,6 +182,10 @@ def read(config: Config) -> TaskSum:
       raise ConfigError(
         f"config.loss: with several tasks, each has its own: {part.path}.loss."
       )
+    if "type" not in part:
+      others = [other for other in tasks if other != name]
+      hint = did_you_mean(name, others) or " Expected a task's name."
+      raise ConfigError(f"{part.path}.type: missing.{hint}")
     module = find_module("tasks", part["type"], f"{part.path}.type")
     if hasattr(module, "rollout") or hasattr(module, "gradients_fn"):
       raise ConfigError(

@@ -21,6 +21,7 @@ from bigtrain.config.errors import (
   ConfigError,
   check_choice,
   check_kwargs,
+  check_number,
   did_you_mean,
 )
 from bigtrain.config.modules import find_attribute
@@ -106,6 +107,17 @@ _VIEWS = {
 }
 
 
+# Limits of arguments that several optimizers have.
+_DECAY = dict(least=0, below=1)
+_LIMITS: dict[str, dict[str, Any]] = dict(
+  **dict.fromkeys(("b1", "b2", "b3", "beta", "momentum"), _DECAY),
+  **dict.fromkeys(("adam_b1", "adam_b2"), _DECAY),
+  eps=dict(least=0),
+  ns_steps=dict(least=1, whole=True),
+  consistent_rms=dict(above=0),
+)
+
+
 def constructors() -> dict[str, Constructor]:
   """{name: constructor} of all optimizers that a config can name."""
   result: dict[str, Constructor] = {}
@@ -166,6 +178,10 @@ def base_optimizer(
   check_kwargs(
     constructor, options, key, given={*_CONFIG_KEYS, "views"}, others=OWN_KEYS
   )
+  if "." not in name:
+    for argument, limits in _LIMITS.items():
+      if options.get(argument) is not None:
+        check_number(f"{key}.{argument}", options[argument], **limits)
   kwargs = _arguments(spec, options, parameters, key)
   if "learning_rate" in parameters:
     kwargs["learning_rate"] = learning_rate
@@ -257,7 +273,8 @@ def _set_muon_dimensions(
   """
   key = f"{key}.{_MUON_RULES}"
   expected = "a list of (regex, input dimensions, output dimensions)"
-  names = trees.names(shapes)
+  shape_of = {name: x.shape for name, x in trees.flatten_with_names(shapes)}
+  names = [*shape_of]
   rules = kwargs.get(_MUON_RULES)
   matrices: dict[str, optax.contrib.MuonDimensionNumbers] = {}
   if rules is None:
@@ -270,7 +287,7 @@ def _set_muon_dimensions(
     if not matrices:
       raise ConfigError(
         f"{key}: missing, and no trainable parameter is a hidden layer's "
-        f"matrix. Expected {expected}."
+        f"matrix. Expected {expected}, or another optimizer, such as 'adam'."
       )
   else:
     if not isinstance(rules, list | tuple) or any(
@@ -279,12 +296,24 @@ def _set_muon_dimensions(
       raise ConfigError(f"{key}: expected {expected}, got {rules!r}.")
     matches = first_match([rule[0] for rule in rules], names, key)
     for name, i in matches.items():
-      _, inputs, outputs = rules[i]
-      matrices[name] = optax.contrib.MuonDimensionNumbers(
-        _as_tuple(inputs), _as_tuple(outputs)
-      )
+      inputs, outputs = (_as_tuple(dims) for dims in rules[i][1:])
+      _check_dimensions(f"{key}[{i}]", name, shape_of[name], inputs + outputs)
+      matrices[name] = optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
   kwargs[_MUON_RULES] = matrices
+
+
+def _check_dimensions(
+  key: str, name: str, shape: tuple[int, ...], dims: tuple[int, ...]
+) -> None:
+  """Raises ConfigError unless they are different dimensions of an array."""
+  N = len(shape)
+  exist = all(isinstance(dim, int) and -N <= dim < N for dim in dims)
+  if not exist or len({dim % N for dim in dims}) < len(dims):
+    raise ConfigError(
+      f"{key}: expected different dimensions of {name}, which has the shape "
+      f"{shape}, got {dims}."
+    )
 
 
 def _as_tuple(dims: Any) -> tuple[int, ...]:

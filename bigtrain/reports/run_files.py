@@ -26,7 +26,7 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: str) -> dict[str, Any] | None:
   try:
     return json.loads(paths.read_bytes(path))
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     return None
 
 

@@ -6,7 +6,8 @@ and `predict_fns`, functions for evaluators by name. A batch's "_mask" is 0 for
 padding.
 
 A task may also have `vocab_sizes(model)` and `class_counts(model)`, with which
-the input refuses ids and labels that are too large; `init_state` and
+the input refuses ids and labels that are too large; `LIMITS`, arguments of
+config.errors.check_number for options of the loss; `init_state` and
 `update_state`, for state besides the parameters; `gradients_fn`, see
 docs/training.md; and `select`, which chooses the examples to learn from, see
 objective/selection.py. Open classification.py first. Tasks are loaded by name

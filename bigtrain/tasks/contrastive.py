@@ -35,6 +35,8 @@ from bigtrain.losses import forward, joint_selection, pairwise
 from bigtrain.tasks import captioning
 
 KINDS = ("sigmoid", "softmax")
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(distill_weight=dict(least=0), caption_weight=dict(least=0))
 
 
 def inputs(batch: Batch) -> Batch:
@@ -158,10 +160,9 @@ def _add_captions(
   result: Metrics,
   embeddings: dict[str, jax.Array],
   batch: Batch,
-  caption_weight: float,
+  caption_weight: Any,
 ) -> None:
   """Adds a captioner's second term to the loss in `result`."""
-  check_number("config.loss.caption_weight", caption_weight, least=0)
   if "captions" in embeddings:
     total, number = result["loss"]
     tokens = jnp.sum(captioning.token_weights(batch, batch["labels"], 0))
@@ -170,7 +171,7 @@ def _add_captions(
     result["loss"] = total + caption_weight * number * mean, number
     result["caption_loss"] = captions, tokens
     result["token_accuracy"] = jnp.sum(embeddings["hits"]), tokens
-  elif caption_weight:
+  elif isinstance(caption_weight, jax.Array) or caption_weight:
     raise ConfigError(
       f"config.loss.caption_weight={caption_weight}: expected a model that "
       "writes captions, such as config.model_name='coca'."

@@ -45,6 +45,18 @@ from bigtrain.losses import (
   teachers,
 )
 
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(
+  momentum=dict(least=0, most=1),
+  centre_momentum=dict(least=0, most=1),
+  teacher_temperature=dict(above=0),
+  student_temperature=dict(above=0),
+  mask_prob=dict(least=0, most=1),
+  patch_weight=dict(least=0),
+  koleo_weight=dict(least=0),
+  gram_weight=dict(least=0),
+  gram_copies=dict(least=0),
+)
 _NUM_SMALL = 8  # S by default.
 _EPS = 1e-12
 
@@ -59,15 +71,25 @@ def inputs(batch: Batch) -> Batch:
 
 
 def init_state(
-  params: Params, *, model: Any, teacher: str = ".*", gram_weight: Any = None
+  params: Params,
+  *,
+  model: Any,
+  teacher: str = ".*",
+  gram_weight: Any = None,
+  gram_copies: Any = None,
 ) -> dict[str, Any]:
   """The initial state.
 
   Args:
     teacher: regular expression of the parameters that the teacher copies, for
       models in which the views do not depend on all of them.
-    gram_weight: without it, there is no Gram teacher.
+    gram_weight, gram_copies: without a weight, there is no Gram teacher.
   """
+  if gram_weight is None and gram_copies is not None:
+    raise ConfigError(
+      "config.loss.gram_copies: expected a gram_weight; without one there is "
+      "no Gram teacher."
+    )
   centre = {"class": jnp.zeros(model.num_prototypes)}
   if model.patch_prototypes:
     centre["patch"] = jnp.zeros(model.patch_prototypes)
@@ -147,10 +169,10 @@ def embed_fn(
   num_small: int | None = None,
   large_size: int | None = None,
   small_size: int | None = None,
-  large_area: Sequence[float] = (0.32, 1.0),
-  small_area: Sequence[float] = (0.05, 0.32),
-  flip: bool = True,
-  contrast: float = 0.4,
+  large_area: Sequence[float] | None = None,
+  small_area: Sequence[float] | None = None,
+  flip: bool | None = None,
+  contrast: float | None = None,
   mask_prob: float = 0.5,
   mask_ratio: Sequence[float] = (0.1, 0.5),
   gram_weight: Any = None,
@@ -163,9 +185,8 @@ def embed_fn(
     num_small: S; by default 8, or the number that the batch has.
     large_size, small_size: sides of the crops; by default the side of the
       image, and half of it.
-    large_area, small_area: smallest and largest share of the image.
-    flip: whether crops are mirrored at random.
-    contrast: largest change of a crop's contrast and brightness.
+    large_area, small_area: share of the image: (0.32, 1) and (0.05, 0.32).
+    flip, contrast: see random_views.crops.
     mask_prob: share of the large crops with masked patches.
     mask_ratio: smallest and largest share of their patches that is masked.
     gram_weight: weight of Gram anchoring; None for a run without it. Steps in
@@ -207,7 +228,8 @@ def embed_fn(
     small_NE = _small_vectors(model, variables, rng, train, small)
     result["small_BSE"] = by_example(small_NE)
   if gram_weight is not None:
-    again = functools.partial(large_crops, size=gram_size or large_size)
+    size = gram_size or large_size
+    again = functools.partial(large_crops, size=size, contrast=0.0)
     gram_crops = functools.partial(_gram_crops, batch, again, gram_size)
     gram_teacher = _of_teacher(variables, state["gram"]["teacher"])
     gram_N = _gram_loss(
@@ -284,7 +306,7 @@ def _large_crops(
   batch: Batch,
   number: int,
   size: int | None,
-  area: Sequence[float],
+  area: Sequence[float] | None,
   **options: Any,
 ) -> jax.Array:
   """The large crops [B, G, ...], from the batch or made here."""
@@ -296,6 +318,9 @@ def _large_crops(
         f"config.input: expected {number} large crops of each image, got "
         f"'large_crops' with {ready.shape[1]}."
       )
+    random_views.check_unused(
+      "large_crops", large_size=size, large_area=area, **options
+    )
     return ready
   image = batch["image"]
   return random_views.crops(
@@ -303,7 +328,7 @@ def _large_crops(
     image,
     number,
     size or image.shape[1],
-    area,
+    random_views.shares("large_area", area, (0.32, 1.0)),
     **options,
   )
 
@@ -330,7 +355,7 @@ def _small_crops(
   batch: Batch,
   number: int | None,
   size: int | None,
-  area: Sequence[float],
+  area: Sequence[float] | None,
   **options: Any,
 ) -> jax.Array | None:
   """The small crops [B, S, ...], if any, from the batch or made here."""
@@ -345,6 +370,9 @@ def _small_crops(
         f"{key}={number}: more than the {num_ready} small crops that the batch "
         f"has of each image; expected at most {num_ready}."
       )
+    random_views.check_unused(
+      "large_crops", small_size=size, small_area=area, **options
+    )
     return ready[:, :number] if ready is not None and number != 0 else None
   number = _NUM_SMALL if number is None else number
   if not number:
@@ -355,7 +383,7 @@ def _small_crops(
     image,
     number,
     size or image.shape[1] // 2,
-    area,
+    random_views.shares("small_area", area, (0.05, 0.32)),
     **options,
   )
 
@@ -411,6 +439,7 @@ def _masks(
   patches are masked [N, P]. The weights of a crop add up to 1, or to 0 if
   nothing is masked in it.
   """
+  ratio = random_views.shares("mask_ratio", ratio, may_be_none=True)
   M = int(ratio[1] * num_patches)
   if M < 1:
     raise ConfigError(
@@ -442,7 +471,7 @@ def embeddings_loss_fn(
   teacher_temperature: float = 0.07,
   student_temperature: float = 0.1,
   patch_weight: float = 1.0,
-  koleo_weight: float = 0.1,
+  koleo_weight: Any = 0.1,
   gram_weight: Any = None,
 ) -> tuple[Metrics, Any]:
   """The loss of the global batch.
@@ -457,7 +486,6 @@ def embeddings_loss_fn(
     gram_weight: weight of the difference of Gram matrices.
   """
   check_choice("config.loss.centering", centering, ("sinkhorn", "mean"))
-  check_number("config.loss.koleo_weight", koleo_weight, least=0)
   assign = functools.partial(
     _assign, centering=centering, temperature=teacher_temperature
   )
@@ -494,7 +522,7 @@ def embeddings_loss_fn(
     )
     loss_B = loss_B + patch_weight * patch_loss_B
     result["patch_loss"] = metrics.pair(patch_loss_B, weight_B)
-  if koleo_weight:
+  if isinstance(koleo_weight, jax.Array) or koleo_weight:
     features_BGD = embeddings["features_BGD"]
     of_crops = [
       prototypes.koleo(features_BGD[:, g], weight_B) for g in range(G)

@@ -27,6 +27,9 @@ from bigtrain.arrays import model_flops
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.losses import cross_entropy, distances, forward, mixup, teachers
 
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(temperature=dict(above=0), label_weight=dict(least=0))
+
 
 def inputs(batch: Batch) -> Batch:
   return {name: batch[name] for name in ("image", "shapes") if name in batch}
@@ -52,7 +55,7 @@ def loss_fn(
   cutmix_alpha: float = 0.0,
   cutmix_prob: float = 0.5,
   weights: Mapping[str, float] | None = None,
-  label_weight: float = 0.0,
+  label_weight: Any = 0.0,
 ) -> tuple[Metrics, Variables]:
   """Computes the distance between student and teacher.
 
@@ -92,7 +95,7 @@ def loss_fn(
     )
     losses[f"{name}_loss"] = distance_B
     loss_B = loss_B + shares[name] * distance_B
-  if label_weight:
+  if isinstance(label_weight, jax.Array) or label_weight:
     labels = batch["labels"]
     xent = functools.partial(cross_entropy.softmax_xent, logits_BC)
     xent_B = mix.losses(image, labels, xent) if mix else xent(labels)

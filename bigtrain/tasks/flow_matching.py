@@ -19,6 +19,10 @@ from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import flows, forward
 
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict[str, Any](
+  time_mean={}, time_std=dict(above=0), class_drop=dict(least=0, most=1)
+)
 # Each use of an example's random key has a number.
 _TIME, _NOISE, _CLASS, _LATENT = range(4)
 
@@ -56,8 +60,6 @@ def loss_fn(
       guidance requires.
   """
   check_choice("config.loss.times", times, flows.TIMES)
-  check_number("config.loss.time_std", time_std, above=0)
-  check_number("config.loss.class_drop", class_drop, least=0, most=1)
   variables = dict(variables)
   autoencoder = variables.pop("teacher", None)
   image = batch["image"].astype(jnp.float32)

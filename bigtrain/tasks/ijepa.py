@@ -26,6 +26,8 @@ from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import check_choice
 from bigtrain.losses import block_masks, collapse, forward, teachers
 
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(momentum=dict(least=0, most=1))
 _EPS = 1e-5  # Added to the variance of the teacher's features.
 
 

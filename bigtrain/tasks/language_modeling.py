@@ -70,6 +70,7 @@ def token_weights(batch: Batch) -> jax.Array:
 
 _TASK = token_losses.TokenTask(inputs, token_weights)
 loss_fn = _TASK.loss_fn
+LIMITS = token_losses.LIMITS
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:

@@ -35,7 +35,12 @@ def mask(
   key = "config.loss.mask_ratio"
   check_number(key, mask_ratio, least=0, below=1)
   num_seen = int(num_patches * (1 - mask_ratio))
-  check_number(f"{key}: number of patches that are seen", num_seen, least=1)
+  check_number(
+    f"{key}: number of patches that are seen",
+    num_seen,
+    least=1,
+    most=num_patches - 1,
+  )
   if "noise" in batch:
     noise_BP = batch["noise"]
   else:

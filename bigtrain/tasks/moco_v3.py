@@ -22,8 +22,11 @@ import jax.numpy as jnp
 from bigtrain import metrics
 from bigtrain.arrays import model_flops
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
-from bigtrain.config.errors import ConfigError, check_number
+from bigtrain.config.errors import ConfigError
 from bigtrain.losses import collapse, forward, pairwise, random_views, teachers
+
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(momentum=dict(least=0, most=1), temperature=dict(above=0))
 
 
 def inputs(batch: Batch) -> Batch:
@@ -61,17 +64,17 @@ def embed_fn(
   train: bool,
   state: Any,
   view_size: int | None = None,
-  view_area: Sequence[float] = (0.08, 1.0),
-  flip: bool = True,
-  contrast: float = 0.4,
+  view_area: Sequence[float] | None = None,
+  flip: bool | None = None,
+  contrast: float | None = None,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Features of both views of each image, by student and teacher.
 
   Args:
     view_size: side of the views; by default the image's.
-    view_area: smallest and largest share of the image in a view.
-    flip: whether views are mirrored at random.
-    contrast: largest change of a view's contrast and brightness.
+    view_area: smallest and largest share of the image in a view; by default
+      0.08 and 1.
+    flip, contrast: see random_views.crops.
   """
   views = random_views.two(
     batch, view_size, view_area, flip=flip, contrast=contrast
@@ -107,7 +110,6 @@ def embeddings_loss_fn(
       temperature, so that its gradients depend less on the temperature.
     chunk: pairs of each view at a time, see losses/pairwise.py.
   """
-  check_number("config.loss.temperature", temperature, above=0)
   features_B2D = embeddings["features_B2D"]
   taught_B2D = embeddings["teacher_features_B2D"]
   weight_B = metrics.example_weights(batch, features_B2D)

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 
 from bigtrain import metrics
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
-from bigtrain.config.errors import check_number
 from bigtrain.losses import collapse, forward, pairwise, random_views
+
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(temperature=dict(above=0))
 
 
 def inputs(batch: Batch) -> Batch:
@@ -37,17 +39,17 @@ def embed_fn(
   model: Any,
   train: bool,
   view_size: int | None = None,
-  view_area: Sequence[float] = (0.08, 1.0),
-  flip: bool = True,
-  contrast: float = 0.4,
+  view_area: Sequence[float] | None = None,
+  flip: bool | None = None,
+  contrast: float | None = None,
 ) -> tuple[dict[str, jax.Array], Any]:
   """Features of both views of each image.
 
   Args:
     view_size: side of the views; by default the image's.
-    view_area: smallest and largest share of the image in a view.
-    flip: whether views are mirrored at random.
-    contrast: largest change of a view's contrast and brightness.
+    view_area: smallest and largest share of the image in a view; by default
+      0.08 and 1.
+    flip, contrast: see random_views.crops.
   """
   views = random_views.two(
     batch, view_size, view_area, flip=flip, contrast=contrast
@@ -75,7 +77,6 @@ def embeddings_loss_fn(
     temperature: divides the cosines of the projections.
     chunk: pairs of each view at a time, see losses/pairwise.py.
   """
-  check_number("config.loss.temperature", temperature, above=0)
   features_B2D = embeddings["features_B2D"]
   B, _, D = features_B2D.shape
   weight_B = metrics.example_weights(batch, features_B2D)

@@ -26,6 +26,8 @@ from bigtrain.losses import forward, pairwise
 from bigtrain.step import frozen
 
 _FEATURES = ("query", "positive", "negative")
+# Options that may follow a schedule, with limits of their values.
+LIMITS = dict(temperature=dict(above=0))
 
 
 def inputs(batch: Batch) -> Batch:
@@ -91,7 +93,6 @@ def embeddings_loss_fn(
     Metrics "loss", and "accuracy" at the last width: the share of queries to
     which no other answer is nearer.
   """
-  check_number("config.loss.temperature", temperature, above=0)
   B, E = embeddings["query"].shape
   weight_B = metrics.example_weights(batch, embeddings["query"])
   total_B = jnp.zeros(B)

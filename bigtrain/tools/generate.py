@@ -78,8 +78,8 @@ def generate(
   codec = ops.tokenizer(checkpoint, tokenizer)
   if codec is None:
     raise ConfigError(
-      "--tokenizer: missing, and the run's config.input.data names no "
-      "tokenizer."
+      f"--tokenizer: missing, and {checkpoint.path} names no tokenizer; "
+      "expected the path of one, or 'bytes'."
     )
   features: dict[str, Any] = {}
   messages = [{"role": "user", "content": prompt}]

@@ -1,4 +1,5 @@
 import logging
+import os
 import pickle
 
 import jax
@@ -19,10 +20,24 @@ from support.saved_states import path_of
 
 from bigtrain.arrays import trees
 from bigtrain.checkpoints import checkpointer, warm_start
-from bigtrain.checkpoints.foreign import parameter_files
+from bigtrain.checkpoints.foreign import parameter_files, safetensors_files
 from bigtrain.checkpoints.manifest import DamagedError
 from bigtrain.config.errors import ConfigError
 from bigtrain.tools import checkpoint_export
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_safetensors_files_have_the_mode_of_other_files(tmp_path, umask):
+  path = tmp_path / "model.safetensors"
+  before = os.umask(umask)
+  try:
+    safetensors_files.write(
+      str(path), {"x": ((2,), "float32")}, [np.zeros(2, np.float32)], {}
+    )
+    assert os.umask(umask) == umask
+  finally:
+    os.umask(before)
+  assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.fixture

@@ -358,6 +358,14 @@ def test_override_keeps_the_type_of_the_value(assignment, key, value):
   assert type(config[key]) is type(value)
 
 
+def test_override_replaces_a_number_by_its_schedule_and_back():
+  config = settings.plain(BASE)
+  loading.override(config, "lr=dict(at_percent=[0, 9], values=[0.2, 0.1])")
+  assert config["lr"] == dict(at_percent=[0, 9], values=[0.2, 0.1])
+  loading.override(config, "lr=0.3")
+  assert config["lr"] == 0.3
+
+
 def test_override_of_nested_keys():
   config = settings.plain(BASE)
   loading.override(config, "model.width=32")
@@ -388,6 +396,7 @@ def test_override_accepts_dicts_as_configs_write_them():
     ("lr=fast", r"--config\.lr=fast: expected float, as in 0\.001"),
     ("lr=True", "expected float"),
     ("lr={[]: 1}", "expected float"),
+    ("lr={'peak': 1}", "expected float"),
     ("flag=maybe", "expected bool"),
     ("flag=2", "expected bool"),
     ("sizes=3", "expected tuple"),

@@ -87,7 +87,7 @@ def test_crops_are_parts_of_the_image_and_depend_on_the_key_alone():
   image = jnp.float32(np.stack([rows, columns], -1))[None].repeat(3, 0)
   keys = jax.vmap(jax.random.key)(np.arange(3))
   make = lambda keys, image, **o: random_views.crops(
-    keys, image, 4, 8, (0.25, 0.25), aspect=(1.0, 1.0), **o
+    keys, image, 4, 8, (0.25, 0.25), aspect=(1.0, 1.0), **{"contrast": 0.0} | o
   )
   crops = make(keys, image, flip=False)
   assert crops.shape == (3, 4, 8, 8, 2)

@@ -377,6 +377,37 @@ def test_kinds_can_be_changed_at_the_command_line():
     building.model(settings.Config(again))
 
 
+def test_options_of_latent_attention_change_those_of_a_variant():
+  build = functools.partial(decoder.Model, "deepseek_mu", vocab_size=V)
+  plain, changed = build(), build(mla=dict(v_dim=16))
+  assert changed.mla == plain.mla._replace(v_dim=16)
+  # Complete ones replace them: here without a rank of the queries.
+  options = dict(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=8)
+  assert plain.mla.q_rank and build(mla=options).mla.q_rank is None
+  with pytest.raises(ConfigError, match="mla.kv_rnk: .*mean 'kv_rank'"):
+    build(mla=dict(kv_rnk=8))
+
+
+def test_kinds_of_a_variant_can_be_changed_one_by_one():
+  def model_of(**kinds):
+    model = dict(variant="qwen3_next_mu", vocab_size=V, kinds=kinds)
+    config = dict(model_name="decoder", model=model)
+    return building.model(settings.Config(config))[1]
+
+  plain = decoder.VARIANTS["qwen3_next_mu"]["kinds"]
+  model = model_of(linear=dict(deltanet=dict(conv_width=2)))
+  linear = model.kinds["linear"]["deltanet"]
+  assert linear["conv_width"] == 2
+  heads = plain["linear"]["deltanet"]["num_heads"]
+  assert linear["num_heads"] == heads
+  assert dict(model.kinds["full"]) == plain["full"]
+  # Kinds that are all given replace those of the variant.
+  model = model_of(linear=dict(window=2), full={})
+  assert model.kinds["linear"] == dict(window=2)
+  with pytest.raises(ConfigError, match="kinds.liner: .*mean 'linear'"):
+    model_of(liner=dict(window=2))
+
+
 @pytest.mark.slow
 def test_the_same_key_initialises_a_loop_and_unrolled_layers_alike():
   options = STYLES["llama"] | dict(

@@ -199,6 +199,20 @@ def test_drafts_do_not_change_the_tokens(drafts, eos_id):
   np.testing.assert_array_equal(generated(drafts, eos_id), expected)
 
 
+@pytest.mark.slow
+def test_the_weight_of_further_tokens_may_follow_a_schedule(tmp_path):
+  # DeepSeek V3 lowers it late in training; here it falls to 0.
+  weight = dict(at_steps=[0, 2], values=[WEIGHT, 0.0], shape="stair")
+  config = config_of(moe=None) | dict(
+    loss=dict(mtp_weight=weight), total_steps=4, log_steps=1, evals={}
+  )
+  main.train(config, tmp_path)
+  rows = log_entries.read(str(tmp_path))
+  differences = [row["loss"] - row["nll"] for row in rows if "loss" in row]
+  assert min(differences[:2]) > 1
+  assert differences[2:] == [0, 0]
+
+
 def test_drafts_see_what_the_modules_see_in_training():
   model, variables = made()
   tokens = batch_of()["tokens"]
@@ -245,6 +259,11 @@ def test_drafts_need_layers_without_a_window():
   )
   with pytest.raises(ConfigError, match="layers that see all positions"):
     model.init_draft_cache(1, 8)
+
+
+def test_texts_have_more_tokens_than_modules():
+  with pytest.raises(ConfigError, match="mtp=2: expected at most 1, because"):
+    loss_of(batch_of(length=2))
 
 
 def test_classes_have_no_further_tokens():

@@ -129,6 +129,7 @@ def test_an_error_of_a_tool_can_end_the_run(tmp_path):
     (dict(tools="support.policy_runs.tol"), "tools: .*has no 'tol'"),
     (dict(tool_calls="hermse"), "tool_calls='hermse'.*Did you mean 'hermes'"),
     (dict(max_turns=0), "max_turns"),
+    (dict(tools=None), "tool_calls=.* has no effect without `tools`"),
     (dict(failed_tool="ignore"), "failed_tool"),
   ],
 )

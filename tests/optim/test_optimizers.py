@@ -174,6 +174,30 @@ def test_muon_updates_stacked_matrices_by_name():
     ),
     (
       dict(
+        optimizer=dict(
+          name="muon", muon_weight_dimension_numbers=[("head/kernel", 0, 2)]
+        )
+      ),
+      "numbers[0]: expected different dimensions of head/kernel, which has",
+    ),
+    (
+      dict(
+        optimizer=dict(
+          name="muon", muon_weight_dimension_numbers=[("head/kernel", 1, -1)]
+        )
+      ),
+      "numbers[0]: expected different dimensions of head/kernel, which has",
+    ),
+    (
+      dict(optimizer=dict(name="muon", consistent_rms=-0.2)),
+      "config.optimizer.consistent_rms: expected a number above 0, got -0.2",
+    ),
+    (
+      dict(optimizer=dict(name="adam", b2=1.5)),
+      "config.optimizer.b2: expected a number at least 0 and below 1, got 1.5",
+    ),
+    (
+      dict(
         optimizer=dict(name="muon"),
         schedule=[
           ("embedding", dict(decay_type="constant")),

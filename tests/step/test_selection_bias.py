@@ -40,10 +40,10 @@ MODEL = dict(
 DOUBLE = dict(dtype="float64")
 
 
-def updated(bias, counts):
+def updated(bias, counts, rate=RATE):
   state = {moe.STATE: {"selection_bias": jnp.asarray(bias, jnp.float32)}}
   sums = {"selection_bias": jnp.asarray(counts, jnp.int32)}
-  new = moe.end_of_step(state, sums, RATE)
+  new = moe.end_of_step(state, sums, rate)
   return np.asarray(new[moe.STATE]["selection_bias"])
 
 
@@ -51,6 +51,16 @@ def test_it_moves_against_the_sign_of_the_surplus():
   bias = updated([0.5, 0, 0, -1], [5, 1, 2, 0])  # The mean is 2.
   steps = np.float32([-RATE, RATE, 0, RATE])
   np.testing.assert_allclose(bias, [0.5, 0, 0, -1] + steps - steps.mean())
+
+
+def test_a_bias_that_never_changes_has_a_warning(monkeypatch):
+  lines = []
+  log = lambda level, line, number: lines.append(line)
+  monkeypatch.setattr(moe.logging, "log_first_n", log)
+  updated([0.5, 0.0], [3, 1])
+  assert not lines
+  assert updated([0.5, 0.0], [3, 1], rate=0.0).tolist() == [0.5, 0.0]
+  assert "config.model.moe.bias_rate=0: the selection bias stays" in lines[0]
 
 
 def test_signs_are_exact_beyond_the_digits_of_float32():

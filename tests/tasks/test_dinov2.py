@@ -325,6 +325,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
     ({"loss": LOSS | dict(centering="none")}, "config.loss.centering: unknown"),
     ({"loss": LOSS | dict(momentun=1)}, "config.loss.momentun.*'momentum'"),
     ({"loss": LOSS | dict(mask_ratio=(0.0, 0.01))}, "masks none of 16 patches"),
+    ({"loss": LOSS | dict(mask_ratio=(0.5, 0.1))}, "mask_ratio: expected two"),
     ({"model.posemb": "learn"}, "config.model.posemb_grid: missing"),
     ({"model.pool_type": "gap"}, "config.model: expected pool_type='tok'"),
     ({"loss": LOSS | dict(stop_on_collaps=1)}, "'stop_on_collapse'"),

@@ -156,6 +156,20 @@ def test_the_teacher_sees_the_same_blend_at_its_resolution(mixup_alpha):
     ({"teacher.model": dict(classes=1)}, r"config.teacher.model.classes"),
     ({"teacher.extra": 1}, r"config.teacher.extra: unknown key"),
     ({"loss": dict(distance="kll")}, r"config.loss.distance: .* mean 'kl'"),
+    ({"loss": dict(temperature=0.0)}, "loss.temperature: .* above 0, got 0.0"),
+    (
+      {"loss": dict(distance="l2", temperature=2.0)},
+      "config.loss.temperature: used only with distance='kl', got 'l2'",
+    ),
+    ({"loss": dict(label_smoothing=0.1)}, "used only with distance='hard'"),
+    (
+      {"loss": dict(mixup_alpha=0.1, cutmix_alpha=1.0, cutmix_prob=7.0)},
+      "config.loss.cutmix_prob: expected a number at least 0 and at most 1",
+    ),
+    (
+      {"loss": dict(weights=dict(teacher=-1.0))},
+      "config.loss.weights.teacher: expected a number at least 0, got -1.0",
+    ),
     (
       {"teacher.model": dict(num_classes=10, width=8)},
       r"(?s)config.teacher.model_init: .* does not fit",

@@ -233,6 +233,7 @@ def test_a_collapse_made_on_purpose_ends_the_run(tiny_config, tmp_path):
     ({"loss": MASKS | dict(distance="l1")}, "config.loss.distance: unknown"),
     ({"loss": MASKS | dict(momentun=1)}, "config.loss.momentun.*'momentum'"),
     ({"loss": MASKS | dict(min_context=15)}, "min_context=15: a context"),
+    ({"loss": MASKS | dict(target_aspect=(-1, 1))}, "target_aspect: expected"),
     ({"model.posemb": "learn"}, "config.model.posemb='learn': expected 'sinc"),
     ({"model.predictor_depth": 0}, "config.model.predictor_depth: expected"),
     ({"model.predictor_num_heads": 3}, "predictor_num_heads=3: does not div"),

@@ -201,6 +201,8 @@ def test_a_vit_starts_from_the_encoder(tiny_config, tmp_path):
   [
     ({"loss": dict(mask_ratio=1.0)}, "config.loss.mask_ratio: expected"),
     ({"loss": dict(mask_ratio=0.99)}, "mask_ratio: number of patches.*got 0"),
+    ({"loss": dict(mask_ratio=0.0)}, "mask_ratio: number of patches.*at most"),
+    ({"model.decoder_num_heads": 5}, "model.decoder_num_heads=5: does not"),
     (
       {"model.pool_type": "gap"},
       "config.model.pool_type='gap': expected 'tok'",

@@ -293,4 +293,4 @@ def test_mistakes_have_their_line(
 def test_ready_views_are_two():
   three = types.SimpleNamespace(shape=(4, 3, 8, 8, 1))
   with pytest.raises(ConfigError, match="expected 2 views .* 'views' with 3"):
-    random_views.two({"views": three}, None, (0.1, 1.0))
+    random_views.two({"views": three}, None, None)

@@ -101,3 +101,11 @@ def test_a_checkpoint_that_the_run_removes_is_skipped(
   words = [f"--workdir={workdir}", "--follow", "--step=2"]
   assert evaluate.main(words) == 2
   assert evaluate.main([*words[:2], f"--output={workdir}"]) == 2
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file.json"])
+def test_a_path_that_is_no_run(tmp_path, capsys, name):
+  (tmp_path / "file.json").write_text("{}")
+  assert evaluate.main([f"--workdir={tmp_path / name}"]) == 2
+  error = capsys.readouterr().err
+  assert f"{name}: expected the folder of a run" in error

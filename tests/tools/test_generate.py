@@ -154,3 +154,12 @@ def test_the_task_must_be_language_modeling(params, tmp_path, capsys):
   assert tool.main([f"--workdir={workdir}", "--prompt=x"]) == 2
   printed = capsys.readouterr()
   assert "its task is 'captioning'" in printed.err and printed.out == ""
+
+
+def test_a_run_without_a_tokenizer_needs_one(params, tmp_path, capsys):
+  data = {"type": "tokens", "path": "tokens", "length": 16}
+  workdir = save(tmp_path, params, input={"data": data})
+  assert tool.main([f"--workdir={workdir}", "--prompt=x"]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: --tokenizer: missing, and ")
+  assert error.endswith("expected the path of one, or 'bytes'.\n")

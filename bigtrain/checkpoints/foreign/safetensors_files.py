@@ -139,3 +139,8 @@ def write(
       )
       offset += size
     safetensors.serialize_file(tensors, path, metadata=dict(metadata))
+    # The library's file is readable only by its owner. The mode of the other
+    # files is what is left of 0o666; the umask can only be read by setting it.
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)

@@ -209,11 +209,8 @@ def read(
         key,
         moe.serve,
       )
-  if moe.axis is None and "buffer_factor" in given:
-    raise ConfigError(
-      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
-      f"{key}.axis='fsdp'; without one no tokens are exchanged."
-    )
+  if "buffer_factor" in given:
+    _check_buffers(moe, key)
   if moe.axis is not None:
     axes = [axis for axis in sharding.AXES if axis != "pipeline"]
     check_choice(f"{key}.axis", moe.axis, axes)
@@ -223,6 +220,19 @@ def read(
         f"{key}.every: {moe.every!r} does not divide {name}={depth}."
       )
   return moe
+
+
+def _check_buffers(moe: Options, key: str) -> None:
+  if moe.axis is None:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected an axis, such as "
+      f"{key}.axis='fsdp'; without one no tokens are exchanged."
+    )
+  if moe.capacity_factor is not None:
+    raise ConfigError(
+      f"{key}.buffer_factor={moe.buffer_factor}: expected no capacity_factor, "
+      "which already limits the tokens that devices exchange."
+    )
 
 
 def _check_expert_choice(moe: Options, key: str, has_encoder: bool) -> None:
@@ -573,6 +583,13 @@ def end_of_step(
   mutable: Mapping[str, Any], sums: Mapping[str, Any], rate: float
 ) -> dict[str, Any]:
   """The selection biases after a step with these sums of STEP_SUMS."""
+  if not rate:
+    logging.log_first_n(
+      logging.WARNING,
+      "config.model.moe.bias_rate=0: the selection bias stays as it is, and "
+      "does not balance the load of the experts.",
+      1,
+    )
   counts = dict(trees.flatten_with_names(sums))
 
   def updated(name: str, bias_E: jax.Array) -> jax.Array:

@@ -92,7 +92,7 @@ def filled(
 
   A field's value comes from the config, else from the variant, else from other
   fields. Options of experts that do not say how many change some of the
-  variant's.
+  variant's, and so do kinds of layers if some of the variant's are left out.
   """
   variant = model.variant or default
   check_choice("config.model.variant", variant, variants)
@@ -102,6 +102,8 @@ def filled(
   moe = given.get("moe")
   if isinstance(moe, Mapping) and "num_experts" not in moe:
     given["moe"] = {**(of_variant.get("moe") or {}), **moe}
+  if "kinds" in given and not {"layers", "first_layers"} & given.keys():
+    given["kinds"] = _changed_kinds(of_variant.get("kinds"), given["kinds"])
   values = {**of_variant, **given}
   for name in ("vocab_size", "width", "depth", "num_heads"):
     if name not in values:
@@ -118,6 +120,33 @@ def filled(
       )
     values["head_dim"] = width // heads
   return {"mlp_dim": 4 * width, **values}
+
+
+def _changed_kinds(of_variant: Any, given: Any) -> Any:
+  """A variant's kinds, of which a config changes some."""
+  if not of_variant or not isinstance(given, Mapping):
+    return given
+  if {*of_variant} <= {*given}:  # All are given, and replace the variant's.
+    return given
+  for name in given:
+    key = f"config.model.kinds.{name}"
+    check_choice(key, name, of_variant, "no kind of the variant:")
+  return _merged(of_variant, given)
+
+
+def changed(cls: Any, of_variant: Any, given: Any) -> Any:
+  """Options of a class, which change a variant's unless they are complete."""
+  required = {*cls._fields} - {*cls._field_defaults}
+  if isinstance(given, Mapping) and not required <= {*given}:
+    return _merged(of_variant, given)
+  return given
+
+
+def _merged(old: Any, new: Any) -> Any:
+  """A dict with the changes of another one, at any depth."""
+  if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+    return new
+  return {**old, **{name: _merged(old.get(name), new[name]) for name in new}}
 
 
 def read_tuple(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bigtrain import sharding
-from bigtrain.config.errors import ConfigError
+from bigtrain.config.errors import ConfigError, nearest_divisors
 from bigtrain.tools.plan import estimate, formulae, meshes
 from bigtrain.tools.plan.formulae import Blocks
 from bigtrain.tools.plan.hardware import Hardware
@@ -152,8 +152,8 @@ def candidates(
   if not result:
     raise ConfigError(
       f"--devices={devices}: config.input.batch_size={batch_size} divides "
-      "among the devices of no mesh; expected a multiple of a larger divisor "
-      f"of {devices}."
+      "among the devices of no mesh; the nearest numbers that divide "
+      f"the batch: {nearest_divisors(devices, batch_size)}."
     )
   return result
 

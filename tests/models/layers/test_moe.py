@@ -367,6 +367,10 @@ def test_a_sharding_rule_splits_experts_over_devices(model, kernel):
       "buffer_factor=2.0: expected an axis",
     ),
     (
+      dict(num_experts=4, axis="fsdp", buffer_factor=2.0, capacity_factor=1.0),
+      "buffer_factor=2.0: expected no capacity_factor",
+    ),
+    (
       dict(num_experts=4, axis="fsdp", buffer_factor=0),
       "buffer_factor: expected a number above 0, got 0",
     ),
