@@ -39,6 +39,8 @@ def main() -> None:
     for key in ("data_wait_fraction", "mfu", "step_secs", "tokens_per_sec"):
       if key in log:
         measure.report(24, f"{key}: {name}", [log[key]], unit="as logged")
+      else:
+        measure.skip(24, f"{key}: {name}", "not logged for this device")
     for key, value in log.items():
       if key.startswith("account/") and value:
         measure.report(24, f"{key}: {name}", [value], unit="s")

@@ -87,7 +87,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
       mlp_dim=8192,
       tied_head=True,
       length=4096,
-      batch_size=4,
+      batch_size=2,
     ),
   ),
   dinov2=({}, _image(98, 8), _image(224, 256)),
