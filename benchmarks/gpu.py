@@ -41,9 +41,9 @@ _TURN_SECS = 1.0
 # What is measured after this many seconds in all is left out.
 _TOTAL_LIMIT_SECS = 465
 
-# Names of pairs, in the order of measurement. The last one needs most memory,
-# and has the GPU for itself.
-_PAIRS = ("vit", "decoder", "convnext", "lora", "decode", "llama")
+# Names of pairs, in the order of measurement. The first one needs most memory:
+# its sides do not take turns, and it leaves its memory to the others.
+_PAIRS = ("llama", "vit", "decoder", "convnext", "lora", "decode")
 # Models of which half of the peak is expected.
 _MFU_GOALS = ("Llama", "ViT-B/16")
 # Number of the comparison with the CPU, which has goals with tiny sizes too.
@@ -79,7 +79,15 @@ _LLAMA_1B = dict(
   vocab_size=128_256,
 )
 
-# Seconds for each script that needs no peer, and its flags; in order of worth.
+# Comparisons with the CPU, in processes side by side: most of their time is
+# that of compilers.
+_COMPARISONS = [
+  (script, [f"--part={i}/3"])
+  for script in ("gpu_correct", "gpu_losses")
+  for i in (1, 2, 3)
+]
+# Seconds for each script that needs no peer, and its flags; in order of worth,
+# as the last ones are left out if there is no time left.
 _SCRIPTS: dict[str, tuple[float, list[str]]] = {
   "limits": (20, []),
   "gpu_run": (80, []),
@@ -235,12 +243,11 @@ def _run(quick: bool, only: Sequence[str], results: Results) -> None:
 
 def _correct(quick: bool, results: Results) -> None:
   """Compares the GPU with the CPU; nothing is timed."""
-  scripts = ("gpu_correct", "gpu_losses")
-  with concurrent.futures.ThreadPoolExecutor(len(scripts)) as pool:
+  with concurrent.futures.ThreadPoolExecutor(len(_COMPARISONS)) as pool:
     limit_secs = _START_LIMIT_SECS
     waits = [
-      pool.submit(_script, script, [], limit_secs, quick, results)
-      for script in scripts
+      pool.submit(_script, script, flags, limit_secs, quick, results)
+      for script, flags in _COMPARISONS
     ]
     try:
       for wait in waits:
@@ -399,7 +406,8 @@ def _measure(
 ) -> None:
   """Measures ours and, if there is one, the peer."""
   if results.left_secs() < 0:
-    results.skip(pair.number, _ratio_name(pair), "no time left")
+    why = "no time left; --only=fast runs only pairs"
+    results.skip(pair.number, _ratio_name(pair), why)
     return
   limit_secs = _PAIR_LIMIT_SECS * results.patience
   sides = {"ours": ours} | ({"peer": peer} if peer else {})
@@ -522,13 +530,15 @@ def _script(
 ) -> None:
   """Runs a benchmark that needs no peer, for a limited time."""
   limit_secs = min(limit_secs * results.patience, results.left_secs())
+  label = " ".join([f"benchmarks.{name}", *flags])
   if limit_secs < 5:
-    results.skip(0, f"benchmarks.{name}", "no time left")
+    results.skip(0, label, f"no time left; --only={name} runs it alone")
     return
   process = subprocess.Popen(
     [
       *(sys.executable, "-m", f"benchmarks.{name}"),
-      *(["--quick"] if quick else flags),
+      *flags,
+      *(["--quick"] if quick else []),
     ],
     env=measure.environment(),
     stdout=subprocess.PIPE,
@@ -556,10 +566,10 @@ def _script(
   if code:
     why = " / ".join(last_lines)[-400:]
     if code == -signal.SIGKILL:
-      why = f"stopped after {limit_secs:.0f} s"
+      why = f"stopped after {limit_secs:.0f} s, before its other figures"
     if results.interrupted:
       why = "interrupted"
-    results.skip(0, f"benchmarks.{name}", why)
+    results.skip(0, label, why)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -71,11 +71,15 @@ class Case:
 
 def main() -> None:
   """Prints a figure per part, dtype and backend."""
-  args = measure.arguments(__doc__, only="parts, separated by semicolons")
+  args = measure.arguments(
+    __doc__,
+    only="parts of models, separated by semicolons",
+    part="1/3: the first third of these, and so on",
+  )
   names = args.only.split(";") if args.only else [*_CASES]
   if not {*names} <= {*_CASES}:
     sys.exit(f"--only={args.only}: expected some of {', '.join(_CASES)}.")
-  for name in names:
+  for name in measure.part(names, args.part):
     case = _CASES[name]()
     expected = _compute(case, "float32", "xla", jax.devices("cpu")[0])
     for dtype, limit in case.tolerances.items():

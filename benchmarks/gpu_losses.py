@@ -31,7 +31,11 @@ _TOLERANCE = 0.01
 
 def main() -> None:
   """Prints a figure per config; with --losses, losses alone."""
-  args = measure.arguments(__doc__, losses="configs: print their losses")
+  args = measure.arguments(
+    __doc__,
+    losses="configs: print their losses",
+    part="1/3: the first third of the configs, and so on",
+  )
   if args.losses:
     for name in args.losses.split(","):
       try:
@@ -40,7 +44,7 @@ def main() -> None:
         entry = {"losses": name, "why": f"{type(e).__name__}: {e}"[:300]}
       print(json.dumps(entry), flush=True)
     return
-  names = _CONFIGS[:1] if args.quick else _CONFIGS
+  names = measure.part(_CONFIGS, args.part)[: 1 if args.quick else None]
   command = ("-m", "benchmarks.gpu_losses", f"--losses={','.join(names)}")
   own = measure.environment()
   readers = [
