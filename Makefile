@@ -98,7 +98,7 @@ gpu: install ## Measure this machine's GPU: correct, fast and true, in eight min
 # What the program needs beyond jax, flax and optax, for a machine that has them
 # with CUDA but no network; tokamax with what it imports. Of scikit-learn only
 # the file of the digits is read.
-gpu-wheels: ## Fill build/gpu-wheels for benchmarks/gpu.sh: SIZE MB
+gpu-wheels: ## Fill build/gpu-wheels for benchmarks/gpu.sh: 47 MB
 	@rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels
 	@python3 -m pip download -qq -d build/gpu-wheels $(for_gpu) --no-deps \
 	  clu ml_collections google-crc32c tensorboardX safetensors jinja2 markupsafe \

@@ -37,15 +37,19 @@ _START_LIMIT_SECS = 170
 # Seconds to compile ours and to measure a pair.
 _PAIR_LIMIT_SECS = 90
 # Seconds of steps in a turn, about.
-_TURN_SECS = 1.0
-# What is measured after this many seconds in all is left out.
+_TURN_SECS = 0.5
+# Seconds in all; what does not begin or end before is left out by name.
 _TOTAL_LIMIT_SECS = 465
+# Seconds that a pair and a script need at least.
+_LEAST_SECS = 15
 
 # Names of pairs, in the order of measurement. The first one needs most memory:
 # its sides do not take turns, and it leaves its memory to the others.
 _PAIRS = ("llama", "vit", "decoder", "convnext", "lora", "decode")
 # Models of which half of the peak is expected.
 _MFU_GOALS = ("Llama", "ViT-B/16")
+# What a side's `run` raises if its process has failed, or was ended.
+_FAILURES = (RuntimeError, BrokenPipeError, ValueError)
 # Number of the comparison with the CPU, which has goals with tiny sizes too.
 _CORRECT = 32
 _LORA_BATCH = dict(batch_size=2, length=2048)
@@ -324,13 +328,16 @@ def _started(
       left_secs = start_secs + limit_secs - time.monotonic()
       everything = [wait for both in waits for wait in both]
       concurrent.futures.wait(everything, timeout=max(0, left_secs))
-      late = f"not ready after {limit_secs:.0f} s"
+      pending = {wait for wait in everything if not wait.done()}
       for both, waited in zip(peers, waits):
         for peer, wait in zip(both, waited):
-          if not wait.done():
+          if wait in pending:
             peer.close()
       for pair, (ours, peer), waited in zip(pairs, peers, waits):
-        reasons = [_reason(wait, late) for wait in waited]
+        reasons = [
+          f"not ready after {limit_secs:.0f} s" if x in pending else _failure(x)
+          for x in waited
+        ]
         reasons[1] = reasons[1] or _difference(ours, peer)
         for side, reason in zip((pair.ours, pair.peer), reasons):
           if reason:
@@ -373,10 +380,8 @@ def _environment(side: Side) -> dict[str, str]:
   return env
 
 
-def _reason(wait: Any, late: str) -> str:
-  """Why a process is not ready, or ""."""
-  if not wait.done():
-    return late
+def _failure(wait: Any) -> str:
+  """Why a process has failed, or ""."""
   error = wait.exception()
   return (_last_line(error) or "ended without a message") if error else ""
 
@@ -405,11 +410,11 @@ def _measure(
   quick: bool,
 ) -> None:
   """Measures ours and, if there is one, the peer."""
-  if results.left_secs() < 0:
-    why = "no time left; --only=fast runs only pairs"
+  limit_secs = min(_PAIR_LIMIT_SECS * results.patience, results.left_secs())
+  if limit_secs < _LEAST_SECS:
+    why = "no time left; --only=fast runs the pairs alone"
     results.skip(pair.number, _ratio_name(pair), why)
     return
-  limit_secs = _PAIR_LIMIT_SECS * results.patience
   sides = {"ours": ours} | ({"peer": peer} if peer else {})
   timer = threading.Timer(
     limit_secs, lambda: [side.close() for side in sides.values()]
@@ -429,12 +434,17 @@ def _measure(
       ours.close()
       if peer:
         turns |= _turns({"peer": peer}, steps, quick)
-  except (RuntimeError, BrokenPipeError, ValueError) as e:
+  except _FAILURES as e:
     late = time.monotonic() - start_secs >= limit_secs
     why = f"stopped after {limit_secs:.0f} s" if late else _last_line(e)
     results.skip(
       pair.number, _ratio_name(pair), why or "ended without a message"
     )
+    if peer and not turns and not late:  # It may be the one that failed.
+      peer.close()
+      with contextlib.suppress(*_FAILURES):
+        steps = pair.steps or _steps(ours)
+        turns = _turns({"ours": ours}, steps, quick)
   finally:
     timer.cancel()
     # They leave their memory to the next pair.
@@ -485,9 +495,8 @@ def _report_facts(
 ) -> None:
   """Reports MFU, memory and the time to compile."""
   peak_flops = ready.get("peak_flops")
-  device = "a device of this kind"
   if pair.has_mfu and not peak_flops:
-    results.skip(2, f"MFU: {pair.name}", f"the peak of {device} is unknown")
+    results.skip(2, f"MFU: {pair.name}", "this device's peak is unknown")
   elif pair.has_mfu:
     flops = ready["model_flops"]
     mfu = [flops / (x * peak_flops) for x in secs]
@@ -505,7 +514,7 @@ def _report_facts(
     results.report(34, f"planned memory: {pair.name}", value, unit="GB")
   elif "planned_bytes" in last:
     name = f"peak memory / planned: {pair.name}"
-    results.skip(34, name, f"{device} does not count its memory")
+    results.skip(34, name, "this device does not count its memory")
 
 
 def _steps(*sides: peer_process.Peer) -> int:
@@ -531,7 +540,7 @@ def _script(
   """Runs a benchmark that needs no peer, for a limited time."""
   limit_secs = min(limit_secs * results.patience, results.left_secs())
   label = " ".join([f"benchmarks.{name}", *flags])
-  if limit_secs < 5:
+  if limit_secs < _LEAST_SECS:
     results.skip(0, label, f"no time left; --only={name} runs it alone")
     return
   process = subprocess.Popen(
