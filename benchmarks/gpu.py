@@ -121,6 +121,7 @@ class Pair(NamedTuple):
   has_mfu: bool = False
   # Whether the sides take turns. If not, ours leaves its memory to the peer.
   in_turns: bool = True
+  needs_peer: bool = False  # Whether ours loads what the peer writes.
 
 
 class Results:
@@ -304,6 +305,7 @@ def _pairs(quick: bool, folder: str) -> dict[str, Pair]:
     Side("our_decode", options),
     Side("peer_decode", options, torch_python),
     steps=decode["max_new"],
+    needs_peer=True,
   )
   return {name: pairs[name] for name in _PAIRS if name in pairs}
 
@@ -339,11 +341,14 @@ def _started(
           for x in waited
         ]
         reasons[1] = reasons[1] or _difference(ours, peer)
-        for side, reason in zip((pair.ours, pair.peer), reasons):
+        if reasons[1] and pair.needs_peer:
+          reasons[0] = "it loads what the peer writes"
+        name = _ratio_name(pair)
+        for side, reason in zip((pair.peer, pair.ours), reversed(reasons)):
           if reason:
             why = f"{side.script}: {reason}"
-            results.skip(pair.number, _ratio_name(pair), why)
-            break
+            results.skip(pair.number, name, why)
+            name = f"step, ours: {pair.name}"
         if reasons[1]:
           peer.close()
         if not reasons[0]:
@@ -361,6 +366,8 @@ def _started(
         )
         peers.append((ours, peer))
         waits.append([pool.submit(side.wait) for side in (ours, peer)])
+        if pair.needs_peer:
+          waits[-1][1].add_done_callback(functools.partial(_follow, ours))
       yield ready
     finally:
       for both in peers:
@@ -378,6 +385,12 @@ def _environment(side: Side) -> dict[str, str]:
     own = os.environ.get("PYTHONPATH", "")
     env["PYTHONPATH"] = env["PYTHONPATH"].removesuffix(own).rstrip(os.pathsep)
   return env
+
+
+def _follow(ours: peer_process.Peer, wait: Any) -> None:
+  """Ends ours, which would wait for ever, if its peer has failed."""
+  if wait.exception():
+    ours.close()
 
 
 def _failure(wait: Any) -> str:

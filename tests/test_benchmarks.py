@@ -88,7 +88,7 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
     "FIGURES": str(figures_file),
   }
   finished = subprocess.run(
-    ["benchmarks/gpu.sh", "--quick", "--patience=20", "--only=vit,limits"],
+    ["benchmarks/gpu.sh", "--quick", "--patience=20", "--only=fast,limits"],
     cwd=ROOT,
     env=env,
     capture_output=True,
@@ -98,15 +98,20 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
   assert finished.returncode == 0, finished.stderr
   lines = figures_file.read_text().splitlines()
   figures = [json.loads(x) for x in lines if x.startswith('{"benchmark"')]
-  assert {0, 2, 5, 23, 34} == {figure["benchmark"] for figure in figures}
-  skipped = {f["benchmark"]: f for f in figures if "skipped" in f}
-  assert [*skipped] == [23, 2, 34]
-  assert "rate, ours / torch" in skipped[23]["name"]
-  assert "No module named" in skipped[23]["skipped"]
-  assert f"| 23 | {skipped[23]['name']} |" in finished.stdout
-  # Ours is measured without its peer.
-  (step,) = [f for f in figures if f["name"].startswith("step, ours")]
-  assert step["value"] > 0
+  skipped = [figure for figure in figures if "skipped" in figure]
+  ratios = [f for f in skipped if f["name"].startswith("rate, ours / ")]
+  assert [f["benchmark"] for f in ratios] == [23, 23, 23, 23, 28, 33]
+  for figure in ratios:
+    assert "No module named" in figure["skipped"]
+    assert f"| {figure['name']} |" in finished.stdout
+  # Ours is measured without its peer, except where it loads the peer's model.
+  steps = [f for f in figures if f["name"].startswith("step, ours")]
+  assert [f.get("value", 0) > 0 for f in steps] == [True] * 5 + [False]
+  assert steps[-1]["skipped"] == "our_decode: it loads what the peer writes"
+  # A CPU has neither a known peak nor counted memory.
+  others = [f["benchmark"] for f in skipped if f not in ratios + steps]
+  assert sorted(others) == [2] * 4 + [34] * 5
+  assert {0, 5} <= {figure["benchmark"] for figure in figures}
 
 
 @pytest.mark.slow
