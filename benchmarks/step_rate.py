@@ -94,7 +94,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
   convnext=(
     {},
     _image(128, 8, variant="tiny"),
-    _image(224, 128, variant="base"),
+    _image(224, 128, variant="tiny"),
   ),
   mixer=({}, _image(224, 4), _image(224, 256)),
   bit=({}, _image(128, 8), _image(224, 128)),
