@@ -50,6 +50,12 @@ _RECURRENT = {name: 2 * limit for name, limit in _TOLERANCES.items()}
 _INT8 = {"float32": 0.06, "bfloat16": 0.06}
 _FP8 = {"float32": 0.15, "bfloat16": 0.15}
 
+# On the CPU, most of the time is LLVM's, and each program runs once.
+_FAST_COMPILE = {
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
+}
+
 # Backends of attention that do not compute in float32.
 _HALF_PRECISION = ("cudnn", "tokamax")
 
@@ -109,7 +115,10 @@ def _compute(case: Case, dtype: str, backend: str, device: Any) -> Any:
     fn = functools.partial(case.part, dtype=dtype, backend=backend)
     trained = {k: x for k, x in arrays.items() if x.dtype == jnp.float32}
     others = {k: x for k, x in arrays.items() if k not in trained}
-    run = jax.jit(jax.value_and_grad(lambda t, o: fn({**t, **o})))
+    run = jax.jit(
+      jax.value_and_grad(lambda t, o: fn({**t, **o})),
+      compiler_options=_FAST_COMPILE if device.platform == "cpu" else None,
+    )
     results = jax.device_get(run(trained, others))
   return jax.tree.map(lambda x: np.asarray(x, np.float64), results)
 
