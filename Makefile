@@ -18,6 +18,8 @@ JOBS ?= 2
 # bytes, it rounds otherwise than the default one of every current processor.
 ISA ?= SSE4_2
 ARGS ?=
+# Python of the machine with the GPU, for `make gpu-wheels`.
+GPU_PYTHON ?= 3.12
 
 # For `make lock`: the interpreters to resolve for, and the extras to pin.
 LOCK_PYTHONS ?= python3.11 python3.12 python3.13
@@ -32,7 +34,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
   bench docs lock clean
 
 run := $(VENV)/bin/python -m
-for_gpu := --only-binary=:all: --python-version 3.12 --implementation cp \
+for_gpu := --only-binary=:all: --python-version $(GPU_PYTHON) \
+  --implementation cp \
   $(foreach version,2_28 2_27 2_17,--platform manylinux_$(version)_x86_64) \
   --platform manylinux2014_x86_64
 pytest = $(run) pytest -n $(JOBS) --dist=worksteal --durations=20
@@ -93,12 +96,14 @@ gpu: install ## Measure this machine's GPU: correct, fast and true, in eight min
 	@PYTHON=$(VENV)/bin/python benchmarks/gpu.sh $(ARGS)
 
 # What the program needs beyond jax, flax and optax, for a machine that has them
-# with CUDA but no network; tokamax with what it imports.
-gpu-wheels: ## Fill build/gpu-wheels for benchmarks/gpu.sh: 37 MB
+# with CUDA but no network; tokamax with what it imports. Of scikit-learn only
+# the file of the digits is read.
+gpu-wheels: ## Fill build/gpu-wheels for benchmarks/gpu.sh: 47 MB
 	@rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels
 	@python3 -m pip download -qq -d build/gpu-wheels $(for_gpu) --no-deps \
-	  clu ml_collections google-crc32c tensorboardX qwix tokamax einshape \
-	  immutabledict jaxtyping tqdm xprof fire termcolor six wrapt
+	  clu ml_collections google-crc32c tensorboardX safetensors jinja2 markupsafe \
+	  packaging scikit-learn qwix tokamax einshape immutabledict jaxtyping tqdm \
+	  xprof fire termcolor six wrapt
 	@python3 -m pip download -qq -d build/gpu-wheels $(for_gpu) pydantic
 	@du -sh build/gpu-wheels
 

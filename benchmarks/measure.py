@@ -59,6 +59,16 @@ def arguments(about: str, **flags: str) -> argparse.Namespace:
   return args
 
 
+def part(names: Sequence[str], which: str | None) -> Sequence[str]:
+  """Returns the names of a part such as "2/3", the second of three.
+
+  >>> part("abcde", "1/2"), part("abcde", "2/2"), part("abcde", None)
+  ('ace', 'bd', 'abcde')
+  """
+  number, _, total = (which or "1/1").partition("/")
+  return names[int(number) - 1 :: int(total)]
+
+
 def cores() -> int:
   """Returns the number of cores that this process may use."""
   if hasattr(os, "sched_getaffinity"):

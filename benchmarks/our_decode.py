@@ -26,7 +26,7 @@ def main() -> None:
     assert new_BL.shape == (len(prompts_BL), max_new)
     return {"secs": time.perf_counter() - start_secs}
 
-  peer_process.serve({"device": jax.devices()[0].device_kind}, run)
+  peer_process.serve({"platform": jax.devices()[0].platform}, run)
 
 
 if __name__ == "__main__":

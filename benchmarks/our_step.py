@@ -42,7 +42,7 @@ def main() -> None:
   ready = {
     "parameters": built.facts["parameters"],
     "model_flops": built.facts["model_flops"],
-    "device": device.device_kind,
+    "platform": device.platform,
     "peak_flops": flops.peak_flops(device),
   }
   peer_process.serve(ready, run)

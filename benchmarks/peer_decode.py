@@ -38,6 +38,8 @@ def main() -> None:
   import torch
   import transformers
 
+  from benchmarks import peer_torch_step
+
   options = json.loads(sys.argv[1])
   sizes, folder = options["model"], options["folder"]
   device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +80,7 @@ def main() -> None:
     return {"secs": time.perf_counter() - start_secs}
 
   run(options["max_new"])
-  peer_process.serve({"transformers": transformers.__version__}, run)
+  peer_process.serve({"platform": peer_torch_step.platform()}, run)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def main() -> None:
 
   peer_torch_step.with_memory(lambda: run(1))
   number = sum(x.numel() for x in trained)
-  peer_process.serve({"parameters": number}, run)
+  platform = peer_torch_step.platform()
+  peer_process.serve({"parameters": number, "platform": platform}, run)
 
 
 if __name__ == "__main__":

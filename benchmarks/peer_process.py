@@ -10,6 +10,7 @@ import collections
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -56,6 +57,8 @@ class Peer:
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
+      # A compiler's workers end with it, and Ctrl-C is for the benchmark.
+      start_new_session=True,
     )
     if wait:
       self.wait()
@@ -72,7 +75,9 @@ class Peer:
 
   def close(self) -> None:
     """Ends the process; another thread may be waiting for its answer."""
-    self._process.kill()
+    with contextlib.suppress(ProcessLookupError):
+      if self._process.returncode is None:
+        os.killpg(self._process.pid, signal.SIGKILL)
     self._process.wait()
     for pipe in (self._process.stdin, self._process.stdout):
       with contextlib.suppress(OSError, ValueError):

@@ -87,14 +87,14 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = dict(
       mlp_dim=8192,
       tied_head=True,
       length=4096,
-      batch_size=4,
+      batch_size=2,
     ),
   ),
   dinov2=({}, _image(98, 8), _image(224, 256)),
   convnext=(
     {},
     _image(128, 8, variant="tiny"),
-    _image(224, 128, variant="base"),
+    _image(224, 128, variant="tiny"),
   ),
   mixer=({}, _image(224, 4), _image(224, 256)),
   bit=({}, _image(128, 8), _image(224, 128)),
@@ -254,9 +254,14 @@ def _dinov2(options: dict[str, Any], dtype: str) -> Case:
 def _convnext(options: dict[str, Any], dtype: str) -> Case:
   variant = options["variant"]
   model = dict(variant=variant, layer_scale=1e-6)
+  timm: dict[str, Any] = dict(timm=f"convnext_{variant}")
+  if "depths" in options:  # Tiny sizes.
+    depths, widths = options["depths"], options["widths"]
+    model |= dict(depths=depths, widths=widths)
+    timm |= dict(depths=depths, dims=widths)
   name = f"ConvNeXt-{variant[0].upper()}"
   case = _images(name, "convnext", options, dtype, **model)
-  return case._replace(torch=_timm(options, dtype, timm=f"convnext_{variant}"))
+  return case._replace(torch=_timm(options, dtype, **timm))
 
 
 def _timm(options: dict[str, Any], dtype: str, **model: Any) -> dict[str, Any]:
