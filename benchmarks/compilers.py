@@ -20,6 +20,9 @@ chips with the same batch:
   python -m benchmarks.compilers --only=vit_b16,llama_1b
 
 Layers are under scan, so the time to compile does not depend on their number.
+
+`--only=deltanet_layer` compiles a single layer of Qwen3-Next with the gated
+delta rule in plain JAX and as a kernel, see delta_rule_compiled.py.
 """
 
 import json
@@ -350,18 +353,22 @@ CASES = {
   ),
   "mixtral_8x7b_gpu": Case("mixtral_8x7b.py", *_H100, 64),
 }
+_DELTANET_LAYER = "deltanet_layer"
 
 
 def main() -> None:
   """Prints the figures of each case."""
   args = measure.arguments(__doc__, only="names of cases, separated by commas")
-  names = args.only.split(",") if args.only else [*CASES]
-  unknown = [name for name in names if name not in CASES]
-  if unknown:
-    sys.exit(f"--only={args.only}: expected some of {', '.join(CASES)}.")
+  known = [*CASES, _DELTANET_LAYER]
+  names = args.only.split(",") if args.only else known
+  if any(name not in known for name in names):
+    sys.exit(f"--only={args.only}: expected some of {', '.join(known)}.")
   os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No search for devices.
   if args.quick:
     names = [name for name in names if name in ("siglip", "vit_b16_gpu")]
+  if _DELTANET_LAYER in names:
+    names.remove(_DELTANET_LAYER)
+    _report_deltanet_layer()
   for name in names:
     case = CASES[name]
     title = f"{name}, {case.batch_size} on {case.devices} {case.hardware}"
@@ -517,6 +524,38 @@ def _missing_peer(peer: Peer) -> str:
   if python not in os.environ:
     return f"{python} is not set: a Python with {peer.name}'s requirements"
   return ""
+
+
+def _report_deltanet_layer() -> None:
+  """Prints the figures of a layer with each backend of the delta rule."""
+  title = "a DeltaNet layer of Qwen3-Next, 1 on 1 tpu_v5p"
+  if reason := missing("tpu"):
+    measure.skip(_NUMBER, title, reason)
+    return
+  secs = {}
+  for backend in ("xla", "pallas"):
+    with tempfile.TemporaryDirectory() as folder:
+      finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.delta_rule_compiled"]
+        + [backend, folder],
+        env=measure.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+      )
+    if finished.returncode:
+      raise RuntimeError(f"{backend}: {finished.stderr[-1000:]}")
+    figures = json.loads(finished.stdout.splitlines()[-1])
+    secs[backend] = figures["secs"] + figures["kernel_secs"]
+    for name, unit, value in (
+      ("time", "s", secs[backend]),
+      ("kernels", "s", figures["kernel_secs"]),
+      ("peak memory", "GB", figures["peak_bytes"] / 1e9),
+    ):
+      what = f"{name}, backend {backend!r}: {title}"
+      measure.report(_NUMBER, what, [value], unit=unit)
+  name = "time, 'pallas' / 'xla'"
+  _compare(name, title, secs["pallas"], secs["xla"], "<= 0.5")
 
 
 def _compiled_peer(

@@ -103,7 +103,7 @@ def chunked(inputs: Any, state_BGRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows, L = _rows(*inputs, starts_BL)
     B, _, G, R, K, V = state_B1GRKV.shape
     with model_flops.share(L, rows.v_GRLV.shape[2]):
-      o, state = run(rows, state_B1GRKV.reshape(B * G, R, K, V), _CHUNK)
+      o, state = run(rows, state_B1GRKV.reshape(B * G, R, K, V))
     o_BLGRV = jnp.moveaxis(o.reshape(B, G, R, -1, V), 3, 1)[:, :L]
     return o_BLGRV, state.reshape(state_B1GRKV.shape)
 
@@ -180,22 +180,20 @@ def _rows(
   ), L
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def run(
-  rows: Rows, state_GRKV: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
+@jax.custom_vjp
+def run(rows: Rows, state_GRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (outputs [G, R, L, V], the state after the last position)."""
-  outputs, state, _ = _forward(rows, state_GRKV, size, keeps_states=False)
+  outputs, state = _forward(rows, state_GRKV, keeps_states=False)
   return outputs, state
 
 
-def _run_forward(rows: Rows, state: jax.Array, size: int) -> tuple[Any, Any]:
-  outputs, last, states = _forward(rows, state, size, keeps_states=True)
-  return (outputs, last), (rows, states)
+def _run_forward(rows: Rows, state_GRKV: jax.Array) -> tuple[Any, Any]:
+  outputs, state, states = _forward(rows, state_GRKV, keeps_states=True)
+  return (outputs, state), (rows, states)
 
 
-def _run_backward(size: int, kept: Any, gradients: Any) -> tuple[Any, Any]:
-  return _backward(*kept, *gradients, size)
+def _run_backward(kept: Any, gradients: Any) -> tuple[Any, Any]:
+  return _backward(*kept, *gradients)
 
 
 run.defvjp(_run_forward, _run_backward)
@@ -260,33 +258,28 @@ def _product(x: jax.Array, y: jax.Array, axes: str) -> jax.Array:
 
 
 class _Grid(NamedTuple):
-  """Blocks of arrays: some heads, and one chunk after the other.
+  """Blocks of arrays: those of some heads, one chunk after the other."""
 
-  Attributes:
-    heads: heads of keys that a kernel reads at a time.
-    blocks: number of blocks of heads.
-    chunks: number of chunks.
-    rows: blocks of the inputs, in the order of Rows.
-    state: block of a state.
-    states: block of the states before each chunk.
-  """
-
-  heads: int
-  blocks: int
-  chunks: int
-  rows: Rows
-  state: Any
-  states: Any
+  size: tuple[int, int]  # Numbers of blocks of heads, and of chunks.
+  rows: Rows  # Blocks of the kernels' inputs.
+  state: Any  # Block of a state.
+  states: Any  # Block of the states before each chunk.
 
   def call(self, kernel: Any, arrays: Any, outputs: Any, specs: Any) -> Any:
-    """Calls a kernel with (rows, specs of other arrays) and of its outputs."""
+    """Calls a kernel.
+
+    Args:
+      arrays: (arrays, their blocks).
+      outputs: arrays, or others with their shapes and dtypes.
+      specs: blocks of the outputs.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     in_arrays, in_specs = arrays
     return pl.pallas_call(
       kernel,
-      grid=(self.blocks, self.chunks),
+      grid=self.size,
       in_specs=in_specs,
       out_specs=specs,
       out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
@@ -295,32 +288,32 @@ class _Grid(NamedTuple):
         vmem_limit_bytes=_VMEM_BYTES,
       ),
       interpret=_INTERPRET,
+      name=f"delta_rule_{kernel.__name__}",
     )(*in_arrays)
 
 
-def _grid(rows: Rows, size: int, reverse: bool) -> _Grid:
+def _grid(rows: Rows, reverse: bool) -> _Grid:
   from jax.experimental import pallas as pl
 
-  G, R, L, V = rows.v_GRLV.shape
-  K = rows.k_GLK.shape[-1]
-  N = L // size
+  G, R, N, _, C = rows.beta_GRN1C.shape
+  K, V = rows.k_GLK.shape[-1], rows.v_GRLV.shape[-1]
   fitting = range(1, max(1, _HEADS // R) + 1)
   heads = max(n for n in fitting if G % n == 0)
 
   def chunk(n: Any) -> Any:
     return N - 1 - n if reverse else n
 
-  by_key = pl.BlockSpec((heads, size, K), lambda g, n: (g, chunk(n), 0))
-  by_value = pl.BlockSpec((heads, R, size, V), lambda g, n: (g, 0, chunk(n), 0))
+  by_key = pl.BlockSpec((heads, C, K), lambda g, n: (g, chunk(n), 0))
+  by_value = pl.BlockSpec((heads, R, C, V), lambda g, n: (g, 0, chunk(n), 0))
   by_position = pl.BlockSpec(
-    (heads, R, None, 1, size), lambda g, n: (g, 0, chunk(n), 0, 0)
+    (heads, R, None, 1, C), lambda g, n: (g, 0, chunk(n), 0, 0)
   )
   state = pl.BlockSpec((heads, R, K, V), lambda g, n: (g, 0, 0, 0))
   states = pl.BlockSpec(
     (None, heads, R, K, V), lambda g, n: (chunk(n), g, 0, 0, 0)
   )
   specs = Rows(by_key, by_key, by_value, *[by_position] * 3)
-  return _Grid(heads, G // heads, N, specs, state, states)
+  return _Grid((G // heads, N), specs, state, states)
 
 
 def _of_heads(refs: Any) -> list[jax.Array]:
@@ -330,12 +323,12 @@ def _of_heads(refs: Any) -> list[jax.Array]:
 
 
 def _forward(
-  rows: Rows, state_GRKV: jax.Array, size: int, keeps_states: bool
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """(outputs, last state, the states before each chunk [N, G, R, K, V])."""
+  rows: Rows, state_GRKV: jax.Array, keeps_states: bool
+) -> list[jax.Array]:
+  """[outputs, last state, perhaps states before each chunk [N, G, R, K, V]]."""
   from jax.experimental import pallas as pl
 
-  def kernel(*refs: Any) -> None:
+  def forward(*refs: Any) -> None:
     inputs, first, (o, state, *states) = refs[:6], refs[6], refs[7:]
 
     @pl.when(pl.program_id(1) == 0)
@@ -349,35 +342,31 @@ def _forward(
     o[...] = o_HCV.reshape(o.shape)
     state[...] = new_HKV.reshape(state.shape)
 
-  grid = _grid(rows, size, reverse=False)
+  grid = _grid(rows, reverse=False)
   arrays = [*rows, state_GRKV], [*grid.rows, grid.state]
   outputs = [rows.v_GRLV, state_GRKV]
   specs = [grid.rows.v_GRLV, grid.state]
   if keeps_states:
-    shape = (grid.chunks, *state_GRKV.shape)
+    shape = (grid.size[1], *state_GRKV.shape)
     outputs.append(jax.ShapeDtypeStruct(shape, state_GRKV.dtype))
     specs.append(grid.states)
-  o_GRLV, last, *states = grid.call(kernel, arrays, outputs, specs)
-  return o_GRLV, last, states[0] if states else None
+  results: list[jax.Array] = grid.call(forward, arrays, outputs, specs)
+  return results
 
 
 def _backward(
   rows: Rows,
   states_NGRKV: jax.Array,
-  gradient_GRLV: jax.Array,
-  gradient_GRKV: jax.Array,
-  size: int,
+  do_GRLV: jax.Array,
+  dstate_GRKV: jax.Array,
 ) -> tuple[Rows, jax.Array]:
-  """Gradients of the rows and of the first state."""
+  """Gradients of the rows and of the first state, from those of the results."""
   from jax.experimental import pallas as pl
 
-  def kernel(*refs: Any) -> None:
+  def backward(*refs: Any) -> None:
     # The last output is the gradient of the state after the chunk.
-    inputs, (before, do, last), (*results, dstate) = (
-      refs[:6],
-      refs[6:9],
-      refs[9:],
-    )
+    inputs, others, (*results, dstate) = refs[:6], refs[6:9], refs[9:]
+    before, do, last = others
 
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
@@ -388,15 +377,12 @@ def _backward(
     for result, x in zip((*results, dstate), transposed((do_HCV, dstate_HKV))):
       result[...] = x.reshape(result.shape)
 
-  grid = _grid(rows, size, reverse=True)
+  grid = _grid(rows, reverse=True)
   arrays = (
-    [*rows, states_NGRKV, gradient_GRLV, gradient_GRKV],
+    [*rows, states_NGRKV, do_GRLV, dstate_GRKV],
     [*grid.rows, grid.states, grid.rows.v_GRLV, grid.state],
   )
-  outputs = [*rows, gradient_GRKV]
-  # A third of its products repeat those of the forward kernel.
-  with model_flops.counts_as(2, 3):
-    *drows, dstate = grid.call(
-      kernel, arrays, outputs, [*grid.rows, grid.state]
-    )
+  outputs = [*rows, dstate_GRKV]
+  specs = [*grid.rows, grid.state]
+  *drows, dstate = grid.call(backward, arrays, outputs, specs)
   return Rows(*drows), dstate

@@ -10,6 +10,7 @@ from models.layers import test_delta_rule as rule
 from bigtrain import sharding
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.layers import delta_rule, delta_rule_kernel, triangular
+from bigtrain.reports import flops
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +118,21 @@ def test_auto_takes_the_kernel_for_whole_chunks():
   assert delta_rule_kernel.choose("auto", CALL) == "pallas"
   assert delta_rule_kernel.choose("auto", CALL._replace(length=15)) == "xla"
   assert delta_rule_kernel.choose("xla", CALL) == "xla"
+
+
+def test_its_flops_are_almost_those_of_plain_jax(monkeypatch):
+  """Of a published layer. The kernel needs no w, see delta_rule._Chunks."""
+  monkeypatch.setattr(delta_rule_kernel, "_CHUNK", 64)
+  monkeypatch.setattr(delta_rule_kernel, "_HEADS", 8)
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+  q, positions = shape(1, 512, 16, 128), shape(1, 512, 16, 2)
+  arrays = q, q, shape(1, 512, 16, 2, 128), positions, positions
+
+  def count(backend):
+    def outputs(*arrays):
+      given = delta_rule.Inputs(*arrays)
+      return delta_rule.chunked(given, delta_rule.empty_state(given), backend)
+
+    return flops.forward_flops(outputs, *arrays)
+
+  assert 0.85 < count("pallas") / count("xla") < 1
