@@ -100,7 +100,7 @@ def chunked(inputs: Any, state_BGRKV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   def locally(*arrays: Any) -> tuple[jax.Array, jax.Array]:
     *inputs, state_B1GRKV, starts_BL = arrays
-    rows, L = _rows(*inputs, starts_BL)
+    rows, L = _rows(starts_BL, *inputs)
     B, _, G, R, K, V = state_B1GRKV.shape
     with model_flops.share(L, rows.v_GRLV.shape[2]):
       o, state = run(rows, state_B1GRKV.reshape(B * G, R, K, V))
@@ -142,12 +142,12 @@ class Rows(NamedTuple):
 
 
 def _rows(
+  starts_BL: jax.Array | None,
   q_BLGK: jax.Array,
   k_BLGK: jax.Array,
   v_BLGRV: jax.Array,
   log_decay_BLGR: jax.Array,
   beta_BLGR: jax.Array,
-  starts_BL: jax.Array | None,
 ) -> tuple[Rows, int]:
   """Returns (inputs by head, padded to whole chunks; the length before)."""
   B, L, G, R, V = v_BLGRV.shape
@@ -261,7 +261,7 @@ class _Grid(NamedTuple):
   """Blocks of arrays: those of some heads, one chunk after the other."""
 
   size: tuple[int, int]  # Numbers of blocks of heads, and of chunks.
-  rows: Rows  # Blocks of the kernels' inputs.
+  rows: list[Any]  # Blocks of the fields of Rows.
   state: Any  # Block of a state.
   states: Any  # Block of the states before each chunk.
 
@@ -312,7 +312,7 @@ def _grid(rows: Rows, reverse: bool) -> _Grid:
   states = pl.BlockSpec(
     (None, heads, R, K, V), lambda g, n: (chunk(n), g, 0, 0, 0)
   )
-  specs = Rows(by_key, by_key, by_value, *[by_position] * 3)
+  specs = [by_key, by_key, by_value, *[by_position] * 3]
   return _Grid((G // heads, N), specs, state, states)
 
 
@@ -337,15 +337,14 @@ def _forward(
 
     for before in states:
       before[...] = state[...]
-    *arrays, state_HKV = _of_heads([*inputs, state])
-    o_HCV, new_HKV = _read_chunk(*arrays, state_HKV)
+    o_HCV, new_HKV = _read_chunk(*_of_heads([*inputs, state]))
     o[...] = o_HCV.reshape(o.shape)
     state[...] = new_HKV.reshape(state.shape)
 
   grid = _grid(rows, reverse=False)
   arrays = [*rows, state_GRKV], [*grid.rows, grid.state]
-  outputs = [rows.v_GRLV, state_GRKV]
-  specs = [grid.rows.v_GRLV, grid.state]
+  outputs: list[Any] = [rows.v_GRLV, state_GRKV]
+  specs = [grid.rows[2], grid.state]
   if keeps_states:
     shape = (grid.size[1], *state_GRKV.shape)
     outputs.append(jax.ShapeDtypeStruct(shape, state_GRKV.dtype))
@@ -373,14 +372,15 @@ def _backward(
       dstate[...] = last[...]
 
     *arrays, do_HCV, dstate_HKV = _of_heads([*inputs, before, do, dstate])
-    _, transposed = jax.vjp(_read_chunk, *arrays)
+    read: Any = _read_chunk  # The types of jax.vjp do not allow its result.
+    _, transposed = jax.vjp(read, *arrays)
     for result, x in zip((*results, dstate), transposed((do_HCV, dstate_HKV))):
       result[...] = x.reshape(result.shape)
 
   grid = _grid(rows, reverse=True)
   arrays = (
     [*rows, states_NGRKV, do_GRLV, dstate_GRKV],
-    [*grid.rows, grid.states, grid.rows.v_GRLV, grid.state],
+    [*grid.rows, grid.states, grid.rows[2], grid.state],
   )
   outputs = [*rows, dstate_GRKV]
   specs = [*grid.rows, grid.state]
