@@ -70,6 +70,7 @@ def test_inverse_by_masks_and_its_gradient(float64):
   rule.assert_close(actual, expected, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [False, True])
 def test_devices_pass_the_state_on(documents):
   given, state = inputs(40, documents), single(rule.state())
