@@ -20,6 +20,9 @@ chips with the same batch:
   python -m benchmarks.compilers --only=vit_b16,llama_1b
 
 Layers are under scan, so the time to compile does not depend on their number.
+
+`--only=delta_rule` compiles the gated delta rule of a layer of Qwen3-Next, in
+plain JAX and as kernels, see delta_rule_compiled.py.
 """
 
 import json
@@ -350,18 +353,22 @@ CASES = {
   ),
   "mixtral_8x7b_gpu": Case("mixtral_8x7b.py", *_H100, 64),
 }
+_DELTA_RULE = "delta_rule"
 
 
 def main() -> None:
   """Prints the figures of each case."""
   args = measure.arguments(__doc__, only="names of cases, separated by commas")
-  names = args.only.split(",") if args.only else [*CASES]
-  unknown = [name for name in names if name not in CASES]
-  if unknown:
-    sys.exit(f"--only={args.only}: expected some of {', '.join(CASES)}.")
+  known = [*CASES, _DELTA_RULE]
+  names = args.only.split(",") if args.only else known
+  if any(name not in known for name in names):
+    sys.exit(f"--only={args.only}: expected some of {', '.join(known)}.")
   os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No search for devices.
   if args.quick:
     names = [name for name in names if name in ("siglip", "vit_b16_gpu")]
+  if _DELTA_RULE in names:
+    names.remove(_DELTA_RULE)
+    _report_delta_rule()
   for name in names:
     case = CASES[name]
     title = f"{name}, {case.batch_size} on {case.devices} {case.hardware}"
@@ -517,6 +524,37 @@ def _missing_peer(peer: Peer) -> str:
   if python not in os.environ:
     return f"{python} is not set: a Python with {peer.name}'s requirements"
   return ""
+
+
+def _report_delta_rule() -> None:
+  """Prints the figures of the gated delta rule with each backend."""
+  title = "delta rule of a layer of Qwen3-Next, 1 on 1 tpu_v5p"
+  if reason := missing("tpu"):
+    measure.skip(_NUMBER, title, reason)
+    return
+  secs: dict[str, dict[str, float]] = {}
+  for backend in ("xla", "pallas"):
+    with tempfile.TemporaryDirectory() as folder:
+      finished = subprocess.run(
+        [sys.executable, "-m", "benchmarks.delta_rule_compiled"]
+        + [backend, folder],
+        env=measure.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+      )
+    if finished.returncode:
+      raise RuntimeError(f"{backend}: {finished.stderr[-1000:]}")
+    figures = json.loads(finished.stdout.splitlines()[-1])
+    for part, values in figures.items():
+      what = f"{part}, backend {backend!r}"
+      measure.report(_NUMBER, f"{what}: {title}", [values["secs"]], unit="s")
+      kernels = [values["kernel_secs"]]
+      measure.report(_NUMBER, f"kernels of {what}: {title}", kernels, unit="s")
+    secs[backend] = {part: values["secs"] for part, values in figures.items()}
+  for part, value in secs["pallas"].items():
+    name = f"{part}, 'pallas' / 'xla'"
+    _compare(name, title, value, secs["xla"][part], "<= 0.5")
 
 
 def _compiled_peer(

@@ -11,6 +11,7 @@ from bigtrain import sharding
 from bigtrain.arrays import trees
 from bigtrain.config.errors import ConfigError
 from bigtrain.models import decoder
+from bigtrain.models.layers import delta_rule_kernel
 from bigtrain.tasks import language_modeling
 
 B, L, V = 8, 70, 40  # No chunk and no device divides L.
@@ -110,22 +111,62 @@ MESHES = {
 }
 
 
+def assert_same(actual, expected, share):
+  """Compares the loss and gradients of two runs."""
+  assert actual[0] == pytest.approx(expected[0], rel=3e-5)
+  largest = max(np.abs(x).max() for x in jax.tree.leaves(expected[1]))
+  old = dict(trees.flatten_with_names(expected[1]))
+  for name, new in trees.flatten_with_names(actual[1]):
+    scale = max(np.abs(old[name]).max(), 1e-2 * largest)
+    np.testing.assert_allclose(
+      new, old[name], rtol=0, atol=share * scale, err_msg=name
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_any_mesh_has_the_gradients_of_one_device(name):
   """With rematerialisation there, and without it here."""
   mesh, packed = MESHES[name]
   remat = model_of(remat_policy="nothing_saveable")
-  expected, expected_grads = on_one_device(packed)
-  loss, grads = loss_and_grads(remat, packed, **mesh)
-  assert loss == pytest.approx(expected, rel=3e-5)
-  largest = max(np.abs(x).max() for x in jax.tree.leaves(expected_grads))
-  old = dict(trees.flatten_with_names(expected_grads))
-  for name, new in trees.flatten_with_names(grads):
-    scale = max(np.abs(old[name]).max(), 1e-2 * largest)
-    np.testing.assert_allclose(
-      new, old[name], rtol=0, atol=1e-4 * scale, err_msg=name
-    )
+  actual = loss_and_grads(remat, packed, **mesh)
+  assert_same(actual, on_one_device(packed), 1e-4)
+
+
+@pytest.fixture
+def interpreted_kernel(monkeypatch):
+  """As on a TPU, with chunks that are quick to interpret."""
+  monkeypatch.setattr(delta_rule_kernel, "_INTERPRET", True)
+  monkeypatch.setattr(delta_rule_kernel, "_CHUNK", 16)
+  monkeypatch.setattr(sharding, "device", lambda: ("tpu", "TPU v5"))
+
+
+def with_kernel(**changes):
+  """The model, whose layers of attention have no kernel."""
+  rule = KINDS["linear"]["deltanet"] | dict(backend="pallas")
+  kinds = KINDS | {"linear": dict(deltanet=rule)}
+  return model_of(**dict(kinds=kinds, attention="xla") | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_the_kernel_on_any_mesh(name, interpreted_kernel):
+  mesh, packed = MESHES[name]
+  remat = with_kernel(remat_policy="nothing_saveable")
+  actual = loss_and_grads(remat, packed, **mesh)
+  assert_same(actual, on_one_device(packed), 1e-4)
+
+
+@pytest.mark.slow
+def test_the_kernel_reads_a_prompt(interpreted_kernel):
+  model, text = with_kernel(), tokens(2)
+  whole, _ = jax.jit(model_of().apply)(variables(), text)
+  out = {"cache": model.init_cache(2, L)}
+  for start, end in ((0, 40), (40, 69), (69, L)):
+    call = jax.jit(functools.partial(model.apply, start=start))
+    part = text[:, start:end]
+    logits, out = call(variables(), part, cache=out["cache"])
+    assert_close(logits, whole[:, start:end])
 
 
 def test_packed_documents_give_the_logits_of_single_ones():
@@ -218,6 +259,10 @@ WRONG = {
   "names": (
     dict(deltanet=dict(num_heads=2, key_heads=1)),
     r"deltanet\.key_heads.*num_key_heads",
+  ),
+  "backend": (
+    dict(deltanet=dict(num_heads=2, backend="palas")),
+    r"deltanet\.backend: unknown 'palas'.*pallas",
   ),
   "norm": (
     dict(kinds={"a": dict(norm_at="before")}, layers=("a",)),

@@ -18,7 +18,8 @@ computed first, and a loop over the chunks then carries the state.
 `over_devices` does the same for texts whose positions are split over the axis
 `sequence`. `step` reads one token. The decay may also differ between the
 channels of a key, as in Kimi Linear; delta_rule_channels.py has the computation
-within chunks for that case.
+within chunks for that case. On TPUs, delta_rule_kernel.py has the same as a
+kernel.
 
 Axes: B batch, L length, N chunks, C positions of a chunk, J the same for keys,
 G heads of queries and keys, R heads of values for each of them, K width of
@@ -32,7 +33,11 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain.arrays import model_flops
-from bigtrain.models.layers import delta_rule_channels, triangular
+from bigtrain.models.layers import (
+  delta_rule_channels,
+  delta_rule_kernel,
+  triangular,
+)
 
 # Positions of a chunk. Products within chunks cost more with longer ones, and
 # the loop over the state has more turns with shorter ones.
@@ -107,9 +112,15 @@ def step(
 
 
 def chunked(
-  inputs: Inputs, state_BGRKV: jax.Array
+  inputs: Inputs, state_BGRKV: jax.Array, backend: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns (outputs [B, L, G, R, V], the state after the last position)."""
+  """Returns (outputs [B, L, G, R, V], the state after the last position).
+
+  Args:
+    backend: see delta_rule_kernel.choose.
+  """
+  if backend == "pallas":
+    return delta_rule_kernel.chunked(inputs, state_BGRKV)
   L = inputs.q_BLGK.shape[1]
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
@@ -118,31 +129,39 @@ def chunked(
   return outputs[:, :L], state
 
 
-def over_devices(inputs: Inputs, axis: str) -> jax.Array:
+def over_devices(inputs: Inputs, axis: str, backend: str = "xla") -> jax.Array:
   """Inside a shard_map: the outputs [B, L, G, R, V] of each device's positions.
 
   If the state is S before a device's positions, it is M S + T after them. So
   every device first computes its M and T. These are gathered, and give each
   device the state at the beginning of its positions.
   """
+  if backend == "pallas":
+    with model_flops.counts_as(0, 1):  # A single device would not compute this.
+      own_state = _state_before(*delta_rule_kernel.summary(inputs), axis)
+    return delta_rule_kernel.chunked(inputs, own_state)[0]
   L = inputs.q_BLGK.shape[1]
   padded, size = _in_whole_chunks(inputs)
   with model_flops.share(L, padded.q_BLGK.shape[1]):
     chunks = _chunks_of(padded, size)
-    with model_flops.counts_as(0, 1):  # A single device would not compute this.
-      transition, state = _summary(chunks)
-      all_transitions, all_states = jax.lax.all_gather(
-        (transition, state), axis
-      )
-      before = jnp.zeros_like(state)
-      states = [before]
-      for i in range(len(all_states) - 1):
-        moved = jnp.einsum("bgrkj,bgrjv->bgrkv", all_transitions[i], before)
-        before = moved + all_states[i]
-        states.append(before)
-      own_state = jnp.stack(states)[jax.lax.axis_index(axis)]
+    with model_flops.counts_as(0, 1):
+      own_state = _state_before(*_summary(chunks), axis)
     outputs, _ = _over_chunks(chunks, own_state)
   return outputs[:, :L]
+
+
+def _state_before(
+  transition: jax.Array, state: jax.Array, axis: str
+) -> jax.Array:
+  """The state before a device's positions, from M and T of each device."""
+  all_transitions, all_states = jax.lax.all_gather((transition, state), axis)
+  before = jnp.zeros_like(state)
+  states = [before]
+  for i in range(len(all_states) - 1):
+    moved = jnp.einsum("bgrkj,bgrjv->bgrkv", all_transitions[i], before)
+    before = moved + all_states[i]
+    states.append(before)
+  return jnp.stack(states)[jax.lax.axis_index(axis)]
 
 
 def _chunks_of(inputs: Inputs, size: int) -> Any:

@@ -30,6 +30,7 @@ from bigtrain.config.errors import ConfigError, check_choice
 from bigtrain.models.layers import (
   causal_conv,
   delta_rule,
+  delta_rule_kernel,
   kernels,
   masks,
   mlp,
@@ -71,6 +72,8 @@ class Options(NamedTuple):
   gate: str = "silu"  # A name in GATES, of the output's gate.
   # Follows the convolution: the kind of an MLP without a gate, see mlp.KINDS.
   activation: str = "silu"
+  # Of the recurrence, see delta_rule_kernel.choose.
+  backend: str = "auto"
 
   @property
   def key_heads(self) -> int:
@@ -104,6 +107,7 @@ def read(given: Options | Mapping[str, Any] | None, key: str) -> Options | None:
   if result is not None:
     check_choice(f"{key}.gate", result.gate, GATES)
     check_choice(f"{key}.activation", result.activation, _ACTIVATIONS)
+    check_choice(f"{key}.backend", result.backend, delta_rule_kernel.NAMES)
   if result is not None and result.num_heads % result.key_heads:
     raise ConfigError(
       f"{key}.num_key_heads: {result.num_key_heads} does not divide num_heads="
@@ -277,7 +281,8 @@ class DeltaNet(nn.Module):
     if is_new_B is not None:
       o, state = delta_rule.step(rule, state, is_new_B)
     else:
-      o, state = delta_rule.chunked(rule, state)
+      backend = _backend(options, rule)
+      o, state = delta_rule.chunked(rule, state, backend)
     return o, cache.with_layer(layer, last_BWGC, state)
 
 
@@ -302,7 +307,8 @@ def _over_mesh(
     joined = jnp.concatenate([empty, inputs_BLGC], axis=1)
     y_BLGC = _convolved(options, joined, kernel_WGC, places_BL)
     rule = _rule_inputs(options, y_BLGC, log_decay, beta_BLGR, places_BL)
-    return delta_rule.chunked(rule, delta_rule.empty_state(rule))[0]
+    backend = _backend(options, rule)
+    return delta_rule.chunked(rule, delta_rule.empty_state(rule), backend)[0]
 
   def on_device(
     inputs: jax.Array, kernel: jax.Array, log_decay: Any, beta: Any, places: Any
@@ -315,7 +321,7 @@ def _over_mesh(
     joined = jnp.concatenate([before, inputs], axis=1)
     y = _convolved(options, joined, kernel, places)
     rule = _rule_inputs(options, y, log_decay, beta, places)
-    return delta_rule.over_devices(rule, _AXIS)
+    return delta_rule.over_devices(rule, _AXIS, _backend(options, rule))
 
   mesh: Any = sharding.ambient(B)
   tensor = mesh.shape.get("tensor", 1)
@@ -340,6 +346,21 @@ def _over_mesh(
     check_vma=False,
   )(inputs, kernel_WGC, log_decay, beta, places)
   return o_BLGRV[:, :L]
+
+
+def _backend(options: Options, rule: delta_rule.Inputs) -> str:
+  """The backend of the recurrence on each device."""
+  B, L, *_, V = rule.v_BLGRV.shape
+  call = delta_rule_kernel.Call(
+    platform=sharding.device()[0],
+    splits=sharding.splits(B),
+    length=L,
+    key_dim=rule.k_BLGK.shape[-1],
+    value_dim=V,
+    dtype=rule.v_BLGRV.dtype.name,
+    by_channel=options.decay_rank is not None,
+  )
+  return delta_rule_kernel.choose(options.backend, call)
 
 
 def _convolved(

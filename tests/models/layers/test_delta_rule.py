@@ -20,9 +20,8 @@ def inputs(length, documents=False, equal_keys=False, by_channel=False):
   k = k / np.linalg.norm(k, axis=-1, keepdims=True)
   # Some heads forget at once, and others hardly at all.
   shape = (B, length, G, R, K) if by_channel else (B, length, G, R)
-  decay = rng.exponential(size=shape) * rng.choice(
-    [0.0, 0.01, 1.0, 50.0], size=shape
-  )
+  rates = np.resize([0.0, 0.01, 1.0, 50.0], shape[2:])
+  decay = rng.exponential(size=shape) * rates
   beta = rng.uniform(0, 2, size=shape[:4])
   if equal_keys:
     decay, beta = 0 * decay, np.ones_like(beta)
