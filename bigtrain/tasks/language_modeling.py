@@ -23,7 +23,7 @@ A batch has
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,9 @@ def generate(
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
   min_new: int = 0,
+  suppress_tokens: Sequence[int] = (),
+  begin_suppress_tokens: Sequence[int] = (),
+  bad_words_ids: Sequence[Sequence[int]] = (),
   drafts: int = 0,
   whole: bool = False,
 ) -> Any:
@@ -129,7 +132,8 @@ def generate(
     num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
     temperature, top_k, top_p, min_p, seed: see decoding.sample; temperature 0
       is greedy. A sample depends only on the seed and the prompt.
-    repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
+    repetition_penalty, no_repeat_ngram_size, min_new, suppress_tokens,
+      begin_suppress_tokens, bad_words_ids: see decoding.Rules.
     drafts: number of tokens that the modules of config.model.mtp draft at a
       time, for greedy decoding with fewer calls of the model.
     whole: whether to return all results of decoding.sample, with prompts.
@@ -141,7 +145,14 @@ def generate(
   # From the end of the shortest prompt on, the model reads one token at a time.
   shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
   options = _options_of(batch, length_B)
-  rules = decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new)
+  rules = decoding.Rules(
+    repetition_penalty,
+    no_repeat_ngram_size,
+    min_new,
+    suppress_tokens,
+    begin_suppress_tokens,
+    bad_words_ids,
+  )
   if drafts:
     others = whole or num_beams > 1 or temperature or options
     _check_drafts(drafts, model, variables, rules, others)

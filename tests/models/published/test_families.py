@@ -17,11 +17,13 @@ from models.published.folders import (
   GOLDEN,
   export,
   opened,
+  shapes_of,
   variables_of,
   write,
 )
 from support import cases, rounding
 
+from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
@@ -251,6 +253,17 @@ def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
   assert opened(tmp_path)[1] == opened(PUBLISHED / family)[1]
 
 
+def test_layers_that_never_rotate_are_written_with_a_base(tmp_path):
+  """The library computes the frequencies even if no layer uses them."""
+  values = json.loads((PUBLISHED / "smollm3" / "config.json").read_text())
+  values["no_rope_layers"] = [0] * values["num_hidden_layers"]
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  module, model = opened(tmp_path)
+  config, _ = module.to_published(model, shapes_of_decoder(model), "smollm3")
+  assert config["rope_theta"] == 2e6
+  assert config["no_rope_layers"] == values["no_rope_layers"]
+
+
 # {family: (key, a value that the decoder does not compute)}.
 REFUSED = {
   "hunyuan_v1_dense": ("rope_parameters", dict(rope_type="axial")),
@@ -272,6 +285,12 @@ def test_what_is_not_computed_is_refused_by_name(family, tmp_path):
   name = "rope_type" if key == "rope_parameters" else key
   with pytest.raises(ConfigError, match=f"{name}="):
     opened(tmp_path)
+
+
+def shapes_of_decoder(model):
+  """{name: shape} of a model's parameters."""
+  shapes = shapes_of(model, jnp.zeros((1, 2), jnp.int32))["params"]
+  return {name: x.shape for name, x in trees.flatten_with_names(shapes)}
 
 
 def canonical(model):

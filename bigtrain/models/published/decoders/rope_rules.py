@@ -209,7 +209,7 @@ class _Rope(NamedTuple):
       return {"rope_parameters": by_type} | _longest(fields)
     # Layers that do not rotate have no values.
     rotating = [layer for layer in layers if layer[0] is not None]
-    theta, scaling, fraction = [*rotating, layers[0]][0]
+    theta, scaling, fraction = [*rotating, (self.theta, None, 1.0)][0]
     written = written_scaling(scaling)
     query_scale = fields["query_scale"][0]
     if self.query_scale and query_scale:
