@@ -345,6 +345,45 @@ def test_kernels_that_the_library_split_in_equal_parts(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe"])
+def test_experts_that_are_one_array(family, tmp_path):
+  """As in the releases of Qwen 3.5 and 3.6, and in memory in all families."""
+  folder = PUBLISHED / family
+  arrays = {}
+  experts = {}  # {name without the number: matrices by expert}.
+  for name, x in safetensors_files.read(str(folder)).items():
+    match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
+    if match is None:
+      arrays[name] = x
+    else:
+      matrices = experts.setdefault(match[1] + match[3], {})
+      matrices[int(match[2])] = x[...]
+  stacked = {
+    name: np.stack([x for _, x in sorted(matrices.items())])
+    for name, matrices in experts.items()
+  }
+  for name, x in stacked.items():
+    stem = name.removesuffix("gate_proj")
+    if name.endswith("down_proj"):
+      arrays[name] = x
+    elif stem != name:
+      both = x, stacked[stem + "up_proj"]
+      arrays[stem + "gate_up_proj"] = np.concatenate(both, axis=1)
+  file = write(tmp_path, arrays)
+  module, model = opened(folder)
+  expected = variables_of(module, model, folder)
+  loaded = variables_of(module, model, file)
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_a_limit_above_a_dynamic_scaling_is_exported(tmp_path):
+  """Files have one key for the limit and for the length that it begins at."""
+  folder = PUBLISHED / "internlm3"
+  module, model = opened(folder, max_len=96)
+  config, _ = module.to_published(model, shapes_of_decoder(model), "internlm3")
+  assert config["max_position_embeddings"] == 24
+
+
 def test_the_text_part_of_a_model_that_sees_images(tmp_path):
   """As the releases of Qwen 3.5 are, whose rotation has three positions."""
   folder = PUBLISHED / "qwen3_5_moe_text"
