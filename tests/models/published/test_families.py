@@ -253,6 +253,26 @@ def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
   assert opened(tmp_path)[1] == opened(PUBLISHED / family)[1]
 
 
+def test_growing_queries_have_their_own_length(tmp_path):
+  """The library takes it from the rotation, whatever the kind of scaling."""
+  values = json.loads((PUBLISHED / "ministral3" / "config.json").read_text())
+  values["rope_parameters"] = dict(
+    rope_type="dynamic",
+    factor=2.0,
+    rope_theta=1e4,
+    original_max_position_embeddings=8,
+    llama_4_scaling_beta=0.3,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  module, model = opened(tmp_path)
+  assert model.query_scale["original_len"] == 8
+  assert model.rope_scaling["original_len"] == 64
+  shapes = shapes_of_decoder(model)
+  config, _ = module.to_published(model, shapes, "ministral3")
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert canonical(opened(tmp_path)[1]) == canonical(model)
+
+
 def test_layers_that_never_rotate_are_written_with_a_base(tmp_path):
   """The library computes the frequencies even if no layer uses them."""
   values = json.loads((PUBLISHED / "smollm3" / "config.json").read_text())

@@ -188,8 +188,9 @@ class _Rope(NamedTuple):
       fields["query_scale"] = None
       if (beta := stored.get(_QUERY_BETA)) is not None:
         longest = config["max_position_embeddings"]
-        length = stored.get(_ORIGINAL_LEN) or longest
-        length = (scaling or {}).get("original_len", length)
+        # A scaling of type "dynamic" begins at the longest text instead.
+        length = stored.get(_ORIGINAL_LEN)
+        length = length or (scaling or {}).get("original_len", longest)
         scale = {"beta": beta, "original_len": length, "log": "log"}
         fields["query_scale"] = scale
     return fields
