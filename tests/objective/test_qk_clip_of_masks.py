@@ -102,7 +102,7 @@ def trained(mask, microbatches=1, **sizes):
   config["input"]["data"]["prefix"] = mask == "prefix"
   small = dict(width=16, depth=1, num_heads=2, mlp_dim=24)
   config["model"]["image"] |= small
-  text = small | dict(depth=2, num_kv_heads=1, init_std=0.5)
+  text = small | dict(num_kv_heads=1, init_std=0.3)
   config["model"]["text"] |= text
   config["model"]["mask"] = mask
   config["qk_clip"] = dict(tau=0.1)
@@ -113,20 +113,20 @@ def trained(mask, microbatches=1, **sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", ["prefix", "image"])
 @pytest.mark.parametrize(
-  "sizes",
+  ("mask", "sizes"),
   [
-    dict(microbatches=4),
-    dict(fsdp=8),
-    dict(fsdp=8, microbatches=4),
-    dict(fsdp=2, sequence=2, tensor=2, microbatches=4),
+    ("prefix", dict(fsdp=8, microbatches=4)),
+    ("image", dict(fsdp=2, sequence=2, tensor=2, microbatches=4)),
+    ("image", dict(microbatches=4)),
+    ("prefix", dict(fsdp=8)),
+    ("image", dict(fsdp=8)),
   ],
   ids=str,
 )
 def test_devices_and_microbatches_change_nothing(mask, sizes):
   params, logits = trained(mask)
-  assert (logits > 0.1).all()  # All steps clip.
+  assert (logits[0] > 0.1).all()  # It is clipped.
   got_params, got = trained(mask, **sizes)
   np.testing.assert_allclose(got, logits, rtol=2e-4)
   for name, x in params.items():
