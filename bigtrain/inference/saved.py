@@ -32,6 +32,7 @@ from bigtrain.checkpoints.manifest import Manifest
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError, did_you_mean
 from bigtrain.files import paths
+from bigtrain.inference import generation_config
 from bigtrain.models.published import (
   families,
   stage_families,
@@ -46,7 +47,6 @@ from bigtrain.text import messages as chat_messages
 
 # The sets of parameters in a train state.
 WEIGHTS = ("params", "ema")
-_GENERATION = "generation_config.json"
 # (names of architectures in config.json, model, task); all others are decoders.
 _PUBLISHED = (
   (t5_families.FAMILIES, "t5", "seq2seq"),
@@ -210,7 +210,12 @@ def _find_published(path: str, key: str, allow_unread: Sequence[str]) -> Saved:
     data=data,
     fingerprints={},
     manifest=None,
-    generation=_published_generation(path, values, task),
+    generation=generation_config.options(
+      os.path.join(path, generation_config.FILE),
+      _json_of(path, generation_config.FILE),
+      values.get("eos_token_id"),
+      task,
+    ),
   )
 
 
@@ -226,38 +231,6 @@ def _picture_prompts(path: str, model: Mapping[str, Any]) -> dict[str, Any]:
   except ConfigError:
     return prompts  # The model reads only texts.
   return {**prompts, "pictures": how._asdict()}
-
-
-def _published_generation(
-  path: str, values: Mapping[str, Any], task: str
-) -> dict[str, Any]:
-  """Our options of generation for those in generation_config.json."""
-  given = _json_of(path, _GENERATION)
-  generation: dict[str, Any] = {}
-  end_ids = given.get("eos_token_id", values.get("eos_token_id"))
-  if end_ids is not None:
-    generation["eos_id"] = end_ids
-  for name in ("repetition_penalty", "no_repeat_ngram_size"):
-    if given.get(name):
-      generation[name] = given[name]
-  min_new = given.get("min_new_tokens")
-  if not min_new and task == "seq2seq":
-    # min_length also counts the token that starts the decoder. For a decoder
-    # without encoder it counts the prompt, so it says little about the answer.
-    min_new = given.get("min_length", 0) - 1
-  if min_new and min_new > 0:
-    generation["min_new"] = min_new
-  if given.get("do_sample"):
-    generation["temperature"] = given.get("temperature") or 1.0
-    # transformers omits values that equal its defaults; that of top_k is 50.
-    generation["top_k"] = 50
-    names = ["top_k", "top_p"]
-    if task == "language_modeling":
-      names.append("min_p")
-    for name in names:
-      if given.get(name) is not None:
-        generation[name] = given[name]
-  return generation
 
 
 def _json_of(folder: str, name: str) -> dict[str, Any]:

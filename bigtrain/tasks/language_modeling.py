@@ -23,7 +23,7 @@ A batch has
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +114,9 @@ def generate(
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
   min_new: int = 0,
+  suppress_tokens: Sequence[int] = (),
+  begin_suppress_tokens: Sequence[int] = (),
+  bad_words_ids: Sequence[Sequence[int]] = (),
   drafts: int = 0,
   whole: bool = False,
 ) -> Any:
@@ -130,32 +133,29 @@ def generate(
     num_beams, length_penalty: see decoding.beam_search; 1 beam samples.
     temperature, top_k, top_p, min_p, seed: see decoding.sample; temperature 0
       is greedy. A sample depends only on the seed and the prompt.
-    repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
-    drafts: number of tokens that the modules of config.model.mtp draft at a
-      time, for greedy decoding with fewer calls of the model.
+    repetition_penalty and those up to bad_words_ids: see decoding.Rules.
+    drafts: number of tokens that the modules of config.model.mtp draft at once,
+      for greedy decoding with fewer calls.
     whole: whether to return all results of decoding.sample, with prompts.
   """
   decoding.check_beams(num_beams, temperature, "generate")
-  prompt_BL = batch["tokens"]
-  B, L = prompt_BL.shape
   real_BL, length_B = _real_tokens(batch, pad_id)
-  # From the end of the shortest prompt on, the model reads one token at a time.
-  shortest = jnp.min(jnp.where(length_B == 0, L, length_B))
+  prompts = batch["tokens"], length_B
   options = _options_of(batch, length_B)
-  rules = decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new)
+  rules = decoding.Rules(
+    repetition_penalty,
+    no_repeat_ngram_size,
+    min_new,
+    suppress_tokens,
+    begin_suppress_tokens,
+    bad_words_ids,
+  )
   if drafts:
     others = whole or num_beams > 1 or temperature or options
     _check_drafts(drafts, model, variables, rules, others)
-  _, out = model.apply(
-    variables,
-    prompt_BL,
-    real=jnp.arange(L) < length_B[:, None],
-    cache=model.init_cache(B, L + max_new + drafts),
-    head=False,
-    **options,
-  )
-  prompts = prompt_BL, length_B
-  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=shortest - 1)
+  out = _prefilled(variables, model, *prompts, max_new + drafts, options)
+  start = _first_position(*prompts)
+  common: Any = dict(eos_id=eos_id, pad_id=pad_id, start=start)
   if drafts:
     args = out, *prompts, drafts, max_new
     return _with_drafts(variables, model, *args, **common)
@@ -176,6 +176,36 @@ def generate(
     whole=whole,
     **common,
   )
+
+
+def _prefilled(
+  variables: Variables,
+  model: Any,
+  prompt_BL: jax.Array,
+  length_B: jax.Array,
+  room: int,
+  options: Mapping[str, jax.Array],
+) -> dict[str, Any]:
+  """Outputs of the model for prompts, with a cache of `room` more tokens."""
+  B, L = prompt_BL.shape
+  _, out = model.apply(
+    variables,
+    prompt_BL,
+    real=jnp.arange(L) < length_B[:, None],
+    cache=model.init_cache(B, L + room),
+    head=False,
+    **options,
+  )
+  return out
+
+
+def _first_position(prompt_BL: jax.Array, length_B: jax.Array) -> jax.Array:
+  """The last token of the shortest prompt.
+
+  From there on, the model reads one token at a time.
+  """
+  lengths_B = jnp.where(length_B == 0, prompt_BL.shape[1], length_B)
+  return jnp.min(lengths_B) - 1
 
 
 def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ A batch has
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -72,6 +73,9 @@ def generate(
   repetition_penalty: float = 1.0,
   no_repeat_ngram_size: int = 0,
   min_new: int = 0,
+  suppress_tokens: Sequence[int] = (),
+  begin_suppress_tokens: Sequence[int] = (),
+  bad_words_ids: Sequence[Sequence[int]] = (),
 ) -> jax.Array:
   """Generates targets, int32 [B, max_len], padded with 0, for the inputs.
 
@@ -83,7 +87,8 @@ def generate(
     length_penalty: see decoding.beam_search.
     temperature, top_k, top_p: see decoding.sample; temperature 0 is greedy.
     seed: seed of the samples; a sample depends on it and the inputs.
-    repetition_penalty, no_repeat_ngram_size, min_new: see decoding.Rules.
+    repetition_penalty, no_repeat_ngram_size, min_new, suppress_tokens,
+      begin_suppress_tokens, bad_words_ids: see decoding.Rules.
   """
   inputs_BS = batch["inputs"]
   if "inputs_segments" in batch:
@@ -117,5 +122,12 @@ def generate(
     ),
     top_k=top_k,
     top_p=top_p,
-    rules=decoding.Rules(repetition_penalty, no_repeat_ngram_size, min_new),
+    rules=decoding.Rules(
+      repetition_penalty,
+      no_repeat_ngram_size,
+      min_new,
+      suppress_tokens,
+      begin_suppress_tokens,
+      bad_words_ids,
+    ),
   )

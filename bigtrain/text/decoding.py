@@ -46,16 +46,33 @@ class Rules(NamedTuple):
     no_repeat_ngram_size: length of sequences that may not occur twice, even in
       the prompt; 0 for no limit.
     min_new: minimum number of new tokens before a token that ends the text.
+    suppress_tokens: tokens that are never generated.
+    begin_suppress_tokens: tokens that are not the first new token.
+    bad_words_ids: sequences of tokens that are not generated. One that is a
+      single token which ends a text has no effect.
   """
 
   repetition_penalty: float = 1.0
   no_repeat_ngram_size: int = 0
   min_new: int = 0
+  suppress_tokens: Sequence[int] = ()
+  begin_suppress_tokens: Sequence[int] = ()
+  bad_words_ids: Sequence[Sequence[int]] = ()
 
   def check(self) -> None:
     check_number("repetition_penalty", self.repetition_penalty, above=0)
     for name in ("no_repeat_ngram_size", "min_new"):
       check_number(name, getattr(self, name), least=0, whole=True)
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+      for token in getattr(self, name):
+        check_number(name, token, least=0, whole=True)
+    for words in self.bad_words_ids:
+      if not words:
+        raise ConfigError(
+          "bad_words_ids: expected sequences of tokens, got []."
+        )
+      for token in words:
+        check_number("bad_words_ids", token, least=0, whole=True)
 
   def apply(
     self,
@@ -99,7 +116,42 @@ class Rules(NamedTuple):
       early_B1 = num_new_B[:, None] < self.min_new
       lowest = jnp.where(early_B1, -jnp.inf, jnp.inf)
       scores_BV = scores_BV.at[:, ends].min(lowest)
+    if self.suppress_tokens:
+      scores_BV = _without(scores_BV, self.suppress_tokens)
+    if self.begin_suppress_tokens:
+      begins_B1 = num_new_B[:, None] == 0
+      suppressed_BV = _without(scores_BV, self.begin_suppress_tokens)
+      scores_BV = jnp.where(begins_B1, suppressed_BV, scores_BV)
+    for words in self.bad_words_ids:
+      banned_BV = _without(scores_BV, words[-1:])
+      if len(words) == 1:  # Texts may still end.
+        is_end = jnp.isin(words[0], ends)
+        scores_BV = jnp.where(is_end, scores_BV, banned_BV)
+      else:
+        follows_B1 = _follows(text_BL, words, position)[:, None]
+        scores_BV = jnp.where(follows_B1, banned_BV, scores_BV)
     return scores_BV
+
+
+def _without(scores_BV: jax.Array, tokens: Sequence[int]) -> jax.Array:
+  """The scores, with those of some tokens at minus infinity."""
+  return scores_BV.at[:, jnp.asarray(tokens)].set(-jnp.inf)
+
+
+def _follows(
+  text_BL: jax.Array, words: Sequence[int], position: jax.Array
+) -> jax.Array:
+  """Whether all but the last of `words` end at `position`, bool [B].
+
+  As in transformers, a text that is shorter than `words` never matches.
+  """
+  size = len(words)
+  if size > text_BL.shape[1]:
+    return jnp.zeros(len(text_BL), bool)
+  start = position + 2 - size
+  last_BS = jax.lax.dynamic_slice_in_dim(text_BL, start, size - 1, axis=1)
+  matches_B = jnp.all(last_BS == jnp.asarray(words[:-1]), axis=1)
+  return matches_B & (position + 1 >= size)
 
 
 NO_RULES = Rules()

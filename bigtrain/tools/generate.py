@@ -200,8 +200,10 @@ def _description(
       parts.append(f"min_p={sampling['min_p']:g}")
     parts.append(f"seed={seed}")
   for name, value in rules._asdict().items():
-    if value != getattr(decoding.NO_RULES, name):
-      parts.append(f"{name}={value:g}")
+    if value == getattr(decoding.NO_RULES, name):
+      continue
+    is_number = isinstance(value, int | float)
+    parts.append(f"{name}={value:g}" if is_number else name)
   return f"decoding: {', '.join(parts)}"
 
 

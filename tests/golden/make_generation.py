@@ -24,6 +24,15 @@ RULES = [
   dict(no_repeat_ngram_size=3),
   dict(min_new_tokens=6),
   dict(repetition_penalty=1.3, no_repeat_ngram_size=2, min_new_tokens=9),
+  dict(suppress_tokens=[1, 48]),
+  dict(begin_suppress_tokens=[3, 21]),
+  # Of one token, of one that ends a text, and of several.
+  dict(bad_words_ids=[[6], [2], [29], [1, 0], [4, 3, 1], [57, 35]]),
+  dict(
+    suppress_tokens=[48],
+    begin_suppress_tokens=[21, 24],
+    bad_words_ids=[[57], [50], [1, 41], [10, 20, 3]],
+  ),
 ]
 
 
@@ -40,6 +49,16 @@ def _processors(rules):
     yield logits_process.MinNewTokensLengthLogitsProcessor(
       PROMPT, rules["min_new_tokens"], list(EOS)
     )
+  if "suppress_tokens" in rules:
+    yield logits_process.SuppressTokensLogitsProcessor(rules["suppress_tokens"])
+  if "begin_suppress_tokens" in rules:
+    yield logits_process.SuppressTokensAtBeginLogitsProcessor(
+      rules["begin_suppress_tokens"], LENGTH
+    )
+  if "bad_words_ids" in rules:
+    words = [x for x in rules["bad_words_ids"] if max(x) < V]
+    if words:
+      yield logits_process.NoBadWordsLogitsProcessor(words, torch.tensor(EOS))
 
 
 def write(golden):

@@ -1,6 +1,6 @@
 """Makes published/: a small random model of each family, by transformers.
 
-Also published_mtp/, with modules that predict further tokens.
+Also published_mtp*/, with modules that predict further tokens.
 
 Each folder has the output of save_pretrained; gradients.safetensors, the
 gradients of the mean cross-entropy in the same layout; and reference.npz:
@@ -1070,20 +1070,47 @@ def prediction_arrays(mtp, first):
   return arrays
 
 
-def write_prediction(out):
-  """Writes DeepSeek V3 with two modules that predict further tokens.
+# {folder: (its options, number of modules, attributes of the library's config,
+# {name of a module's array in DeepSeek V3: in this family})}.
+PREDICTION = {
+  "published_mtp": (
+    FAMILIES["deepseek_v3"] | dict(num_mtp_layers=2),
+    2,
+    {},
+    {},
+  ),
+  "published_mtp_qwen": (
+    FAMILIES["qwen3_next"]
+    | dict(num_hidden_layers=2, layer_types=hybrid("lf"), mlp_only_layers=[]),
+    1,
+    dict(num_mtp_layers=1, mtp_layer_types=hybrid("f")),
+    {
+      "model.layers.2.enorm": "mtp.pre_fc_norm_embedding",
+      "model.layers.2.hnorm": "mtp.pre_fc_norm_hidden",
+      "model.layers.2.eh_proj": "mtp.fc",
+      "model.layers.2.shared_head.norm": "mtp.norm",
+      "model.layers.2.": "mtp.layers.0.",
+    },
+  ),
+}
+
+
+def write_prediction(out, options, number_of_modules, attributes, names):
+  """Writes a model with modules that predict further tokens.
 
   reference.npz also has their logits, `logits_1` for the token after the next
-  one; the file has copies of embedding and head for them, as published ones.
+  one. DeepSeek's file has copies of embedding and head for them, as published
+  ones.
   """
-  options = FAMILIES["deepseek_v3"] | dict(num_mtp_layers=2)
   write_family(options, out)
   (out / "gradients.safetensors").unlink()
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_pretrained(
     out, dtype=torch.float32, **EAGER
   ).eval()
-  mtp = modeling_layers.MtpModel(model, 2).eval()
+  for key, value in attributes.items():
+    setattr(model.config, key, value)
+  mtp = modeling_layers.MtpModel(model, number_of_modules).eval()
   with torch.no_grad():  # The class initialises nothing.
     for name, x in mtp.layers.state_dict().items():
       x.fill_(float(x.ndim == 1 and name.endswith("norm.weight")))
@@ -1092,7 +1119,7 @@ def write_prediction(out):
   tokens = torch.from_numpy(reference["tokens"]).long()
   with torch.no_grad():
     hidden = model.model(tokens).last_hidden_state
-    for number in range(2):
+    for number in range(number_of_modules):
       ahead = tokens[:, number + 1 :]
       places = torch.arange(number + 1, tokens.shape[1])[None]
       hidden = mtp.forward_layer(
@@ -1103,20 +1130,25 @@ def write_prediction(out):
   np.savez_compressed(out / "reference.npz", **reference)
   file = out / "model.safetensors"
   first = model.config.num_hidden_layers
-  arrays = safetensors.torch.load_file(file) | prediction_arrays(mtp, first)
-  copies = {
-    "embed_tokens.weight": "model.embed_tokens.weight",
-    "shared_head.head.weight": "lm_head.weight",
-  }
-  for name, original in copies.items():
-    arrays[f"model.layers.{first}.{name}"] = arrays[original].clone()
-  arrays = {name: x.contiguous() for name, x in arrays.items()}
+  arrays = safetensors.torch.load_file(file)
+  added = prediction_arrays(mtp, first)
+  if not names:
+    copies = {
+      "embed_tokens.weight": "model.embed_tokens.weight",
+      "shared_head.head.weight": "lm_head.weight",
+    }
+    for name, original in copies.items():
+      added[f"model.layers.{first}.{name}"] = arrays[original].clone()
+  for start, new in names.items():
+    added = {name.replace(start, new): x for name, x in added.items()}
+  arrays = {name: x.contiguous() for name, x in (arrays | added).items()}
   safetensors.torch.save_file(arrays, file, {"format": "pt"})
 
 
 def write(golden):
   """Writes all folders below `golden`."""
-  write_prediction(golden / "published_mtp")
+  for name, options in PREDICTION.items():
+    write_prediction(golden / name, *options)
   shutil.rmtree(golden / "published", ignore_errors=True)
   for name, options in FAMILIES.items():
     out = golden / "published" / name

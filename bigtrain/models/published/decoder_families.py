@@ -5,7 +5,7 @@ and loads their arrays.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.arrays import dims
@@ -47,6 +47,7 @@ from bigtrain.models.published.decoders import (
   persimmon,
   phi,
   plain_families,
+  prediction_layers,
   qwen,
   qwen_next,
   seed_oss,
@@ -173,7 +174,7 @@ _IGNORED = {
   r"model\.(audio_tower|embed_vision|vision_embedder|embed_audio)\..*": (
     "the model reads text alone"
   ),
-  r"mtp\..*|model\.mtp_.*": "a layer for the prediction of several tokens",
+  **prediction_layers.IGNORED,
 }
 # {start of names in some files: what stands there in the tables}.
 _PREFIXES = {
@@ -191,13 +192,21 @@ def load(
     names[_short(name)] = name  # Of two, the one with a prefix wins.
   names = gpt_families.falcon_names(names)
   names = kimi_linear.with_names_of_mlps(olmo.hybrid_names(names))
-  names, ignored_layers = _with_prediction_layers(names, like)
+  names, ignored_layers = prediction_layers.with_names_of_tables(
+    names, prediction_layers.number_of(like)
+  )
   ignored = {**_IGNORED, **ignored_layers, **_unread_keys(like)}
   if "score/kernel" in like:
     ignored[r"lm_head\..*"] = "the model has a head of classes"
   arrays = {short: flat[name] for short, name in names.items()}
   result = array_files.load(
-    {name: family.arrays for name, family in LAYOUTS.items()},
+    {
+      **{name: family.arrays for name, family in LAYOUTS.items()},
+      **{
+        f"{name}, fused": shared_arrays.with_fused_experts(family.arrays)
+        for name, family in LAYOUTS.items()
+      },
+    },
     olmo.with_own_convolutions(fp8_blocks.joined(mxfp4.joined(arrays))),
     like,
     param_dims,
@@ -216,33 +225,6 @@ def _short(name: str) -> str:
       rest = name[match.end() :]
       return rest if rest.startswith("lm_head.") else new + rest
   return name
-
-
-def _with_prediction_layers(
-  names: Mapping[str, str], like: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, str]]:
-  """Renames layers after the last one, which predict further tokens.
-
-  Returns:
-    (names as in the tables, {regular expression of names: reason to ignore}).
-  """
-  own = re.compile(r"(model\.layers\.(\d+)\.)eh_proj\.weight").fullmatch
-  matches = sorted(filter(None, map(own, names)), key=lambda m: int(m[2]))
-  starts = [match[1] for match in matches]
-  wanted = _num_modules(like)
-  ignored = {
-    re.escape(start) + ".*": "a layer for the prediction of several tokens"
-    for start in starts[wanted:]
-  }
-  copies = r"model\.mtp\.\d+\.(embed_tokens|shared_head\.head)\.weight"
-  ignored[copies] = "a copy of the model's"
-  result = dict(names)
-  for number, start in enumerate(starts[:wanted]):
-    new = shared_arrays.PREDICTION_LAYER.format(i=number)
-    for name in names:
-      if name.startswith(start):
-        result[new + name.removeprefix(start)] = result.pop(name)
-  return result, ignored
 
 
 def _unread_keys(like: Mapping[str, Any]) -> dict[str, str]:
@@ -270,11 +252,6 @@ def _unread_keys(like: Mapping[str, Any]) -> dict[str, str]:
   }
 
 
-def _num_modules(names: Iterable[str]) -> int:
-  """Number of modules of a model that predict further tokens."""
-  return len({name for name in names if name.endswith("/projection/kernel")})
-
-
 def export(
   param_dims: dims.Table,
   model: Any,
@@ -291,16 +268,13 @@ def export(
   arrays = LAYOUTS[config["model_type"]].arrays
   if not any("mtp/" in entry.ours[0] for entry in arrays):
     return config, tensors
-  config["num_nextn_predict_layers"] = _num_modules(shapes)
-
-  def renamed(tensor: tables.Tensor) -> tables.Tensor:
-    match = re.match(r"model\.mtp\.(\d+)\.", tensor.name)
-    if match is None:
-      return tensor
-    start = f"model.layers.{model.depth + int(match[1])}."
-    return tensor._replace(name=start + tensor.name[match.end() :])
-
-  return config, [renamed(tensor) for tensor in tensors]
+  kind = config["model_type"]
+  number = prediction_layers.number_of(shapes)
+  config[prediction_layers.key_of_number(kind)] = number
+  return config, [
+    x._replace(name=prediction_layers.name_in_file(x.name, kind, model.depth))
+    for x in tensors
+  ]
 
 
 canonical = model_fields.canonical

@@ -17,11 +17,13 @@ from models.published.folders import (
   GOLDEN,
   export,
   opened,
+  shapes_of,
   variables_of,
   write,
 )
 from support import cases, rounding
 
+from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
 from bigtrain.models.published import decoder_families, mxfp4
@@ -251,6 +253,37 @@ def test_other_forms_of_a_config_are_the_same_model(family, tmp_path):
   assert opened(tmp_path)[1] == opened(PUBLISHED / family)[1]
 
 
+def test_growing_queries_have_their_own_length(tmp_path):
+  """The library takes it from the rotation, whatever the kind of scaling."""
+  values = json.loads((PUBLISHED / "ministral3" / "config.json").read_text())
+  values["rope_parameters"] = dict(
+    rope_type="dynamic",
+    factor=2.0,
+    rope_theta=1e4,
+    original_max_position_embeddings=8,
+    llama_4_scaling_beta=0.3,
+  )
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  module, model = opened(tmp_path)
+  assert model.query_scale["original_len"] == 8
+  assert model.rope_scaling["original_len"] == 64
+  shapes = shapes_of_decoder(model)
+  config, _ = module.to_published(model, shapes, "ministral3")
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert canonical(opened(tmp_path)[1]) == canonical(model)
+
+
+def test_layers_that_never_rotate_are_written_with_a_base(tmp_path):
+  """The library computes the frequencies even if no layer uses them."""
+  values = json.loads((PUBLISHED / "smollm3" / "config.json").read_text())
+  values["no_rope_layers"] = [0] * values["num_hidden_layers"]
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  module, model = opened(tmp_path)
+  config, _ = module.to_published(model, shapes_of_decoder(model), "smollm3")
+  assert config["rope_theta"] == 2e6
+  assert config["no_rope_layers"] == values["no_rope_layers"]
+
+
 # {family: (key, a value that the decoder does not compute)}.
 REFUSED = {
   "hunyuan_v1_dense": ("rope_parameters", dict(rope_type="axial")),
@@ -272,6 +305,12 @@ def test_what_is_not_computed_is_refused_by_name(family, tmp_path):
   name = "rope_type" if key == "rope_parameters" else key
   with pytest.raises(ConfigError, match=f"{name}="):
     opened(tmp_path)
+
+
+def shapes_of_decoder(model):
+  """{name: shape} of a model's parameters."""
+  shapes = shapes_of(model, jnp.zeros((1, 2), jnp.int32))["params"]
+  return {name: x.shape for name, x in trees.flatten_with_names(shapes)}
 
 
 def canonical(model):
@@ -324,6 +363,45 @@ def test_kernels_that_the_library_split_in_equal_parts(tmp_path):
   expected = variables_of(module, model, folder)
   loaded = variables_of(module, model, file)
   jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe"])
+def test_experts_that_are_one_array(family, tmp_path):
+  """As in the releases of Qwen 3.5 and 3.6, and in memory in all families."""
+  folder = PUBLISHED / family
+  arrays = {}
+  experts = {}  # {name without the number: matrices by expert}.
+  for name, x in safetensors_files.read(str(folder)).items():
+    match = re.fullmatch(r"(.*\.experts\.)(\d+)\.(\w+)\.weight", name)
+    if match is None:
+      arrays[name] = x
+    else:
+      matrices = experts.setdefault(match[1] + match[3], {})
+      matrices[int(match[2])] = x[...]
+  stacked = {
+    name: np.stack([x for _, x in sorted(matrices.items())])
+    for name, matrices in experts.items()
+  }
+  for name, x in stacked.items():
+    stem = name.removesuffix("gate_proj")
+    if name.endswith("down_proj"):
+      arrays[name] = x
+    elif stem != name:
+      both = x, stacked[stem + "up_proj"]
+      arrays[stem + "gate_up_proj"] = np.concatenate(both, axis=1)
+  file = write(tmp_path, arrays)
+  module, model = opened(folder)
+  expected = variables_of(module, model, folder)
+  loaded = variables_of(module, model, file)
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_a_limit_above_a_dynamic_scaling_is_exported(tmp_path):
+  """Files have one key for the limit and for the length that it begins at."""
+  folder = PUBLISHED / "internlm3"
+  module, model = opened(folder, max_len=96)
+  config, _ = module.to_published(model, shapes_of_decoder(model), "internlm3")
+  assert config["max_position_embeddings"] == 24
 
 
 def test_the_text_part_of_a_model_that_sees_images(tmp_path):

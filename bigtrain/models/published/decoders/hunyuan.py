@@ -159,20 +159,22 @@ _AFTER_FIRST = SparseLayers(
 HY_V3 = LLAMA.but(
   "hy_v3",
   "HYV3ForCausalLM",
-  arrays=renamed(
-    table(
-      shared_arrays.ENDS,
-      shared_arrays.ATTENTION,
-      shared_arrays.NORMS_BEFORE,
-      shared_arrays.MLP,
-      shared_arrays.EXPERTS,
-      shared_arrays.SHARED_EXPERTS,
-    ),
-    {
-      _THEIRS + "gate.weight": _THEIRS + "router.gate.weight",
-      _THEIRS + "gate.e_score_correction_bias": _THEIRS + "expert_bias",
-      _THEIRS + "shared_experts": _THEIRS + "shared_mlp",
-    },
+  arrays=shared_arrays.with_prediction(
+    renamed(
+      table(
+        shared_arrays.ENDS,
+        shared_arrays.ATTENTION,
+        shared_arrays.NORMS_BEFORE,
+        shared_arrays.MLP,
+        shared_arrays.EXPERTS,
+        shared_arrays.SHARED_EXPERTS,
+      ),
+      {
+        _THEIRS + "gate.weight": _THEIRS + "router.gate.weight",
+        _THEIRS + "gate.e_score_correction_bias": _THEIRS + "expert_bias",
+        _THEIRS + "shared_experts": _THEIRS + "shared_mlp",
+      },
+    )
   ),
   constants={"qk_norm": "head"},
   rules=(

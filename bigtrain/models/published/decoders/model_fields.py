@@ -71,6 +71,10 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   if result["rope_axes"]:
     axes = {"interleaved": False, **_as_dict(result["rope_axes"])}
     result["rope_axes"] = {**axes, "sections": tuple(axes["sections"])}
+  for scaling in filter(None, result["rope_scaling"]):
+    if scaling["type"] == "dynamic":
+      # Files have one key for both lengths.
+      result["max_len"] = scaling["original_len"]
   for name in ("kinds", "layers", "first_layers"):
     result.pop(name, None)
   return result

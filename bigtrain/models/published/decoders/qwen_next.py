@@ -56,15 +56,17 @@ _DELTANET = table(
 
 
 def _arrays(*projections: Table) -> Table:
-  return table(
-    shared_arrays.ENDS,
-    shared_arrays.NORMS_BEFORE,
-    _ATTENTION,
-    _DELTANET,
-    *projections,
-    shared_arrays.MLP,
-    shared_arrays.EXPERTS,
-    shared_arrays.SHARED_EXPERT,
+  return shared_arrays.with_prediction(
+    table(
+      shared_arrays.ENDS,
+      shared_arrays.NORMS_BEFORE,
+      _ATTENTION,
+      _DELTANET,
+      *projections,
+      shared_arrays.MLP,
+      shared_arrays.EXPERTS,
+      shared_arrays.SHARED_EXPERT,
+    )
   )
 
 

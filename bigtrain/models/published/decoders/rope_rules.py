@@ -188,8 +188,9 @@ class _Rope(NamedTuple):
       fields["query_scale"] = None
       if (beta := stored.get(_QUERY_BETA)) is not None:
         longest = config["max_position_embeddings"]
-        length = stored.get(_ORIGINAL_LEN) or longest
-        length = (scaling or {}).get("original_len", length)
+        # A scaling of type "dynamic" begins at the longest text instead.
+        length = stored.get(_ORIGINAL_LEN)
+        length = length or (scaling or {}).get("original_len", longest)
         scale = {"beta": beta, "original_len": length, "log": "log"}
         fields["query_scale"] = scale
     return fields
@@ -209,7 +210,7 @@ class _Rope(NamedTuple):
       return {"rope_parameters": by_type} | _longest(fields)
     # Layers that do not rotate have no values.
     rotating = [layer for layer in layers if layer[0] is not None]
-    theta, scaling, fraction = [*rotating, layers[0]][0]
+    theta, scaling, fraction = [*rotating, (self.theta, None, 1.0)][0]
     written = written_scaling(scaling)
     query_scale = fields["query_scale"][0]
     if self.query_scale and query_scale:

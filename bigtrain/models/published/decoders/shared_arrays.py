@@ -5,6 +5,7 @@ for: the biases, the norms of queries and keys, the head if it is tied.
 """
 
 from bigtrain.models.published.tables import (
+  Entry,
   Table,
   dense,
   linear,
@@ -148,8 +149,35 @@ FUSED_EXPERTS = table(
 QWEN_MOE = table(ENDS, ATTENTION, NORMS_BEFORE, MLP, EXPERTS, SHARED_EXPERT)
 
 
-# Where arrays of further tokens' layers are in these tables. In files, the
-# layers count on from the last one of the model; decoder_families.py renames.
+def with_fused_experts(arrays: Table) -> Table:
+  """A table in which all experts of a layer are one array, as in memory.
+
+  transformers opens such files of any family. The releases of Qwen 3.5 and 3.6
+  with experts are some.
+  """
+  end = ".{e}.gate_proj.weight"
+  stems = [
+    entry.published.removesuffix(end)
+    for entry in arrays
+    if entry.published.endswith(end)
+  ]
+  if not stems:
+    return arrays
+  ours = {entry.published: entry.ours for entry in arrays}
+  fused: list[Entry] = []
+  for stem in stems:
+    gate, up, down = (
+      ours[f"{stem}.{{e}}.{name}.weight"]
+      for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    fused += transposed(f"{stem}.gate_up_proj", *gate, *up)
+    fused += transposed(f"{stem}.down_proj", *down)
+  rest = [x for x in arrays if not x.published.startswith(tuple(stems))]
+  return table(rest, fused)
+
+
+# Where layers that predict further tokens are in these tables. Files name them
+# otherwise: see prediction_layers.py.
 PREDICTION_LAYER = "model.mtp.{i}."
 
 
