@@ -228,7 +228,7 @@ def _check_device() -> int:
   ).stdout.strip()
   *_, device, memory = ["", "", *found.splitlines()]
   if not device.startswith(("gpu ", "cuda ", "rocm ")):
-    print(memory)  # An error, or the memory of another device.
+    print(device or memory)  # Another device, or an error.
     sys.exit("jax finds no GPU. To see that all runs on a CPU, add --quick.")
   print(f"{device}, {int(memory) / 1e9:.0f} GB", flush=True)
   return int(memory)
