@@ -347,7 +347,8 @@ class Model(nn.Module):
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` including their layers'."""
     L = tokens.shape[1]
-    if self.mtp >= L:
+    # Parameters may be made with any short text.
+    if self.mtp >= L and not self.is_initializing():
       raise ConfigError(
         f"config.model.mtp={self.mtp}: expected at most {L - 1}, because texts "
         f"have {L} tokens, and the last ones have nothing to predict."
