@@ -100,14 +100,16 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path):
   figures = [json.loads(x) for x in lines if x.startswith('{"benchmark"')]
   skipped = [figure for figure in figures if "skipped" in figure]
   ratios = [f for f in skipped if f["name"].startswith("rate, ours / ")]
-  assert [f["benchmark"] for f in ratios] == [23, 23, 23, 23, 28, 33]
+  assert [f["benchmark"] for f in ratios] == [23, 23, 23, 28, 33, 23]
   for figure in ratios:
     assert "No module named" in figure["skipped"]
     assert f"| {figure['name']} |" in finished.stdout
   # Ours is measured without its peer, except where it loads the peer's model.
   steps = [f for f in figures if f["name"].startswith("step, ours")]
-  assert [f.get("value", 0) > 0 for f in steps] == [True] * 5 + [False]
-  assert steps[-1]["skipped"] == "our_decode: it loads what the peer writes"
+  assert [f["skipped"] for f in steps if "skipped" in f] == [
+    "our_decode: it loads what the peer writes"
+  ]
+  assert [f["value"] > 0 for f in steps if "value" in f] == [True] * 5
   # A CPU has neither a known peak nor counted memory.
   others = [f["benchmark"] for f in skipped if f not in ratios + steps]
   assert sorted(others) == [2] * 4 + [34] * 5

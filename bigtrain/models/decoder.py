@@ -346,13 +346,6 @@ class Model(nn.Module):
     train: bool,
   ) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Hidden states of each module, and `stats` including their layers'."""
-    L = tokens.shape[1]
-    # Parameters may be made with any short text.
-    if self.mtp >= L and not self.is_initializing():
-      raise ConfigError(
-        f"config.model.mtp={self.mtp}: expected at most {L - 1}, because texts "
-        f"have {L} tokens, and the last ones have nothing to predict."
-      )
     modules = self.mtp_modules(name="mtp")
     tables = tables._replace(added_BNLD=None)  # Only for the first layers.
     real_BL = jnp.ones(tokens.shape, bool) if real is None else real
@@ -634,6 +627,12 @@ class Model(nn.Module):
 
 def _check_mtp(model: Model) -> None:
   check_number("config.model.mtp", model.mtp, least=0, whole=True)
+  if model.mtp and model.max_len is not None and model.mtp >= model.max_len:
+    raise ConfigError(
+      f"config.model.mtp={model.mtp}: expected at most {model.max_len - 1}, "
+      f"because texts have up to config.model.max_len={model.max_len} tokens, "
+      "and the last ones have nothing to predict."
+    )
   if model.mtp and model.num_classes is not None:
     raise ConfigError(
       f"config.model.mtp={model.mtp}: expected 0 with num_classes="

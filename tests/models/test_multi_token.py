@@ -263,7 +263,7 @@ def test_drafts_need_layers_without_a_window():
 
 def test_texts_have_more_tokens_than_modules():
   with pytest.raises(ConfigError, match="mtp=2: expected at most 1, because"):
-    loss_of(batch_of(length=2))
+    decoder.Model(variant="llama_mu", vocab_size=V, max_len=2, mtp=2)
 
 
 def test_classes_have_no_further_tokens():
