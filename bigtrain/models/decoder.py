@@ -51,6 +51,7 @@ from bigtrain.models.published import (
   decoder_families,
   decoder_variants,
 )
+from bigtrain.models.published.decoders import bias_rules
 
 POSEMBS = ("learn", "rope", "none")
 POOLS = ("last", "first", "mean")
@@ -133,7 +134,7 @@ class Model(nn.Module):
   deltanet: Any = None
   # See short_conv.Options: a gated convolution in place of attention.
   short_conv: Any = None
-  # Names in causal_block.BIAS_SITES; True is "qkv", "out", "mlp", "norm".
+  # Names in bias_rules.SITES; True is "qkv", "out", "mlp", "norm".
   use_bias: Any = options.DERIVED
 
   # Outputs.
@@ -747,7 +748,7 @@ def _read(model: Model) -> None:
     use_bias = ("qkv", "out", "mlp", "norm") if use_bias else ()
   values = layer_kinds.read_names(model) | dict(
     use_bias=options.read_names(
-      "config.model.use_bias", use_bias, causal_block.BIAS_SITES
+      "config.model.use_bias", use_bias, bias_rules.SITES
     ),
     qk_norm=layer_kinds.read_qk_norm(model.qk_norm, "config.model.qk_norm"),
     rope_axes=options.hashable(model.rope_axes),

@@ -200,23 +200,6 @@ def param_dims(model: Model) -> dims.Table:
   return table
 
 
-# Fields of towers that do not change what they compute.
-_OF_TRAINING = (
-  "parent",
-  "name",
-  "variant",
-  "dropout",
-  "drop_path",
-  "scan",
-  "attention",
-  "remat_policy",
-  "dtype",
-  "head_zeroinit",
-  "head_bias_init",
-  "num_classes",
-)
-
-
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
   """The fields in a canonical form: equal for models that compute the same."""
   out_dim = values.get("out_dim")
@@ -237,7 +220,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     result[name] = {
       field: value
       for field, value in vit_families.canonical(fields).items()
-      if field not in _OF_TRAINING
+      if field not in layouts.NOT_COMPUTED
     }
   return result
 

@@ -44,6 +44,7 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.published import (
   decoder_families,
+  layouts,
   vision_language_families,
   vit_families,
 )
@@ -531,19 +532,8 @@ def from_published(
 
 
 # Fields of the parts that do not change what they compute.
-_OF_TRAINING = (
-  "parent",
-  "name",
-  "variant",
-  "dropout",
-  "drop_path",
-  "scan",
-  "attention",
-  "remat_policy",
-  "dtype",
-  "head_zeroinit",
-  "head_bias_init",
-  "num_classes",
+_NOT_COMPUTED = (
+  *layouts.NOT_COMPUTED,
   "max_len",
   "init_std",
   "neftune",
@@ -565,7 +555,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     result[name] = {
       field: x
       for field, x in canonical(fields).items()
-      if field not in _OF_TRAINING
+      if field not in _NOT_COMPUTED
     }
   given = projector.read(values.get("projector"), "config.model.projector")
   result["projector"] = given._asdict()

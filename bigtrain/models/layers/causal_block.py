@@ -32,18 +32,6 @@ from bigtrain.models.layers import (
 )
 from bigtrain.models.layers.options import pick
 
-# Projections of attention, without or with the output gate; its last one; MLPs,
-# layer norms, experts, router, the head.
-BIAS_SITES = (
-  "qkv_without_gate",
-  "qkv",
-  "out",
-  "mlp",
-  "norm",
-  "experts",
-  "router",
-  "head",
-)
 NORMS = ("layernorm", "rmsnorm")
 NORMS_AT = ("pre", "post", "sandwich")
 

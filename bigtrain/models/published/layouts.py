@@ -17,6 +17,22 @@ from bigtrain.models.published import array_files, tables, timm
 from bigtrain.models.published.families import FILE, Family, Field, read_json
 from bigtrain.models.published.layer_patterns import ByLayer
 
+# Fields of a tower or another part that do not change what it computes.
+NOT_COMPUTED = (
+  "parent",
+  "name",
+  "variant",
+  "dropout",
+  "drop_path",
+  "scan",
+  "attention",
+  "remat_policy",
+  "dtype",
+  "head_zeroinit",
+  "head_bias_init",
+  "num_classes",
+)
+
 
 class Layouts(NamedTuple):
   """The published layouts of a module in bigtrain/models."""

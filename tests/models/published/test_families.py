@@ -26,6 +26,7 @@ from support import cases, rounding
 from bigtrain.arrays import trees
 from bigtrain.checkpoints.foreign import safetensors_files
 from bigtrain.config.errors import ConfigError
+from bigtrain.models import decoder
 from bigtrain.models.published import decoder_families, mxfp4
 from bigtrain.models.published.decoders import kimi_linear
 from bigtrain.models.published.decoders.missing_parts import MISSING_PARTS
@@ -551,3 +552,13 @@ def test_keys_that_no_layer_reads_are_left_out(tmp_path):
     expected = variables_of(module, model, folder)
     loaded = variables_of(module, model, file)
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_the_backend_of_a_recurrence_is_no_difference():
+  def made(**changes):
+    return decoder.Model(variant="qwen3_5_mu", vocab_size=64, **changes)
+
+  backend = dict(linear=dict(deltanet=dict(backend="xla")))
+  other_gate = dict(linear=dict(deltanet=dict(gate="sigmoid")))
+  assert canonical(made(kinds=backend)) == canonical(made())
+  assert canonical(made(kinds=other_gate)) != canonical(made())

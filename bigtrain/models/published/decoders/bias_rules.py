@@ -5,7 +5,9 @@ from typing import Any
 
 from bigtrain.models.published.families import ConfigJson, Rule
 
-# Where a decoder may have biases, in the order of its field `use_bias`.
+# Where a decoder may have biases, in the order of its field `use_bias`: the
+# projections of attention without or with its output gate, the projection of
+# its output, MLPs, layer norms, experts, the router, the head.
 SITES = (
   "qkv_without_gate",
   "qkv",

@@ -153,6 +153,7 @@ def _deltanet(options: Any, norm_eps: float) -> dict[str, Any] | None:
   if options is None:
     return None
   given = {x: y for x, y in _as_dict(options).items() if y is not None}
+  given.pop("backend", None)  # Every backend computes the same.
   defaults = {
     "num_key_heads": given["num_heads"],
     "key_dim": 128,
