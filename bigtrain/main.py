@@ -117,13 +117,13 @@ def _train(
   """One attempt of `train`; `at_end` closes everything that it opens."""
   config = published_sizes.with_published_sizes(settings.Config(config))
   host_memory.keep_freed()  # Before jax uses a device.
-  jax_flags.use_compile_cache(config.get("compile_cache", True))
   limits = watchdog.Watchdog(watchdog.read_limits(config), workdir)
   at_end.callback(limits.close)
 
   # ======================= Processes and devices ==============================
 
   process.join_job(config)
+  jax_flags.use_compile_cache(config.get("compile_cache", True))
   # Processes that differ in config or code would wait for each other for ever.
   process.require_same_run(lambda: record.identity(config.to_dict()))
   mesh = sharding.from_config(config)

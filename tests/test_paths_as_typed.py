@@ -122,7 +122,8 @@ def test_configs_name_files_as_typed(run, tiny_config, tmp_path, typed):
 
 
 @each_path
-def test_other_files_of_a_config(place, typed):
+def test_other_files_of_a_config(place, typed, monkeypatch):
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
   names = place(typed)
   names.write_text("cat\ndog\n")
   assert labels.read(typed, "config.evals.names") == ["cat", "dog"]

@@ -95,7 +95,14 @@ def default(name: str, value: Any) -> None:
 
 
 def use_compile_cache(folder: str | bool | None) -> str:
-  """Enables jax's compilation cache.
+  """Enables jax's compilation cache, except on several CPU devices.
+
+  XLA reads a CPU program from the cache without the order of its collectives:
+  those in a loop and those outside may run in any order. Devices that disagree
+  wait for each other until XLA ends the process, which happened within seconds
+  with jax 0.10 and 0.12.
+
+  Call this after the process has joined its job: it looks at the devices.
 
   Args:
     folder: its folder; True for the user's cache folder, False for none. Flags
@@ -104,6 +111,8 @@ def use_compile_cache(folder: str | bool | None) -> str:
   Returns: the folder, or "".
   """
   if folder is False or folder is None:
+    return ""
+  if jax.default_backend() == "cpu" and jax.device_count() > 1:
     return ""
   if folder is True:
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

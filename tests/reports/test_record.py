@@ -197,6 +197,7 @@ def test_the_folder_of_the_compilation_cache(
   cache_setting, monkeypatch, tmp_path
 ):
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(jax, "device_count", lambda: 1)
   folder = str(tmp_path / "somewhere")
   assert jax_flags.use_compile_cache("./somewhere") == folder
   assert jax.config.jax_compilation_cache_dir == folder

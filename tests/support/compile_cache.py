@@ -2,8 +2,9 @@
 
 Most of the suite's time is compiling tiny programs that run once. Without
 optimizations that takes less than half of the time, and a third less again if
-programs share MLIR contexts. The cache serves all workers and sessions; tests
-of the cache itself use folders of their own. `make clean` removes the folder.
+programs share MLIR contexts. The cache serves all workers and sessions, but not
+programs for several devices, for the reason in runtime/jax_flags.py. Tests of
+the cache itself use folders of their own. `make clean` removes the folder.
 """
 
 import os
@@ -39,6 +40,7 @@ def enable():
 
   if jaxlib.version.__version_info__ < (0, 12):
     _share_contexts()
+  _compile_for_several_devices()
   FOLDER.mkdir(parents=True, exist_ok=True)
   jax.config.update("jax_compilation_cache_dir", str(FOLDER))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -64,3 +66,23 @@ def _share_contexts():
     return of_thread.context
 
   mlir.make_ir_context = shared_context
+
+
+def _compile_for_several_devices():
+  """Makes jax compile programs for several devices without the cache."""
+  from jax._src import compiler
+
+  through_cache = compiler.compile_or_get_cached
+
+  def compile_or_get_cached(
+    backend, computation, devices, options, callbacks, device_list, *args
+  ):
+    if devices.size > 1:
+      return compiler.backend_compile_and_load(
+        backend, computation, device_list, options, callbacks
+      )
+    return through_cache(
+      backend, computation, devices, options, callbacks, device_list, *args
+    )
+
+  compiler.compile_or_get_cached = compile_or_get_cached
