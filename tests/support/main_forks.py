@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
 # As in support.processes: a busy machine needs minutes for what otherwise takes
 # seconds.
 LIMIT_SECS = 900
