@@ -176,7 +176,7 @@ MARKS = {
   ("t5_small:runlocal", 1): (pytest.mark.slow, pytest.mark.configs),
 }
 # Longer runs end here; test_results.py has their results.
-MOST_STEPS = 600
+MOST_STEPS = 100
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ class Evaluator:
 
   Args:
     predict_fn: (variables, batch) -> embeddings of length 1: {"image": [B, E]}
-      of a batch with images, {"text": [B, E]} of a batch with tokens "labels".
+      of a batch with "image", and "shapes" if the data has them; {"text":
+      [B, E]} of a batch with tokens "labels".
     class_names: names in the order of their numbers, a text file of them, or
       "imagenet", "cifar100" or "pets", see inputs/class_names.json.
     pp_text: ops that tokenize captions, from "text" to "labels".
@@ -75,8 +76,10 @@ class Evaluator:
       return predict_fn(variables, {"labels": batch["labels"]})["text"]
 
     def image_embeddings(variables: Variables, batch: Batch) -> dict[str, Any]:
+      # Without "labels", which would count as texts.
+      features = {n: batch[n] for n in ("image", "shapes") if n in batch}
       return {
-        "image": predict_fn(variables, {"image": batch["image"]})["image"],
+        "image": predict_fn(variables, features)["image"],
         "labels": batch[label_key],
         "weight": metrics.labelled_weights(batch, batch[label_key]),
       }

@@ -89,6 +89,27 @@ def test_the_embeddings_of_the_prompts_are_averaged(tmp_path):
   assert 0 < results["acc"] < 1
 
 
+def test_the_model_gets_the_shapes_of_images_as_patches():
+  def with_shapes(variables, batch):
+    if "labels" in batch:
+      return towers(variables, batch)
+    return {"image": batch["image"] * batch["shapes"][:, :1]}
+
+  shapes = RNG.choice([-1, 1], size=(N, 2))
+  given = dict(pp_text=PP_TEXT, class_names=NAMES)
+  results = evaluating.build(
+    "zeroshot",
+    with_shapes,
+    context(),
+    data=arrays(image=PICTURES, shapes=shapes, label=LABELS),
+    **given,
+  ).run(VARIABLES, 1)
+  expected = build(
+    data=arrays(image=PICTURES * shapes[:, :1], label=LABELS), class_names=NAMES
+  ).run(VARIABLES, 1)
+  assert results == expected
+
+
 def test_published_names_and_prompts_by_name():
   """Counts are of CLIP's paper; orders of the data sets' own files."""
   counts = {"imagenet": 1000, "cifar100": 100, "pets": 37}
