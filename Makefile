@@ -79,7 +79,7 @@ test-published: $(VENV)/.installed-gguf build/published/.installed ## Compare pu
 test-cluster: $(VENV)/.installed-cluster build/moto/.installed
 test-cluster: ## Test Slurm, MPI and object stores; root installs them
 	@tests/schedulers/run.sh $(run) pytest -m cluster --durations=10 $(ARGS) \
-	  tests/schedulers tests/data/test_webdataset.py
+	  tests/schedulers tests/data
 
 soak: install ## Kill a run a hundred times, and compare its result
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(run) faults.soak $(ARGS)

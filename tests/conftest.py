@@ -106,27 +106,40 @@ def session_folder(tmp_path_factory):
   return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
+# Tensorstore keeps the first server of a process, so all tests share one of
+# each kind.
 @pytest.fixture(scope="session")
-def gs_bucket():
-  """URL of a bucket; tensorstore keeps the first server of a process."""
-  yield from _bucket("gs")
+def gs_store():
+  yield from _store("gs")
 
 
 @pytest.fixture(scope="session")
-def s3_bucket():
-  yield from _bucket("s3")
+def s3_store():
+  yield from _store("s3")
 
 
-def _bucket(scheme):
+def _store(scheme):
   from support import object_stores
 
   server = object_stores.Server(scheme)
   if server.missing:
     pytest.skip(server.missing)
   server.start()
+  os.environ.pop("TENSORSTORE_GCS_HTTP_URL", None)
   os.environ.update(server.env)
-  yield server.root
+  yield server
   server.kill()
+
+
+@pytest.fixture(scope="session")
+def gs_bucket(gs_store):
+  """URL of a bucket."""
+  return gs_store.root
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(s3_store):
+  return s3_store.root
 
 
 @pytest.fixture(scope="session")

@@ -28,18 +28,11 @@ MOMENTS = (
 )
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(
+  params=["gs_store", "s3_store"], ids=["gs", "s3"], scope="module"
+)
 def store(request):
-  server = object_stores.Server(request.param)
-  if server.missing:
-    pytest.skip(server.missing)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
-    for name, value in server.env.items():
-      patch.setenv(name, value)
-    server.start()
-    yield server
-    server.kill()
+  return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
