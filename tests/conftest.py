@@ -125,6 +125,7 @@ def _store(scheme):
   if server.missing:
     pytest.skip(server.missing)
   server.start()
+  # It would name another server.
   os.environ.pop("TENSORSTORE_GCS_HTTP_URL", None)
   os.environ.update(server.env)
   yield server

@@ -96,13 +96,13 @@ def test_the_model_gets_the_shapes_of_images_as_patches():
     return {"image": batch["image"] * batch["shapes"][:, :1]}
 
   shapes = RNG.choice([-1, 1], size=(N, 2))
-  given = dict(pp_text=PP_TEXT, class_names=NAMES)
   results = evaluating.build(
     "zeroshot",
     with_shapes,
     context(),
     data=arrays(image=PICTURES, shapes=shapes, label=LABELS),
-    **given,
+    class_names=NAMES,
+    pp_text=PP_TEXT,
   ).run(VARIABLES, 1)
   expected = build(
     data=arrays(image=PICTURES * shapes[:, :1], label=LABELS), class_names=NAMES
