@@ -58,8 +58,6 @@ def get_config(arg=None):
     ops.append(f"naflex({patch},{number})")
     part.pp = "|".join(ops) + f"|keep('image','shapes'{rest}"
   config.input.flexi = dict(length=dict(values=lengths))
-  # These evaluations write text, which needs whole images.
-  del config.evals.captions, config.evals.boxes
 
   del config.task.distill
   del config.model.num_prototypes, config.model.patch_prototypes

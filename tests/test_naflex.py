@@ -10,11 +10,14 @@ import tiny
 from support.array_inputs import assert_equal, fetch
 
 from bigtrain import main, sharding
+from bigtrain.arrays import picture_features
 from bigtrain.config import settings
 from bigtrain.inputs import pipeline
-from bigtrain.models import vit
+from bigtrain.models import cappa, coca, siglip2, vit
+from bigtrain.tasks import captioning, locca
 
 LENGTHS = (16, 32, 64)
+_SIZES = dict(width=8, depth=1, mlp_dim=16, num_heads=2)
 PP = (
   "decode|flip_lr|value_range(-1,1)|naflex(8,{length})"
   "|copy('label','labels')|keep('image','shapes','labels')"
@@ -104,6 +107,88 @@ def test_an_image_has_the_same_features_in_a_batch_and_alone(options):
     np.testing.assert_allclose(
       out["encoded"][i, :count], own["encoded"][0], atol=1e-5
     )
+
+
+def writer(name):
+  """A model that writes texts about images."""
+  tower = dict(patch_size=2, posemb_grid=(3, 3), **_SIZES)
+  if name == "cappa":
+    return cappa.Model(vocab_size=9, max_len=6, **tower, mask_token=True)
+  if name == "coca":
+    return coca.Model(vocab_size=9, max_len=6, **tower, num_queries=3)
+  return siglip2.Model(
+    image=dict(pool_type="map", **tower),
+    text=dict(vocab_size=9, **_SIZES),
+    out_dim=(None, 8),
+    max_len=6,
+    num_locations=4,
+  )
+
+
+@pytest.mark.parametrize("name", ["cappa", "coca", "siglip2"])
+def test_texts_about_an_image_are_the_same_in_a_batch_and_alone(name):
+  """Losses, scores, captions and answers, with padding among the patches."""
+  model = writer(name)
+  task = locca if name == "siglip2" else captioning
+  draw = np.random.default_rng(0)
+  shapes = np.asarray([[2, 3], [1, 7]], np.int32)
+  labels = draw.integers(1, 9, (2, 6)).astype(np.int32)
+  batch = {
+    # Padding is not zero, so that it would show.
+    "image": draw.normal(size=(2, 10, 12)).astype(np.float32),
+    "shapes": shapes,
+    "labels": labels,
+    "locca": labels[:, None],
+    "locca_masks": np.ones((2, 1, 6), np.float32),
+    "prompt": labels[:, :2],
+  }
+  inputs = task.inputs(batch)
+  spec = jax.eval_shape(lambda: model.init(jax.random.key(0), **inputs))
+  variables = jax.tree.map(
+    lambda x: draw.normal(0, 0.5, x.shape).astype(np.float32), spec
+  )
+  fns = {**captioning.predict_fns(model), **task.predict_fns(model)}
+  if name == "siglip2":  # Its captions are answers.
+    fns["loss"] = fns.pop("locca_loss")
+  else:
+    fns["loss"] = fns.pop("perplexity")
+
+  def step_logits(batch):
+    pictures = picture_features.needed(batch)
+    encoded = model.apply(variables, **pictures, method="encode")
+    source, cache = model.apply(variables, encoded, 6, method="begin")
+    result = []
+    for i, token_B in enumerate(batch["labels"].T):
+      logits, cache = model.apply(
+        variables, source, cache, token_B, i, method="step"
+      )
+      result.append(logits)
+    return jnp.stack(result, axis=1)
+
+  def results(batch):
+    names = {"class_tokens": jnp.asarray(labels[:, :4])}
+    made = {
+      "loss": fns["loss"](variables, batch)["loss"],
+      "score": fns["score"](variables, {**batch, **names}),
+      "logits": step_logits(batch),
+      "caption": fns["caption"](variables, batch),
+    }
+    if "answer" in fns:
+      made["answer"] = fns["answer"](variables, batch)
+    return made
+
+  results = jax.jit(results)
+  whole = results(batch)
+  each = []
+  for i, count in enumerate(shapes.prod(axis=1)):
+    one = {name: x[i : i + 1] for name, x in batch.items()}
+    one["image"] = one["image"][:, :count]
+    each.append(results(one))
+  total = sum(np.asarray(one.pop("loss")) for one in each)
+  np.testing.assert_allclose(whole.pop("loss"), total, rtol=1e-5)
+  for key, rows in whole.items():
+    alone = np.concatenate([one[key] for one in each])
+    np.testing.assert_allclose(rows, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

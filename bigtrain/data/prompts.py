@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bigtrain.arrays import picture_features
 from bigtrain.config.errors import (
   ConfigError,
   DataError,
@@ -140,8 +141,7 @@ class Source(supervised.Source):
         allow_special=options.get("allow_special", False),
       )
     int32 = np.dtype(np.int32)
-    kept = ("image", "shapes", "prefix")
-    others = [(name, x) for name, x in self.spec.items() if name in kept]
+    others = picture_features.of_prompts(self.spec)
     self.spec = {"prompt": (int32, (length,)), "prompt_length": (int32, ())}
     self.spec.update(others)
     self.vocab_sizes = {"prompt": self.vocab_sizes["tokens"]}

@@ -67,6 +67,7 @@ from typing import Any, Literal
 import numpy as np
 from absl import logging
 
+from bigtrain.arrays import picture_features
 from bigtrain.config.errors import (
   ConfigError,
   DataError,
@@ -95,7 +96,6 @@ from bigtrain.text import pictures as text_pictures
 _SHOWN_TOKENS = 1000
 # Rows in which `_find_ends` looks for the tokens that end an answer.
 _NUM_SAMPLED = 1000
-_OF_PICTURES = ("image", "shapes")  # Features.
 _TOO_LONG = ("error", "drop", "left", "right")
 _NAMED = {
   "pydoc": pydoc_questions.rows,
@@ -590,7 +590,7 @@ class Source:
     batch = {
       name: np.zeros((len(indices), *shape), dtype)
       for name, (dtype, shape) in shapes.items()
-      if name not in _OF_PICTURES
+      if name not in picture_features.NAMES
     }
     for b, index in enumerate(np.asarray(indices).tolist()):
       example = {name: x[b] for name, x in batch.items() if x.ndim > 1}
@@ -661,8 +661,7 @@ class Source:
     if self._images is None:
       return {}
     rows = [self._kept[[*own]].tolist() for own in items]
-    spec = {name: self.spec[name] for name in _OF_PICTURES if name in self.spec}
-    return self._images.read(rows, spec)
+    return self._images.read(rows, picture_features.of(self.spec))
 
   def first_example(self) -> list[tuple[str, bool]]:
     """Returns the pieces of the first row's text: (text, has a loss)."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bigtrain import metrics, sharding
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import (
   Batch,
   ClassCount,
@@ -77,7 +78,7 @@ class Evaluator:
 
     def image_embeddings(variables: Variables, batch: Batch) -> dict[str, Any]:
       # Without "labels", which would count as texts.
-      features = {n: batch[n] for n in ("image", "shapes") if n in batch}
+      features = picture_features.of(batch)
       return {
         "image": predict_fn(variables, features)["image"],
         "labels": batch[label_key],

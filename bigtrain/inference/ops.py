@@ -41,9 +41,12 @@ class Overrides(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """The ops that compute one feature from a single feature of the data."""
+  """The ops that compute features from a single feature of the data.
 
-  feature: str
+  `features` are "image" with "shapes" where an op makes it, or one of tokens.
+  """
+
+  features: tuple[str, ...]
   key: str  # Location in the config, or the name of an argument.
   needs: registry.Needed
 
@@ -66,7 +69,7 @@ def find(
   evaluation: str | None = None,
   option: str = "pp",
 ) -> Chain:
-  """Returns the ops for a feature.
+  """Returns the ops for a feature; for "image", also those for its "shapes".
 
   `option` is "pp" or "pp_text", and `given` is the user's value for it.
   """
@@ -80,7 +83,10 @@ def find(
     if not _keeps(ops, feature):
       reasons.append(f"{key} drops it")
       continue
-    needs = registry.needed(ops, {feature})
+    features = [feature]
+    if feature == "image" and any("shapes" in (op.origins or ()) for op in ops):
+      features.append("shapes")
+    needs = registry.needed(ops, features)
     # Ops of texts draw one of several captions, but there is only one here.
     random = [op.name for op in needs.ops if op.draws and feature == "image"]
     if random:
@@ -88,7 +94,7 @@ def find(
     elif len(needs.reads) != 1:
       reasons.append(f"{key} needs {', '.join(sorted(needs.reads))}")
     else:
-      return Chain(feature, key, needs)
+      return Chain(tuple(features), key, needs)
   why = f": {'; '.join(reasons)}" if reasons else ""
   raise ConfigError(
     f"{_CALLER}: the run has no ops that make {feature!r} of new data"

@@ -215,7 +215,7 @@ class Predictor:
       if self._text_feature == "tokens":
         features = {"tokens": self._tokens(items)}
       else:
-        features = {"image": self.pictures(items)}
+        features = self.pictures(items)
       logits_BC = self.run("logits", features)
       num_classes = logits_BC.shape[-1]
       names = self.class_names or [str(i) for i in range(num_classes)]
@@ -244,7 +244,7 @@ class Predictor:
     }
 
     def call(items: Sequence[Any]) -> list[Any]:
-      rows_BL = self.run("caption", {"image": self.pictures(items)}, **options)
+      rows_BL = self.run("caption", self.pictures(items), **options)
       return [{"caption": tokenizer.decode(row)} for row in rows_BL]
 
     return self._map(pictures, _is_one(pictures), call)
@@ -253,18 +253,25 @@ class Predictor:
     """Returns {"embedding": float32 [E]} for each picture."""
     self._require("embed_images")
     name = next(name for name in _EMBED_IMAGE if name in self._fns)
-    return self._embed(name, "image", pictures, self.pictures)
+    return self._embed(name, pictures, self.pictures)
 
   def embed_texts(self, texts: Any) -> Any:
     """Returns {"embedding": float32 [E]} for each text."""
     self._require("embed_texts")
-    return self._embed("text", self._text_feature, texts, self._tokens)
+
+    def features(items: Sequence[str]) -> dict[str, np.ndarray]:
+      return {self._text_feature: self._tokens(items)}
+
+    return self._embed("text", texts, features)
 
   def _embed(
-    self, pred: str, feature: str, inputs: Any, preprocess: Callable[..., Any]
+    self,
+    pred: str,
+    inputs: Any,
+    features: Callable[[Sequence[Any]], dict[str, np.ndarray]],
   ) -> Any:
     def call(items: Sequence[Any]) -> list[Any]:
-      rows_BE = self.run(pred, {feature: preprocess(items)})
+      rows_BE = self.run(pred, features(items))
       return [{"embedding": row} for row in np.asarray(rows_BE, np.float32)]
 
     return self._map(inputs, _is_one(inputs), call)
@@ -295,12 +302,12 @@ class Predictor:
       class_names = ops.evaluated_names(self.config)
     names = labels.read(class_names, "class_names")
     texts_by_prompt = [labels.fill(p, names, "prompts") for p in prompts]
-    scores_of: Callable[[np.ndarray], np.ndarray]
+    scores_of: Callable[[dict[str, np.ndarray]], np.ndarray]
     if "score" in self._fns:  # A captioner: how likely is each name?
       fixed = {"class_tokens": self._tokens(texts_by_prompt[0])}
 
-      def scores_of(image: np.ndarray) -> np.ndarray:
-        scores_BC = self.run("score", {"image": image}, fixed=fixed)
+      def scores_of(features: dict[str, np.ndarray]) -> np.ndarray:
+        scores_BC = self.run("score", features, fixed=fixed)
         return _probabilities(scores_BC, "softmax")
 
     else:  # Image and text towers: how similar are the embeddings?
@@ -323,9 +330,11 @@ class Predictor:
     norm_C1 = np.linalg.norm(class_CE, axis=-1, keepdims=True)
     return class_CE / (norm_C1 + 1e-8)
 
-  def _pair_scores(self, image: np.ndarray, class_CE: np.ndarray) -> np.ndarray:
+  def _pair_scores(
+    self, features: dict[str, np.ndarray], class_CE: np.ndarray
+  ) -> np.ndarray:
     """Probabilities [B, C], with the learned scale and bias of the loss."""
-    image_BE = self.run("image", {"image": image})
+    image_BE = self.run("image", features)
     logits_BC = image_BE.astype(np.float64) @ class_CE.T.astype(np.float64)
     if "t" in self.params:
       logits_BC *= np.exp(float(self.params["t"][0]))

@@ -4,6 +4,7 @@ Legend: B batch, H height, W width, C channels, L length.
 """
 
 import concurrent.futures
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,9 +27,12 @@ class Pictures:
 
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
     self.chain = chain
-    known = data.get("features", {}).get(chain.feature)
-    # Shape of an image after the ops; None if the run did not save it.
+    known = data.get("features", {}).get("image")
+    # Shape of an image after the ops; None if the run did not save it. A model
+    # takes any number of patches.
     self.shape = None if known is None else tuple(known[1])
+    if self.shape is not None and "shapes" in chain.features:
+      self.shape = (None, *self.shape[1:])
     self._op = registry.compose(chain.needs.ops)
     # [dtype, shape, lowest, highest] of the run's own pictures.
     self._raw_spec = data.get("raw", {}).get(chain.raw)
@@ -46,19 +50,24 @@ class Pictures:
     self._orientations: list[tuple[str, int]] = []
     self._graph: Any = None  # Of ops that need tensorflow.
 
-  def __call__(self, pictures: Sequence[Any]) -> np.ndarray:
-    """Returns images [B, ...] of pictures, which are decoded on all cores.
+  def __call__(self, pictures: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Returns the features [B, ...] of pictures, decoded on all cores.
+
+    These are "image", and "shapes" if the ops make patches.
 
     `Predictor.predict` says what a picture can be.
     """
     self._prepare()
     try:
       if len(pictures) == 1:
-        return self._one(pictures[0])[None]
-      with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return np.stack(list(pool.map(self._one, pictures)))
+        rows = [self._one(pictures[0])]
+      else:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+          rows = list(pool.map(self._one, pictures))
     finally:
       self._log_turned()
+    names = self.chain.features
+    return {name: np.stack([row[name] for row in rows]) for name in names}
 
   def _prepare(self) -> None:
     """Makes the graph of ops that need tensorflow, before the threads start."""
@@ -67,7 +76,8 @@ class Pictures:
       draws = tf.zeros([max(self._op.draws, 1)])
 
       def fn(raw: Any) -> Any:
-        return self._op.fn({self.chain.raw: raw}, draws)[self.chain.feature]
+        made = self._op.fn({self.chain.raw: raw}, draws)
+        return {name: made[name] for name in self.chain.features}
 
       self._graph = tf.function(fn, autograph=False)
 
@@ -78,23 +88,24 @@ class Pictures:
       self._ignores_exif = False
     self._orientations.clear()
 
-  def _one(self, picture: Any) -> np.ndarray:
+  def _one(self, picture: Any) -> dict[str, np.ndarray]:
     where = picture if isinstance(picture, str | os.PathLike) else "a picture"
     try:
       raw = self._raw(picture)
       if self._graph is not None:
-        image = self._graph(host_tensorflow.load().constant(raw)).numpy()
+        made = self._graph(host_tensorflow.load().constant(raw))
       else:
         draws = np.zeros(self._op.draws, np.float32)
-        features = self._op.fn({self.chain.raw: raw}, draws)
-        image = np.asarray(features[self.chain.feature])
-      if self.shape is not None and image.shape != self.shape:
+        made = self._op.fn({self.chain.raw: raw}, draws)
+      features = {name: np.asarray(made[name]) for name in self.chain.features}
+      shape = features["image"].shape
+      if self.shape is not None and not _fits(shape, self.shape):
         raise DataError(
-          f"{_size(image.shape)} after {self.chain.key}, but the model takes "
+          f"{_size(shape)} after {self.chain.key}, but the model takes "
           f"{_size(self.shape)}; give pp=..., such as "
           f"{_resizing(self.shape)!r}."
         )
-      return image
+      return features
     except DataError as e:
       raise DataError(f"{os.fspath(where)}: {e}") from e
     except ConfigError:
@@ -141,7 +152,7 @@ class Pictures:
     if self._raw_spec is None:
       return array
     dtype, shape, *limits = self._raw_spec
-    if any(n not in (None, size) for n, size in zip(shape, array.shape)):
+    if not _fits(array.shape, shape):
       raise DataError(
         f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
         f"{self.chain.key} does not resize: give pp=..., such as "
@@ -163,11 +174,22 @@ class Pictures:
     return array.astype(dtype)
 
 
-def _size(shape: Sequence[int]) -> str:
+def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+  """Whether an array has the expected shape, where None is any size."""
+  return len(shape) == len(expected) and all(
+    n in (None, size) for n, size in zip(expected, shape)
+  )
+
+
+def _size(shape: Sequence[int | None]) -> str:
   return "x".join("?" if n is None else str(n) for n in shape)
 
 
 def _resizing(shape: Sequence[int]) -> str:
+  """Ops that make such images, for a hint."""
+  if len(shape) == 2:
+    side = math.isqrt(shape[1] // 3)
+    return f"decode|value_range(-1,1)|naflex({side}, 256)"
   height, width, channels = shape
   decode = "decode" if channels == 3 else f"decode(channels={channels})"
   return f"{decode}|resize(({height}, {width}))|value_range(-1,1)"
@@ -196,11 +218,12 @@ class Texts:
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
     draws = np.zeros(self._op.draws, np.float32)
+    (name,) = self.chain.features
     rows = []
     for text in texts:
       raw: Any = text.encode()
       if self._as_list:
         raw = np.asarray([raw], object)
       features = self._op.fn({self.chain.raw: raw}, draws)
-      rows.append(np.asarray(features[self.chain.feature], np.int32))
+      rows.append(np.asarray(features[name], np.int32))
     return np.stack(rows)

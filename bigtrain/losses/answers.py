@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bigtrain.arrays import trees
+from bigtrain.arrays import picture_features, trees
 from bigtrain.arrays.types import Batch, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import forward, token_losses
@@ -38,7 +38,7 @@ def inputs(batch: Batch) -> dict[str, jax.Array]:
 def prompts(batch: Batch) -> dict[str, jax.Array]:
   """The model's other arguments for prompts, besides their tokens."""
   # All answers to a prompt have the same pictures.
-  result = {name: batch[name] for name in ("image", "shapes") if name in batch}
+  result = picture_features.of(batch)
   if "prefix" in batch:
     result["prefix"] = batch["prefix"].reshape(-1)
   return result

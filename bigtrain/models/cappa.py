@@ -48,6 +48,13 @@ class States(NamedTuple):
     return kernels.logits(self.hidden_BLD, kernel_DV) + self.bias_V
 
 
+class Source(NamedTuple):
+  """Encoded images, as `step` reads them."""
+
+  cache: kv_cache.Cache
+  mask: masks.Mask  # Which patches are seen: all but padding.
+
+
 class Writer(nn.Module):
   """Methods of models whose `decoder` writes texts about encoded images.
 
@@ -113,8 +120,14 @@ class Writer(nn.Module):
     (hidden_BLD, (kernel_DV, bias_V)), _ = self.decoder(*args, **kwargs)
     return States(hidden_BLD, kernel_DV, bias_V)
 
-  def begin(self, encoded_BPE: jax.Array, num_tokens: int) -> tuple[Any, Any]:
-    """Returns the cache of the images, and the caches that `step` changes."""
+  def begin(
+    self, encoded: Mapping[str, jax.Array], num_tokens: int
+  ) -> tuple[Source, Any]:
+    """Returns the cache of the images, and the caches that `step` changes.
+
+    `encoded` is what `encode` returns.
+    """
+    encoded_BPE = encoded["encoded"]
     B, P, _ = encoded_BPE.shape
     H = self.decoder_num_heads
 
@@ -122,9 +135,10 @@ class Writer(nn.Module):
       K = self.decoder_width // H
       return kv_cache.empty(B, depth, length, H, K, self.dtype)
 
-    _, source = self.decoder(
+    _, cache = self.decoder(
       None, encoded_BPE, cache=empty(P, self.decoder_depth)
     )
+    source = Source(cache, masks.Mask(real_BS=encoded.get("real")))
     of_decoder = empty(num_tokens, self.decoder_depth)
     of_text = None
     if self.text_depth:
@@ -132,7 +146,7 @@ class Writer(nn.Module):
     return source, [of_decoder, of_text]
 
   def step(
-    self, source: Any, caches: Any, token_B: jax.Array, position: jax.Array
+    self, source: Source, caches: Any, token_B: jax.Array, position: jax.Array
   ) -> tuple[jax.Array, Any]:
     """Returns (float32 logits (B, V) of the token at `position`, new caches).
 
@@ -149,19 +163,23 @@ class Writer(nn.Module):
       )
       posemb = 0.0  # The text's decoder has added it.
     (hidden_B1D, (kernel_DV, bias_V)), of_decoder = self.decoder(
-      x, source, posemb, cache=of_decoder, start=position
+      x,
+      source.cache,
+      posemb,
+      source_mask=source.mask,
+      cache=of_decoder,
+      start=position,
     )
     states = States(hidden_B1D, kernel_DV, bias_V)
     return states.logits()[:, 0], [of_decoder, of_text]
 
   def decode(
     self,
-    encoded_BPE: jax.Array,
+    encoded: Mapping[str, jax.Array],
     text: jax.Array,
     *,
     parallel_B: jax.Array | None = None,
     masked_BL: jax.Array | None = None,
-    real_BP: jax.Array | None = None,
     train: bool = False,
   ) -> States:
     """Runs the decoder; the factors of its logits.
@@ -169,11 +187,12 @@ class Writer(nn.Module):
     With M texts per image there are M B texts, grouped by image.
 
     Args:
+      encoded: what `encode` returns: "encoded" (B, P, E) and, if some patches
+        are padding, "real" bool (B, P), False for these.
       text: int (B, L), L up to max_len.
       parallel_B: bool, whether an example is predicted in parallel.
       masked_BL: bool, whether the input of a position in such an example is the
         mask token rather than the token itself; None masks all positions.
-      real_BP: bool, False for patches that are padding; by default all True.
     """
     tokens_BL, L = self.tokens_before(text), text.shape[1]
     mask = masks.Mask(causal=True)
@@ -189,10 +208,10 @@ class Writer(nn.Module):
       mask = dataclasses.replace(mask, prefix_B=jnp.where(parallel_B, L, 0))
     return self.factors(
       tokens_BL,
-      encoded_BPE,
+      encoded["encoded"],
       self.posemb_1LD[:, :L],
       mask=mask,
-      source_mask=masks.Mask(real_BS=real_BP),
+      source_mask=masks.Mask(real_BS=encoded.get("real")),
       train=train,
     )
 
@@ -204,6 +223,9 @@ class Captioner(encoder.Fields, Writer):
   max_len: int = 64  # Largest number of tokens of a text.
   patch_size: Any = None  # Height and width in pixels, or one for both.
   posemb: str = "learn"  # "learn" or "sincos2d", in encoder and decoder.
+  # Rows and columns of the encoder's learned embeddings; needed for images of
+  # several shapes.
+  posemb_grid: Any = None
   decoder_width: int = options.DERIVED  # D; the encoder's if None.
   decoder_depth: int = options.DERIVED  # The encoder's if None.
   decoder_mlp_dim: int = options.DERIVED  # The encoder's if None.
@@ -240,17 +262,22 @@ class Captioner(encoder.Fields, Writer):
     image: jax.Array,
     text: jax.Array,
     *,
+    shapes: jax.Array | None = None,
     train: bool = False,
     **parallel: jax.Array | None,
   ) -> States:
-    encoded_BPE = self.encode(image, train=train)["encoded"]
-    return self.decode(encoded_BPE, text, train=train, **parallel)
+    encoded = self.encode(image, shapes=shapes, train=train)
+    return self.decode(encoded, text, train=train, **parallel)
 
   def encode(
-    self, image: jax.Array, *, train: bool = False
+    self,
+    image: jax.Array,
+    *,
+    shapes: jax.Array | None = None,
+    train: bool = False,
   ) -> dict[str, jax.Array]:
     """Returns the ViT's dict: "encoded" (B, P, E), "pre_logits" (B, E), ..."""
-    return self.encoder(image, train=train)[1]
+    return self.encoder(image, shapes=shapes, train=train)[1]
 
 
 class Model(Captioner):
@@ -263,16 +290,17 @@ class Model(Captioner):
     image: jax.Array,
     text: jax.Array,
     *,
+    shapes: jax.Array | None = None,
     train: bool = False,
     **parallel: jax.Array | None,
   ) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the logits (B, L, V), and `encode`'s dict with "states".
 
-    `image` is (B, height, width, channels) and `text` int (B, L) up to max_len;
-    the other arguments go to `decode`.
+    `image` and `shapes` are as in models.vit, and `text` is int (B, L) up to
+    max_len; the other arguments go to `decode`.
     """
-    out: dict[str, Any] = self.encode(image, train=train)
-    out["states"] = self.decode(out["encoded"], text, train=train, **parallel)
+    out: dict[str, Any] = self.encode(image, shapes=shapes, train=train)
+    out["states"] = self.decode(out, text, train=train, **parallel)
     return out["states"].logits(), out
 
 
@@ -283,6 +311,7 @@ def encoder_of(model: Captioner, **kwargs: Any) -> vit.Model:
     "patch_size",
     *vit.SIZES,
     "posemb",
+    "posemb_grid",
     "mlp",
     "dropout",
     "drop_path",

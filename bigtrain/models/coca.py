@@ -11,6 +11,7 @@ and of the pooled image, E embedding, V vocabulary.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -77,9 +78,14 @@ class Model(cappa.Captioner):
     image: jax.Array | None = None,
     text: jax.Array | None = None,
     *,
+    shapes: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array | None, jax.Array | None, dict[str, Any]]:
-    """Embeds images (B, height, width, channels), texts int (B, L), or both.
+    """Embeds images, texts int (B, L), or both.
+
+    Args:
+      image, shapes: as in models.vit.
+      text: padded with 0.
 
     Returns:
       (image_BE, text_BE, out): float32 embeddings of length 1, or None without
@@ -89,7 +95,7 @@ class Model(cappa.Captioner):
     out: dict[str, Any] = {"t": jnp.exp(self.t_1)}
     image_BE = text_BE = None
     if image is not None:
-      encoded = self.encode(image, train=train)
+      encoded = self.encode(image, shapes=shapes, train=train)
       out |= {f"img/{name}": x for name, x in encoded.items()}
       image_BE = pooling.normalise(self.image_head(encoded["pre_logits"]))
     if text is not None:
@@ -101,14 +107,20 @@ class Model(cappa.Captioner):
     return image_BE, text_BE, out
 
   def encode(
-    self, image: jax.Array, *, train: bool = False
+    self,
+    image: jax.Array,
+    *,
+    shapes: jax.Array | None = None,
+    train: bool = False,
   ) -> dict[str, jax.Array]:
     """Returns the ViT's dict, whose "encoded" (B, P, width) is "patches" here.
 
     "encoded" (B, N, D) and "pre_logits" (B, D) are pooled by queries.
     """
-    out = super().encode(image, train=train)
-    pooled = self.caption_pool(out["encoded"])
+    out = super().encode(image, shapes=shapes, train=train)
+    # The queries see no padding, and what they pool has none.
+    seen = masks.Mask(real_BS=out.pop("real", None))
+    pooled = self.caption_pool(out["encoded"], seen)
     contrastive = pooled
     if self.pool == "cascade":
       contrastive = self.contrastive_pool(pooled)
@@ -120,10 +132,14 @@ class Model(cappa.Captioner):
     }
 
   def decode(  # type: ignore[override]  # Without parallel prediction.
-    self, encoded_BND: jax.Array, text: jax.Array, *, train: bool = False
+    self,
+    encoded: Mapping[str, jax.Array],
+    text: jax.Array,
+    *,
+    train: bool = False,
   ) -> cappa.States:
     text_BLD, _ = self._read(text, train)
-    return self.factors(text_BLD, encoded_BND, train=train)
+    return self.factors(text_BLD, encoded["encoded"], train=train)
 
   def _read(self, text: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
     """States of the tokens before a text's (B, L, D), and of the class (B, D).

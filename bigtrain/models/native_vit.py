@@ -194,9 +194,7 @@ class Model(encoder.Fields):
       x_BPD += self._side_embeddings(place).astype(x_BPD.dtype)
     if self.pre_norm:
       x_BPD = encoder.norm(self._layer(), self.width, "pre_norm")(x_BPD)
-    real_BP = None
-    if grid is None:
-      real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
+    real_BP = patches.real(shapes, P) if grid is None else None
     result = self._encode(x_BPD, place, real_BP, train)
     x_BPD, taps = result if self.taps else (result, None)
     x_BPD = self._standardized(x_BPD)

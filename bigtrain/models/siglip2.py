@@ -99,15 +99,9 @@ class Model(two_towers.Model, cappa.Writer):
     **parallel: jax.Array | None,
   ) -> cappa.States:
     """Factors of the logits of B N texts: N for each image."""
-    encoded_BPE = self.encode(image, shapes=shapes, train=train)["encoded"]
-    real_BP = None
-    if shapes is not None:
-      P = encoded_BPE.shape[1]
-      real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
+    encoded = self.encode(image, shapes=shapes, train=train)
     text = texts_BNL.reshape(-1, texts_BNL.shape[-1])
-    return self.decode(
-      encoded_BPE, text, real_BP=real_BP, train=train, **parallel
-    )
+    return self.decode(encoded, text, train=train, **parallel)
 
   def encode(
     self,

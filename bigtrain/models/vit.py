@@ -217,9 +217,10 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, E); with feature_layer also "prefix", the same for class
-      token and registers; "head_input" (B, D), pooled; and "pre_logits" (B, D)
-      or (B, rep_size)). With pool_type "none" the last two and the logits are
+      "encoded" (B, P, E); with `shapes` also "real" (B, P), False for padding;
+      with feature_layer also "prefix", the same for class token and registers;
+      "head_input" (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)).
+      With pool_type "none" the last two and the logits are
       per patch: (B, P, ...).
     """
     x_BPD, grid = PatchEmbedding(
@@ -248,12 +249,13 @@ class Model(encoder.Fields):
     if self.pre_norm:
       x_BLD = norm(dtype=self.dtype, name="pre_norm")(x_BLD)
     prefix = x_BLD.shape[1] - P
-    real_BP = real_BK
-    if shapes is not None:
-      real_BP = jnp.arange(P) < jnp.prod(shapes, axis=1, keepdims=True)
+    real_BP = real_BK if shapes is None else patches.real(shapes, P)
     x_BLD, features_BLE = self._encode(x_BLD, grid, prefix, real_BP, train)
 
     out = {"encoded": features_BLE[:, prefix:]}
+    if shapes is not None:
+      assert real_BP is not None
+      out["real"] = real_BP
     if prefix and self.feature_layer is not None:
       out["prefix"] = features_BLE[:, :prefix]
     x = self._pool(x_BLD, prefix, real_BP).astype(jnp.float32)

@@ -33,6 +33,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from bigtrain import sharding
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Batch, TrainState, Variables
 from bigtrain.config import settings
 from bigtrain.config.errors import ConfigError
@@ -53,7 +54,7 @@ JUDGED = ("reward", "failed_rewards")
 # Entry of a checkpoint with the set.
 _ENTRY = "rollouts"
 # Features for a task's `score`, if it has one.
-_SCORED = ("tokens", "targets", "loss_mask", *turns.OF_PROMPTS)
+_SCORED = ("tokens", "targets", "loss_mask", *picture_features.OF_PROMPTS)
 
 
 class Rollout:
@@ -324,7 +325,7 @@ class Rollout:
     local = {
       name: placement.get(x)
       for name, x in made.items()
-      if name not in turns.OF_PROMPTS
+      if name not in picture_features.OF_PROMPTS  # The host needs none.
     }
     shape = local["targets"].shape[:2]
     own_rows = self._shared_rows.own

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bigtrain import sharding
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Variables
 from bigtrain.inputs.pipeline import TrainInput
 from bigtrain.objective.shared_rows import SharedRows
@@ -30,8 +31,6 @@ from bigtrain.objective.shared_rows import SharedRows
 # What a batch has in addition to the results of the task's rollout; float32
 # [B, G].
 COUNTS = ("turns", "tool_calls", "failed_tools")
-# Features of prompts that the host does not need, and that stay as they are.
-OF_PROMPTS = ("image", "shapes", "prefix")
 
 # The messages of each answer, [B][G].
 Messages = Sequence[Sequence[list[dict[str, Any]]]]
@@ -42,7 +41,7 @@ class Turns:
 
   Args:
     next_turn: (variables, {"tokens" [B, G, T], "length" [B, G], and what the
-      rollout has of OF_PROMPTS}, step, turn) -> (tokens, log-probabilities),
+      rollout has of prompts}, step, turn) -> (tokens, log-probabilities),
       both [B, G, T].
     made: shapes of the rollout's results, with "tokens" [B, G, L].
     max_new: largest number of tokens after a prompt.
@@ -68,7 +67,7 @@ class Turns:
     self._spec = {
       "tokens": jax.ShapeDtypeStruct((B, G, L + 1), jnp.int32),
       "length": jax.ShapeDtypeStruct((B, G), jnp.int32),
-      **_of_prompts(made),
+      **picture_features.of_prompts(made),
     }
     self._spec = sharding.batch_spec(self._spec, mesh)
     self._any = jax.jit(jnp.any, out_shardings=self._replicated)
@@ -90,7 +89,7 @@ class Turns:
   ) -> tuple[dict[str, Any], Messages]:
     """Finishes the answers of a rollout; returns the batch and messages."""
     placement = self._input.placement
-    kept = _of_prompts(made)
+    kept = picture_features.of_prompts(made)
     local = {
       name: placement.get(x) for name, x in made.items() if name not in kept
     }
@@ -130,10 +129,6 @@ class Turns:
         indices = order.index[rows]
         result.append((part.source, dict(zip(rows.tolist(), indices.tolist()))))
     return result
-
-
-def _of_prompts(batch: Mapping[str, Any]) -> dict[str, Any]:
-  return {name: batch[name] for name in OF_PROMPTS if name in batch}
 
 
 class _Texts:

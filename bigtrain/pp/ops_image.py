@@ -513,7 +513,9 @@ def _sized(processor: sized_pictures.Processor, key: str) -> Op:
       features = {**features, "shapes": tf.ensure_shape(grid, (4,))}
     return {**features, key: tf.ensure_shape(pixels, (None, None, None, 3))}
 
-  origins: dict[str, str | None] = {key: None, "shapes": None}
+  origins: dict[str, str | None] = {key: None}
+  if isinstance(processor.layout, (*_OF_PATCHES, picture_layouts.Views)):
+    origins["shapes"] = None
   return Op(fn, reads=(key,), origins=origins, tensorflow=True)
 
 

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bigtrain.arrays import picture_features
 from bigtrain.config.errors import ConfigError, DataError
 from bigtrain.pp import host_tensorflow, parse, registry
-
-_FEATURES = ("image", "shapes")
 
 
 class Picture(NamedTuple):
@@ -82,7 +81,7 @@ class Pixels:
         if is_encoded:
           features = self._decode.fn(features, draws)
         made = self._op.fn(features, draws)
-        return {name: made[name] for name in _FEATURES if name in made}
+        return picture_features.of(made)
 
       spec = tf.TensorSpec((None, None, 3), tf.uint8)
       if is_encoded:

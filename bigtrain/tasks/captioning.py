@@ -4,8 +4,9 @@ Legend: B batch, L length, D width, V vocabulary, C classes, K classes of a
 chunk, E width of the encoder, P patches.
 
 A batch has "image" [B, H, W, channels], "labels" int [B, L], captions padded
-with `pad_id`, and optionally "label_masks" [B, L], weights of the tokens. The
-model has the methods `states`, `encode`, `decode`, `begin` and `step` of
+with `pad_id`, and optionally "label_masks" [B, L], weights of the tokens. With
+"shapes" [B, 2], "image" has ready-made patches, see models.vit. The model has
+the methods `states`, `encode`, `decode`, `begin` and `step` of
 models/cappa.py.
 """
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import forward, linear_xent
@@ -23,7 +25,7 @@ from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:
-  return {"image": batch["image"], "text": batch["labels"]}
+  return {**picture_features.needed(batch), "text": batch["labels"]}
 
 
 def parallel_examples(
@@ -100,7 +102,7 @@ def loss_fn(
     (metrics "loss" in nats and "token_accuracy", new mutable collections).
   """
   check_choice("config.loss.normalize", normalize, ("sentence", "tokens"))
-  image, labels = batch["image"], batch["labels"]
+  labels = batch["labels"]
   parallel: dict[str, Any] = {}
   if train and masked_pred_prob:
     keys_B = batch.get("_keys")
@@ -111,7 +113,13 @@ def loss_fn(
       keys_B, labels.shape[1], masked_pred_prob, masking_ratio
     )
   states, mutable = forward.apply(
-    model, variables, rng, train, image, labels, **parallel, method="states"
+    model,
+    variables,
+    rng,
+    train,
+    **inputs(batch),
+    **parallel,
+    method="states",
   )
   weight_BL = token_weights(batch, labels, pad_id)
   if normalize == "sentence":
@@ -144,7 +152,7 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
   def encode_arguments(batch: Batch) -> dict[str, Any]:
-    return dict(image=batch["image"], method="encode")
+    return {**picture_features.needed(batch), "method": "encode"}
 
   return {
     "enc_rep": forward.layers_fn(model, encode_arguments),
@@ -188,7 +196,7 @@ def score(
   """Computes the log-likelihood of every class's text for every image.
 
   Args:
-    batch: "image", and "class_tokens" int [C, L], the tokenized names.
+    batch: as in training, with "class_tokens" int [C, L], the tokenized names.
     pad_id: padding of the names, without likelihood.
     class_chunk: K, classes at a time.
     chunk: positions at a time, see losses.linear_xent.
@@ -196,9 +204,9 @@ def score(
   Returns:
     float32 [B, C], in nats, summed over the tokens of a class.
   """
-  image, tokens_CL = batch["image"], batch["class_tokens"]
-  encoded = model.apply(variables, image, method="encode")["encoded"]
-  B = len(image)
+  pictures, tokens_CL = picture_features.needed(batch), batch["class_tokens"]
+  encoded = model.apply(variables, **pictures, method="encode")
+  B = len(pictures["image"])
   C, L = tokens_CL.shape
   K = min(class_chunk, C)
   tokens_CL = jnp.pad(tokens_CL, ((0, -C % K), (0, 0)), constant_values=pad_id)
@@ -249,8 +257,9 @@ def caption(
       f"caption: expected max_len of at most {model.max_len} "
       f"(config.model.max_len), got {max_len}."
     )
-  image = batch["image"]
-  encoded = model.apply(variables, image, method="encode")["encoded"]
+  pictures = picture_features.needed(batch)
+  image = pictures["image"]
+  encoded = model.apply(variables, **pictures, method="encode")
   source, cache = model.apply(variables, encoded, max_len, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import (
   Batch,
   Metrics,
@@ -39,8 +40,7 @@ def inputs(batch: Batch) -> Batch:
     return {"tokens": jnp.maximum(tokens, 0), "real": tokens >= 0}
   if "image" not in batch and "text" in batch:
     return {name: batch[name] for name in ("text", "types") if name in batch}
-  optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
-  return {"image": batch["image"], **optional}
+  return picture_features.needed(batch)
 
 
 def class_counts(model: Any) -> dict[str, int]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics, sharding
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Batch, Metrics, Params, PredictFn, Variables
 from bigtrain.config.errors import (
   ConfigError,
@@ -40,12 +41,7 @@ LIMITS = dict(distill_weight=dict(least=0), caption_weight=dict(least=0))
 
 
 def inputs(batch: Batch) -> Batch:
-  return {**image_inputs(batch), "text": batch["labels"]}
-
-
-def image_inputs(batch: Batch) -> Batch:
-  optional = {"shapes": batch["shapes"]} if "shapes" in batch else {}
-  return {"image": batch["image"], **optional}
+  return {**picture_features.needed(batch), "text": batch["labels"]}
 
 
 vocab_sizes = captioning.vocab_sizes
@@ -279,7 +275,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     return model.apply(variables, **features, train=False)
 
   def image(variables: Variables, batch: Batch) -> jax.Array:
-    return apply(variables, **image_inputs(batch))[0]
+    return apply(variables, **picture_features.needed(batch))[0]
 
   def text(variables: Variables, batch: Batch) -> jax.Array:
     labels = batch["labels"]
@@ -304,5 +300,7 @@ def predict_fns(model: Any) -> dict[str, PredictFn]:
     "image": image,
     "text": text,
     "loss": forward.metrics_fn(loss_fn, model=model),
-    "pre_logits": forward.layers_fn(model, image_inputs, "img/pre_logits"),
+    "pre_logits": forward.layers_fn(
+      model, picture_features.needed, "img/pre_logits"
+    ),
   }

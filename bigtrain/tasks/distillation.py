@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays import model_flops
+from bigtrain.arrays import model_flops, picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.losses import cross_entropy, distances, forward, mixup, teachers
 
@@ -32,7 +32,7 @@ LIMITS = dict(temperature=dict(above=0), label_weight=dict(least=0))
 
 
 def inputs(batch: Batch) -> Batch:
-  return {name: batch[name] for name in ("image", "shapes") if name in batch}
+  return picture_features.of(batch)
 
 
 def class_counts(model: Any) -> dict[str, int]:

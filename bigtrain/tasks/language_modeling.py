@@ -30,18 +30,17 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import token_losses
 from bigtrain.text import decoding, speculation
 
-# Features of pictures, which a prompt may have too.
-PICTURES = ("image", "shapes")
-
 
 def inputs(batch: Batch) -> Batch:
-  optional = ["segments", "positions", "prefix", *PICTURES]
+  optional = ("segments", "positions")
   arguments = {name: batch[name] for name in optional if name in batch}
+  arguments |= picture_features.of_prompts(batch)
   if "loss_mask" in batch or "_mask" in batch:
     arguments["real"] = token_losses.real_positions(
       token_weights(batch), arguments.get("segments")
@@ -211,7 +210,7 @@ def _first_position(prompt_BL: jax.Array, length_B: jax.Array) -> jax.Array:
 def _options_of(batch: Batch, length_B: jax.Array) -> dict[str, jax.Array]:
   """Arguments of the model for prompts, besides the tokens."""
   options = {"prefix": length_B} if "prefix" in batch else {}
-  return options | {name: batch[name] for name in PICTURES if name in batch}
+  return options | picture_features.of(batch)
 
 
 def _real_tokens(batch: Batch, pad_id: int) -> tuple[jax.Array, jax.Array]:

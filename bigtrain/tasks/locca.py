@@ -19,15 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
+from bigtrain.arrays import picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import forward
-from bigtrain.tasks import captioning, contrastive
+from bigtrain.tasks import captioning
 from bigtrain.text import decoding
 
 
 def inputs(batch: Batch) -> Batch:
-  return contrastive.image_inputs(batch)
+  return picture_features.needed(batch)
 
 
 def loss_fn(
@@ -76,15 +77,13 @@ def loss_fn(
     # The prefix is never masked. It comes before all tokens to predict.
     predicted = batch["locca_masks"].reshape(B * N, L) > 0
     parallel["masked_BL"] = jnp.cumsum(predicted, axis=1) > 0
-  given = dict(contrastive.image_inputs(batch))
   states, mutable = forward.apply(
     model,
     variables,
     rng,
     train,
-    given.pop("image"),
-    labels_BNL,
-    **given,
+    texts_BNL=labels_BNL,
+    **picture_features.needed(batch),
     **parallel,
     method="states",
   )
@@ -142,7 +141,7 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
   def encode_arguments(batch: Batch) -> dict[str, Any]:
-    return {**contrastive.image_inputs(batch), "method": "encode"}
+    return {**picture_features.needed(batch), "method": "encode"}
 
   return {
     "enc_rep": forward.layers_fn(model, encode_arguments),
@@ -167,12 +166,7 @@ def answer(
     batch: "image", and "prompt" int [B, L] of the op `locca_question`.
     max_len: longest answer; by default limited only by the model's max_len.
   """
-  if "shapes" in batch:
-    raise ConfigError(
-      "pp: expected whole images; answers about ready patches are not "
-      "supported."
-    )
-  image, prompt_BL = batch["image"], batch["prompt"]
+  pictures, prompt_BL = picture_features.needed(batch), batch["prompt"]
   if prompt_BL.shape[1] > model.max_len:
     raise ConfigError(
       f"config.model.max_len: {model.max_len} is less than the "
@@ -180,10 +174,11 @@ def answer(
     )
   # The model always reads 0 first, and then up to max_len - 1 tokens.
   length_B = jnp.sum(prompt_BL != pad_id, axis=1) + 1
-  length_B = jnp.where(metrics.example_weights(batch, image) != 0, length_B, 0)
+  weight_B = metrics.example_weights(batch, prompt_BL)
+  length_B = jnp.where(weight_B != 0, length_B, 0)
   length_B = length_B.astype(jnp.int32)
   prompt_BL = jnp.pad(prompt_BL, ((0, 0), (1, 0)))
-  encoded = model.apply(variables, image, method="encode")["encoded"]
+  encoded = model.apply(variables, **pictures, method="encode")
   source, cache = model.apply(variables, encoded, model.max_len, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays import model_flops
+from bigtrain.arrays import model_flops, picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError, check_choice, check_number
 from bigtrain.losses import answers, rewards
@@ -76,7 +76,7 @@ def rollout(
   prompts = {
     "tokens": jnp.where(place_T[:P] < length_X1, prompt_XP, -1),
     "sample": jnp.arange(B * G) % G,
-    **_of_prompts(batch),
+    **picture_features.of_prompts(batch),
   }
   text_XT, log_probs_XT = language_modeling.generate(
     variables,
@@ -104,14 +104,7 @@ def rollout(
   if "prefix" in batch:
     made["prefix"] = jnp.repeat(batch["prefix"], G, axis=0)
   result = {name: x.reshape(B, G, *x.shape[1:]) for name, x in made.items()}
-  names = language_modeling.PICTURES
-  return result | {name: batch[name] for name in names if name in batch}
-
-
-def _of_prompts(batch: Batch) -> dict[str, jax.Array]:
-  """Features for `language_modeling.generate` besides the prompts' tokens."""
-  names = (*language_modeling.PICTURES, "prefix")
-  return {name: batch[name] for name in names if name in batch}
+  return result | picture_features.of(batch)
 
 
 def next_turn(
@@ -133,7 +126,7 @@ def next_turn(
   prompts = {
     "tokens": jnp.where(is_given_BGT, batch["tokens"], -1).reshape(B * G, T),
     "sample": jnp.arange(B * G) % G,
-    **_of_prompts(batch),
+    **picture_features.of_prompts(batch),
   }
   text_XT, log_probs_XT = language_modeling.generate(
     variables,

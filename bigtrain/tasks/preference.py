@@ -28,11 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from bigtrain import metrics
-from bigtrain.arrays import model_flops
+from bigtrain.arrays import model_flops, picture_features
 from bigtrain.arrays.types import Batch, Metrics, PredictFn, Variables
 from bigtrain.config.errors import ConfigError
 from bigtrain.losses import answers, forward, preferences, token_losses
-from bigtrain.tasks import language_modeling
 
 _FROZEN = ("teacher", "base")
 
@@ -322,10 +321,8 @@ def _mismatched(batch: Batch) -> dict[str, jax.Array]:
   )
   within = (index >= 0) & (index < number)
   texts = jnp.where(index < 0, texts, jnp.where(within, others, 0))
-  names = (*language_modeling.PICTURES, "prefix")
-  of_prompts = {name: batch[name] for name in names if name in batch}
   return {
-    **of_prompts,
+    **picture_features.of_prompts(batch),
     "tokens": texts[..., :-1],
     "targets": texts[..., 1:],
     "loss_mask": within[..., 1:].astype(jnp.float32),

@@ -15,6 +15,7 @@ from support.saved_models import TOWER, saved
 
 import bigtrain
 from bigtrain.config.errors import ConfigError, DataError
+from bigtrain.pp import parse, registry
 from bigtrain.tools import checkpoint
 
 
@@ -255,6 +256,60 @@ def test_embeddings_and_zero_shot(tmp_path, kind):
   for row, result in zip(score, model.zero_shot(IMAGE, texts)):
     found = {entry["label"]: entry["score"] for entry in result["top"]}
     np.testing.assert_allclose([found[t] for t in texts], row, rtol=1e-4)
+
+
+def test_pictures_in_their_own_aspect_ratios(tmp_path):
+  """The ops of SigLIP 2's NaFlex; training draws another number of patches."""
+  naflex = "value_range(-1,1)|naflex(4,{length})"
+  text = f"choice(key='captions',key_result='text')|{TOKENIZE}"
+  grid = dict(posemb="learn", posemb_grid=(2, 2), pool_type="gap")
+  config = dict(
+    task="contrastive",
+    model_name="two_towers",
+    model=dict(
+      image=dict(patch_size=4, **grid, **TOWER),
+      text=dict(vocab_size=259, **TOWER),
+      out_dim=6,
+      bias_init=-1.0,
+    ),
+    input=dict(
+      data=dict(type="jsonl"),
+      pp=f"{naflex}|{text}",
+      flexi=dict(length=dict(values=(4, 8))),
+      batch_size=4,
+    ),
+  )
+  reference = saved(
+    tmp_path,
+    config,
+    image=((4, 48), "float32"),
+    shapes=((2,), "int32"),
+    labels=((12,), "int32"),
+  )
+  model = bigtrain.load(tmp_path)
+  wide, tall = IMAGE[0][:4], IMAGE[1][:, :4]  # 4 x 8 and 8 x 4.
+  ops = registry.compose(parse.parse(naflex.format(length=8)))
+  rows = [ops.fn({"image": picture}, np.zeros(1)) for picture in (wide, tall)]
+  batch = {
+    "image": np.stack([row["image"] for row in rows]),
+    "shapes": np.stack([row["shapes"] for row in rows]),
+  }
+  np.testing.assert_array_equal(batch["shapes"], [(2, 4), (4, 2)])
+  texts = ["a cat", "an owl"]
+  both = reference("embed", {**batch, "labels": tokens(texts)})
+  rows = [x["embedding"] for x in model.predict([wide, tall])]
+  np.testing.assert_allclose(rows, both["image"], atol=1e-6)
+  params = jax.device_get(model.params)
+  logits = both["image"] @ both["text"].T * jnp.exp(params["t"]) + params["b"]
+  for row, result in zip(
+    jax.nn.sigmoid(logits), model.zero_shot([wide, tall], texts)
+  ):
+    scores = {entry["label"]: entry["score"] for entry in result["top"]}
+    np.testing.assert_allclose([scores[t] for t in texts], row, rtol=1e-4)
+  model = bigtrain.load(tmp_path, pp="value_range(-1,1)|naflex(2,8)")
+  expected = r"8x12 after pp, but the model takes \?x48; .*naflex\(4, 256\)"
+  with pytest.raises(DataError, match=expected):
+    model.predict(wide)
 
 
 def test_texts_are_continued(tmp_path):

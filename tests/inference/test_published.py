@@ -244,7 +244,7 @@ def test_the_fast_transform_of_jpegs_moves_logits(name):
   for precise in (True, False):
     pp = f"decode(precise={precise})|resize({side},antialias=True)"
     model = bigtrain.load(published, pp=f"{pp}|value_range(-1,1)")
-    images.append(model.pictures(photos))
+    images.append(model.pictures(photos)["image"])
   apply = jax.jit(model.model.apply)
   logits = [np.asarray(apply(model.variables, x)[0]) for x in images]
   moved = np.abs(logits[1] - logits[0]).max(axis=1)

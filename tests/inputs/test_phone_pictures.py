@@ -164,13 +164,13 @@ def test_predictions_read_files_as_in_training(runs, tmp_path, caplog):
   scale = lambda images: np.float32(images) / 127.5 - 1
   model = bigtrain.load(runs["encoded"])
   upright = scale([as_pillow(x) for x in PICTURES])
-  np.testing.assert_allclose(model.pictures(files), upright, atol=1e-6)
+  np.testing.assert_allclose(model.pictures(files)["image"], upright, atol=1e-6)
   assert "EXIF" not in caplog.text
   # A run on arrays decodes files too, as Pillow does, without turning them.
   model = bigtrain.load(runs["arrays"])
   stored = scale([as_pillow(x, exif=False) for x in PICTURES[:4]])
   for _ in range(2):  # The warning comes once.
-    result = model.pictures(files[:4])
+    result = model.pictures(files[:4])["image"]
     np.testing.assert_allclose(result, stored, atol=1e-6)
   messages = [x.getMessage() for x in caplog.records]
   (message,) = [x for x in messages if "EXIF" in x]

@@ -117,7 +117,7 @@ def test_matches_numpy(golden, case, name, scan):
 def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
   model = build("cappa", scan=scan)
   variables, image, text, _ = case("cappa", model)
-  encoded = model.apply(variables, image, method="encode")["encoded"]
+  encoded = model.apply(variables, image, method="encode")
 
   def by_steps(variables):
     source, cache = model.apply(variables, encoded, L, method="begin")
@@ -141,7 +141,7 @@ def test_decoding_with_the_cache_gives_the_same_logits(case, scan):
 def test_several_texts_per_image_give_the_same_logits(case):
   model = build("cap", scan=True)
   variables, image, text, _ = case("cap", model)
-  encoded = model.apply(variables, image, method="encode")["encoded"]
+  encoded = model.apply(variables, image, method="encode")
   other = jnp.flip(text, 1)
   decode = jax.jit(
     lambda e, t: model.apply(variables, e, t, method="decode").logits()

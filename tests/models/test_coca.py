@@ -114,7 +114,7 @@ def test_decoding_with_the_cache_gives_the_same_logits():
   text = jnp.asarray(np.random.RandomState(1).randint(1, golden.V, (B, L)))
 
   def run(variables):
-    encoded = model.apply(variables, IMAGE, method="encode")["encoded"]
+    encoded = model.apply(variables, IMAGE, method="encode")
     whole = model.apply(variables, encoded, text, method="decode").logits()
     source, cache = model.apply(variables, encoded, L, method="begin")
 

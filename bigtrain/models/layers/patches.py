@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 
 def cut(x_BHWC: jax.Array, size: tuple[int, ...]) -> jax.Array:
@@ -27,6 +28,16 @@ def join(x_BhwV: jax.Array, size: tuple[int, int]) -> jax.Array:
   p, q = size
   x = x_BhwV.reshape(B, h, w, p, q, V // (p * q)).transpose(0, 1, 3, 2, 4, 5)
   return x.reshape(B, h * p, w * q, -1)
+
+
+def real(shapes_B2: jax.Array | None, num_patches: int) -> jax.Array | None:
+  """Bool (B, patches), False for padding; None if all images have one shape.
+
+  `shapes_B2` are the numbers of rows and columns of each image's patches.
+  """
+  if shapes_B2 is None:
+    return None
+  return jnp.arange(num_patches) < jnp.prod(shapes_B2, axis=1, keepdims=True)
 
 
 def conv(width: int, side: int, **options: Any) -> nn.Conv:
