@@ -156,15 +156,32 @@ def join_job(config: "Config") -> None:
     if place is not None:
       check("processes", place.count)  # Before they wait for each other.
       _start_jax(place, times)
-    elif jax.process_count() > 1:
+    elif (count := _process_count()) > 1:
       raise JobError(
-        f"jax detected {jax.process_count()} processes, but the address of "
+        f"jax detected {count} processes, but the address of "
         "process 0 is unknown: pass --coordinator=HOST:PORT."
       )
   elif jax.process_count() > 1 and not job.joined:
     _join_running(times)
-  check("processes", jax.process_count())
+  check("processes", _process_count())
   check("devices", jax.device_count())
+
+
+def _process_count() -> int:
+  """jax.process_count(), which lets jax look for its devices."""
+  import jax
+
+  from bigtrain.config.errors import ConfigError
+
+  try:
+    return jax.process_count()
+  except AssertionError as e:  # jax's own, without a reason.
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    raise ConfigError(
+      f"JAX_PLATFORMS={platforms}: jax finds no such devices. Install "
+      "bigtrain[cuda] or bigtrain[tpu], look at the driver (nvidia-smi), or "
+      "leave JAX_PLATFORMS out, and jax uses what there is."
+    ) from e
 
 
 def _start_jax(place: "launchers.Place", times: hub.Times) -> None:

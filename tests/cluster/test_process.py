@@ -1,5 +1,6 @@
 """Signals, background threads and exit codes of a process."""
 
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -159,3 +160,20 @@ def test_processes_that_jax_has_joined_join_through_the_devices():
   finally:
     for member in job:
       member.kill()
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("jax_plugins") is not None,
+  reason="jax has the plugin of an accelerator",
+)
+def test_devices_that_are_not_there_have_their_line():
+  program = (
+    "from bigtrain.cluster import process\n"
+    "from bigtrain.config import settings\n"
+    "process.join_job(settings.Config({}))\n"
+  )
+  result = processes.run(
+    [sys.executable, "-c", program], env={"JAX_PLATFORMS": "cuda"}
+  )
+  last_line = result.stderr.splitlines()[-1]
+  assert "ConfigError: JAX_PLATFORMS=cuda: jax finds no such dev" in last_line
