@@ -67,7 +67,7 @@ def _add_exact_head(model, **_):
 
 
 def write(golden):
-  folder = pathlib.Path(golden) / "hf_llama"
+  folder = pathlib.Path(__file__).parent / "hf_llama"
   kto_trainer.add_fused_lm_head = _add_exact_head
   load = transformers.AutoModelForCausalLM.from_pretrained
   reference = load(folder, dtype=torch.float64)

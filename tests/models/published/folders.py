@@ -136,15 +136,21 @@ def variables_of(module, model, path, names=None):
   return warm_start.load_variables(source, like, init=dict, module=module)
 
 
-def export(module, model, variables, folder, layout=None):
-  """Writes a model's published folder; returns its config and arrays."""
+def export(module, model, variables, folder, layout=None, origin=None):
+  """Writes a model's published folder; returns its config and arrays.
+
+  Args:
+    origin: the folder that the model began with, whose layout comes first.
+  """
+  if origin:
+    origin = json.loads((origin / "config.json").read_text())["model_type"]
   variables = dict(variables)
   tree = variables.pop("params") | variables
   flat = dict(trees.flatten_with_names(tree))
   shapes = {name: x.shape for name, x in flat.items()}
-  config, tensors = module.to_published(model, shapes, layout)
+  config, tensors = module.to_published(model, shapes, layout, origin)
   config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-  if config["model_type"] == "cwm":
+  if config.get("model_type") == "cwm":
     config["bos_token_id"] = 0  # The library refuses None.
   (folder / "config.json").write_text(json.dumps(config))
   arrays = {

@@ -84,7 +84,13 @@ def export(layout, model, folder):
     if name not in ("parent", "name", "variant", "moe", "rope_scaling", "kinds")
   }
   if model.moe is not None:
-    options["moe"] = model.moe._asdict()
+    # A config says only what differs from the defaults.
+    defaults = model.moe._field_defaults
+    options["moe"] = {
+      name: value
+      for name, value in model.moe._asdict().items()
+      if name not in defaults or value != defaults[name]
+    }
   if getattr(model, "rope_scaling", None):
     options["rope_scaling"] = dict(model.rope_scaling)
   config = {"model_name": name_of(layout), "model": options}
@@ -152,10 +158,10 @@ def check_file(old, new):
         np.testing.assert_array_equal(after[name], value, f"{old}: {name}")
       else:
         # Some gradients are zero but for rounding: keys' biases.
-        of_file = max(np.abs(x).max() for x in floats(before.values()))
+        of_file = max(np.abs(x).max(initial=0) for x in floats(before.values()))
         gradients = old.stem == "gradients"
         atol = (GRADIENTS if gradients else OUTPUTS) * max(
-          np.abs(value).max(), gradients * 1e-2 * of_file
+          np.abs(value).max(initial=0), gradients * 1e-2 * of_file
         )
         np.testing.assert_allclose(
           after[name], value, rtol=0, atol=atol, err_msg=f"{old}: {name}"
@@ -221,7 +227,8 @@ def families(tmp_path_factory):
     golden = GOLDEN / "published" / family
     module, model = opened(golden, scan=True)
     folders[family] = out = tmp_path_factory.mktemp(family)
-    export_folder(module, model, variables_of(module, model, golden), out)
+    variables = variables_of(module, model, golden)
+    export_folder(module, model, variables, out, origin=golden)
     tokens = np.load(golden / "reference.npz")["tokens"]
     np.savez(out / "inputs.npz", input_ids=tokens.astype(np.int64))
   run("open_exports.py", *folders.values())
@@ -253,7 +260,7 @@ def extended(tmp_path_factory):
     source = dict(path=str(golden), new_rows=rows._asdict())
     variables = variables_of(module, model, source)
     out = tmp_path_factory.mktemp(family)
-    export_folder(module, model, variables, out)
+    export_folder(module, model, variables, out, origin=golden)
     tokens = np.random.default_rng(0).integers(0, size + 5, (2, 20))
     tokens[:, :5] = np.arange(size, size + 5)
     np.savez(out / "inputs.npz", input_ids=tokens)

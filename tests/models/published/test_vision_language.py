@@ -191,6 +191,30 @@ def gemma4_pictures(image, shapes):
   return dict(pixel_values=image[is_real], image_position_ids=places[is_real])
 
 
+def padded_pictures(family, known):
+  """Arguments of Pixtral's tower: pixels with padding, and their sizes."""
+  config = json.loads((FOLDERS / family / "config.json").read_text())
+  m = config.get("spatial_merge_size", 1)
+  sides = 4 * known["shapes"].max(axis=(0, 1))
+  pixels, sizes = [], []
+  for index in np.argwhere(known["shapes"][..., 0]):
+    rows, columns = known["shapes"][tuple(index)]
+    # The places of the patches, which are in squares; what is left comes last.
+    place = np.arange(rows * columns).reshape(rows, columns)
+    R, K = rows // m * m, columns // m * m
+    squares = place[:R, :K].reshape(R // m, m, K // m, m).swapaxes(1, 2)
+    parts = squares, place[:, K:], place[R:, :K]
+    order = np.concatenate([part.reshape(-1) for part in parts])
+    x = np.zeros((rows * columns, 3, 4, 4), np.float32)
+    x[order] = known["image"][tuple(index)][: len(order)].reshape(x.shape)
+    x = x.reshape(rows, columns, 3, 4, 4).transpose(2, 0, 3, 1, 4)
+    x = x.reshape(3, 4 * rows, 4 * columns)
+    free = sides - x.shape[1:]
+    pixels.append(np.pad(x, ((0, 0), (0, free[0]), (0, free[1]))))
+    sizes.append(x.shape[1:])
+  return dict(pixel_values=np.stack(pixels), image_sizes=np.asarray(sizes))
+
+
 def tiled_pictures(known):
   """Arguments of LLaVA-NeXT and OneVision: the views of each picture."""
   pictures, numbers = [], []
@@ -249,6 +273,9 @@ def test_transformers_opens_exports(tmp_path):
     elif family in ("mistral3", "lighton_ocr"):
       image = image.reshape(-1, *image.shape[2:]).transpose(0, 3, 1, 2)
       inputs = dict(image_sizes=np.asarray([image.shape[2:]] * len(image)))
+    elif family in ("llava_pixtral", "lighton_ocr_partial"):
+      inputs = padded_pictures(family, known)
+      image = inputs["pixel_values"]
     elif "image_sizes" in known:
       inputs = tiled_pictures(known)
       image = inputs["pixel_values"]
@@ -276,7 +303,9 @@ def test_transformers_opens_exports(tmp_path):
   subprocess.run([python, script, *expected], check=True)
   for out, logits in expected.items():
     actual = np.load(out / "logits.npy")
-    np.testing.assert_allclose(actual, logits, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(
+      actual, logits, rtol=0, atol=5e-4, err_msg=out.name
+    )
 
 
 @pytest.mark.parametrize(
