@@ -7,6 +7,7 @@ from the file itself, because the library would copy whole arrays.
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -138,9 +139,9 @@ def write(
         data_len=size,
       )
       offset += size
+    # The library's file is readable only by its owner; give it the mode of an
+    # ordinary new file.
+    with open(path, "wb") as file:
+      mode = os.fstat(file.fileno()).st_mode
     safetensors.serialize_file(tensors, path, metadata=dict(metadata))
-    # The library's file is readable only by its owner. The mode of the other
-    # files is what is left of 0o666; the umask can only be read by setting it.
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(path, 0o666 & ~umask)
+    os.chmod(path, stat.S_IMODE(mode))
