@@ -68,8 +68,8 @@ def _letters(words: str) -> tuple[str, ...]:
 
 def find(table: Table, name: str) -> Dims | None:
   """Returns the dimensions of a parameter; None if no pattern matches."""
-  found = text(table, name)
-  return parse(found) if found else None
+  entry = text(table, name)
+  return parse(entry) if entry else None
 
 
 def text(table: Table, name: str) -> str:

@@ -73,8 +73,8 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
   """Columns and rows of grids, from few tiles to many, narrow ones first."""
   sides = range(1, most + 1)
   pairs = itertools.product(sides, sides)
-  found = [(x, y) for x, y in pairs if least <= x * y <= most]
-  return sorted(found, key=math.prod)
+  grids = [(x, y) for x, y in pairs if least <= x * y <= most]
+  return sorted(grids, key=math.prod)
 
 
 def most_similar(
