@@ -17,22 +17,17 @@ from bigtrain.config import loading, settings
 from bigtrain.config.errors import ConfigError
 from bigtrain.inputs import pipeline
 from bigtrain.models.layers import options as model_options
-from bigtrain.objective import (
-  building,
-  gradients,
-  initial,
-  qk_clip,
-  task_functions,
-)
-from bigtrain.objective import teacher as teacher_lib
-from bigtrain.objective.model_variants import Variant
-from bigtrain.optim import chain, views
+from bigtrain.objective import building, initial, objective
+from bigtrain.optim import chain
+from bigtrain.step import keys
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 STEPS = 3
 
 # In three steps, these make more than 1e-5 of rounding in float32.
-_IN_DOUBLE = ("clippo", "gemma3_1b", "gemma4_26b_a4b", "mixer", "vit_i1k")
+_IN_DOUBLE = (
+  *("clippo", "gemma3_1b", "gemma4_26b_a4b", "mixer", "moco_v3", "vit_i1k"),
+)
 
 # Adam divides by the gradient's size, also where the gradient is nothing but
 # rounding, as that of a key's bias. Plain momentum keeps small errors small.
@@ -148,10 +143,12 @@ def _divides(text, ways):
 
 def expert_axes(config, sizes):
   """Returns the axes that can split the config's experts, and None."""
-  options = config["model"].get("moe")
-  if options is None:
+  with precision(config):
+    _, model = building.model(settings.Config(config))
+  moe = getattr(model, "moe", None)
+  if moe is None:
     return [None]
-  number = options["num_experts"]
+  number = moe.num_experts
   return [None, *(a for a, n in sizes.items() if n > 1 and number % n == 0)]
 
 
@@ -159,7 +156,7 @@ def with_expert_axis(config, axis):
   """Returns the config with whole experts on the devices of an axis."""
   if axis is None:
     return config
-  experts = {**config["model"]["moe"], "axis": axis}
+  experts = {**config["model"].get("moe", {}), "axis": axis}
   return {**config, "model": {**config["model"], "moe": experts}}
 
 
@@ -175,50 +172,52 @@ def train(config, sizes, microbatches=1, steps=STEPS):
   number = int(np.prod([*sizes.values()]))
   mesh = sharding.make_mesh(**sizes, devices=jax.devices()[:number])
   with precision(config):
-    setup = _setup(json.dumps(config, sort_keys=True), steps)
+    start = _start(json.dumps(config, sort_keys=True), steps)
     config = settings.Config({**config, "microbatches": microbatches})
     with jax.set_mesh(mesh):
-      return _train(config, mesh, setup)
+      return _train(config, mesh, *start)
+
+
+def _parts(config, mesh):
+  """(input, objective, optimizer) of a run, as in main."""
+  train_input = pipeline.from_config(config, 0, mesh)
+  units = lengths_lib.read(
+    config,
+    train_input.batch_size,
+    train_input.num_examples,
+    train_input.tokens_per_example,
+  ).units
+  learned = objective.from_config(config, train_input, mesh, 0, units)
+  optimizer = chain.make(
+    config,
+    learned.params_spec,
+    units,
+    learned.param_views,
+    mask=learned.trained_rows.masked,
+    qk_clip=learned.qk_clip and learned.qk_clip.clipped,
+  )
+  return train_input, learned, optimizer
 
 
 @functools.cache
-def _setup(text, steps):
-  """The parts of a run, its first state and its batches, from one device."""
+def _start(text, steps):
+  """(first state, frozen variables, batches) of a run, from one device."""
   config = settings.Config(json.loads(text))
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    train_input = pipeline.make_train(
-      config.input, seed=0, mesh=mesh, run=config
-    )
-    lengths = lengths_lib.read(
-      config,
-      config.input.batch_size,
-      train_input.num_examples,
-      train_input.tokens_per_example,
-    )
-    task = building.task(config)
-    module, model = building.model(config)
-    clip, model = qk_clip.from_config(config, model)
-    spec = sharding.batch_spec(train_input.spec, mesh)
-    teacher = teacher_lib.from_config(config, task, spec, mesh, 0)
-    variables = initial.variables_fn(task, model, spec, 0)
-    shapes = jax.eval_shape(variables)["params"]
-    param_views = views.of_model(module, model, shapes)
-    optimizer = chain.make(
-      config,
-      shapes,
-      lengths.units,
-      param_views,
-      qk_clip=clip and clip.clipped,
-    )
+    train_input, learned, optimizer = _parts(config, mesh)
 
     def init():
-      made = variables()
-      params = made.pop("params")
+      variables = learned.init(0)
+      params = variables.pop("params")
       trained, _ = trees.partition(params, optimizer.trainable)
-      opt = optimizer.tx.init(trained)
-      step = jnp.zeros((), jnp.int32)
-      return {"params": params, "opt": opt, "step": step, "mutable": made}
+      return {
+        "params": params,
+        "opt": optimizer.tx.init(trained),
+        "step": jnp.zeros((), jnp.int32),
+        **({"mutable": variables} if variables else {}),
+        **learned.init_task_state(params),
+      }
 
     state = jax.device_get(jax.jit(init)())
     if is_double(config):  # flax initialises in float32.
@@ -226,38 +225,22 @@ def _setup(text, steps):
       state = jax.tree.map(
         lambda x: x.astype(np.float64) if is_float(x) else x, state
       )
-    fixed = jax.device_get(teacher.load())
+    frozen = jax.device_get(learned.load_frozen())
     started = train_input.start(0, steps)
     batches = [jax.device_get(next(started)) for _ in range(steps)]
     started.close()
-  parts_of_run = task, module, model, teacher.model, variables, optimizer
-  return (*parts_of_run, state, fixed, batches)
+  return state, frozen, batches
 
 
-def _train(config, mesh, setup):
-  task, module, model, teacher, variables, optimizer, *arrays = setup
-  state, fixed, batches = arrays
-  loss_fn = jax.jit(task_functions.loss_fn(config, task, model, teacher))
-  compute_gradients = gradients.of_step(
-    config,
-    [Variant("", model)],
-    [
-      gradients.of_task(
-        task,
-        model,
-        loss_fn,
-        config.kwargs("loss"),
-        trainable=optimizer.trainable,
-        mesh=mesh,
-        microbatches=config.microbatches,
-      )
-    ],
-    optimizer.trainable,
-  )
+def _train(config, mesh, state, frozen, batches):
+  _, learned, optimizer = _parts(config, mesh)
+  compute_gradients = learned.gradients_fn(optimizer.trainable)
 
-  def update(state, batch, fixed, hparams):
-    grads, pairs, mutable = compute_gradients({**state, **fixed}, batch)
-    trained, frozen = trees.partition(state["params"], optimizer.trainable)
+  def update(state, batch, frozen, hparams):
+    grads, pairs, mutable = compute_gradients(
+      {**state, **frozen, **hparams}, batch
+    )
+    trained, fixed = trees.partition(state["params"], optimizer.trainable)
     updates, opt = optimizer.tx.update(
       grads,
       state["opt"],
@@ -265,36 +248,43 @@ def _train(config, mesh, setup):
       step=state["step"],
       hparams=hparams,
       loss=pairs["loss"],
-      logits=mutable.pop("step_largest", None),
+      logits=mutable.get("step_largest"),
     )
-    params = trees.merge(optax.apply_updates(trained, updates), frozen)
+    params = trees.merge(optax.apply_updates(trained, updates), fixed)
     new = {"params": params, "opt": opt, "step": state["step"] + 1}
-    if "attention_logit" in pairs:
-      largest = pairs.pop("attention_logit").largest
-      pairs["attention_logit"] = largest, jnp.ones(())
-    pairs = {
-      name: (pair.total, jnp.ones(()))
-      if isinstance(pair, metrics.Sum)
-      else pair
-      for name, pair in pairs.items()
-      if not isinstance(pair, metrics.Loads)  # Also in "expert_load/...".
-    }
-    pairs = {**pairs, "grad_norm": (metrics.global_norm(grads), jnp.ones(()))}
-    return {**new, "mutable": mutable}, grads, pairs
+    new |= learned.next_variables(state, mutable, params, hparams)
+    pairs["grad_norm"] = metrics.global_norm(grads), jnp.ones(())
+    return new, grads, dict(_as_pairs(pairs))
 
-  rules = initial.sharding_rules(config, variables, module, model)
-  places, _ = sharding.state_shardings(state, mesh, rules)
+  places, _ = sharding.state_shardings(state, mesh, learned.sharding_rules)
   update = jax.jit(update, out_shardings=(places, None, None))
   state = jax.device_put(state, places)
-  fixed = jax.device_put(fixed, sharding.replicated(mesh))
+  frozen = jax.device_put(frozen, sharding.replicated(mesh))
   all_pairs, first = [], None
   for step, batch in enumerate(batches):
     batch = jax.device_put(batch, sharding.batch(mesh))
-    hparams = optimizer.hparams(step)
-    state, grads, pairs = update(state, batch, fixed, hparams)
+    hparams = {
+      "seed": keys.seed_word(0),
+      **optimizer.hparams(step),
+      **learned.hparams(step),
+    }
+    state, grads, pairs = update(state, batch, frozen, hparams)
     all_pairs.append(jax.device_get(pairs))
     first = jax.device_get(grads) if first is None else first
   return all_pairs, first, jax.device_get(state)
+
+
+def _as_pairs(named):
+  """Yields (name, (total, weight)) of metrics of all kinds."""
+  for name, metric in named.items():
+    if isinstance(metric, metrics.Sum):
+      yield name, (metric.total, jnp.ones(()))
+    elif isinstance(metric, metrics.Max | metrics.Largest):
+      yield name, (metric.largest, jnp.ones(()))
+    elif isinstance(metric, metrics.Occasional):
+      yield from _as_pairs({name: metric.metric})
+    elif not isinstance(metric, metrics.Loads):  # Also in "expert_load/...".
+      yield name, metric
 
 
 def check_same(got, want, least_tokens):
