@@ -53,7 +53,7 @@ def trained(text="{}", microbatches=1, **sizes):
   sizes = dict(replica=1, fsdp=1, sequence=1, tensor=1) | sizes
   config = config_of(**json.loads(text))
   pairs, _, state = any_mesh.train(config, sizes, microbatches)
-  assert not state["mutable"]
+  assert "mutable" not in state
   logits = np.stack([step["attention_logit"][0] for step in pairs])
   return dict(trees.flatten_with_names(state["params"])), logits
 
