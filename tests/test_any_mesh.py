@@ -130,9 +130,9 @@ def check_case(case):
     for name, (want_total, want_weight) in theirs.items():
       total, weight = ours[name]
       where = f"{spec} on {mesh}, step {step}: {name}"
-      # Counts have no rounding; sums of other weights do.
-      rounds = relative if want_weight % 1 else 1e-6
-      np.testing.assert_allclose(weight, want_weight, rounds, err_msg=where)
+      # A weight that is no count is a sum that rounds, as the totals do.
+      bound = relative if want_weight % 1 else 1e-6
+      np.testing.assert_allclose(weight, want_weight, bound, err_msg=where)
       np.testing.assert_allclose(
         total, want_total, relative, relative, err_msg=where
       )

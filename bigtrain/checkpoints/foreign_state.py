@@ -71,18 +71,16 @@ def load(
   # Pairs each group of moments of the optimizer with one of the file.
   specs = trees.flatten_with_names(like["opt"])
   wanted = _grouped({n: x for n, x in specs if not n.endswith("count")}, ours)
-  found = _grouped(
+  in_file = _grouped(
     {n: x for n, x in opt.items() if x.dtype != np.int32}, theirs
   )
-  if len(found) != len(wanted):
+  if len(in_file) != len(wanted):
     raise ConfigError(
       f"{key}: expected {len(wanted)} moments, {', '.join(wanted)} of "
-      f"config.optimizer; found {len(found)}, {', '.join(found)}."
+      f"config.optimizer; found {len(in_file)}, {', '.join(in_file)}."
     )
-  given = {
-    ours_name: found[their_name]
-    for ours_name, their_name in zip(wanted, sorted(found, key=_field_numbers))
-  }
+  pairs = zip(wanted, sorted(in_file, key=_field_numbers))
+  given = {group: in_file[their_group] for group, their_group in pairs}
 
   # Repeats rows and columns, and converts.
   for group in wanted:

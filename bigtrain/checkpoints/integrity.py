@@ -148,7 +148,7 @@ def write(
 
 
 def metadata_digests(directory: str, names: Iterable[str]) -> dict[str, str]:
-  """{name: SHA-256 of the array's zarr.json, or "" if there is none}."""
+  """Returns {name: SHA-256 of the array's zarr.json, or "" without a file}."""
   files = {name: os.path.join(directory, name, METADATA_FILE) for name in names}
   if paths.is_remote(directory):
     contents = [version.content for version in objects.read_all(files.values())]

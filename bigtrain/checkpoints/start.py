@@ -306,10 +306,11 @@ def _teachers(state: Mapping[str, Any]) -> dict[str, Any]:
   """The parameters of the model, and of teachers in the states of tasks."""
   params = dict(trees.flatten_with_names(state["params"]))
   tasks = state.get("tasks", {})
-  found = {"teacher": tasks}
-  found |= {f"{name}/teacher": tasks[name] for name in tasks}
+  # One task has its state here; several have theirs by name.
+  states = {"teacher": tasks}
+  states |= {f"{name}/teacher": tasks[name] for name in tasks}
   result = {}
-  for name, task in found.items():
+  for name, task in states.items():
     if isinstance(task, Mapping) and "teacher" in task:
       own = dict(trees.flatten_with_names(task["teacher"]))
       if own.keys() <= params.keys():

@@ -44,7 +44,7 @@ from bigtrain.optim import patterns
 
 # A model's `from_published`: (arrays of a file by name, specs of the model by
 # name) -> arrays with the model's names and, as far as possible, shapes. A
-# Remark in place of an array says what became of it.
+# Remark in place of an array explains what happened to it.
 Convert = Callable[..., dict[str, Any]]
 
 # Options that list regexes of arrays.
@@ -496,7 +496,7 @@ def check_published(
 ) -> None:
   """Compares the config.json of published weights with the model.
 
-  It says what the shapes of arrays cannot: the number of heads, the base of
+  It has what the shapes of arrays cannot show: the number of heads, the base of
   rotary embeddings, the activation. Fields that follow from shapes may differ
   if the config has an `allow_...` list of arrays, which `load_params` applies.
 

@@ -168,7 +168,7 @@ def join_job(config: "Config") -> None:
 
 
 def _process_count() -> int:
-  """jax.process_count(), which lets jax look for its devices."""
+  """Returns jax.process_count(); its first call makes jax find its devices."""
   import jax
 
   from bigtrain.config.errors import ConfigError

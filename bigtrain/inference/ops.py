@@ -41,11 +41,9 @@ class Overrides(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """The ops that compute features from a single feature of the data.
+  """The ops that compute features from a single feature of the data."""
 
-  `features` are "image" with "shapes" where an op makes it, or one of tokens.
-  """
-
+  # "image", with "shapes" if an op makes it; or the tokens of a text.
   features: tuple[str, ...]
   key: str  # Location in the config, or the name of an argument.
   needs: registry.Needed

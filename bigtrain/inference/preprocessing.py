@@ -28,11 +28,10 @@ class Pictures:
   def __init__(self, chain: Chain, data: Mapping[str, Any]):
     self.chain = chain
     known = data.get("features", {}).get("image")
-    # Shape of an image after the ops; None if the run did not save it. A model
-    # takes any number of patches.
+    # Shape of an image after the ops; None if the run did not save it.
     self.shape = None if known is None else tuple(known[1])
     if self.shape is not None and "shapes" in chain.features:
-      self.shape = (None, *self.shape[1:])
+      self.shape = (None, *self.shape[1:])  # Any number of patches.
     self._op = registry.compose(chain.needs.ops)
     # [dtype, shape, lowest, highest] of the run's own pictures.
     self._raw_spec = data.get("raw", {}).get(chain.raw)
@@ -152,7 +151,7 @@ class Pictures:
     if self._raw_spec is None:
       return array
     dtype, shape, *limits = self._raw_spec
-    if not _fits(array.shape, shape):
+    if any(n not in (None, size) for n, size in zip(shape, array.shape)):
       raise DataError(
         f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
         f"{self.chain.key} does not resize: give pp=..., such as "
@@ -175,7 +174,7 @@ class Pictures:
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-  """Whether an array has the expected shape, where None is any size."""
+  """Whether an image has the expected shape, where None is any size."""
   return len(shape) == len(expected) and all(
     n in (None, size) for n, size in zip(expected, shape)
   )

@@ -217,11 +217,11 @@ class Model(encoder.Fields):
 
     Returns:
       (float32 logits (B, C), or the head's input without a head; a dict of
-      "encoded" (B, P, E); with `shapes` also "real" (B, P), False for padding;
+      "encoded" (B, P, E); "real" bool (B, P), if some of these may be padding;
       with feature_layer also "prefix", the same for class token and registers;
       "head_input" (B, D), pooled; and "pre_logits" (B, D) or (B, rep_size)).
-      With pool_type "none" the last two and the logits are
-      per patch: (B, P, ...).
+      With pool_type "none" the last two and the logits are per patch: (B, P,
+      ...).
     """
     x_BPD, grid = PatchEmbedding(
       self.width,
@@ -253,8 +253,7 @@ class Model(encoder.Fields):
     x_BLD, features_BLE = self._encode(x_BLD, grid, prefix, real_BP, train)
 
     out = {"encoded": features_BLE[:, prefix:]}
-    if shapes is not None:
-      assert real_BP is not None
+    if real_BP is not None:
       out["real"] = real_BP
     if prefix and self.feature_layer is not None:
       out["prefix"] = features_BLE[:, :prefix]

@@ -150,10 +150,12 @@ def vocab_sizes(model: Any) -> dict[str, int]:
   return {} if size is None else {"labels": size}
 
 
-def predict_fns(model: Any) -> dict[str, PredictFn]:
-  def encode_arguments(batch: Batch) -> dict[str, Any]:
-    return {**picture_features.needed(batch), "method": "encode"}
+def encode_arguments(batch: Batch) -> dict[str, Any]:
+  """Arguments of `model.apply` for the encoder alone."""
+  return {**picture_features.needed(batch), "method": "encode"}
 
+
+def predict_fns(model: Any) -> dict[str, PredictFn]:
   return {
     "enc_rep": forward.layers_fn(model, encode_arguments),
     "perplexity": functools.partial(perplexity, model=model),
@@ -204,9 +206,9 @@ def score(
   Returns:
     float32 [B, C], in nats, summed over the tokens of a class.
   """
-  pictures, tokens_CL = picture_features.needed(batch), batch["class_tokens"]
-  encoded = model.apply(variables, **pictures, method="encode")
-  B = len(pictures["image"])
+  tokens_CL = batch["class_tokens"]
+  encoded = model.apply(variables, **encode_arguments(batch))
+  B = len(batch["image"])
   C, L = tokens_CL.shape
   K = min(class_chunk, C)
   tokens_CL = jnp.pad(tokens_CL, ((0, -C % K), (0, 0)), constant_values=pad_id)
@@ -257,9 +259,8 @@ def caption(
       f"caption: expected max_len of at most {model.max_len} "
       f"(config.model.max_len), got {max_len}."
     )
-  pictures = picture_features.needed(batch)
-  image = pictures["image"]
-  encoded = model.apply(variables, **pictures, method="encode")
+  image = batch["image"]
+  encoded = model.apply(variables, **encode_arguments(batch))
   source, cache = model.apply(variables, encoded, max_len, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:

@@ -140,11 +140,8 @@ def vocab_sizes(model: Any) -> dict[str, int]:
 
 
 def predict_fns(model: Any) -> dict[str, PredictFn]:
-  def encode_arguments(batch: Batch) -> dict[str, Any]:
-    return {**picture_features.needed(batch), "method": "encode"}
-
   return {
-    "enc_rep": forward.layers_fn(model, encode_arguments),
+    "enc_rep": forward.layers_fn(model, captioning.encode_arguments),
     "locca_loss": forward.metrics_fn(loss_fn, model=model),
     "answer": functools.partial(answer, model=model),
     "box": functools.partial(box, model=model),
@@ -166,7 +163,7 @@ def answer(
     batch: "image", and "prompt" int [B, L] of the op `locca_question`.
     max_len: longest answer; by default limited only by the model's max_len.
   """
-  pictures, prompt_BL = picture_features.needed(batch), batch["prompt"]
+  prompt_BL = batch["prompt"]
   if prompt_BL.shape[1] > model.max_len:
     raise ConfigError(
       f"config.model.max_len: {model.max_len} is less than the "
@@ -178,7 +175,7 @@ def answer(
   length_B = jnp.where(weight_B != 0, length_B, 0)
   length_B = length_B.astype(jnp.int32)
   prompt_BL = jnp.pad(prompt_BL, ((0, 0), (1, 0)))
-  encoded = model.apply(variables, **pictures, method="encode")
+  encoded = model.apply(variables, **captioning.encode_arguments(batch))
   source, cache = model.apply(variables, encoded, model.max_len, method="begin")
 
   def step(cache: Any, token_B: jax.Array, position: jax.Array) -> Any:

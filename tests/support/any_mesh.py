@@ -179,8 +179,11 @@ def train(config, sizes, microbatches=1, steps=STEPS):
       return _train(config, mesh, *start)
 
 
-def _parts(config, mesh):
-  """(input, objective, optimizer) of a run, as in main."""
+def objective_of(config, mesh):
+  """(objective, units of its lengths) of a run; call it in the mesh's context.
+
+  `config` is a settings.Config.
+  """
   train_input = pipeline.from_config(config, 0, mesh)
   units = lengths_lib.read(
     config,
@@ -188,7 +191,12 @@ def _parts(config, mesh):
     train_input.num_examples,
     train_input.tokens_per_example,
   ).units
-  learned = objective.from_config(config, train_input, mesh, 0, units)
+  return objective.from_config(config, train_input, mesh, 0, units), units
+
+
+def _parts(config, mesh):
+  """(objective, optimizer) of a run, as in main."""
+  learned, units = objective_of(config, mesh)
   optimizer = chain.make(
     config,
     learned.params_spec,
@@ -197,7 +205,7 @@ def _parts(config, mesh):
     mask=learned.trained_rows.masked,
     qk_clip=learned.qk_clip and learned.qk_clip.clipped,
   )
-  return train_input, learned, optimizer
+  return learned, optimizer
 
 
 @functools.cache
@@ -206,7 +214,7 @@ def _start(text, steps):
   config = settings.Config(json.loads(text))
   mesh = sharding.make_mesh(fsdp=1, devices=jax.devices()[:1])
   with jax.set_mesh(mesh):
-    train_input, learned, optimizer = _parts(config, mesh)
+    learned, optimizer = _parts(config, mesh)
 
     def init():
       variables = learned.init(0)
@@ -227,14 +235,14 @@ def _start(text, steps):
         lambda x: x.astype(np.float64) if is_float(x) else x, state
       )
     frozen = jax.device_get(learned.load_frozen())
-    started = train_input.start(0, steps)
+    started = learned.train_input.start(0, steps)
     batches = [jax.device_get(next(started)) for _ in range(steps)]
     started.close()
   return state, frozen, batches
 
 
 def _train(config, mesh, state, frozen, batches):
-  _, learned, optimizer = _parts(config, mesh)
+  learned, optimizer = _parts(config, mesh)
   compute_gradients = learned.gradients_fn(optimizer.trainable)
 
   def update(state, batch, frozen, hparams):

@@ -6,9 +6,7 @@ import numpy as np
 
 from bigtrain import sharding
 from bigtrain.arrays import trees
-from bigtrain.config import lengths, settings
-from bigtrain.inputs import pipeline
-from bigtrain.objective import objective
+from bigtrain.config import settings
 from support import any_mesh
 
 
@@ -19,15 +17,7 @@ def make_mesh(**sizes):
 
 def build(config, mesh):
   """Returns the objective of a config; call it in the mesh's context."""
-  config = settings.Config(config)
-  train_input = pipeline.from_config(config, 0, mesh)
-  units = lengths.read(
-    config,
-    train_input.batch_size,
-    train_input.num_examples,
-    train_input.tokens_per_example,
-  ).units
-  return objective.from_config(config, train_input, mesh, 0, units)
+  return any_mesh.objective_of(settings.Config(config), mesh)[0]
 
 
 def draw(specs):

@@ -76,7 +76,7 @@ class Folder(NamedTuple):
 
 
 def find(path: str, step: int | None = None) -> str | None:
-  """The path of a checkpoint of one of these programs; None if there is none.
+  """Returns the path of one of these programs' checkpoints, or None.
 
   Args:
     path: big_vision's NAME.bv or one of its folders; a model directory of T5X,

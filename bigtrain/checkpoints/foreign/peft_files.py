@@ -500,10 +500,10 @@ def _adapted(run: Run, module: Module) -> list[Part]:
 def _joined(
   run: Run, module: Module, adapted: Sequence[Part]
 ) -> tuple[dict[str, np.ndarray], int, float]:
-  """Joins the adapters of a module: (its factors, rank, scale).
+  """Joins the adapters of a module; returns (its factors, rank, scale).
 
-  The files have one scale per module: that of the first part. B of the other
-  parts is multiplied accordingly.
+  The files have one scale per module, for which we use that of the first part.
+  B of the other parts is multiplied to make up for it.
   """
   if run.options.dora and len(adapted) < len(module.parts):
     raise ConfigError(

@@ -140,8 +140,8 @@ def write(
       )
       offset += size
     # The library's file is readable only by its owner; give it the mode of an
-    # ordinary new file.
-    with open(path, "wb") as file:
+    # ordinary new file. Appending does not cut an old file that is in use.
+    with open(path, "ab") as file:
       mode = os.fstat(file.fileno()).st_mode
     safetensors.serialize_file(tensors, path, metadata=dict(metadata))
     os.chmod(path, stat.S_IMODE(mode))

@@ -30,13 +30,11 @@ def join(x_BhwV: jax.Array, size: tuple[int, int]) -> jax.Array:
   return x.reshape(B, h * p, w * q, -1)
 
 
-def real(shapes_B2: jax.Array | None, num_patches: int) -> jax.Array | None:
-  """Bool (B, patches), False for padding; None if all images have one shape.
+def real(shapes_B2: jax.Array, num_patches: int) -> jax.Array:
+  """Which patches are not padding, bool (B, patches).
 
   `shapes_B2` are the numbers of rows and columns of each image's patches.
   """
-  if shapes_B2 is None:
-    return None
   return jnp.arange(num_patches) < jnp.prod(shapes_B2, axis=1, keepdims=True)
 
 
