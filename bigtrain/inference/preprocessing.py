@@ -155,7 +155,7 @@ class Pictures:
       raise DataError(
         f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
         f"{self.chain.key} does not resize: give pp=..., such as "
-        f"{_resizing(shape)!r}."
+        f"{_resizing(self.shape or shape)!r}."
       )
     if limits:
       low, high = limits
@@ -166,7 +166,7 @@ class Pictures:
         raise DataError(
           f"values from {array.min():g} to {array.max():g}, but the run's "
           f"pictures have {low:g} to {high:g}: scale them, or give pp=..., "
-          f"such as {_resizing(shape)!r}."
+          f"such as {_resizing(self.shape or shape)!r}."
         )
     if array.dtype.kind == "f" and np.dtype(dtype).kind != "f":
       raise DataError(f"expected {dtype}, as in the run, got {array.dtype}.")
