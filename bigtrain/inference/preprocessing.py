@@ -153,8 +153,8 @@ class Pictures:
     dtype, shape, *limits = self._raw_spec
     if any(n not in (None, size) for n, size in zip(shape, array.shape)):
       raise DataError(
-        f"{_size(array.shape)}, but the run's pictures are {_size(shape)} and "
-        f"{self.chain.key} does not resize: give pp=..., such as "
+        f"{_size(array.shape)}, but {self.chain.key} is for the run's "
+        f"pictures, which are {_size(shape)}: give pp=..., such as "
         f"{_resizing(self.shape or shape)!r}."
       )
     if limits:

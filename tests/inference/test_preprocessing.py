@@ -12,8 +12,8 @@ from bigtrain.pp import parse, registry
     pytest.param(
       "value_range(-1,1,0,16)", [8, 8, 1], ["uint8", [8, 8, 1], 0, 16],
       np.zeros((6, 8, 1), np.uint8),
-      r"6x8x1, but the run's pictures are 8x8x1 and config\.input\.pp does not "
-      r"resize: .*resize\(\(8, 8\)\)",
+      r"6x8x1, but config\.input\.pp is for the run's pictures, which are "
+      r"8x8x1: .*resize\(\(8, 8\)\)",
       id="size",
     ),
     pytest.param(
@@ -31,7 +31,7 @@ from bigtrain.pp import parse, registry
     pytest.param(
       "value_range(-1,1)|naflex(4,8)", [8, 48], ["uint8", [8, 12, 3], 0, 16],
       np.zeros((12, 8, 3), np.uint8),
-      r"12x8x3, but the run's pictures are 8x12x3 .*naflex\(4, 256\)",
+      r"12x8x3, but .* which are 8x12x3: .*naflex\(4, 256\)",
       id="size of pictures that become patches",
     ),
     pytest.param(
